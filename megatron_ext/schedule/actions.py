@@ -1,0 +1,72 @@
+"""The alphabet of a pipeline schedule: what one rank can be told to do.
+
+An action is written ``F3.1``: the operation, the *stage* it belongs to, and the microbatch.
+The stage is always the one that lives on the rank executing the action:
+
+- ``SEND_F3.1`` sends the output of ``F3.1`` to the rank of stage 4; there ``RECV_F4.1``
+  receives it as the input of ``F4.1``.
+- ``SEND_B3.1`` sends the input gradient computed by ``B3.1`` to the rank of stage 2; there
+  ``RECV_B2.1`` receives it as the output gradient that ``B2.1`` needs.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+
+class Op(str, Enum):
+    """One operation; its value is the text form's prefix."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+    BW = "BW"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    OFFLOAD = "OFFLOAD"
+    RELEASE = "RELEASE"
+    PREPARE = "PREPARE"
+    RELOAD = "RELOAD"
+
+
+COMPUTE_OPS = frozenset({Op.F, Op.B, Op.W, Op.BW})
+COMMUNICATION_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+
+_TEXT = re.compile(r"([A-Z_]*[A-Z])(\d+)\.(\d+)")
+
+
+class Action(NamedTuple):
+    """``op`` of ``stage`` for ``microbatch``; hashable, ordered, and as small as a tuple."""
+
+    op: Op
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.op.value}{self.stage}.{self.microbatch}"
+
+    @property
+    def is_compute(self) -> bool:
+        """True for F, B, W and BW: what takes compute time on the rank."""
+        return self.op in COMPUTE_OPS
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Reverse of ``str()``.
+
+        Raises:
+            ValueError: ``text`` is not of the form ``<OP><stage>.<microbatch>``.
+        """
+        match = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
+        if match is None:
+            raise ValueError(f"not an action: {text!r}; expected e.g. 'F3.1' (op, stage.microbatch)")
+        try:
+            op = Op(match[1])
+        except ValueError:
+            known = ", ".join(o.value for o in Op)
+            raise ValueError(f"unknown operation {match[1]!r} in {text!r}; known: {known}") from None
+        return cls(op, int(match[2]), int(match[3]))

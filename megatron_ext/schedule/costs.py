@@ -1,0 +1,176 @@
+"""What passes cost. Integers inside, so that scaling all costs never changes an order."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .placement import Placement
+
+Number = int | float | str | Fraction
+
+
+class Durations(NamedTuple):
+    """Integer durations; divide by ``scale`` to get back to the units of the costs.
+
+    ``forward[s]``, ``backward_input[s]``, ``backward_weight[s]`` are per stage.
+    """
+
+    forward: tuple[int, ...]
+    backward_input: tuple[int, ...]
+    backward_weight: tuple[int, ...]
+    hop: int
+    scale: int
+
+
+def _number(value: Number, what: str, *, positive: bool) -> Fraction:
+    try:
+        # str() first: 0.1 means one tenth here, not the nearest binary float.
+        number = value if isinstance(value, Fraction) else Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"cost {what} must be a finite number, got {value!r}") from None
+    if number < 0 or (positive and number == 0):
+        raise ValueError(f"cost {what} must be {'> 0' if positive else '>= 0'}, got {value}")
+    return number
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of one microbatch on one rank, in any one unit, and the latency of one hop.
+
+    A pass of one of v chunks costs 1/v of it. ``stages``, when given, replaces that rule: entry s
+    holds (F, B, W) of stage s itself.
+    """
+
+    forward: Fraction = Fraction(1)
+    backward_input: Fraction = Fraction(1)
+    backward_weight: Fraction = Fraction(1)
+    hop: Fraction = Fraction(0)
+    stages: tuple[tuple[Fraction, Fraction, Fraction], ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        forward: Number = 1,
+        backward_input: Number = 1,
+        backward_weight: Number = 1,
+        hop: Number = 0,
+        stages: Sequence[Sequence[Number]] | None = None,
+    ) -> Costs:
+        """Build from ints, floats, decimal strings or Fractions.
+
+        Raises:
+            ValueError: a time is not a positive number (``hop``: not >= 0).
+        """
+        rows = None
+        if stages is not None:
+            rows = []
+            for s, row in enumerate(stages):
+                if len(row) != 3:
+                    raise ValueError(f"stage {s} needs three costs F,B,W, got {list(row)}")
+                f, b, w = (_number(x, f"{n} of stage {s}", positive=True) for x, n in zip(row, "FBW"))
+                rows.append((f, b, w))
+        return cls(
+            _number(forward, "F", positive=True),
+            _number(backward_input, "B", positive=True),
+            _number(backward_weight, "W", positive=True),
+            _number(hop, "hop", positive=False),
+            None if rows is None else tuple(rows),
+        )
+
+    @classmethod
+    def parse(cls, text: str, hop: Number | None = None) -> Costs:
+        """``F,B,W[,HOP]``, as on the command line; ``hop`` overrides the fourth number.
+
+        Raises:
+            ValueError: not three or four numbers, or one of them is out of range.
+        """
+        parts = [part.strip() for part in text.split(",")]
+        if len(parts) not in (3, 4):
+            raise ValueError(f"costs must be F,B,W or F,B,W,HOP, got {text!r}; e.g. 1,1,1,0.05")
+        last: Number = hop if hop is not None else (parts[3] if len(parts) == 4 else 0)
+        return cls.of(parts[0], parts[1], parts[2], last)
+
+    def with_stage_file(self, path: str | Path) -> Costs:
+        """Costs per stage from a JSON file: ``{"stages": [[F, B, W], ...]}``, one row a stage.
+
+        Raises:
+            ValueError: the file cannot be read or is not of that form.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+            rows = data["stages"]
+            stages = [[str(x) for x in row] for row in rows]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f'stage costs {path}: {error}; expected JSON {{"stages": [[F, B, W], ...]}}'
+            ) from None
+        return Costs.of(
+            self.forward, self.backward_input, self.backward_weight, self.hop, stages=stages
+        )
+
+    def durations(self, placement: Placement) -> Durations:
+        """Integer durations of every stage's F, B and W under ``placement``.
+
+        Raises:
+            ValueError: per-stage costs were given for another number of stages.
+        """
+        n, v = placement.num_stages, placement.chunks
+        if self.stages is None:
+            row = (self.forward / v, self.backward_input / v, self.backward_weight / v)
+            rows: Sequence[tuple[Fraction, Fraction, Fraction]] = [row] * n
+        elif len(self.stages) != n:
+            raise ValueError(
+                f"costs are given for {len(self.stages)} stages but pp={placement.pp} x "
+                f"chunks={v} has {n}; give one row F,B,W per stage"
+            )
+        else:
+            rows = self.stages
+        distinct = set(rows)
+        scale = math.lcm(self.hop.denominator, *(x.denominator for row in distinct for x in row))
+        ints = {row: tuple(int(x * scale) for x in row) for row in distinct}
+        f, b, w = zip(*(ints[row] for row in rows))
+        return Durations(f, b, w, int(self.hop * scale), scale)
+
+    def per_rank_work(self, placement: Placement) -> list[Fraction]:
+        """F + B + W of one microbatch on each rank, in the units of the costs."""
+        d = self.durations(placement)
+        total = [f + b + w for f, b, w in zip(d.forward, d.backward_input, d.backward_weight)]
+        return [Fraction(sum(total[s] for s in row), d.scale) for row in placement.stages]
+
+    def to_json(self) -> dict[str, Any]:
+        """The ``cost`` object of the command line and the schedule file."""
+        data: dict[str, Any] = {
+            "forward": number_to_json(self.forward),
+            "backward_input": number_to_json(self.backward_input),
+            "backward_weight": number_to_json(self.backward_weight),
+            "hop": number_to_json(self.hop),
+        }
+        if self.stages is not None:
+            data["stages"] = [[number_to_json(x) for x in row] for row in self.stages]
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Costs:
+        """Reverse of ``to_json``; missing times are 1, a missing hop 0.
+
+        Raises:
+            ValueError: a value is no number, or out of range.
+        """
+        return cls.of(
+            data.get("forward", 1),
+            data.get("backward_input", 1),
+            data.get("backward_weight", 1),
+            data.get("hop", 0),
+            data.get("stages"),
+        )
+
+
+def number_to_json(value: Fraction) -> int | float:
+    """An int where the value is whole, else the nearest float."""
+    return int(value) if value.denominator == 1 else float(value)

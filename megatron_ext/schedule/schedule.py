@@ -1,0 +1,143 @@
+"""The schedule object: for every rank, an ordered list of actions, and its file format."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .actions import Action
+from .costs import Costs
+from .placement import Placement
+
+FILE_FORMAT = "megatron-ext-schedule/1"
+
+
+class ScheduleError(ValueError):
+    """A schedule, or a schedule file, that cannot be executed; the text says where and why."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank does, in order. One object is generated, checked, simulated and executed.
+
+    Attributes:
+        name: the generator's name, or ``file``.
+        placement: stage <-> (rank, chunk).
+        microbatches: m, the number of microbatches of one iteration.
+        ranks: one tuple of actions per pipeline rank, in execution order.
+        costs: what the order was made for; a file keeps them.
+    """
+
+    name: str
+    placement: Placement
+    microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]
+    costs: Costs = field(default_factory=Costs)
+
+    @property
+    def pp(self) -> int:
+        """Number of pipeline ranks."""
+        return self.placement.pp
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks per rank."""
+        return self.placement.chunks
+
+    @property
+    def is_lowered(self) -> bool:
+        """True if the lists hold more than compute: communication or offload actions."""
+        return any(not action.is_compute for row in self.ranks for action in row)
+
+    def compute(self) -> Schedule:
+        """This schedule with its compute actions only."""
+        return self.with_ranks([[a for a in row if a.is_compute] for row in self.ranks])
+
+    def with_ranks(self, ranks: Sequence[Sequence[Action]]) -> Schedule:
+        """The same schedule with other lists of actions."""
+        return replace(self, ranks=tuple(tuple(row) for row in ranks))
+
+    def actions(self) -> Iterator[tuple[int, int, Action]]:
+        """(rank, position on the rank, action), rank by rank."""
+        for rank, row in enumerate(self.ranks):
+            for position, action in enumerate(row):
+                yield rank, position, action
+
+    def fingerprint(self) -> str:
+        """Hex digest over placement, microbatches and all actions: equal plans, equal digest."""
+        body = self.to_json()
+        del body["cost"], body["name"]
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        """The file's content (design contract ``megatron-ext-schedule/1``)."""
+        return {
+            "format": FILE_FORMAT,
+            "name": self.name,
+            "pp": self.pp,
+            "chunks": self.chunks,
+            "microbatches": self.microbatches,
+            "placement": [list(row) for row in self.placement.stages],
+            "cost": self.costs.to_json(),
+            "ranks": [[str(action) for action in row] for row in self.ranks],
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the schedule file, one rank's list a line, so that a diff can be read."""
+        body = self.to_json()
+        ranks = ",\n  ".join(json.dumps(row) for row in body.pop("ranks"))
+        head = ",\n ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in body.items())
+        Path(path).write_text(f'{{{head},\n "ranks": [\n  {ranks}\n ]}}\n')
+
+    @classmethod
+    def from_json(cls, data: Any) -> Schedule:
+        """Reverse of ``to_json``. Says nothing on whether the order can run: see ``check``.
+
+        Raises:
+            ScheduleError: a field is missing, of the wrong kind, or contradicts another.
+        """
+        if not isinstance(data, dict) or data.get("format") != FILE_FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ScheduleError(f'expected "format": "{FILE_FORMAT}", found {found!r}')
+        missing = [k for k in ("pp", "chunks", "microbatches", "placement", "ranks") if k not in data]
+        if missing:
+            raise ScheduleError(f"schedule file lacks {', '.join(missing)}")
+        try:
+            placement = Placement(data["placement"])
+            ranks = tuple(tuple(Action.parse(text) for text in row) for row in data["ranks"])
+            costs = Costs.from_json(data.get("cost", {}))
+            microbatches = int(data["microbatches"])
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ScheduleError(f"schedule file: {error}") from None
+        if (placement.pp, placement.chunks) != (data["pp"], data["chunks"]):
+            raise ScheduleError(
+                f"placement is for pp={placement.pp}, chunks={placement.chunks} but the file says "
+                f"pp={data['pp']}, chunks={data['chunks']}"
+            )
+        if len(ranks) != placement.pp:
+            raise ScheduleError(f"{len(ranks)} action lists for pp={placement.pp}; give one a rank")
+        if microbatches < 1:
+            raise ScheduleError(f"microbatches must be >= 1, got {microbatches}")
+        return cls(str(data.get("name", "file")), placement, microbatches, ranks, costs)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Schedule:
+        """Read a schedule file.
+
+        Raises:
+            ScheduleError: it cannot be read, is not JSON, or is not a schedule.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise ScheduleError(f"cannot read schedule file {path}: {error.strerror}") from None
+        except ValueError as error:
+            raise ScheduleError(f"schedule file {path} is not JSON: {error}") from None
+        try:
+            return cls.from_json(data)
+        except ScheduleError as error:
+            raise ScheduleError(f"{path}: {error}") from None
