@@ -1,0 +1,1 @@
+"""Executes a lowered schedule on ``torch.distributed``; knows nothing about Megatron."""

@@ -1,0 +1,170 @@
+"""Interprets one rank's list of a lowered schedule. What was simulated is what runs here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ..schedule.actions import Action, Op
+from ..schedule.schedule import Schedule
+from .channel import Channel, Receipt
+from .trace import Recorder
+from .watchdog import Watchdog
+
+TRACE_ENVIRONMENT = "MEGATRON_EXT_TRACE"
+
+
+class StageRunner(Protocol):
+    """What the executor asks of a model: one method for each kind of compute action."""
+
+    def forward(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Run F; ``x`` is the stage's input (None on the first stage).
+
+        Returns the activation for the next stage, free of autograd history (None on the last)."""
+
+    def backward(
+        self, chunk: int, microbatch: int, grad: torch.Tensor | None, split: bool
+    ) -> torch.Tensor | None:
+        """Run B (``split``) or BW; ``grad`` belongs to F's result (None on the last stage).
+
+        Returns the gradient of F's input (None on the first stage)."""
+
+    def weight(self, chunk: int, microbatch: int) -> None:
+        """Run W."""
+
+    def live_sets(self) -> int:
+        """Activation sets held at this moment."""
+
+
+class Executor:
+    """Runs ``schedule`` on one pipeline rank, once per call of ``run``.
+
+    Args:
+        schedule: lowered (with communication actions), for the number of ranks of the channel.
+        rank: this rank in the pipeline group.
+        runner: the model.
+        channel: messages to and from the other pipeline ranks.
+        watchdog: is told what is being waited for.
+        recorder: takes the measured times and resident sets.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        runner: StageRunner,
+        channel: Channel,
+        watchdog: Watchdog,
+        recorder: Recorder,
+    ) -> None:
+        self._placement = schedule.placement
+        self._microbatches = schedule.microbatches
+        self._actions = schedule.ranks[rank]
+        self._rank = rank
+        self._runner, self._channel = runner, channel
+        self._watchdog, self._recorder = watchdog, recorder
+        # What F or B of (stage, microbatch) will consume, and what they produced for others.
+        self._inbox: dict[Action, torch.Tensor | Receipt] = {}
+        self._outbox: dict[Action, torch.Tensor] = {}
+        self._verbose = os.environ.get(TRACE_ENVIRONMENT) == "1"
+        self._handlers: dict[Op, Callable[[Action], None]] = {
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.BW: self._backward,
+            Op.W: self._weight,
+            Op.SEND_F: lambda a: self._send(a, Op.F, a.stage + 1),
+            Op.SEND_B: lambda a: self._send(a, Op.B, a.stage - 1),
+            Op.RECV_F: lambda a: self._receive(a, Op.F, a.stage - 1),
+            Op.RECV_B: lambda a: self._receive(a, Op.B, a.stage + 1),
+        }
+
+    def run(self) -> None:
+        """One iteration.
+
+        Raises:
+            RuntimeError: a message or an activation set is left over, which means that the
+                schedule and the model disagree.
+        """
+        total = len(self._actions)
+        for position, action in enumerate(self._actions):
+            self._watchdog.at(action, position, total, self._channel.sending_to)
+            if self._verbose:
+                print(f"[megatron_ext] rank {self._rank} {position}/{total} {action}", file=sys.stderr)
+            if action.is_compute:
+                with torch.profiler.record_function(f"PP:{action}"):
+                    self._handlers[action.op](action)
+            else:
+                self._handlers[action.op](action)
+        self._watchdog.waiting("for its last messages to be taken", self._channel.sending_to)
+        self._channel.finish()
+        if self._inbox or self._outbox:
+            left = ", ".join(map(str, [*self._inbox, *self._outbox]))
+            raise RuntimeError(f"pipeline rank {self._rank} ended with messages left over: {left}")
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        x = self._take(action) if stage > 0 else None
+        with self._recorder.measure(action):
+            y = self._runner.forward(self._placement.chunk_of(stage), microbatch, x)
+        self._recorder.resident(self._runner.live_sets())
+        if stage + 1 < self._placement.num_stages:
+            self._deliver(Action(Op.F, stage, microbatch), Action(Op.F, stage + 1, microbatch), y)
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        # Neighbours name the message by the operation B, whether or not this rank fuses W into it.
+        key = Action(Op.B, stage, microbatch)
+        grad = self._take(key) if stage + 1 < self._placement.num_stages else None
+        with self._recorder.measure(action):
+            split = action.op is Op.B
+            chunk = self._placement.chunk_of(stage)
+            input_grad = self._runner.backward(chunk, microbatch, grad, split)
+        if stage > 0:
+            self._deliver(key, Action(Op.B, stage - 1, microbatch), input_grad)
+
+    def _weight(self, action: Action) -> None:
+        with self._recorder.measure(action):
+            chunk = self._placement.chunk_of(action.stage)
+            self._runner.weight(chunk, action.microbatch)
+
+    def _deliver(self, producer: Action, consumer: Action, tensor: torch.Tensor | None) -> None:
+        if tensor is None:
+            raise RuntimeError(
+                f"{producer} on pipeline rank {self._rank} produced nothing for {consumer}; does "
+                "the stage use its input?"
+            )
+        if self._placement.rank_of(consumer.stage) == self._rank:
+            self._inbox[consumer] = tensor
+        else:
+            self._outbox[producer] = tensor
+
+    def _take(self, consumer: Action) -> torch.Tensor:
+        message = self._inbox.pop(consumer)
+        if isinstance(message, Receipt):
+            self._watchdog.waiting(f"for a message from pipeline rank {message.peer}")
+            with self._recorder.wait():
+                message = message.wait()
+            self._watchdog.waiting("inside the model")
+        return message
+
+    def _send(self, action: Action, op: Op, to_stage: int) -> None:
+        tensor = self._outbox.pop(Action(op, action.stage, action.microbatch))
+        peer = self._placement.rank_of(to_stage)
+        self._channel.send(tensor, peer, self._tag(op, to_stage, action.microbatch))
+
+    def _receive(self, action: Action, op: Op, from_stage: int) -> None:
+        peer = self._placement.rank_of(from_stage)
+        tag = self._tag(op, action.stage, action.microbatch)
+        receipt = self._channel.receive(peer, tag)
+        self._inbox[Action(op, action.stage, action.microbatch)] = receipt
+
+    def _tag(self, op: Op, consumer_stage: int, microbatch: int) -> int:
+        # gloo matches by tag, so a wrong order could not even deliver wrong data; NCCL matches by
+        # order, which the lowered schedule guarantees.
+        kind = 0 if op is Op.F else 1
+        return (consumer_stage * self._microbatches + microbatch) * 2 + kind
+

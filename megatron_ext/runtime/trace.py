@@ -1,0 +1,102 @@
+"""What really happened on one rank: times of its compute actions and its resident sets."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..schedule.actions import Action
+
+
+class Recorder:
+    """Measures one iteration; ``resident`` always, times only with ``timed``.
+
+    CUDA times come from events, read once at the end of the iteration, so that measuring does
+    not synchronise the device between passes.
+
+    Attributes:
+        peak_sets: most activation sets held at once since ``reset``.
+    """
+
+    def __init__(self, timed: bool, device: torch.device) -> None:
+        self._timed = timed
+        self._cuda = timed and device.type == "cuda"
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new iteration."""
+        self.peak_sets = 0
+        self._spans: list[tuple[Action, Any, Any]] = []
+        self._waited = 0.0
+        self._zero = self._now() if self._timed else None
+
+    def resident(self, sets: int) -> None:
+        """Note how many activation sets the rank holds now."""
+        self.peak_sets = max(self.peak_sets, sets)
+
+    @contextmanager
+    def measure(self, action: Action) -> Iterator[None]:
+        """Time ``action``."""
+        if not self._timed:
+            yield
+            return
+        start = self._now()
+        yield
+        self._spans.append((action, start, self._now()))
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Time spent blocked on a message (host time)."""
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
+
+    def events(self) -> list[dict[str, Any]]:
+        """``[{"action", "start_us", "end_us"}]`` since ``reset``; waits for the device once."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        return [
+            {"action": str(a), "start_us": self._since_zero(s), "end_us": self._since_zero(e)}
+            for a, s, e in self._spans
+        ]
+
+    @property
+    def waited_us(self) -> float:
+        """Host time this rank was blocked on messages."""
+        return round(self._waited * 1e6, 1)
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _since_zero(self, moment: Any) -> float:
+        if self._cuda:
+            return round(self._zero.elapsed_time(moment) * 1e3, 1)
+        return round((moment - self._zero) * 1e6, 1)
+
+
+class TraceFile:
+    """``DIR/rank<R>.jsonl``: one JSON object per iteration, appended as training runs.
+
+    Raises:
+        OSError: the directory cannot be made or written.
+    """
+
+    def __init__(self, directory: str | Path, name: str) -> None:
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        self._file = (path / f"{name}.jsonl").open("w")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line and flush it: a run that dies keeps what it measured."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
