@@ -63,10 +63,14 @@ class Action(NamedTuple):
         """
         match = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
-            raise ValueError(f"not an action: {text!r}; expected e.g. 'F3.1' (op, stage.microbatch)")
+            raise ValueError(
+                f"not an action: {text!r}; expected e.g. 'F3.1' (op, stage.microbatch)"
+            )
         try:
             op = Op(match[1])
         except ValueError:
             known = ", ".join(o.value for o in Op)
-            raise ValueError(f"unknown operation {match[1]!r} in {text!r}; known: {known}") from None
+            raise ValueError(
+                f"unknown operation {match[1]!r} in {text!r}; known: {known}"
+            ) from None
         return cls(op, int(match[2]), int(match[3]))

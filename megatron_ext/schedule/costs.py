@@ -73,7 +73,9 @@ class Costs:
             for s, row in enumerate(stages):
                 if len(row) != 3:
                     raise ValueError(f"stage {s} needs three costs F,B,W, got {list(row)}")
-                f, b, w = (_number(x, f"{n} of stage {s}", positive=True) for x, n in zip(row, "FBW"))
+                f, b, w = (
+                    _number(x, f"{n} of stage {s}", positive=True) for x, n in zip(row, "FBW")
+                )
                 rows.append((f, b, w))
         return cls(
             _number(forward, "F", positive=True),

@@ -103,7 +103,9 @@ class Schedule:
         if not isinstance(data, dict) or data.get("format") != FILE_FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ScheduleError(f'expected "format": "{FILE_FORMAT}", found {found!r}')
-        missing = [k for k in ("pp", "chunks", "microbatches", "placement", "ranks") if k not in data]
+        missing = [
+            k for k in ("pp", "chunks", "microbatches", "placement", "ranks") if k not in data
+        ]
         if missing:
             raise ScheduleError(f"schedule file lacks {', '.join(missing)}")
         try:

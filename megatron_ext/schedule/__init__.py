@@ -1,0 +1,29 @@
+"""Schedules as data: generate, check, simulate, lower. Pure Python, standard library only."""
+
+from .actions import Action, Op
+from .check import CheckReport, check
+from .costs import Costs
+from .generators import GENERATORS, NAMES, forward_only, generate
+from .lower import lower
+from .placement import Placement
+from .schedule import FILE_FORMAT, Schedule, ScheduleError
+from .simulate import Simulation, simulate
+
+__all__ = [
+    "FILE_FORMAT",
+    "GENERATORS",
+    "NAMES",
+    "Action",
+    "CheckReport",
+    "Costs",
+    "Op",
+    "Placement",
+    "Schedule",
+    "ScheduleError",
+    "Simulation",
+    "check",
+    "forward_only",
+    "generate",
+    "lower",
+    "simulate",
+]

@@ -1,0 +1,260 @@
+"""Checker: proves that a schedule computes every pass once and cannot deadlock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from . import grid
+from .actions import COMMUNICATION_OPS, Action, Op
+from .costs import Costs
+from .schedule import Schedule, ScheduleError
+from .simulate import inputs, peak_sets, simulate
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What a valid schedule keeps in memory.
+
+    Attributes:
+        peak_sets: per rank, the most activation sets resident at once (see ``simulate``).
+        peak_activation: the same in microbatches, i.e. divided by the chunks per rank.
+    """
+
+    peak_sets: list[int]
+    peak_activation: list[Fraction]
+
+
+def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
+    """Verify that ``schedule`` can be executed and leaves nothing out.
+
+    Checked: every F, and B and W or one BW, exactly once and on the rank of its stage; F, B and W
+    of each chunk in microbatch order; W after its B; the data dependencies can be met in this
+    order. For a lowered schedule also: exactly the transfers needed, on the right ranks, each
+    SEND after its producer, each RECV before its consumer, messages between one ordered pair of
+    ranks sent and received in the same order, and an execution in which every SEND blocks until
+    the peer stands at the matching RECV finishes.
+
+    Args:
+        schedule: lowered or not.
+        forward_only: F actions only, as in evaluation.
+
+    Raises:
+        ScheduleError: the first fault found; the text says what, where and which rule, then
+            prints the ranks x positions grid around it.
+    """
+    where = _collect(schedule)
+    _check_complete(schedule, where, forward_only)
+    _check_chunk_order(schedule)
+    _check_weight_after_backward(schedule, where)
+    simulate(schedule, Costs())
+    if schedule.is_lowered:
+        _check_transfers(schedule, where)
+        _check_message_order(schedule)
+        _check_rendezvous(schedule)
+    sets = peak_sets(schedule.ranks)
+    return CheckReport(sets, [Fraction(count, schedule.chunks) for count in sets])
+
+
+_Where = dict[Action, tuple[int, int]]  # action -> (rank, position)
+
+
+def _fault(schedule: Schedule, rank: int, position: int, text: str) -> ScheduleError:
+    picture = grid.around(schedule.ranks, rank, position)
+    return ScheduleError(f"rank {rank}, position {position}: {text}\n{picture}")
+
+
+def _collect(schedule: Schedule) -> _Where:
+    """Where every action stands; each is known, once there, in range and on its stage's rank."""
+    placement, known = schedule.placement, {Op.F, Op.B, Op.W, Op.BW, *COMMUNICATION_OPS}
+    where: _Where = {}
+    for rank, position, action in schedule.actions():
+        if action.op not in known:
+            text = f"{action}: {action.op.value} actions are not supported by this version"
+            raise _fault(schedule, rank, position, text)
+        if not 0 <= action.stage < placement.num_stages:
+            last = placement.num_stages - 1
+            text = f"{action} names stage {action.stage}, but stages go from 0 to {last}"
+            raise _fault(schedule, rank, position, text)
+        if not 0 <= action.microbatch < schedule.microbatches:
+            last = schedule.microbatches - 1
+            text = f"{action} names microbatch {action.microbatch}, but they go from 0 to {last}"
+            raise _fault(schedule, rank, position, text)
+        owner = placement.rank_of(action.stage)
+        if owner != rank:
+            text = f"{action} is on the wrong rank: stage {action.stage} lies on rank {owner}"
+            raise _fault(schedule, rank, position, text)
+        if action in where:
+            text = f"{action} appears twice, first at position {where[action][1]}"
+            raise _fault(schedule, rank, position, text)
+        where[action] = rank, position
+    return where
+
+
+def _check_complete(schedule: Schedule, where: _Where, forward_only: bool) -> None:
+    for rank, row in enumerate(schedule.placement.stages):
+        for stage in row:
+            for microbatch in range(schedule.microbatches):
+                f, b, w, bw = (Action(op, stage, microbatch) for op in (Op.F, Op.B, Op.W, Op.BW))
+                if f not in where:
+                    raise _missing(schedule, rank, f)
+                if forward_only:
+                    for action in (b, w, bw):
+                        if action in where:
+                            text = f"{action} in a forward-only schedule, which holds F only"
+                            raise _fault(schedule, *where[action], text)
+                elif bw in where:
+                    for action in (b, w):
+                        if action in where:
+                            text = f"{action} repeats work of {bw}: give B and W, or one BW"
+                            raise _fault(schedule, *where[action], text)
+                elif b not in where:
+                    raise _missing(schedule, rank, b)
+                elif w not in where:
+                    raise _missing(schedule, rank, w)
+
+
+def _missing(schedule: Schedule, rank: int, action: Action) -> ScheduleError:
+    """Points at the place where the previous microbatch of the same kind stands."""
+    rule = {
+        Op.F: "every stage needs F of every microbatch",
+        Op.B: "every stage needs B, or BW, of every microbatch",
+        Op.W: "every B needs its W",
+    }[action.op]
+    row = schedule.ranks[rank]
+    same = [i for i, a in enumerate(row) if a.stage == action.stage and a.op in (action.op, Op.BW)]
+    before = [i for i in same if row[i].microbatch < action.microbatch]
+    position = before[-1] + 1 if before else (same[0] if same else len(row))
+    return _fault(schedule, rank, position, f"{action} is missing; {rule} exactly once")
+
+
+def _check_chunk_order(schedule: Schedule) -> None:
+    """Gradients accumulate in microbatch order, and transfers match in order, only if each
+    chunk's passes come in microbatch order. BW counts as a B and as a W."""
+    last: dict[tuple[str, int], Action] = {}
+    for rank, position, action in schedule.actions():
+        if action.is_compute:
+            for kind in action.op.value:
+                before = last.get((kind, action.stage))
+                if before is not None and before.microbatch > action.microbatch:
+                    text = (
+                        f"{action} comes after {before}; the {kind} passes of one chunk must run "
+                        f"in microbatch order"
+                    )
+                    raise _fault(schedule, rank, position, text)
+                last[kind, action.stage] = action
+
+
+def _check_weight_after_backward(schedule: Schedule, where: _Where) -> None:
+    for rank, position, action in schedule.actions():
+        if action.op is Op.W:
+            b = Action(Op.B, action.stage, action.microbatch)
+            if where[b][1] > position:
+                text = f"{action} stands before {b}; W must come after the B of its microbatch"
+                raise _fault(schedule, rank, position, text)
+
+
+def _check_transfers(schedule: Schedule, where: _Where) -> None:
+    """Every input from another rank has its SEND and RECV, in place; nothing else is sent."""
+    placement, needed = schedule.placement, set()
+    for consumer, (rank, position) in where.items():
+        if not consumer.is_compute:
+            continue
+        for kind, stage in inputs(consumer.op, consumer.stage, placement.num_stages):
+            if placement.rank_of(stage) == rank:
+                continue
+            j = consumer.microbatch
+            send, receive, producer = (
+                (Op.SEND_B, Op.RECV_B, Op.B) if kind else (Op.SEND_F, Op.RECV_F, Op.F)
+            )
+            needed |= {Action(send, stage, j), Action(receive, consumer.stage, j)}
+            source = where.get(Action(producer, stage, j)) or where[Action(Op.BW, stage, j)]
+            _check_behind(schedule, where, Action(send, stage, j), source)
+            arrival = where.get(Action(receive, consumer.stage, j))
+            if arrival is None:
+                text = f"{Action(receive, consumer.stage, j)} is missing; {consumer} needs it"
+                raise _fault(schedule, rank, position, text)
+            if arrival[1] > position:
+                text = f"{Action(receive, consumer.stage, j)} stands after {consumer}"
+                raise _fault(schedule, *arrival, f"{text}; a RECV must come before its consumer")
+    for rank, position, action in schedule.actions():
+        if action.op in COMMUNICATION_OPS and action not in needed:
+            text = f"{action} is not needed: no pass on another rank is at its other end"
+            raise _fault(schedule, rank, position, text)
+
+
+def _check_behind(schedule: Schedule, where: _Where, send: Action, source: tuple[int, int]) -> None:
+    rank, position = source
+    producer = schedule.ranks[rank][position]
+    if send not in where:
+        text = f"{send} is missing; another rank needs what {producer} produces"
+        raise _fault(schedule, rank, position, text)
+    if where[send][1] < position:
+        text = f"{send} stands before {producer}; a SEND must come after its producer"
+        raise _fault(schedule, *where[send], text)
+
+
+def _peer(schedule: Schedule, action: Action) -> tuple[int, Action]:
+    """Rank on the other end of a SEND or RECV, and the matching action there."""
+    op, stage, j = action
+    other, matching = {
+        Op.SEND_F: (stage + 1, Op.RECV_F),
+        Op.RECV_F: (stage - 1, Op.SEND_F),
+        Op.SEND_B: (stage - 1, Op.RECV_B),
+        Op.RECV_B: (stage + 1, Op.SEND_B),
+    }[op]
+    return schedule.placement.rank_of(other), Action(matching, other, j)
+
+
+def _check_message_order(schedule: Schedule) -> None:
+    """Point-to-point calls between two ranks match by order, not by content."""
+    sent: dict[tuple[int, int], list[Action]] = {}
+    for rank, _, action in schedule.actions():
+        if action.op in (Op.SEND_F, Op.SEND_B):
+            sent.setdefault((rank, _peer(schedule, action)[0]), []).append(action)
+    taken = dict.fromkeys(sent, 0)
+    for rank, position, action in schedule.actions():
+        if action.op in (Op.RECV_F, Op.RECV_B):
+            source, send = _peer(schedule, action)
+            actual = sent[source, rank][taken[source, rank]]
+            taken[source, rank] += 1
+            if actual != send:
+                text = (
+                    f"{action} would receive {actual} of rank {source}; messages from rank "
+                    f"{source} to rank {rank} match in the order they are sent"
+                )
+                raise _fault(schedule, rank, position, text)
+
+
+def _check_rendezvous(schedule: Schedule) -> None:
+    """Execute with blocking transfers only: both ends must stand at the pair at once."""
+    at = [0] * schedule.pp
+    awake = list(range(schedule.pp - 1, -1, -1))
+    while awake:
+        rank = awake.pop()
+        row = schedule.ranks[rank]
+        while at[rank] < len(row) and row[at[rank]].is_compute:
+            at[rank] += 1
+        if at[rank] == len(row):
+            continue
+        peer, matching = _peer(schedule, row[at[rank]])
+        if at[peer] < len(schedule.ranks[peer]) and schedule.ranks[peer][at[peer]] == matching:
+            at[rank] += 1
+            at[peer] += 1
+            awake += [peer, rank]
+    if all(position == len(row) for position, row in zip(at, schedule.ranks)):
+        return
+    reasons = []
+    for rank, position in enumerate(at):
+        if position == len(schedule.ranks[rank]):
+            reasons.append("done")
+        else:
+            peer, matching = _peer(schedule, schedule.ranks[rank][position])
+            reasons.append(f"waits for {matching} of rank {peer}")
+    first = next(i for i, why in enumerate(reasons) if why != "done")
+    blocked = schedule.ranks[first][at[first]]
+    raise ScheduleError(
+        f"deadlock: rank {first}, position {at[first]}, {blocked} {reasons[first]}, which never "
+        f"gets there if every SEND blocks until its RECV is reached\n"
+        f"{grid.stuck(schedule.ranks, at, reasons)}"
+    )

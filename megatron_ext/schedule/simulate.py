@@ -1,0 +1,218 @@
+"""Event simulator: when every pass of a schedule runs, and what that says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from . import grid
+from .actions import Action, Op
+from .costs import Costs, Durations
+from .schedule import Schedule, ScheduleError
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The simulated run of one schedule. Times are in the units of the costs.
+
+    Attributes:
+        schedule: the schedule with its compute actions only.
+        start, end: ``start[rank][i]`` of the i-th compute action of that rank, in units of
+            1/``scale``; the first action of all starts at 0.
+        scale: divide ``start`` and ``end`` by it to get the units of the costs.
+        makespan: first start to last end over all ranks.
+        bubble: mean over ranks of the share of the makespan in which the rank computes nothing.
+            For uniform stages that is 1 - m(F+B+W)/makespan.
+        span_bubble: the same with the longest single rank's span, its own first start to its own
+            last end, in place of the makespan.
+        peak_sets: per rank, the most activation sets resident at once. A set is one chunk's
+            activations of one microbatch, resident from its F's start to its W's (or BW's) end.
+            A forward-only schedule keeps nothing for a backward pass: 0.
+        peak_activation: ``peak_sets`` in microbatches, i.e. divided by the chunks per rank.
+    """
+
+    schedule: Schedule
+    start: list[list[int]]
+    end: list[list[int]]
+    scale: int
+    makespan: Fraction
+    bubble: Fraction
+    span_bubble: Fraction
+    peak_sets: list[int]
+    peak_activation: list[Fraction]
+
+    def memory_curve(self, rank: int) -> list[tuple[int, int]]:
+        """Steps (time in 1/scale, resident sets from then on) of one rank, times increasing."""
+        if not any(self.peak_sets):
+            return [(0, 0)]
+        curve = [(0, 0)]
+        row = self.schedule.ranks[rank]
+        for action, start, end in zip(row, self.start[rank], self.end[rank]):
+            if action.op is Op.F:
+                step, time = 1, start
+            elif action.op is Op.B:
+                continue
+            else:
+                step, time = -1, end
+            # A set freed and one allocated at the same moment are one step: the curve shows what
+            # is resident, and the rank frees before it allocates.
+            sets = curve[-1][1] + step
+            if curve[-1][0] == time:
+                curve[-1] = (time, sets)
+            else:
+                curve.append((time, sets))
+        return curve
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Run ``schedule`` as early as its order and its data dependencies allow.
+
+    A rank runs one pass at a time in the given order. F of stage s waits for F of stage s-1,
+    B (or BW) for its own F and the B of stage s+1, W for its B; a dependency on another rank adds
+    one hop. Communication and offload actions are ignored. Linear in the number of actions.
+
+    Args:
+        schedule: lowered or not; assumed complete (see ``check``).
+        costs: default ``schedule.costs``.
+
+    Raises:
+        ScheduleError: the order cannot progress, or holds an action twice.
+        ValueError: per-stage costs for another number of stages.
+    """
+    compute = schedule.compute()
+    durations = (schedule.costs if costs is None else costs).durations(schedule.placement)
+    start, end = _run(compute, durations)
+    last = max((row[-1] for row in end if row), default=0)
+    span = max((e[-1] - s[0] for s, e in zip(start, end) if s), default=0)
+    work = sum(e - s for ss, ee in zip(start, end) for s, e in zip(ss, ee))
+    sets = peak_sets(compute.ranks)
+    return Simulation(
+        schedule=compute,
+        start=start,
+        end=end,
+        scale=durations.scale,
+        makespan=Fraction(last, durations.scale),
+        bubble=1 - Fraction(work, compute.pp * last) if last else Fraction(0),
+        span_bubble=1 - Fraction(work, compute.pp * span) if span else Fraction(0),
+        peak_sets=sets,
+        peak_activation=[Fraction(count, compute.chunks) for count in sets],
+    )
+
+
+def peak_sets(ranks: Sequence[Sequence[Action]]) -> list[int]:
+    """Most activation sets resident at once on each rank; depends on the order only.
+
+    0 everywhere if no rank has a backward action: a forward-only schedule keeps no sets.
+    """
+    if not any(action.op in _FREES for row in ranks for action in row):
+        return [0] * len(ranks)
+    peaks = []
+    for row in ranks:
+        sets = peak = 0
+        for action in row:
+            if action.op is Op.F:
+                sets += 1
+                peak = max(peak, sets)
+            elif action.op in _FREES:
+                sets -= 1
+        peaks.append(peak)
+    return peaks
+
+
+_FREES = frozenset({Op.W, Op.BW})
+
+
+def _run(schedule: Schedule, durations: Durations) -> tuple[list[list[int]], list[list[int]]]:
+    """Start and end of every compute action. A rank runs until it lacks an input; whoever
+    produces that input wakes it again, so every action is looked at at most three times."""
+    rank_of = [schedule.placement.rank_of(s) for s in range(schedule.placement.num_stages)]
+    ends: tuple[dict[tuple[int, int], int], ...] = ({}, {}, {})  # of F, B, W by (stage, microbatch)
+    waiting: dict[tuple[int, int, int], int] = {}  # (kind, stage, microbatch) -> rank
+    clock = [0] * schedule.pp
+    start: list[list[int]] = [[] for _ in schedule.ranks]
+    end: list[list[int]] = [[] for _ in schedule.ranks]
+    awake = list(range(schedule.pp - 1, -1, -1))
+    while awake:
+        rank = awake.pop()
+        row, time = schedule.ranks[rank], clock[rank]
+        for position in range(len(start[rank]), len(row)):
+            op, stage, microbatch = row[position]
+            for kind, other in inputs(op, stage, len(rank_of)):
+                ready = ends[kind].get((other, microbatch))
+                if ready is None:
+                    waiting[kind, other, microbatch] = rank
+                    break
+                time = max(time, ready + (durations.hop if rank_of[other] != rank else 0))
+            else:
+                start[rank].append(time)
+                time += _duration(durations, op, stage)
+                end[rank].append(time)
+                clock[rank] = time
+                for kind in outputs(op):
+                    if (stage, microbatch) in ends[kind]:
+                        what = f"rank {rank}: {row[position]} repeats a pass that has already run"
+                        raise ScheduleError(
+                            f"{what}\n{grid.around(schedule.ranks, rank, position)}"
+                        )
+                    ends[kind][stage, microbatch] = time
+                    woken = waiting.pop((kind, stage, microbatch), None)
+                    if woken is not None:
+                        awake.append(woken)
+                continue
+            break
+    if any(len(s) < len(row) for s, row in zip(start, schedule.ranks)):
+        raise _cannot_progress(schedule, [len(s) for s in start], ends)
+    return start, end
+
+
+_KINDS = ("F", "B", "W")
+
+
+def outputs(op: Op) -> tuple[int, ...]:
+    """What a compute action completes: 0 the F, 1 the B, 2 the W of its stage and microbatch."""
+    return {Op.F: (0,), Op.B: (1,), Op.W: (2,), Op.BW: (1, 2)}[op]
+
+
+def inputs(op: Op, stage: int, num_stages: int) -> tuple[tuple[int, int], ...]:
+    """(kind as in ``outputs``, stage) of what a compute action waits for, same microbatch."""
+    if op is Op.F:
+        return ((0, stage - 1),) if stage else ()
+    if op is Op.W:
+        return ((1, stage),)
+    return ((0, stage), (1, stage + 1)) if stage + 1 < num_stages else ((0, stage),)
+
+
+def _duration(durations: Durations, op: Op, stage: int) -> int:
+    if op is Op.F:
+        return durations.forward[stage]
+    if op is Op.B:
+        return durations.backward_input[stage]
+    if op is Op.W:
+        return durations.backward_weight[stage]
+    return durations.backward_input[stage] + durations.backward_weight[stage]
+
+
+def _cannot_progress(
+    schedule: Schedule, positions: list[int], ends: Sequence[dict[tuple[int, int], int]]
+) -> ScheduleError:
+    n = schedule.placement.num_stages
+    reasons = []
+    for rank, at in enumerate(positions):
+        if at == len(schedule.ranks[rank]):
+            reasons.append("done")
+            continue
+        action = schedule.ranks[rank][at]
+        kind, stage = next(
+            (k, s)
+            for k, s in inputs(action.op, action.stage, n)
+            if (s, action.microbatch) not in ends[k]
+        )
+        owner = schedule.placement.rank_of(stage)
+        needs = f"{_KINDS[kind]}{stage}.{action.microbatch}"
+        reasons.append(f"{action} waits for {needs} of rank {owner}")
+    first = next(i for i, at in enumerate(positions) if at < len(schedule.ranks[i]))
+    return ScheduleError(
+        f"the order cannot progress: rank {first}, position {positions[first]}, {reasons[first]}, "
+        f"which never runs before it\n{grid.stuck(schedule.ranks, positions, reasons)}"
+    )
