@@ -1,0 +1,8 @@
+"""Errors that a user can mend."""
+
+
+class ConfigError(ValueError):
+    """A wrong combination of flags, model and schedule, found before training starts.
+
+    The text is one sentence with the numbers, the rule and the fix.
+    """
