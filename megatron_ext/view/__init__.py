@@ -1,0 +1,1 @@
+"""Pictures of a schedule's run, planned or measured: text, SVG, Chrome/Perfetto trace."""

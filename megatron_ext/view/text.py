@@ -1,0 +1,108 @@
+"""The timeline in plain ASCII: one row per rank, readable over SSH and in a log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .timeline import Box, Timeline, decimal, reference_peak
+
+_BLOCKS = 4  # a picture is wrapped into at most so many blocks of rows
+_IDLE = "."
+
+
+def render(timeline: Timeline, width: int = 0) -> str:
+    """Text of one run, with a final newline.
+
+    A pass is drawn as its operation and microbatch, as wide as it is long (``F0``, ``BW3---``);
+    passes of odd chunks are in lower case; dots are idle time. Where that needs more than four
+    wrapped blocks, one letter per pass without its number; where that still does, the rest is left
+    out and a note says so.
+
+    Args:
+        timeline: the run.
+        width: columns of the terminal; 0: no wrapping.
+    """
+    margin = len(f"rank {timeline.schedule.pp - 1} |")
+    room = max(width - margin - 1, 20) if width else 0
+    rows, note = _numbered(timeline), "F0 = forward of microbatch 0"
+    if room and len(rows[0]) > _BLOCKS * room:
+        rows, note = _letters(timeline), "one letter a pass (B for BW too), without its microbatch"
+    lines = _header(timeline, note)
+    total = len(rows[0])
+    step = room or max(total, 1)
+    shown = min(total, _BLOCKS * step) if room else total
+    per_column = timeline.makespan / total if total else 0.0
+    for first in range(0, shown, step):
+        if shown > step:
+            last = min(first + step, shown)
+            lines.append(f"time {decimal(first * per_column)} to {decimal(last * per_column)}")
+        for rank, row in enumerate(rows):
+            lines.append(f"{f'rank {rank}'.ljust(margin - 1)}|{row[first : first + step]}|")
+        lines.append("")
+    if shown < total:
+        lines += [
+            f"time {decimal(shown * per_column)} to {decimal(timeline.makespan)} is not shown: "
+            f"{total - shown} of {total} columns; --width 0 prints all, an SVG shows all",
+            "",
+        ]
+    return "\n".join(lines[:-1] if lines[-1] == "" else lines) + "\n"
+
+
+def _header(timeline: Timeline, note: str) -> list[str]:
+    schedule = timeline.schedule
+    unit = f" {timeline.unit}" if timeline.unit else ""
+    peaks = " ".join(decimal(peak) for peak in timeline.peak_activation)
+    case = "; lower case = odd chunks" if schedule.chunks > 1 else ""
+    return [
+        f"{schedule.name} ({timeline.label}): pp {schedule.pp}, chunks {schedule.chunks}, "
+        f"microbatches {schedule.microbatches}, makespan {decimal(timeline.makespan)}{unit}, "
+        f"bubble {decimal(100 * timeline.bubble, 1)} %",
+        f"peak activation per rank, in microbatches (1F1B: {reference_peak(schedule)}): {peaks}",
+        f"{note}{case}; dots = idle",
+        "",
+    ]
+
+
+def _numbered(timeline: Timeline) -> list[str]:
+    """Every pass with its microbatch; the shortest pass relative to its text sets the scale."""
+    boxes = [box for row in timeline.boxes for box in row if box.end > box.start]
+    scale = max(((len(_label(box)) + 1) / (box.end - box.start) for box in boxes), default=0.0)
+
+    def fill(timeline: Timeline, box: Box, columns: int) -> str:
+        text = _cased(timeline, box, _label(box))
+        return text.ljust(columns - 1, "-")[:columns].ljust(columns)
+
+    return _draw(timeline, scale, fill)
+
+
+def _letters(timeline: Timeline) -> list[str]:
+    """One column for the shortest pass, filled with the operation's letter (BW: B)."""
+    lengths = [box.end - box.start for row in timeline.boxes for box in row]
+    shortest = min((length for length in lengths if length > 0), default=0.0)
+
+    def fill(timeline: Timeline, box: Box, columns: int) -> str:
+        return _cased(timeline, box, box.action.op.value[0]) * columns
+
+    return _draw(timeline, 1 / shortest if shortest else 0.0, fill)
+
+
+def _label(box: Box) -> str:
+    return f"{box.action.op.value}{box.action.microbatch}"
+
+
+def _cased(timeline: Timeline, box: Box, text: str) -> str:
+    chunk = timeline.schedule.placement.chunk_of(box.action.stage)
+    return text.lower() if chunk % 2 else text
+
+
+def _draw(timeline: Timeline, scale: float, fill: Callable[[Timeline, Box, int], str]) -> list[str]:
+    """Rows of equal length, ``scale`` columns a unit of time."""
+    total = round(timeline.makespan * scale)
+    rows = []
+    for boxes in timeline.boxes:
+        row = ""
+        for box in boxes:
+            row += _IDLE * (round(box.start * scale) - len(row))
+            row += fill(timeline, box, max(round(box.end * scale) - len(row), 0))
+        rows.append(row + _IDLE * (total - len(row)))
+    return rows

@@ -1,0 +1,165 @@
+"""One run of a schedule, simulated or measured, in the form that every picture is drawn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..schedule.actions import Action, Op
+from ..schedule.schedule import Schedule
+from ..schedule.simulate import Simulation
+
+
+class Box(NamedTuple):
+    """One action on one rank, from ``start`` to ``end`` in the timeline's unit."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every compute action of every rank ran, or is to run.
+
+    Attributes:
+        label: ``planned`` or ``measured``.
+        schedule: whose run this is (name, placement, microbatches).
+        boxes: ``boxes[rank]``, compute actions by start time; the first start of all is 0.
+        memory: ``memory[rank]``, steps (time, resident activation sets from then on).
+        unit: what times are in: ``""`` for the units of the costs, ``"ms"`` for measured ones.
+    """
+
+    label: str
+    schedule: Schedule
+    boxes: tuple[tuple[Box, ...], ...]
+    memory: tuple[tuple[tuple[float, int], ...], ...]
+    unit: str = ""
+
+    @property
+    def makespan(self) -> float:
+        """First start to last end over all ranks."""
+        return max((box.end for row in self.boxes for box in row), default=0.0)
+
+    @property
+    def work(self) -> float:
+        """Compute time summed over all ranks."""
+        return math.fsum(box.end - box.start for row in self.boxes for box in row)
+
+    @property
+    def bubble(self) -> float:
+        """Mean over ranks of the share of the makespan in which the rank computes nothing."""
+        return 1 - self.work / (len(self.boxes) * self.makespan) if self.makespan else 0.0
+
+    @property
+    def peak_activation(self) -> list[float]:
+        """Most resident activations of each rank, in microbatches (sets / chunks)."""
+        chunks = self.schedule.chunks
+        return [max((sets for _, sets in row), default=0) / chunks for row in self.memory]
+
+    def scaled_to(self, other: Timeline) -> Timeline:
+        """This run in ``other``'s unit, stretched so that both spend equally long computing.
+
+        On one time axis, whatever differs then is waiting, not a cost in other units.
+        """
+        factor = other.work / self.work if self.work else 1.0
+        return replace(
+            self,
+            boxes=tuple(
+                tuple(Box(box.action, box.start * factor, box.end * factor) for box in row)
+                for row in self.boxes
+            ),
+            memory=tuple(tuple((t * factor, sets) for t, sets in row) for row in self.memory),
+            unit=other.unit,
+        )
+
+
+def planned(simulation: Simulation) -> Timeline:
+    """The simulated run; times in the units of the costs."""
+    scale = simulation.scale
+    rows = zip(simulation.schedule.ranks, simulation.start, simulation.end)
+    return Timeline(
+        label="planned",
+        schedule=simulation.schedule,
+        boxes=tuple(
+            tuple(Box(action, s / scale, e / scale) for action, s, e in zip(*row)) for row in rows
+        ),
+        memory=tuple(
+            tuple((time / scale, sets) for time, sets in simulation.memory_curve(rank))
+            for rank in range(simulation.schedule.pp)
+        ),
+    )
+
+
+def measured(schedule: Schedule, events: Sequence[Sequence[Mapping[str, Any]]]) -> Timeline:
+    """A traced run of ``schedule``; times in ms from the first start of all ranks.
+
+    Args:
+        schedule: what was run.
+        events: per rank, ``{"action": "F3.1", "start_us": float, "end_us": float}`` in any order,
+            on one clock. Actions that are not compute (sends, offloads) are left out.
+
+    Raises:
+        ValueError: not one list a rank, an event lacks a field or ends before it starts, or its
+            stage does not lie on that rank.
+    """
+    if len(events) != schedule.pp:
+        raise ValueError(f"{len(events)} event lists for pp={schedule.pp}; give one a rank")
+    rows = [_boxes(schedule, rank, row) for rank, row in enumerate(events)]
+    origin = min((row[0].start for row in rows if row), default=0.0)
+    shifted = tuple(tuple(Box(a, s - origin, e - origin) for a, s, e in row) for row in rows)
+    backward = any(box.action.op in _FREES for row in shifted for box in row)
+    memory = tuple(_memory(row) if backward else ((0.0, 0),) for row in shifted)
+    return Timeline("measured", schedule.compute(), shifted, memory, "ms")
+
+
+_FREES = (Op.W, Op.BW)
+
+
+def _boxes(schedule: Schedule, rank: int, events: Sequence[Mapping[str, Any]]) -> list[Box]:
+    boxes = []
+    for event in events:
+        try:
+            action = Action.parse(event["action"])
+            start, end = float(event["start_us"]) / 1000, float(event["end_us"]) / 1000
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"rank {rank}: bad event {event!r} ({error}); expected "
+                '{"action": "F3.1", "start_us": 0.0, "end_us": 1.0}'
+            ) from None
+        if not (math.isfinite(start) and math.isfinite(end) and start <= end):
+            raise ValueError(f"rank {rank}: {action} runs from {start} to {end} ms")
+        if not action.is_compute:
+            continue
+        if action.stage not in schedule.placement.stages[rank]:
+            held = ", ".join(str(s) for s in schedule.placement.stages[rank])
+            raise ValueError(f"rank {rank}: {action} was traced, but the rank holds stages {held}")
+        boxes.append(Box(action, start, end))
+    return sorted(boxes, key=lambda box: (box.start, box.end))
+
+
+def _memory(boxes: Sequence[Box]) -> tuple[tuple[float, int], ...]:
+    """Resident sets over time: a set lives from its F's start to its W's (or BW's) end."""
+    steps = [(box.start, 1) for box in boxes if box.action.op is Op.F]
+    steps += [(box.end, -1) for box in boxes if box.action.op in _FREES]
+    curve = [(0.0, 0)]
+    # Sorted so that a set freed at the moment another is allocated goes first.
+    for time, step in sorted(steps):
+        sets = curve[-1][1] + step
+        if curve[-1][0] == time:
+            curve[-1] = (time, sets)
+        else:
+            curve.append((time, sets))
+    return tuple(curve)
+
+
+def reference_peak(schedule: Schedule) -> int:
+    """Peak activation of 1F1B for the same p and m, in microbatches: rank 0 holds min(p, m)."""
+    return min(schedule.pp, schedule.microbatches)
+
+
+def decimal(value: float, digits: int = 3) -> str:
+    """``value`` with at most ``digits`` decimals, for people."""
+    return f"{value:.{digits}f}".rstrip("0").rstrip(".") if digits else f"{value:.0f}"

@@ -1,0 +1,104 @@
+"""The timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+One process per rank: a track of passes for each run, a counter of resident activation sets, and
+arrows from a pass to the one on another rank that uses its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..schedule.actions import Action, Op
+from .timeline import Box, Timeline
+
+
+def to_trace(timelines: Sequence[Timeline], unit_us: float = 1000.0) -> dict[str, Any]:
+    """A JSON object of trace events.
+
+    Args:
+        timelines: runs of one schedule, e.g. planned and measured, one track each.
+        unit_us: microseconds that one unit of the costs is drawn as. Measured runs are in real
+            time.
+    """
+    events: list[dict[str, Any]] = []
+    for rank in range(timelines[0].schedule.pp):
+        events.append(_name("process_name", f"rank {rank}", rank, 0))
+        events.append(
+            {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+        )
+    for track, timeline in enumerate(timelines):
+        factor = 1000.0 if timeline.unit == "ms" else unit_us
+        for rank in range(timeline.schedule.pp):
+            events.append(_name("thread_name", timeline.label, rank, track))
+            events += _passes(timeline, rank, track, factor)
+            events += _counter(timeline, rank, factor)
+        events += _arrows(timeline, track, factor)
+    schedule = timelines[0].schedule
+    about = {"schedule": schedule.name, "pp": schedule.pp, "microbatches": schedule.microbatches}
+    if any(not timeline.unit for timeline in timelines):
+        about["unit_us"] = unit_us
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
+
+
+def _name(kind: str, text: str, pid: int, tid: int) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": text}}
+
+
+def _passes(timeline: Timeline, rank: int, track: int, factor: float) -> Iterator[dict[str, Any]]:
+    chunk_of = timeline.schedule.placement.chunk_of
+    for action, start, end in timeline.boxes[rank]:
+        yield {
+            "ph": "X",
+            "name": f"PP:{action}",
+            "cat": action.op.value,
+            "pid": rank,
+            "tid": track,
+            "ts": start * factor,
+            "dur": (end - start) * factor,
+            "args": {
+                "stage": action.stage,
+                "chunk": chunk_of(action.stage),
+                "microbatch": action.microbatch,
+            },
+        }
+
+
+def _counter(timeline: Timeline, rank: int, factor: float) -> Iterator[dict[str, Any]]:
+    for time, sets in timeline.memory[rank]:
+        yield {
+            "ph": "C",
+            "name": f"activation sets, {timeline.label}",
+            "pid": rank,
+            "ts": time * factor,
+            "args": {"sets": sets},
+        }
+
+
+def _arrows(timeline: Timeline, track: int, factor: float) -> Iterator[dict[str, Any]]:
+    """Flow events from the end of a pass to the start of the pass on another rank that needs it."""
+    where: dict[Action, tuple[int, Box]] = {
+        box.action: (rank, box) for rank, row in enumerate(timeline.boxes) for box in row
+    }
+    number = 0
+    for rank, row in enumerate(timeline.boxes):
+        for box in row:
+            for consumer in _consumers(box.action):
+                other, target = where.get(consumer, (rank, box))
+                if other == rank:
+                    continue
+                number += 1
+                flow = {"name": str(box.action), "cat": "transfer", "id": f"{track}.{number}"}
+                begin, end = box.end * factor, target.start * factor
+                yield {"ph": "s", **flow, "pid": rank, "tid": track, "ts": begin}
+                yield {"ph": "f", "bp": "e", **flow, "pid": other, "tid": track, "ts": end}
+
+
+def _consumers(action: Action) -> list[Action]:
+    """The passes of the neighbouring stage that may use this pass's result."""
+    op, stage, microbatch = action
+    if op is Op.F:
+        return [Action(Op.F, stage + 1, microbatch)]
+    if op is Op.W or not stage:
+        return []
+    return [Action(kind, stage - 1, microbatch) for kind in (Op.B, Op.BW)]
