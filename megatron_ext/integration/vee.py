@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -108,9 +109,11 @@ def _default_embedding_ranks(original: Callable[..., list[int]]) -> Callable[...
 
 def _gpt_model_init(original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
+    first_chunk: weakref.ref[Any] | None = None
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal first_chunk
         bound = signature.bind(self, *args, **kwargs)
         vp_stage = bound.arguments.get("vp_stage")
         if vp_stage is None:
@@ -120,6 +123,16 @@ def _gpt_model_init(original: Callable[..., None]) -> Callable[..., None]:
         bound.arguments["pre_process"] = is_first_stage(rank, vp_stage)
         bound.arguments["post_process"] = is_last_stage(rank, vp_stage)
         original(*bound.args, **bound.kwargs)
+        if self.pre_process:
+            first_chunk = weakref.ref(self)
+        elif self.post_process and self.share_embeddings_and_output_weights:
+            # Megatron starts the second copy at zero and fills it by an all-reduce between first
+            # and last rank; here both copies are on this rank, and chunk 0 was built just before.
+            model = first_chunk() if first_chunk is not None else None
+            if model is None:
+                raise RuntimeError("tied weights under V placement need chunk 0 built first")
+            with torch.no_grad():
+                self.output_layer.weight.copy_(model.shared_embedding_or_output_weight())
 
     return __init__
 
@@ -197,31 +210,17 @@ SEAMS = (
 )
 
 
-class TiedEmbeddings:
-    """Tied weights under V: both copies lie on rank 0, so tying them needs no communication.
+def reduce_tied_gradients(chunks: list[Any]) -> None:
+    """Share the sum of the two gradients of tied weights, as stock's embedding all-reduce does.
+
+    Both copies lie on rank 0, in buckets of their own that are sharded alike, so this may follow
+    the data-parallel reduction and needs no communication.
 
     Args:
         chunks: this rank's unwrapped model chunks, in order.
     """
-
-    def __init__(self, chunks: list[Any]) -> None:
-        self._pair: tuple[torch.nn.Parameter, torch.nn.Parameter] | None = None
-        if _pp_rank() != 0 or not getattr(
-            chunks[0], "share_embeddings_and_output_weights", False
-        ):
-            return
+    tied = getattr(chunks[0], "share_embeddings_and_output_weights", False)
+    if _pp_rank() == 0 and tied:
         first, last = (c.shared_embedding_or_output_weight() for c in (chunks[0], chunks[-1]))
-        self._pair = (first, last)
-
-    def start_equal(self) -> None:
-        """Give the output layer the embedding's values; Megatron starts it at zero."""
-        if self._pair is not None:
-            with torch.no_grad():
-                self._pair[1].copy_(self._pair[0])
-
-    def reduce_gradients(self) -> None:
-        """Share the sum of the two gradients, as stock's embedding all-reduce does."""
-        if self._pair is not None:
-            first, last = (p.main_grad for p in self._pair)
-            first.add_(last)
-            last.copy_(first)
+        first.main_grad.add_(last.main_grad)
+        last.main_grad.copy_(first.main_grad)

@@ -1,0 +1,286 @@
+"""The forward-backward function that Megatron calls instead of its own pipeline schedules."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..runtime.channel import Channel
+from ..runtime.executor import Executor
+from ..runtime.trace import Recorder, TraceFile
+from ..runtime.watchdog import Watchdog
+from ..runtime.wgrad import WeightGradStore
+from ..schedule.check import check
+from ..schedule.generators import forward_only as forward_only_schedule
+from ..schedule.lower import lower
+from ..schedule.schedule import Schedule
+from ..schedule.simulate import simulate
+from .errors import ConfigError
+from .runner import Iteration, MegatronRunner
+from .vee import reduce_tied_gradients
+
+logger = logging.getLogger(__name__)
+
+WATCHDOG_ENVIRONMENT = "MEGATRON_EXT_WATCHDOG_SECONDS"
+
+
+class ScheduledPipeline:
+    """Executes schedules inside Megatron's training loop, one iteration a call.
+
+    Args:
+        plan: for a number of microbatches, the training schedule (compute actions).
+        store: shared with the hooked linear layers.
+        trace_directory: where measured timelines go, or None.
+        timeout_seconds: the watchdog's limit; ``MEGATRON_EXT_WATCHDOG_SECONDS`` overrides it.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[int], Schedule],
+        store: WeightGradStore,
+        trace_directory: str | None,
+        timeout_seconds: float,
+    ) -> None:
+        self._plan, self._store = plan, store
+        self._trace_directory = trace_directory
+        self._trace: TraceFile | None = None
+        self._timeout = float(os.environ.get(WATCHDOG_ENVIRONMENT, timeout_seconds))
+        self._watchdog: Watchdog | None = None
+        self._plans: dict[tuple[int, bool], Schedule] = {}
+        self._iterations = 0
+        self.last_peak_sets = 0
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run all passes of one iteration; Megatron's keyword arguments and return value.
+
+        Returns:
+            What the loss function reported, one entry a microbatch, on the last pipeline rank and
+            on the rank that computes the loss; an empty list elsewhere.
+
+        Raises:
+            ConfigError: a feature of this call is not supported.
+        """
+        from megatron.core import parallel_state
+        from megatron.core.utils import get_model_config
+
+        if adjust_tensor_shapes_fn is not None:
+            raise ConfigError("adjust_tensor_shapes_fn is not supported under --pp-schedule")
+        models = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(models[0])
+        group = getattr(pg_collection, "pp", None) or (
+            parallel_state.get_pipeline_model_parallel_group()
+        )
+        rank = group.rank()
+        lowered = self._lowered(num_microbatches, forward_only, group)
+        if len(models) != lowered.chunks:
+            raise ConfigError(
+                f"schedule {lowered.name} has {lowered.chunks} chunks a rank but the model was "
+                f"built with {len(models)}"
+            )
+        cp_size = parallel_state.get_context_parallel_world_size()
+        length = decoder_seq_length if decoder_seq_length is not None else seq_length
+        shape = message_shape(length, micro_batch_size, config, cp_size)
+        device = next(models[0].parameters()).device
+        iteration = Iteration(
+            forward_step_func,
+            iterators,
+            models,
+            config,
+            num_microbatches,
+            cp_size,
+            forward_only,
+            collect_non_loss_data,
+            first_val_step,
+        )
+        runner = MegatronRunner(iteration, lowered.placement, rank, self._store)
+        channel = Channel(group, shape, config.pipeline_dtype, device)
+        recorder = Recorder(self._trace_directory is not None, device)
+        if config.timers is not None:
+            timer = config.timers("forward-backward", log_level=1)
+            timer.start(barrier=config.barrier_with_L1_time)
+        self._start_param_sync(config, models, forward_only)
+        executor = Executor(lowered, rank, runner, channel, self._watch(rank), recorder)
+        try:
+            with self._watch(rank).armed():
+                executor.run()
+                runner.check_finished()
+                losses = self._relay_losses(lowered, group, runner, device)
+        except BaseException:
+            self._store.clear()
+            raise
+        if not forward_only:
+            self._finalize(config, models, runner, pg_collection, force_all_reduce)
+            if lowered.placement.is_vee():
+                reduce_tied_gradients([_unwrapped(m) for m in models])
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        self.last_peak_sets = recorder.peak_sets
+        self._write_trace(lowered, rank, group, recorder, losses, forward_only)
+        return losses
+
+    def _lowered(self, microbatches: int, forward_only: bool, group: Any) -> Schedule:
+        """The lowered plan, made and verified once for each number of microbatches."""
+        key = (microbatches, forward_only)
+        if key not in self._plans:
+            training = self._plan(microbatches)
+            plan = forward_only_schedule(training.placement, microbatches)
+            lowered = lower(plan if forward_only else training)
+            check(lowered, forward_only=forward_only)
+            _require_equal_plans(lowered, group)
+            self._plans[key] = lowered
+        return self._plans[key]
+
+    def _watch(self, rank: int) -> Watchdog:
+        if self._watchdog is None:
+            name = f"pipeline rank {rank} (global rank {dist.get_rank()})"
+            self._watchdog = Watchdog(name, self._timeout)
+        return self._watchdog
+
+    def _start_param_sync(self, config: Any, models: list[Any], forward_only: bool) -> None:
+        """Start gathering parameters ahead of the first forward passes, if Megatron overlaps it."""
+        sync = config.param_sync_func
+        if sync is None or forward_only:
+            return
+        for chunk, chunk_model in enumerate(models):
+            start = sync[chunk] if isinstance(sync, list) else sync
+            start(chunk_model.parameters())
+
+    def _finalize(
+        self,
+        config: Any,
+        models: list[Any],
+        runner: MegatronRunner,
+        pg_collection: Any,
+        force_all_reduce: bool | None,
+    ) -> None:
+        """Reduce gradients as stock does at the end of an iteration."""
+        finalize = config.finalize_model_grads_func
+        if finalize is None:
+            return
+        accepted = inspect.signature(finalize).parameters
+        kwargs = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
+        finalize(
+            models,
+            runner.num_tokens if config.calculate_per_token_loss else None,
+            **{k: v for k, v in kwargs.items() if k in accepted},
+        )
+
+    def _relay_losses(
+        self, plan: Schedule, group: Any, runner: MegatronRunner, device: torch.device
+    ) -> list[Any]:
+        """Bring losses and token count to the last pipeline rank, where Megatron reads them."""
+        source = plan.placement.rank_of(plan.placement.num_stages - 1)
+        target = plan.pp - 1
+        if source == target or group.rank() not in (source, target):
+            return runner.losses
+        ranks = dist.get_process_group_ranks(group)
+        if group.rank() == source:
+            # Unpickling a CUDA tensor would put it on the sender's device index.
+            message = [_map_tensors(runner.losses, lambda t: t.detach().cpu())]
+            message.append(int(runner.num_tokens))
+            dist.send_object_list(message, dst=ranks[target], group=group, device=device)
+            return runner.losses
+        message = [None, None]
+        self._watch(group.rank()).waiting(f"for the losses from pipeline rank {source}", list)
+        dist.recv_object_list(message, src=ranks[source], group=group, device=device)
+        losses, tokens = message
+        runner.num_tokens.fill_(tokens)
+        result: list[Any] = _map_tensors(losses, lambda t: t.to(device))
+        return result
+
+    def _write_trace(
+        self,
+        plan: Schedule,
+        rank: int,
+        group: Any,
+        recorder: Recorder,
+        losses: list[Any],
+        forward_only: bool,
+    ) -> None:
+        if not forward_only:
+            self._iterations += 1
+        if self._trace_directory is None:
+            return
+        if self._trace is None:
+            self._trace = TraceFile(self._trace_directory, f"rank{dist.get_rank()}")
+        planned = simulate(plan.compute())
+        self._trace.write(
+            {
+                "schedule": plan.name,
+                "plan": plan.fingerprint(),
+                "pipeline_rank": rank,
+                "iteration": self._iterations,
+                "microbatches": plan.microbatches,
+                "forward_only": forward_only,
+                "peak_sets": recorder.peak_sets,
+                "peak_sets_planned": 0 if forward_only else planned.peak_sets[rank],
+                "waited_us": recorder.waited_us,
+                "losses": _map_tensors(losses, _exact),
+                "events": recorder.events(),
+            }
+        )
+
+
+def message_shape(length: int, micro_batch_size: int, config: Any, cp_size: int) -> tuple[int, ...]:
+    """Shape of what travels between stages: (sequence on this rank, microbatch, hidden)."""
+    length //= cp_size
+    if config.sequence_parallel:
+        length //= config.tensor_model_parallel_size
+    return (length, micro_batch_size, config.hidden_size)
+
+
+def _require_equal_plans(plan: Schedule, group: Any) -> None:
+    """All ranks of the pipeline must follow one plan; another's would deadlock or mix data."""
+    mine = plan.fingerprint()
+    every: list[str] = [""] * group.size()
+    dist.all_gather_object(every, mine, group=group)
+    if len(set(every)) != 1:
+        raise ConfigError(
+            f"pipeline ranks made different plans for schedule {plan.name}: {every}; start all "
+            "ranks with the same flags, schedule file and megatron_ext version"
+        )
+
+
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {k: _map_tensors(v, change) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(v, change) for v in value)
+    return value
+
+
+def _exact(tensor: torch.Tensor) -> list[str]:
+    """A tensor's values as hexadecimal floats: comparable bit for bit."""
+    return [float(x).hex() for x in tensor.detach().flatten().tolist()]
+
+
+def _unwrapped(model: Any) -> Any:
+    while hasattr(model, "module"):
+        model = model.module
+    return model

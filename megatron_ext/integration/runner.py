@@ -1,0 +1,173 @@
+"""The model as the executor sees it: F, B and W of Megatron's model chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..runtime.wgrad import WeightGradStore
+from ..schedule.placement import Placement
+
+
+@dataclass
+class ActivationSet:
+    """What one chunk keeps for one microbatch between its F and its W."""
+
+    x: torch.Tensor | None
+    y: torch.Tensor
+
+
+@dataclass
+class Iteration:
+    """One call of the forward-backward function: what stock passes, by its own names."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterators: list[Any]
+    models: list[Any]
+    config: Any
+    num_microbatches: int
+    cp_size: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+
+
+class MegatronRunner:
+    """Runs Megatron's own ``forward_step`` and ``backward_step`` for single actions.
+
+    Args:
+        iteration: what to run.
+        placement: which stage each chunk of this rank is.
+        rank: this rank in the pipeline group.
+        store: where split backward passes leave their weight gradients.
+    """
+
+    def __init__(
+        self, iteration: Iteration, placement: Placement, rank: int, store: WeightGradStore
+    ) -> None:
+        from megatron.core.pipeline_parallel import schedules
+
+        self._it, self._placement, self._rank = iteration, placement, rank
+        self._store = store
+        self._schedules = schedules
+        self._backward_takes_model_type = (
+            "model_type" in inspect.signature(schedules.backward_step).parameters
+        )
+        self._virtual = placement.chunks > 1
+        self._live: dict[tuple[int, int], ActivationSet] = {}
+        self.losses: list[Any] = []
+        device = next(iteration.models[0].parameters()).device
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
+
+    def live_sets(self) -> int:
+        """Activation sets held now."""
+        return len(self._live)
+
+    def forward(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        """F of one chunk for one microbatch; see ``StageRunner``."""
+        it = self._it
+        stage = self._placement.stages[self._rank][chunk]
+        last = stage == self._placement.num_stages - 1
+        if x is not None and not it.forward_only:
+            x.requires_grad_(True)
+        y, num_tokens = self._schedules.forward_step(
+            it.forward_step_func,
+            it.data_iterators[chunk],
+            it.models[chunk],
+            it.num_microbatches,
+            x,
+            self.losses,
+            it.config,
+            it.cp_size,
+            collect_non_loss_data=it.collect_non_loss_data,
+            is_first_microbatch=self._schedules.check_first_val_step(
+                it.first_val_step, it.forward_only, microbatch == 0
+            ),
+            current_microbatch=microbatch,
+            vp_stage=chunk if self._virtual else None,
+            is_last_stage=last,
+        )
+        self.num_tokens += num_tokens
+        if not it.forward_only:
+            self._live[chunk, microbatch] = ActivationSet(x, y)
+        if last:
+            return None
+        # The alias keeps the values alive for the receiver only; the graph keeps its node.
+        result = y.detach()
+        if not it.forward_only:
+            self._schedules.deallocate_output_tensor(y, it.config.deallocate_pipeline_outputs)
+        return result
+
+    def backward(
+        self, chunk: int, microbatch: int, grad: torch.Tensor | None, split: bool
+    ) -> torch.Tensor | None:
+        """B (``split``) or BW; see ``StageRunner``."""
+        key = (chunk, microbatch)
+        held = self._live[key]
+        with self._sync_only_at_last(chunk, microbatch):
+            with self._store.collect(key) if split else contextlib.nullcontext():
+                input_grad = self._backward_step(held.x, held.y, grad)
+        if split:
+            # The graph is gone; what W needs is in the store, so the set lives on in there.
+            held.x = held.y = None
+        else:
+            del self._live[key]
+            self._finished(chunk, microbatch)
+        return input_grad
+
+    def weight(self, chunk: int, microbatch: int) -> None:
+        """W of one chunk for one microbatch."""
+        with self._sync_only_at_last(chunk, microbatch):
+            self._store.run((chunk, microbatch))
+        del self._live[chunk, microbatch]
+        self._finished(chunk, microbatch)
+
+    def check_finished(self) -> None:
+        """Every activation set and weight gradient has been used.
+
+        Raises:
+            RuntimeError: something is left; training on would use wrong gradients.
+        """
+        if self._live or len(self._store):
+            raise RuntimeError(
+                f"pipeline rank {self._rank} ended an iteration with {len(self._live)} activation "
+                f"sets and {len(self._store)} weight-gradient passes left over"
+            )
+
+    def _backward_step(self, x: Any, y: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        args = [x, y, grad]
+        if self._backward_takes_model_type:
+            from megatron.core.utils import get_model_type
+
+            args.append(get_model_type(self._it.models[0]))
+        result: torch.Tensor | None = self._schedules.backward_step(*args, self._it.config)
+        return result
+
+    def _sync_only_at_last(self, chunk: int, microbatch: int) -> Any:
+        """Gradients may be reduced only from the last microbatch's passes on.
+
+        Passes of a chunk run in microbatch order, so a parameter whose gradient comes in the last
+        microbatch's B (or W, if postponed) has then got all of them.
+        """
+        config = self._it.config
+        no_sync = config.no_sync_func
+        if isinstance(no_sync, list):
+            no_sync = no_sync[chunk]
+        last = microbatch == self._it.num_microbatches - 1
+        if no_sync is None or (last and config.grad_sync_func is None):
+            return contextlib.nullcontext()
+        return no_sync()
+
+    def _finished(self, chunk: int, microbatch: int) -> None:
+        """After a chunk's last pass, start its reduction if Megatron wants it explicit."""
+        sync = self._it.config.grad_sync_func
+        if sync is None or microbatch != self._it.num_microbatches - 1:
+            return
+        if isinstance(sync, list):
+            sync = sync[chunk]
+        sync(self._it.models[chunk].parameters())

@@ -1,0 +1,202 @@
+"""Every wrong combination of flags, found before training and answered with one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..schedule.check import check
+from ..schedule.generators import GENERATORS, NAMES, generate
+from ..schedule.schedule import Schedule, ScheduleError
+from .errors import ConfigError
+
+# Megatron arguments that change what a pipeline pass is, and so need work of their own in the
+# executor: (attribute, value that means "off", flag as the user wrote it).
+_UNSUPPORTED = (
+    ("cpu_offloading", False, "--cpu-offloading"),
+    ("fine_grained_activation_offloading", False, "--fine-grained-activation-offloading"),
+    ("overlap_moe_expert_parallel_comm", False, "--overlap-moe-expert-parallel-comm"),
+    ("delay_wgrad_compute", False, "--delay-wgrad-compute"),
+    ("defer_embedding_wgrad_compute", False, "--defer-embedding-wgrad-compute"),
+    ("enable_cuda_graph", False, "--enable-cuda-graph"),
+    ("external_cuda_graph", False, "--external-cuda-graph"),
+    ("cuda_graph_impl", "none", "--cuda-graph-impl"),
+    ("use_megatron_fsdp", False, "--use-megatron-fsdp"),
+    ("use_torch_fsdp2", False, "--use-torch-fsdp2"),
+    ("num_microbatches_with_partial_activation_checkpoints", None, "partial checkpointing"),
+    ("overlap_param_gather_with_optimizer_step", False, "--overlap-param-gather-with-optimizer-step"),
+    ("hybrid_context_parallel", False, "--hybrid-context-parallel"),
+    ("moe_paged_stash", False, "--moe-paged-stash"),
+)
+_UNSUPPORTED_WITH_VEE = (
+    ("mtp_num_layers", None, "--mtp-num-layers"),
+    ("pipeline_model_parallel_layout", None, "--pipeline-model-parallel-layout"),
+    ("decoder_first_pipeline_num_layers", None, "--decoder-first-pipeline-num-layers"),
+    ("decoder_last_pipeline_num_layers", None, "--decoder-last-pipeline-num-layers"),
+    ("account_for_embedding_in_pipeline_split", False, "--account-for-embedding-in-pipeline-split"),
+    ("account_for_loss_in_pipeline_split", False, "--account-for-loss-in-pipeline-split"),
+    ("hybrid_layer_pattern", None, "--hybrid-layer-pattern"),
+)
+
+
+class Choice:
+    """What ``--pp-schedule`` asks for, before Megatron's own validation has run.
+
+    Attributes:
+        name: a generator's name, or the path of a schedule file.
+        vee: V placement is needed.
+        file: the loaded and checked schedule, if a file was given.
+
+    Raises:
+        ConfigError: unknown name, or an unreadable or invalid file.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.name = text
+        self.file: Schedule | None = None
+        if text in GENERATORS:
+            self.vee = GENERATORS[text].placement == "vee"
+            return
+        if not _looks_like_file(text):
+            raise ConfigError(
+                f"--pp-schedule {text!r} is not known; choose one of {', '.join(NAMES)}, or give "
+                "the path of a schedule file (*.json, from `megatron-ext schedule --output`)"
+            )
+        try:
+            self.file = Schedule.load(text).compute()
+            check(self.file)
+        except ScheduleError as error:
+            raise ConfigError(f"--pp-schedule: {error}") from None
+        self.vee = self.file.placement.is_vee()
+        if not self.vee and not self.file.placement.is_loop():
+            raise ConfigError(
+                f"--pp-schedule {text}: its placement {self.file.placement} is neither Megatron's "
+                "(stage = chunk * pp + rank) nor the V; the runtime can place models only so"
+            )
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if the schedule has B and W passes of their own."""
+        if self.file is not None:
+            return any(a.op == "W" for _, _, a in self.file.actions())
+        return GENERATORS[self.name].split_backward
+
+    def plan(self, pp: int, chunks: int, microbatches: int) -> Schedule:
+        """The training schedule for ``microbatches``.
+
+        Raises:
+            ConfigError: a file is for another number of microbatches.
+        """
+        if self.file is None:
+            return generate(self.name, pp, microbatches, chunks)
+        if self.file.microbatches != microbatches:
+            raise ConfigError(
+                f"schedule file {self.name} is for {self.file.microbatches} microbatches but the "
+                f"run has {microbatches} (global batch / (micro batch * data parallel)); generate "
+                f"it with --microbatches {microbatches}"
+            )
+        return self.file
+
+
+def _looks_like_file(text: str) -> bool:
+    return text.endswith(".json") or "/" in text
+
+
+def before_megatron(args: Any, choice: Choice) -> None:
+    """Checks that need only the user's flags; sets the virtual stages that the schedule needs.
+
+    Raises:
+        ConfigError: a combination that cannot work.
+    """
+    pp = args.pipeline_model_parallel_size
+    if pp < 2:
+        raise ConfigError(
+            f"--pp-schedule {choice.name} needs --pipeline-model-parallel-size >= 2, got {pp}"
+        )
+    for attribute, off, flag in _UNSUPPORTED:
+        _require_off(args, attribute, off, flag, choice.name)
+    if choice.file is not None and choice.file.pp != pp:
+        raise ConfigError(
+            f"schedule file {choice.name} is for pp={choice.file.pp} but "
+            f"--pipeline-model-parallel-size is {pp}; generate it with --pp {pp}"
+        )
+    if choice.vee:
+        _require_vee(args, choice, pp)
+        args.num_virtual_stages_per_pipeline_rank = 2
+        return
+    asked = _virtual_stages_asked(args)
+    if choice.file is not None and choice.file.chunks > 1:
+        if asked is None:
+            args.num_virtual_stages_per_pipeline_rank = choice.file.chunks
+    elif choice.name == "interleaved":
+        if asked is None:
+            raise ConfigError(
+                "--pp-schedule interleaved needs the number of model chunks a rank; add "
+                "--num-virtual-stages-per-pipeline-rank 2 (or more)"
+            )
+    elif asked is not None:
+        raise ConfigError(
+            f"--pp-schedule {choice.name} has one model chunk a rank, but virtual stages are set "
+            f"({asked}); remove that flag or use --pp-schedule interleaved"
+        )
+
+
+def after_megatron(args: Any, choice: Choice) -> int:
+    """Checks that need Megatron's derived values; returns the model chunks a rank.
+
+    Raises:
+        ConfigError: the schedule and the model's virtual stages or microbatches disagree.
+    """
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    expected = choice.file.chunks if choice.file is not None else None
+    if choice.vee:
+        expected = 2
+    if expected is not None and chunks != expected:
+        raise ConfigError(
+            f"--pp-schedule {choice.name} has {expected} model chunks a rank but the flags make "
+            f"{chunks}; remove the virtual-stage flags"
+        )
+    if getattr(args, "variable_seq_lengths", False):
+        raise ConfigError("--pp-schedule does not support variable sequence lengths yet")
+    if choice.file is not None:
+        if getattr(args, "rampup_batch_size", None) is not None:
+            raise ConfigError(
+                "a schedule file has a fixed number of microbatches and cannot be used with "
+                "--rampup-batch-size; use a schedule name"
+            )
+        per_step = args.micro_batch_size * args.data_parallel_size
+        choice.plan(args.pipeline_model_parallel_size, chunks, args.global_batch_size // per_step)
+    return chunks
+
+
+def _require_vee(args: Any, choice: Choice, pp: int) -> None:
+    asked = _virtual_stages_asked(args)
+    if asked is not None:
+        raise ConfigError(
+            f"--pp-schedule {choice.name} always has two model chunks a rank; remove {asked}"
+        )
+    for attribute, off, flag in _UNSUPPORTED_WITH_VEE:
+        _require_off(args, attribute, off, flag, choice.name)
+    layers = args.num_layers
+    if layers is None or layers % (2 * pp) != 0:
+        raise ConfigError(
+            f"--pp-schedule {choice.name} splits the layers evenly over 2 * pipeline size = "
+            f"{2 * pp} stages, but --num-layers is {layers}; make it a multiple of {2 * pp}"
+        )
+
+
+def _virtual_stages_asked(args: Any) -> str | None:
+    for attribute in (
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "pipeline_model_parallel_layout",
+    ):
+        value = getattr(args, attribute, None)
+        if value is not None:
+            return f"--{attribute.replace('_', '-')} {value}"
+    return None
+
+
+def _require_off(args: Any, attribute: str, off: Any, flag: str, name: str) -> None:
+    value = getattr(args, attribute, off)
+    if value != off and not (off is False and not value):
+        raise ConfigError(f"--pp-schedule {name} does not support {flag} (set to {value}); drop it")
