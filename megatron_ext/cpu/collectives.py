@@ -1,0 +1,120 @@
+"""``torch.distributed`` on gloo: arguments that only NCCL understands are dropped or translated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def _rebind(name: str, function: Callable[..., Any]) -> None:
+    """Rebind a function in both modules through which it is reached."""
+    for module in (dist, distributed_c10d):
+        if hasattr(module, name):
+            setattr(module, name, function)
+
+
+def _without(name: str, *dropped: str) -> None:
+    """Rebind ``name`` so that the keywords in ``dropped`` are ignored."""
+    original = getattr(dist, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        for keyword in dropped:
+            kwargs.pop(keyword, None)
+        return original(*args, **kwargs)
+
+    _rebind(name, wrapper)
+
+
+def _patch_init() -> None:
+    """Start gloo, without a device: the default process group must not look for a GPU."""
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        if backend is not None and "nccl" in str(backend):
+            raise ValueError(
+                f"the CPU run was asked for the {backend} backend, which needs a GPU; "
+                "pass --distributed-backend gloo"
+            )
+        return original(backend or "gloo", *args, **kwargs)
+
+    _rebind("init_process_group", init_process_group)
+
+
+class _DividingWork:
+    """A pending sum that becomes an average when it has been waited for."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor, count: int) -> None:
+        self._work, self._tensor, self._count = work, tensor, count
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        """Wait for the sum, then divide once."""
+        done = self._work.wait(*args, **kwargs)
+        if self._count > 1:
+            self._tensor.div_(self._count)
+            self._count = 1
+        return bool(done)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _patch_average() -> None:
+    """ReduceOp.AVG as a sum and a division: gloo has no average (MoE and MTP logging use it)."""
+    original = dist.all_reduce
+
+    @functools.wraps(original)
+    def all_reduce(
+        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if op != dist.ReduceOp.AVG:
+            return original(tensor, op, group, async_op)
+        work = original(tensor, dist.ReduceOp.SUM, group, async_op)
+        count = dist.get_world_size(group)
+        if async_op:
+            return _DividingWork(work, tensor, count)
+        tensor.div_(count)
+        return work
+
+    _rebind("all_reduce", all_reduce)
+
+
+def _patch_all_to_all() -> None:
+    """Split sizes as lists: the MoE dispatchers keep them as tensors when they are on the CPU."""
+    original = dist.all_to_all_single
+
+    def as_list(sizes: Any) -> Any:
+        return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+    @functools.wraps(original)
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return original(
+            output, input, as_list(output_split_sizes), as_list(input_split_sizes), *args, **kwargs
+        )
+
+    _rebind("all_to_all_single", all_to_all_single)
+
+
+def install() -> None:
+    """Rebind torch.distributed's functions. Call once, from ``megatron_ext.cpu``."""
+    _patch_init()
+    # Groups: device_id binds a group to a GPU, pg_options are NCCL's.
+    _without("new_group", "device_id", "pg_options")
+    # gloo's barrier refuses device_ids.
+    _without("barrier", "device_ids")
+    _patch_average()
+    _patch_all_to_all()

@@ -1,0 +1,219 @@
+"""Runs an unmodified Megatron training script with megatron_ext's flags, and without a GPU too.
+
+    torchrun --nproc-per-node 8 -m megatron_ext.launch path/to/pretrain_gpt.py <Megatron's flags>
+    torchrun --nproc-per-node 4 -m megatron_ext.launch --device cpu pretrain_gpt <Megatron's flags>
+
+The launcher's own options stand before SCRIPT; everything after it belongs to the script. SCRIPT
+may be the word ``pretrain_gpt``: ``$MEGATRON_LM/pretrain_gpt.py`` where MEGATRON_LM is set, else
+this project's short script on the installed megatron-core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+# What a CPU run needs of Megatron's flags. A value given by the user that cannot work is an
+# error; flags in _CPU_DEFAULTS are respected when given.
+_CPU_VALUES = {"--distributed-backend": "gloo", "--transformer-impl": "local"}
+_CPU_DEFAULTS = {"--num-workers": "0"}
+_CPU_SWITCHES = (
+    "--use-cpu-initialization",
+    "--no-persist-layer-norm",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+)
+# Seconds that ranks other than 0 wait before they report an error all ranks will have found:
+# torchrun ends every rank as soon as one has failed, and rank 0 should have spoken by then.
+_REPORT_DELAY_S = 2.0
+
+
+class LaunchError(Exception):
+    """The command line cannot be run; the message is one sentence for the user."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line ``argv`` (default: this process's).
+
+    Exits with status 2 and one sentence on stderr when the command line is wrong, whether the
+    launcher, or ``megatron_ext.integration`` while the script parses its flags, finds that out.
+    Every other exception of the script keeps its traceback.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        script = _resolve_script(options.script)
+        args = _cpu_arguments(options.args) if options.device == "cpu" else options.args
+    except LaunchError as error:
+        _fail(str(error))
+    _set_path(script)
+    _set_tools_path()
+    if options.device == "cpu":
+        from megatron_ext import cpu
+
+        cpu.install()
+    _run(script, args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_ext.launch",
+        description="Run a Megatron training script with megatron_ext's flags (--pp-schedule …).",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="cpu: run on CPU tensors with gloo, and add the Megatron flags that this needs; "
+        "auto and cuda: leave the script's devices alone (default: auto)",
+    )
+    parser.add_argument(
+        "script", metavar="SCRIPT", help="training script, or the word pretrain_gpt"
+    )
+    parser.add_argument(
+        "args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's arguments"
+    )
+    return parser
+
+
+def _resolve_script(script: str) -> Path:
+    """Return the absolute path of the script to run.
+
+    Raises:
+        LaunchError: there is no such file.
+    """
+    if script != "pretrain_gpt":
+        path = Path(script)
+        if not path.is_file():
+            raise LaunchError(f"the script {script} does not exist (from {Path.cwd()}).")
+        return path.resolve()
+    checkout = os.environ.get("MEGATRON_LM")
+    if checkout:
+        path = Path(checkout) / "pretrain_gpt.py"
+        if not path.is_file():
+            raise LaunchError(
+                f"MEGATRON_LM is {checkout}, but {path} does not exist; set it to a Megatron-LM "
+                "checkout or unset it."
+            )
+        return path.resolve()
+    path = Path(__file__).resolve().parent.parent / "scripts" / "pretrain_gpt_minimal.py"
+    if not path.is_file():
+        raise LaunchError(
+            "pretrain_gpt means $MEGATRON_LM/pretrain_gpt.py, and MEGATRON_LM is not set; set it "
+            "to a Megatron-LM checkout or give the script's path."
+        )
+    return path
+
+
+def _given_value(args: Sequence[str], flag: str) -> str | None:
+    """Return the value that ``args`` give to ``flag`` last, or None where it is absent."""
+    value = None
+    for index, argument in enumerate(args):
+        if argument == flag and index + 1 < len(args):
+            value = args[index + 1]
+        elif argument.startswith(flag + "="):
+            value = argument[len(flag) + 1 :]
+    return value
+
+
+def _cpu_arguments(args: Sequence[str]) -> list[str]:
+    """Return ``args`` with the flags added that a CPU run needs, and say which.
+
+    Raises:
+        LaunchError: ``args`` ask for something that only a GPU can do.
+    """
+    added: list[str] = []
+    for flag, needed in _CPU_VALUES.items():
+        value = _given_value(args, flag)
+        if value is None:
+            added += [flag, needed]
+        elif value != needed:
+            raise LaunchError(
+                f"{flag} {value} needs a GPU; with --device cpu leave it out or pass {needed}."
+            )
+    for flag, default in _CPU_DEFAULTS.items():
+        if _given_value(args, flag) is None:
+            added += [flag, default]
+    added += [flag for flag in _CPU_SWITCHES if flag not in args]
+    if added and _rank() == 0:
+        print(f"megatron_ext: --device cpu adds {' '.join(added)}", file=sys.stderr, flush=True)
+    return [*args, *added]
+
+
+def _checkout_of(script: Path) -> Path | None:
+    """Return the Megatron-LM checkout that holds ``script``, or None."""
+    for directory in script.parents:
+        if (directory / "megatron" / "core" / "__init__.py").is_file():
+            return directory
+    return None
+
+
+def _set_path(script: Path) -> None:
+    """Set ``sys.path`` as Python would for ``script``, with its Megatron checkout ahead of wheels.
+
+    ``python -m`` put the working directory first, where Python puts the script's own; a Megatron
+    in the working directory must not win over the script's.
+    """
+    working_directory = os.getcwd()
+    if sys.path and sys.path[0] in ("", working_directory):
+        del sys.path[0]
+    first = [str(script.parent)]
+    checkout = _checkout_of(script)
+    if checkout is not None and str(checkout) not in first:
+        first.append(str(checkout))
+    sys.path[:0] = first
+    # megatron_ext itself may have been found through the working directory only.
+    home = str(Path(__file__).resolve().parent.parent)
+    if home not in sys.path:
+        sys.path.append(home)
+
+
+def _set_tools_path() -> None:
+    """Let child processes find this Python first.
+
+    A Megatron checkout compiles its dataset helpers at first start with a Makefile that calls
+    ``python3`` (for pybind11) and ``python3-config``: of another Python they give a module that
+    this one cannot load, or none.
+    """
+    tools = [os.path.dirname(sys.executable), os.path.join(sys.base_prefix, "bin")]
+    os.environ["PATH"] = os.pathsep.join([*tools, os.environ.get("PATH", os.defpath)])
+
+
+def _run(script: Path, args: Sequence[str]) -> None:
+    """Run ``script`` as ``__main__`` with megatron_ext's flags known to Megatron."""
+    try:
+        from megatron_ext.integration import ConfigError, install
+    except ImportError:  # TODO: drop when megatron_ext.integration has both.
+        ConfigError, install = LaunchError, lambda: None  # type: ignore[misc,assignment]
+    sys.argv = [str(script), *args]
+    try:
+        install()
+        runpy.run_path(str(script), run_name="__main__")
+    except ConfigError as error:
+        if _rank() != 0:
+            time.sleep(_REPORT_DELAY_S)
+        _fail(str(error))
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _fail(message: str) -> NoReturn:
+    """Say what is wrong in one sentence and exit with status 2."""
+    print(f"megatron_ext: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
