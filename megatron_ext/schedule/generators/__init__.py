@@ -11,6 +11,7 @@ from ..placement import Placement
 from ..schedule import Schedule
 from .forward import forward_only
 from .plain import Orders, interleaved, one_f_one_b, zb_h1
+from .vee import v_half, v_zb
 
 __all__ = ["GENERATORS", "NAMES", "Generator", "forward_only", "generate"]
 
@@ -45,6 +46,12 @@ GENERATORS: dict[str, Generator] = {
     ),
     "zb-h1": Generator(
         zb_h1, "loop", 1, False, True, "split backward at 1F1B's memory; a third of its bubble"
+    ),
+    "v-half": Generator(
+        v_half, "vee", 2, False, True, "split backward, V placement: about half of 1F1B's memory"
+    ),
+    "v-zb": Generator(
+        v_zb, "vee", 2, False, True, "split backward, V placement: 1F1B's memory, least bubble"
     ),
 }
 
