@@ -1,0 +1,299 @@
+"""The command line: contract fields, files, and what bad input gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from megatron_ext import __version__, cli
+from megatron_ext.schedule.generators import NAMES, forward_only, generate
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import Schedule
+
+FIELDS = [
+    "schedule",
+    "pp",
+    "chunks",
+    "microbatches",
+    "cost",
+    "makespan",
+    "bubble",
+    "span_bubble",
+    "peak_activation",
+    "peak_activation_vs_1f1b",
+    "generation_seconds",
+]
+
+
+@pytest.fixture
+def run(capsys):
+    """Run one command in this process: (exit status, stdout, stderr)."""
+
+    def run(*argv):
+        try:
+            status = cli.main([str(arg) for arg in argv])
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def _options(name, pp, m):
+    return ["--schedule", name, "--pp", pp, "--microbatches", m]
+
+
+@pytest.fixture
+def file_of(tmp_path):
+    """A saved schedule's path."""
+
+    def file_of(schedule):
+        path = tmp_path / "schedule.json"
+        schedule.save(path)
+        return path
+
+    return file_of
+
+
+def test_simulate_json_is_the_contract(run):
+    status, out, err = run("simulate", *_options("1f1b", 4, 8), "--json")
+    assert (status, err) == (0, "")
+    data = json.loads(out)
+    assert list(data) == FIELDS
+    assert data.pop("generation_seconds") >= 0
+    assert data == {
+        "schedule": "1f1b",
+        "pp": 4,
+        "chunks": 1,
+        "microbatches": 8,
+        "cost": {"forward": 1, "backward_input": 1, "backward_weight": 1, "hop": 0},
+        "makespan": 33,
+        "bubble": pytest.approx(3 / 11),
+        "span_bubble": pytest.approx(3 / 11),
+        "peak_activation": [4, 3, 2, 1],
+        "peak_activation_vs_1f1b": 1,
+    }
+    assert '"makespan": 33,' in out, "whole numbers are ints"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_simulates(run, name):
+    data = json.loads(run("simulate", *_options(name, 4, 8), "--json")[1])
+    assert data["schedule"] == name
+    assert len(data["peak_activation"]) == 4
+    assert data["bubble"] == pytest.approx(1 - 24 / data["makespan"])
+    assert data["peak_activation_vs_1f1b"] == max(data["peak_activation"]) / 4
+
+
+def test_costs_and_hop(run):
+    argv = ["simulate", *_options("1f1b", 2, 1), "--json", "--cost"]
+    data = json.loads(run(*argv, "1,2,0.5,0.25")[1])
+    assert data["cost"] == {
+        "forward": 1,
+        "backward_input": 2,
+        "backward_weight": 0.5,
+        "hop": 0.25,
+    }
+    assert data["makespan"] == 2 * 3.5 + 2 * 0.25
+    assert json.loads(run(*argv, "1,2,0.5,0.25", "--hop", "1")[1])["makespan"] == 9
+    assert json.loads(run(*argv[:-1], "--hop", "0.5")[1])["makespan"] == 7
+
+
+def test_stage_costs(run, tmp_path):
+    path = tmp_path / "stages.json"
+    path.write_text('{"stages": [[1, 1, 1], [2, 2, 2]]}')
+    argv = ["simulate", *_options("1f1b", 2, 1), "--stage-cost", path]
+    assert json.loads(run(*argv, "--json")[1])["makespan"] == 9
+    assert "costs per stage" in run(*argv)[1]
+    status, _, err = run("simulate", *_options("1f1b", 4, 1), "--stage-cost", path)
+    assert status == 2
+    assert "costs are given for 2 stages but pp=4 x chunks=1 has 4" in err
+
+
+def test_simulate_table(run):
+    status, out, _ = run("simulate", *_options("interleaved", 4, 8))
+    assert status == 0
+    for line in (
+        "interleaved: pp 4, chunks 2, microbatches 8; costs F 1, B 1, W 1, hop 0",
+        "makespan         28.5",
+        "bubble           15.789 %",
+        "peak activation  5.5 microbatches, 137.5 % of 1F1B's 4",
+        "per rank       5.5 4.5 3.5 2.5",
+    ):
+        assert line in out
+
+
+def test_chunks(run):
+    argv = ["simulate", *_options("interleaved", 4, 8), "--json", "--chunks"]
+    assert json.loads(run(*argv, "4")[1])["chunks"] == 4
+    assert run(*argv, "1")[0] == 2
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_schedule_file_round_trip(run, tmp_path, lowered):
+    path = tmp_path / "z.json"
+    argv = ["schedule", *_options("zb-h1", 4, 6), "--hop", "0.1", "--output", path]
+    status, out, _ = run(*argv, *(["--lowered"] if lowered else []))
+    assert status == 0
+    assert out.startswith(f"{path}: zb-h1, pp 4, {144 if lowered else 72} actions")
+    assert Schedule.load(path).is_lowered is lowered
+    assert Schedule.load(path).compute().ranks == generate("zb-h1", 4, 6).ranks
+    plain = json.loads(run("simulate", *_options("zb-h1", 4, 6), "--hop", "0.1", "--json")[1])
+    loaded = json.loads(run("simulate", "--schedule", path, "--json")[1])
+    for data in (plain, loaded):
+        data.pop("generation_seconds")
+    assert loaded == plain, "a file keeps its costs"
+    assert json.loads(run("simulate", "--schedule", path, "--hop", 0, "--json")[1])["cost"] == {
+        "forward": 1,
+        "backward_input": 1,
+        "backward_weight": 1,
+        "hop": 0,
+    }
+
+
+def test_file_and_options_must_agree(run, file_of):
+    path = file_of(generate("1f1b", 4, 8))
+    assert run("simulate", *_options(path, 4, 8))[0] == 0
+    status, _, err = run("simulate", *_options(path, 8, 8))
+    assert status == 2
+    assert f"--pp 8 contradicts {path}, which is for pp=4; leave --pp out" in err
+
+
+def test_check_says_what_it_verified(run, tmp_path):
+    path = tmp_path / "z.json"
+    run("schedule", *_options("1f1b", 4, 8), "--output", path)
+    status, out, _ = run("check", path)
+    assert status == 0
+    assert f"{path}: 1f1b, pp 4, chunks 1, microbatches 8, 64 actions: ok" in out
+    assert "lowered to 48 transfers: complete" in out
+    assert "peak activation per rank, in microbatches: 4 3 2 1" in out
+    run("schedule", *_options("1f1b", 4, 8), "--lowered", "--output", path)
+    status, out, _ = run("check", path)
+    assert status == 0
+    assert "the file's transfers: complete" in out
+
+
+def test_check_refuses_with_the_grid(run, file_of):
+    schedule = generate("zb-h1", 2, 2)
+    status, out, err = run("check", path := file_of(schedule.with_ranks([schedule.ranks[0], ()])))
+    assert (status, out) == (2, "")
+    assert err.startswith(f"megatron-ext check: {path}: rank 1, position 0: F1.0 is missing")
+    assert "<-- here" in err
+
+
+def test_a_file_that_cannot_run_is_refused_everywhere(run, file_of):
+    schedule = generate("1f1b", 2, 2)
+    path = file_of(schedule.with_ranks([tuple(reversed(row)) for row in schedule.ranks]))
+    for argv in (["simulate", "--schedule", path], ["show", path], ["check", path]):
+        status, _, err = run(*argv)
+        assert status == 2, argv
+        assert str(path) in err
+
+
+def test_forward_only_file(run, file_of):
+    path = file_of(forward_only(Placement.loop(2), 3))
+    status, out, _ = run("check", path)
+    assert status == 0
+    assert "6 actions, forward only: ok" in out
+    assert "F0 F1 F2" in run("show", path)[1]
+
+
+def test_show_text(run):
+    status, out, _ = run("show", *_options("1f1b", 2, 4))
+    assert status == 0
+    assert "rank 1 |...F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3-- ......|\n" in out
+    narrow = run("show", *_options("1f1b", 2, 4), "--width", 40)[1]
+    assert max(len(line) for line in narrow.splitlines() if line.startswith("rank")) == 40
+
+
+def test_show_writes_what_the_suffix_says(run, tmp_path):
+    argv = ["show", *_options("zb-h1", 4, 8), "--output"]
+    for suffix in (".svg", ".json", ".txt"):
+        path = tmp_path / f"timeline{suffix}"
+        status, out, _ = run(*argv, path)
+        assert (status, out) == (0, f"{path}: zb-h1, pp 4, makespan 27\n")
+    assert ElementTree.parse(tmp_path / "timeline.svg").getroot().tag.endswith("svg")
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 4 * 24
+    assert (tmp_path / "timeline.txt").read_text().startswith("zb-h1 (planned)")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("", "the following arguments are required: COMMAND"),
+        ("simulate", "the following arguments are required: --schedule"),
+        ("simulate --schedule nope --pp 4 --microbatches 8", "unknown schedule 'nope'; give one"),
+        ("simulate --schedule 1f1b", "--schedule 1f1b needs --pp and --microbatches too"),
+        ("simulate --schedule 1f1b --pp 0 --microbatches 8", "whole number >= 1, got '0'"),
+        ("simulate --schedule 1f1b --pp 1 --microbatches 8", "at least 2 pipeline ranks, got pp=1"),
+        ("simulate --schedule 1f1b --pp x --microbatches 8", "whole number >= 1, got 'x'"),
+        ("simulate --schedule 1f1b --pp 4 --microbatches 8 --cost 1,2", "got '1,2'"),
+        ("simulate --schedule 1f1b --pp 4 --microbatches 8 --cost 1,1,0", "cost W must be > 0"),
+        ("simulate --schedule 1f1b --pp 4 --microbatches 8 --hop -1", "cost hop must be >= 0"),
+        ("simulate --schedule 1f1b --pp 4 --microbatches 8 --group-size 3", "--group-size"),
+        ("simulate --sched 1f1b --pp 4 --microbatches 8", "required: --schedule"),
+        ("simulate --schedule gone.json", "cannot read schedule file gone.json: No such file"),
+        ("check gone.json", "cannot read schedule file gone.json: No such file or directory"),
+        ("show", "give either a schedule file or --schedule NAME"),
+        ("show a.json --schedule 1f1b", "give either a schedule file or --schedule NAME"),
+        ("show --schedule 1f1b --pp 2 --microbatches 2 --output a.html", "use .svg, .json, .txt"),
+        (
+            "schedule --schedule 1f1b --pp 2 --microbatches 2 --output no/such/dir/a.json",
+            "cannot write no/such/dir/a.json: No such file or directory",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(run, argv, message):
+    status, out, err = run(*argv.split())
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.startswith("megatron-ext")
+    assert err.count("\n") == 1
+
+
+def test_damaged_files(run, tmp_path):
+    path = tmp_path / "s.json"
+    for content, message in (
+        ("{", "is not JSON"),
+        ("[]", 'expected "format": "megatron-ext-schedule/1", found \'list\''),
+        ('{"format": "megatron-ext-schedule/1"}', "lacks pp, chunks"),
+    ):
+        path.write_text(content)
+        status, _, err = run("check", path)
+        assert status == 2
+        assert str(path) in err
+        assert message in err
+
+
+def test_a_bug_stays_a_traceback(monkeypatch):
+    def broken(schedule):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(cli, "simulate", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["simulate", "--schedule", "1f1b", "--pp", "2", "--microbatches", "2"])
+
+
+def test_version(run):
+    assert run("--version") == (0, f"megatron-ext {__version__}\n", "")
+
+
+def test_a_reader_that_leaves_is_no_error(repo_root):
+    command = [sys.executable, "-m", "megatron_ext"]
+    command += ["show", "--schedule", "1f1b", "--pp", "8", "--microbatches", "4000"]
+    # Unbuffered, Python drops the rest of a write that a pipe took in part, and never notices.
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        command, cwd=repo_root, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=60) == 141
+        assert process.stderr.read() == b""
