@@ -135,9 +135,8 @@ def _header(parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: floa
 
 
 def _result(run: Timeline) -> str:
-    unit = f" {run.unit}" if run.unit else ""
     return (
-        f"makespan {decimal(run.makespan)}{unit}   bubble {decimal(100 * run.bubble, 1)} %   "
+        f"makespan {run.makespan_text}   bubble {decimal(100 * run.bubble, 1)} %   "
         f"peak activation {decimal(max(run.peak_activation))} "
         f"(1F1B {reference_peak(run.schedule)})"
     )

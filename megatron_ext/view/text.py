@@ -50,12 +50,11 @@ def render(timeline: Timeline, width: int = 0) -> str:
 
 def _header(timeline: Timeline, note: str) -> list[str]:
     schedule = timeline.schedule
-    unit = f" {timeline.unit}" if timeline.unit else ""
     peaks = " ".join(decimal(peak) for peak in timeline.peak_activation)
     case = "; lower case = odd chunks" if schedule.chunks > 1 else ""
     return [
         f"{schedule.name} ({timeline.label}): pp {schedule.pp}, chunks {schedule.chunks}, "
-        f"microbatches {schedule.microbatches}, makespan {decimal(timeline.makespan)}{unit}, "
+        f"microbatches {schedule.microbatches}, makespan {timeline.makespan_text}, "
         f"bubble {decimal(100 * timeline.bubble, 1)} %",
         f"peak activation per rank, in microbatches (1F1B: {reference_peak(schedule)}): {peaks}",
         f"{note}{case}; dots = idle",

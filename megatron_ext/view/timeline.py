@@ -44,6 +44,11 @@ class Timeline:
         return max((box.end for row in self.boxes for box in row), default=0.0)
 
     @property
+    def makespan_text(self) -> str:
+        """The makespan for people, with its unit."""
+        return f"{decimal(self.makespan, 1)} {self.unit}" if self.unit else decimal(self.makespan)
+
+    @property
     def work(self) -> float:
         """Compute time summed over all ranks."""
         return math.fsum(box.end - box.start for row in self.boxes for box in row)
