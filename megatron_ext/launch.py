@@ -191,10 +191,8 @@ def _set_tools_path() -> None:
 
 def _run(script: Path, args: Sequence[str]) -> None:
     """Run ``script`` as ``__main__`` with megatron_ext's flags known to Megatron."""
-    try:
-        from megatron_ext.integration import ConfigError, install
-    except ImportError:  # TODO: drop when megatron_ext.integration has both.
-        ConfigError, install = LaunchError, lambda: None  # type: ignore[misc,assignment]
+    from megatron_ext.integration import ConfigError, install
+
     sys.argv = [str(script), *args]
     try:
         install()

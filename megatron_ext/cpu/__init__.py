@@ -64,4 +64,4 @@ def _disable_dynamo() -> None:
     """Switch torch.compile off where torch read its configuration before the variable was set."""
     config = sys.modules.get("torch._dynamo.config")
     if config is not None:
-        config.disable = True  # type: ignore[attr-defined]
+        config.disable = True

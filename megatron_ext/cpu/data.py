@@ -22,4 +22,4 @@ def install() -> None:
             kwargs["pin_memory"] = False
         loader_init(self, *args, **kwargs)
 
-    DataLoader.__init__ = init  # type: ignore[method-assign]
+    DataLoader.__init__ = init

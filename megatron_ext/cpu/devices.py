@@ -108,23 +108,23 @@ def _patch_factories() -> None:
     def init(self: Any, device: Any) -> None:
         context_init(self, on_cpu(device))
 
-    _device.DeviceContext.__init__ = init  # type: ignore[method-assign]
+    _device.DeviceContext.__init__ = init
 
 
 def _patch_moves() -> None:
     """Make moves to a GPU of tensors, modules and loaded files stay on the CPU."""
-    torch.Tensor.to = _first_argument(torch.Tensor.to)  # type: ignore[method-assign,assignment]
-    torch.nn.Module.to = _first_argument(torch.nn.Module.to)  # type: ignore[method-assign,assignment]
-    torch.nn.Module.to_empty = _device_keyword(torch.nn.Module.to_empty)  # type: ignore[method-assign]
+    torch.Tensor.to = _first_argument(torch.Tensor.to)
+    torch.nn.Module.to = _first_argument(torch.nn.Module.to)
+    torch.nn.Module.to_empty = _device_keyword(torch.nn.Module.to_empty)
 
     def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
 
     # ``.cuda()`` of a tensor that is on "the GPU" already returns that tensor.
-    torch.Tensor.cuda = stay  # type: ignore[method-assign]
-    torch.nn.Module.cuda = stay  # type: ignore[method-assign]
-    torch.Tensor.pin_memory = stay  # type: ignore[method-assign]
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = stay
+    torch.nn.Module.cuda = stay
+    torch.Tensor.pin_memory = stay
+    torch.Tensor.record_stream = lambda self, stream: None
 
     load = torch.load
 
@@ -156,7 +156,7 @@ def _patch_types() -> None:
             dtype = "torch." + dtype.removeprefix(_CUDA_TYPE)
         return tensor_type(self, dtype, *args, **kwargs)
 
-    torch.Tensor.type = cuda_type  # type: ignore[method-assign,assignment]
+    torch.Tensor.type = cuda_type
     for name in (
         "BFloat16Tensor",
         "BoolTensor",
@@ -179,7 +179,7 @@ def _patch_autocast() -> None:
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         autocast_init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    torch.autocast.__init__ = init
 
 
 def install() -> None:
