@@ -32,6 +32,9 @@ class Op(str, Enum):
     PREPARE = "PREPARE"
     RELOAD = "RELOAD"
 
+    # Enum's own hash is a Python call; actions are hashed by the hundred thousand.
+    __hash__ = str.__hash__
+
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.W, Op.BW})
 COMMUNICATION_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})

@@ -66,6 +66,8 @@ def _fault(schedule: Schedule, rank: int, position: int, text: str) -> ScheduleE
 
 def _collect(schedule: Schedule) -> _Where:
     """Where every action stands; each is known, once there, in range and on its stage's rank."""
+    if len(schedule.ranks) != schedule.pp:
+        raise ScheduleError(f"{len(schedule.ranks)} action lists for pp={schedule.pp} ranks")
     placement, known = schedule.placement, {Op.F, Op.B, Op.W, Op.BW, *COMMUNICATION_OPS}
     where: _Where = {}
     for rank, position, action in schedule.actions():
@@ -244,17 +246,24 @@ def _check_rendezvous(schedule: Schedule) -> None:
             awake += [peer, rank]
     if all(position == len(row) for position, row in zip(at, schedule.ranks)):
         return
-    reasons = []
-    for rank, position in enumerate(at):
-        if position == len(schedule.ranks[rank]):
+    raise _deadlock(schedule, at)
+
+
+def _deadlock(schedule: Schedule, at: list[int]) -> ScheduleError:
+    reasons: list[str] = []
+    peers: list[int | None] = []
+    for row, position in zip(schedule.ranks, at):
+        if position == len(row):
             reasons.append("done")
+            peers.append(None)
         else:
-            peer, matching = _peer(schedule, schedule.ranks[rank][position])
-            reasons.append(f"waits for {matching} of rank {peer}")
-    first = next(i for i, why in enumerate(reasons) if why != "done")
-    blocked = schedule.ranks[first][at[first]]
-    raise ScheduleError(
-        f"deadlock: rank {first}, position {at[first]}, {blocked} {reasons[first]}, which never "
-        f"gets there if every SEND blocks until its RECV is reached\n"
-        f"{grid.stuck(schedule.ranks, at, reasons)}"
+            peer, matching = _peer(schedule, row[position])
+            reasons.append(f"{row[position]} waits for {matching} of rank {peer}")
+            peers.append(peer)
+    circle = grid.wait_cycle(peers)
+    first = circle[0]
+    return ScheduleError(
+        f"deadlock: rank {first}, position {at[first]}: {reasons[first]}; ranks "
+        f"{', '.join(map(str, circle))} wait for each other in a circle, if every SEND blocks "
+        f"until its RECV is reached\n{grid.stuck(schedule.ranks, at, reasons)}"
     )

@@ -18,8 +18,9 @@ def around(ranks: Sequence[Sequence[Action]], rank: int, position: int) -> str:
         position: index into ``ranks[rank]``; the list's length marks a missing last action.
     """
     first = max(0, position - _AROUND)
-    columns = range(first, position + _AROUND + 1)
     rows = range(max(0, rank - _AROUND), min(len(ranks), rank + _AROUND + 1))
+    end = max(position + 1, *(len(ranks[r]) for r in rows))
+    columns = range(first, min(end, position + _AROUND + 1))
     lines = [["position", *(str(c) for c in columns)]]
     for r in rows:
         cells = [str(ranks[r][c]) if c < len(ranks[r]) else "" for c in columns]
@@ -49,11 +50,26 @@ def stuck(
     return "\n".join(f"{text}  <-- {why}" for text, why in zip(_align(lines), reasons))
 
 
+def wait_cycle(waits_for: Sequence[int | None]) -> list[int]:
+    """Ranks that wait for each other in a circle, in that order; else the last of a chain.
+
+    Args:
+        waits_for: per rank, the rank it waits for, itself included; None if it has finished.
+    """
+    path: list[int] = []
+    rank: int | None = next(r for r, other in enumerate(waits_for) if other is not None)
+    while rank is not None and waits_for[rank] is not None:
+        if rank in path:
+            return path[path.index(rank) :]
+        path.append(rank)
+        rank = waits_for[rank]
+    return path[-1:]
+
+
 def _align(lines: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(cell) for cell in column) for column in zip(*lines)]
-    return [
-        " | ".join(
-            [row[0].ljust(widths[0]), "  ".join(c.ljust(w) for c, w in zip(row[1:], widths[1:]))]
-        )
-        for row in lines
-    ]
+    texts = []
+    for head, *cells in lines:
+        row = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths[1:]))
+        texts.append(f"{head.ljust(widths[0])} | {row}".rstrip())
+    return texts

@@ -124,4 +124,4 @@ def _needed_at(receive: Action, start: dict[Action, int]) -> int:
     """Start of the pass that consumes what ``receive`` brings."""
     _, stage, j = receive
     ops = (Op.F,) if receive.op is Op.RECV_F else (Op.B, Op.BW)
-    return min(start[Action(op, stage, j)] for op in ops if Action(op, stage, j) in start)
+    return min((start[a] for op in ops if (a := Action(op, stage, j)) in start), default=0)

@@ -166,7 +166,7 @@ def _run(schedule: Schedule, durations: Durations) -> tuple[list[list[int]], lis
     return start, end
 
 
-_KINDS = ("F", "B", "W")
+_KINDS = (Op.F, Op.B, Op.W)
 
 
 def outputs(op: Op) -> tuple[int, ...]:
@@ -196,23 +196,37 @@ def _duration(durations: Durations, op: Op, stage: int) -> int:
 def _cannot_progress(
     schedule: Schedule, positions: list[int], ends: Sequence[dict[tuple[int, int], int]]
 ) -> ScheduleError:
+    """Says what every rank waits for, first of all the ranks that wait for each other."""
     n = schedule.placement.num_stages
-    reasons = []
-    for rank, at in enumerate(positions):
-        if at == len(schedule.ranks[rank]):
+    reasons: list[str] = []
+    owners: list[int | None] = []
+    for row, at in zip(schedule.ranks, positions):
+        if at == len(row):
             reasons.append("done")
+            owners.append(None)
             continue
-        action = schedule.ranks[rank][at]
+        action = row[at]
         kind, stage = next(
             (k, s)
             for k, s in inputs(action.op, action.stage, n)
             if (s, action.microbatch) not in ends[k]
         )
         owner = schedule.placement.rank_of(stage)
-        needs = f"{_KINDS[kind]}{stage}.{action.microbatch}"
+        fused = Action(Op.BW, stage, action.microbatch)
+        needs = (
+            fused if kind and fused in schedule.ranks[owner] else fused._replace(op=_KINDS[kind])
+        )
         reasons.append(f"{action} waits for {needs} of rank {owner}")
-    first = next(i for i, at in enumerate(positions) if at < len(schedule.ranks[i]))
+        owners.append(owner)
+    circle = grid.wait_cycle(owners)
+    first = circle[0]
+    why = f"rank {first}, position {positions[first]}: {reasons[first]}"
+    if len(circle) > 1:
+        why += f"; ranks {', '.join(map(str, circle))} wait for each other in a circle"
+    elif owners[first] == first:
+        why += ", which stands later on the same rank or nowhere"
+    else:
+        why += ", which has finished without it"
     return ScheduleError(
-        f"the order cannot progress: rank {first}, position {positions[first]}, {reasons[first]}, "
-        f"which never runs before it\n{grid.stuck(schedule.ranks, positions, reasons)}"
+        f"the order cannot progress: {why}\n{grid.stuck(schedule.ranks, positions, reasons)}"
     )
