@@ -37,10 +37,10 @@ class InputError(Exception):
 
 @contextmanager
 def _user_input(path: str | None = None) -> Iterator[None]:
-    """Around whatever judges the user's input, or a file's: its ValueErrors are messages."""
+    """Around whatever judges the user's input, or a file's: its errors are messages."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise InputError(f"{path}: {error}" if path else str(error)) from None
 
 
@@ -118,10 +118,24 @@ def _is_forward_only(schedule: Schedule) -> bool:
     return all(action.op is Op.F for _, _, action in schedule.compute().actions())
 
 
-def _schedule(args: argparse.Namespace) -> Schedule:
-    """The schedule that ``--schedule`` and its options name."""
-    if _is_file(args.schedule):
-        return _from_file(args.schedule, args)
+def _schedule(args: argparse.Namespace, file: str | None = None) -> Schedule:
+    """The schedule in ``file``, or else the one that ``--schedule`` and its options name."""
+    if file is None and _is_file(args.schedule):
+        file = args.schedule
+    schedule = _generated(args) if file is None else _from_file(file, args)
+    costs = schedule.costs
+    if max(costs.hop, *costs.per_rank_work(schedule.placement)) > _LARGEST_COST:
+        raise InputError(
+            f"F+B+W of a microbatch and the hop must not exceed {_LARGEST_COST:.0e}; "
+            "give the costs in another unit"
+        )
+    return schedule
+
+
+_LARGEST_COST = 10**12  # beyond, times no longer fit the floats that they are printed as
+
+
+def _generated(args: argparse.Namespace) -> Schedule:
     if args.schedule not in NAMES:
         raise InputError(
             f"unknown schedule {args.schedule!r}; give one of {', '.join(NAMES)}, or a file"
@@ -334,7 +348,7 @@ def _show_timeline(args: argparse.Namespace) -> None:
         raise InputError(
             f"--output {args.output}: the suffix says the format; use {', '.join(_RENDERERS)}"
         )
-    schedule = _schedule(args) if args.file is None else _from_file(args.file, args)
+    schedule = _schedule(args, args.file)
     run = timeline.planned(simulate(schedule))
     if suffix is None:
         print(text.render(run, _terminal_width(args.width)), end="")

@@ -236,6 +236,7 @@ def test_show_writes_what_the_suffix_says(run, tmp_path):
         ("simulate --schedule 1f1b --pp x --microbatches 8", "whole number >= 1, got 'x'"),
         ("simulate --schedule 1f1b --pp 4 --microbatches 8 --cost 1,2", "got '1,2'"),
         ("simulate --schedule 1f1b --pp 4 --microbatches 8 --cost 1,1,0", "cost W must be > 0"),
+        ("simulate --schedule 1f1b --pp 4 --microbatches 8 --hop 1e400", "must not exceed 1e+12"),
         ("simulate --schedule 1f1b --pp 4 --microbatches 8 --hop -1", "cost hop must be >= 0"),
         ("simulate --schedule 1f1b --pp 4 --microbatches 8 --group-size 3", "--group-size"),
         ("simulate --sched 1f1b --pp 4 --microbatches 8", "required: --schedule"),

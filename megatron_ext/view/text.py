@@ -8,6 +8,7 @@ from .timeline import Box, Timeline, decimal, reference_peak
 
 _BLOCKS = 4  # a picture is wrapped into at most so many blocks of rows
 _IDLE = "."
+_COLUMNS = 200_000  # no longer than that, even if one pass is very much shorter than the rest
 
 
 def render(timeline: Timeline, width: int = 0) -> str:
@@ -95,7 +96,8 @@ def _cased(timeline: Timeline, box: Box, text: str) -> str:
 
 
 def _draw(timeline: Timeline, scale: float, fill: Callable[[Timeline, Box, int], str]) -> list[str]:
-    """Rows of equal length, ``scale`` columns a unit of time."""
+    """Rows of equal length, ``scale`` columns a unit of time, less where that is too long."""
+    scale = min(scale, _COLUMNS / timeline.makespan) if timeline.makespan else 0.0
     total = round(timeline.makespan * scale)
     rows = []
     for boxes in timeline.boxes:

@@ -61,5 +61,10 @@ def test_rows_stay_aligned_under_awkward_costs():
     assert all(f"W{i}" in row for row in rows for i in range(7))
 
 
+def test_one_tiny_stage_does_not_make_the_rows_endless():
+    stages = [["1e-9", 1, 1], [1, 1, 1]]
+    assert len(render(_run("1f1b", 2, 4, costs=Costs.of(stages=stages)))) < 1_000_000
+
+
 def test_is_ascii():
     render(_run("interleaved", 4, 8), 60).encode("ascii")
