@@ -139,4 +139,5 @@ def test_missing_and_repeated_passes() -> None:
 
 def test_empty_schedule() -> None:
     run = simulate(schedule(Placement.loop(2), 1, "", ""))
-    assert (run.makespan, run.bubble, run.peak_sets) == (0, 0, [0, 0])
+    assert run.makespan == run.bubble == 0
+    assert run.peak_sets == [0, 0]
