@@ -74,7 +74,9 @@ def _patch_average() -> None:
     def all_reduce(
         tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        if op != dist.ReduceOp.AVG:
+        coalescing = (group or dist.group.WORLD) in distributed_c10d._world.pg_coalesce_state
+        if op != dist.ReduceOp.AVG or coalescing:
+            # Inside a coalescing context the call is only noted down; gloo will say what it lacks.
             return original(tensor, op, group, async_op)
         work = original(tensor, dist.ReduceOp.SUM, group, async_op)
         count = dist.get_world_size(group)
@@ -109,6 +111,22 @@ def _patch_all_to_all() -> None:
     _rebind("all_to_all_single", all_to_all_single)
 
 
+def _patch_send() -> None:
+    """Send a copy: until core_v0.17, interleaving frees a sent tensor before it has left.
+
+    Stock's ``deallocate_output_tensor`` swaps the storage of an output right after ``isend``. On
+    a GPU the memory stays until its stream is done with it; here it is free at once, and the
+    receiver would get whatever comes to lie there next.
+    """
+    original = dist.isend
+
+    @functools.wraps(original)
+    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(tensor.detach().clone(), *args, **kwargs)
+
+    _rebind("isend", isend)
+
+
 def install() -> None:
     """Rebind torch.distributed's functions. Call once, from ``megatron_ext.cpu``."""
     _patch_init()
@@ -118,3 +136,4 @@ def install() -> None:
     _without("barrier", "device_ids")
     _patch_average()
     _patch_all_to_all()
+    _patch_send()

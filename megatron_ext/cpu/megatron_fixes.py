@@ -37,6 +37,11 @@ def _fix_fused_kernels(module: ModuleType) -> None:
     module.load = lambda args: None
 
 
+def _fix_moe_utils(module: ModuleType) -> None:
+    """Define the name that core_v0.16.1 tests for but only sets with Transformer Engine."""
+    module.__dict__.setdefault("te_general_gemm", None)
+
+
 class _TritonStub(ModuleType):
     """Enough of triton to define kernels that nobody calls on a CPU."""
 
@@ -73,6 +78,7 @@ _CONTEXTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 }
 _FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.optimizer.distrib_optimizer": _fix_distributed_optimizer,
+    "megatron.core.transformer.moe.moe_utils": _fix_moe_utils,
     "megatron.legacy.fused_kernels": _fix_fused_kernels,
 }
 
