@@ -54,7 +54,6 @@ class ScheduledPipeline:
         self._watchdog: Watchdog | None = None
         self._plans: dict[tuple[int, bool], Schedule] = {}
         self._iterations = 0
-        self.last_peak_sets = 0
 
     def __call__(
         self,
@@ -83,64 +82,66 @@ class ScheduledPipeline:
         Raises:
             ConfigError: a feature of this call is not supported.
         """
+        if adjust_tensor_shapes_fn is not None:
+            raise ConfigError("adjust_tensor_shapes_fn is not supported under --pp-schedule")
         from megatron.core import parallel_state
         from megatron.core.utils import get_model_config
 
-        if adjust_tensor_shapes_fn is not None:
-            raise ConfigError("adjust_tensor_shapes_fn is not supported under --pp-schedule")
         models = model if isinstance(model, list) else [model]
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        config = get_model_config(models[0])
-        group = getattr(pg_collection, "pp", None) or (
-            parallel_state.get_pipeline_model_parallel_group()
-        )
-        rank = group.rank()
-        lowered = self._lowered(num_microbatches, forward_only, group)
-        if len(models) != lowered.chunks:
-            raise ConfigError(
-                f"schedule {lowered.name} has {lowered.chunks} chunks a rank but the model was "
-                f"built with {len(models)}"
-            )
-        cp_size = parallel_state.get_context_parallel_world_size()
-        length = decoder_seq_length if decoder_seq_length is not None else seq_length
-        shape = message_shape(length, micro_batch_size, config, cp_size)
-        device = next(models[0].parameters()).device
         iteration = Iteration(
             forward_step_func,
-            iterators,
+            data_iterator if isinstance(data_iterator, list) else [data_iterator],
             models,
-            config,
+            get_model_config(models[0]),
             num_microbatches,
-            cp_size,
+            parallel_state.get_context_parallel_world_size(),
             forward_only,
             collect_non_loss_data,
             first_val_step,
         )
-        runner = MegatronRunner(iteration, lowered.placement, rank, self._store)
-        channel = Channel(group, shape, config.pipeline_dtype, device)
+        group = getattr(pg_collection, "pp", None) or (
+            parallel_state.get_pipeline_model_parallel_group()
+        )
+        length = decoder_seq_length if decoder_seq_length is not None else seq_length
+        shape = message_shape(length, micro_batch_size, iteration)
+        timers = iteration.config.timers
+        if timers is not None:
+            barrier = iteration.config.barrier_with_L1_time
+            timers("forward-backward", log_level=1).start(barrier=barrier)
+        runner, losses = self._run(iteration, group, shape)
+        if not forward_only:
+            self._finalize(iteration, runner, pg_collection, force_all_reduce)
+        if timers is not None:
+            timers("forward-backward").stop()
+        return losses
+
+    def _run(
+        self, iteration: Iteration, group: Any, shape: tuple[int, ...]
+    ) -> tuple[MegatronRunner, list[Any]]:
+        """Execute the plan for ``iteration``; returns the runner and what the loss reported."""
+        models, forward_only = iteration.models, iteration.forward_only
+        plan = self._lowered(iteration.num_microbatches, forward_only, group)
+        if len(models) != plan.chunks:
+            raise ConfigError(
+                f"schedule {plan.name} has {plan.chunks} chunks a rank but the model was built "
+                f"with {len(models)}"
+            )
+        rank, device = group.rank(), next(models[0].parameters()).device
+        runner = MegatronRunner(iteration, plan.placement, rank, self._store)
+        channel = Channel(group, shape, iteration.config.pipeline_dtype, device)
         recorder = Recorder(self._trace_directory is not None, device)
-        if config.timers is not None:
-            timer = config.timers("forward-backward", log_level=1)
-            timer.start(barrier=config.barrier_with_L1_time)
-        self._start_param_sync(config, models, forward_only)
-        executor = Executor(lowered, rank, runner, channel, self._watch(rank), recorder)
+        watchdog = self._watch(rank)
+        self._start_param_sync(iteration)
         try:
-            with self._watch(rank).armed():
-                executor.run()
+            with watchdog.armed():
+                Executor(plan, rank, runner, channel, watchdog, recorder).run()
                 runner.check_finished()
-                losses = self._relay_losses(lowered, group, runner, device)
+                losses = self._relay_losses(plan, group, runner, device)
         except BaseException:
             self._store.clear()
             raise
-        if not forward_only:
-            self._finalize(config, models, runner, pg_collection, force_all_reduce)
-            if lowered.placement.is_vee():
-                reduce_tied_gradients([_unwrapped(m) for m in models])
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
-        self.last_peak_sets = recorder.peak_sets
-        self._write_trace(lowered, rank, group, recorder, losses, forward_only)
-        return losses
+        self._write_trace(plan, rank, recorder, losses, forward_only)
+        return runner, losses
 
     def _lowered(self, microbatches: int, forward_only: bool, group: Any) -> Schedule:
         """The lowered plan, made and verified once for each number of microbatches."""
@@ -160,34 +161,35 @@ class ScheduledPipeline:
             self._watchdog = Watchdog(name, self._timeout)
         return self._watchdog
 
-    def _start_param_sync(self, config: Any, models: list[Any], forward_only: bool) -> None:
+    def _start_param_sync(self, iteration: Iteration) -> None:
         """Start gathering parameters ahead of the first forward passes, if Megatron overlaps it."""
-        sync = config.param_sync_func
-        if sync is None or forward_only:
+        sync = iteration.config.param_sync_func
+        if sync is None or iteration.forward_only:
             return
-        for chunk, chunk_model in enumerate(models):
+        for chunk, chunk_model in enumerate(iteration.models):
             start = sync[chunk] if isinstance(sync, list) else sync
             start(chunk_model.parameters())
 
     def _finalize(
         self,
-        config: Any,
-        models: list[Any],
+        iteration: Iteration,
         runner: MegatronRunner,
         pg_collection: Any,
         force_all_reduce: bool | None,
     ) -> None:
         """Reduce gradients as stock does at the end of an iteration."""
-        finalize = config.finalize_model_grads_func
+        finalize = iteration.config.finalize_model_grads_func
         if finalize is None:
             return
         accepted = inspect.signature(finalize).parameters
         kwargs = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
         finalize(
-            models,
-            runner.num_tokens if config.calculate_per_token_loss else None,
+            iteration.models,
+            runner.num_tokens if iteration.config.calculate_per_token_loss else None,
             **{k: v for k, v in kwargs.items() if k in accepted},
         )
+        if runner.placement.is_vee():
+            reduce_tied_gradients([_unwrapped(m) for m in iteration.models])
 
     def _relay_losses(
         self, plan: Schedule, group: Any, runner: MegatronRunner, device: torch.device
@@ -216,7 +218,6 @@ class ScheduledPipeline:
         self,
         plan: Schedule,
         rank: int,
-        group: Any,
         recorder: Recorder,
         losses: list[Any],
         forward_only: bool,
@@ -245,9 +246,10 @@ class ScheduledPipeline:
         )
 
 
-def message_shape(length: int, micro_batch_size: int, config: Any, cp_size: int) -> tuple[int, ...]:
+def message_shape(length: int, micro_batch_size: int, iteration: Iteration) -> tuple[int, ...]:
     """Shape of what travels between stages: (sequence on this rank, microbatch, hidden)."""
-    length //= cp_size
+    config = iteration.config
+    length //= iteration.cp_size
     if config.sequence_parallel:
         length //= config.tensor_model_parallel_size
     return (length, micro_batch_size, config.hidden_size)

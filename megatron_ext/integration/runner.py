@@ -52,7 +52,7 @@ class MegatronRunner:
     ) -> None:
         from megatron.core.pipeline_parallel import schedules
 
-        self._it, self._placement, self._rank = iteration, placement, rank
+        self._it, self.placement, self._rank = iteration, placement, rank
         self._store = store
         self._schedules = schedules
         self._backward_takes_model_type = (
@@ -71,8 +71,8 @@ class MegatronRunner:
     def forward(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
         """F of one chunk for one microbatch; see ``StageRunner``."""
         it = self._it
-        stage = self._placement.stages[self._rank][chunk]
-        last = stage == self._placement.num_stages - 1
+        stage = self.placement.stages[self._rank][chunk]
+        last = stage == self.placement.num_stages - 1
         if x is not None and not it.forward_only:
             x.requires_grad_(True)
         y, num_tokens = self._schedules.forward_step(

@@ -23,7 +23,11 @@ _UNSUPPORTED = (
     ("use_megatron_fsdp", False, "--use-megatron-fsdp"),
     ("use_torch_fsdp2", False, "--use-torch-fsdp2"),
     ("num_microbatches_with_partial_activation_checkpoints", None, "partial checkpointing"),
-    ("overlap_param_gather_with_optimizer_step", False, "--overlap-param-gather-with-optimizer-step"),
+    (
+        "overlap_param_gather_with_optimizer_step",
+        False,
+        "--overlap-param-gather-with-optimizer-step",
+    ),
     ("hybrid_context_parallel", False, "--hybrid-context-parallel"),
     ("moe_paged_stash", False, "--moe-paged-stash"),
 )
@@ -122,6 +126,8 @@ def before_megatron(args: Any, choice: Choice) -> None:
     if choice.vee:
         _require_vee(args, choice, pp)
         args.num_virtual_stages_per_pipeline_rank = 2
+        # Stock refuses two virtual stages on two ranks without this; our executor always overlaps.
+        args.overlap_p2p_comm = True
         return
     asked = _virtual_stages_asked(args)
     if choice.file is not None and choice.file.chunks > 1:
