@@ -99,12 +99,18 @@ def _is_pipeline_last_stage(original: Callable[..., bool]) -> Callable[..., bool
     return is_pipeline_last_stage
 
 
-def _default_embedding_ranks(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
+def _initialize_model_parallel(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def default_embedding_ranks(pp_ranks: list[int], *args: Any, **kwargs: Any) -> list[int]:
-        return [pp_ranks[0]]
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+        # Scripts pass a function of their own that names the first and the last rank.
+        kwargs["get_embedding_ranks"] = _embedding_ranks
+        original(*args, **kwargs)
 
-    return default_embedding_ranks
+    return initialize_model_parallel
+
+
+def _embedding_ranks(pp_ranks: list[int], *unused: Any) -> list[int]:
+    return [pp_ranks[0]]
 
 
 def _gpt_model_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -181,9 +187,9 @@ SEAMS = (
         "no labels where the loss is computed",
     ),
     Seam(
-        ("megatron.core.parallel_state:default_embedding_ranks",),
-        _default_embedding_ranks,
-        ("pp_ranks",),
+        ("megatron.core.parallel_state:initialize_model_parallel",),
+        _initialize_model_parallel,
+        ("get_embedding_ranks",),
         "the embedding all-reduce would wait for a rank without an embedding",
     ),
     Seam(
