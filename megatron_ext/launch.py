@@ -11,13 +11,15 @@ this project's short script on the installed megatron-core.
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
+import json
 import os
-import runpy
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from types import ModuleType
+from typing import Any, NoReturn
 
 # What a CPU run needs of Megatron's flags. A value given by the user that cannot work is an
 # error; flags in _CPU_DEFAULTS are respected when given.
@@ -36,6 +38,11 @@ _CPU_SWITCHES = (
 # Seconds that ranks other than 0 wait before they report an error all ranks will have found:
 # torchrun ends every rank as soon as one has failed, and rank 0 should have spoken by then.
 _REPORT_DELAY_S = 2.0
+
+
+# Tells processes that the script spawns how it was started: JSON with device and script.
+_STARTED = "MEGATRON_EXT_STARTED"
+_THIS_MODULE = "megatron_ext.launch"
 
 
 class LaunchError(Exception):
@@ -57,10 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(str(error))
     _set_path(script)
     _set_tools_path()
-    if options.device == "cpu":
-        from megatron_ext import cpu
-
-        cpu.install()
+    os.environ[_STARTED] = json.dumps({"device": options.device, "script": str(script)})
+    _prepare_device(options.device)
     _run(script, args)
 
 
@@ -189,6 +194,13 @@ def _set_tools_path() -> None:
     os.environ["PATH"] = os.pathsep.join([*tools, os.environ.get("PATH", os.defpath)])
 
 
+def _prepare_device(device: str) -> None:
+    if device == "cpu":
+        from megatron_ext import cpu
+
+        cpu.install()
+
+
 def _run(script: Path, args: Sequence[str]) -> None:
     """Run ``script`` as ``__main__`` with megatron_ext's flags known to Megatron."""
     from megatron_ext.integration import ConfigError, install
@@ -196,11 +208,36 @@ def _run(script: Path, args: Sequence[str]) -> None:
     sys.argv = [str(script), *args]
     try:
         install()
-        runpy.run_path(str(script), run_name="__main__")
+        _execute(script, "__main__")
     except ConfigError as error:
         if _rank() != 0:
             time.sleep(_REPORT_DELAY_S)
         _fail(str(error))
+
+
+def _execute(script: Path, name: str) -> dict[str, Any]:
+    """Execute ``script`` as a fresh module called ``name`` and return what it defined.
+
+    Not runpy.run_path: the module keeps our name in its ``__spec__``, so that a process which the
+    script spawns (checkpoint writers do) starts as this module and prepares the device before it
+    reads the script.
+    """
+    module = ModuleType(name)
+    module.__file__ = str(script)
+    module.__spec__ = importlib.machinery.ModuleSpec(_THIS_MODULE, None, origin=str(script))
+    sys.modules[name] = module
+    exec(compile(script.read_bytes(), str(script), "exec"), module.__dict__)
+    return module.__dict__
+
+
+def _become_spawned() -> None:
+    """Make this module, in a process spawned by multiprocessing, what the script would be there."""
+    started = json.loads(os.environ[_STARTED])
+    _prepare_device(started["device"])
+    own = sys.modules[__name__]
+    defined = _execute(Path(started["script"]), __name__)
+    sys.modules[__name__] = own
+    globals().update({k: v for k, v in defined.items() if not k.startswith("__")})
 
 
 def _rank() -> int:
@@ -215,3 +252,5 @@ def _fail(message: str) -> NoReturn:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__" and _STARTED in os.environ:
+    _become_spawned()

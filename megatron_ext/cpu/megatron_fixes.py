@@ -20,16 +20,36 @@ import torch
 
 
 def _fix_distributed_optimizer(module: ModuleType) -> None:
-    """Load the distributed optimizer's state without recording gradients.
+    """Let the distributed optimizer save and load around torch's own Adam.
 
-    core_v0.16.1 to core_v0.19.0 copy the loaded master weights into views of parameters. Without
-    Apex or Transformer Engine the optimizer is torch's own, whose parameters require gradients,
-    and an in-place write to a leaf is an error outside ``no_grad``.
+    Without Apex or Transformer Engine that is what it wraps, and two things go wrong: its
+    ``state_dict`` wants the step count of a state that torch only creates in the first step (so a
+    fresh run could load nothing), and loading writes into parameters that require gradients.
     """
     cls = module.DistributedOptimizer
+    state_dict = cls.state_dict
+
+    @functools.wraps(state_dict)
+    def state_dict_with_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.optimizer, torch.optim.Adam) and not self.optimizer.state:
+            _create_adam_state(self.optimizer)
+        return state_dict(self, *args, **kwargs)
+
+    cls.state_dict = state_dict_with_state
     name = "_set_main_param_and_optimizer_states"
     if hasattr(cls, name):
         setattr(cls, name, torch.no_grad()(getattr(cls, name)))
+
+
+def _create_adam_state(optimizer: torch.optim.Adam) -> None:
+    """Create the state that Adam itself would create in its first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0, dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 def _fix_fused_kernels(module: ModuleType) -> None:
