@@ -22,9 +22,10 @@ import torch
 def _fix_distributed_optimizer(module: ModuleType) -> None:
     """Let the distributed optimizer save and load around torch's own Adam.
 
-    Without Apex or Transformer Engine that is what it wraps, and two things go wrong: its
+    Without Apex or Transformer Engine that is what it wraps, and three things go wrong: its
     ``state_dict`` wants the step count of a state that torch only creates in the first step (so a
-    fresh run could load nothing), and loading writes into parameters that require gradients.
+    fresh run could load nothing), loading writes into parameters that require gradients, and all
+    parameters are given one step counter, which each of them then increments.
     """
     cls = module.DistributedOptimizer
     state_dict = cls.state_dict
@@ -36,6 +37,17 @@ def _fix_distributed_optimizer(module: ModuleType) -> None:
         return state_dict(self, *args, **kwargs)
 
     cls.state_dict = state_dict_with_state
+    load_state_dict = cls.load_state_dict
+
+    @functools.wraps(load_state_dict)
+    def load_with_own_steps(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load_state_dict(self, *args, **kwargs)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+        return result
+
+    cls.load_state_dict = load_with_own_steps
     name = "_set_main_param_and_optimizer_states"
     if hasattr(cls, name):
         setattr(cls, name, torch.no_grad()(getattr(cls, name)))

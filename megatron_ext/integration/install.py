@@ -82,6 +82,8 @@ class Installation:
             seams += wgrad.seams(store)
         if choice.vee:
             seams += vee.SEAMS
+            if "megatron.training" in sys.modules:
+                seams += vee.TRAINING_SEAMS
         self.seams.apply(seams)
         if args.rank == 0:
             logger.warning(

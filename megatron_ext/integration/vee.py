@@ -204,6 +204,9 @@ SEAMS = (
         ("self", "inputs", "fp32_output"),
         "inputs and outputs cast on the wrong stages",
     ),
+)
+# Only where the training package is in use: megatron-core's wheel had none before 0.17.
+TRAINING_SEAMS = (
     Seam(
         (
             "megatron.core.utils:get_batch_on_this_tp_rank",

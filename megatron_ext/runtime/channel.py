@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,10 @@ class Channel:
         shape: shape of every message; for Megatron (sequence, microbatch, hidden).
         dtype: dtype of every message.
         device: where received tensors are allocated.
+
+    Attributes:
+        polls: whether a finished send can be told by asking. gloo's is "completed" only once it
+            has been waited for; somebody must say when that will not block: see ``taken``.
     """
 
     def __init__(
@@ -43,8 +47,11 @@ class Channel:
     ) -> None:
         self.group, self.shape, self.dtype, self.device = group, shape, dtype, device
         self._global_ranks = dist.get_process_group_ranks(group)
-        # A sent tensor must live until its transfer is over.
-        self._sending: deque[tuple[Any, torch.Tensor, int]] = deque()
+        # By peer. A sent tensor must live until its transfer is over, and so must its work: gloo
+        # never delivers a message whose work is gone.
+        self._sending: dict[int, deque[tuple[Any, torch.Tensor]]] = {}
+        self._settled: Counter[int] = Counter()
+        self.polls = device.type != "cpu"
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Start sending ``tensor`` (detached) to rank ``peer`` of the group.
@@ -61,9 +68,23 @@ class Channel:
             )
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self._global_ranks[peer], group=self.group, tag=tag)
-        self._sending.append((work, tensor, peer))
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+        self._sending.setdefault(peer, deque()).append((work, tensor))
+        if self.polls:
+            for queue in self._sending.values():
+                while queue and queue[0][0].is_completed():
+                    queue.popleft()
+
+    def taken(self, peer: int, count: int) -> None:
+        """Let go of the first ``count`` messages to ``peer``, which are known to be received.
+
+        Without it a gloo run would keep every message of an iteration until its end. Returns as
+        soon as they are transferred, which takes nothing from the peer's main thread if it has
+        posted the receives.
+        """
+        if self.polls:
+            return
+        while self._settled[peer] < count:
+            self._settle(peer)
 
     def receive(self, peer: int, tag: int) -> Receipt:
         """Post a receive from rank ``peer`` of the group; returns at once."""
@@ -72,12 +93,19 @@ class Channel:
         return Receipt(tensor, work, peer)
 
     def sending_to(self) -> list[int]:
-        """Peers that have not yet taken a message, for reports."""
-        return [peer for _, _, peer in self._sending]
+        """Peers that may not have taken all messages yet; callable from another thread."""
+        return [peer for peer, queue in tuple(self._sending.items()) if queue]
 
     def finish(self) -> None:
         """Wait until everything sent has been taken."""
-        while self._sending:
-            work, _, _ = self._sending[0]
-            work.wait()
-            self._sending.popleft()
+        for peer, queue in self._sending.items():
+            while queue:
+                self._settle(peer)
+
+    def _settle(self, peer: int) -> None:
+        queue = self._sending[peer]
+        work, _ = queue[0]
+        # Still in the queue while it is waited for, so that a report can name the peer.
+        work.wait()
+        queue.popleft()
+        self._settled[peer] += 1

@@ -70,6 +70,7 @@ class Executor:
         # What F or B of (stage, microbatch) will consume, and what they produced for others.
         self._inbox: dict[Action, torch.Tensor | Receipt] = {}
         self._outbox: dict[Action, torch.Tensor] = {}
+        self._taken = {} if channel.polls else _taken_by_then(schedule, rank)
         self._verbose = os.environ.get(TRACE_ENVIRONMENT) == "1"
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
@@ -93,7 +94,8 @@ class Executor:
         for position, action in enumerate(self._actions):
             self._watchdog.at(action, position, total, self._channel.sending_to)
             if self._verbose:
-                print(f"[megatron_ext] rank {self._rank} {position}/{total} {action}", file=sys.stderr)
+                line = f"[megatron_ext] rank {self._rank} {position}/{total} {action}\n"
+                sys.stderr.write(line)
             if action.is_compute:
                 with torch.profiler.record_function(f"PP:{action}"):
                     self._handlers[action.op](action)
@@ -113,6 +115,7 @@ class Executor:
         self._recorder.resident(self._runner.live_sets())
         if stage + 1 < self._placement.num_stages:
             self._deliver(Action(Op.F, stage, microbatch), Action(Op.F, stage + 1, microbatch), y)
+        self._let_go(action)
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -125,6 +128,7 @@ class Executor:
             input_grad = self._runner.backward(chunk, microbatch, grad, split)
         if stage > 0:
             self._deliver(key, Action(Op.B, stage - 1, microbatch), input_grad)
+        self._let_go(key)
 
     def _weight(self, action: Action) -> None:
         with self._recorder.measure(action):
@@ -151,14 +155,26 @@ class Executor:
             self._watchdog.waiting("inside the model")
         return message
 
+    def _let_go(self, consumer: Action) -> None:
+        """After ``consumer``: messages that its input proves to be received can be dropped.
+
+        Not before it, so that a transfer still under way hides behind the pass.
+        """
+        if consumer in self._taken:
+            peer, count = self._taken[consumer]
+            self._watchdog.waiting(f"for pipeline rank {peer} to take a message")
+            self._channel.taken(peer, count)
+
     def _send(self, action: Action, op: Op, to_stage: int) -> None:
         tensor = self._outbox.pop(Action(op, action.stage, action.microbatch))
         peer = self._placement.rank_of(to_stage)
+        self._watchdog.waiting(f"sending to pipeline rank {peer}")
         self._channel.send(tensor, peer, self._tag(op, to_stage, action.microbatch))
 
     def _receive(self, action: Action, op: Op, from_stage: int) -> None:
         peer = self._placement.rank_of(from_stage)
         tag = self._tag(op, action.stage, action.microbatch)
+        self._watchdog.waiting(f"posting a receive from pipeline rank {peer}")
         receipt = self._channel.receive(peer, tag)
         self._inbox[Action(op, action.stage, action.microbatch)] = receipt
 
@@ -168,3 +184,25 @@ class Executor:
         kind = 0 if op is Op.F else 1
         return (consumer_stage * self._microbatches + microbatch) * 2 + kind
 
+
+def _taken_by_then(schedule: Schedule, rank: int) -> dict[Action, tuple[int, int]]:
+    """For every F or B of ``rank`` with an input from a peer: (the peer, how many messages from
+    ``rank`` it had posted receives for before it sent that input).
+
+    Messages between two ranks are received in the order in which they are sent, so a count says
+    which.
+    """
+    rank_of = schedule.placement.rank_of
+    taken: dict[Action, tuple[int, int]] = {}
+    for peer, row in enumerate(schedule.ranks):
+        count = 0
+        for op, stage, microbatch in row if peer != rank else ():
+            if op is Op.RECV_F or op is Op.RECV_B:
+                count += rank_of(stage - 1 if op is Op.RECV_F else stage + 1) == rank
+            elif op is Op.SEND_F or op is Op.SEND_B:
+                forward = op is Op.SEND_F
+                consumer = stage + 1 if forward else stage - 1
+                if rank_of(consumer) == rank:
+                    key = Action(Op.F if forward else Op.B, consumer, microbatch)
+                    taken[key] = peer, count
+    return taken

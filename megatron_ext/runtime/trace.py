@@ -1,4 +1,10 @@
-"""What really happened on one rank: times of its compute actions and its resident sets."""
+"""What really happened on one rank: times of its compute actions and its resident sets.
+
+Every rank times from a zero of its own. ``Recorder.zero_unix_us`` says where that zero lies on the
+machine's wall clock, so ``zero_unix_us + start_us`` puts the ranks of one node on one clock. Ranks
+of different nodes are off by what their clocks differ: often a millisecond under NTP, as much as a
+pass takes. Nothing here corrects that.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +40,7 @@ class Recorder:
         self.peak_sets = 0
         self._spans: list[tuple[Action, Any, Any]] = []
         self._waited = 0.0
+        self._zero_unix = time.time()
         self._zero = self._now() if self._timed else None
 
     def resident(self, sets: int) -> None:
@@ -67,8 +74,22 @@ class Recorder:
         ]
 
     @property
+    def zero_unix_us(self) -> float | None:
+        """Wall clock (microseconds since 1970) at the zero of ``events``; None if not timed.
+
+        On CUDA that is the moment the device reached ``reset``, and asking waits for the device.
+        """
+        if not self._cuda:
+            return round(self._zero_unix * 1e6, 1) if self._timed else None
+        # Events carry no wall clock: stamp a new one when it has happened, and go back from there.
+        moment = self._now()
+        moment.synchronize()
+        return round(time.time() * 1e6 - self._zero.elapsed_time(moment) * 1e3, 1)
+
+    @property
     def waited_us(self) -> float:
-        """Host time this rank was blocked on messages."""
+        """Host time this rank was blocked on messages. NCCL blocks the stream, not the host, so
+        there the gaps between ``events`` show it and this does not."""
         return round(self._waited * 1e6, 1)
 
     def _now(self) -> Any:

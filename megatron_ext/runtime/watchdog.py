@@ -3,10 +3,14 @@
 A rank that waits for a dead or stuck peer sits inside a C++ call where no Python runs. So a thread
 watches the progress of the main one, and also takes SIGTERM (what torchrun sends to the survivors
 when one rank dies), writes what this rank was waiting for, and ends the process.
+
+The thread needs the GIL, which waits inside torch.distributed release; a native extension that
+hangs while it holds the GIL is out of reach.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -14,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,6 +26,11 @@ from ..schedule.actions import Action
 
 EXIT_STATUS = 75  # EX_TEMPFAIL: the job may succeed when it is started again.
 POLL_SECONDS = 0.5
+# Between the report of a hang and the exit: peers that got stuck a little later report their hang
+# too, and not that this rank has closed its connections.
+GRACE_SECONDS = 2.0
+# Longest time for writing the report; a full pipe must not keep a stuck job alive.
+LAST_WORDS_SECONDS = 5.0
 
 
 class Watchdog:
@@ -35,12 +45,13 @@ class Watchdog:
         self.name, self.timeout_seconds = name, timeout_seconds
         self._thread: threading.Thread | None = None
         self._armed = False
-        self._since = time.monotonic()
+        self._steps = 0
         self._action: Action | None = None
         self._position = self._total = 0
         self._detail = ""
         self._sending: Callable[[], list[int]] = list
-        self._wakeup: socket.socket | None = None
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        self._ending = threading.Lock()
 
     def at(
         self, action: Action, position: int, total: int, sending: Callable[[], list[int]]
@@ -48,14 +59,14 @@ class Watchdog:
         """Progress: ``action``, number ``position`` of ``total``, starts now."""
         self._action, self._position, self._total = action, position, total
         self._detail, self._sending = "", sending
-        self._since = time.monotonic()
+        self._steps += 1
 
     def waiting(self, detail: str, sending: Callable[[], list[int]] | None = None) -> None:
-        """Progress: within the present action, the rank now waits as ``detail`` says."""
+        """Progress: within the present action, the rank now does, or waits, as ``detail`` says."""
         self._detail = detail
         if sending is not None:
             self._action, self._sending = None, sending
-        self._since = time.monotonic()
+        self._steps += 1
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -63,11 +74,13 @@ class Watchdog:
         if self._thread is None:
             self._start()
         self._action, self._detail, self._sending = None, "before its first action", list
-        self._since = time.monotonic()
+        self._steps += 1
         self._armed = True
         try:
             yield
         except Exception as error:
+            if self._ending.locked():
+                _never_return()
             self._report(f"failed: {type(error).__name__}: {error}")
             raise
         finally:
@@ -76,38 +89,67 @@ class Watchdog:
     def _start(self) -> None:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            # The C-level handler writes to this socket at once, even while the main thread is
-            # blocked in C++; a Python-level handler would wait for it to return.
-            self._wakeup, write_end = socket.socketpair()
-            self._wakeup.settimeout(POLL_SECONDS)
-            write_end.setblocking(False)
-            signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
-            self._write_end = write_end
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+            self._take_sigterm()
         self._thread = threading.Thread(target=self._watch, name="pp-watchdog", daemon=True)
         self._thread.start()
+        mine = weakref.WeakMethod(self._forget_in_child)
+        os.register_at_fork(after_in_child=lambda: (method := mine()) and method())
+
+    def _take_sigterm(self) -> None:
+        # The C-level handler writes to this socket at once, even while the main thread is
+        # blocked in C++; a Python-level handler would wait for it to return.
+        read_end, write_end = socket.socketpair()
+        read_end.settimeout(POLL_SECONDS)
+        write_end.setblocking(False)
+        previous = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
+        if previous != -1:  # Somebody's event loop lives on it.
+            signal.set_wakeup_fd(previous)
+            return
+        self._wakeup = read_end, write_end
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _forget_in_child(self) -> None:
+        """In a forked process (a data loader's worker, say): it is not this rank.
+
+        It shares the socket, so ending it with SIGTERM would end this rank as well.
+        """
+        self._armed, self._thread, self._ending = False, None, threading.Lock()
+        if self._wakeup is None:
+            return
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for end in self._wakeup:
+            end.close()
+        self._wakeup = None
 
     def _on_sigterm(self, signum: int, frame: object) -> None:
         # Only reached when the main thread runs Python; the thread below handles the other case.
         self._end_by_sigterm()
 
     def _end_by_sigterm(self) -> None:
-        if self._armed:
-            self._report("was told to stop (SIGTERM)")
-        sys.stderr.flush()
-        os._exit(128 + signal.SIGTERM)
+        self._end(128 + signal.SIGTERM, "was told to stop (SIGTERM)" if self._armed else "")
 
     def _watch(self) -> None:
+        seen, idle, before = -1, 0.0, time.monotonic()
         while True:
-            if self._signalled() == signal.SIGTERM:
+            # The handler may have been replaced by one that wants to end the run in good order.
+            if (
+                self._signalled() == signal.SIGTERM
+                and signal.getsignal(signal.SIGTERM) == self._on_sigterm
+            ):
                 self._end_by_sigterm()
-            stuck = time.monotonic() - self._since
-            if self._armed and stuck > self.timeout_seconds:
+            now = time.monotonic()
+            # A long gap means that this whole process stood still (a suspended job, a debugger);
+            # it counts as one poll, so that the job can go on when it is woken.
+            idle += min(now - before, 2 * POLL_SECONDS)
+            before = now
+            if not self._armed or self._steps != seen:
+                seen, idle = self._steps, 0.0
+            elif idle > self.timeout_seconds:
                 limit = f"{self.timeout_seconds:g} s"
-                self._report(f"made no progress for {stuck:.1f} s (limit {limit}), giving up")
-                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-                sys.stderr.flush()
-                os._exit(EXIT_STATUS)
+                what = f"made no progress for {idle:.1f} s (limit {limit}), giving up"
+                self._end(EXIT_STATUS, what, stacks=True, grace_seconds=GRACE_SECONDS)
 
     def _signalled(self) -> int | None:
         """The signal that arrived within one poll interval, if any."""
@@ -115,7 +157,7 @@ class Watchdog:
             time.sleep(POLL_SECONDS)
             return None
         try:
-            data = self._wakeup.recv(1)
+            data = self._wakeup[0].recv(1)
         except TimeoutError:
             return None
         except OSError:
@@ -123,13 +165,50 @@ class Watchdog:
             return None
         return data[0] if data else None
 
+    def _end(
+        self, status: int, what: str, stacks: bool = False, grace_seconds: float = 0.0
+    ) -> None:
+        """Report ``what``, unless it is empty, and end the process; does not return."""
+        if not self._ending.acquire(blocking=False):
+            _never_return()
+        try:
+            words = threading.Thread(target=self._last_words, args=(what, stacks), daemon=True)
+            words.start()
+            words.join(LAST_WORDS_SECONDS)
+            time.sleep(grace_seconds)
+        finally:
+            os._exit(status)
+
+    def _last_words(self, what: str, stacks: bool) -> None:
+        if what:
+            self._report(what)
+        if stacks:
+            # Where stderr is no real file, there is nowhere to write stacks to.
+            with contextlib.suppress(Exception):
+                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        # os._exit drops what is buffered.
+        for stream in (sys.stderr, sys.stdout):
+            with contextlib.suppress(Exception):
+                stream.flush()
+
     def _report(self, what: str) -> None:
-        lines = [f"[megatron_ext] {self.name} {what}"]
-        where = f"in {self._action} " if self._action is not None else ""
-        if where:
-            where += f"(action {self._position + 1} of {self._total}) "
-        lines.append(f"  it was {where}{self._detail or 'inside the model'}".rstrip())
-        pending = sorted(set(self._sending()))
-        if pending:
-            lines.append(f"  not yet taken: messages to pipeline rank(s) {pending}")
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        detail = self._detail or "inside the model"
+        if detail.startswith("for "):
+            detail = f"waiting {detail}"
+        where = ""
+        if self._action is not None:
+            where = f"in {self._action} (action {self._position + 1} of {self._total}), "
+        lines = [f"[megatron_ext] {self.name} {what}", f"  it was {where}{detail}"]
+        # The report must come out, and the process end, whatever state the run is in.
+        with contextlib.suppress(Exception):
+            pending = sorted(set(self._sending()))
+            if pending:
+                lines.append(f"  not known to be taken: messages to pipeline rank(s) {pending}")
+        with contextlib.suppress(Exception):
+            sys.stderr.write("\n".join(lines) + "\n")
+            sys.stderr.flush()
+
+
+def _never_return() -> None:
+    """The process is being ended by another thread: keep this one from changing the outcome."""
+    threading.Event().wait()
