@@ -26,6 +26,8 @@ from megatron_ext import cpu  # noqa: E402
 
 cpu.install()
 
+import contextlib
+
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
@@ -49,26 +51,26 @@ WORLD, LAYERS, HIDDEN, HEADS, SEQUENCE, BATCH, VOCAB = 4, 8, 32, 4, 16, 2, 64
 
 # name -> pp, schedule (None: stock), chunks, and what differs from fp32, m=8, untied.
 CASES: dict[str, dict[str, Any]] = {
-    "stock": dict(pp=4),
-    "stock-interleaved": dict(pp=4, chunks=2),
-    "1f1b": dict(pp=4, schedule="1f1b"),
-    "interleaved": dict(pp=4, schedule="interleaved", chunks=2),
-    "zb-h1": dict(pp=4, schedule="zb-h1"),
-    "v-half": dict(pp=4, schedule="v-half", chunks=2),
-    "v-zb": dict(pp=4, schedule="v-zb", chunks=2),
-    "file": dict(pp=4, schedule="FILE", chunks=2),
-    "stock-m3": dict(pp=4, m=3),
-    "v-half-m3": dict(pp=4, schedule="v-half", chunks=2, m=3),
-    "interleaved-m3": dict(pp=4, schedule="interleaved", chunks=2, m=3),
-    "stock-forward": dict(pp=4, forward_only=True),
-    "v-half-forward": dict(pp=4, schedule="v-half", chunks=2, forward_only=True),
-    "stock-overlap-bf16": dict(pp=2, bf16=True, overlap=True),
-    "zb-h1-overlap-bf16": dict(pp=2, schedule="zb-h1", bf16=True, overlap=True),
-    "v-zb-overlap-bf16": dict(pp=2, schedule="v-zb", chunks=2, bf16=True, overlap=True),
-    "stock-tied": dict(pp=4, tied=True),
-    "v-half-tied": dict(pp=4, schedule="v-half", chunks=2, tied=True),
-    "stock-recompute": dict(pp=2, recompute=True),
-    "v-half-recompute": dict(pp=2, schedule="v-half", chunks=2, recompute=True),
+    "stock": {"pp": 4},
+    "stock-interleaved": {"pp": 4, "chunks": 2},
+    "1f1b": {"pp": 4, "schedule": "1f1b"},
+    "interleaved": {"pp": 4, "schedule": "interleaved", "chunks": 2},
+    "zb-h1": {"pp": 4, "schedule": "zb-h1"},
+    "v-half": {"pp": 4, "schedule": "v-half", "chunks": 2},
+    "v-zb": {"pp": 4, "schedule": "v-zb", "chunks": 2},
+    "file": {"pp": 4, "schedule": "FILE", "chunks": 2},
+    "stock-m3": {"pp": 4, "m": 3},
+    "v-half-m3": {"pp": 4, "schedule": "v-half", "chunks": 2, "m": 3},
+    "interleaved-m3": {"pp": 4, "schedule": "interleaved", "chunks": 2, "m": 3},
+    "stock-forward": {"pp": 4, "forward_only": True},
+    "v-half-forward": {"pp": 4, "schedule": "v-half", "chunks": 2, "forward_only": True},
+    "stock-overlap-bf16": {"pp": 2, "bf16": True, "overlap": True},
+    "zb-h1-overlap-bf16": {"pp": 2, "schedule": "zb-h1", "bf16": True, "overlap": True},
+    "v-zb-overlap-bf16": {"pp": 2, "schedule": "v-zb", "chunks": 2, "bf16": True, "overlap": True},
+    "stock-tied": {"pp": 4, "tied": True},
+    "v-half-tied": {"pp": 4, "schedule": "v-half", "chunks": 2, "tied": True},
+    "stock-recompute": {"pp": 2, "recompute": True},
+    "v-half-recompute": {"pp": 2, "schedule": "v-half", "chunks": 2, "recompute": True},
 }
 
 
@@ -78,9 +80,11 @@ def config_of(case: dict[str, Any]) -> TransformerConfig:
     bf16 = case.get("bf16", False)
     more = {}
     if case.get("recompute"):
-        more = dict(
-            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-        )
+        more = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     return TransformerConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -259,6 +263,7 @@ def rank_main(rank: int, folder: Path) -> None:
         for part in every:
             gradients.update(part["gradients"])
         results[name] = {
+            "ours": "schedule" in case,
             "losses": [part["losses"] for part in every if part["losses"]],
             "gradients": gradients,
             "data_parallel": data_parallel,
@@ -297,10 +302,8 @@ def main() -> int:
             if status != 0 and not failed:
                 failed = 1
                 for pid in children:
-                    try:
+                    with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, 15)
-                    except ProcessLookupError:
-                        pass
         if not failed:
             target.write_bytes((folder / "results.pickle").read_bytes())
     return failed
