@@ -1,0 +1,103 @@
+"""The executor on real gloo ranks, against one process that trains the same model in order."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.schedule import generate, simulate
+from megatron_ext.schedule.generators import NAMES
+
+PLANS = [(name, None) for name in NAMES] + [("interleaved", 3)]
+RANKS = [2, 3, 4]
+
+
+def microbatches(p: int) -> list[int]:
+    """m = 1, m < p, m = p, not a multiple of p, twice the same, fewer again."""
+    return [1, p - 1, p, 2 * p + 1, 2 * p + 1, p + 1]
+
+
+@pytest.fixture(scope="module")
+def reference(pool):
+    """Losses and gradients of one process, by (stages, m's, dtype)."""
+    known = {}
+
+    def get(stages, ms, dtype):
+        key = (stages, tuple(ms), dtype)
+        if key not in known:
+            [known[key]] = pool.run("reference", 1, num_stages=stages, microbatches=ms, dtype=dtype)
+        return known[key]
+
+    return get
+
+
+def compare(ranks, expected, name, chunks, ms):
+    """Everything that ``ranks`` report, iteration by iteration."""
+    p = len(ranks)
+    for i, (m, right) in enumerate(zip(ms, expected)):
+        where = f"iteration {i} (m={m})"
+        schedule = generate(name, p, m, chunks)
+        mine = [rank[i] for rank in ranks]
+        grads, losses, outputs = {}, {}, {}
+        for one in mine:
+            assert one["mistakes"] == [], where
+            assert one["left"] == (0, 0, []), where
+            grads |= one["grads"]
+            losses |= one["losses"]
+            outputs |= one["outputs"]
+        # Bytes, not numbers: equal to the last bit.
+        assert losses == right["losses"], where
+        assert outputs == right["losses"], f"{where}, forward only"
+        assert grads.keys() == right["grads"].keys()
+        wrong = [k for k in grads if grads[k] != right["grads"][k]]
+        assert not wrong, f"{where}: gradients of {wrong} differ"
+        promised = simulate(schedule).peak_sets
+        assert [one["peak"] for one in mine] == promised, where
+        assert [one["peak_alive"] for one in mine] == promised, f"{where}: memory really held"
+        for rank, one in enumerate(mine):
+            assert [e["action"] for e in one["events"]] == list(map(str, schedule.ranks[rank]))
+
+
+@pytest.mark.parametrize("p", RANKS)
+@pytest.mark.parametrize("name, chunks", PLANS, ids=[f"{n}{c or ''}" for n, c in PLANS])
+def test_trains_as_one_process_does(pool, reference, name, chunks, p):
+    ms = microbatches(p)
+    ranks = pool.run("train", p, name=name, chunks=chunks, microbatches=ms)
+    stages = generate(name, p, 1, chunks).placement.num_stages
+    compare(ranks, reference(stages, ms, "float32"), name, chunks, ms)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "v-half"])
+def test_double_precision(pool, reference, name):
+    ms = [4, 3]
+    ranks = pool.run("train", 3, name=name, chunks=None, microbatches=ms, dtype="float64")
+    stages = generate(name, 3, 1).placement.num_stages
+    compare(ranks, reference(stages, ms, "float64"), name, None, ms)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "v-zb", "interleaved"])
+def test_passes_of_any_length_change_nothing(pool, reference, name):
+    """Ranks run ahead of and behind the simulated order; the results stay."""
+    ms = [9, 5]
+    ranks = pool.run("train", 4, name=name, chunks=None, microbatches=ms, jitter=True)
+    stages = generate(name, 4, 1).placement.num_stages
+    compare(ranks, reference(stages, ms, "float32"), name, None, ms)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_messages_do_not_pile_up(pool, name):
+    """What the channel keeps is bounded by what is in flight, not by the number of microbatches."""
+    few, many = (pool.run("sent_memory", 4, name=name, microbatches=m) for m in (16, 48))
+    assert max(many) <= max(few) <= 3 * 4, (few, many)
+
+
+def test_left_over_messages_are_an_error(pool):
+    [_, second] = pool.run("leftover", 2)
+    assert second == "RuntimeError: pipeline rank 1 ended with messages left over: F1.0"
+
+
+def test_a_stage_that_produces_nothing_is_an_error(pool):
+    [text] = pool.run("produces_nothing", 1)
+    assert text == (
+        "RuntimeError: F0.0 on pipeline rank 0 produced nothing for F1.0; does the stage use "
+        "its input?"
+    )
