@@ -9,6 +9,7 @@ RESULT maps a case to {"losses": bytes, "gradients": {global name: bytes}, "peak
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -25,8 +26,6 @@ sys.path.insert(0, str(ROOT))
 from megatron_ext import cpu  # noqa: E402
 
 cpu.install()
-
-import contextlib
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
