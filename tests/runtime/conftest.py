@@ -28,7 +28,7 @@ if importlib.util.find_spec("torch") is None:
 
 ZYGOTE = Path(__file__).parent / "ranks" / "zygote.py"
 POOL_SIZE = 4
-START_SECONDS = 90  # torch's import on a busy machine
+START_SECONDS = 100  # torch's import on a busy machine
 
 
 class Zygote:

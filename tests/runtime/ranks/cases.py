@@ -307,10 +307,10 @@ class SleepyRunner:
         self.seconds, self.rank, self.special = seconds, rank, special or {}
         self.passes = self.sets = 0
 
-    def _pass(self) -> torch.Tensor:
+    def _pass(self, units: int = 1) -> torch.Tensor:
         self.passes += 1
         say(f"pass {self.passes}")
-        time.sleep(self.seconds)
+        time.sleep(units * self.seconds)
         action = self.special.get(self.passes)
         if action is not None:
             action()
@@ -324,7 +324,7 @@ class SleepyRunner:
     def backward(self, chunk: int, microbatch: int, grad: Any, split: bool) -> torch.Tensor:
         """B or BW."""
         self.sets -= not split
-        return self._pass()
+        return self._pass(1 if split else 2)
 
     def weight(self, chunk: int, microbatch: int) -> None:
         """W."""
@@ -359,13 +359,15 @@ def iteration(
     accidents = {}
     if special and special["rank"] == context.rank:
         accidents[special["pass"]] = ACCIDENTS[special["do"]]
-    for _ in range(iterations):
+    for number in range(iterations):
+        say(f"iteration {number + 1}")
         runner = SleepyRunner(pass_seconds, context.rank, accidents)
         recorder = Recorder(False, CPU)
         with watchdog.armed():
             Executor(lowered, context.rank, runner, channel(context), watchdog, recorder).run()
         say("iteration done")
-        time.sleep(idle_seconds)  # Not armed: as long as it likes.
+        if number + 1 < iterations or iterations == 1:
+            time.sleep(idle_seconds)  # Not armed: as long as it likes.
     say("all done")
 
 
@@ -417,13 +419,30 @@ ACCIDENTS = {
 
 
 def run_once(job: dict[str, Any]) -> None:
-    """A fresh rank with one case; what it raises ends the process."""
+    """A fresh rank with one case; what it raises ends the process.
+
+    With ``tidy_exit`` as in any program. Otherwise without taking the interpreter down object by
+    object, which for torch takes a forked process seconds.
+    """
     _connect(job)
     group = dist.group.WORLD
     assert group is not None
     context = Context(group, job["rank"], job["world"], Path(job["folder"]))
-    globals()[job["case"]](context, **job["kwargs"])
-    dist.destroy_process_group()
+    tidy = job["kwargs"].pop("tidy_exit", False)
+    status = 0
+    try:
+        globals()[job["case"]](context, **job["kwargs"])
+        if tidy:
+            dist.destroy_process_group()
+    except Exception:
+        if tidy:
+            raise
+        traceback.print_exc()
+        status = 1
+    if not tidy:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def serve_cases(job: dict[str, Any]) -> None:

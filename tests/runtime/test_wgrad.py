@@ -1,0 +1,148 @@
+"""The weight-gradient store, alone: it needs neither torch nor ranks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from megatron_ext.runtime.wgrad import WeightGradStore
+
+
+class Weight:
+    """Stands for a parameter, or for the memory that a task holds."""
+
+
+@pytest.fixture
+def store():
+    return WeightGradStore()
+
+
+def owe(store, key, *numbers, log):
+    with store.collect(key):
+        for number in numbers:
+            store.put(Weight(), lambda number=number: log.append((key, number)))
+
+
+def test_runs_in_the_order_of_the_backward_pass_and_by_key(store):
+    log = []
+    for key in ((0, 0), (1, 0), (0, 1)):
+        owe(store, key, 1, 2, 3, log=log)
+    assert len(store) == 3 and log == []
+    store.run((1, 0))
+    store.run((0, 0))
+    assert log == [((1, 0), 1), ((1, 0), 2), ((1, 0), 3), ((0, 0), 1), ((0, 0), 2), ((0, 0), 3)]
+    assert len(store) == 1
+
+
+def test_a_pass_without_split_layers_still_owes_its_w(store):
+    with store.collect("k"):
+        pass
+    assert len(store) == 1
+    store.run("k")
+    assert len(store) == 0
+
+
+def test_run_needs_a_backward_pass_and_happens_once(store):
+    with pytest.raises(RuntimeError, match=r"no postponed weight gradients for \(0, 3\)"):
+        store.run((0, 3))
+    owe(store, (0, 3), 1, log=[])
+    store.run((0, 3))
+    with pytest.raises(RuntimeError, match=r"no postponed weight gradients for \(0, 3\)"):
+        store.run((0, 3))
+
+
+def test_put_outside_of_a_backward_pass(store):
+    with pytest.raises(RuntimeError, match="only inside a B pass"):
+        store.put(Weight(), lambda: None)
+
+
+def test_backward_passes_do_not_nest_or_repeat(store):
+    with store.collect("a"), pytest.raises(RuntimeError, match="already being collected"):
+        with store.collect("b"):
+            pass
+    with pytest.raises(RuntimeError, match="weight gradients of a are already"):
+        with store.collect("a"):
+            pass
+    assert len(store) == 1 and not store.collecting
+
+
+def test_collecting_and_holds(store):
+    first, second = Weight(), Weight()
+    assert not store.collecting and not store.holds(first)
+    with store.collect("k"):
+        assert store.collecting and not store.holds(first)
+        store.put(first, lambda: None)
+        store.put(first, lambda: None)
+        assert store.holds(first) and not store.holds(second)
+    # Once the pass is over its parameters' gradients may come from elsewhere: owed, not held.
+    assert not store.collecting and not store.holds(first)
+    with store.collect("l"):
+        assert not store.holds(first)
+
+
+def test_a_failed_backward_pass_owes_nothing(store):
+    with pytest.raises(ZeroDivisionError):
+        with store.collect("k"):
+            store.put(Weight(), lambda: None)
+            raise ZeroDivisionError
+    assert len(store) == 0 and not store.collecting
+    owe(store, "k", 1, log=[])
+    assert len(store) == 1
+
+
+def test_clear_forgets_everything(store):
+    log, parameter = [], Weight()
+    owe(store, "k", 1, log=log)
+    with store.collect("l"):
+        store.put(parameter, lambda: None)
+        store.clear()
+        assert not store.collecting and not store.holds(parameter)
+    store.clear()
+    assert len(store) == 0
+    with pytest.raises(RuntimeError, match="no postponed"):
+        store.run("k")
+    owe(store, "k", 2, log=log)
+    store.run("k")
+    assert log == [("k", 2)]
+
+
+def test_memory_goes_task_by_task(store):
+    """While task i runs, what tasks before it held is gone, and what later ones hold is not."""
+    held, alive = [], []
+
+    def task(memory):
+        return lambda: (memory, alive.append([r() is not None for r in held]))
+
+    with store.collect("k"):
+        for _ in range(3):
+            memory = Weight()
+            held.append(weakref.ref(memory))
+            store.put(Weight(), task(memory))
+            del memory
+    gc.disable()
+    try:
+        store.run("k")
+    finally:
+        gc.enable()
+    assert alive == [[True, True, True], [False, True, True], [False, False, True]]
+    assert [r() for r in held] == [None] * 3
+
+
+def test_a_failing_task_leaves_nothing_behind(store):
+    memory = Weight()
+    reference = weakref.ref(memory)
+
+    def fail():
+        raise ZeroDivisionError
+
+    with store.collect("k"):
+        store.put(Weight(), fail)
+        store.put(Weight(), lambda memory=memory: memory)
+    del memory
+    with pytest.raises(ZeroDivisionError):
+        store.run("k")
+    assert len(store) == 0
+    gc.collect()
+    assert reference() is None
