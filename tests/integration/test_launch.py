@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -12,32 +13,12 @@ from .conftest import MAIN_TAG, ROOT, checkout, has, needs_megatron, run
 MINIMAL = ROOT / "scripts" / "pretrain_gpt_minimal.py"
 
 # A model that Megatron accepts; each test breaks one thing.
-FLAGS = [
-    "--num-layers",
-    "8",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "8",
-    "--train-iters",
-    "1",
-    "--lr",
-    "1e-3",
-    "--mock-data",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "127",
-    "--untie-embeddings-and-output-weights",
-]
+FLAGS = shlex.split(
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 1 "
+    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--untie-embeddings-and-output-weights"
+)
 
 
 def script() -> Path:
