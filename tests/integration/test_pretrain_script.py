@@ -29,7 +29,8 @@ MODEL = """--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 
 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3
 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split
 90,5,5 --eval-iters 1 --eval-interval 2 --log-interval 1 --attention-dropout 0 --hidden-dropout 0
---untie-embeddings-and-output-weights --clip-grad 0 --ckpt-format torch_dist --bf16 --use-distributed-optimizer --overlap-grad-reduce
+--untie-embeddings-and-output-weights
+--clip-grad 0 --ckpt-format torch_dist --bf16 --use-distributed-optimizer --overlap-grad-reduce
 --overlap-param-gather"""
 
 TRAINING = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+)")
