@@ -22,35 +22,46 @@ import torch
 def _fix_distributed_optimizer(module: ModuleType) -> None:
     """Let the distributed optimizer save and load around torch's own Adam.
 
-    Without Apex or Transformer Engine that is what it wraps, and three things go wrong: its
-    ``state_dict`` wants the step count of a state that torch only creates in the first step (so a
-    fresh run could load nothing), loading writes into parameters that require gradients, and all
-    parameters are given one step counter, which each of them then increments.
+    Without Apex or Transformer Engine that is what it wraps, and Megatron's checkpoint code goes
+    wrong with it in four places: see the comments.
     """
     cls = module.DistributedOptimizer
-    state_dict = cls.state_dict
+    state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
+    set_states = cls._set_main_param_and_optimizer_states
 
     @functools.wraps(state_dict)
     def state_dict_with_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # It reads the step count from a state that torch creates in the first step only, so a
+        # fresh run could load nothing.
         if isinstance(self.optimizer, torch.optim.Adam) and not self.optimizer.state:
             _create_adam_state(self.optimizer)
         return state_dict(self, *args, **kwargs)
 
-    cls.state_dict = state_dict_with_state
-    load_state_dict = cls.load_state_dict
-
     @functools.wraps(load_state_dict)
     def load_with_own_steps(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # It gives all parameters one step counter, which every one of them would then increment.
         result = load_state_dict(self, *args, **kwargs)
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
         return result
 
+    @functools.wraps(set_states)
+    def set_states_but_step(self: Any, model_param: Any, tensors: Any) -> Any:
+        # It overwrites the step counter just loaded with one that the checkpoint does not hold.
+        # It also writes into parameters that require gradients.
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        step = state.pop("step", None)
+        with torch.no_grad():
+            result = set_states(self, model_param, tensors)
+        if step is not None:
+            state["step"] = step
+        return result
+
+    cls.state_dict = state_dict_with_state
     cls.load_state_dict = load_with_own_steps
-    name = "_set_main_param_and_optimizer_states"
-    if hasattr(cls, name):
-        setattr(cls, name, torch.no_grad()(getattr(cls, name)))
+    cls._set_main_param_and_optimizer_states = set_states_but_step
 
 
 def _create_adam_state(optimizer: torch.optim.Adam) -> None:
