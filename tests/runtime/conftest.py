@@ -39,6 +39,7 @@ class Zygote:
         self._numbers = itertools.count()
         listener = Listener(family="AF_UNIX")
         environment = dict(os.environ, OMP_NUM_THREADS="1")
+        environment.pop("PYTHONUNBUFFERED", None)  # Output that was not flushed has to be lost.
         if sys.platform == "linux":
             environment["GLOO_SOCKET_IFNAME"] = "lo"
         self._log = folder / "zygote.log"

@@ -56,25 +56,33 @@ def test_survivors_of_a_killed_rank_report_and_end(launch, p, victim):
 
 
 def test_a_stopped_rank_makes_the_others_give_up(launch):
-    """A true hang: connections stay open and nothing comes."""
-    ranks = launch("iteration", P, limit_seconds=LIMIT, pass_seconds=0.05, microbatches=200)
-    ranks.wait_for(1, "<pass 15>")
-    start = time.monotonic()
-    ranks.kill(1, signal.SIGSTOP)
-    statuses = ranks.wait(LIMIT + SLACK, [0, 2])
-    took = time.monotonic() - start
+    """A true hang: connections stay open and nothing comes.
+
+    Rank 1 gets stuck behind rank 2 about a second before rank 0 gets stuck behind rank 1.
+    """
+    limit = 2
+    ranks = launch(
+        "iteration",
+        P,
+        limit_seconds=limit,
+        pass_seconds=[1.2, 0.05, 0.05],
+        microbatches=20,
+        name="1f1b",
+    )
+    for rank in range(P):
+        ranks.wait_for(rank, "<iteration 1>")
+    ranks.kill(2, signal.SIGSTOP)
+    statuses = ranks.wait(3.6 + limit + SLACK, [0, 1])
     # Every rank reports the hang itself, and not that a neighbour left.
     assert statuses == [75, 75], ranks.outputs()
-    assert took > LIMIT
-    for rank in (0, 2):
+    for rank, stuck_in in enumerate(("BW0.0", "BW1.0")):
         what, action, detail = report_of(ranks, rank)
-        assert re.fullmatch(r"made no progress for [34]\.\d s \(limit 3 s\), giving up", what)
-        assert action[0] in "FB" and peer_of(detail) != rank
+        assert re.fullmatch(r"made no progress for [23]\.\d s \(limit 2 s\), giving up", what)
+        assert action == stuck_in
+        assert detail == f"waiting for a message from pipeline rank {rank + 1}"
         output = ranks.output(rank)
-        assert "pp-watchdog" in output or "Current thread" in output, "stacks of all threads"
-        assert "in _take" in output
+        assert "in _take" in output and "in _watch" in output, "stacks of all threads"
         assert "buffered on stdout" in output
-    assert 1 in {peer_of(report_of(ranks, rank)[2]) for rank in (0, 2)}
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half"])
@@ -131,22 +139,25 @@ def test_an_exception_in_a_pass_is_reported_and_propagates(launch):
 def test_slow_but_healthy_ranks_are_left_alone(launch):
     """Each pass is shorter than the limit, the iteration is not; nor is the pause in between,
     and then the whole job is suspended for longer than the limit."""
-    limit = 1.5
+    limit = 2
     ranks = launch(
         "iteration",
         2,
         limit_seconds=limit,
+        poll_seconds=0.1,
         pass_seconds=0.3,
         microbatches=2,
         name="zb-h1",
+        special={"rank": 0, "pass": 1, "do": "slow pass"},
         iterations=2,
-        idle_seconds=limit + 1,
+        idle_seconds=limit + 0.5,
     )
     ranks.wait_for(0, "<iteration 2>")
+    time.sleep(0.5)
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for rank in (0, 1):
             ranks.kill(rank, number)
-        time.sleep(limit + 1 if number == signal.SIGSTOP else 0)
+        time.sleep(limit + 0.5 if number == signal.SIGSTOP else 0)
     assert ranks.wait(30) == [0, 0], ranks.outputs()
     for rank in (0, 1):
         assert "[megatron_ext]" not in ranks.output(rank)

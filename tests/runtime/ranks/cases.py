@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import io
 import os
 import random
 import signal
@@ -20,8 +21,9 @@ import torch
 import torch.distributed as dist
 import toy
 
+import megatron_ext.runtime.watchdog as watchdog_module
 from megatron_ext.runtime.channel import Channel
-from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.executor import TRACE_ENVIRONMENT, Executor
 from megatron_ext.runtime.trace import Recorder, TraceFile
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.wgrad import WeightGradStore
@@ -211,6 +213,19 @@ def raised(call: Any) -> str:
     return "nothing"
 
 
+def verbose(context: Context) -> list[str]:
+    """What MEGATRON_EXT_TRACE=1 writes to stderr."""
+    os.environ[TRACE_ENVIRONMENT] = "1"
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as text:
+            runner, pipe = SleepyRunner(0, context.rank), channel(context)
+            lowered, recorder = plan("1f1b", context.size, 1), Recorder(False, CPU)
+            Executor(lowered, context.rank, runner, pipe, quiet(), recorder).run()
+    finally:
+        del os.environ[TRACE_ENVIRONMENT]
+    return [line for line in text.getvalue().splitlines() if not line.startswith("<")]
+
+
 # --- Channel ------------------------------------------------------------------------------------
 
 
@@ -310,7 +325,7 @@ class SleepyRunner:
     def _pass(self, units: int = 1) -> torch.Tensor:
         self.passes += 1
         say(f"pass {self.passes}")
-        time.sleep(units * self.seconds)
+        nap(units * self.seconds)
         action = self.special.get(self.passes)
         if action is not None:
             action()
@@ -336,6 +351,13 @@ class SleepyRunner:
         return self.sets
 
 
+def nap(seconds: float) -> None:
+    """Sleep in slices: whoever is stopped meanwhile has the rest of it still to do."""
+    slices = max(1, round(seconds / 0.05))
+    for _ in range(slices):
+        time.sleep(seconds / slices)
+
+
 def say(text: str) -> None:
     """Straight to the log, past any buffer."""
     os.write(2, f"<{text}>\n".encode())
@@ -344,30 +366,37 @@ def say(text: str) -> None:
 def iteration(
     context: Context,
     limit_seconds: float,
-    pass_seconds: float,
+    pass_seconds: float | list[float],
     microbatches: int,
     name: str = "v-half",
     special: dict[str, Any] | None = None,
     iterations: int = 1,
     idle_seconds: float = 0.0,
+    poll_seconds: float = watchdog_module.POLL_SECONDS,
 ) -> None:
-    """Watched iterations; ``special`` is ``{"rank", "pass", "do", ...}``, one rank's accident."""
+    """Watched iterations.
+
+    ``pass_seconds`` may differ by rank. ``special`` is ``{"rank", "pass", "do"}``, one rank's
+    accident in the last iteration. Between iterations nobody watches.
+    """
+    watchdog_module.POLL_SECONDS = poll_seconds
     lowered = plan(name, context.size, microbatches)
     world = dist.get_rank()
     watchdog = Watchdog(f"pipeline rank {context.rank} (global rank {world})", limit_seconds)
-    print("buffered on stdout")  # Must come out, however the process ends.
-    accidents = {}
-    if special and special["rank"] == context.rank:
-        accidents[special["pass"]] = ACCIDENTS[special["do"]]
-    for number in range(iterations):
-        say(f"iteration {number + 1}")
-        runner = SleepyRunner(pass_seconds, context.rank, accidents)
-        recorder = Recorder(False, CPU)
+    sys.stdout.write("buffered on stdout\n")  # Must come out, however the process ends.
+    if isinstance(pass_seconds, list):
+        pass_seconds = pass_seconds[context.rank]
+    for number in range(1, iterations + 1):
+        say(f"iteration {number}")
+        runner = SleepyRunner(pass_seconds, context.rank)
+        if special and special["rank"] == context.rank and number == iterations:
+            runner.special[special["pass"]] = ACCIDENTS[special["do"]]
+        recorder, pipe = Recorder(False, CPU), channel(context)
         with watchdog.armed():
-            Executor(lowered, context.rank, runner, channel(context), watchdog, recorder).run()
+            Executor(lowered, context.rank, runner, pipe, watchdog, recorder).run()
         say("iteration done")
-        if number + 1 < iterations or iterations == 1:
-            time.sleep(idle_seconds)  # Not armed: as long as it likes.
+        if number < iterations or iterations == 1:
+            time.sleep(idle_seconds)
     say("all done")
 
 
@@ -409,6 +438,7 @@ def _fork_and_terminate() -> None:
 ACCIDENTS = {
     "raise": _raise,
     "sleep": lambda: time.sleep(3600),
+    "slow pass": lambda: nap(0.8),
     "broken stderr": _replace_stderr,
     "own handler": _replace_handler,
     "child": _fork_and_terminate,
