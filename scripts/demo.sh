@@ -45,6 +45,7 @@ python scripts/prepare_text_dataset.py --input "$LIBRARY" --glob '*.py' --max-mb
 # Megatron up to 0.17 adds the end-of-document token to the vocabulary itself.
 VOCABULARY=$(python scripts/demo_report.py vocabulary)
 
+# shellcheck disable=SC2054  # the comma belongs to Megatron's --split
 COMMON=(
     --num-layers 8 --hidden-size 128 --num-attention-heads 4
     --seq-length 128 --max-position-embeddings 128

@@ -76,8 +76,13 @@ def exact_losses(path: Path) -> list[str] | None:
 
 def weights_differ(one: Path, other: Path) -> tuple[int, list[str]]:
     """(number of tensors, names of those whose bits differ) of two checkpoints."""
+    import warnings
+
     import torch
     import torch.distributed.checkpoint as dcp
+
+    # One process is enough to read a checkpoint, and is meant.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
     def load(folder: Path) -> dict[str, Any]:
         newest = max(p for p in folder.iterdir() if p.name.startswith("iter_"))
