@@ -91,6 +91,6 @@ train ours "$RANKS" "${START[@]}" --save "$OUT/ours" "${OURS[@]}"
 
 say "result"
 python -m megatron_ext show --schedule "$SCHEDULE" --pp "$RANKS" --microbatches "$MICROBATCHES" \
-    --output "$OUT/timeline.svg" >/dev/null
+    --measured "$OUT/trace" --output "$OUT/timeline.svg" >/dev/null
 python scripts/demo_report.py compare --output "$OUT" --schedule "$SCHEDULE" --pp "$RANKS" \
     --microbatches "$MICROBATCHES" --steps "$STEPS"
