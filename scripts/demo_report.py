@@ -121,7 +121,7 @@ def compare(options: argparse.Namespace) -> int:
     for step in shown:
         one, other = stock.get(step, math.nan), ours.get(step, math.nan)
         verdict = "equal" if one == other else "DIFFERENT"
-        print(f"{step:>6}  {one:>20.16f}  {other:>20.16f}  {verdict}")
+        print(f"{step:>6}  {one:>20.8f}  {other:>20.8f}  {verdict}")
 
     good = True
 
