@@ -19,6 +19,7 @@ from ..runtime.wgrad import WeightGradStore
 from ..schedule.check import check
 from ..schedule.generators import forward_only as forward_only_schedule
 from ..schedule.lower import lower
+from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import simulate
 from .errors import ConfigError
@@ -35,6 +36,7 @@ class ScheduledPipeline:
 
     Args:
         plan: for a number of microbatches, the training schedule (compute actions).
+        placement: of that schedule, and of evaluation.
         store: shared with the hooked linear layers.
         trace_directory: where measured timelines go, or None.
         timeout_seconds: the watchdog's limit; ``MEGATRON_EXT_WATCHDOG_SECONDS`` overrides it.
@@ -43,11 +45,12 @@ class ScheduledPipeline:
     def __init__(
         self,
         plan: Callable[[int], Schedule],
+        placement: Placement,
         store: WeightGradStore,
         trace_directory: str | None,
         timeout_seconds: float,
     ) -> None:
-        self._plan, self._store = plan, store
+        self._plan, self._placement, self._store = plan, placement, store
         self._trace_directory = trace_directory
         self._trace: TraceFile | None = None
         self._timeout = float(os.environ.get(WATCHDOG_ENVIRONMENT, timeout_seconds))
@@ -147,9 +150,11 @@ class ScheduledPipeline:
         """The lowered plan, made and verified once for each number of microbatches."""
         key = (microbatches, forward_only)
         if key not in self._plans:
-            training = self._plan(microbatches)
-            plan = forward_only_schedule(training.placement, microbatches)
-            lowered = lower(plan if forward_only else training)
+            if forward_only:
+                plan = forward_only_schedule(self._placement, microbatches)
+            else:
+                plan = self._plan(microbatches)
+            lowered = lower(plan)
             check(lowered, forward_only=forward_only)
             _require_equal_plans(lowered, group)
             self._plans[key] = lowered

@@ -65,6 +65,7 @@ class Installation:
         pp = args.pipeline_model_parallel_size
         self.pipeline = ScheduledPipeline(
             functools.partial(choice.plan, pp, chunks),
+            choice.placement(pp, chunks),
             store,
             args.pp_trace,
             60.0 * args.distributed_timeout_minutes,

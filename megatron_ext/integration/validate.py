@@ -6,6 +6,7 @@ from typing import Any
 
 from ..schedule.check import check
 from ..schedule.generators import GENERATORS, NAMES, generate
+from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule, ScheduleError
 from .errors import ConfigError
 
@@ -83,6 +84,12 @@ class Choice:
         if self.file is not None:
             return any(a.op == "W" for _, _, a in self.file.actions())
         return GENERATORS[self.name].split_backward
+
+    def placement(self, pp: int, chunks: int) -> Placement:
+        """Where the stages lie; evaluation may have other microbatches than a file's."""
+        if self.file is not None:
+            return self.file.placement
+        return Placement.vee(pp) if self.vee else Placement.loop(pp, chunks)
 
     def plan(self, pp: int, chunks: int, microbatches: int) -> Schedule:
         """The training schedule for ``microbatches``.

@@ -26,6 +26,7 @@ EQUAL = {
     "v-half-m3": "stock-m3",
     "interleaved-m3": "stock-m3",
     "v-half-forward": "stock-forward",
+    "file-forward-m3": "stock-forward-m3",
     "zb-h1-overlap-bf16": "stock-overlap-bf16",
     "v-zb-overlap-bf16": "stock-overlap-bf16",
     "v-half-recompute": "stock-recompute",

@@ -63,6 +63,16 @@ CASES: dict[str, dict[str, Any]] = {
     "interleaved-m3": {"pp": 4, "schedule": "interleaved", "chunks": 2, "m": 3},
     "stock-forward": {"pp": 4, "forward_only": True},
     "v-half-forward": {"pp": 4, "schedule": "v-half", "chunks": 2, "forward_only": True},
+    # A file is for one number of microbatches in training, for any in evaluation.
+    "stock-forward-m3": {"pp": 4, "m": 3, "forward_only": True},
+    "file-forward-m3": {
+        "pp": 4,
+        "schedule": "FILE",
+        "chunks": 2,
+        "m": 3,
+        "file_m": 8,
+        "forward_only": True,
+    },
     "stock-overlap-bf16": {"pp": 2, "bf16": True, "overlap": True},
     "zb-h1-overlap-bf16": {"pp": 2, "schedule": "zb-h1", "bf16": True, "overlap": True},
     "v-zb-overlap-bf16": {"pp": 2, "schedule": "v-zb", "chunks": 2, "bf16": True, "overlap": True},
@@ -200,7 +210,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         path = folder / "schedule.json"
         if schedule == "FILE":
             if dist.get_rank() == 0:
-                generate("v-half", case["pp"], m).save(path)
+                generate("v-half", case["pp"], case.get("file_m", m)).save(path)
             dist.barrier()
             schedule = str(path)
         installation = Installation()
