@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..costs import Costs
 from ..placement import Placement
 from ..schedule import Schedule
+from .cap import v_cap_limits
 from .forward import forward_only
 from .registry import GENERATORS, NAMES, Generator
 from .request import Objective, Request
@@ -97,3 +98,10 @@ def _check_options(
             f"the memory of {name} is fixed and takes no memory cap, got {memory_cap} activation "
             "sets; use v-cap or auto for a cap"
         )
+    if memory_cap is not None:
+        low, high = v_cap_limits(pp)
+        if not low <= memory_cap <= high:
+            raise ValueError(
+                f"{name} at pp={pp} takes a memory cap from {low} (v-min's) to {high} (1F1B's) "
+                f"activation sets of half a microbatch per rank, got {memory_cap}"
+            )
