@@ -82,7 +82,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """
     compute = schedule.compute()
     durations = (schedule.costs if costs is None else costs).durations(schedule.placement)
-    start, end = _run(compute, durations)
+    start, end = run_times(compute, durations)
     last = max((row[-1] for row in end if row), default=0)
     span = max((e[-1] - s[0] for s, e in zip(start, end) if s), default=0)
     work = sum(e - s for ss, ee in zip(start, end) for s, e in zip(ss, ee))
@@ -123,9 +123,15 @@ def peak_sets(ranks: Sequence[Sequence[Action]]) -> list[int]:
 _FREES = frozenset({Op.W, Op.BW})
 
 
-def _run(schedule: Schedule, durations: Durations) -> tuple[list[list[int]], list[list[int]]]:
-    """Start and end of every compute action. A rank runs until it lacks an input; whoever
-    produces that input wakes it again, so every action is looked at at most three times."""
+def run_times(schedule: Schedule, durations: Durations) -> tuple[list[list[int]], list[list[int]]]:
+    """Start and end of every action of a schedule of compute actions only, rank by rank.
+
+    A rank runs until it lacks an input; whoever produces that input wakes it again, so every
+    action is looked at at most three times.
+
+    Raises:
+        ScheduleError: as ``simulate``.
+    """
     rank_of = [schedule.placement.rank_of(s) for s in range(schedule.placement.num_stages)]
     ends: tuple[dict[tuple[int, int], int], ...] = ({}, {}, {})  # of F, B, W by (stage, microbatch)
     waiting: dict[tuple[int, int, int], int] = {}  # (kind, stage, microbatch) -> rank

@@ -2,76 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
-
 from ..costs import Costs
 from ..placement import Placement
 from ..schedule import Schedule
+from .cap import v_cap_limits
 from .forward import forward_only
-from .plain import Orders, interleaved, one_f_one_b, zb_h1
-from .vee import v_half, v_zb
+from .registry import GENERATORS, NAMES, Generator
+from .request import Objective, Request
 
-__all__ = ["GENERATORS", "NAMES", "Generator", "forward_only", "generate"]
-
-
-@dataclass(frozen=True)
-class Generator:
-    """One named schedule.
-
-    Attributes:
-        orders: (pp, microbatches, chunks) -> every rank's compute actions.
-        placement: ``loop`` (stage = chunk * pp + rank) or ``vee`` (see ``Placement``).
-        default_chunks: chunks per rank if none are asked for.
-        any_chunks: any number >= ``default_chunks`` is possible, not just that one.
-        split_backward: uses B and W, so the runtime must be able to delay weight gradients.
-        description: one line for people.
-    """
-
-    orders: Callable[[int, int, int], Orders]
-    placement: Literal["loop", "vee"]
-    default_chunks: int
-    any_chunks: bool
-    split_backward: bool
-    description: str
-
-
-GENERATORS: dict[str, Generator] = {
-    "1f1b": Generator(
-        one_f_one_b, "loop", 1, False, False, "one forward, one backward; Megatron's default"
-    ),
-    "interleaved": Generator(
-        interleaved, "loop", 2, True, False, "1F1B over several chunks a rank; more memory"
-    ),
-    "zb-h1": Generator(
-        zb_h1, "loop", 1, False, True, "split backward at 1F1B's memory; a third of its bubble"
-    ),
-    "v-half": Generator(
-        v_half, "vee", 2, False, True, "split backward, V placement: about half of 1F1B's memory"
-    ),
-    "v-zb": Generator(
-        v_zb, "vee", 2, False, True, "split backward, V placement: 1F1B's memory, least bubble"
-    ),
-}
-
-NAMES: tuple[str, ...] = tuple(GENERATORS)
+__all__ = ["GENERATORS", "NAMES", "Generator", "Objective", "forward_only", "generate"]
 
 _EQUAL = Costs()
 
 
 def generate(
-    name: str, pp: int, microbatches: int, chunks: int | None = None, costs: Costs = _EQUAL
+    name: str,
+    pp: int,
+    microbatches: int,
+    chunks: int | None = None,
+    costs: Costs = _EQUAL,
+    *,
+    group_size: int | None = None,
+    memory_cap: int | None = None,
+    objective: Objective = "makespan",
 ) -> Schedule:
     """The schedule ``name`` for one pipeline and number of microbatches.
+
+    A name fixes the memory; the costs shape the order, which is never slower under them than the
+    name's order for equal costs (``1f1b``, ``interleaved`` and ``po`` are the same at any costs).
 
     Args:
         name: one of ``NAMES``.
         pp: pipeline ranks, >= 2.
         microbatches: of one iteration, >= 1.
         chunks: model chunks per rank; default what the schedule uses.
-        costs: kept in the schedule, for simulation and lowering. The orders are made for equal
-            costs: they do not depend on them.
+        costs: of the passes and hops; kept in the schedule, for simulation and lowering.
+        group_size: of ``gis``, ceil(p/2)..p microbatches; default p.
+        memory_cap: most activation sets (one chunk's for one microbatch) on any rank.
+        objective: what is made short: ``makespan``, the whole iteration, or ``span``, the longest
+            single rank's own (what counts with optimizer post-validation).
 
     Returns:
         Compute actions only; see ``lower`` for transfers.
@@ -86,12 +55,16 @@ def generate(
         raise ValueError(f"{name} needs at least 2 pipeline ranks, got pp={pp}")
     if microbatches < 1:
         raise ValueError(f"{name} needs at least 1 microbatch, got {microbatches}")
+    if objective not in ("makespan", "span"):
+        raise ValueError(f"objective must be makespan or span, got {objective!r}")
     chunks = generator.default_chunks if chunks is None else chunks
     _check_chunks(name, generator, chunks)
+    _check_options(name, generator, pp, group_size, memory_cap)
     vee = generator.placement == "vee"
     placement = Placement.vee(pp) if vee else Placement.loop(pp, chunks)
-    costs.durations(placement)  # per-stage costs must fit the number of stages
-    ranks = generator.orders(pp, microbatches, chunks)
+    durations = costs.durations(placement)  # per-stage costs must fit the number of stages
+    request = Request(placement, microbatches, durations, objective, group_size, memory_cap)
+    ranks = generator.orders(request)
     return Schedule(name, placement, microbatches, tuple(tuple(row) for row in ranks), costs)
 
 
@@ -106,3 +79,29 @@ def _check_chunks(name: str, generator: Generator, chunks: int) -> None:
             f"{name} has exactly {least} chunk{plural} per rank, got {chunks}; "
             f"give chunks={least} or leave it out"
         )
+
+
+def _check_options(
+    name: str, generator: Generator, pp: int, group_size: int | None, memory_cap: int | None
+) -> None:
+    if group_size is not None:
+        least = -(-pp // 2)
+        if not generator.takes_group_size:
+            raise ValueError(f"{name} has no group size, got {group_size}; leave it out or use gis")
+        if not least <= group_size <= pp:
+            raise ValueError(
+                f"{name} at pp={pp} takes a group size from {least} (p/2 rounded up) to {pp} (p), "
+                f"got {group_size}"
+            )
+    if memory_cap is not None and not generator.takes_memory_cap:
+        raise ValueError(
+            f"the memory of {name} is fixed and takes no memory cap, got {memory_cap} activation "
+            "sets; use v-cap or auto for a cap"
+        )
+    if memory_cap is not None:
+        low, high = v_cap_limits(pp)
+        if not low <= memory_cap <= high:
+            raise ValueError(
+                f"{name} at pp={pp} takes a memory cap from {low} (v-min's) to {high} (1F1B's) "
+                f"activation sets of half a microbatch per rank, got {memory_cap}"
+            )

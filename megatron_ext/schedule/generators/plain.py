@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..actions import Action, Op
-
-Orders = list[list[Action]]  # compute actions of every rank
+from .squeeze import Orders
 
 
 def one_f_one_b(pp: int, microbatches: int, chunks: int = 1) -> Orders:
@@ -75,5 +74,26 @@ def zb_h1(pp: int, microbatches: int, chunks: int = 1) -> Orders:
                 row.append(Action(Op.B, rank, x - ahead))
             if x >= pp - 1:
                 row.append(Action(Op.W, rank, x - (pp - 1)))
+        ranks.append(row)
+    return ranks
+
+
+def zb_h2(pp: int, microbatches: int, chunks: int = 1) -> Orders:
+    """ZB-H2: no bubble within a rank's own span, for nearly twice 1F1B's memory (ZB, section 2.4).
+
+    Steady state of rank r: F_x, B_{x-2(p-1-r)}, W_{x-2(p-1)}. At F=B=W and m >= 2p-1: makespan
+    3m+p-1 in units of F, every rank's own span 3m, peak min(m, 2p-1) microbatches.
+    """
+    ranks: Orders = []
+    for rank in range(pp):
+        ahead, late = 2 * (pp - 1 - rank), 2 * (pp - 1)
+        row = []
+        for x in range(microbatches + late):
+            if x < microbatches:
+                row.append(Action(Op.F, rank, x))
+            if 0 <= x - ahead < microbatches:
+                row.append(Action(Op.B, rank, x - ahead))
+            if x >= late:
+                row.append(Action(Op.W, rank, x - late))
         ranks.append(row)
     return ranks

@@ -1,0 +1,122 @@
+"""Loop placement with split backward: GIS, GIS-H, PO (PipeOffload) and interleaved zero bubble.
+
+"PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization"
+(arXiv 2503.01328), sections 3.2 and 3.3. Microbatches go through the chunks in groups: a group's
+forwards of chunk 0, then of chunk 1, and so on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..actions import Action, Op
+from .squeeze import Orders
+
+_Unit = tuple[int, int]  # (chunk, microbatch) of a forward; backwards count chunks from the last
+
+
+def gis(pp: int, microbatches: int, chunks: int, group: int) -> Orders:
+    """GIS(g): interleaved 1F1B with split backward, W right after its B, and a short warm-up.
+
+    In units of one chunk's costs f, b, w, if g divides m: bubble (p-1)(f+b) + (v-1)[(p-g)f +
+    max(0, p*b - g(b+w))]. Peak of rank i: min(mv, min(g,m)(v-1)+p-i) activation sets, exact if g
+    divides m or m < g, else at most that.
+
+    Args:
+        pp, microbatches, chunks: p, m and v.
+        group: microbatches that pass one chunk in a row, ceil(p/2)..p. p is GIS, ceil(p/2) GIS-H.
+    """
+    # Other m take the order of the next multiple without the surplus microbatches.
+    units = _units([group] * -(-microbatches // group), chunks)
+    ranks: Orders = []
+    for rank in range(pp):
+        ahead = group * (chunks - 1) + pp - 1 - rank
+        row = _row(rank, pp, chunks, units, ahead, ahead)
+        ranks.append([a for a in row if a.microbatch < microbatches])
+    return ranks
+
+
+def gis_peak(pp: int, microbatches: int, chunks: int, group: int) -> list[int]:
+    """Activation sets that GIS(g) may hold, per rank (PipeOffload, section 3.2)."""
+    inner = min(group, microbatches) * (chunks - 1)
+    return [min(microbatches * chunks, inner + pp - rank) for rank in range(pp)]
+
+
+def interleaved_zb(pp: int, microbatches: int, chunks: int) -> Orders:
+    """GIS with W delayed, as in ZB-H1, so that every rank holds 1F1B's p*v activation sets.
+
+    At F=B=W, without hops and for m >= 2p: makespan m(F+B+W) + (p-1)F/v if p divides m; for other
+    m the squeeze of this order reaches it.
+    """
+    units = _units(_groups(pp, microbatches), chunks)
+    full = pp * (chunks - 1) + pp - 1
+    return [_row(rank, pp, chunks, units, full - rank, full) for rank in range(pp)]
+
+
+def _groups(pp: int, microbatches: int) -> list[int]:
+    """Sizes that sum to m, all p except at the end. In the steady state groups of (2p-1)/3 are
+    enough to hide the way around the ring; in the cool-down, where W fills, half of p."""
+    whole, rest = divmod(microbatches, pp)
+    if not rest:
+        return [pp] * whole
+    if not whole or 2 * rest >= pp:
+        return [pp] * whole + [rest]
+    tail = pp + rest
+    if whole == 1:
+        return [pp, rest]  # the first group has to be whole: nothing hides the ring before it
+    inner = max(-(-(2 * pp - 1) // 3), -(-tail // 2))
+    return [pp] * (whole - 1) + [inner, tail - inner]
+
+
+def po(pp: int, microbatches: int, chunks: int) -> Orders:
+    """PO: the block of GIS-H repeated uniformly, a microbatch every 3v slots.
+
+    The lifespans of a rank's chunks then add to the memory evenly in time, which is what offload
+    wants (PipeOffload, section 3.3). Not reordered: a reordered PO is not uniform. Peak of rank i
+    for m >= 2p: min(mv, G(v-1)+p-i) activation sets with G(c) = K*c + floor(c*gcd(v,K)/v) and
+    K = ceil(p/2), about half of interleaved 1F1B's.
+    """
+    half = -(-pp // 2)
+    # Chunk c starts K*c microbatches after chunk 0. Where that makes two chunks meet in the same
+    # slot of the period (v slots for v chunks), the later one moves on by one slot.
+    cycle = chunks // math.gcd(chunks, half)
+    start = [half * c + c // cycle for c in range(chunks)]
+    ranks: Orders = []
+    for rank in range(pp):
+        first_b = start[-1] + pp - 1 - rank
+        slots = []
+        for chunk in range(chunks):
+            low, high = chunk * pp + rank, (chunks - 1 - chunk) * pp + rank
+            for j in range(microbatches):
+                at = start[chunk] + chunks * j
+                slots.append((at, 0, Action(Op.F, low, j)))
+                slots.append((first_b + at, 1, Action(Op.B, high, j)))
+                slots.append((first_b + at, 2, Action(Op.W, high, j)))
+        ranks.append([action for _, _, action in sorted(slots)])
+    return ranks
+
+
+def _units(groups: Sequence[int], chunks: int) -> list[_Unit]:
+    units, first = [], 0
+    for size in groups:
+        units += [(c, j) for c in range(chunks) for j in range(first, first + size)]
+        first += size
+    return units
+
+
+def _row(
+    rank: int, pp: int, chunks: int, units: Sequence[_Unit], b_late: int, w_late: int
+) -> list[Action]:
+    """F of the x-th unit, then B of the one ``b_late`` before it, then W ``w_late`` before."""
+    backward = [((chunks - 1 - c) * pp + rank, j) for c, j in units]
+    row = []
+    for x in range(len(units) + w_late):
+        if x < len(units):
+            chunk, microbatch = units[x]
+            row.append(Action(Op.F, chunk * pp + rank, microbatch))
+        if 0 <= x - b_late < len(units):
+            row.append(Action(Op.B, *backward[x - b_late]))
+        if x >= w_late:
+            row.append(Action(Op.W, *backward[x - w_late]))
+    return row

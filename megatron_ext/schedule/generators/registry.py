@@ -1,0 +1,142 @@
+"""The named schedules: which memory each one has, and the candidates for its order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from .cap import v_cap
+from .grouped import gis, gis_peak, interleaved_zb, po
+from .plain import interleaved, one_f_one_b, zb_h1, zb_h2
+from .request import Request
+from .squeeze import Orders
+from .vee import v_half, v_half_cap, v_min, v_min_cap, v_zb
+
+
+@dataclass(frozen=True)
+class Generator:
+    """One named schedule.
+
+    Attributes:
+        orders: makes every rank's compute actions. Never slower, under the request's costs, than
+            the fixed order of the name, and never with more memory.
+        placement: ``loop`` (stage = chunk * pp + rank) or ``vee`` (see ``Placement``).
+        default_chunks: chunks per rank if none are asked for.
+        any_chunks: any number >= ``default_chunks`` is possible, not just that one.
+        split_backward: uses B and W, so the runtime must be able to delay weight gradients.
+        description: one line for people.
+        takes_group_size, takes_memory_cap: which options it has.
+    """
+
+    orders: Callable[[Request], Orders]
+    placement: Literal["loop", "vee"]
+    default_chunks: int
+    any_chunks: bool
+    split_backward: bool
+    description: str
+    takes_group_size: bool = False
+    takes_memory_cap: bool = False
+
+
+def _shaped(fixed: Orders, cap: int | list[int], request: Request) -> Orders:
+    """``fixed``, or what its squeezes for the costs under the same cap make of it."""
+    return request.fastest([fixed, *request.squeezes(fixed, cap)])
+
+
+def _one_f_one_b(request: Request) -> Orders:
+    return one_f_one_b(request.pp, request.microbatches)
+
+
+def _interleaved(request: Request) -> Orders:
+    return interleaved(request.pp, request.microbatches, request.chunks)
+
+
+def _zb_h1(request: Request) -> Orders:
+    return _shaped(zb_h1(request.pp, request.microbatches), request.pp, request)
+
+
+def _zb_h2(request: Request) -> Orders:
+    return _shaped(zb_h2(request.pp, request.microbatches), 2 * request.pp - 1, request)
+
+
+def _interleaved_zb(request: Request) -> Orders:
+    pp, chunks = request.pp, request.chunks
+    fixed = interleaved_zb(pp, request.microbatches, chunks)
+    if request.microbatches % pp:
+        fixed = request.fastest([fixed, request.unit_squeeze(fixed, pp * chunks)])
+    return _shaped(fixed, pp * chunks, request)
+
+
+def _v_min(request: Request) -> Orders:
+    return _shaped(v_min(request.pp, request.microbatches), v_min_cap(request.pp), request)
+
+
+def _v_half(request: Request) -> Orders:
+    return _shaped(v_half(request.pp, request.microbatches), v_half_cap(request.pp), request)
+
+
+def _v_zb(request: Request) -> Orders:
+    return _shaped(v_zb(request.pp, request.microbatches), 2 * request.pp, request)
+
+
+def _gis(request: Request) -> Orders:
+    return _grouped(request, request.group_size or request.pp)
+
+
+def _gis_h(request: Request) -> Orders:
+    return _grouped(request, -(-request.pp // 2))
+
+
+def _grouped(request: Request, group: int) -> Orders:
+    size = request.pp, request.microbatches, request.chunks, group
+    fixed, peak = gis(*size), gis_peak(*size)
+    candidates = [fixed]
+    if request.microbatches % group:
+        # A last group that is not whole leaves holes in the fixed order.
+        candidates.append(request.unit_squeeze(fixed, peak))
+    return request.fastest([*candidates, *request.squeezes(fixed, peak)])
+
+
+def _po(request: Request) -> Orders:
+    return po(request.pp, request.microbatches, request.chunks)
+
+
+GENERATORS: dict[str, Generator] = {
+    "1f1b": Generator(
+        _one_f_one_b, "loop", 1, False, False, "one forward, one backward; Megatron's default"
+    ),
+    "interleaved": Generator(
+        _interleaved, "loop", 2, True, False, "1F1B over several chunks a rank; more memory"
+    ),
+    "zb-h1": Generator(
+        _zb_h1, "loop", 1, False, True, "split backward at 1F1B's memory; a third of its bubble"
+    ),
+    "zb-h2": Generator(
+        _zb_h2, "loop", 1, False, True, "split backward, nearly twice the memory; no idle in a span"
+    ),
+    "interleaved-zb": Generator(
+        _interleaved_zb, "loop", 2, True, True, "interleaved, split backward, at 1F1B's memory"
+    ),
+    "v-min": Generator(
+        _v_min, "vee", 2, False, True, "split backward, V placement: about a third of the memory"
+    ),
+    "v-half": Generator(
+        _v_half, "vee", 2, False, True, "split backward, V placement: about half of 1F1B's memory"
+    ),
+    "v-zb": Generator(
+        _v_zb, "vee", 2, False, True, "split backward, V placement: 1F1B's memory, least bubble"
+    ),
+    "v-cap": Generator(
+        v_cap, "vee", 2, False, True, "V placement at any cap", takes_memory_cap=True
+    ),
+    "gis": Generator(_gis, "loop", 2, True, True, "interleaved in groups of --pp-group-size", True),
+    "gis-h": Generator(
+        _gis_h, "loop", 2, True, True, "gis with groups of p/2: half of interleaved's memory"
+    ),
+    "po": Generator(
+        _po, "loop", 2, True, True, "gis-h's block repeated uniformly, made for offload"
+    ),
+}
+
+NAMES: tuple[str, ...] = tuple(GENERATORS)
