@@ -28,7 +28,7 @@ from .schedule.generators import NAMES, generate
 from .schedule.lower import lower
 from .schedule.schedule import Schedule
 from .schedule.simulate import Simulation, simulate
-from .view import svg, text, timeline, trace
+from .view import recorded, svg, text, timeline, trace
 
 
 class InputError(Exception):
@@ -330,13 +330,22 @@ def _add_show(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="COLUMNS",
         help="of the text; 0: no wrapping (default: the terminal's, 0 where there is none)",
     )
+    parser.add_argument(
+        "--measured",
+        metavar="DIR",
+        help="draw the run that --pp-trace DIR recorded under the planned one",
+    )
+    parser.add_argument(
+        "--iteration", type=_positive, metavar="N", help="of --measured; default: the last"
+    )
     parser.set_defaults(run=_show_timeline)
 
 
-_RENDERERS: dict[str, Callable[[timeline.Timeline], str]] = {
-    ".svg": svg.render,
-    ".json": lambda run: json.dumps(trace.to_trace([run])) + "\n",
-    ".txt": text.render,
+# Each draws one run, or the planned and the measured one.
+_RENDERERS: dict[str, Callable[[Sequence[timeline.Timeline]], str]] = {
+    ".svg": lambda runs: svg.render(*runs),
+    ".json": lambda runs: json.dumps(trace.to_trace(list(runs))) + "\n",
+    ".txt": lambda runs: "\n".join(text.render(run) for run in runs),
 }
 
 
@@ -349,15 +358,21 @@ def _show_timeline(args: argparse.Namespace) -> None:
             f"--output {args.output}: the suffix says the format; use {', '.join(_RENDERERS)}"
         )
     schedule = _schedule(args, args.file)
-    run = timeline.planned(simulate(schedule))
+    runs = [timeline.planned(simulate(schedule))]
+    if args.measured is not None:
+        with _user_input():
+            runs.append(recorded.load(args.measured, schedule, args.iteration))
+    elif args.iteration is not None:
+        raise InputError("--iteration says which one of --measured DIR; give both")
     if suffix is None:
-        print(text.render(run, _terminal_width(args.width)), end="")
+        width = _terminal_width(args.width)
+        print("\n".join(text.render(run, width) for run in runs), end="")
         return
     with _output(args.output):
-        Path(args.output).write_text(_RENDERERS[suffix](run), encoding="utf-8")
+        Path(args.output).write_text(_RENDERERS[suffix](runs), encoding="utf-8")
     print(
         f"{args.output}: {schedule.name}, pp {schedule.pp}, "
-        f"makespan {timeline.decimal(run.makespan)}"
+        f"makespan {timeline.decimal(runs[0].makespan)}"
     )
 
 

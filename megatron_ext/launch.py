@@ -11,7 +11,9 @@ this project's short script on the installed megatron-core.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.machinery
+import inspect
 import json
 import os
 import sys
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     _set_tools_path()
     os.environ[_STARTED] = json.dumps({"device": options.device, "script": str(script)})
     _prepare_device(options.device)
-    _run(script, args)
+    _run(script, args, options.loss_log)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,6 +83,13 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="cpu: run on CPU tensors with gloo, and add the Megatron flags that this needs; "
         "auto and cuda: leave the script's devices alone (default: auto)",
+    )
+    parser.add_argument(
+        "--loss-log",
+        metavar="FILE",
+        type=Path,
+        help="append every iteration's losses and gradient norm to FILE as exact numbers: JSON "
+        "lines written by the last rank, floats as hexadecimal",
     )
     parser.add_argument(
         "script", metavar="SCRIPT", help="training script, or the word pretrain_gpt"
@@ -201,18 +210,50 @@ def _prepare_device(device: str) -> None:
         cpu.install()
 
 
-def _run(script: Path, args: Sequence[str]) -> None:
+def _run(script: Path, args: Sequence[str], loss_log: Path | None) -> None:
     """Run ``script`` as ``__main__`` with megatron_ext's flags known to Megatron."""
     from megatron_ext.integration import ConfigError, install
 
     sys.argv = [str(script), *args]
     try:
         install()
+        if loss_log is not None:
+            _log_losses(loss_log)
         _execute(script, "__main__")
     except ConfigError as error:
         if _rank() != 0:
             time.sleep(_REPORT_DELAY_S)
         _fail(str(error))
+
+
+def _log_losses(path: Path) -> None:
+    """Make Megatron's ``training_log`` also write what it is given, without rounding, to ``path``.
+
+    It only reads: the losses are those that Megatron has already averaged for its own log line,
+    under every schedule and with every script that uses Megatron's training loop.
+    """
+    import torch
+    from megatron.training import training
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    training_log = training.training_log
+    signature = inspect.signature(training_log)
+
+    @functools.wraps(training_log)
+    def logging(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            norm = given["grad_norm"]
+            line = {
+                "iteration": int(given["iteration"]),
+                "losses": {name: float(v).hex() for name, v in given["loss_dict"].items()},
+                "grad_norm": None if norm is None else float(norm).hex(),
+            }
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        return training_log(*args, **kwargs)
+
+    training.training_log = logging
 
 
 def _execute(script: Path, name: str) -> dict[str, Any]:

@@ -1,45 +1,58 @@
 #!/usr/bin/env bash
-# Fetches a stock Megatron-LM checkout into the user cache, where tests and demos look for it.
+# Fetches a Megatron-LM checkout of a supported version and prints its path.
 #
-# Usage: ./scripts/get_megatron.sh TAG [TAG...]
+#   scripts/get_megatron.sh core_v0.19.0        one version
+#   scripts/get_megatron.sh --list              the supported versions
 #
-# Environment (optional):
-#   MEGATRON_LM_GIT   repository to clone; default: https://github.com/NVIDIA/Megatron-LM.git
-#   XDG_CACHE_HOME    cache root; default: ~/.cache
+# Location (other tools rely on it): ${XDG_CACHE_HOME:-~/.cache}/megatron-ext/Megatron-LM/<tag>
+# Source: $MEGATRON_LM_GIT, a URL or the path of a repository; default: NVIDIA's on GitHub.
+# A checkout that is there is left as it is. An interrupted run leaves nothing half done.
 set -euo pipefail
 
 SUPPORTED=(core_v0.16.1 core_v0.17.1 core_v0.18.2 core_v0.19.0)
 SOURCE=${MEGATRON_LM_GIT:-https://github.com/NVIDIA/Megatron-LM.git}
-CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/megatron-ext/Megatron-LM
+ROOT=${XDG_CACHE_HOME:-$HOME/.cache}/megatron-ext/Megatron-LM
 
-if [[ $# -eq 0 || $1 == -h || $1 == --help ]]; then
-    printf 'usage: %s TAG [TAG...]\nsupported: %s\n' "$0" "${SUPPORTED[*]}" >&2
+die() {
+    echo "get_megatron: $*" >&2
     exit 2
-fi
-# git ignores --depth for a plain path, but not for a URL.
-[[ -d $SOURCE ]] && SOURCE=file://$(cd "$SOURCE" && pwd)
+}
 
-mkdir -p "$CACHE"
-for tag in "$@"; do
-    target=$CACHE/$tag
-    if [[ -f $target/pretrain_gpt.py ]]; then
-        printf '%s\n' "$target"
-        continue
-    fi
-    if [[ " ${SUPPORTED[*]} " != *" $tag "* ]]; then
-        printf 'note: megatron_ext supports %s, not %s\n' "${SUPPORTED[*]}" "$tag" >&2
-    fi
-    # Cloned beside the target and moved in one step: an interrupted run leaves no half checkout.
-    temporary=$(mktemp -d "$CACHE/.$tag.XXXXXX")
-    trap 'rm -rf "$temporary"' EXIT
-    if ! git -c advice.detachedHead=false clone --quiet --depth 1 --branch "$tag" \
-        "$SOURCE" "$temporary/checkout"; then
-        printf 'error: cannot clone tag %s of %s; check the tag and the network, or set MEGATRON_LM_GIT to a copy\n' \
-            "$tag" "$SOURCE" >&2
-        exit 1
-    fi
-    rm -rf "$target"
-    mv "$temporary/checkout" "$target"
-    rm -rf "$temporary"
-    printf '%s\n' "$target"
+if [[ $# -ne 1 ]]; then
+    die "give one version: ${SUPPORTED[*]} (or --list)."
+fi
+if [[ $1 == --list ]]; then
+    printf '%s\n' "${SUPPORTED[@]}"
+    exit 0
+fi
+tag=$1
+known=no
+for candidate in "${SUPPORTED[@]}"; do
+    if [[ $candidate == "$tag" ]]; then known=yes; fi
 done
+[[ $known == yes ]] || die "$tag is not supported; supported are ${SUPPORTED[*]}."
+
+target=$ROOT/$tag
+if [[ -d $target/megatron/core ]]; then
+    echo "$target"
+    exit 0
+fi
+[[ ! -e $target ]] || die "$target exists but is no Megatron-LM checkout; move it away."
+command -v git >/dev/null || die "git is not installed."
+
+# A shallow clone of a local repository needs a URL; of a path, git would copy everything.
+if [[ -d $SOURCE ]]; then
+    SOURCE=file://$(cd "$SOURCE" && pwd)
+fi
+mkdir -p "$ROOT"
+partial=$(mktemp -d "$ROOT/.$tag.XXXXXX")
+trap 'rm -rf "$partial"' EXIT
+echo "get_megatron: cloning $tag from $SOURCE" >&2
+git -c advice.detachedHead=false clone --quiet --depth 1 --branch "$tag" \
+    "$SOURCE" "$partial/$tag" </dev/null >&2 ||
+    die "could not clone $tag from $SOURCE; set MEGATRON_LM_GIT to a repository that has it."
+[[ -d $partial/$tag/megatron/core ]] || die "$SOURCE has no megatron/core at $tag."
+# Another run may have been faster: then its checkout stays and ours is dropped.
+mv -T "$partial/$tag" "$target" 2>/dev/null || [[ -d $target/megatron/core ]] ||
+    die "could not move the checkout to $target."
+echo "$target"

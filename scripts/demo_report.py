@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""What demo.sh shows: progress while it trains, and the comparison at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+STEP = re.compile(r"iteration +(\d+)/ +(\d+) .*?lm loss: ([-+.\dEe]+|nan|inf)")
+# The demo's promise: the model learns, and does so under both schedules.
+START_NATS, END_NATS = 5.0, 3.5
+
+
+def vocabulary(_: argparse.Namespace) -> int:
+    """Print --vocab-size for bytes and an end-of-document token."""
+    import os
+
+    version = None
+    checkout = os.environ.get("MEGATRON_LM")
+    if checkout:
+        text = (Path(checkout) / "megatron" / "core" / "package_info.py").read_text()
+        numbers = [re.search(rf"^{part} = (\d+)", text, re.M) for part in ("MAJOR", "MINOR")]
+        if all(numbers):
+            version = tuple(int(n[1]) for n in numbers if n)
+    if version is None:
+        from importlib.metadata import version as installed
+
+        version = tuple(int(x) for x in installed("megatron-core").split(".")[:2])
+    print(256 if version <= (0, 17) else 257)
+    return 0
+
+
+def progress(options: argparse.Namespace) -> int:
+    """Copy stdin to a log; a short line for every training step, and the log's end on failure."""
+    start = time.monotonic()
+    text, seen = "", 0
+    with open(options.log, "w") as log:
+        for line in sys.stdin:
+            log.write(line)
+            text += line
+            for step, steps, loss in STEP.findall(text.replace("\n", " ")):
+                if int(step) > seen:
+                    seen = int(step)
+                    seconds = time.monotonic() - start
+                    print(
+                        f"   {options.name:>8} step {step:>3}/{steps}  loss {float(loss):.4f}"
+                        f"  ({seconds:.0f} s)",
+                        flush=True,
+                    )
+                    text = ""
+            text = text[-2000:]
+    if seen == 0:
+        tail = Path(options.log).read_text()[-3000:]
+        print(f"{tail}\nerror: this run made no step; its log is {options.log}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def exact_losses(path: Path) -> dict[int, float]:
+    """Step -> loss, from the launcher's --loss-log, without any rounding."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {x["iteration"]: float.fromhex(x["losses"]["lm loss"]) for x in lines}
+
+
+def weights_differ(one: Path, other: Path) -> tuple[int, list[str]]:
+    """(number of tensors, names of those whose bits differ) of two checkpoints."""
+    import warnings
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    # One process is enough to read a checkpoint, and is meant.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+    def load(folder: Path) -> dict[str, Any]:
+        newest = max(p for p in folder.iterdir() if p.name.startswith("iter_"))
+        metadata = dcp.FileSystemReader(newest).read_metadata()
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in metadata.state_dict_metadata.items()
+            if hasattr(entry, "size") and hasattr(entry, "properties")
+        }
+        dcp.load(tensors, checkpoint_id=newest, no_dist=True)
+        return tensors
+
+    first, second = load(one), load(other)
+    names = sorted(set(first) | set(second))
+    differ = [
+        name
+        for name in names
+        if name not in first or name not in second or not torch.equal(first[name], second[name])
+    ]
+    return len(names), differ
+
+
+def peaks(trace: Path, ranks: int) -> list[int]:
+    """Most activation sets that each rank held at once, as the runtime counted them."""
+    found = []
+    for rank in range(ranks):
+        lines = (trace / f"rank{rank}.jsonl").read_text().splitlines()
+        trained = [json.loads(line) for line in lines]
+        found.append(max(x["peak_sets"] for x in trained if not x["forward_only"]))
+    return found
+
+
+def compare(options: argparse.Namespace) -> int:
+    """The table; exit status 0 only if everything that the demo promises is so."""
+    from megatron_ext.schedule import generate, simulate
+
+    out = Path(options.output)
+    stock, ours = exact_losses(out / "stock.jsonl"), exact_losses(out / "ours.jsonl")
+    name, m, pp = options.schedule, options.microbatches, options.pp
+    print(f"{'step':>6}  {'stock 1f1b':>20}  {name:>20}")
+    shown = sorted(set(range(1, options.steps + 1, max(1, options.steps // 12))) | {options.steps})
+    for step in shown:
+        one, other = stock.get(step, math.nan), ours.get(step, math.nan)
+        verdict = "equal" if one == other else "DIFFERENT"
+        print(f"{step:>6}  {one:>20.8f}  {other:>20.8f}  {verdict}")
+
+    good = True
+
+    def claim(holds: bool, text: str) -> None:
+        nonlocal good
+        good = good and holds
+        print(f"  {'yes' if holds else 'NO':<4} {text}")
+
+    print()
+    claim(
+        len(stock) == options.steps and stock == ours,
+        f"losses of all {options.steps} steps equal bit for bit",
+    )
+    total, differ = weights_differ(out / "stock", out / "ours")
+    claim(total > 0 and not differ, f"all {total} trained weight tensors equal bit for bit")
+    first, last = stock.get(1, math.nan), stock.get(options.steps, math.nan)
+    claim(
+        first > START_NATS and last < END_NATS,
+        f"loss falls from {first:.2f} to {last:.2f} nats a byte (below {END_NATS})",
+    )
+    plans = {n: simulate(generate(n, pp, m)) for n in ("1f1b", name)}
+    measured = peaks(out / "trace", pp)
+    claim(
+        measured == plans[name].peak_sets,
+        f"resident activation sets a rank: measured {measured}, simulated {plans[name].peak_sets}",
+    )
+    print(f"\n  {'simulated, F=B=W':<18} {'bubble':>8}   peak activation a rank, in microbatches")
+    for n, plan in plans.items():
+        each = " ".join(f"{float(x):g}" for x in plan.peak_activation)
+        print(f"  {n:<18} {float(100 * plan.bubble):>6.1f} %   {each}")
+    print(f"\n  timeline: {out / 'timeline.svg'}\n  logs and traces: {out}")
+    return 0 if good else 1
+
+
+def main() -> int:
+    """Dispatch."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("vocabulary").set_defaults(run=vocabulary)
+    sub = commands.add_parser("progress")
+    sub.add_argument("--name", required=True)
+    sub.add_argument("--log", required=True)
+    sub.set_defaults(run=progress)
+    sub = commands.add_parser("compare")
+    sub.add_argument("--output", required=True)
+    sub.add_argument("--schedule", required=True)
+    sub.add_argument("--pp", type=int, required=True)
+    sub.add_argument("--microbatches", type=int, required=True)
+    sub.add_argument("--steps", type=int, required=True)
+    sub.set_defaults(run=compare)
+    options = parser.parse_args()
+    status: int = options.run(options)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Fetching a Megatron-LM checkout, from a toy repository."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+
+
+@pytest.fixture(scope="module")
+def script(repo_root: Path) -> Path:
+    return repo_root / "scripts" / "get_megatron.sh"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A repository with one commit that looks like Megatron, tagged as a supported version."""
+    folder = tmp_path / "source"
+    (folder / "megatron" / "core").mkdir(parents=True)
+    (folder / "megatron" / "core" / "__init__.py").write_text("toy = True\n")
+    git = ["git", "-C", str(folder), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
+    subprocess.run([*git, "add", "-A"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "-m", "toy"], check=True)
+    subprocess.run([*git, "tag", "core_v0.19.0"], check=True)
+    return folder
+
+
+def test_fetches_once(run: Run, script: Path, source: Path, tmp_path: Path) -> None:
+    where = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "MEGATRON_LM_GIT": str(source)}
+    done = run(script, "core_v0.19.0", **where)
+    assert done.returncode == 0, done.stderr
+    target = tmp_path / "cache" / "megatron-ext" / "Megatron-LM" / "core_v0.19.0"
+    assert done.stdout == f"{target}\n"
+    assert (target / "megatron" / "core" / "__init__.py").read_text() == "toy = True\n"
+    shutil.rmtree(source)
+    again = run(script, "core_v0.19.0", **where)
+    assert (again.returncode, again.stdout, again.stderr) == (0, f"{target}\n", "")
+
+
+def test_failure_leaves_nothing(run: Run, script: Path, source: Path, tmp_path: Path) -> None:
+    where = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "MEGATRON_LM_GIT": str(source)}
+    done = run(script, "core_v0.18.2", **where)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "set MEGATRON_LM_GIT" in done.stderr.splitlines()[-1]
+    assert list((tmp_path / "cache" / "megatron-ext" / "Megatron-LM").iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["core_v0.12.0"], []])
+def test_says_what_is_supported(run: Run, script: Path, arguments: list[str]) -> None:
+    done = run(script, *arguments)
+    assert done.returncode == 2
+    assert "core_v0.16.1 core_v0.17.1 core_v0.18.2 core_v0.19.0" in done.stderr
+
+
+def test_lists_versions(run: Run, script: Path) -> None:
+    done = run(script, "--list")
+    assert done.stdout.split() == ["core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0"]

@@ -1,0 +1,171 @@
+"""The launcher's own part: its arguments, where it looks for Megatron, how it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import launch
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+LAUNCH = (sys.executable, "-m", "megatron_ext.launch")
+
+# Prints what a script sees of how it was started.
+PROBE = """
+import json, os, sys
+print(json.dumps([sys.argv, sys.path[0], __name__, __file__]))
+"""
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Path:
+    folder = tmp_path / "folder with space"
+    folder.mkdir()
+    (folder / "probe.py").write_text(PROBE)
+    return folder / "probe.py"
+
+
+def test_runs_a_script_as_python_would(run: Run, probe: Path) -> None:
+    done = run(*LAUNCH, "--device=cuda", probe, "--device", "x", "-m", "positional")
+    assert done.returncode == 0, done.stderr
+    argv, first, name, file = json.loads(done.stdout)
+    assert argv == [str(probe), "--device", "x", "-m", "positional"]
+    assert (first, name, file) == (str(probe.parent), "__main__", str(probe))
+    assert done.stderr == ""
+
+
+def test_relative_path_and_traceback(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "raises.py").write_text("raise KeyError('x')")
+    done = run(*LAUNCH, "raises.py")
+    assert done.returncode == 1
+    assert "raises.py" in done.stderr and "KeyError: 'x'" in done.stderr
+
+
+def test_missing_script_is_one_sentence(run: Run) -> None:
+    done = run(*LAUNCH, "nowhere/pretrain_gpt.py", "--num-layers", "2")
+    assert done.returncode == 2
+    assert done.stderr.startswith("megatron_ext: the script nowhere/pretrain_gpt.py does not exist")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_config_error_is_one_sentence(run: Run, tmp_path: Path, rank: str) -> None:
+    program = "from megatron_ext.integration import ConfigError\nraise ConfigError('use 4 ranks.')"
+    (tmp_path / "wrong.py").write_text(program)
+    done = run(*LAUNCH, "wrong.py", RANK=rank)
+    assert (done.returncode, done.stderr) == (2, "megatron_ext: use 4 ranks.\n")
+
+
+def test_checkout_of_the_script_wins(run: Run, tmp_path: Path) -> None:
+    for name in ("checkout", "other"):
+        core = tmp_path / name / "megatron" / "core"
+        core.mkdir(parents=True)
+        (core / "__init__.py").write_text(f"WHERE = {name!r}")
+    examples = tmp_path / "checkout" / "examples" / "gpt"
+    examples.mkdir(parents=True)
+    (examples / "train.py").write_text("import megatron.core as c; print(c.WHERE)")
+    # From inside another checkout, and with that one on PYTHONPATH.
+    done = subprocess.run(
+        [*LAUNCH, str(examples / "train.py")],
+        cwd=tmp_path / "other",
+        env={"PYTHONPATH": f"{Path(launch.__file__).parents[1]}:{tmp_path / 'other'}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "checkout\n", done.stderr
+
+
+def test_word_pretrain_gpt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MEGATRON_LM", raising=False)
+    assert launch._resolve_script("pretrain_gpt").name == "pretrain_gpt_minimal.py"
+    monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
+    with pytest.raises(launch.LaunchError, match="does not exist"):
+        launch._resolve_script("pretrain_gpt")
+    (tmp_path / "pretrain_gpt.py").touch()
+    assert launch._resolve_script("pretrain_gpt") == tmp_path / "pretrain_gpt.py"
+
+
+def test_cpu_flags_are_added_once(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--num-workers", "3", "--no-bias-gelu-fusion", "--transformer-impl=local", "--x"]
+    full = launch._cpu_arguments(args)
+    assert full[: len(args)] == args
+    assert full.count("--num-workers") == full.count("--no-bias-gelu-fusion") == 1
+    assert "--transformer-impl" not in full
+    assert full[full.index("--distributed-backend") + 1] == "gloo"
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert all(flag in said for flag in full[len(args) :])
+    assert launch._cpu_arguments(full) == full
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--distributed-backend", "nccl"], ["--transformer-impl=transformer_engine"]]
+)
+def test_flags_that_need_a_gpu_are_refused(wrong: list[str]) -> None:
+    with pytest.raises(launch.LaunchError, match="needs a GPU"):
+        launch._cpu_arguments(wrong)
+
+
+def test_cpu_device_reaches_spawned_processes(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "spawns.py").write_text(
+        """
+import multiprocessing, sys, torch
+
+def place(queue):
+    queue.put([__name__, str(torch.zeros(1, device="cuda").device)])
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=place, args=(queue,))
+    process.start()
+    print(queue.get(timeout=60), "gloo" in sys.argv)
+    process.join(60)
+    sys.exit(process.exitcode)
+"""
+    )
+    done = run(*LAUNCH, "--device", "cpu", "spawns.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['__mp_main__', 'cpu'] True\n"
+    assert "--device cpu adds" in done.stderr
+
+
+def test_loss_log_is_exact(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    # A stand-in for Megatron's training module in a checkout of its own.
+    for package in ("core", "training"):
+        (tmp_path / "megatron" / package).mkdir(parents=True)
+        (tmp_path / "megatron" / package / "__init__.py").touch()
+    (tmp_path / "megatron" / "training" / "training.py").write_text(
+        """
+def training_log(loss_dict, total_loss_dict, learning_rate, iteration, grad_norm):
+    return "stock's answer"
+"""
+    )
+    (tmp_path / "train.py").write_text(
+        """
+import torch
+from megatron.training import training
+torch.distributed.init_process_group("gloo", init_method="file://" + __file__ + ".store",
+                                     rank=0, world_size=1)
+for iteration, norm in ((1, 0.1), (2, None)):
+    loss = {"lm loss": torch.tensor(1.0) / 3}
+    answer = training.training_log(loss, {}, 0.0, iteration=iteration, grad_norm=norm)
+    assert answer == "stock's answer"
+"""
+    )
+    done = run(*LAUNCH, "--device", "cpu", "--loss-log", "log/losses.jsonl", "train.py")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(x) for x in (tmp_path / "log/losses.jsonl").read_text().splitlines()]
+    third = (1 / 3) * (1 + 2**-25)  # a third in single precision, to more digits than it has
+    assert [line["iteration"] for line in lines] == [1, 2]
+    assert abs(float.fromhex(lines[0]["losses"]["lm loss"]) - third) < 1e-9
+    assert [line["grad_norm"] for line in lines] == [(0.1).hex(), None]
