@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from megatron_ext import __version__, cli
+from megatron_ext.commands import simulate as simulate_command
 from megatron_ext.schedule.generators import NAMES, forward_only, generate
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule
@@ -277,7 +278,7 @@ def test_a_bug_stays_a_traceback(monkeypatch):
     def broken(schedule):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(cli, "simulate", broken)
+    monkeypatch.setattr(simulate_command, "simulate", broken)
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["simulate", "--schedule", "1f1b", "--pp", "2", "--microbatches", "2"])
 
