@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import check, schedule, show, simulate
+from .commands import check, compare, schedule, show, simulate
 from .commands.common import InputError, Parser
 
-_COMMANDS = (simulate, schedule, check, show)
+_COMMANDS = (simulate, schedule, compare, check, show)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,9 +13,11 @@ from typing import Any, NoReturn
 
 from ..schedule.actions import Op
 from ..schedule.check import CheckReport, check
-from ..schedule.costs import Costs
-from ..schedule.generators import NAMES, generate
+from ..schedule.costs import Costs, number_to_json
+from ..schedule.generators import GENERATORS, NAMES, Generator, generate
+from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.schedule import Schedule
+from ..schedule.simulate import Simulation
 from ..view import timeline
 
 
@@ -57,7 +59,7 @@ def positive(value: str) -> int:
 
 
 def add_schedule_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Which schedule: ``--schedule`` and what shapes it."""
+    """Which schedule: ``--schedule``, its sizes and costs, and what shapes it."""
     group = parser.add_argument_group("schedule")
     group.add_argument(
         "--schedule",
@@ -65,8 +67,28 @@ def add_schedule_options(parser: argparse.ArgumentParser, *, required: bool = Tr
         metavar="NAME|FILE",
         help=f"{', '.join(NAMES)}, or a schedule file",
     )
-    group.add_argument("--pp", type=positive, metavar="P", help="pipeline ranks")
-    group.add_argument("--microbatches", type=positive, metavar="M", help="of one iteration")
+    add_size_options(group)
+    add_cap_option(group, _taking("takes_memory_cap"))
+    group.add_argument(
+        "--group-size",
+        type=positive,
+        metavar="G",
+        help=f"microbatches a group, ceil(P/2) to P (default P); for {_taking('takes_group_size')}",
+    )
+    group.add_argument(
+        "--objective",
+        choices=("makespan", "span"),
+        help="what is made short: the whole iteration (default), or the longest single rank's own "
+        "span, for optimizer post-validation; for generated schedules",
+    )
+
+
+def add_size_options(group: argparse._ActionsContainer, *, required: bool = False) -> None:
+    """Ranks, microbatches and chunks, and what the passes cost."""
+    group.add_argument("--pp", type=positive, required=required, metavar="P", help="pipeline ranks")
+    group.add_argument(
+        "--microbatches", type=positive, required=required, metavar="M", help="of one iteration"
+    )
     group.add_argument("--chunks", type=positive, metavar="V", help="model chunks per rank")
     group.add_argument(
         "--cost", metavar="F,B,W[,HOP]", help="times per rank and microbatch (default 1,1,1,0)"
@@ -75,6 +97,20 @@ def add_schedule_options(parser: argparse.ArgumentParser, *, required: bool = Tr
     group.add_argument(
         "--stage-cost", metavar="FILE", help='JSON {"stages": [[F, B, W], ...]}, one row a stage'
     )
+
+
+def add_cap_option(group: argparse._ActionsContainer, schedules: str) -> None:
+    """``--memory-cap``, and the schedules that it is for."""
+    group.add_argument(
+        "--memory-cap",
+        metavar="X",
+        help=f"most activation memory, as a fraction of 1F1B's peak; for {schedules}",
+    )
+
+
+def _taking(option: str) -> str:
+    names = [name for name, generator in GENERATORS.items() if getattr(generator, option)]
+    return " and ".join(names) or "no schedule of this version"
 
 
 def is_file(name: str) -> bool:
@@ -116,13 +152,18 @@ def schedule_of(args: argparse.Namespace, file: str | None = None) -> Schedule:
     if file is None and is_file(args.schedule):
         file = args.schedule
     schedule = _generated(args) if file is None else _from_file(file, args)
+    refuse_large(schedule)
+    return schedule
+
+
+def refuse_large(schedule: Schedule) -> None:
+    """Costs beyond what floats show are an error."""
     costs = schedule.costs
     if max(costs.hop, *costs.per_rank_work(schedule.placement)) > _LARGEST_COST:
         raise InputError(
             f"F+B+W of a microbatch and the hop must not exceed {_LARGEST_COST:.0e}; "
             "give the costs in another unit"
         )
-    return schedule
 
 
 _LARGEST_COST = 10**12  # beyond, times no longer fit the floats that they are printed as
@@ -136,9 +177,36 @@ def _generated(args: argparse.Namespace) -> Schedule:
     missing = [f"--{o}" for o in ("pp", "microbatches") if getattr(args, o) is None]
     if missing:
         raise InputError(f"--schedule {args.schedule} needs {' and '.join(missing)} too")
+    generator = GENERATORS[args.schedule]
+    for option, taken in (
+        ("memory_cap", generator.takes_memory_cap),
+        ("group_size", generator.takes_group_size),
+    ):
+        if getattr(args, option) is not None and not taken:
+            flag = "--" + option.replace("_", "-")
+            raise InputError(
+                f"{flag} {getattr(args, option)} is for {_taking('takes_' + option)}, and "
+                f"{args.schedule} has none; leave {flag} out, or give another --schedule"
+            )
     costs = costs_of(args, Costs())
     with user_input():
-        return generate(args.schedule, args.pp, args.microbatches, args.chunks, costs)
+        return generate(
+            args.schedule,
+            args.pp,
+            args.microbatches,
+            args.chunks,
+            costs,
+            group_size=args.group_size,
+            memory_cap=_memory_cap(args, generator),
+            objective=args.objective or "makespan",
+        )
+
+
+def _memory_cap(args: argparse.Namespace, generator: Generator) -> int | None:
+    if args.memory_cap is None:
+        return None
+    chunks = args.chunks or generator.default_chunks
+    return cap_sets(parse_cap(args.memory_cap), args.pp, chunks)
 
 
 def _from_file(path: str, args: argparse.Namespace) -> Schedule:
@@ -150,6 +218,13 @@ def _from_file(path: str, args: argparse.Namespace) -> Schedule:
             raise InputError(
                 f"--{option} {given} contradicts {path}, which is for {option}={holds}; "
                 f"leave --{option} out"
+            )
+    for option in ("memory_cap", "group_size", "objective"):
+        if getattr(args, option) is not None:
+            flag = "--" + option.replace("_", "-")
+            raise InputError(
+                f"{flag} {getattr(args, option)} shapes a generated schedule, but the order in "
+                f"{path} is fixed; leave {flag} out"
             )
     schedule = replace(schedule, costs=costs_of(args, schedule.costs))
     with user_input(path):
@@ -174,3 +249,42 @@ def short(value: Fraction) -> str:
 def per_rank(values: Sequence[Fraction]) -> str:
     """One number a rank for people."""
     return " ".join(short(value) for value in values)
+
+
+def simulation_json(simulation: Simulation, seconds: float) -> dict[str, Any]:
+    """The contract's object. ``generation_seconds`` is the reading and checking of a file."""
+    schedule = simulation.schedule
+    peaks = simulation.peak_activation
+    return {
+        "schedule": schedule.name,
+        "pp": schedule.pp,
+        "chunks": schedule.chunks,
+        "microbatches": schedule.microbatches,
+        "cost": cost_json(schedule.costs),
+        "makespan": number_to_json(simulation.makespan),
+        "bubble": number_to_json(simulation.bubble),
+        "span_bubble": number_to_json(simulation.span_bubble),
+        "peak_activation": [number_to_json(peak) for peak in peaks],
+        "peak_activation_vs_1f1b": number_to_json(max(peaks) / schedule.pp),
+        "generation_seconds": round(seconds, 6),
+    }
+
+
+def cost_json(costs: Costs) -> dict[str, Any]:
+    """The contract's ``cost``: times per rank and microbatch; per-stage costs are not repeated."""
+    data = costs.to_json()
+    data.pop("stages", None)
+    return data
+
+
+def costs_text(costs: Costs) -> str:
+    """The costs for people."""
+    times = (
+        "per stage"
+        if costs.stages
+        else (
+            f"F {short(costs.forward)}, B {short(costs.backward_input)}, "
+            f"W {short(costs.backward_weight)}"
+        )
+    )
+    return f"costs {times}, hop {short(costs.hop)}"
