@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 
 from megatron_ext import __version__, cli
-from megatron_ext.schedule.generators import NAMES, forward_only, generate
+from megatron_ext.commands import common
+from megatron_ext.commands import simulate as simulate_command
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.generators import GENERATORS, NAMES, forward_only, generate
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule
 
@@ -165,6 +169,103 @@ def test_file_and_options_must_agree(run, file_of):
     assert f"--pp 8 contradicts {path}, which is for pp=4; leave --pp out" in err
 
 
+@pytest.mark.parametrize("flag", ["--memory-cap 0.5", "--group-size 3", "--objective span"])
+def test_a_file_is_not_shaped(run, file_of, flag):
+    path = file_of(generate("1f1b", 4, 8))
+    status, _, err = run("simulate", "--schedule", path, *flag.split())
+    assert status == 2
+    assert f"{flag} shapes a generated schedule, but the order in {path} is fixed; leave" in err
+
+
+def test_group_size_and_objective_reach_the_generator(run, tmp_path):
+    path = tmp_path / "s.json"
+    argv = ["schedule", *_options("gis", 4, 8), "--group-size", 3, "--output", path]
+    assert run(*argv)[0] == 0
+    assert Schedule.load(path).ranks == generate("gis", 4, 8, group_size=3).ranks
+    cost = "1,1.3,0.6"
+    argv = [*_options("zb-h2", 4, 8), "--cost", cost, "--output", path, "--objective", "span"]
+    assert run("schedule", *argv)[0] == 0
+    made = generate("zb-h2", 4, 8, costs=Costs.parse(cost), objective="span")
+    assert Schedule.load(path).ranks == made.ranks
+
+
+def test_memory_cap_reaches_the_generator_in_sets(run, monkeypatch):
+    """Half of 1F1B's peak at p=8 with two chunks a rank is 8 sets."""
+    asked = {}
+
+    def capped(*args, **options):
+        asked.update(options)
+        return generate("v-half", 8, 8)
+
+    taking = replace(GENERATORS["v-half"], takes_memory_cap=True)
+    monkeypatch.setitem(GENERATORS, "v-half", taking)
+    monkeypatch.setattr(common, "generate", capped)
+    assert run("simulate", *_options("v-half", 8, 8), "--memory-cap", 0.5)[0] == 0
+    assert asked == {"memory_cap": 8, "group_size": None, "objective": "makespan"}
+
+
+def _compare(run, *argv):
+    status, out, err = run("compare", "--json", *argv)
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+def test_compare_json_is_the_contract(run):
+    argv = ["--pp", 4, "--microbatches", 8, "--cost", "1,1.1,0.8", "--hop", 0.1]
+    data = _compare(run, *argv)
+    assert list(data) == ["pp", "microbatches", "cost", "schedules", "impossible"]
+    assert (data["pp"], data["microbatches"], data["impossible"]) == (4, 8, [])
+    assert data["cost"]["backward_weight"] == 0.8
+    rows = data["schedules"]
+    assert [row["makespan"] for row in rows] == sorted(row["makespan"] for row in rows)
+    assert {row["schedule"] for row in rows} == set(NAMES) - {"auto"}
+    for row in rows:
+        assert list(row) == FIELDS
+        alone = ["simulate", "--json", "--schedule", row["schedule"], *argv]
+        expected = json.loads(run(*alone)[1])
+        assert row | {"generation_seconds": 0} == expected | {"generation_seconds": 0}
+
+
+def test_compare_marks_what_exceeds_the_cap(run):
+    data = _compare(run, "--pp", 4, "--microbatches", 8, "--memory-cap", 0.75)
+    assert data["memory_cap"] == 0.75
+    for row in data["schedules"]:
+        assert row["over_cap"] is (row["peak_activation_vs_1f1b"] > 0.75)
+    assert {row["over_cap"] for row in data["schedules"]} == {True, False}
+    out = run("compare", "--pp", 4, "--microbatches", 8, "--memory-cap", 0.75)[1]
+    marked = {line.split()[0] for line in out.splitlines() if line.endswith("  over the cap")}
+    assert marked == {row["schedule"] for row in data["schedules"] if row["over_cap"]}
+
+
+def test_compare_lists_the_impossible_with_the_reason(run, tmp_path):
+    path = tmp_path / "stages.json"
+    path.write_text(json.dumps({"stages": [[1, 1, 1]] * 4}))
+    argv = ["--pp", 2, "--microbatches", 4, "--stage-cost", path]
+    reasons = {row["schedule"]: row["reason"] for row in _compare(run, *argv)["impossible"]}
+    assert "for 4 stages but pp=2 x chunks=1 has 2" in reasons["1f1b"]
+    out = run("compare", *argv)[1]
+    assert "not possible here:\n  1f1b: costs are given for 4 stages" in out
+    path.write_text(json.dumps({"stages": [[1, 1, 1]] * 3}))
+    status, _, err = run("compare", *argv)
+    assert status == 2
+    assert "no schedule is possible here; 1f1b, for one: costs are given for 3 stages" in err
+
+
+def test_compare_chunks_are_for_what_takes_any(run):
+    rows = _compare(run, "--pp", 2, "--microbatches", 4, "--chunks", 3)["schedules"]
+    chunks = {row["schedule"]: row["chunks"] for row in rows}
+    assert (chunks["1f1b"], chunks["v-half"], chunks["interleaved"], chunks["po"]) == (1, 2, 3, 3)
+
+
+def test_compare_table(run):
+    out = run("compare", "--pp", 4, "--microbatches", 8)[1].splitlines()
+    assert out[0] == "pp 4, microbatches 8; costs F 1, B 1, W 1, hop 0"
+    head = "schedule chunks bubble span bubble makespan peak of 1F1B's made in"
+    assert out[2].split() == head.split()
+    row = next(line for line in out if line.startswith("1f1b")).split()
+    assert row[:-2] == ["1f1b", "1", "27.27", "%", "27.27", "%", "33", "4", "100.0", "%"]
+
+
 def test_check_says_what_it_verified(run, tmp_path):
     path = tmp_path / "z.json"
     run("schedule", *_options("1f1b", 4, 8), "--output", path)
@@ -239,6 +340,21 @@ def test_show_writes_what_the_suffix_says(run, tmp_path):
         ("simulate --schedule 1f1b --pp 4 --microbatches 8 --hop 1e400", "must not exceed 1e+12"),
         ("simulate --schedule 1f1b --pp 4 --microbatches 8 --hop -1", "cost hop must be >= 0"),
         ("simulate --schedule 1f1b --pp 4 --microbatches 8 --group-size 3", "--group-size"),
+        (
+            "simulate --schedule 1f1b --pp 4 --microbatches 8 --memory-cap 0.5",
+            "1f1b has none; leave --memory-cap out",
+        ),
+        (
+            "simulate --schedule gis --pp 4 --microbatches 8 --group-size 5",
+            "gis at pp=4 takes a group size from 2 (p/2 rounded up) to 4 (p), got 5",
+        ),
+        ("simulate --schedule gis --pp 4 --microbatches 8 --objective x", "invalid choice: 'x'"),
+        ("compare --pp 4", "the following arguments are required: --microbatches"),
+        ("compare --pp 1 --microbatches 8", "needs at least 2 ranks, got --pp 1"),
+        ("compare --pp 4 --microbatches 8 --memory-cap 40GiB", "such as 0.5, got '40GiB'"),
+        ("compare --pp 4 --microbatches 8 --memory-cap 0", "a number > 0 such as 0.5, got '0'"),
+        ("compare --pp 4 --microbatches 8 --memory-cap nan", "got 'nan'"),
+        ("compare --pp 4 --microbatches 8 --hop 1e400", "must not exceed 1e+12"),
         ("simulate --sched 1f1b --pp 4 --microbatches 8", "required: --schedule"),
         ("simulate --schedule gone.json", "cannot read schedule file gone.json: No such file"),
         ("check gone.json", "cannot read schedule file gone.json: No such file or directory"),
@@ -277,7 +393,7 @@ def test_a_bug_stays_a_traceback(monkeypatch):
     def broken(schedule):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(cli, "simulate", broken)
+    monkeypatch.setattr(simulate_command, "simulate", broken)
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["simulate", "--schedule", "1f1b", "--pp", "2", "--microbatches", "2"])
 

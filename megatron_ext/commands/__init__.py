@@ -1,0 +1,1 @@
+"""The commands of ``megatron-ext``, one module each; ``add`` declares the parser, sets ``run``."""

@@ -1,0 +1,42 @@
+"""``check``: prove that a schedule file can be executed."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..schedule.lower import lower
+from .common import Parser, is_forward_only, load, per_rank, user_input, verify
+
+
+def add(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("check", help="prove that a schedule file can be executed")
+    parser.add_argument("file", metavar="FILE")
+    parser.set_defaults(run=_check)
+
+
+def _check(args: argparse.Namespace) -> None:
+    schedule = load(args.file)
+    with user_input(args.file):
+        report = verify(schedule)
+    actions = sum(len(row) for row in schedule.ranks)
+    kind = ", forward only" if is_forward_only(schedule) else ""
+    lines = [
+        f"{args.file}: {schedule.name}, pp {schedule.pp}, chunks {schedule.chunks}, "
+        f"microbatches {schedule.microbatches}, {actions} actions{kind}: ok",
+        "  every pass once, on the rank of its stage, in microbatch order, after what it needs",
+    ]
+    if schedule.is_lowered:
+        lines.append(
+            "  the file's transfers: complete, in matching order, no deadlock with blocking sends"
+        )
+    else:
+        lowered = lower(schedule)
+        verify(lowered)  # what lower() makes of a valid order is ours: a fault here is a bug
+        transfers = (sum(len(row) for row in lowered.ranks) - actions) // 2
+        lines.append(
+            f"  compute only; lowered to {transfers} transfers: complete, in matching "
+            "order, no deadlock with blocking sends"
+        )
+    lines.append(f"  peak activation per rank, in microbatches: {per_rank(report.peak_activation)}")
+    print("\n".join(lines))

@@ -1,0 +1,290 @@
+"""What the commands share: which schedule is meant, how bad input is told, how numbers look."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..schedule.actions import Op
+from ..schedule.check import CheckReport, check
+from ..schedule.costs import Costs, number_to_json
+from ..schedule.generators import GENERATORS, NAMES, Generator, generate
+from ..schedule.memory_cap import cap_sets, parse_cap
+from ..schedule.schedule import Schedule
+from ..schedule.simulate import Simulation
+from ..view import timeline
+
+
+class InputError(Exception):
+    """What the user gave cannot be used; the text is the whole message."""
+
+
+@contextmanager
+def user_input(path: str | None = None) -> Iterator[None]:
+    """Around whatever judges the user's input, or a file's: its errors are messages."""
+    try:
+        yield
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"{path}: {error}" if path else str(error)) from None
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but an error is one line, and options cannot be abbreviated."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def positive(value: str) -> int:
+    """A whole number >= 1, as an argparse type."""
+    try:
+        number = int(value)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {value!r}")
+    return number
+
+
+# Which schedule: options shared by the commands that make or read one.
+
+
+def add_schedule_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Which schedule: ``--schedule``, its sizes and costs, and what shapes it."""
+    group = parser.add_argument_group("schedule")
+    group.add_argument(
+        "--schedule",
+        required=required,
+        metavar="NAME|FILE",
+        help=f"{', '.join(NAMES)}, or a schedule file",
+    )
+    add_size_options(group)
+    add_cap_option(group, _taking("takes_memory_cap"))
+    group.add_argument(
+        "--group-size",
+        type=positive,
+        metavar="G",
+        help=f"microbatches a group, ceil(P/2) to P (default P); for {_taking('takes_group_size')}",
+    )
+    group.add_argument(
+        "--objective",
+        choices=("makespan", "span"),
+        help="what is made short: the whole iteration (default), or the longest single rank's own "
+        "span, for optimizer post-validation; for generated schedules",
+    )
+
+
+def add_size_options(group: argparse._ActionsContainer, *, required: bool = False) -> None:
+    """Ranks, microbatches and chunks, and what the passes cost."""
+    group.add_argument("--pp", type=positive, required=required, metavar="P", help="pipeline ranks")
+    group.add_argument(
+        "--microbatches", type=positive, required=required, metavar="M", help="of one iteration"
+    )
+    group.add_argument("--chunks", type=positive, metavar="V", help="model chunks per rank")
+    group.add_argument(
+        "--cost", metavar="F,B,W[,HOP]", help="times per rank and microbatch (default 1,1,1,0)"
+    )
+    group.add_argument("--hop", metavar="T", help="latency of one transfer between ranks")
+    group.add_argument(
+        "--stage-cost", metavar="FILE", help='JSON {"stages": [[F, B, W], ...]}, one row a stage'
+    )
+
+
+def add_cap_option(group: argparse._ActionsContainer, schedules: str) -> None:
+    """``--memory-cap``, and the schedules that it is for."""
+    group.add_argument(
+        "--memory-cap",
+        metavar="X",
+        help=f"most activation memory, as a fraction of 1F1B's peak; for {schedules}",
+    )
+
+
+def _taking(option: str) -> str:
+    names = [name for name, generator in GENERATORS.items() if getattr(generator, option)]
+    return " and ".join(names) or "no schedule of this version"
+
+
+def is_file(name: str) -> bool:
+    """True if ``--schedule`` names a file, not a generator."""
+    return name not in NAMES and (name.endswith(".json") or os.sep in name or Path(name).is_file())
+
+
+def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
+    """``base`` with what the options say in its place."""
+    with user_input():
+        if args.cost is not None:
+            base = Costs.parse(args.cost, args.hop)
+        elif args.hop is not None:
+            base = Costs.of(
+                base.forward, base.backward_input, base.backward_weight, args.hop, base.stages
+            )
+        return base if args.stage_cost is None else base.with_stage_file(args.stage_cost)
+
+
+def load(path: str) -> Schedule:
+    """The schedule in a file, not yet checked."""
+    with user_input():
+        return Schedule.load(path)
+
+
+def verify(schedule: Schedule) -> CheckReport:
+    """``check`` of what a file holds; one without a single backward pass is for evaluation."""
+    schedule.costs.durations(schedule.placement)  # per-stage costs must fit the number of stages
+    return check(schedule, forward_only=is_forward_only(schedule))
+
+
+def is_forward_only(schedule: Schedule) -> bool:
+    """True if no rank has a backward pass."""
+    return all(action.op is Op.F for _, _, action in schedule.compute().actions())
+
+
+def schedule_of(args: argparse.Namespace, file: str | None = None) -> Schedule:
+    """The schedule in ``file``, or else the one that ``--schedule`` and its options name."""
+    if file is None and is_file(args.schedule):
+        file = args.schedule
+    schedule = _generated(args) if file is None else _from_file(file, args)
+    refuse_large(schedule)
+    return schedule
+
+
+def refuse_large(schedule: Schedule) -> None:
+    """Costs beyond what floats show are an error."""
+    costs = schedule.costs
+    if max(costs.hop, *costs.per_rank_work(schedule.placement)) > _LARGEST_COST:
+        raise InputError(
+            f"F+B+W of a microbatch and the hop must not exceed {_LARGEST_COST:.0e}; "
+            "give the costs in another unit"
+        )
+
+
+_LARGEST_COST = 10**12  # beyond, times no longer fit the floats that they are printed as
+
+
+def _generated(args: argparse.Namespace) -> Schedule:
+    if args.schedule not in NAMES:
+        raise InputError(
+            f"unknown schedule {args.schedule!r}; give one of {', '.join(NAMES)}, or a file"
+        )
+    missing = [f"--{o}" for o in ("pp", "microbatches") if getattr(args, o) is None]
+    if missing:
+        raise InputError(f"--schedule {args.schedule} needs {' and '.join(missing)} too")
+    generator = GENERATORS[args.schedule]
+    for option, taken in (
+        ("memory_cap", generator.takes_memory_cap),
+        ("group_size", generator.takes_group_size),
+    ):
+        if getattr(args, option) is not None and not taken:
+            flag = "--" + option.replace("_", "-")
+            raise InputError(
+                f"{flag} {getattr(args, option)} is for {_taking('takes_' + option)}, and "
+                f"{args.schedule} has none; leave {flag} out, or give another --schedule"
+            )
+    costs = costs_of(args, Costs())
+    with user_input():
+        return generate(
+            args.schedule,
+            args.pp,
+            args.microbatches,
+            args.chunks,
+            costs,
+            group_size=args.group_size,
+            memory_cap=_memory_cap(args, generator),
+            objective=args.objective or "makespan",
+        )
+
+
+def _memory_cap(args: argparse.Namespace, generator: Generator) -> int | None:
+    if args.memory_cap is None:
+        return None
+    chunks = args.chunks or generator.default_chunks
+    return cap_sets(parse_cap(args.memory_cap), args.pp, chunks)
+
+
+def _from_file(path: str, args: argparse.Namespace) -> Schedule:
+    """A valid schedule read from a file, with the file's costs unless options give others."""
+    schedule = load(path)
+    for option in ("pp", "microbatches", "chunks"):
+        given, holds = getattr(args, option), getattr(schedule, option)
+        if given not in (None, holds):
+            raise InputError(
+                f"--{option} {given} contradicts {path}, which is for {option}={holds}; "
+                f"leave --{option} out"
+            )
+    for option in ("memory_cap", "group_size", "objective"):
+        if getattr(args, option) is not None:
+            flag = "--" + option.replace("_", "-")
+            raise InputError(
+                f"{flag} {getattr(args, option)} shapes a generated schedule, but the order in "
+                f"{path} is fixed; leave {flag} out"
+            )
+    schedule = replace(schedule, costs=costs_of(args, schedule.costs))
+    with user_input(path):
+        verify(schedule)
+    return schedule
+
+
+@contextmanager
+def output(path: str) -> Iterator[None]:
+    """Around writing ``path``: what the system refuses is a message."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def short(value: Fraction) -> str:
+    """A number for people, three decimals at most."""
+    return timeline.decimal(float(value))
+
+
+def per_rank(values: Sequence[Fraction]) -> str:
+    """One number a rank for people."""
+    return " ".join(short(value) for value in values)
+
+
+def simulation_json(simulation: Simulation, seconds: float) -> dict[str, Any]:
+    """The contract's object. ``generation_seconds`` is the reading and checking of a file."""
+    schedule = simulation.schedule
+    peaks = simulation.peak_activation
+    return {
+        "schedule": schedule.name,
+        "pp": schedule.pp,
+        "chunks": schedule.chunks,
+        "microbatches": schedule.microbatches,
+        "cost": cost_json(schedule.costs),
+        "makespan": number_to_json(simulation.makespan),
+        "bubble": number_to_json(simulation.bubble),
+        "span_bubble": number_to_json(simulation.span_bubble),
+        "peak_activation": [number_to_json(peak) for peak in peaks],
+        "peak_activation_vs_1f1b": number_to_json(max(peaks) / schedule.pp),
+        "generation_seconds": round(seconds, 6),
+    }
+
+
+def cost_json(costs: Costs) -> dict[str, Any]:
+    """The contract's ``cost``: times per rank and microbatch; per-stage costs are not repeated."""
+    data = costs.to_json()
+    data.pop("stages", None)
+    return data
+
+
+def costs_text(costs: Costs) -> str:
+    """The costs for people."""
+    times = (
+        "per stage"
+        if costs.stages
+        else (
+            f"F {short(costs.forward)}, B {short(costs.backward_input)}, "
+            f"W {short(costs.backward_weight)}"
+        )
+    )
+    return f"costs {times}, hop {short(costs.hop)}"

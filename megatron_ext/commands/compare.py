@@ -1,0 +1,167 @@
+"""``compare``: every schedule side by side for one pipeline, its costs and a memory cap."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from ..schedule.costs import Costs
+from ..schedule.generators import GENERATORS, generate
+from ..schedule.memory_cap import cap_sets, parse_cap
+from ..schedule.schedule import Schedule
+from ..schedule.simulate import Simulation, simulate
+from .common import (
+    InputError,
+    Parser,
+    add_cap_option,
+    add_size_options,
+    cost_json,
+    costs_of,
+    costs_text,
+    refuse_large,
+    short,
+    simulation_json,
+    user_input,
+)
+
+_CHOOSER = "auto"  # picks one of the others, so it is no row of its own
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One schedule that exists for these sizes."""
+
+    simulation: Simulation
+    seconds: float
+    over_cap: bool
+
+
+def add(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("compare", help="every schedule side by side")
+    group = parser.add_argument_group("pipeline")
+    add_size_options(group, required=True)
+    add_cap_option(
+        group, "what a schedule is made for where it takes a cap, and marked where it exceeds it"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(args: argparse.Namespace) -> None:
+    if args.pp < 2:
+        raise InputError(f"a pipeline needs at least 2 ranks, got --pp {args.pp}; give 2 or more")
+    costs = costs_of(args, Costs())
+    with user_input():
+        cap = None if args.memory_cap is None else parse_cap(args.memory_cap)
+    rows: list[_Row] = []
+    impossible: dict[str, str] = {}
+    for name in GENERATORS:
+        if name == _CHOOSER:
+            continue
+        started = time.perf_counter()
+        try:
+            schedule, limit = _generated(name, args, costs, cap)
+        except ValueError as error:
+            impossible[name] = str(error)
+            continue
+        seconds = time.perf_counter() - started
+        refuse_large(schedule)
+        simulation = simulate(schedule)
+        over = limit is not None and max(simulation.peak_sets) > limit
+        rows.append(_Row(simulation, seconds, over))
+    if not rows:
+        name, reason = next(iter(impossible.items()))
+        raise InputError(f"no schedule is possible here; {name}, for one: {reason}")
+    rows.sort(key=lambda row: row.simulation.makespan)  # stable: ties stay simplest first
+    if args.json:
+        print(json.dumps(_json(args, costs, cap, rows, impossible)))
+    else:
+        print(_table(args, costs, cap, rows, impossible))
+
+
+def _generated(
+    name: str, args: argparse.Namespace, costs: Costs, cap: Fraction | None
+) -> tuple[Schedule, int | None]:
+    """``name`` for these sizes, and the cap in its activation sets.
+
+    Raises:
+        ValueError: it does not exist for them.
+    """
+    generator = GENERATORS[name]
+    chunks = args.chunks if generator.any_chunks and args.chunks else generator.default_chunks
+    sets = None if cap is None else cap_sets(cap, args.pp, chunks)
+    wanted = None
+    if generator.takes_memory_cap and sets is not None:
+        wanted = min(sets, args.pp * chunks)  # 1F1B's peak is the largest cap there is
+    schedule = generate(name, args.pp, args.microbatches, chunks, costs, memory_cap=wanted)
+    return schedule, sets
+
+
+def _json(
+    args: argparse.Namespace,
+    costs: Costs,
+    cap: Fraction | None,
+    rows: list[_Row],
+    impossible: dict[str, str],
+) -> dict[str, Any]:
+    """``schedules`` by makespan, fields as of ``simulate``; with a cap also ``over_cap``."""
+    schedules = []
+    for row in rows:
+        fields = simulation_json(row.simulation, row.seconds)
+        schedules.append(fields if cap is None else {**fields, "over_cap": row.over_cap})
+    head = {"pp": args.pp, "microbatches": args.microbatches, "cost": cost_json(costs)}
+    if cap is not None:
+        head["memory_cap"] = float(cap)
+    reasons = [{"schedule": name, "reason": reason} for name, reason in impossible.items()]
+    return {**head, "schedules": schedules, "impossible": reasons}
+
+
+_HEADS = ("schedule", "chunks", "bubble", "span bubble", "makespan", "peak", "of 1F1B's", "made in")
+
+
+def _table(
+    args: argparse.Namespace,
+    costs: Costs,
+    cap: Fraction | None,
+    rows: list[_Row],
+    impossible: dict[str, str],
+) -> str:
+    limit = "" if cap is None else f"; memory cap {short(100 * cap)} % of 1F1B's peak"
+    cells = [_HEADS, *(_cells(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = [f"pp {args.pp}, microbatches {args.microbatches}; {costs_text(costs)}{limit}", ""]
+    for line, over in zip(cells, [False, *(row.over_cap for row in rows)]):
+        padded = [line[0].ljust(widths[0])]
+        padded += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
+        lines.append("  ".join(padded) + ("  over the cap" if over else ""))
+    lines += [
+        "",
+        "peak: activations on the worst rank, in microbatches; 1F1B's is the number of ranks",
+    ]
+    if impossible:
+        lines += ["not possible here:"]
+        lines += [
+            f"  {reason}" if reason.startswith(name) else f"  {name}: {reason}"
+            for name, reason in impossible.items()
+        ]
+    return "\n".join(lines)
+
+
+def _cells(row: _Row) -> tuple[str, ...]:
+    run = row.simulation
+    peak = max(run.peak_activation)
+    return (
+        run.schedule.name,
+        str(run.schedule.chunks),
+        f"{float(100 * run.bubble):.2f} %",
+        f"{float(100 * run.span_bubble):.2f} %",
+        short(run.makespan),
+        short(peak),
+        f"{float(100 * peak / run.schedule.pp):.1f} %",
+        f"{row.seconds:.3f} s",
+    )

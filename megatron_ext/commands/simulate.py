@@ -1,0 +1,57 @@
+"""``simulate``: bubble, makespan and peak activation of a schedule."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+from ..schedule.simulate import Simulation, simulate
+from .common import (
+    Parser,
+    add_schedule_options,
+    costs_text,
+    per_rank,
+    schedule_of,
+    short,
+    simulation_json,
+)
+
+
+def add(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "simulate", help="bubble, makespan and peak activation of a schedule"
+    )
+    add_schedule_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(args: argparse.Namespace) -> None:
+    started = time.perf_counter()
+    schedule = schedule_of(args)
+    seconds = time.perf_counter() - started
+    simulation = simulate(schedule)
+    if args.json:
+        print(json.dumps(simulation_json(simulation, seconds)))
+    else:
+        print(_simulation_table(simulation, seconds), end="")
+
+
+def _simulation_table(simulation: Simulation, seconds: float) -> str:
+    schedule = simulation.schedule
+    peaks = simulation.peak_activation
+    return "\n".join(
+        [
+            f"{schedule.name}: pp {schedule.pp}, chunks {schedule.chunks}, "
+            f"microbatches {schedule.microbatches}; {costs_text(schedule.costs)}",
+            f"  makespan         {short(simulation.makespan)}",
+            f"  bubble           {short(100 * simulation.bubble)} %",
+            f"  span bubble      {short(100 * simulation.span_bubble)} %",
+            f"  peak activation  {short(max(peaks))} microbatches, "
+            f"{short(100 * max(peaks) / schedule.pp)} % of 1F1B's {schedule.pp}",
+            f"    per rank       {per_rank(peaks)}",
+            f"  generated in     {seconds:.3f} s\n",
+        ]
+    )
