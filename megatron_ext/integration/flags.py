@@ -20,6 +20,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help=f"pipeline schedule: {', '.join(generators.NAMES)}, or a schedule file",
     )
     group.add_argument(
+        "--pp-memory-cap",
+        metavar="X",
+        default=None,
+        help="activation cap of v-cap, as a fraction of 1F1B's peak, e.g. 0.6",
+    )
+    group.add_argument(
+        "--pp-group-size",
+        type=int,
+        metavar="G",
+        default=None,
+        help="group size of gis, from half the pipeline size to all of it",
+    )
+    group.add_argument(
+        "--pp-cost",
+        metavar="F,B,W[,HOP]",
+        default=None,
+        help="times of one microbatch on one rank, in any unit, that shape the order; default: "
+        "equal, no hop",
+    )
+    group.add_argument(
         "--pp-trace",
         metavar="DIR",
         default=None,
@@ -28,7 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+_FLAGS = ("--pp-schedule", "--pp-memory-cap", "--pp-group-size", "--pp-cost", "--pp-trace")
+
+
 def wanted(argv: Sequence[str]) -> bool:
     """True if a command line uses one of our flags or asks for help, so that we must hook in."""
-    ours = [a.split("=", 1)[0] for a in argv]
-    return any(a.startswith(("--pp-schedule", "--pp-trace")) or a in ("-h", "--help") for a in ours)
+    given = {argument.split("=", 1)[0] for argument in argv}
+    return not given.isdisjoint({*_FLAGS, "-h", "--help"})
+
+
+def options_without_schedule(args: argparse.Namespace) -> list[str]:
+    """Our flags that were given although ``--pp-schedule``, which they belong to, was not."""
+    attributes = ((flag, flag[2:].replace("-", "_")) for flag in _FLAGS[1:])
+    return [flag for flag, name in attributes if getattr(args, name, None) is not None]

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import vee, wgrad
 from .errors import ConfigError
-from .flags import add_arguments, wanted
+from .flags import add_arguments, options_without_schedule, wanted
 from .seams import Seam, Seams
 from .versions import megatron_version, require_supported
 
@@ -119,11 +119,14 @@ class Installation:
             from .validate import Choice, after_megatron, before_megatron
 
             if getattr(args, "pp_schedule", None) is None:
-                if getattr(args, "pp_trace", None) is not None:
-                    raise ConfigError("--pp-trace needs --pp-schedule: it traces our executor")
+                lost = options_without_schedule(args)
+                if lost:
+                    raise ConfigError(f"{lost[0]} needs --pp-schedule; add it or drop {lost[0]}")
                 return original(args, *rest, **kwargs)
             first = self.pipeline is None
-            choice = self._choice = self._choice or Choice(args.pp_schedule)
+            choice = self._choice = self._choice or Choice(
+                args.pp_schedule, args.pp_cost, args.pp_memory_cap, args.pp_group_size
+            )
             if first:
                 before_megatron(args, choice)
             result = original(args, *rest, **kwargs)

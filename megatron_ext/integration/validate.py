@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..schedule.check import check
+from ..schedule.costs import Costs
 from ..schedule.generators import GENERATORS, NAMES, generate
+from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule, ScheduleError
 from .errors import ConfigError
@@ -44,23 +46,53 @@ _UNSUPPORTED_WITH_VEE = (
 
 
 class Choice:
-    """What ``--pp-schedule`` asks for, before Megatron's own validation has run.
+    """What ``--pp-schedule`` and its options ask for, before Megatron's own validation has run.
+
+    Args:
+        text: a generator's name, or the path of a schedule file.
+        cost: ``F,B,W[,HOP]`` to make the order for; None: equal costs.
+        memory_cap: fraction of 1F1B's peak, for schedules at any cap.
+        group_size: for schedules in groups.
 
     Attributes:
-        name: a generator's name, or the path of a schedule file.
+        name: ``text``.
         vee: V placement is needed.
         file: the loaded and checked schedule, if a file was given.
 
     Raises:
-        ConfigError: unknown name, or an unreadable or invalid file.
+        ConfigError: unknown name, an unreadable or invalid file, or options that do not fit.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(
+        self,
+        text: str,
+        cost: str | None = None,
+        memory_cap: str | None = None,
+        group_size: int | None = None,
+    ) -> None:
         self.name = text
         self.file: Schedule | None = None
+        self._group_size = group_size
+        self._plans: dict[tuple[int, int, int], Schedule] = {}
+        try:
+            self._costs = Costs() if cost is None else Costs.parse(cost)
+            self._cap = None if memory_cap is None else parse_cap(memory_cap)
+        except ValueError as error:
+            raise ConfigError(f"--pp-schedule {text}: {error}") from None
         if text in GENERATORS:
-            self.vee = GENERATORS[text].placement == "vee"
+            generator = GENERATORS[text]
+            self.vee = generator.placement == "vee"
+            if generator.takes_memory_cap and self._cap is None:
+                raise ConfigError(
+                    f"--pp-schedule {text} needs a cap, a fraction of 1F1B's peak; add e.g. "
+                    "--pp-memory-cap 0.6"
+                )
             return
+        if any(x is not None for x in (cost, memory_cap, group_size)):
+            raise ConfigError(
+                f"--pp-schedule {text}: a file's order is fixed; drop --pp-cost, --pp-memory-cap "
+                "and --pp-group-size"
+            )
         if not _looks_like_file(text):
             raise ConfigError(
                 f"--pp-schedule {text!r} is not known; choose one of {', '.join(NAMES)}, or give "
@@ -95,10 +127,10 @@ class Choice:
         """The training schedule for ``microbatches``.
 
         Raises:
-            ConfigError: a file is for another number of microbatches.
+            ConfigError: a file is for another number of microbatches, or an option does not fit.
         """
         if self.file is None:
-            return generate(self.name, pp, microbatches, chunks)
+            return self._generated(pp, chunks, microbatches)
         if self.file.microbatches != microbatches:
             raise ConfigError(
                 f"schedule file {self.name} is for {self.file.microbatches} microbatches but the "
@@ -106,6 +138,24 @@ class Choice:
                 f"it with --microbatches {microbatches}"
             )
         return self.file
+
+    def _generated(self, pp: int, chunks: int, microbatches: int) -> Schedule:
+        key = (pp, chunks, microbatches)
+        if key not in self._plans:
+            try:
+                cap = None if self._cap is None else cap_sets(self._cap, pp, chunks)
+                self._plans[key] = generate(
+                    self.name,
+                    pp,
+                    microbatches,
+                    chunks,
+                    self._costs,
+                    group_size=self._group_size,
+                    memory_cap=cap,
+                )
+            except ValueError as error:
+                raise ConfigError(f"--pp-schedule {self.name}: {error}") from None
+        return self._plans[key]
 
 
 def _looks_like_file(text: str) -> bool:
@@ -140,10 +190,10 @@ def before_megatron(args: Any, choice: Choice) -> None:
     if choice.file is not None and choice.file.chunks > 1:
         if asked is None:
             args.num_virtual_stages_per_pipeline_rank = choice.file.chunks
-    elif choice.name == "interleaved":
+    elif choice.file is None and GENERATORS[choice.name].any_chunks:
         if asked is None:
             raise ConfigError(
-                "--pp-schedule interleaved needs the number of model chunks a rank; add "
+                f"--pp-schedule {choice.name} needs the number of model chunks a rank; add "
                 "--num-virtual-stages-per-pipeline-rank 2 (or more)"
             )
     elif asked is not None:
@@ -170,14 +220,14 @@ def after_megatron(args: Any, choice: Choice) -> int:
         )
     if getattr(args, "variable_seq_lengths", False):
         raise ConfigError("--pp-schedule does not support variable sequence lengths yet")
-    if choice.file is not None:
-        if getattr(args, "rampup_batch_size", None) is not None:
-            raise ConfigError(
-                "a schedule file has a fixed number of microbatches and cannot be used with "
-                "--rampup-batch-size; use a schedule name"
-            )
-        per_step = args.micro_batch_size * args.data_parallel_size
-        choice.plan(args.pipeline_model_parallel_size, chunks, args.global_batch_size // per_step)
+    if choice.file is not None and getattr(args, "rampup_batch_size", None) is not None:
+        raise ConfigError(
+            "a schedule file has a fixed number of microbatches and cannot be used with "
+            "--rampup-batch-size; use a schedule name"
+        )
+    per_step = args.micro_batch_size * args.data_parallel_size
+    # Made (and kept) here, so that options which do not fit end the run before it starts.
+    choice.plan(args.pipeline_model_parallel_size, chunks, args.global_batch_size // per_step)
     return chunks
 
 

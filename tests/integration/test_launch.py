@@ -69,7 +69,7 @@ def launch(*flags: str, **environment: str) -> tuple[int, str]:
             ],
             "remove --num-layers-per-virtual-pipeline-stage 1",
         ),
-        (["--pp-trace", "traces"], "--pp-trace needs --pp-schedule"),
+        (["--pp-cost", "1,1,1"], "--pp-cost needs --pp-schedule"),
     ],
 )
 def test_wrong_flags_end_with_one_sentence(flags: list[str], sentence: str) -> None:

@@ -57,6 +57,12 @@ CASES: dict[str, dict[str, Any]] = {
     "zb-h1": {"pp": 4, "schedule": "zb-h1"},
     "v-half": {"pp": 4, "schedule": "v-half", "chunks": 2},
     "v-zb": {"pp": 4, "schedule": "v-zb", "chunks": 2},
+    "zb-h2": {"pp": 4, "schedule": "zb-h2"},
+    "interleaved-zb": {"pp": 4, "schedule": "interleaved-zb", "chunks": 2},
+    "gis-h": {"pp": 4, "schedule": "gis-h", "chunks": 2},
+    "po": {"pp": 4, "schedule": "po", "chunks": 2},
+    "v-min": {"pp": 4, "schedule": "v-min", "chunks": 2},
+    "v-cap": {"pp": 4, "schedule": "v-cap", "chunks": 2, "cap": "0.875"},
     "file": {"pp": 4, "schedule": "FILE", "chunks": 2},
     "stock-m3": {"pp": 4, "m": 3},
     "v-half-m3": {"pp": 4, "schedule": "v-half", "chunks": 2, "m": 3},
@@ -220,7 +226,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             distributed_timeout_minutes=1,
             rank=dist.get_rank(),
         )
-        installation.hook_schedule(args, Choice(schedule), chunks)
+        installation.hook_schedule(args, Choice(schedule, memory_cap=case.get("cap")), chunks)
     try:
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=case["pp"],
