@@ -90,27 +90,34 @@ def _own(request: Request, cap: int) -> Orders:
 
 
 def _plan(request: Request, cap: int) -> Orders:
-    blocks = _blocks(request.pp, cap)
     if request.at_unit_times:
-        return _unit_plan(request, cap, blocks)
-    patterns = [Pattern.of(b.placement, b.interval, b.offsets) for b in blocks]
-    few = patterns[: 48 if request.pp <= 8 else 6]
-    timed = []
-    for number, pattern in enumerate(few):
-        length = pattern.period(request.durations)
-        if length is not None:
-            timed.append((length, number))
-    timed.sort()
-    chosen = [few[number] for _, number in timed[: 4 if request.pp <= 8 else 1]]
-    steps = _SEARCH // request.pp**2
-    if steps > 2:
-        chosen += _searched(chosen[0], request.durations, cap, steps)
+        return _unit_plan(request, cap, _blocks(request.pp, cap))
+    chosen = _patterns(request.pp, request.durations, cap)
     candidates = []
     for pattern in chosen:
         stamped = pattern.stamp(request.microbatches)
         candidates.append(stamped)
         candidates += request.squeezes(stamped, cap)
     return request.fastest(candidates)
+
+
+@lru_cache(maxsize=64)
+def _patterns(pp: int, durations: Durations, cap: int) -> list[Pattern]:
+    """The steady states with the shortest periods that were found for this cap."""
+    small = pp <= 8
+    blocks = _blocks(pp, cap)[: 48 if small else 6]
+    patterns = [Pattern.of(b.placement, b.interval, b.offsets) for b in blocks]
+    timed = []
+    for number, pattern in enumerate(patterns):
+        length = pattern.period(durations)
+        if length is not None:
+            timed.append((length, number))
+    timed.sort()
+    chosen = [patterns[number] for _, number in timed[: 4 if small else 1]]
+    steps = _SEARCH // pp**2
+    if steps > 2:
+        chosen += _searched(chosen[0], durations, cap, steps)
+    return chosen
 
 
 def _searched(start: Pattern, durations: Durations, cap: int, steps: int) -> list[Pattern]:

@@ -83,7 +83,11 @@ class Pattern:
         """Length of one period; None if the order cannot run, or if it exceeds ``over``."""
         edges = self.edges(durations)
         count = sum(len(row) for row in self.rows)
-        length = Fraction(0)
+        # Most patterns that a search asks about are worse: that takes one look.
+        if over is not None and _positive_circle(edges, count, over) is not None:
+            return None
+        # No period is shorter than the work of a rank.
+        length = Fraction(max(sum(duration(durations, *e[:2]) for e in row) for row in self.rows))
         while True:
             circle = _positive_circle(edges, count, length)
             if circle is None:
@@ -92,8 +96,6 @@ class Pattern:
             if periods <= 0:
                 return None
             length = Fraction(time, periods)
-            if over is not None and length > over:
-                return None
 
 
 def row_peak(row: Row) -> int:
