@@ -305,6 +305,28 @@ def test_forward_only_file(run, file_of):
     assert "F0 F1 F2" in run("show", path)[1]
 
 
+def test_csv_files(run, tmp_path):
+    """A schedule in torch's form is one wherever a file is read; it keeps no costs."""
+    path = tmp_path / "s.csv"
+    argv = [*_options("v-half", 4, 8), "--cost", "1,1.2,0.8", "--output", path]
+    assert run("schedule", *argv)[1] == f"{path}: v-half, pp 4, 192 actions\n"
+    assert Schedule.load(path).ranks == generate("v-half", 4, 8, costs=Costs.of(1, 1.2, 0.8)).ranks
+    assert "file, pp 4, chunks 2, microbatches 8, 192 actions: ok" in run("check", path)[1]
+    assert run("show", path)[1].startswith("file (planned): pp 4, chunks 2")
+    loaded = json.loads(run("simulate", "--schedule", path, "--json", "--cost", "1,1.2,0.8")[1])
+    made = json.loads(run("simulate", *argv[:-2], "--json")[1])
+    changed = {"schedule": "file", "generation_seconds": 0}
+    assert loaded | changed == made | changed
+    status, _, err = run("schedule", *argv, "--lowered")
+    assert status == 2
+    assert "CSV compute form has no transfers; leave --lowered out" in err
+    path.write_text("0F0,0B0\n1F0,1B\n")
+    for argv in (["check", path], ["show", path], ["simulate", "--schedule", path]):
+        status, _, err = run(*argv)
+        assert status == 2
+        assert f"{path}: row 2, column 2, cell '1B': expected stage" in err
+
+
 def test_show_text(run):
     status, out, _ = run("show", *_options("1f1b", 2, 4))
     assert status == 0
@@ -315,7 +337,7 @@ def test_show_text(run):
 
 def test_show_writes_what_the_suffix_says(run, tmp_path):
     argv = ["show", *_options("zb-h1", 4, 8), "--output"]
-    for suffix in (".svg", ".json", ".txt"):
+    for suffix in (".svg", ".html", ".json", ".txt"):
         path = tmp_path / f"timeline{suffix}"
         status, out, _ = run(*argv, path)
         assert (status, out) == (0, f"{path}: zb-h1, pp 4, makespan 27\n")
@@ -360,7 +382,7 @@ def test_show_writes_what_the_suffix_says(run, tmp_path):
         ("check gone.json", "cannot read schedule file gone.json: No such file or directory"),
         ("show", "give either a schedule file or --schedule NAME"),
         ("show a.json --schedule 1f1b", "give either a schedule file or --schedule NAME"),
-        ("show --schedule 1f1b --pp 2 --microbatches 2 --output a.html", "use .svg, .json, .txt"),
+        ("show --schedule 1f1b --pp 2 --microbatches 2 --output a.pdf", "use .svg, .html, .json"),
         (
             "schedule --schedule 1f1b --pp 2 --microbatches 2 --output no/such/dir/a.json",
             "cannot write no/such/dir/a.json: No such file or directory",

@@ -115,7 +115,9 @@ def _taking(option: str) -> str:
 
 def is_file(name: str) -> bool:
     """True if ``--schedule`` names a file, not a generator."""
-    return name not in NAMES and (name.endswith(".json") or os.sep in name or Path(name).is_file())
+    return name not in NAMES and (
+        name.endswith((".json", ".csv")) or os.sep in name or Path(name).is_file()
+    )
 
 
 def costs_of(args: argparse.Namespace, base: Costs) -> Costs:

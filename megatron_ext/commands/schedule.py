@@ -5,14 +5,21 @@ from __future__ import annotations
 import argparse
 
 from ..schedule.lower import lower
-from .common import Parser, add_schedule_options, output, schedule_of
+from ..schedule.schedule import is_csv
+from .common import InputError, Parser, add_schedule_options, output, schedule_of
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser("schedule", help="write a schedule file")
     add_schedule_options(parser)
-    parser.add_argument("--output", required=True, metavar="FILE.json")
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="FILE.json, or FILE.csv for torch.distributed.pipelining's form, compute actions "
+        "without costs",
+    )
     parser.add_argument(
         "--lowered", action="store_true", help="with the transfers between ranks too"
     )
@@ -22,6 +29,11 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 def _write_schedule(args: argparse.Namespace) -> None:
     schedule = schedule_of(args).compute()
     if args.lowered:
+        if is_csv(args.output):
+            raise InputError(
+                f"--output {args.output}: torch's CSV compute form has no transfers; "
+                "leave --lowered out, or write a .json"
+            )
         schedule = lower(schedule)
     with output(args.output):
         schedule.save(args.output)

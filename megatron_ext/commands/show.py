@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..schedule.simulate import simulate
-from ..view import recorded, svg, text, timeline, trace
+from ..view import page, recorded, svg, text, timeline, trace
 from .common import (
     InputError,
     Parser,
@@ -53,6 +53,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 # Each draws one run, or the planned and the measured one.
 _RENDERERS: dict[str, Callable[[Sequence[timeline.Timeline]], str]] = {
     ".svg": lambda runs: svg.render(*runs),
+    ".html": lambda runs: page.render(*runs),
     ".json": lambda runs: json.dumps(trace.to_trace(list(runs))) + "\n",
     ".txt": lambda runs: "\n".join(text.render(run) for run in runs),
 }

@@ -96,7 +96,7 @@ class Choice:
         if not _looks_like_file(text):
             raise ConfigError(
                 f"--pp-schedule {text!r} is not known; choose one of {', '.join(NAMES)}, or give "
-                "the path of a schedule file (*.json, from `megatron-ext schedule --output`)"
+                "the path of a file (*.json or *.csv, from `megatron-ext schedule --output`)"
             )
         try:
             self.file = Schedule.load(text).compute()
@@ -159,7 +159,7 @@ class Choice:
 
 
 def _looks_like_file(text: str) -> bool:
-    return text.endswith(".json") or "/" in text
+    return text.endswith((".json", ".csv")) or "/" in text
 
 
 def before_megatron(args: Any, choice: Choice) -> None:

@@ -16,6 +16,11 @@ from .placement import Placement
 FILE_FORMAT = "megatron-ext-schedule/1"
 
 
+def is_csv(path: str | Path) -> bool:
+    """True if a schedule file is in torch.distributed.pipelining's form, by its suffix."""
+    return Path(path).suffix.lower() == ".csv"
+
+
 class ScheduleError(ValueError):
     """A schedule, or a schedule file, that cannot be executed; the text says where and why."""
 
@@ -89,7 +94,18 @@ class Schedule:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the schedule file, one rank's list a line, so that a diff can be read."""
+        """Write the schedule file, one rank's list a line, so that a diff can be read.
+
+        A path that ends in ``.csv`` gets torch's form, see ``torch_csv``: no costs, no transfers.
+
+        Raises:
+            ScheduleError: the path ends in ``.csv`` and the schedule has no such form.
+        """
+        if is_csv(path):
+            from .torch_csv import to_csv
+
+            Path(path).write_text(to_csv(self), encoding="utf-8")
+            return
         body = self.to_json()
         ranks = ",\n  ".join(json.dumps(row) for row in body.pop("ranks"))
         head = ",\n ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in body.items())
@@ -130,15 +146,26 @@ class Schedule:
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
-        """Read a schedule file.
+        """Read a schedule file; one that ends in ``.csv`` in torch's form, see ``torch_csv``.
 
         Raises:
-            ScheduleError: it cannot be read, is not JSON, or is not a schedule.
+            ScheduleError: it cannot be read, is not JSON or CSV, or is not a schedule.
         """
         try:
-            data = json.loads(Path(path).read_text())
+            # -sig: spreadsheets begin what they save with a byte order mark.
+            text = Path(path).read_text(encoding="utf-8-sig")
         except OSError as error:
             raise ScheduleError(f"cannot read schedule file {path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ScheduleError(f"schedule file {path} is not text: {error}") from None
+        try:
+            if is_csv(path):
+                from .torch_csv import from_csv
+
+                return from_csv(text)
+            data = json.loads(text)
+        except ScheduleError as error:
+            raise ScheduleError(f"{path}: {error}") from None
         except ValueError as error:
             raise ScheduleError(f"schedule file {path} is not JSON: {error}") from None
         try:
