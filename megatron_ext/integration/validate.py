@@ -6,7 +6,7 @@ from typing import Any
 
 from ..schedule.check import check
 from ..schedule.costs import Costs
-from ..schedule.generators import GENERATORS, NAMES, generate
+from ..schedule.generators import AUTO, GENERATORS, NAMES, generate
 from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule, ScheduleError
@@ -92,6 +92,12 @@ class Choice:
             raise ConfigError(
                 f"--pp-schedule {text}: a file's order is fixed; drop --pp-cost, --pp-memory-cap "
                 "and --pp-group-size"
+            )
+        if text == AUTO:
+            raise ConfigError(
+                "--pp-schedule auto cannot choose before Megatron has placed the model; write its "
+                "choice with `megatron-ext schedule --schedule auto ... --output FILE.json` and "
+                "give that file"
             )
         if not _looks_like_file(text):
             raise ConfigError(

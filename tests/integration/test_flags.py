@@ -50,6 +50,11 @@ def test_unknown_name_lists_the_known() -> None:
     assert all(name in text for name in ("1f1b", "interleaved", "zb-h1", "v-half", "v-zb"))
 
 
+def test_auto_goes_through_a_file() -> None:
+    with pytest.raises(ConfigError, match=r"megatron-ext schedule --schedule auto"):
+        Choice("auto")
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half", "v-zb"])
 def test_one_pipeline_rank(schedule: str) -> None:
     text = refusal(schedule, pipeline_model_parallel_size=1)
