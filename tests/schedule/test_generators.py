@@ -133,15 +133,13 @@ def test_zb_h2(pp: int) -> None:
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 def test_interleaved_zb(pp: int, chunks: int) -> None:
     """m(F+B+W) + (p-1)F/v at 1F1B's memory, also where p does not divide m."""
-    for m in (
-        range(2 * pp, 3 * pp) if pp < 6 else (2 * pp, 2 * pp + 1, 2 * pp + pp // 2, 3 * pp - 1)
-    ):
+    for m in range(2 * pp, 3 * pp) if pp < 6 else (2 * pp, 2 * pp + 1):
         run = simulate(generate("interleaved-zb", pp, m, chunks))
         assert run.makespan == 3 * m + Fraction(pp - 1, chunks)
         assert max(run.peak_activation) == pp
 
 
-@pytest.mark.parametrize("pp", range(2, 10))
+@pytest.mark.parametrize("pp", range(2, 8))
 def test_gis_memory_and_bubble(pp: int) -> None:
     """PipeOffload's closed forms (specs: CF1 and CF2), for every group size."""
     for group in range(-(-pp // 2), pp + 1):
@@ -188,7 +186,7 @@ COSTS = [
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "v-cap"])
 def test_never_slower_than_the_order_for_equal_costs(name: str) -> None:
     """Same memory, and faster or equal under every costs: also one heavy stage at the end."""
-    for pp, m in ((2, 5), (3, 7), (4, 4), (4, 11), (7, 16)):
+    for pp, m in ((2, 5), (4, 4), (5, 11)):
         fixed = generate(name, pp, m)
         n = fixed.placement.num_stages
         heavy = Costs.of(hop="0.1", stages=[(1, 1, 1)] * (n - 1) + [("1.5", "1.5", "1.5")])
@@ -205,7 +203,7 @@ def test_scaling_the_costs_changes_nothing(name: str) -> None:
     for base in ((1, "1.3", "0.6", "0.05"), (1, 1, 1, 0)):
         numbers = [Fraction(x) for x in base]
         plans = {
-            generate(name, 4, 10, costs=Costs.of(*(x * scale for x in numbers))).ranks
+            generate(name, 3, 8, costs=Costs.of(*(x * scale for x in numbers))).ranks
             for scale in (1, 1000, Fraction("1234.5"), Fraction("0.001"))
         }
         assert len(plans) == 1
@@ -215,7 +213,7 @@ def test_hash_seed_changes_nothing() -> None:
     code = (
         "from megatron_ext.schedule import *\n"
         "c = Costs.of(1, '1.3', '0.6', '0.05')\n"
-        "print([generate(n, 5, 9, costs=c).fingerprint() for n in NAMES])"
+        "print([generate(n, 3, 7, costs=c).fingerprint() for n in NAMES])"
     )
     plans = set()
     for seed in ("1", "2"):
@@ -270,7 +268,7 @@ def test_exhaustively_solved_case() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("pp", range(2, 7))
 def test_valid_for_every_microbatch_count(name: str, pp: int) -> None:
-    for m in range(1, 3 * pp + 2):
+    for m in sorted({1, 2, pp - 1, pp, pp + 1, 2 * pp - 1, 2 * pp, 2 * pp + 1, 3 * pp + 1}):
         for chunks in (2, 3) if GENERATORS[name].any_chunks else (None,):
             schedule = generate(name, pp, m, chunks)
             report = check(schedule)
@@ -315,9 +313,9 @@ def test_steady_period_of_v_schedules(cost: tuple[float, float, float]) -> None:
 def test_deterministic() -> None:
     for name in NAMES:
         costs = Costs.of(3, 7, "0.5", 1)
-        one = generate(name, 4, 9, costs=costs)
+        one = generate(name, 3, 7, costs=costs)
         assert one.costs == costs
-        assert one.ranks == generate(name, 4, 9, costs=costs).ranks
+        assert one.ranks == generate(name, 3, 7, costs=costs).ranks
 
 
 def test_registry() -> None:
