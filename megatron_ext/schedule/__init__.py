@@ -3,13 +3,14 @@
 from .actions import Action, Op
 from .check import CheckReport, check
 from .costs import Costs
-from .generators import GENERATORS, NAMES, forward_only, generate
+from .generators import AUTO, GENERATORS, NAMES, forward_only, generate
 from .lower import lower
 from .placement import Placement
 from .schedule import FILE_FORMAT, Schedule, ScheduleError
 from .simulate import Simulation, simulate
 
 __all__ = [
+    "AUTO",
     "FILE_FORMAT",
     "GENERATORS",
     "NAMES",

@@ -27,6 +27,14 @@ class Durations(NamedTuple):
     hop: int
     scale: int
 
+    def reduced(self) -> Durations:
+        """The same without common factors, for comparing: costs times any number become equal.
+        ``scale`` is 1, so these are no longer times in the units of the costs."""
+        rows = self.forward, self.backward_input, self.backward_weight
+        common = math.gcd(self.hop, *(x for row in rows for x in set(row)))
+        f, b, w = (tuple(x // common for x in row) for row in rows)
+        return Durations(f, b, w, self.hop // common, 1)
+
 
 def _number(value: Number, what: str, *, positive: bool) -> Fraction:
     try:

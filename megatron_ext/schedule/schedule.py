@@ -35,6 +35,7 @@ class Schedule:
         microbatches: m, the number of microbatches of one iteration.
         ranks: one tuple of actions per pipeline rank, in execution order.
         costs: what the order was made for; a file keeps them.
+        note: why it is this one, where something was chosen (``auto``); else empty.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Schedule:
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
     costs: Costs = field(default_factory=Costs)
+    note: str = ""
 
     @property
     def pp(self) -> int:

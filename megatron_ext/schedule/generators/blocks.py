@@ -32,6 +32,20 @@ class Block:
     interval: int
     offsets: dict[tuple[Op, int], int]
 
+    def peak(self) -> int:
+        """Most activation sets on a rank in the steady state, W running for one unit."""
+        most = 0
+        for row in self.placement.stages:
+            spans = [(self.offsets[Op.F, s], self.offsets[Op.W, s] + 1) for s in row]
+            for at, _ in spans:
+                # Started by then, less ended: floors that count the same microbatches.
+                sets = sum(
+                    (at - begin) // self.interval - (at - end) // self.interval
+                    for begin, end in spans
+                )
+                most = max(most, sets)
+        return most
+
     def stamp(self, microbatches: int) -> Orders:
         """Every rank's passes of all microbatches in the order of the repeated block.
 
@@ -56,6 +70,9 @@ def vee_block(
     f_turn: int,
     loss_turn: int,
     b_turn: int,
+    *,
+    b_steps: tuple[Sequence[int], Sequence[int]] | None = None,
+    late_w: bool = False,
 ) -> Block:
     """A block on the V placement (CM, section 4): F of both chunks, then B of both, then W.
 
@@ -71,20 +88,23 @@ def vee_block(
             ranks i and i+1.
         f_turn, b_turn: time from the first to the second of the two passes on the last rank.
         loss_turn: time from the last F to the first B, on rank 0.
+        b_steps: (down, up) for the B's where they differ from the F's.
+        late_w: of the two ways to place the two W's take the one with the longer waits.
 
     Raises:
         ValueError: two passes of one rank fall on the same time modulo the interval, 6.
     """
     hops = pp - 1
-    downs = list(accumulate([down] * hops if isinstance(down, int) else down, initial=0))
-    ups = list(accumulate([up] * hops if isinstance(up, int) else up, initial=0))
+    downs, ups = _times(down, hops), _times(up, hops)
+    b_down, b_up = (down, up) if b_steps is None else b_steps
+    b_downs, b_ups = _times(b_down, hops), _times(b_up, hops)
     offsets: dict[tuple[Op, int], int] = {}
     end_f = downs[-1] + f_turn + ups[-1]
-    end_b = end_f + loss_turn + downs[-1] + b_turn
+    end_b = end_f + loss_turn + b_downs[-1] + b_turn
     for rank in range(pp):
         first, second = rank, 2 * pp - 1 - rank
-        f0, f1, b1 = downs[rank], end_f - ups[rank], end_f + loss_turn + downs[rank]
-        b0 = end_b + ups[-1] - ups[rank]
+        f0, f1, b1 = downs[rank], end_f - ups[rank], end_f + loss_turn + b_downs[rank]
+        b0 = end_b + b_ups[-1] - b_ups[rank]
         free = sorted(set(range(6)) - {x % 6 for x in (f0, f1, b1, b0)})
         if len(free) != 2:
             raise ValueError(f"passes of rank {rank} collide: F and B at {f0, f1, b1, b0}")
@@ -94,6 +114,12 @@ def vee_block(
         waits = [
             tuple((r - b - 1) % 6 for r, b in zip(pair, (b0, b1))) for pair in (free, free[::-1])
         ]
-        w0, w1 = min(waits, key=lambda wait: (max(wait), sum(wait)))
+        waits.sort(key=lambda wait: (max(wait), sum(wait)))
+        w0, w1 = waits[late_w]
         offsets |= {(Op.W, first): b0 + 1 + w0, (Op.W, second): b1 + 1 + w1}
     return Block(Placement.vee(pp), 6, offsets)
+
+
+def _times(steps: int | Sequence[int], hops: int) -> list[int]:
+    """Time from rank 0 to every rank."""
+    return list(accumulate([steps] * hops if isinstance(steps, int) else steps, initial=0))

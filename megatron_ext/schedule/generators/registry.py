@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from .cap import v_cap
 from .grouped import gis, gis_peak, interleaved_zb, po
 from .plain import interleaved, one_f_one_b, zb_h1, zb_h2
 from .request import Request
@@ -125,6 +126,9 @@ GENERATORS: dict[str, Generator] = {
     ),
     "v-zb": Generator(
         _v_zb, "vee", 2, False, True, "split backward, V placement: 1F1B's memory, least bubble"
+    ),
+    "v-cap": Generator(
+        v_cap, "vee", 2, False, True, "V placement at any cap", takes_memory_cap=True
     ),
     "gis": Generator(_gis, "loop", 2, True, True, "interleaved in groups of --pp-group-size", True),
     "gis-h": Generator(

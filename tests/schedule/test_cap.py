@@ -1,0 +1,210 @@
+"""v-cap and auto: any memory cap, any costs, and the fastest of everything that fits."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from megatron_ext.schedule import AUTO, Costs, Placement, Schedule, check, generate, lower, simulate
+from megatron_ext.schedule.generators.cap import repeat_period, unit_bound, v_cap_limits
+from megatron_ext.schedule.generators.period import Pattern, improve
+from megatron_ext.schedule.generators.vee import v_half_block, v_min_block, v_zb_block
+
+UNEQUAL = Costs.of(1, "1.3", "0.6", "0.05")
+
+
+@pytest.mark.parametrize("pp", [*range(2, 10), 12])
+def test_unit_costs_at_every_cap(pp: int) -> None:
+    """At most one chunk unit above what no schedule can beat, and never more with more memory."""
+    low, high = v_cap_limits(pp)
+    for m in (2 * pp, 3 * pp + 1) if pp < 9 else (2 * pp,):
+        before = None
+        for cap in range(low, high + 1):
+            run = simulate(generate("v-cap", pp, m, memory_cap=cap))
+            units = 2 * run.makespan
+            assert unit_bound(pp, m, cap) <= units <= unit_bound(pp, m, cap) + 1
+            assert max(run.peak_sets) <= cap
+            assert before is None or units <= before
+            before = units
+
+
+@pytest.mark.parametrize("pp", [17, 25, 32])
+def test_unit_costs_at_some_caps_of_long_pipelines(pp: int) -> None:
+    low, _ = v_cap_limits(pp)
+    for cap in (low + 1, pp + 2, 5 * pp // 3 - 1):
+        units = 2 * simulate(generate("v-cap", pp, 2 * pp, memory_cap=cap)).makespan
+        assert units <= unit_bound(pp, 2 * pp, cap) + 1
+
+
+def test_few_microbatches() -> None:
+    for pp in (2, 3, 4):
+        low, high = v_cap_limits(pp)
+        for m in range(pp, 2 * pp):
+            for cap in range(low, high + 1):
+                units = 2 * simulate(generate("v-cap", pp, m, memory_cap=cap)).makespan
+                assert units <= unit_bound(pp, m, cap) + 1
+    assert 2 * simulate(generate("v-cap", 4, 4, memory_cap=6)).makespan == 29
+
+
+def test_unit_bound_knows_what_the_last_rank_needs() -> None:
+    """p=8, k=13: max(6m+6p-3k-1, 6m+p-1) would promise 2 chunk units less than possible."""
+    assert unit_bound(8, 16, 13) == 6 * 16 + 3 * 8 - 1 - 13
+    assert unit_bound(8, 16, 16) == 6 * 16 + 8 - 1
+    assert unit_bound(8, 16, 10) == 6 * 16 + 6 * 8 - 3 * 10 - 1
+
+
+@pytest.mark.parametrize(
+    ("cost", "cap", "most"),
+    [
+        ((1, "1.3", "0.6", "0.05"), 6, Fraction(0)),
+        ((1, "1.3", "0.6", "0.05"), 4, Fraction(27, 100)),
+        ((1, "1.2", "0.8"), 4, Fraction(14, 100)),
+    ],
+)
+def test_steady_state_at_unequal_costs(
+    cost: tuple[float | str, ...], cap: int, most: Fraction
+) -> None:
+    """Excess over F+B+W per microbatch; the published orders leave 3.4 %, 41 % and 20 %."""
+    costs = Costs.of(*cost)
+    few, many = (
+        simulate(generate("v-cap", 4, m, costs=costs, memory_cap=cap)).makespan for m in (60, 90)
+    )
+    work = costs.forward + costs.backward_input + costs.backward_weight
+    assert (many - few) / 30 / work - 1 <= most
+
+
+@pytest.mark.parametrize(("pp", "m"), [(3, 7), (4, 8), (5, 6)])
+def test_never_slower_than_named_orders_or_smaller_caps(pp: int, m: int) -> None:
+    named = [(n, generate(n, pp, m)) for n in ("v-min", "v-half", "v-zb")]
+    low, high = v_cap_limits(pp)
+    heavy = Costs.of(hop="0.1", stages=[(1, 1, 1)] * (2 * pp - 1) + [("1.5", "1.5", "1.5")])
+    for costs in (UNEQUAL, heavy):
+        before = None
+        for cap in range(low, high + 1):
+            schedule = generate("v-cap", pp, m, costs=costs, memory_cap=cap)
+            run = simulate(schedule)
+            assert max(check(schedule).peak_sets) <= cap
+            for _, fixed in named:
+                if max(simulate(fixed).peak_sets) <= cap:
+                    assert run.makespan <= simulate(fixed, costs).makespan
+            assert before is None or run.makespan <= before
+            before = run.makespan
+
+
+def test_heavy_last_stage_is_planned_for() -> None:
+    """Output layer and loss: the order for equal costs is measurably slower."""
+    costs = Costs.of(stages=[(1, 1, 1)] * 7 + [("1.5", "1.5", "1.5")])
+    blind = simulate(generate("v-cap", 4, 16, memory_cap=8), costs).makespan
+    assert simulate(generate("v-cap", 4, 16, costs=costs, memory_cap=8)).makespan < blind - 1
+
+
+def test_random_requests_are_valid_and_fit() -> None:
+    rng = random.Random(1)
+    for _ in range(5):
+        pp, m = rng.randint(2, 6), rng.randint(1, 14)
+        low, high = v_cap_limits(pp)
+        cap = rng.randint(low, high)
+        costs = Costs.of(*(Fraction(rng.randint(5, 20), 10) for _ in range(3)), hop="0.1")
+        schedule = generate("v-cap", pp, m, costs=costs, memory_cap=cap)
+        report = check(lower(schedule, costs))
+        assert max(report.peak_sets) <= cap
+        work = costs.forward + costs.backward_input + costs.backward_weight
+        # The last rank: the way there, and all its work.
+        ahead = (pp - 1) * (costs.forward / 2 + costs.hop)
+        assert simulate(schedule).makespan >= m * work + ahead
+
+
+def test_long_runs_repeat_the_steady_state() -> None:
+    for cap in (4, 6, 8):
+        run = simulate(generate("v-cap", 4, 300, memory_cap=cap))
+        assert 2 * run.makespan <= unit_bound(4, 300, cap) + 1
+    orders = [list(row) for row in generate("v-half", 4, 12).ranks]
+    longer = repeat_period(orders, 5)
+    assert longer is not None
+    schedule = Schedule("longer", Placement.vee(4), 17, tuple(map(tuple, longer)))
+    assert max(check(schedule).peak_sets) == 6
+    assert simulate(schedule).makespan == simulate(generate("v-half", 4, 17)).makespan
+    assert repeat_period([list(row) for row in generate("v-half", 4, 2).ranks], 5) is None
+
+
+@pytest.mark.parametrize("pp", [3, 4, 5, 8])
+def test_period_of_a_pattern(pp: int) -> None:
+    """Specs 1.4: V-Min max(F+B+W, 3F, 3B), V-Half max(F+B+W, 2F+W/2, 2B+W/2), V-ZB F+B+W."""
+    for f, b, w in ((2, 2, 2), (2, 4, 2), (6, 4, 2), (10, 13, 6)):
+        costs = Costs.of(f, b, w)
+        durations = costs.durations(Placement.vee(pp))
+        expected = (
+            (v_min_block, max(f + b + w, 3 * f, 3 * b) if pp % 3 != 2 else None),
+            (v_half_block, max(f + b + w, 2 * f + w // 2, 2 * b + w // 2)),
+            (v_zb_block, f + b + w),
+        )
+        for make, period in expected:
+            block = make(pp)
+            pattern = Pattern.of(block.placement, block.interval, block.offsets)
+            assert pattern.peak() == block.peak()
+            if period is not None:
+                assert pattern.period(durations) == period * durations.scale
+
+
+def test_search_finds_a_better_steady_state() -> None:
+    block = v_half_block(4)
+    start = Pattern.of(block.placement, block.interval, block.offsets)
+    durations = UNEQUAL.durations(block.placement)
+    found = improve(start, durations, 6, 20)
+    before, after = start.period(durations), found.period(durations)
+    assert before is not None and after is not None
+    assert (before, after) == (Fraction(3) * durations.scale, Fraction("2.9") * durations.scale)
+    assert found.peak() <= 6
+    assert improve(start, durations, 6, 20) == found
+
+
+@pytest.mark.parametrize("cap", [0, 3, 9])
+def test_cap_out_of_range(cap: int) -> None:
+    with pytest.raises(ValueError, match="v-cap at pp=4 takes a memory cap from 4 .* to 8 .*"):
+        generate("v-cap", 4, 8, memory_cap=cap)
+
+
+def test_auto_takes_the_fastest_that_fits_and_says_why() -> None:
+    schedule = generate(AUTO, 4, 8)
+    assert schedule.name == "interleaved-zb"  # as fast as v-zb, and simpler
+    assert "interleaved-zb is the fastest of 10 that fit in 4 microbatches" in schedule.note
+    assert "next is v-zb, as fast, but less simple; too large: interleaved (5.5)" in schedule.note
+    small = generate(AUTO, 4, 8, memory_cap=4)
+    assert small.name == "v-min"
+    assert max(simulate(small).peak_activation) == 2
+    times = []
+    for cap in range(4, 13):
+        best = generate(AUTO, 4, 8, memory_cap=cap)
+        run = simulate(best)
+        assert max(run.peak_activation) <= Fraction(cap, 2)
+        times.append(run.makespan)
+        for name in ("1f1b", "zb-h1", "v-half", "interleaved-zb", "v-zb", "gis-h", "po"):
+            other = simulate(generate(name, 4, 8))
+            if max(other.peak_activation) <= Fraction(cap, 2):
+                assert run.makespan <= other.makespan
+    assert times == sorted(times, reverse=True)
+
+
+def test_auto_with_other_options() -> None:
+    assert generate(AUTO, 4, 12, objective="span", memory_cap=16).note.startswith("zb-h2 is the")
+    assert generate(AUTO, 3, 6, 3).chunks in (1, 2, 3)
+    heavy = Costs.of(stages=[(1, 1, 1)] * 7 + [("1.5", "1.5", "1.5")])
+    best = generate(AUTO, 4, 8, costs=heavy)
+    one = Costs.of(stages=[(2, 2, 2)] * 3 + [("2.5", "2.5", "2.5")])
+    assert simulate(best).makespan <= simulate(generate("1f1b", 4, 8, costs=one)).makespan
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_cap": 1}, "fits a cap of 0.5 microbatches of activations per rank; the least"),
+        ({"group_size": 3}, "auto chooses the group size itself, got 3"),
+        ({"chunks": 0}, "auto needs at least 1 chunk per rank, got 0"),
+    ],
+)
+def test_auto_errors(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        generate(AUTO, 4, 8, **options)
+    assert message in str(error.value)
