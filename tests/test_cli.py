@@ -7,15 +7,13 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 
 import pytest
 
 from megatron_ext import __version__, cli
-from megatron_ext.commands import common
 from megatron_ext.commands import simulate as simulate_command
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.generators import GENERATORS, NAMES, forward_only, generate
+from megatron_ext.schedule.generators import NAMES, forward_only, generate
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule
 
@@ -189,19 +187,22 @@ def test_group_size_and_objective_reach_the_generator(run, tmp_path):
     assert Schedule.load(path).ranks == made.ranks
 
 
-def test_memory_cap_reaches_the_generator_in_sets(run, monkeypatch):
+def test_memory_cap_reaches_the_generator_in_sets(run, tmp_path):
     """Half of 1F1B's peak at p=8 with two chunks a rank is 8 sets."""
-    asked = {}
+    path = tmp_path / "s.json"
+    argv = [*_options("v-cap", 8, 8), "--memory-cap", 0.5]
+    assert run("schedule", *argv, "--output", path)[0] == 0
+    assert Schedule.load(path).ranks == generate("v-cap", 8, 8, memory_cap=8).ranks
+    assert json.loads(run("simulate", *argv, "--json")[1])["peak_activation_vs_1f1b"] <= 0.5
 
-    def capped(*args, **options):
-        asked.update(options)
-        return generate("v-half", 8, 8)
 
-    taking = replace(GENERATORS["v-half"], takes_memory_cap=True)
-    monkeypatch.setitem(GENERATORS, "v-half", taking)
-    monkeypatch.setattr(common, "generate", capped)
-    assert run("simulate", *_options("v-half", 8, 8), "--memory-cap", 0.5)[0] == 0
-    assert asked == {"memory_cap": 8, "group_size": None, "objective": "makespan"}
+def test_auto_says_why(run):
+    argv = ["simulate", *_options("auto", 4, 8), "--memory-cap", 0.5]
+    data = json.loads(run(*argv, "--json")[1])
+    assert list(data) == [*FIELDS, "note"]
+    assert data["peak_activation_vs_1f1b"] <= 0.5
+    assert data["note"].startswith(f"{data['schedule']} is the fastest of")
+    assert f"  chosen because   {data['note']}\n" in run(*argv)[1]
 
 
 def _compare(run, *argv):
@@ -211,14 +212,14 @@ def _compare(run, *argv):
 
 
 def test_compare_json_is_the_contract(run):
-    argv = ["--pp", 4, "--microbatches", 8, "--cost", "1,1.1,0.8", "--hop", 0.1]
+    argv = ["--pp", 2, "--microbatches", 3, "--cost", "1,1.1,0.8", "--hop", 0.1]
     data = _compare(run, *argv)
     assert list(data) == ["pp", "microbatches", "cost", "schedules", "impossible"]
-    assert (data["pp"], data["microbatches"], data["impossible"]) == (4, 8, [])
+    assert (data["pp"], data["microbatches"], data["impossible"]) == (2, 3, [])
     assert data["cost"]["backward_weight"] == 0.8
     rows = data["schedules"]
     assert [row["makespan"] for row in rows] == sorted(row["makespan"] for row in rows)
-    assert {row["schedule"] for row in rows} == set(NAMES) - {"auto"}
+    assert {row["schedule"] for row in rows} == set(NAMES)
     for row in rows:
         assert list(row) == FIELDS
         alone = ["simulate", "--json", "--schedule", row["schedule"], *argv]
@@ -241,10 +242,12 @@ def test_compare_lists_the_impossible_with_the_reason(run, tmp_path):
     path = tmp_path / "stages.json"
     path.write_text(json.dumps({"stages": [[1, 1, 1]] * 4}))
     argv = ["--pp", 2, "--microbatches", 4, "--stage-cost", path]
+    assert _compare(run, *argv)["impossible"] == [], "one stage of 1f1b is two of the V's"
+    path.write_text(json.dumps({"stages": [[1, 1, 1]] * 2}))
     reasons = {row["schedule"]: row["reason"] for row in _compare(run, *argv)["impossible"]}
-    assert "for 4 stages but pp=2 x chunks=1 has 2" in reasons["1f1b"]
+    assert "for 2 stages but pp=2 x chunks=2 has 4" in reasons["v-half"]
     out = run("compare", *argv)[1]
-    assert "not possible here:\n  1f1b: costs are given for 4 stages" in out
+    assert "not possible here:\n  interleaved: costs are given for 2 stages" in out
     path.write_text(json.dumps({"stages": [[1, 1, 1]] * 3}))
     status, _, err = run("compare", *argv)
     assert status == 2

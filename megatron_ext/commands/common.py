@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from ..schedule.actions import Op
 from ..schedule.check import CheckReport, check
 from ..schedule.costs import Costs, number_to_json
-from ..schedule.generators import GENERATORS, NAMES, Generator, generate
+from ..schedule.generators import AUTO, GENERATORS, NAMES, generate
 from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
@@ -65,7 +65,7 @@ def add_schedule_options(parser: argparse.ArgumentParser, *, required: bool = Tr
         "--schedule",
         required=required,
         metavar="NAME|FILE",
-        help=f"{', '.join(NAMES)}, or a schedule file",
+        help=f"{', '.join(_KNOWN)} (the fastest that fits the cap), or a schedule file",
     )
     add_size_options(group)
     add_cap_option(group, _taking("takes_memory_cap"))
@@ -108,14 +108,22 @@ def add_cap_option(group: argparse._ActionsContainer, schedules: str) -> None:
     )
 
 
-def _taking(option: str) -> str:
+_KNOWN = (*NAMES, AUTO)
+
+
+def _takers(option: str) -> list[str]:
+    """The schedules that have an option of ``Generator``'s ``takes_...``."""
     names = [name for name, generator in GENERATORS.items() if getattr(generator, option)]
-    return " and ".join(names) or "no schedule of this version"
+    return [*names, AUTO] if option == "takes_memory_cap" else names
+
+
+def _taking(option: str) -> str:
+    return " and ".join(_takers(option))
 
 
 def is_file(name: str) -> bool:
     """True if ``--schedule`` names a file, not a generator."""
-    return name not in NAMES and (
+    return name not in _KNOWN and (
         name.endswith((".json", ".csv")) or os.sep in name or Path(name).is_file()
     )
 
@@ -172,22 +180,19 @@ _LARGEST_COST = 10**12  # beyond, times no longer fit the floats that they are p
 
 
 def _generated(args: argparse.Namespace) -> Schedule:
-    if args.schedule not in NAMES:
+    if args.schedule not in _KNOWN:
         raise InputError(
-            f"unknown schedule {args.schedule!r}; give one of {', '.join(NAMES)}, or a file"
+            f"unknown schedule {args.schedule!r}; give one of {', '.join(_KNOWN)}, or a file"
         )
     missing = [f"--{o}" for o in ("pp", "microbatches") if getattr(args, o) is None]
     if missing:
         raise InputError(f"--schedule {args.schedule} needs {' and '.join(missing)} too")
-    generator = GENERATORS[args.schedule]
-    for option, taken in (
-        ("memory_cap", generator.takes_memory_cap),
-        ("group_size", generator.takes_group_size),
-    ):
-        if getattr(args, option) is not None and not taken:
+    for option in ("memory_cap", "group_size"):
+        takers = _takers(f"takes_{option}")
+        if getattr(args, option) is not None and args.schedule not in takers:
             flag = "--" + option.replace("_", "-")
             raise InputError(
-                f"{flag} {getattr(args, option)} is for {_taking('takes_' + option)}, and "
+                f"{flag} {getattr(args, option)} is for {' and '.join(takers)}, and "
                 f"{args.schedule} has none; leave {flag} out, or give another --schedule"
             )
     costs = costs_of(args, Costs())
@@ -199,15 +204,15 @@ def _generated(args: argparse.Namespace) -> Schedule:
             args.chunks,
             costs,
             group_size=args.group_size,
-            memory_cap=_memory_cap(args, generator),
+            memory_cap=_memory_cap(args),
             objective=args.objective or "makespan",
         )
 
 
-def _memory_cap(args: argparse.Namespace, generator: Generator) -> int | None:
+def _memory_cap(args: argparse.Namespace) -> int | None:
     if args.memory_cap is None:
         return None
-    chunks = args.chunks or generator.default_chunks
+    chunks = args.chunks or 2  # what v-cap has, and auto counts in
     return cap_sets(parse_cap(args.memory_cap), args.pp, chunks)
 
 
@@ -254,7 +259,10 @@ def per_rank(values: Sequence[Fraction]) -> str:
 
 
 def simulation_json(simulation: Simulation, seconds: float) -> dict[str, Any]:
-    """The contract's object. ``generation_seconds`` is the reading and checking of a file."""
+    """The contract's object, with a ``note`` where ``auto`` says why.
+
+    ``generation_seconds`` of a file is its reading and checking.
+    """
     schedule = simulation.schedule
     peaks = simulation.peak_activation
     return {
@@ -269,6 +277,7 @@ def simulation_json(simulation: Simulation, seconds: float) -> dict[str, Any]:
         "peak_activation": [number_to_json(peak) for peak in peaks],
         "peak_activation_vs_1f1b": number_to_json(max(peaks) / schedule.pp),
         "generation_seconds": round(seconds, 6),
+        **({"note": schedule.note} if schedule.note else {}),
     }
 
 

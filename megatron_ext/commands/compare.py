@@ -11,6 +11,7 @@ from typing import Any
 
 from ..schedule.costs import Costs
 from ..schedule.generators import GENERATORS, generate
+from ..schedule.generators.auto import costs_for
 from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation, simulate
@@ -27,8 +28,6 @@ from .common import (
     simulation_json,
     user_input,
 )
-
-_CHOOSER = "auto"  # picks one of the others, so it is no row of its own
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,6 @@ def _compare(args: argparse.Namespace) -> None:
     rows: list[_Row] = []
     impossible: dict[str, str] = {}
     for name in GENERATORS:
-        if name == _CHOOSER:
-            continue
         started = time.perf_counter()
         try:
             schedule, limit = _generated(name, args, costs, cap)
@@ -98,6 +95,8 @@ def _generated(
     wanted = None
     if generator.takes_memory_cap and sets is not None:
         wanted = min(sets, args.pp * chunks)  # 1F1B's peak is the largest cap there is
+    # Stages of one chunk a rank are two of the V's: their costs are summed, where that can be.
+    costs = costs_for(costs, args.pp * chunks) or costs
     schedule = generate(name, args.pp, args.microbatches, chunks, costs, memory_cap=wanted)
     return schedule, sets
 

@@ -39,3 +39,5 @@ def _write_schedule(args: argparse.Namespace) -> None:
         schedule.save(args.output)
     actions = sum(len(row) for row in schedule.ranks)
     print(f"{args.output}: {schedule.name}, pp {schedule.pp}, {actions} actions")
+    if schedule.note:
+        print(f"  {schedule.note}")

@@ -52,6 +52,8 @@ def _simulation_table(simulation: Simulation, seconds: float) -> str:
             f"  peak activation  {short(max(peaks))} microbatches, "
             f"{short(100 * max(peaks) / schedule.pp)} % of 1F1B's {schedule.pp}",
             f"    per rank       {per_rank(peaks)}",
-            f"  generated in     {seconds:.3f} s\n",
+            f"  generated in     {seconds:.3f} s",
+            *([f"  chosen because   {schedule.note}"] if schedule.note else []),
+            "",
         ]
     )

@@ -66,7 +66,7 @@ def auto(
     fitting: list[Choice] = []
     least: list[tuple[Fraction, str]] = []
     for name, options in _families(pp, microbatches, parts, cap):
-        family_costs = _costs_for(costs, pp * int(options.get("chunks") or 2))
+        family_costs = costs_for(costs, pp * int(options.get("chunks") or 2))
         if family_costs is None:
             continue
         schedule = make(name, pp, microbatches, costs=family_costs, objective=objective, **options)
@@ -114,7 +114,7 @@ def _families(
         yield name, options
 
 
-def _costs_for(costs: Costs, stages: int) -> Costs | None:
+def costs_for(costs: Costs, stages: int) -> Costs | None:
     """``costs`` for another number of stages: neighbours are summed. None if that cannot be."""
     if costs.stages is None or len(costs.stages) == stages:
         return costs
