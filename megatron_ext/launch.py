@@ -11,6 +11,7 @@ this project's short script on the installed megatron-core.
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 import importlib.machinery
 import inspect
@@ -69,6 +70,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ[_STARTED] = json.dumps({"device": options.device, "script": str(script)})
     _prepare_device(options.device)
     _run(script, args, options.loss_log)
+    if options.device == "cpu":
+        _leave()
+
+
+def _leave() -> NoReturn:
+    """End a finished CPU run without tearing the interpreter down.
+
+    gloo's threads may still be running while the interpreter and torch's statics are taken apart,
+    which has been seen to abort a rank (``terminate called``) after a training run had succeeded.
+    What was registered to run at exit runs; what is buffered is written.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _parser() -> argparse.ArgumentParser:
