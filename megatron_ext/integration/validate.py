@@ -11,6 +11,7 @@ from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule, ScheduleError
 from .errors import ConfigError
+from .layout import count_stages, vee_layout_text
 
 # Megatron arguments that change what a pipeline pass is, and so need work of their own in the
 # executor: (attribute, value that means "off", flag as the user wrote it).
@@ -34,15 +35,7 @@ _UNSUPPORTED = (
     ("hybrid_context_parallel", False, "--hybrid-context-parallel"),
     ("moe_paged_stash", False, "--moe-paged-stash"),
 )
-_UNSUPPORTED_WITH_VEE = (
-    ("mtp_num_layers", None, "--mtp-num-layers"),
-    ("pipeline_model_parallel_layout", None, "--pipeline-model-parallel-layout"),
-    ("decoder_first_pipeline_num_layers", None, "--decoder-first-pipeline-num-layers"),
-    ("decoder_last_pipeline_num_layers", None, "--decoder-last-pipeline-num-layers"),
-    ("account_for_embedding_in_pipeline_split", False, "--account-for-embedding-in-pipeline-split"),
-    ("account_for_loss_in_pipeline_split", False, "--account-for-loss-in-pipeline-split"),
-    ("hybrid_layer_pattern", None, "--hybrid-layer-pattern"),
-)
+_UNSUPPORTED_WITH_VEE = (("hybrid_layer_pattern", None, "--hybrid-layer-pattern"),)
 
 
 class Choice:
@@ -187,10 +180,7 @@ def before_megatron(args: Any, choice: Choice) -> None:
             f"--pipeline-model-parallel-size is {pp}; generate it with --pp {pp}"
         )
     if choice.vee:
-        _require_vee(args, choice, pp)
-        args.num_virtual_stages_per_pipeline_rank = 2
-        # Stock refuses two virtual stages on two ranks without this; our executor always overlaps.
-        args.overlap_p2p_comm = True
+        _place_vee(args, choice, pp)
         return
     asked = _virtual_stages_asked(args)
     if choice.file is not None and choice.file.chunks > 1:
@@ -202,7 +192,7 @@ def before_megatron(args: Any, choice: Choice) -> None:
                 f"--pp-schedule {choice.name} needs the number of model chunks a rank; add "
                 "--num-virtual-stages-per-pipeline-rank 2 (or more)"
             )
-    elif asked is not None:
+    elif asked is not None and not _layout_has_one_chunk(args, pp):
         raise ConfigError(
             f"--pp-schedule {choice.name} has one model chunk a rank, but virtual stages are set "
             f"({asked}); remove that flag or use --pp-schedule interleaved"
@@ -237,20 +227,30 @@ def after_megatron(args: Any, choice: Choice) -> int:
     return chunks
 
 
-def _require_vee(args: Any, choice: Choice, pp: int) -> None:
-    asked = _virtual_stages_asked(args)
-    if asked is not None:
-        raise ConfigError(
-            f"--pp-schedule {choice.name} always has two model chunks a rank; remove {asked}"
-        )
+def _place_vee(args: Any, choice: Choice, pp: int) -> None:
+    """Say the V's stages in Megatron's own words: one layout string with two stages a rank."""
+    for attribute in (
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+    ):
+        value = getattr(args, attribute, None)
+        if value is not None:
+            raise ConfigError(
+                f"--pp-schedule {choice.name} always has two model chunks a rank; remove "
+                f"--{attribute.replace('_', '-')} {value}"
+            )
     for attribute, off, flag in _UNSUPPORTED_WITH_VEE:
         _require_off(args, attribute, off, flag, choice.name)
-    layers = args.num_layers
-    if layers is None or layers % (2 * pp) != 0:
-        raise ConfigError(
-            f"--pp-schedule {choice.name} splits the layers evenly over 2 * pipeline size = "
-            f"{2 * pp} stages, but --num-layers is {layers}; make it a multiple of {2 * pp}"
-        )
+    args.pipeline_model_parallel_layout = vee_layout_text(args, pp)
+    args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+    args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
+    # Stock refuses two virtual stages on two ranks without this; our executor always overlaps.
+    args.overlap_p2p_comm = True
+
+
+def _layout_has_one_chunk(args: Any, pp: int) -> bool:
+    text = args.pipeline_model_parallel_layout
+    return text is not None and count_stages(text) == pp
 
 
 def _virtual_stages_asked(args: Any) -> str | None:

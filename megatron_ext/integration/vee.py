@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ..schedule.placement import Placement
+from .errors import ConfigError
+from .layout import vee_layout
 from .seams import Seam
 
 CHUNKS = 2
@@ -36,53 +37,23 @@ def _pp_rank() -> int:
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
-@functools.cache
-def layer_layout(pp: int, num_layers: int) -> Any:
-    """Megatron's layout object for a V: equally many layers a stage, first and last on rank 0.
-
-    Everything that asks Megatron for layer counts, offsets or ids goes through this object:
-    construction, layer numbers, ``sharded_state_dict``.
-    """
-    from megatron.core.transformer.enums import LayerType
-    from megatron.core.transformer.pipeline_parallel_layer_layout import (
-        PipelineParallelLayerLayout,
-    )
-
-    placement = Placement.vee(pp)
-    per_stage = num_layers // placement.num_stages
-    stages = [[LayerType.decoder] * per_stage for _ in range(placement.num_stages)]
-    stages[0].insert(0, LayerType.embedding)
-    stages[-1].append(LayerType.loss)
-
-    class VeeLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
-        """``layout[rank][chunk]`` holds the V's stages; offsets count in stage order."""
-
-        def __init__(self) -> None:
-            in_loop_order = [stages[row[c]] for c in range(CHUNKS) for row in placement.stages]
-            super().__init__(in_loop_order, pp)
-            self.flatten_layout = [layer for stage in stages for layer in stage]
-
-        def get_layer_offset(
-            self,
-            layer_type: Any = LayerType.decoder,
-            vp_stage: int | None = None,
-            pp_rank: int | None = None,
-        ) -> int:
-            rank = _pp_rank() if pp_rank is None else pp_rank
-            stage = placement.stages[rank][vp_stage or 0]
-            return sum(layers.count(layer_type) for layers in stages[:stage])
-
-    return VeeLayout()
-
-
 def _config_post_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
-        # Configs of other models in the same process (a teacher, a draft) keep their own layout.
-        if self.pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_layout is None:
-            self.pipeline_model_parallel_layout = layer_layout(
-                self.pipeline_model_parallel_size, self.num_layers
-            )
+        layout, pp = self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size
+        # A string is what our validation made of the flags. Without one (a library's own config)
+        # the layers are spread evenly.
+        if pp > 1 and layout is None:
+            per_stage, rest = divmod(self.num_layers, CHUNKS * pp)
+            if rest:
+                raise ConfigError(
+                    f"V placement on {pp} ranks has {CHUNKS * pp} stages, but num_layers is "
+                    f"{self.num_layers}; make it a multiple or set pipeline_model_parallel_layout"
+                )
+            stages = ["t" * per_stage] * (CHUNKS * pp)
+            layout = "E" + "|".join(stages) + "m" * (self.mtp_num_layers or 0) + "L"
+        if pp > 1 and isinstance(layout, str):
+            self.pipeline_model_parallel_layout = vee_layout(pp, layout)
         original(self)
 
     return __post_init__
@@ -131,14 +102,15 @@ def _gpt_model_init(original: Callable[..., None]) -> Callable[..., None]:
         original(*bound.args, **bound.kwargs)
         if self.pre_process:
             first_chunk = weakref.ref(self)
-        elif self.post_process and self.share_embeddings_and_output_weights:
+        elif self.post_process and has_second_embedding(self):
             # Megatron starts the second copy at zero and fills it by an all-reduce between first
             # and last rank; here both copies are on this rank, and chunk 0 was built just before.
             model = first_chunk() if first_chunk is not None else None
             if model is None:
                 raise RuntimeError("tied weights under V placement need chunk 0 built first")
             with torch.no_grad():
-                self.output_layer.weight.copy_(model.shared_embedding_or_output_weight())
+                mine = self.shared_embedding_or_output_weight()
+                mine.copy_(model.shared_embedding_or_output_weight())
 
     return __init__
 
@@ -219,6 +191,12 @@ TRAINING_SEAMS = (
 )
 
 
+def has_second_embedding(last_chunk: Any) -> bool:
+    """True if a model's last stage has a copy of the word embeddings: tied weights, or MTP."""
+    tied = getattr(last_chunk, "share_embeddings_and_output_weights", False)
+    return bool(tied or getattr(last_chunk, "mtp_process", False))
+
+
 def reduce_tied_gradients(chunks: list[Any]) -> None:
     """Share the sum of the two gradients of tied weights, as stock's embedding all-reduce does.
 
@@ -228,8 +206,7 @@ def reduce_tied_gradients(chunks: list[Any]) -> None:
     Args:
         chunks: this rank's unwrapped model chunks, in order.
     """
-    tied = getattr(chunks[0], "share_embeddings_and_output_weights", False)
-    if _pp_rank() == 0 and tied:
+    if _pp_rank() == 0 and has_second_embedding(chunks[-1]):
         first, last = (c.shared_embedding_or_output_weight() for c in (chunks[0], chunks[-1]))
         first.main_grad.add_(last.main_grad)
         last.main_grad.copy_(first.main_grad)

@@ -1,0 +1,152 @@
+"""The features that the matrix runs every schedule with: flags of the stock ``pretrain_gpt.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BASE = """--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 5 --lr 1e-3
+--lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 127
+--split 90,5,5 --eval-iters 0 --eval-interval 1000 --log-interval 1 --attention-dropout 0
+--hidden-dropout 0 --untie-embeddings-and-output-weights --clip-grad 0 --ckpt-format torch_dist"""
+
+MOE = """--num-experts 4 --disable-bias-linear --moe-router-topk 2 --moe-aux-loss-coeff 1e-2
+--moe-router-load-balancing-type aux_loss --moe-z-loss-coeff 1e-3 --moe-token-dispatcher-type
+alltoall --moe-per-layer-logging"""
+
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the matrix.
+
+    Attributes:
+        name: as the table shows it.
+        model: flags that the starting checkpoint is made with too.
+        run: flags of the compared runs only.
+        drop: flags of ``BASE`` that the feature is without.
+        pp: pipeline ranks; the world is always ``pp`` times what the other flags need.
+        world: ranks in all.
+        tolerance: largest relative difference of a loss that is still right, and why it is not 0.
+        why: where ``tolerance`` comes from.
+        first: the oldest version that knows these flags.
+    """
+
+    name: str
+    model: str = ""
+    run: str = ""
+    drop: str = ""
+    pp: int = 4
+    world: int = 4
+    tolerance: float = 0.0
+    why: str = ""
+    first: tuple[int, int] = (0, 16)
+
+
+_SUM = "two summands of a gradient are added in another order"
+_CLIP = "the norm that clipping divides by is summed per rank, so in another order"
+
+FEATURES = (
+    Feature("fp32"),
+    Feature("bf16", model="--bf16"),
+    Feature("fp16, loss scaling", model="--fp16 --initial-loss-scale 65536"),
+    Feature("gradient clipping", run="--clip-grad 1.0", tolerance=1e-5, why=_CLIP),
+    Feature("DP 2", pp=2),
+    Feature("DP 2, overlap-grad-reduce, bf16", model="--bf16", run="--overlap-grad-reduce", pp=2),
+    Feature("distributed optimizer, DP 2", model="--bf16", run="--use-distributed-optimizer", pp=2),
+    Feature("... and both overlaps", model="--bf16", run=OVERLAP, pp=2),
+    Feature("TP 2", run="--tensor-model-parallel-size 2", pp=2, tolerance=1e-5, why=_SUM),
+    Feature(
+        "TP 2, sequence parallel",
+        run="--tensor-model-parallel-size 2 --sequence-parallel",
+        pp=2,
+        tolerance=1e-5,
+        why=_SUM,
+    ),
+    Feature("CP 2", run="--context-parallel-size 2", pp=2),
+    Feature("MoE", model=MOE),
+    Feature("MoE, EP 2", model=MOE, run="--expert-model-parallel-size 2", pp=2),
+    Feature(
+        "MoE, EP 2, bf16, both overlaps",
+        model=MOE + " --bf16",
+        run="--expert-model-parallel-size 2 " + OVERLAP,
+        pp=2,
+    ),
+    Feature("tied embeddings", drop="--untie-embeddings-and-output-weights"),
+    Feature(
+        "tied, bf16, both overlaps",
+        model="--bf16",
+        run=OVERLAP,
+        drop="--untie-embeddings-and-output-weights",
+        pp=2,
+    ),
+    Feature(
+        "rope, swiglu, GQA, RMSNorm",
+        model="""--position-embedding-type rope --swiglu
+        --group-query-attention --num-query-groups 2 --normalization RMSNorm
+        --disable-bias-linear""",
+    ),
+    Feature(
+        "recompute full, uniform",
+        run="""--recompute-granularity full --recompute-method uniform
+        --recompute-num-layers 1""",
+    ),
+    Feature(
+        "recompute full, block",
+        run="""--recompute-granularity full --recompute-method block
+        --recompute-num-layers 1""",
+    ),
+    Feature("recompute selective", run="--recompute-granularity selective"),
+    Feature(
+        "evaluation",
+        run="--eval-iters 2 --eval-interval 2",
+    ),
+    Feature(
+        "evaluation, other batch",
+        run="""--eval-iters 1 --eval-interval 2 --eval-global-batch-size 12
+        --eval-micro-batch-size 2""",
+        first=(0, 19),
+    ),
+    Feature(
+        "batch-size ramp-up",
+        run="--train-samples 36 --rampup-batch-size 4 2 24",
+        drop="--train-iters",
+    ),
+    Feature(
+        "fewer first and last layers",
+        model="--num-layers 16",
+        run="--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2",
+    ),
+    Feature(
+        "embedding and loss count as layers",
+        model="--num-layers 14",
+        run="--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    ),
+    Feature("layer layout", run="--pipeline-model-parallel-layout LAYOUT"),
+    Feature(
+        "MTP", model="--mtp-num-layers 1 --position-embedding-type rope", tolerance=1e-5, why=_SUM
+    ),
+    Feature(
+        "MTP, tied, bf16",
+        model="--mtp-num-layers 1 --position-embedding-type rope --bf16",
+        drop="--untie-embeddings-and-output-weights",
+        tolerance=1e-2,
+        why=_SUM,
+    ),
+    Feature("per-token loss", run="--calculate-per-token-loss"),
+    Feature("rerun off", run="--rerun-mode disabled"),
+    Feature("rerun, every step twice", run="--rerun-mode report_determinism_stats"),
+    Feature(
+        "timers, log details",
+        run="""--timing-log-level 2 --log-throughput --log-params-norm
+        --log-num-zeros-in-grad""",
+    ),
+    Feature("skip-train", run="--skip-train --eval-iters 2"),
+    Feature(
+        "fused cross entropy",
+        run="""--cross-entropy-loss-fusion
+        --cross-entropy-fusion-impl native""",
+    ),
+    Feature("no overlap of p2p, no dealloc", run="--no-overlap-p2p-communication"),
+)

@@ -1,0 +1,192 @@
+"""Runs a Megatron training script many times on CPU ranks, importing torch and Megatron once.
+
+Started as ``python benchmarks/script_server.py SCRIPT``: it imports everything that the script
+imports, then reads one job a line (JSON) from standard input, forks the job's ranks, lets each run
+the launcher as torchrun would, and answers one line:
+
+    {"argv": [...], "world": 4, "folder": "...", "timeout": 120}
+    {"status": "ok" | "failed" | "hung", "seconds": 3.2}
+
+Each rank writes ``rankN.log`` into the folder; ``losses.jsonl`` there holds the exact losses.
+``ScriptServer`` is the other end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_RANKS = 16
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: ``ok``, ``failed`` (a rank's exit status was not 0) or ``hung``."""
+
+    status: str
+    seconds: float
+    folder: Path
+
+    def log(self, rank: int) -> str:
+        """What a rank printed."""
+        path = self.folder / f"rank{rank}.log"
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+    def losses(self) -> list[dict[str, Any]]:
+        """One entry an iteration, floats as hexadecimal, from the launcher's ``--loss-log``."""
+        path = self.folder / "losses.jsonl"
+        return [json.loads(x) for x in path.read_text().splitlines()] if path.is_file() else []
+
+
+class ScriptServer:
+    """A process that has imported ``script`` and forks ranks from there. Use as a context.
+
+    Args:
+        script: a Megatron training script, e.g. ``pretrain_gpt.py`` of a checkout.
+        python: interpreter to run it with.
+    """
+
+    def __init__(self, script: Path, python: str = sys.executable) -> None:
+        env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+        env["PYTHONPATH"] = str(ROOT)
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+        # The CPU device is prepared once for all jobs, so for the most ranks that any may have.
+        env["LOCAL_WORLD_SIZE"] = str(MOST_RANKS)
+        self._process = subprocess.Popen(
+            [python, str(Path(__file__).resolve()), str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> ScriptServer:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def run(self, argv: Sequence[str], world: int, folder: Path, timeout: float = 180.0) -> Outcome:
+        """Run the script with ``argv`` on ``world`` ranks; waits for the end.
+
+        Raises:
+            RuntimeError: the server is gone.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        job = {"argv": list(argv), "world": world, "folder": str(folder), "timeout": timeout}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the script server ended; its messages stand above")
+        answer = json.loads(line)
+        return Outcome(answer["status"], answer["seconds"], folder)
+
+
+def _free_port() -> int:
+    """A port below those that the system hands out itself, so that nobody takes it meanwhile."""
+    for port in random.SystemRandom().sample(range(12000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError("found no free port between 12000 and 32000")
+
+
+def _rank(script: Path, job: dict[str, Any], rank: int, port: int) -> None:
+    """Run the launcher in a forked process; never returns."""
+    world, folder = job["world"], Path(job["folder"])
+    os.setpgid(0, 0)
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    status = 1
+    try:
+        from megatron_ext import launch
+
+        own = ["--device", "cpu", "--loss-log", str(folder / "losses.jsonl")]
+        launch.main([*own, str(script), *job["argv"]])
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else (0 if end.code is None else 1)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
+    start, port = time.monotonic(), _free_port()
+    running = {}
+    for rank in range(job["world"]):
+        pid = os.fork()
+        if pid == 0:
+            _rank(script, job, rank, port)
+        running[pid] = rank
+    status = "ok"
+    while running:
+        pid, code = os.waitpid(-1, os.WNOHANG)
+        if pid in running:
+            del running[pid]
+            if code != 0 and status == "ok":
+                # As torchrun: one rank's failure ends the others, after they could report.
+                status, job["timeout"] = "failed", time.monotonic() - start + 5.0
+        elif time.monotonic() - start > job["timeout"]:
+            status = "hung" if status == "ok" else status
+            for left in running:
+                for kill in (os.killpg, os.kill):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        kill(left, signal.SIGKILL)
+            job["timeout"] = float("inf")
+        else:
+            time.sleep(0.01)
+    return {"status": status, "seconds": time.monotonic() - start}
+
+
+def main() -> None:
+    """Serve jobs for the script on the command line until standard input ends."""
+    # Answers go to the pipe; whatever the script's imports print goes to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from megatron_ext import cpu, launch
+
+    script = Path(sys.argv[1]).resolve()
+    launch._set_path(script)
+    launch._set_tools_path()
+    cpu.install()
+    launch._execute(script, "preloaded_script")
+    import megatron.training  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(_run_job(script, json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
