@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -88,7 +89,8 @@ class ScriptServer:
         Raises:
             RuntimeError: the server is gone.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         job = {"argv": list(argv), "world": world, "folder": str(folder), "timeout": timeout}
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")

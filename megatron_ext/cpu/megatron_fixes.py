@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from . import context_parallel
+
 
 def _fix_distributed_optimizer(module: ModuleType) -> None:
     """Let the distributed optimizer save and load around torch's own Adam.
@@ -121,7 +123,9 @@ _CONTEXTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 }
 _FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.optimizer.distrib_optimizer": _fix_distributed_optimizer,
+    "megatron.core.transformer.dot_product_attention": context_parallel.fix_attention,
     "megatron.core.transformer.moe.moe_utils": _fix_moe_utils,
+    "megatron.core.transformer.torch_norm": context_parallel.fix_norm,
     "megatron.legacy.fused_kernels": _fix_fused_kernels,
 }
 

@@ -119,7 +119,7 @@ class ScheduledPipeline:
         return losses
 
     def _run(
-        self, iteration: Iteration, group: Any, shape: tuple[int, ...]
+        self, iteration: Iteration, group: Any, shape: tuple[int, ...] | None
     ) -> tuple[MegatronRunner, list[Any]]:
         """Execute the plan for ``iteration``; returns the runner and what the loss reported."""
         models, forward_only = iteration.models, iteration.forward_only
@@ -252,9 +252,17 @@ class ScheduledPipeline:
         )
 
 
-def message_shape(length: int, micro_batch_size: int, iteration: Iteration) -> tuple[int, ...]:
-    """Shape of what travels between stages: (sequence on this rank, microbatch, hidden)."""
+def message_shape(
+    length: int, micro_batch_size: int, iteration: Iteration
+) -> tuple[int, ...] | None:
+    """Shape of what travels between stages: (sequence on this rank, microbatch, hidden).
+
+    None where it differs between microbatches, or (multi-token prediction on a stage of its own,
+    which passes several hidden states on) between stages.
+    """
     config = iteration.config
+    if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
+        return None
     length //= iteration.cp_size
     if config.sequence_parallel:
         length //= config.tensor_model_parallel_size

@@ -1,8 +1,9 @@
 """Which layers each stage holds: Megatron's layout object, for the stages of a V.
 
 Stock Megatron has four ways to say how many layers a stage gets (evenly, fewer on the first and
-last, embedding and loss counted as layers, or a layout string). Under V placement all of them become
-one layout string in *model* order, which Megatron's own validation reads, and one layout object.
+last, embedding and loss counted as layers, or a layout string). Under V placement all of them
+become one layout string in *model* order, which Megatron's own validation reads, and one layout
+object.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ def vee_layout_text(args: Any, pp: int) -> str:
                 f"{len(parsed)} stages with {layers} layers, but a V on {pp} ranks has 2 * {pp} = "
                 f"{stages} stages and --num-layers is {args.num_layers}; list the stages in model "
                 "order"
+            )
+        if any(layer.name == "mtp" for stage in parsed[:-1] for layer in stage):
+            raise ConfigError(
+                f"--pp-schedule {args.pp_schedule}: --pipeline-model-parallel-layout {given} has "
+                "multi-token prediction outside the last stage; under V placement put it there, "
+                "on the rank that holds the embedding"
             )
         return str(given)
     counts = _counts(args, stages)

@@ -214,8 +214,6 @@ def after_megatron(args: Any, choice: Choice) -> int:
             f"--pp-schedule {choice.name} has {expected} model chunks a rank but the flags make "
             f"{chunks}; remove the virtual-stage flags"
         )
-    if getattr(args, "variable_seq_lengths", False):
-        raise ConfigError("--pp-schedule does not support variable sequence lengths yet")
     if choice.file is not None and getattr(args, "rampup_batch_size", None) is not None:
         raise ConfigError(
             "a schedule file has a fixed number of microbatches and cannot be used with "

@@ -24,12 +24,17 @@ class Receipt:
         return self.tensor
 
 
+_MOST_DIMENSIONS = 7
+
+
 class Channel:
-    """Sends and receives tensors of one shape and dtype inside a pipeline process group.
+    """Sends and receives tensors of one dtype inside a pipeline process group.
 
     Args:
         group: the pipeline-parallel process group (gloo or NCCL).
-        shape: shape of every message; for Megatron (sequence, microbatch, hidden).
+        shape: shape of every message; for Megatron (sequence, microbatch, hidden). None: shapes
+            vary, so each message is preceded by its shape, and a receive is posted only when that
+            is here. The lowered schedule allows for receives that wait (a rendezvous).
         dtype: dtype of every message.
         device: where received tensors are allocated.
 
@@ -41,7 +46,7 @@ class Channel:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        shape: tuple[int, ...],
+        shape: tuple[int, ...] | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -49,7 +54,7 @@ class Channel:
         self._global_ranks = dist.get_process_group_ranks(group)
         # By peer. A sent tensor must live until its transfer is over, and so must its work: gloo
         # never delivers a message whose work is gone.
-        self._sending: dict[int, deque[tuple[Any, torch.Tensor]]] = {}
+        self._sending: dict[int, deque[list[tuple[Any, torch.Tensor]]]] = {}
         self._settled: Counter[int] = Counter()
         self.polls = device.type != "cpu"
 
@@ -60,18 +65,25 @@ class Channel:
             RuntimeError: shape or dtype differ from what the peer expects; sending it all the
                 same would deliver garbage.
         """
-        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+        fits = self.shape is None or tuple(tensor.shape) == self.shape
+        if not fits or tensor.dtype != self.dtype:
             raise RuntimeError(
                 f"a stage produced {tuple(tensor.shape)} {tensor.dtype} but the pipeline carries "
-                f"{self.shape} {self.dtype}; variable sequence lengths are not supported, and "
-                "--pipeline-dtype (params dtype) must be the dtype of the activations"
+                f"{self.shape} {self.dtype}; sequences of varying length need variable_seq_lengths "
+                "in the model's configuration, and --pipeline-dtype (params dtype) must be the "
+                "dtype of the activations"
             )
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, self._global_ranks[peer], group=self.group, tag=tag)
-        self._sending.setdefault(peer, deque()).append((work, tensor))
+        parts = [tensor] if self.shape is not None else [self._header(tensor.shape), tensor]
+        message = []
+        for number, part in enumerate(parts):
+            to = self._global_ranks[peer]
+            work = dist.isend(part, to, group=self.group, tag=2 * tag + number)
+            message.append((work, part))
+        self._sending.setdefault(peer, deque()).append(message)
         if self.polls:
             for queue in self._sending.values():
-                while queue and queue[0][0].is_completed():
+                while queue and all(work.is_completed() for work, _ in queue[0]):
                     queue.popleft()
 
     def taken(self, peer: int, count: int) -> None:
@@ -87,10 +99,26 @@ class Channel:
             self._settle(peer)
 
     def receive(self, peer: int, tag: int) -> Receipt:
-        """Post a receive from rank ``peer`` of the group; returns at once."""
-        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        work = dist.irecv(tensor, self._global_ranks[peer], group=self.group, tag=tag)
+        """Post a receive from rank ``peer`` of the group.
+
+        Returns at once, or, where shapes vary, as soon as the peer has sent the shape.
+        """
+        source, shape = self._global_ranks[peer], self.shape
+        number = 0
+        if shape is None:
+            header = self._header(())
+            dist.irecv(header, source, group=self.group, tag=2 * tag).wait()
+            dimensions, *sizes = header.tolist()
+            shape, number = tuple(sizes[:dimensions]), 1
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        work = dist.irecv(tensor, source, group=self.group, tag=2 * tag + number)
         return Receipt(tensor, work, peer)
+
+    def _header(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """A shape as a message of fixed size: the number of dimensions, the sizes, zeros."""
+        sizes = [len(shape), *shape]
+        padded = sizes + [0] * (_MOST_DIMENSIONS + 1 - len(sizes))
+        return torch.tensor(padded, dtype=torch.int64, device=self.device)
 
     def sending_to(self) -> list[int]:
         """Peers that may not have taken all messages yet; callable from another thread."""
@@ -104,8 +132,8 @@ class Channel:
 
     def _settle(self, peer: int) -> None:
         queue = self._sending[peer]
-        work, _ = queue[0]
         # Still in the queue while it is waited for, so that a report can name the peer.
-        work.wait()
+        for work, _ in queue[0]:
+            work.wait()
         queue.popleft()
         self._settled[peer] += 1

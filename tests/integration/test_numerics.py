@@ -36,6 +36,8 @@ EQUAL = {
     "zb-h1-overlap-bf16": "stock-overlap-bf16",
     "v-zb-overlap-bf16": "stock-overlap-bf16",
     "v-half-recompute": "stock-recompute",
+    "zb-h1-lengths": "stock-lengths",
+    "v-half-lengths": "stock-lengths",
     # Two copies of one weight add their gradients; with two summands no order differs.
     "v-half-tied": "stock-tied",
 }

@@ -84,6 +84,9 @@ CASES: dict[str, dict[str, Any]] = {
     "v-zb-overlap-bf16": {"pp": 2, "schedule": "v-zb", "chunks": 2, "bf16": True, "overlap": True},
     "stock-tied": {"pp": 4, "tied": True},
     "v-half-tied": {"pp": 4, "schedule": "v-half", "chunks": 2, "tied": True},
+    "stock-lengths": {"pp": 4, "lengths": True},
+    "zb-h1-lengths": {"pp": 4, "schedule": "zb-h1", "lengths": True},
+    "v-half-lengths": {"pp": 4, "schedule": "v-half", "chunks": 2, "lengths": True},
     "stock-recompute": {"pp": 2, "recompute": True},
     "v-half-recompute": {"pp": 2, "schedule": "v-half", "chunks": 2, "recompute": True},
 }
@@ -122,6 +125,8 @@ def config_of(case: dict[str, Any]) -> TransformerConfig:
         batch_p2p_comm=False,
         overlap_p2p_comm=chunks > 1,
         microbatch_group_size_per_vp_stage=case["pp"],
+        variable_seq_lengths=case.get("lengths", False),
+        moe_token_dispatcher_type="alltoall",  # the default refuses sequences of varying length
         **more,
     )
 
@@ -178,12 +183,16 @@ def build(case: dict[str, Any], config: TransformerConfig) -> tuple[list[Any], l
     return wrapped, bare
 
 
-def batches(m: int) -> Any:
-    """Tokens and labels (BATCH, SEQUENCE) of every microbatch of this data-parallel rank."""
+def batches(m: int, lengths: bool) -> Any:
+    """Tokens and labels (BATCH, SEQUENCE) of every microbatch of this data-parallel rank.
+
+    With ``lengths``, each microbatch has another sequence length.
+    """
     for microbatch in range(m):
         seed = 1000 * parallel_state.get_data_parallel_rank() + microbatch
+        length = SEQUENCE - 2 * (microbatch % 4) if lengths else SEQUENCE
         tokens = torch.randint(
-            VOCAB, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(seed)
+            VOCAB, (BATCH, length + 1), generator=torch.Generator().manual_seed(seed)
         )
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -191,8 +200,9 @@ def batches(m: int) -> Any:
 def forward_step(iterator: Any, model: Any) -> Any:
     """As pretraining scripts do it."""
     tokens, labels = next(iterator)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), diagonal=1).bool()
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand(BATCH, -1)
+    mask = torch.triu(torch.ones(1, 1, length, length), diagonal=1).bool()
     losses = model(tokens, positions, mask, labels=labels)
 
     def loss_func(output: torch.Tensor) -> Any:
@@ -238,9 +248,10 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         for _ in range(2):
             for model in models:
                 model.zero_grad_buffer()
+            data = [batches(m, case.get("lengths", False)) for _ in models]
             store = step(
                 forward_step_func=forward_step,
-                data_iterator=[batches(m) for _ in models] if chunks > 1 else batches(m),
+                data_iterator=data if chunks > 1 else data[0],
                 model=models if chunks > 1 else models[0],
                 num_microbatches=m,
                 seq_length=SEQUENCE,
@@ -263,16 +274,19 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def rank_main(rank: int, folder: Path) -> None:
     """All cases on one rank; rank 0 gathers and writes them."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
-    )
     results = {}
     for name, case in CASES.items():
         own = folder / name
         own.mkdir(exist_ok=True)
+        # Groups of its own for each case: gloo's threads of groups that pile up slow everything.
+        dist.init_process_group(
+            "gloo", init_method=f"file://{own}/store", rank=rank, world_size=WORLD
+        )
         mine = run_case(case, own)
         every: list[Any] = [None] * WORLD
         dist.all_gather_object(every, mine)
+        dist.barrier()
+        dist.destroy_process_group()
         data_parallel = WORLD // case["pp"]
         gradients: dict[str, bytes] = {}
         for part in every:
@@ -288,7 +302,6 @@ def rank_main(rank: int, folder: Path) -> None:
             print(f"{name}: done", flush=True)
     if rank == 0:
         (folder / "results.pickle").write_bytes(pickle.dumps(results))
-    dist.barrier()
 
 
 def main() -> int:
