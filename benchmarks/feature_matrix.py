@@ -32,12 +32,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from features import BASE, FEATURES, Feature  # noqa: E402
-from script_server import Outcome, ScriptServer  # noqa: E402
+from features import BASE, FEATURES, Feature
+from script_server import Outcome, ScriptServer
 
-SCHEDULES = (
-    "1f1b interleaved zb-h1 zb-h2 interleaved-zb v-min v-half v-zb v-cap gis gis-h po auto".split()
-)
+SCHEDULES = "1f1b,interleaved,zb-h1,zb-h2,interleaved-zb,v-min,v-half,v-zb,v-cap,gis,gis-h,po,auto"
 _LOOPED = ("interleaved", "interleaved-zb", "gis", "gis-h", "po")
 _DEFECTS = ("DIFFERENT", "FAILED", "HUNG")
 # Megatron prints norms with three or more digits; they are sums over ranks.
@@ -151,10 +149,15 @@ def reason(outcome: Outcome, world: int) -> str:
         ours = re.findall(r"^megatron_ext: (?!--device)(.*)", outcome.log(rank), re.M)
         if ours and "--pp-schedule" in ours[-1]:
             return "rejected: " + ours[-1]
-    for rank in range(world):
-        errors = re.findall(r"^(?:\w+\.)*(\w*(?:Error|Exception).*)", outcome.log(rank), re.M)
-        if errors:
-            return f"rank {rank}: {errors[-1]}"
+    errors = [
+        f"rank {rank}: {error}"
+        for rank in range(world)
+        for error in re.findall(r"^(?:\w+\.)*(\w*(?:Error|Exception).*)", outcome.log(rank), re.M)
+    ]
+    # A rank whose neighbour died says only that.
+    own = [error for error in errors if "Connection " not in error]
+    if errors:
+        return (own or errors)[0]
     return f"rank 0: {outcome.log(0).strip().splitlines()[-1:]}"
 
 
@@ -181,8 +184,10 @@ def run_feature(
     """One row: a checkpoint by stock on one rank, a stock run, and every schedule."""
     start = folder / "weights"
     made = server.run(
-        [*command(feature, "stock", None), "--train-iters", "1", "--save", str(start)]
-        + ["--save-interval", "1"],
+        [
+            *command(feature, "stock", None),
+            *f"--train-iters 1 --save {start} --save-interval 1".split(),
+        ],
         1,
         folder / "start",
     )
@@ -233,7 +238,7 @@ def main() -> int:
     parser.add_argument(
         "--features", default="", help="only features whose name holds one of these (a|b)"
     )
-    parser.add_argument("--schedules", default=",".join(SCHEDULES))
+    parser.add_argument("--schedules", default=SCHEDULES)
     parser.add_argument("--json", type=Path, help="write all cells there")
     parser.add_argument("--keep", type=Path, help="keep logs and checkpoints in this folder")
     parser.add_argument("--python", default=sys.executable, help="interpreter that runs Megatron")

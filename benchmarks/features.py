@@ -128,9 +128,10 @@ FEATURES = (
         "MTP", model="--mtp-num-layers 1 --position-embedding-type rope", tolerance=1e-5, why=_SUM
     ),
     Feature(
-        "MTP, tied, bf16",
+        "MTP, bf16, both overlaps",
         model="--mtp-num-layers 1 --position-embedding-type rope --bf16",
-        drop="--untie-embeddings-and-output-weights",
+        run=OVERLAP,
+        pp=2,
         tolerance=1e-2,
         why=_SUM,
     ),

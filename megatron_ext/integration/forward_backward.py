@@ -23,6 +23,7 @@ from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import simulate
 from .errors import ConfigError
+from .relay import map_tensors, relay_losses
 from .runner import Iteration, MegatronRunner
 from .vee import reduce_tied_gradients
 
@@ -139,7 +140,7 @@ class ScheduledPipeline:
             with watchdog.armed():
                 Executor(plan, rank, runner, channel, watchdog, recorder).run()
                 runner.check_finished()
-                losses = self._relay_losses(plan, group, runner, device)
+                losses = relay_losses(plan.placement, group, runner, device, watchdog)
         except BaseException:
             self._store.clear()
             raise
@@ -196,29 +197,6 @@ class ScheduledPipeline:
         if runner.placement.is_vee():
             reduce_tied_gradients([_unwrapped(m) for m in iteration.models])
 
-    def _relay_losses(
-        self, plan: Schedule, group: Any, runner: MegatronRunner, device: torch.device
-    ) -> list[Any]:
-        """Bring losses and token count to the last pipeline rank, where Megatron reads them."""
-        source = plan.placement.rank_of(plan.placement.num_stages - 1)
-        target = plan.pp - 1
-        if source == target or group.rank() not in (source, target):
-            return runner.losses
-        ranks = dist.get_process_group_ranks(group)
-        if group.rank() == source:
-            # Unpickling a CUDA tensor would put it on the sender's device index.
-            message = [_map_tensors(runner.losses, lambda t: t.detach().cpu())]
-            message.append(int(runner.num_tokens))
-            dist.send_object_list(message, dst=ranks[target], group=group, device=device)
-            return runner.losses
-        message = [None, None]
-        self._watch(group.rank()).waiting(f"for the losses from pipeline rank {source}", list)
-        dist.recv_object_list(message, src=ranks[source], group=group, device=device)
-        losses, tokens = message
-        runner.num_tokens.fill_(tokens)
-        result: list[Any] = _map_tensors(losses, lambda t: t.to(device))
-        return result
-
     def _write_trace(
         self,
         plan: Schedule,
@@ -246,7 +224,7 @@ class ScheduledPipeline:
                 "peak_sets_planned": 0 if forward_only else planned.peak_sets[rank],
                 "zero_unix_us": recorder.zero_unix_us,
                 "waited_us": recorder.waited_us,
-                "losses": _map_tensors(losses, _exact),
+                "losses": map_tensors(losses, _exact),
                 "events": recorder.events(),
             }
         )
@@ -279,16 +257,6 @@ def _require_equal_plans(plan: Schedule, group: Any) -> None:
             f"pipeline ranks made different plans for schedule {plan.name}: {every}; start all "
             "ranks with the same flags, schedule file and megatron_ext version"
         )
-
-
-def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {k: _map_tensors(v, change) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(v, change) for v in value)
-    return value
 
 
 def _exact(tensor: torch.Tensor) -> list[str]:

@@ -122,8 +122,15 @@ class MegatronRunner:
 
     def weight(self, chunk: int, microbatch: int) -> None:
         """W of one chunk for one microbatch."""
-        with self._sync_only_at_last(chunk, microbatch):
+        timers = self._it.config.timers
+        if timers is not None:
+            timers("backward-compute", log_level=2).start()
+        # As inside autograd's backward: what B kept still knows its history, and recording more
+        # of it would hold memory.
+        with self._sync_only_at_last(chunk, microbatch), torch.no_grad():
             self._store.run((chunk, microbatch))
+        if timers is not None:
+            timers("backward-compute").stop()
         del self._live[chunk, microbatch]
         self._finished(chunk, microbatch)
 

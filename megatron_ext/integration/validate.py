@@ -12,30 +12,7 @@ from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule, ScheduleError
 from .errors import ConfigError
 from .layout import count_stages, vee_layout_text
-
-# Megatron arguments that change what a pipeline pass is, and so need work of their own in the
-# executor: (attribute, value that means "off", flag as the user wrote it).
-_UNSUPPORTED = (
-    ("cpu_offloading", False, "--cpu-offloading"),
-    ("fine_grained_activation_offloading", False, "--fine-grained-activation-offloading"),
-    ("overlap_moe_expert_parallel_comm", False, "--overlap-moe-expert-parallel-comm"),
-    ("delay_wgrad_compute", False, "--delay-wgrad-compute"),
-    ("defer_embedding_wgrad_compute", False, "--defer-embedding-wgrad-compute"),
-    ("enable_cuda_graph", False, "--enable-cuda-graph"),
-    ("external_cuda_graph", False, "--external-cuda-graph"),
-    ("cuda_graph_impl", "none", "--cuda-graph-impl"),
-    ("use_megatron_fsdp", False, "--use-megatron-fsdp"),
-    ("use_torch_fsdp2", False, "--use-torch-fsdp2"),
-    ("num_microbatches_with_partial_activation_checkpoints", None, "partial checkpointing"),
-    (
-        "overlap_param_gather_with_optimizer_step",
-        False,
-        "--overlap-param-gather-with-optimizer-step",
-    ),
-    ("hybrid_context_parallel", False, "--hybrid-context-parallel"),
-    ("moe_paged_stash", False, "--moe-paged-stash"),
-)
-_UNSUPPORTED_WITH_VEE = (("hybrid_layer_pattern", None, "--hybrid-layer-pattern"),)
+from .rejections import require_supported_features
 
 
 class Choice:
@@ -172,8 +149,7 @@ def before_megatron(args: Any, choice: Choice) -> None:
         raise ConfigError(
             f"--pp-schedule {choice.name} needs --pipeline-model-parallel-size >= 2, got {pp}"
         )
-    for attribute, off, flag in _UNSUPPORTED:
-        _require_off(args, attribute, off, flag, choice.name)
+    require_supported_features(args, choice.name, choice.vee)
     if choice.file is not None and choice.file.pp != pp:
         raise ConfigError(
             f"schedule file {choice.name} is for pp={choice.file.pp} but "
@@ -237,8 +213,6 @@ def _place_vee(args: Any, choice: Choice, pp: int) -> None:
                 f"--pp-schedule {choice.name} always has two model chunks a rank; remove "
                 f"--{attribute.replace('_', '-')} {value}"
             )
-    for attribute, off, flag in _UNSUPPORTED_WITH_VEE:
-        _require_off(args, attribute, off, flag, choice.name)
     args.pipeline_model_parallel_layout = vee_layout_text(args, pp)
     args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
@@ -261,9 +235,3 @@ def _virtual_stages_asked(args: Any) -> str | None:
         if value is not None:
             return f"--{attribute.replace('_', '-')} {value}"
     return None
-
-
-def _require_off(args: Any, attribute: str, off: Any, flag: str, name: str) -> None:
-    value = getattr(args, attribute, off)
-    if value != off and not (off is False and not value):
-        raise ConfigError(f"--pp-schedule {name} does not support {flag} (set to {value}); drop it")

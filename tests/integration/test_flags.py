@@ -12,13 +12,17 @@ import pytest
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.flags import GROUP, add_arguments
+from megatron_ext.integration.rejections import REJECTIONS, Rejection, markdown
 from megatron_ext.integration.validate import Choice, after_megatron, before_megatron
 from megatron_ext.schedule import Costs, Schedule, generate, simulate
+
+from .conftest import needs_megatron
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
     """Megatron's arguments of a small run, before its own validation."""
     values: dict[str, Any] = {
+        "pp_schedule": "as given",
         "pipeline_model_parallel_size": 4,
         "num_layers": 16,
         "num_layers_per_virtual_pipeline_stage": None,
@@ -61,9 +65,72 @@ def test_one_pipeline_rank(schedule: str) -> None:
     assert "--pipeline-model-parallel-size >= 2, got 1" in text
 
 
+@needs_megatron
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        ({"num_layers": 8, "mtp_num_layers": 1}, "Et|t|t|t|t|t|t|tmL"),
+        (
+            {
+                "num_layers": 14,
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
+            "Et|tt|tt|tt|tt|tt|tt|tL",
+        ),
+        (
+            {"num_layers": 9, "decoder_first_pipeline_num_layers": 3},
+            None,  # 6 layers on 7 stages
+        ),
+        (
+            {"num_layers": 9, "decoder_first_pipeline_num_layers": 2},
+            "Ett|t|t|t|t|t|t|tL",
+        ),
+        (
+            {
+                "num_layers": 8,
+                "decoder_first_pipeline_num_layers": 0,
+                "decoder_last_pipeline_num_layers": 2,
+            },
+            "E|t|t|t|t|t|t|ttL",
+        ),
+        (
+            {"num_layers": 16, "pipeline_model_parallel_layout": "E|t|(tt|)*2t*3|(tt|)*2t*4L"},
+            "E|t|(tt|)*2t*3|(tt|)*2t*4L",
+        ),
+        ({"num_layers": 16, "pipeline_model_parallel_layout": "Et*8|t*8L"}, None),
+        ({"num_layers": 12, "pipeline_model_parallel_layout": "E|t|(tt|)*2t*3|(tt|)*2t*4L"}, None),
+        (
+            {
+                "num_layers": 8,
+                "mtp_num_layers": 1,
+                "pipeline_model_parallel_layout": "Et|t|t|t|t|t|tm|tL",
+            },
+            None,
+        ),
+        ({"num_layers": 8, "pipeline_model_parallel_layout": "Ex|t"}, None),
+    ],
+)
+def test_layers_of_the_v(flags: dict[str, Any], layout: str | None) -> None:
+    args = arguments(**flags)
+    if layout is None:
+        with pytest.raises(ConfigError, match=r"stages|layout"):
+            before_megatron(args, Choice("v-half"))
+        return
+    before_megatron(args, Choice("v-half"))
+    assert args.pipeline_model_parallel_layout == layout
+    assert args.decoder_first_pipeline_num_layers is None
+    assert not args.account_for_loss_in_pipeline_split
+
+
+@needs_megatron
+def test_layout_of_one_stage_a_rank_suits_plain_schedules() -> None:
+    before_megatron(arguments(pipeline_model_parallel_layout="Et|t|t|t*13L"), Choice("zb-h1"))
+
+
 def test_layers_that_do_not_split_over_the_v() -> None:
     text = refusal("v-half", num_layers=12)
-    assert "--num-layers is 12" in text
+    assert "--num-layers 12" in text
     assert "multiple of 8" in text
 
 
@@ -88,22 +155,21 @@ def test_schedules_of_several_chunks_need_virtual_stages(schedule: str) -> None:
     before_megatron(arguments(num_virtual_stages_per_pipeline_rank=2), Choice(schedule))
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "flag"),
-    [
-        ("mtp_num_layers", 1, "--mtp-num-layers"),
-        ("decoder_first_pipeline_num_layers", 1, "--decoder-first-pipeline-num-layers"),
-        ("account_for_loss_in_pipeline_split", True, "--account-for-loss-in-pipeline-split"),
-        ("cpu_offloading", True, "--cpu-offloading"),
-        ("cuda_graph_impl", "local", "--cuda-graph-impl"),
-        ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
-        ("use_megatron_fsdp", True, "--use-megatron-fsdp"),
-    ],
-)
-def test_features_that_do_not_work_together(attribute: str, value: Any, flag: str) -> None:
-    text = refusal("v-half", **{attribute: value})
-    assert flag in text
-    assert "drop it" in text
+@pytest.mark.parametrize("rule", REJECTIONS, ids=lambda rule: rule.flag)
+def test_features_that_do_not_work_together(rule: Rejection) -> None:
+    used = {rule.attribute: "something"}
+    text = refusal("v-half", **used)
+    assert f"does not support {rule.flag} (set to something): {rule.reason}" in text
+    if rule.vee_only:
+        before_megatron(arguments(**used), Choice("zb-h1"))
+    else:
+        assert rule.reason in refusal("zb-h1", **used)
+    before_megatron(arguments(**{rule.attribute: rule.off}), Choice("v-half"))
+
+
+def test_documentation_has_the_rejections() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "06-features.md"
+    assert markdown() in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -136,15 +202,11 @@ def test_cap_and_costs_shape_the_plan() -> None:
 def test_v_asks_megatron_for_two_chunks() -> None:
     args = arguments(overlap_p2p_comm=False)
     before_megatron(args, Choice("v-half"))
-    assert args.num_virtual_stages_per_pipeline_rank == 2
+    assert args.pipeline_model_parallel_layout == "Ett|tt|tt|tt|tt|tt|tt|ttL"
+    assert args.num_virtual_stages_per_pipeline_rank is None
+    assert args.overlap_p2p_comm
     args.virtual_pipeline_model_parallel_size = 2
     assert after_megatron(args, Choice("v-half")) == 2
-
-
-def test_variable_sequence_lengths() -> None:
-    args = arguments(variable_seq_lengths=True)
-    with pytest.raises(ConfigError, match="variable sequence lengths"):
-        after_megatron(args, Choice("1f1b"))
 
 
 class TestFile:
