@@ -150,6 +150,7 @@ def _unit_plan(request: Request, cap: int, blocks: Sequence[Block]) -> Orders:
     for tried, block in enumerate(blocks[:_TRIES]):
         orders = squeeze(block.stamp(request.microbatches), block.placement, cap)
         taken = request.time_of(orders)
+        assert taken is not None
         if best is None or taken < least:
             best, least = orders, taken
         if least <= bound or (least <= bound + one and tried >= 6):
