@@ -172,7 +172,7 @@ def _blocks(pp: int, cap: int) -> list[Block]:
     first = [_named_block(pp, cap)]
     if cap == v_min_cap(pp) + 1:
         # One set more than V-Min's: the last hop of the B's takes 2, and W waits.
-        ones, last = [1] * (pp - 1), [1] * (pp - 2) + [2]
+        ones, last = (1,) * (pp - 1), (1,) * (pp - 2) + (2,)
         first += _block(pp, cap, (ones, ones, last, last), (1, 1, 1), True)
     found: list[tuple[tuple[int, int, int], Block]] = []
     for steps in _step_choices(pp, cap):
@@ -184,7 +184,7 @@ def _blocks(pp: int, cap: int) -> list[Block]:
     return first + [block for _, block in found]
 
 
-_Steps = tuple[list[int], list[int], list[int], list[int]]  # F down, F up, B down, B up, by hop
+_Steps = tuple[tuple[int, ...], ...]  # F down, F up, B down, B up, by hop
 
 
 def _step_choices(pp: int, cap: int) -> Iterator[_Steps]:
@@ -199,7 +199,7 @@ def _step_choices(pp: int, cap: int) -> Iterator[_Steps]:
             middle = round((wanted - sum(b) * hops) / (sum(a) - sum(b)))
             counts = [n for n in range(middle - 2, middle + 3) if 1 <= n < hops]
         for n in counts:
-            down, up = ([a[i]] * n + [b[i]] * (hops - n) for i in (0, 1))
+            down, up = ((a[i],) * n + (b[i],) * (hops - n) for i in (0, 1))
             yield down, up, down, up
 
 
@@ -208,7 +208,7 @@ def _block(
 ) -> Iterator[Block]:
     """The block of these steps, if it exists and its peak is the cap or one less."""
     try:
-        block = vee_block(pp, *steps[:2], *turns, b_steps=steps[2:], late_w=late_w)
+        block = vee_block(pp, *steps[:2], *turns, b_steps=(steps[2], steps[3]), late_w=late_w)
     except ValueError:
         return
     if cap - 1 <= block.peak() <= cap:

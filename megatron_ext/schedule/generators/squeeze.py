@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -142,6 +143,8 @@ class _Rank:
         self.following = [*range(1, self.size + 1), 0]
         self.previous = [self.size, *range(self.size)]
         self.count = [0] * len(names)  # passes of each lane that have run
+        total = Counter(self.queue)
+        self.gates = [(lane.gate, total[i]) for i, lane in enumerate(self.lanes)]
         self.clock = self.sets = 0
         self.forwards = sum(a[0] is Op.F for a in order)
         self.growing = [i for i, lane in enumerate(self.lanes) if lane.grows]
@@ -197,6 +200,9 @@ class _Rank:
 
     def _overtaker(self, time: int, index: int) -> tuple[int | None, int | None]:
         queue, lanes, following, count = self.queue, self.lanes, self.following, self.count
+        ready_lanes = self._ready_lanes(time)
+        if not ready_lanes:
+            return None, None
         size, cap = self.size, self.cap
         num, den = self.waits
         sets = peak = self.sets  # resident now, and the most up to this place of the queue
@@ -215,6 +221,7 @@ class _Rank:
                     if end + hop > ready:
                         ready = end + hop
                 if ready <= time:
+                    ready_lanes -= 1
                     if soonest is not None and (soonest - time) * den < lane.duration * num:
                         gave_way = True
                     elif self.forwards or not lane.only_w:
@@ -226,6 +233,8 @@ class _Rank:
                 # What cannot run now blocks the later microbatches of its lane.
                 blocked[number] = True
                 free -= 1
+                if not ready_lanes and spare is None and not gave_way:
+                    return None, None
             sets += lane.sets
             if sets > peak:
                 peak = sets
@@ -241,6 +250,16 @@ class _Rank:
             if (soonest - time) * den < lanes[queue[spare]].duration * num:
                 return None, soonest
         return spare, soonest if gave_way else None
+
+    def _ready_lanes(self, time: int) -> int:
+        """Number of lanes whose next pass has its inputs."""
+        found = 0
+        for (gate, total), microbatch in zip(self.gates, self.count):
+            if gate is None:
+                found += microbatch < total
+            elif len(gate[0]) > microbatch and gate[0][microbatch] + gate[1] <= time:
+                found += 1
+        return found
 
     def run(self, index: int, time: int) -> tuple[int, int] | None:
         """Start the chosen pass at ``time``; returns (rank, hop) of who waits for it elsewhere."""
