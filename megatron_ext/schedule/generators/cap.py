@@ -43,13 +43,39 @@ def v_cap(request: Request) -> Orders:
     """
     least, most = v_cap_limits(request.pp)
     cap = most if request.memory_cap is None else request.memory_cap
+    # A rank has two sets a microbatch; beyond that a cap is none.
+    cap = max(least, min(cap, 2 * request.microbatches))
     plain = replace(request, memory_cap=None)
-    if request.at_unit_times:
-        return _own(plain, cap)
+    if request.at_unit_times and request.objective == "makespan":
+        return _at_unit_times(plain, cap)
     # Few caps for many ranks: each takes a search. The same ones for every request, so that what
     # a smaller cap was given is among a larger one's candidates.
     searched = range(least, cap + 1, max(1, request.pp // 8))
     return request.fastest([*_named(request, cap), *(_own(plain, k) for k in searched)])
+
+
+def _at_unit_times(request: Request, cap: int) -> Orders:
+    """The fastest order of this cap and all smaller ones; those of which the bound says that they
+    cannot be faster are not made."""
+    one = request.durations.forward[0]
+    best = _own(request, cap)
+    least = _time(request, best)
+    for smaller in range(cap - 1, v_cap_limits(request.pp)[0] - 1, -1):
+        if least <= unit_bound(request.pp, request.microbatches, smaller) * one:
+            break
+        orders = _own(request, smaller)
+        taken = _time(request, orders)
+        if taken < least:
+            best, least = orders, taken
+    # With many microbatches the named orders are among what was made.
+    few = request.microbatches < 2 * request.pp
+    return request.fastest([best, *_named(request, cap)]) if few else best
+
+
+def _time(request: Request, orders: Orders) -> int:
+    taken = request.time_of(orders)
+    assert taken is not None  # only with a limit
+    return taken
 
 
 def unit_bound(pp: int, microbatches: int, cap: int) -> int:
@@ -65,10 +91,12 @@ def _named(request: Request, cap: int) -> Iterator[Orders]:
     """The fixed V orders that fit, and their squeezes for the costs."""
     pp, m = request.pp, request.microbatches
     for make, need in ((v_min, v_min_cap(pp)), (v_half, v_half_cap(pp)), (v_zb, 2 * pp)):
-        if need <= cap:
+        # With few microbatches an order may keep less than its name stands for.
+        if need <= cap or m < 2 * pp:
             fixed = make(pp, m)
-            yield fixed
-            yield from request.squeezes(fixed, need)
+            if max(peak_sets(fixed)) <= cap:
+                yield fixed
+                yield from request.squeezes(fixed, min(need, cap))
 
 
 @lru_cache(maxsize=64)
@@ -145,12 +173,15 @@ def _unit_plan(request: Request, cap: int, blocks: Sequence[Block]) -> Orders:
     after a few more tries."""
     one = request.durations.forward[0]
     bound = unit_bound(request.pp, request.microbatches, cap) * one
+    tries = _TRIES
+    if request.objective == "span":
+        # All there is to tell when to stop is the work of a rank, which few orders meet.
+        bound, tries = 6 * request.microbatches * one, _TRIES // 3
     best: Orders | None = None
     least = 0
-    for tried, block in enumerate(blocks[:_TRIES]):
+    for tried, block in enumerate(blocks[:tries]):
         orders = squeeze(block.stamp(request.microbatches), block.placement, cap)
-        taken = request.time_of(orders)
-        assert taken is not None
+        taken = _time(request, orders)
         if best is None or taken < least:
             best, least = orders, taken
         if least <= bound or (least <= bound + one and tried >= 6):
@@ -208,7 +239,8 @@ def _block(
 ) -> Iterator[Block]:
     """The block of these steps, if it exists and its peak is the cap or one less."""
     try:
-        block = vee_block(pp, *steps[:2], *turns, b_steps=(steps[2], steps[3]), late_w=late_w)
+        down, up, b_down, b_up = steps
+        block = vee_block(pp, down, up, *turns, b_steps=(b_down, b_up), late_w=late_w)
     except ValueError:
         return
     if cap - 1 <= block.peak() <= cap:

@@ -245,10 +245,13 @@ class _Rank:
                         blocked[number] = True
                         free -= 1
             index = following[index]
-        if spare is not None and soonest is not None:
-            # Found before some B that is still away; the same rule holds for it.
-            if (soonest - time) * den < lanes[queue[spare]].duration * num:
-                return None, soonest
+        # A spare was found before some B that is still away; the same rule holds for it.
+        if (
+            spare is not None
+            and soonest is not None
+            and (soonest - time) * den < lanes[queue[spare]].duration * num
+        ):
+            return None, soonest
         return spare, soonest if gave_way else None
 
     def _ready_lanes(self, time: int) -> int:
