@@ -8,16 +8,18 @@ larger cap is never slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product
 
 from ..costs import Durations
+from ..placement import Placement
 from ..schedule import ScheduleError
 from ..simulate import peak_sets
 from .blocks import Block, vee_block
+from .chain import chains, most_sets
 from .period import Pattern, improve
 from .request import Request
 from .squeeze import Orders, squeeze
@@ -26,6 +28,8 @@ from .vee import v_half, v_half_block, v_half_cap, v_min, v_min_block, v_min_cap
 _STEPS = ((1, 1), (1, 2), (2, 2), (4, 2), (2, 1))  # (down, up) of one hop
 _TURNS = range(1, 5)
 _TRIES = 24  # blocks squeezed at equal costs; the bound is nearly always met within ten
+_WHOLE = 2048  # microbatches times ranks; more of them take long to squeeze
+_LATER = 6  # orders that are repeated up to the real number of microbatches
 _SEARCH = 640  # tabu steps times p^2, so that a search takes about as long at every p
 
 
@@ -43,8 +47,6 @@ def v_cap(request: Request) -> Orders:
     """
     least, most = v_cap_limits(request.pp)
     cap = most if request.memory_cap is None else request.memory_cap
-    # A rank has two sets a microbatch; beyond that a cap is none.
-    cap = max(least, min(cap, 2 * request.microbatches))
     plain = replace(request, memory_cap=None)
     if request.at_unit_times and request.objective == "makespan":
         return _at_unit_times(plain, cap)
@@ -57,12 +59,15 @@ def v_cap(request: Request) -> Orders:
 def _at_unit_times(request: Request, cap: int) -> Orders:
     """The fastest order of this cap and all smaller ones; those of which the bound says that they
     cannot be faster are not made."""
-    one = request.durations.forward[0]
+    one, m = request.durations.forward[0], request.microbatches
     best = _own(request, cap)
     least = _time(request, best)
     for smaller in range(cap - 1, v_cap_limits(request.pp)[0] - 1, -1):
-        if least <= unit_bound(request.pp, request.microbatches, smaller) * one:
+        # The bound holds where memory binds: a rank has two sets a microbatch.
+        if smaller < 2 * m and least <= unit_bound(request.pp, m, smaller) * one:
             break
+        if smaller >= 2 * m and request.pp > 16 and smaller % 8:
+            continue
         orders = _own(request, smaller)
         taken = _time(request, orders)
         if taken < least:
@@ -103,30 +108,62 @@ def _named(request: Request, cap: int) -> Iterator[Orders]:
 def _own(request: Request, cap: int) -> Orders:
     """The fastest order from blocks chosen for this cap. Long runs are planned for fewer
     microbatches, and the steady state repeated."""
-    short = min(request.microbatches, 3 * request.pp)
-    if request.microbatches > 4 * request.pp:
-        plan = _plan(replace(request, microbatches=short), cap)
-        longer = repeat_period(plan, request.microbatches - short)
-        if longer is not None and max(peak_sets(longer)) <= cap:
-            try:
-                request.time_of(longer)
-            except ScheduleError:
-                pass  # the ranks' steady states do not fit together there
-            else:
-                return longer
-    return _plan(request, cap)
+    more = request.microbatches - 3 * request.pp
+    if more > request.pp:
+        short = replace(request, microbatches=3 * request.pp)
+        valid = []
+        for plan in _plans(short, cap, more):
+            longer = repeat_period(plan, more)
+            if longer is not None and max(peak_sets(longer)) <= cap and _runs(request, longer):
+                valid.append(longer)
+        if valid:
+            if not request.at_unit_times and request.microbatches * request.pp <= _WHOLE:
+                # What a greedy squeeze gains at the ends may be no steady state to repeat.
+                valid += _best_whole(request, short, cap, more)
+            return request.fastest(valid)
+    return _plans(request, cap, 0)[0]
 
 
-def _plan(request: Request, cap: int) -> Orders:
+def _best_whole(request: Request, short: Request, cap: int, more: int) -> Iterable[Orders]:
+    """All microbatches of the pattern that promises most."""
+    promises = []
+    for number, pattern in enumerate(_patterns(request.pp, request.durations, cap)):
+        stamped = pattern.stamp(short.microbatches)
+        period = pattern.period(request.durations)
+        assert period is not None
+        promises += [
+            (_time(short, orders) + more * period, number)
+            for orders in short.squeezes(stamped, cap)
+        ]
+    best = _patterns(request.pp, request.durations, cap)[min(promises)[1]]
+    return request.squeezes(best.stamp(request.microbatches), cap)
+
+
+def _runs(request: Request, orders: Orders) -> bool:
+    try:
+        request.time_of(orders)
+    except ScheduleError:
+        return False  # the ranks' steady states do not fit together there
+    return True
+
+
+def _plans(request: Request, cap: int, more: int) -> list[Orders]:
+    """The fastest order, and those that promise most for ``more`` microbatches more."""
     if request.at_unit_times:
-        return _unit_plan(request, cap, _blocks(request.pp, cap))
-    chosen = _patterns(request.pp, request.durations, cap)
-    candidates = []
-    for pattern in chosen:
+        return [_unit_plan(request, cap, _blocks(request.pp, cap))]
+    ranked: list[tuple[int, int, Fraction, Orders]] = []
+    for pattern in _patterns(request.pp, request.durations, cap):
         stamped = pattern.stamp(request.microbatches)
-        candidates.append(stamped)
-        candidates += request.squeezes(stamped, cap)
-    return request.fastest(candidates)
+        period = pattern.period(request.durations)
+        assert period is not None
+        for orders in (stamped, *request.squeezes(stamped, cap)):
+            ranked.append((_time(request, orders), len(ranked), period, orders))
+    first = min(ranked)
+    if not more:
+        return [first[3]]
+    later = sorted(ranked, key=lambda plan: (plan[0] + more * plan[2], plan[1]))
+    later = later[: _LATER if request.pp <= 8 else 1]
+    return [first[3], *(plan[3] for plan in later if plan[1] != first[1])]
 
 
 @lru_cache(maxsize=64)
@@ -145,6 +182,15 @@ def _patterns(pp: int, durations: Durations, cap: int) -> list[Pattern]:
     steps = _SEARCH // pp**2
     if steps > 2:
         chosen += _searched(chosen[0], durations, cap, steps)
+    work = max(
+        sum(rows[s] for s in row for rows in durations[:3]) for row in Placement.vee(pp).stages
+    )
+    lengths = [length for p in chosen if (length := p.period(durations)) is not None]
+    if cap <= most_sets(pp) and min(lengths) > work:
+        better = chains(pp, durations, cap, 6 if small else 2)
+        chosen += better
+        if better and steps > 2:
+            chosen.append(improve(better[0], durations, cap, steps))
     return chosen
 
 

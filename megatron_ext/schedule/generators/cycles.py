@@ -85,6 +85,12 @@ class Graph:
         self.after[nodes[-1]], self.wraps[nodes[-1]] = nodes[0], 1
         self.rows[rank] = row
 
+    def unlink(self, source: tuple[Op, int], then: tuple[Op, int]) -> None:
+        """Forget that ``then`` needs the result of ``source``."""
+        a, b = (_KIND[op] * self.stages + stage for op, stage in (source, then))
+        self.before[b].remove(a)
+        self.feeds[a] = [feed for feed in self.feeds[a] if feed[0] != b]
+
     def touched(self, rank: int) -> set[int]:
         """Nodes with an outgoing edge that another row for this rank may change."""
         nodes = set(self.nodes(self.rows[rank]))
