@@ -148,6 +148,15 @@ def test_period_of_a_pattern(pp: int) -> None:
                 assert pattern.period(durations) == period * durations.scale
 
 
+def test_one_set_less_than_v_half() -> None:
+    """Blocks that change their steps once take 117.8 here, and the best of them 127.1 at m=35."""
+    costs = Costs.of(1, "1.1", "0.8", "0.05")
+    for m, most in ((32, "113.25"), (35, "122.75")):
+        schedule = generate("v-cap", 8, m, costs=costs, memory_cap=9)
+        assert max(check(schedule).peak_sets) <= 9
+        assert simulate(schedule).makespan <= Fraction(most)
+
+
 def test_search_finds_a_better_steady_state() -> None:
     block = v_half_block(4)
     start = Pattern.of(block.placement, block.interval, block.offsets)

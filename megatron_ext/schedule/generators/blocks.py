@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from ..actions import Action, Op
@@ -105,14 +106,17 @@ def vee_block(
         first, second = rank, 2 * pp - 1 - rank
         f0, f1, b1 = downs[rank], end_f - ups[rank], end_f + loss_turn + b_downs[rank]
         b0 = end_b + b_ups[-1] - b_ups[rank]
-        free = sorted(set(range(6)) - {x % 6 for x in (f0, f1, b1, b0)})
-        if len(free) != 2:
+        taken = {f0 % 6, f1 % 6, b1 % 6, b0 % 6}
+        if len(taken) != 4:
             raise ValueError(f"passes of rank {rank} collide: F and B at {f0, f1, b1, b0}")
+        free = [x for x in range(6) if x not in taken]
         offsets |= {(Op.F, first): f0, (Op.F, second): f1}
         offsets |= {(Op.B, first): b0, (Op.B, second): b1}
         # W in the two residues left, so that the longer wait of the two is as short as possible.
+        one, other = free
         waits = [
-            tuple((r - b - 1) % 6 for r, b in zip(pair, (b0, b1))) for pair in (free, free[::-1])
+            ((one - b0 - 1) % 6, (other - b1 - 1) % 6),
+            ((other - b0 - 1) % 6, (one - b1 - 1) % 6),
         ]
         waits.sort(key=lambda wait: (max(wait), sum(wait)))
         w0, w1 = waits[late_w]
@@ -120,6 +124,12 @@ def vee_block(
     return Block(Placement.vee(pp), 6, offsets)
 
 
-def _times(steps: int | Sequence[int], hops: int) -> list[int]:
+def _times(steps: int | Sequence[int], hops: int) -> tuple[int, ...]:
     """Time from rank 0 to every rank."""
-    return list(accumulate([steps] * hops if isinstance(steps, int) else steps, initial=0))
+    return _sums((steps,) * hops if isinstance(steps, int) else tuple(steps))
+
+
+@lru_cache(maxsize=256)
+def _sums(steps: tuple[int, ...]) -> tuple[int, ...]:
+    # A search asks for the same few steps with all turns.
+    return tuple(accumulate(steps, initial=0))

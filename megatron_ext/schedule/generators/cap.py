@@ -8,16 +8,18 @@ larger cap is never slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product
 
 from ..costs import Durations
+from ..placement import Placement
 from ..schedule import ScheduleError
 from ..simulate import peak_sets
 from .blocks import Block, vee_block
+from .chain import chains, most_sets
 from .period import Pattern, improve
 from .request import Request
 from .squeeze import Orders, squeeze
@@ -26,6 +28,8 @@ from .vee import v_half, v_half_block, v_half_cap, v_min, v_min_block, v_min_cap
 _STEPS = ((1, 1), (1, 2), (2, 2), (4, 2), (2, 1))  # (down, up) of one hop
 _TURNS = range(1, 5)
 _TRIES = 24  # blocks squeezed at equal costs; the bound is nearly always met within ten
+_WHOLE = 2048  # microbatches times ranks; more of them take long to squeeze
+_LATER = 6  # orders that are repeated up to the real number of microbatches
 _SEARCH = 640  # tabu steps times p^2, so that a search takes about as long at every p
 
 
@@ -44,12 +48,39 @@ def v_cap(request: Request) -> Orders:
     least, most = v_cap_limits(request.pp)
     cap = most if request.memory_cap is None else request.memory_cap
     plain = replace(request, memory_cap=None)
-    if request.at_unit_times:
-        return _own(plain, cap)
+    if request.at_unit_times and request.objective == "makespan":
+        return _at_unit_times(plain, cap)
     # Few caps for many ranks: each takes a search. The same ones for every request, so that what
     # a smaller cap was given is among a larger one's candidates.
     searched = range(least, cap + 1, max(1, request.pp // 8))
     return request.fastest([*_named(request, cap), *(_own(plain, k) for k in searched)])
+
+
+def _at_unit_times(request: Request, cap: int) -> Orders:
+    """The fastest order of this cap and all smaller ones; those of which the bound says that they
+    cannot be faster are not made."""
+    one, m = request.durations.forward[0], request.microbatches
+    best = _own(request, cap)
+    least = _time(request, best)
+    for smaller in range(cap - 1, v_cap_limits(request.pp)[0] - 1, -1):
+        # The bound holds where memory binds: a rank has two sets a microbatch.
+        if smaller < 2 * m and least <= unit_bound(request.pp, m, smaller) * one:
+            break
+        if smaller >= 2 * m and request.pp > 16 and smaller % 8:
+            continue
+        orders = _own(request, smaller)
+        taken = _time(request, orders)
+        if taken < least:
+            best, least = orders, taken
+    # With many microbatches the named orders are among what was made.
+    few = request.microbatches < 2 * request.pp
+    return request.fastest([best, *_named(request, cap)]) if few else best
+
+
+def _time(request: Request, orders: Orders) -> int:
+    taken = request.time_of(orders)
+    assert taken is not None  # only with a limit
+    return taken
 
 
 def unit_bound(pp: int, microbatches: int, cap: int) -> int:
@@ -65,40 +96,74 @@ def _named(request: Request, cap: int) -> Iterator[Orders]:
     """The fixed V orders that fit, and their squeezes for the costs."""
     pp, m = request.pp, request.microbatches
     for make, need in ((v_min, v_min_cap(pp)), (v_half, v_half_cap(pp)), (v_zb, 2 * pp)):
-        if need <= cap:
+        # With few microbatches an order may keep less than its name stands for.
+        if need <= cap or m < 2 * pp:
             fixed = make(pp, m)
-            yield fixed
-            yield from request.squeezes(fixed, need)
+            if max(peak_sets(fixed)) <= cap:
+                yield fixed
+                yield from request.squeezes(fixed, min(need, cap))
 
 
 @lru_cache(maxsize=64)
 def _own(request: Request, cap: int) -> Orders:
     """The fastest order from blocks chosen for this cap. Long runs are planned for fewer
     microbatches, and the steady state repeated."""
-    short = min(request.microbatches, 3 * request.pp)
-    if request.microbatches > 4 * request.pp:
-        plan = _plan(replace(request, microbatches=short), cap)
-        longer = repeat_period(plan, request.microbatches - short)
-        if longer is not None and max(peak_sets(longer)) <= cap:
-            try:
-                request.time_of(longer)
-            except ScheduleError:
-                pass  # the ranks' steady states do not fit together there
-            else:
-                return longer
-    return _plan(request, cap)
+    more = request.microbatches - 3 * request.pp
+    if more > request.pp:
+        short = replace(request, microbatches=3 * request.pp)
+        valid = []
+        for plan in _plans(short, cap, more):
+            longer = repeat_period(plan, more)
+            if longer is not None and max(peak_sets(longer)) <= cap and _runs(request, longer):
+                valid.append(longer)
+        if valid:
+            if not request.at_unit_times and request.microbatches * request.pp <= _WHOLE:
+                # What a greedy squeeze gains at the ends may be no steady state to repeat.
+                valid += _best_whole(request, short, cap, more)
+            return request.fastest(valid)
+    return _plans(request, cap, 0)[0]
 
 
-def _plan(request: Request, cap: int) -> Orders:
+def _best_whole(request: Request, short: Request, cap: int, more: int) -> Iterable[Orders]:
+    """All microbatches of the pattern that promises most."""
+    promises = []
+    for number, pattern in enumerate(_patterns(request.pp, request.durations, cap)):
+        stamped = pattern.stamp(short.microbatches)
+        period = pattern.period(request.durations)
+        assert period is not None
+        promises += [
+            (_time(short, orders) + more * period, number)
+            for orders in short.squeezes(stamped, cap)
+        ]
+    best = _patterns(request.pp, request.durations, cap)[min(promises)[1]]
+    return request.squeezes(best.stamp(request.microbatches), cap)
+
+
+def _runs(request: Request, orders: Orders) -> bool:
+    try:
+        request.time_of(orders)
+    except ScheduleError:
+        return False  # the ranks' steady states do not fit together there
+    return True
+
+
+def _plans(request: Request, cap: int, more: int) -> list[Orders]:
+    """The fastest order, and those that promise most for ``more`` microbatches more."""
     if request.at_unit_times:
-        return _unit_plan(request, cap, _blocks(request.pp, cap))
-    chosen = _patterns(request.pp, request.durations, cap)
-    candidates = []
-    for pattern in chosen:
+        return [_unit_plan(request, cap, _blocks(request.pp, cap))]
+    ranked: list[tuple[int, int, Fraction, Orders]] = []
+    for pattern in _patterns(request.pp, request.durations, cap):
         stamped = pattern.stamp(request.microbatches)
-        candidates.append(stamped)
-        candidates += request.squeezes(stamped, cap)
-    return request.fastest(candidates)
+        period = pattern.period(request.durations)
+        assert period is not None
+        for orders in (stamped, *request.squeezes(stamped, cap)):
+            ranked.append((_time(request, orders), len(ranked), period, orders))
+    first = min(ranked)
+    if not more:
+        return [first[3]]
+    later = sorted(ranked, key=lambda plan: (plan[0] + more * plan[2], plan[1]))
+    later = later[: _LATER if request.pp <= 8 else 1]
+    return [first[3], *(plan[3] for plan in later if plan[1] != first[1])]
 
 
 @lru_cache(maxsize=64)
@@ -117,6 +182,15 @@ def _patterns(pp: int, durations: Durations, cap: int) -> list[Pattern]:
     steps = _SEARCH // pp**2
     if steps > 2:
         chosen += _searched(chosen[0], durations, cap, steps)
+    work = max(
+        sum(rows[s] for s in row for rows in durations[:3]) for row in Placement.vee(pp).stages
+    )
+    lengths = [length for p in chosen if (length := p.period(durations)) is not None]
+    if cap <= most_sets(pp) and min(lengths) > work:
+        better = chains(pp, durations, cap, 6 if small else 2)
+        chosen += better
+        if better and steps > 2:
+            chosen.append(improve(better[0], durations, cap, steps))
     return chosen
 
 
@@ -145,11 +219,15 @@ def _unit_plan(request: Request, cap: int, blocks: Sequence[Block]) -> Orders:
     after a few more tries."""
     one = request.durations.forward[0]
     bound = unit_bound(request.pp, request.microbatches, cap) * one
+    tries = _TRIES
+    if request.objective == "span":
+        # All there is to tell when to stop is the work of a rank, which few orders meet.
+        bound, tries = 6 * request.microbatches * one, _TRIES // 3
     best: Orders | None = None
     least = 0
-    for tried, block in enumerate(blocks[:_TRIES]):
+    for tried, block in enumerate(blocks[:tries]):
         orders = squeeze(block.stamp(request.microbatches), block.placement, cap)
-        taken = request.time_of(orders)
+        taken = _time(request, orders)
         if best is None or taken < least:
             best, least = orders, taken
         if least <= bound or (least <= bound + one and tried >= 6):
@@ -171,7 +249,7 @@ def _blocks(pp: int, cap: int) -> list[Block]:
     first = [_named_block(pp, cap)]
     if cap == v_min_cap(pp) + 1:
         # One set more than V-Min's: the last hop of the B's takes 2, and W waits.
-        ones, last = [1] * (pp - 1), [1] * (pp - 2) + [2]
+        ones, last = (1,) * (pp - 1), (1,) * (pp - 2) + (2,)
         first += _block(pp, cap, (ones, ones, last, last), (1, 1, 1), True)
     found: list[tuple[tuple[int, int, int], Block]] = []
     for steps in _step_choices(pp, cap):
@@ -183,7 +261,7 @@ def _blocks(pp: int, cap: int) -> list[Block]:
     return first + [block for _, block in found]
 
 
-_Steps = tuple[list[int], list[int], list[int], list[int]]  # F down, F up, B down, B up, by hop
+_Steps = tuple[tuple[int, ...], ...]  # F down, F up, B down, B up, by hop
 
 
 def _step_choices(pp: int, cap: int) -> Iterator[_Steps]:
@@ -198,7 +276,7 @@ def _step_choices(pp: int, cap: int) -> Iterator[_Steps]:
             middle = round((wanted - sum(b) * hops) / (sum(a) - sum(b)))
             counts = [n for n in range(middle - 2, middle + 3) if 1 <= n < hops]
         for n in counts:
-            down, up = ([a[i]] * n + [b[i]] * (hops - n) for i in (0, 1))
+            down, up = ((a[i],) * n + (b[i],) * (hops - n) for i in (0, 1))
             yield down, up, down, up
 
 
@@ -207,7 +285,8 @@ def _block(
 ) -> Iterator[Block]:
     """The block of these steps, if it exists and its peak is the cap or one less."""
     try:
-        block = vee_block(pp, *steps[:2], *turns, b_steps=steps[2:], late_w=late_w)
+        down, up, b_down, b_up = steps
+        block = vee_block(pp, down, up, *turns, b_steps=(b_down, b_up), late_w=late_w)
     except ValueError:
         return
     if cap - 1 <= block.peak() <= cap:

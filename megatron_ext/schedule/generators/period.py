@@ -14,12 +14,8 @@ from fractions import Fraction
 from ..actions import Action, Op
 from ..costs import Durations
 from ..placement import Placement
-from ..simulate import inputs
-from .squeeze import SETS, Orders, duration
-
-Entry = tuple[Op, int, int]  # (op, stage, lag): in period n it runs microbatch n - lag
-Row = tuple[Entry, ...]
-Edge = tuple[int, int, int, int]  # from, to, time, periods
+from .cycles import Graph, Length, Row
+from .squeeze import SETS, Orders
 
 
 @dataclass(frozen=True)
@@ -61,41 +57,10 @@ class Pattern:
         """Most activation sets on a rank in the steady state."""
         return max(row_peak(row) for row in self.rows)
 
-    def edges(self, durations: Durations) -> list[Edge]:
-        """Who waits for whom: order on a rank, and data."""
-        nodes = {(e[0], e[1]): i for i, e in enumerate(e for row in self.rows for e in row)}
-        lags = {(op, s): lag for row in self.rows for op, s, lag in row}
-        rank_of, n = self.placement.rank_of, self.placement.num_stages
-        edges = []
-        for row in self.rows:
-            for i, (op, stage, lag) in enumerate(row):
-                after, periods = (row[i + 1], 0) if i + 1 < len(row) else (row[0], 1)
-                to = nodes[after[0], after[1]]
-                edges.append((nodes[op, stage], to, duration(durations, op, stage), periods))
-                for kind, other in inputs(op, stage, n):
-                    producer = ((Op.F, Op.B)[kind], other)
-                    hop = durations.hop if rank_of(other) != rank_of(stage) else 0
-                    took = duration(durations, *producer) + hop
-                    edges.append((nodes[producer], nodes[op, stage], took, lag - lags[producer]))
-        return edges
-
-    def period(self, durations: Durations, over: Fraction | None = None) -> Fraction | None:
-        """Length of one period; None if the order cannot run, or if it exceeds ``over``."""
-        edges = self.edges(durations)
-        count = sum(len(row) for row in self.rows)
-        # Most patterns that a search asks about are worse: that takes one look.
-        if over is not None and _positive_circle(edges, count, over) is not None:
-            return None
-        # No period is shorter than the work of a rank.
-        length = Fraction(max(sum(duration(durations, *e[:2]) for e in row) for row in self.rows))
-        while True:
-            circle = _positive_circle(edges, count, length)
-            if circle is None:
-                return length
-            time, periods = circle
-            if periods <= 0:
-                return None
-            length = Fraction(time, periods)
+    def period(self, durations: Durations) -> Fraction | None:
+        """Length of one period; None if the order cannot run."""
+        found = Graph(self.placement, self.rows, durations).length()
+        return None if found is None else found.value
 
 
 def row_peak(row: Row) -> int:
@@ -109,43 +74,6 @@ def row_peak(row: Row) -> int:
         sets += SETS[op]
         peak = max(peak, sets)
     return peak
-
-
-def _positive_circle(edges: list[Edge], count: int, length: Fraction) -> tuple[int, int] | None:
-    """(time, periods) of a circle that takes longer than ``length`` a period; None if none does."""
-    num, den = length.numerator, length.denominator
-    weights = [(u, v, time * den - periods * num) for u, v, time, periods in edges]
-    far = [0] * count
-    via = [-1] * count
-    for _ in range(count + 1):
-        changed = -1
-        for index, (u, v, weight) in enumerate(weights):
-            if far[u] + weight > far[v]:
-                far[v] = far[u] + weight
-                via[v] = index
-                changed = v
-        if changed < 0:
-            return None
-        found = _circle_through(via, edges, changed)
-        if found is not None:
-            return found
-    return None
-
-
-def _circle_through(via: list[int], edges: list[Edge], node: int) -> tuple[int, int] | None:
-    """(time, periods) of the circle that the ways to ``node`` end in, if they do."""
-    seen = set()
-    while via[node] >= 0 and node not in seen:
-        seen.add(node)
-        node = edges[via[node]][0]
-    if via[node] < 0:
-        return None
-    start, time, periods = node, 0, 0
-    while True:
-        u, _, took, spans = edges[via[node]]
-        time, periods, node = time + took, periods + spans, u
-        if node == start:
-            return time, periods
 
 
 def improve(pattern: Pattern, durations: Durations, cap: int, steps: int) -> Pattern:
@@ -163,43 +91,83 @@ def improve(pattern: Pattern, durations: Durations, cap: int, steps: int) -> Pat
     Returns:
         The best pattern seen; the given one if none is better.
     """
-    best = now = pattern
-    least = pattern.period(durations)
-    floor = max(sum(duration(durations, op, s) for op, s, _ in row) for row in pattern.rows)
+    graph = Graph(pattern.placement, pattern.rows, durations)
+    now = graph.length()
+    best, least = pattern, None if now is None else now.value
     seen = {pattern.rows}
     for _ in range(steps):
-        if least is None or least <= floor:
+        if now is None or least is None or least <= graph.floor:
             break
-        ranked: tuple[Fraction, int, Pattern] | None = None
-        for other in _neighbours(now, cap):
-            if other.rows in seen:
-                continue
-            over = None if ranked is None else ranked[0]
-            length = other.period(durations, over)
-            if length is None:
-                continue
-            key = length, sum(row_peak(row) for row in other.rows)
-            if ranked is None or key < ranked[:2]:
-                ranked = (*key, other)
-        if ranked is None:
+        step = _best_move(graph, now, cap, seen)
+        if step is None:
             break
-        now = ranked[2]
-        seen.add(now.rows)
-        if ranked[0] < least:
-            least, best = ranked[0], now
+        rank, row, now = step
+        graph.swap(rank, row)
+        seen.add(tuple(graph.rows))
+        if now.value < least:
+            least, best = now.value, Pattern(pattern.placement, tuple(graph.rows))
     return best
 
 
-def _neighbours(pattern: Pattern, cap: int) -> Iterator[Pattern]:
-    for rank, row in enumerate(pattern.rows):
-        made = {row}
-        for i in range(len(row)):
-            for far in (1, 2):
-                other = _moved(row, i, far)
-                if other not in made and row_peak(other) <= cap:
-                    made.add(other)
-                    rows = (*pattern.rows[:rank], other, *pattern.rows[rank + 1 :])
-                    yield Pattern(pattern.placement, rows)
+_Move = tuple[int, Row, Length]  # rank, its new row, what the period takes then
+
+
+def _best_move(graph: Graph, now: Length, cap: int, seen: set[tuple[Row, ...]]) -> _Move | None:
+    """The move to the shortest period, of those the one to the least memory, of those the first.
+
+    Args:
+        graph: as it is now; the same when this returns.
+        now: its length.
+        cap: most activation sets on a rank.
+        seen: orders not to go back to.
+    """
+    rows = tuple(graph.rows)
+    peaks = [row_peak(row) for row in rows]
+    best: _Move | None = None
+    key: tuple[Fraction, int] | None = None
+    base, based = now, -1  # start times that nearly fit the next candidate; the rank they changed
+    for rank, old in enumerate(rows):
+        seeds = graph.touched(rank)
+        if based >= 0:
+            seeds |= graph.touched(based)
+        rest = sum(peaks) - peaks[rank]
+        for row in _moves(old, cap):
+            if (*rows[:rank], row, *rows[rank + 1 :]) in seen:
+                continue
+            memory = rest + row_peak(row)
+            if key is not None and memory >= key[1] and graph.floor >= key[0]:
+                continue
+            graph.swap(rank, row)
+            length = _length(graph, base, seeds, known=key is not None)
+            if length is not None and (key is None or (length.value, memory) < key):
+                key, best = (length.value, memory), (rank, row, length)
+                base, based = length, rank
+            graph.swap(rank, old)
+    return best
+
+
+def _length(graph: Graph, base: Length, seeds: set[int], *, known: bool) -> Length | None:
+    """Length of the graph's period, from that of one that differs in a row or two; with ``known``
+    None where it is longer than that. None also if the order cannot run."""
+    far = list(base.far)
+    found = graph.relax(far, seeds, base.value)
+    if found is not None:
+        _, time, periods = found
+        # Most candidates of a search are worse: that takes one look.
+        return None if known or periods <= 0 else graph.length(Fraction(time, periods))
+    if base.circle and graph.ratio(base.circle) == base.value:
+        return Length(base.value, far, base.circle)
+    return graph.length()
+
+
+def _moves(row: Row, cap: int) -> Iterator[Row]:
+    made = {row}
+    for i in range(len(row)):
+        for far in (1, 2):
+            other = _moved(row, i, far)
+            if other not in made and row_peak(other) <= cap:
+                made.add(other)
+                yield other
 
 
 def _moved(row: Row, index: int, far: int) -> Row:

@@ -8,9 +8,8 @@ from typing import Literal
 
 from ..costs import Durations
 from ..placement import Placement
-from ..schedule import Schedule
-from ..simulate import run_times
 from .squeeze import Orders, squeeze, unit_durations
+from .timing import time_of
 
 Objective = Literal["makespan", "span"]
 
@@ -53,15 +52,11 @@ class Request:
         times = {*d.forward, *d.backward_input, *d.backward_weight}
         return len(times) == 1 and d.hop == 0
 
-    def time_of(self, orders: Orders) -> int:
-        """How long ``orders`` take under this request's durations and objective."""
-        ranks = tuple(tuple(row) for row in orders)
-        start, end = run_times(
-            Schedule("candidate", self.placement, self.microbatches, ranks), self.durations
-        )
-        if self.objective == "span":
-            return max(e[-1] - s[0] for s, e in zip(start, end) if s)
-        return max(e[-1] for e in end if e)
+    def time_of(self, orders: Orders, limit: int | None = None) -> int | None:
+        """How long ``orders`` take under this request's durations and objective; None if more
+        than ``limit``."""
+        span = self.objective == "span"
+        return time_of(orders, self.placement, self.durations, span=span, limit=limit)
 
     def fastest(self, candidates: Iterable[Orders]) -> Orders:
         """The candidate that takes least; the first of them if several do.
@@ -70,10 +65,10 @@ class Request:
             ValueError: there is none.
         """
         best: Orders | None = None
-        least = 0
+        least: int | None = None
         for orders in candidates:
-            taken = self.time_of(orders)
-            if best is None or taken < least:
+            taken = self.time_of(orders, None if least is None else least - 1)
+            if taken is not None:
                 best, least = orders, taken
         if best is None:
             raise ValueError("no candidate order")

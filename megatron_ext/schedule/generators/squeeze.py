@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import NamedTuple
 
 from ..actions import Action, Op
 from ..costs import Durations
@@ -71,64 +72,83 @@ def squeeze(
                 f"this order keeps {need} activation sets, more than the cap of {most}"
             )
     work = unit_durations(placement) if durations is None else durations
-    patience = Fraction(patience)
+    waits = Fraction(patience).as_integer_ratio()
     ends: dict[tuple[int, int], list[int]] = {}
     fused = {a.stage for row in orders for a in row if a.op is Op.BW}
-    ranks = [_Rank(order, placement, rank, work, fused, ends) for rank, order in enumerate(orders)]
-    num, den = patience.numerator, patience.denominator
-    wakes = [(0, rank) for rank in range(placement.pp)]
-    known = set(wakes)
+    ranks = [
+        _Rank(order, placement, rank, work, fused, ends, most, waits)
+        for rank, (order, most) in enumerate(zip(orders, caps))
+    ]
+    pp, before = placement.pp, -1
+    wakes = list(range(pp))  # a heap of time * pp + rank
     while wakes:
-        now = wakes[0]
-        heapq.heappop(wakes)
-        known.discard(now)
-        time, at = now
-        rank = ranks[at]
-        if time < rank.clock or rank.head == len(rank.queue):
+        wake = heapq.heappop(wakes)
+        if wake == before:
             continue
-        index, again = rank.choose(time, caps[at], num, den)
-        news = [(again, at)] if again is not None else []
+        before = wake
+        time, at = divmod(wake, pp)
+        rank = ranks[at]
+        if time < rank.clock or rank.following[-1] == rank.size:
+            continue
+        index, again = rank.choose(time)
         if index is not None:
-            news = rank.run(index, time)
-        for wake in news:
-            if wake not in known:
-                known.add(wake)
-                heapq.heappush(wakes, wake)
+            feeds = rank.run(index, time)
+            clock = rank.clock
+            heapq.heappush(wakes, clock * pp + at)
+            if feeds is not None:
+                heapq.heappush(wakes, (clock + feeds[1]) * pp + feeds[0])
+        elif again is not None:
+            heapq.heappush(wakes, again * pp + at)
     return [rank.done for rank in ranks]
 
 
-@dataclass
-class _Lane:
+class _Lane(NamedTuple):
     """The passes of one op and stage; they run in microbatch order."""
 
     sets: int
     duration: int
     # What this lane's passes wait for: end times by microbatch, hop, and the producer's duration.
     after: list[tuple[list[int], int, int]]
+    # The one of these that comes last, if everything earlier on the rank has run; with its hop.
+    gate: tuple[list[int], int] | None
     ends: list[list[int]]  # where the end times of this lane's passes go
-    feeds: list[tuple[int, int]]  # (rank, hop) of those that wait for them
+    feeds: tuple[int, int] | None  # (rank, hop) of the other rank that waits for them
+    grows: bool
+    only_w: bool
 
 
-@dataclass
 class _Rank:
-    order: Sequence[Action]
-    placement: Placement
-    rank: int
-    durations: Durations
-    fused: set[int]
-    all_ends: dict[tuple[int, int], list[int]]
-    done: list[Action] = field(default_factory=list)
+    """One rank's passes: a ring of those that have not run yet, in the given order."""
 
-    def __post_init__(self) -> None:
-        names = sorted({(a.op, a.stage) for a in self.order})
+    def __init__(
+        self,
+        order: Sequence[Action],
+        placement: Placement,
+        rank: int,
+        durations: Durations,
+        fused: set[int],
+        all_ends: dict[tuple[int, int], list[int]],
+        cap: int,
+        waits: tuple[int, int],
+    ) -> None:
+        self.order, self.cap, self.waits = order, cap, waits
+        self.placement, self.rank, self.durations = placement, rank, durations
+        self.fused, self.all_ends = fused, all_ends
+        names = sorted({(a[0], a[1]) for a in order})
         self.lanes = [self._lane(op, stage) for op, stage in names]
         number = {name: i for i, name in enumerate(names)}
-        self.queue = [(number[a.op, a.stage], a.microbatch) for a in self.order]
-        self.taken = bytearray(len(self.queue))
-        self.head = self.clock = self.sets = 0
-        self.forwards = sum(a.op is Op.F for a in self.order)
-        self.growing = {i for i, lane in enumerate(self.lanes) if lane.sets > 0}
-        self.only_w = {i for i, (op, _) in enumerate(names) if op is Op.W}
+        self.queue = [number[op, stage] for op, stage, _ in order]
+        self.size = len(order)
+        # Entry ``size``, also reached as -1, is the ring's joint: before the first, after the last.
+        self.following = [*range(1, self.size + 1), 0]
+        self.previous = [self.size, *range(self.size)]
+        self.count = [0] * len(names)  # passes of each lane that have run
+        total = Counter(self.queue)
+        self.gates = [(lane.gate, total[i]) for i, lane in enumerate(self.lanes)]
+        self.clock = self.sets = 0
+        self.forwards = sum(a[0] is Op.F for a in order)
+        self.growing = [i for i, lane in enumerate(self.lanes) if lane.grows]
+        self.done: list[Action] = []
 
     def _lane(self, op: Op, stage: int) -> _Lane:
         work, last = self.durations, self.placement.num_stages - 1
@@ -142,77 +162,121 @@ class _Rank:
         def producer(kind: int, other: int) -> int:
             return duration(work, (Op.F, Op.BW if other in self.fused else Op.B)[kind], other)
 
+        after = [
+            (ends(kind, other), hop(other), producer(kind, other))
+            for kind, other in inputs(op, stage, last + 1)
+        ]
         # Both the next stage's F and the previous stage's B are fed; nothing waits for a W.
         fed = {Op.F: stage + 1, Op.W: stage}.get(op, stage - 1)
-        feeds = [(self.placement.rank_of(fed), hop(fed))] if 0 <= fed <= last else []
+        feeds = None
+        if 0 <= fed <= last and self.placement.rank_of(fed) != self.rank:
+            feeds = self.placement.rank_of(fed), hop(fed)
         return _Lane(
             SETS[op],
             duration(work, op, stage),
-            [
-                (ends(kind, other), hop(other), producer(kind, other))
-                for kind, other in inputs(op, stage, last + 1)
-            ],
+            after,
+            after[-1][:2] if after else None,
             [ends(kind, stage) for kind in outputs(op)],
             feeds,
+            op is Op.F,
+            op is Op.W,
         )
 
-    def choose(self, time: int, cap: int, num: int, den: int) -> tuple[int | None, int | None]:
-        """(index into the queue of the pass to start at ``time``, or None: stay idle; when to
-        look again if something could run but gives way)."""
+    def choose(self, time: int) -> tuple[int | None, int | None]:
+        """(index of the pass to start at ``time``, or None: stay idle; when to look again if
+        something could run but gives way)."""
+        head = self.following[-1]
+        number = self.queue[head]
+        lane = self.lanes[number]
+        # Nearly always the first pass can run.
+        if self.forwards or not lane.only_w:
+            if lane.gate is None:
+                return head, None
+            ends, hop = lane.gate
+            microbatch = self.count[number]
+            if len(ends) > microbatch and ends[microbatch] + hop <= time:
+                return head, None
+        return self._overtaker(time, head)
+
+    def _overtaker(self, time: int, index: int) -> tuple[int | None, int | None]:
+        queue, lanes, following, count = self.queue, self.lanes, self.following, self.count
+        ready_lanes = self._ready_lanes(time)
+        if not ready_lanes:
+            return None, None
+        size, cap = self.size, self.cap
+        num, den = self.waits
         sets = peak = self.sets  # resident now, and the most up to this place of the queue
-        blocked: set[int] = set()
+        blocked = [False] * len(lanes)
+        free = len(lanes)
         spare: int | None = None
         soonest: int | None = None  # when a pass that comes first may be able to run
-        gave_way = False
-        for index in range(self.head, len(self.queue)):
-            if self.taken[index]:
-                continue
-            number, microbatch = self.queue[index]
-            lane = self.lanes[number]
-            if number not in blocked:
-                ready = 0
+        gave_way = full = False
+        while index != size and free:
+            number = queue[index]
+            lane = lanes[number]
+            if not blocked[number]:
+                ready, microbatch = 0, count[number]
                 for ends, hop, took in lane.after:
                     end = ends[microbatch] if len(ends) > microbatch else time + took
                     if end + hop > ready:
                         ready = end + hop
                 if ready <= time:
+                    ready_lanes -= 1
                     if soonest is not None and (soonest - time) * den < lane.duration * num:
                         gave_way = True
-                    elif self.forwards or number not in self.only_w:
+                    elif self.forwards or not lane.only_w:
                         return index, None
                     elif spare is None:
                         spare = index
                 elif soonest is None or ready < soonest:
                     soonest = ready
                 # What cannot run now blocks the later microbatches of its lane.
-                blocked.add(number)
+                blocked[number] = True
+                free -= 1
+                if not ready_lanes and spare is None and not gave_way:
+                    return None, None
             sets += lane.sets
             if sets > peak:
                 peak = sets
-            if peak >= cap:
-                blocked |= self.growing
-            if len(blocked) == len(self.lanes):
-                break
-        if spare is not None and soonest is not None:
-            # Found before some B that is still away; the same rule holds for it.
-            number, _ = self.queue[spare]
-            if (soonest - time) * den < self.lanes[number].duration * num:
-                return None, soonest
+            if peak >= cap and not full:
+                full = True
+                for number in self.growing:
+                    if not blocked[number]:
+                        blocked[number] = True
+                        free -= 1
+            index = following[index]
+        # A spare was found before some B that is still away; the same rule holds for it.
+        if (
+            spare is not None
+            and soonest is not None
+            and (soonest - time) * den < lanes[queue[spare]].duration * num
+        ):
+            return None, soonest
         return spare, soonest if gave_way else None
 
-    def run(self, index: int, time: int) -> list[tuple[int, int]]:
-        """Start the chosen pass at ``time``; returns who has reason to look when."""
-        number, _ = self.queue[index]
+    def _ready_lanes(self, time: int) -> int:
+        """Number of lanes whose next pass has its inputs."""
+        found = 0
+        for (gate, total), microbatch in zip(self.gates, self.count):
+            if gate is None:
+                found += microbatch < total
+            elif len(gate[0]) > microbatch and gate[0][microbatch] + gate[1] <= time:
+                found += 1
+        return found
+
+    def run(self, index: int, time: int) -> tuple[int, int] | None:
+        """Start the chosen pass at ``time``; returns (rank, hop) of who waits for it elsewhere."""
+        number = self.queue[index]
         lane = self.lanes[number]
-        self.clock = time + lane.duration
+        self.clock = clock = time + lane.duration
         for ends in lane.ends:
-            ends.append(self.clock)
-        self.taken[index] = 1
+            ends.append(clock)
+        self.count[number] += 1
+        before, after = self.previous[index], self.following[index]
+        self.following[before] = after
+        self.previous[after] = before
         self.sets += lane.sets
-        self.forwards -= lane.sets > 0
+        if lane.grows:
+            self.forwards -= 1
         self.done.append(self.order[index])
-        while self.head < len(self.queue) and self.taken[self.head]:
-            self.head += 1
-        wakes = [(self.clock, self.rank)]
-        wakes += [(self.clock + hop, rank) for rank, hop in lane.feeds if rank != self.rank]
-        return wakes
+        return lane.feeds

@@ -1,0 +1,153 @@
+"""What holds for every schedule, on random requests; seeded, so every run tries the same ones."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from megatron_ext.schedule import (
+    AUTO,
+    GENERATORS,
+    NAMES,
+    Costs,
+    Placement,
+    Schedule,
+    check,
+    generate,
+    lower,
+    simulate,
+)
+from megatron_ext.schedule.bounds import makespan_bound
+from megatron_ext.schedule.generators import Objective
+from megatron_ext.schedule.generators.cap import unit_bound, v_cap_limits
+from megatron_ext.schedule.generators.grouped import gis_peak
+
+OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
+
+
+def random_costs(rng: random.Random, stages: int) -> Costs:
+    """Equal, mild, extreme, or per stage; with or without a hop."""
+    hop = rng.choice(["0", "0", "0.05", "0.3", "1"])
+    kind = rng.randrange(4)
+    if kind == 0:
+        return Costs.of(1, 1, 1, hop)
+    low, high = ((8, 13), (2, 40))[kind == 2]
+    if kind < 3:
+        return Costs.of(*(Fraction(rng.randint(low, high), 10) for _ in "FBW"), hop)
+    rows = [[Fraction(rng.randint(4, 16), 10) for _ in "FBW"] for _ in range(stages)]
+    return Costs.of(1, 1, 1, hop, rows)
+
+
+def time_of(schedule: Schedule, objective: Objective, costs: Costs | None = None) -> Fraction:
+    run = simulate(schedule, costs)
+    if objective == "makespan":
+        return run.makespan
+    return Fraction(max(e[-1] - s[0] for s, e in zip(run.start, run.end)), run.scale)
+
+
+def cap_of(name: str, schedule: Schedule) -> int:
+    """What a name stands for is what its order for equal costs and many microbatches keeps."""
+    many = generate(name, schedule.pp, 4 * schedule.pp, schedule.chunks)
+    return max(simulate(many).peak_sets)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_named_schedules(name: str) -> None:
+    rng = random.Random(f"named {name}")
+    generator = GENERATORS[name]
+    for _ in range(6 if name == "v-cap" else 14):
+        pp, objective = rng.randint(2, 7), rng.choice(OBJECTIVES)
+        m = rng.randint(1, 3 * pp + 2)
+        chunks = generator.default_chunks + (rng.randrange(3) if generator.any_chunks else 0)
+        options: dict[str, int] = {}
+        if generator.takes_group_size:
+            options["group_size"] = rng.randint(-(-pp // 2), pp)
+        if generator.takes_memory_cap:
+            options["memory_cap"] = rng.randint(*v_cap_limits(pp))
+        costs = random_costs(rng, pp * chunks)
+        schedule = generate(name, pp, m, chunks, costs, objective=objective, **options)
+        report = check(schedule)
+        assert check(lower(schedule)) == report
+        fixed = generate(name, pp, m, chunks, **options)
+        assert time_of(schedule, objective) <= time_of(fixed, objective, costs)
+        if generator.takes_group_size:
+            caps = gis_peak(pp, m, chunks, options["group_size"])
+        else:
+            caps = [options.get("memory_cap") or cap_of(name, fixed)] * pp
+        assert all(peak <= cap for peak, cap in zip(report.peak_sets, caps))
+        bound = makespan_bound(schedule.placement, m, costs, max(report.peak_sets))
+        assert simulate(schedule).makespan >= bound
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("seed", range(12))
+def test_v_cap_at_every_cap(objective: Objective, seed: int) -> None:
+    """Never slower with more memory, nor than a published order that fits."""
+    rng = random.Random(f"caps {seed}")
+    pp = rng.randint(2, 6)
+    m = rng.randint(1, 3 * pp)
+    costs = random_costs(rng, 2 * pp) if seed % 3 else Costs()
+    published = [generate(name, pp, m) for name in ("v-min", "v-half", "v-zb")]
+    low, high = v_cap_limits(pp)
+    before = None
+    for cap in range(low, high + 1):
+        schedule = generate("v-cap", pp, m, costs=costs, objective=objective, memory_cap=cap)
+        assert max(check(schedule).peak_sets) <= cap
+        time = time_of(schedule, objective)
+        assert before is None or time <= before
+        before = time
+        for fixed in published:
+            if max(simulate(fixed).peak_sets) <= cap:
+                assert time <= time_of(fixed, objective, costs)
+        assert simulate(schedule).makespan >= makespan_bound(schedule.placement, m, costs, cap)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_scaling_the_costs_changes_nothing(seed: int) -> None:
+    rng = random.Random(f"scale {seed}")
+    pp, m = rng.randint(2, 5), rng.randint(1, 9)
+    for name in (*rng.sample(NAMES, 4), AUTO):
+        generator = GENERATORS.get(name)
+        stages = pp * (generator.default_chunks if generator else 2)
+        costs = random_costs(rng, stages)
+        plans = set()
+        for scale in (Fraction(1), Fraction(1000), Fraction("1234.5"), Fraction("0.001")):
+            rows = costs.stages and [[x * scale for x in row] for row in costs.stages]
+            numbers = (costs.forward, costs.backward_input, costs.backward_weight, costs.hop)
+            scaled = Costs.of(*(x * scale for x in numbers), rows)
+            plans.add(generate(name, pp, m, costs=scaled).ranks)
+        assert len(plans) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_auto_fits_its_cap(seed: int) -> None:
+    rng = random.Random(f"auto {seed}")
+    pp, m = rng.randint(2, 4), rng.randint(2, 10)
+    costs, before = random_costs(rng, 2 * pp), None
+    for cap in range(v_cap_limits(pp)[0], 2 * pp + 2):
+        schedule = generate(AUTO, pp, m, costs=costs, memory_cap=cap)
+        run = simulate(schedule)
+        assert check(schedule).peak_sets == run.peak_sets
+        assert max(run.peak_activation) <= Fraction(cap, 2)
+        assert before is None or run.makespan <= before
+        before = run.makespan
+
+
+def test_bounds_are_met_where_an_order_is_optimal() -> None:
+    """Closed forms: 1F1B's way out and back, ZB-H1 and V-ZB at equal costs without hops."""
+    for pp in (2, 3, 5, 8):
+        loop, vee = Placement.loop(pp), Placement.vee(pp)
+        for m in (2 * pp, 3 * pp + 1):
+            assert makespan_bound(loop, m, Costs()) == 3 * m + pp - 1
+            assert 2 * makespan_bound(vee, m, Costs(), 2 * pp) == unit_bound(pp, m, 2 * pp)
+        assert makespan_bound(loop, 1, Costs.of(2, 3, 1, "0.5")) == 5 * pp + 1 + pp - 1
+
+
+def test_bound_with_little_memory() -> None:
+    """One set: a rank does one microbatch at a time, from its F through the loss to its W."""
+    costs = Costs.of(2, 3, 1, "0.5")
+    for pp in (2, 4):
+        stays = 5 * pp + 1 + pp - 1
+        assert makespan_bound(Placement.loop(pp), 6, costs, 1) == 6 * stays
