@@ -40,6 +40,7 @@ def pareto(setting: Setting, rows: Sequence[Row], curve: Sequence[Row]) -> str:
     parts += [f'<circle cx="{x(r):.1f}" cy="{y(r):.1f}" r="2.5" fill="#2a8c67"/>' for r in curve]
     ordered = sorted(rows, key=lambda row: (row.memory, row.bubble))
     placed: list[tuple[float, float]] = []
+    markers: list[str] = []  # drawn last, over the lines that lead to them
     legend_y = _TOP + 6.0
     for number, row in enumerate(ordered, 1):
         color = next(color for start, color in _FAMILIES if row.name.startswith(start))
@@ -51,8 +52,8 @@ def pareto(setting: Setting, rows: Sequence[Row], curve: Sequence[Row]) -> str:
                 f'stroke="{color}" stroke-width="0.8"/>'
                 f'<circle cx="{x(row):.1f}" cy="{y(row):.1f}" r="2" fill="{color}"/>'
             )
-        parts += _marker(at, number, color)
-        parts += _marker((_LEFT + _PLOT + 36, legend_y), number, color)
+        markers += _marker(at, number, color)
+        markers += _marker((_LEFT + _PLOT + 36, legend_y), number, color)
         label = f"{row.name}: {100 * row.bubble:.1f} %, {row.memory:.2f}"
         parts.append(_text(_LEFT + _PLOT + 50, legend_y + 4, label, 11.5))
         legend_y += 20
@@ -64,7 +65,7 @@ def pareto(setting: Setting, rows: Sequence[Row], curve: Sequence[Row]) -> str:
         f"<title>Bubble against peak activation, {html.escape(describe(setting))}</title>\n"
         "<style>text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif}</style>\n"
         f'<rect width="{_WIDTH}" height="{height:.0f}" fill="#fff"/>\n'
-        + "\n".join(parts)
+        + "\n".join([*parts, *markers])
         + "\n</svg>\n"
     )
 

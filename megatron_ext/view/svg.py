@@ -135,7 +135,7 @@ def _header(parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: floa
 
 
 def _result(run: Timeline) -> str:
-    return (
+    return run.facts or (
         f"makespan {run.makespan_text}   bubble {decimal(100 * run.bubble, 1)} %   "
         f"peak activation {decimal(max(run.peak_activation))} "
         f"(1F1B {reference_peak(run.schedule)})"
