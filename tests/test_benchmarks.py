@@ -13,8 +13,18 @@ def test_schedules(repo_root: Path, tmp_path: Path) -> None:
     """-S and -I: no package, no environment; torch is compared where there is one, not here."""
     script = repo_root / "benchmarks" / "schedules.py"
     done = subprocess.run(
-        [sys.executable, "-I", "-S", str(script), "--smoke", "--no-torch", "--date", "2026-01-02"]
-        + ["--output", str(tmp_path)],
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            str(script),
+            "--smoke",
+            "--no-torch",
+            "--date",
+            "2026-01-02",
+            "--output",
+            str(tmp_path),
+        ],
         capture_output=True,
         text=True,
         timeout=110,
