@@ -108,7 +108,7 @@ class Choice:
             )
         if not _looks_like_file(text):
             raise ConfigError(
-                f"--pp-schedule {text!r} is not known; choose one of {', '.join(NAMES)}, {AUTO}, "
+                f"--pp-schedule {text!r} is not known; use {', '.join(NAMES)}, {AUTO}, "
                 "or give the path of a file (*.json or *.csv, from `megatron-ext schedule --output`)"
             )
         try:
