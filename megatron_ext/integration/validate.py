@@ -109,7 +109,7 @@ class Choice:
         if not _looks_like_file(text):
             raise ConfigError(
                 f"--pp-schedule {text!r} is not known; use {', '.join(NAMES)}, {AUTO}, "
-                "or give the path of a file (*.json or *.csv, from `megatron-ext schedule --output`)"
+                "or give a file's path (*.json or *.csv, from `megatron-ext schedule --output`)"
             )
         try:
             self.file = Schedule.load(text).compute()

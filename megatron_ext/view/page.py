@@ -35,13 +35,14 @@ picture.querySelectorAll(".box").forEach((box, i) => {
   box.onmouseleave = () => { about.textContent = hint; };
 });
 picture.querySelectorAll(".n").forEach(g => { g.style.pointerEvents = "none"; });
-// Zooming stretches time only: shapes are scaled, texts in them moved, all else stays in sight.
+// Zooming stretches time only: shapes are scaled, their texts moved, the rest stays in sight.
 const all = selector => [...picture.querySelectorAll(selector)];
 const TIMED = ".box,.row,.strip,.area,.line,.peak,.axis";
 const shapes = all(TIMED), groups = all(".n");
 const number = (element, name) => Number(element.getAttribute(name));
 const texts = all(".n text,.tick").map(text => [text, number(text, "x")]);
-const strip = picture.querySelector(".strip"), row = number(picture.querySelector(".row"), "height");
+const strip = picture.querySelector(".strip");
+const row = number(picture.querySelector(".row"), "height");
 const left = number(strip, "x"), width = number(strip, "width");
 const [, , full, height] = picture.getAttribute("viewBox").split(" ").map(Number);
 const font = groups.length ? number(groups[0], "font-size") : 0;
