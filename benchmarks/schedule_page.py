@@ -16,7 +16,7 @@ def page(
     """Markdown.
 
     Args:
-        head: date, machine, python, torch, seconds, load, results.
+        head: date, machine, python, torch, claims_seconds, table_seconds, load, results.
         claims: all that were checked.
         rows: of the whole table.
         plots: file names of the Pareto plots, beside the page.
@@ -28,10 +28,10 @@ def page(
         [
             "# Schedules: claims, table, losses",
             "",
-            f"Measured {head['date']} with Python {head['python']} on {head['machine']}, in "
-            f"{head['seconds']:.0f} s; compared with {torch}. Load average while the generation "
-            f"times were taken: {head['load']}. All rows are in "
-            f"[{head['results']}]({head['results']}).",
+            f"Measured {head['date']} with Python {head['python']} ({head['machine']}); claims in "
+            f"{head['claims_seconds']:.0f} s, table in {head['table_seconds']:.0f} s, with {torch}. "
+            f"Load average {head['load']} the claims; only the generation times depend on it. All "
+            f"rows: [{head['results']}]({head['results']}).",
             "",
             "Run it again, from the repository's root; only the comparison with torch needs "
             "anything installed:",

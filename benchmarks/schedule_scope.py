@@ -22,7 +22,8 @@ class Scope:
         caps_all, caps_some: ranks for which v-cap is checked at every cap, at three caps.
         ranks, factors: the table's p, and its m as multiples of p.
         costs, hops: the table's.
-        timed: (p, m) of the generation times.
+        timed: (p, m) of the generation times, taken ``timed_rounds`` times, of ``timed_names``
+            (empty: of all).
     """
 
     name: str
@@ -34,6 +35,8 @@ class Scope:
     costs: tuple[Cost, ...]
     hops: tuple[str, ...]
     timed: tuple[int, int]
+    timed_rounds: int
+    timed_names: tuple[str, ...] = ()
 
 
 FULL = Scope(
@@ -46,6 +49,7 @@ FULL = Scope(
     costs=(UNIT, PROFILED, ATTENTION, SKEWED),
     hops=("0", "0.05"),
     timed=(32, 256),
+    timed_rounds=3,
 )
 QUICK = Scope(
     "quick",
@@ -57,6 +61,7 @@ QUICK = Scope(
     costs=(UNIT, ATTENTION),
     hops=("0", "0.05"),
     timed=(16, 128),
+    timed_rounds=1,
 )
 SMOKE = Scope(
     "smoke",
@@ -68,4 +73,6 @@ SMOKE = Scope(
     costs=(UNIT,),
     hops=("0",),
     timed=(8, 32),
+    timed_rounds=1,
+    timed_names=("1f1b", "v-half"),
 )

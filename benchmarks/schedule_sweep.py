@@ -183,6 +183,14 @@ def describe(setting: Setting) -> str:
     )
 
 
+def from_json(data: dict[str, Any]) -> list[Row]:
+    """The rows of a results file."""
+    return [
+        Row(name, Setting(pp, m, tuple(cost.split(",")), hop), makespan, bubble, peak)
+        for name, pp, m, cost, hop, makespan, bubble, peak in data["rows"]
+    ]
+
+
 def to_json(rows: Sequence[Row]) -> dict[str, Any]:
     """Columns and rows, compact."""
     columns = ["schedule", "pp", "microbatches", "cost", "hop", "makespan", "bubble", "peak"]

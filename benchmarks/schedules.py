@@ -2,6 +2,7 @@
 """Checks every claim on the schedules, compares them all, writes results and a short page.
 
     python3 benchmarks/schedules.py [--quick] [--output DIR] [--date YYYY-MM-DD] [--no-torch]
+                                    [--table FILE]
 
 Runs on a bare Python; where torch can be imported, torch.distributed.pipelining's own orders are
 compared too. Exit status 1 if a claim does not hold that is not on the list of known misses.
@@ -30,7 +31,7 @@ from schedule_claims import Claim, all_claims  # noqa: E402
 from schedule_page import page, plot_settings  # noqa: E402
 from schedule_plot import pareto  # noqa: E402
 from schedule_scope import FULL, QUICK, SMOKE, Scope  # noqa: E402
-from schedule_sweep import Row, caps_curve, settings, sweep, to_json  # noqa: E402
+from schedule_sweep import Row, caps_curve, describe, from_json, settings, sweep, to_json  # noqa: E402
 
 # Claims that are known not to hold; docs/02 says so and why.
 KNOWN_MISSES = ("above 6m + max(6p - 3k - 1, p - 1), the bound of the smallest pipelines",)
@@ -46,18 +47,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--date", default=datetime.date.today().isoformat())
     parser.add_argument("--machine", default=_machine(), help="in words, for the page")
     parser.add_argument("--no-torch", action="store_true", help="our schedules only")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="take the table from these results, not anew"
+    )
     args = parser.parse_args(argv)
     scope = QUICK if args.quick else SMOKE if args.smoke else FULL
     started = time.perf_counter()
-    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+    load = _load()
     claims = all_claims(scope)
     for claim in claims:
         mark = {True: "ok  ", False: "FAIL", None: "    "}[claim.holds]
         print(f"{mark} {claim.group}: {claim.what}: expected {claim.expected}: {claim.measured}")
-    version = None if args.no_torch else torch_lists.version()
-    rows: list[Row] = []
-    for setting in settings(scope):
-        rows += sweep(setting, version is not None)
+    load = f"{load} before, {_load()} after"
+    checked = time.perf_counter()
+    if args.table is not None:
+        earlier = json.loads(args.table.read_text())
+        version, rows, table_seconds = (
+            earlier["torch"],
+            from_json(earlier),
+            earlier["table_seconds"],
+        )
+    else:
+        version = None if args.no_torch else torch_lists.version()
+        rows = _table(scope, version is not None)
+        table_seconds = round(time.perf_counter() - checked, 1)
     head = {
         "date": args.date,
         "scope": scope.name,
@@ -65,13 +78,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "python": platform.python_version(),
         "torch": version,
         "load": load,
-        "seconds": round(time.perf_counter() - started, 1),
+        "claims_seconds": round(checked - started, 1),
+        "table_seconds": table_seconds,
         "results": f"results/{args.date}-schedules.json",
     }
     _write(args.output, head, claims, rows, scope)
     wrong = [c for c in claims if c.holds is False and c.what not in KNOWN_MISSES]
     print(f"{len(claims)} claims, {len(wrong)} unexpected failures, {len(rows)} rows of the table")
     return int(bool(wrong))
+
+
+def _table(scope: Scope, with_torch: bool) -> list[Row]:
+    rows: list[Row] = []
+    for setting in settings(scope):
+        print(f"     {describe(setting)}", flush=True)
+        rows += sweep(setting, with_torch)
+    return rows
 
 
 def _write(
@@ -101,10 +123,14 @@ def _compact(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n ]\n}\n"
 
 
+def _load() -> str:
+    return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+
+
 def _machine() -> str:
     """Kind and number of processors, without names or paths."""
     cores = os.cpu_count() or 1
-    return f"a {platform.machine()} {platform.system()} machine with {cores} cores"
+    return f"{platform.system()} on {platform.machine()}, {cores} cores"
 
 
 if __name__ == "__main__":
