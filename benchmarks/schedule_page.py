@@ -28,8 +28,8 @@ def page(
         [
             "# Schedules: claims, table, losses",
             "",
-            f"Measured {head['date']} with Python {head['python']} ({head['machine']}); claims in "
-            f"{head['claims_seconds']:.0f} s, table in {head['table_seconds']:.0f} s, with {torch}. "
+            f"Measured {head['date']} with Python {head['python']} ({head['machine']}); claims "
+            f"{head['claims_seconds']:.0f} s, table {head['table_seconds']:.0f} s, with {torch}. "
             f"Load average {head['load']} the claims; only the generation times depend on it. All "
             f"rows: [{head['results']}]({head['results']}).",
             "",
