@@ -16,7 +16,7 @@ def page(
     """Markdown.
 
     Args:
-        head: date, machine, python, torch, claims_seconds, table_seconds, load, results.
+        head: date, machine, python, torch, seconds, load, results.
         claims: all that were checked.
         rows: of the whole table.
         plots: file names of the Pareto plots, beside the page.
@@ -28,16 +28,17 @@ def page(
         [
             "# Schedules: claims, table, losses",
             "",
-            f"Measured {head['date']} with Python {head['python']} ({head['machine']}); claims "
-            f"{head['claims_seconds']:.0f} s, table {head['table_seconds']:.0f} s, with {torch}. "
-            f"Load average {head['load']} the claims; only the generation times depend on it. All "
-            f"rows: [{head['results']}]({head['results']}).",
+            f"Measured {head['date']} with Python {head['python']} ({head['machine']}) in "
+            f"{head['seconds']:.0f} s, with {torch}. Load average around the generation times, the "
+            f"only thing that depends on it: {head['load']}. All rows: "
+            f"[{head['results']}]({head['results']}).",
             "",
             "Run it again, from the repository's root; only the comparison with torch needs "
             "anything installed:",
             "",
             "    python3 benchmarks/schedules.py            # this page, its plots, results/",
             "    python3 benchmarks/schedules.py --quick --output DIR   # under a minute",
+            "    python3 benchmarks/schedules.py --times-again FILE   # only generation times",
             "",
             "Times are simulated, in units of F; nothing here was measured on a GPU. A pass of one "
             "of v chunks counts 1/v of its rank's, so what more and smaller passes cost in kernel "
