@@ -28,7 +28,8 @@ def page(
         [
             "# Schedules: claims, table, losses",
             "",
-            f"Measured {head['date']} (`{head['scope']}`), Python {head['python']} ({head['machine']}) in "
+            f"Measured {head['date']} (`{head['scope']}`), Python {head['python']} "
+            f"({head['machine']}) in "
             f"{head['seconds']:.0f} s, with {torch}. Load average around the generation times, the "
             f"only thing that depends on it: {head['load']}. All rows: "
             f"[{head['results']}]({head['results']}).",
