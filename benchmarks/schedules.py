@@ -5,7 +5,7 @@
                                     [--times-again FILE]
 
 Runs on a bare Python; where torch can be imported, torch.distributed.pipelining's own orders are
-compared too. Exit status 1 if a claim does not hold that is not on the list of known misses.
+compared too. Exit status 1 if a claim, other than a time, does not hold and is no known miss.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results": f"results/{args.date}-schedules.json",
     }
     _write(args.output, head, claims, rows, scope)
-    wrong = [c for c in claims if c.holds is False and c.what not in KNOWN_MISSES]
+    # Times are no reason to fail: they depend on what else the machine does.
+    failed = [c for c in claims if c.holds is False and not c.group.startswith(TIMES)]
+    wrong = [c for c in failed if c.what not in KNOWN_MISSES]
     print(f"{len(claims)} claims, {len(wrong)} unexpected failures, {len(rows)} rows of the table")
     return int(bool(wrong))
 
