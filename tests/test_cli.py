@@ -11,7 +11,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from megatron_ext import __version__, cli
-from megatron_ext.commands import simulate as simulate_command
+from megatron_ext.commands import compare, schedule, show, simulate
+from megatron_ext.commands.common import Parser
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import NAMES, forward_only, generate
 from megatron_ext.schedule.placement import Placement
@@ -260,6 +261,58 @@ def test_compare_chunks_are_for_what_takes_any(run):
     assert (chunks["1f1b"], chunks["v-half"], chunks["interleaved"], chunks["po"]) == (1, 2, 3, 3)
 
 
+def test_compare_group_size_and_objective(run):
+    argv = ["--pp", 4, "--microbatches", 8, "--cost", "1,0.9,0.6", "--hop", 0.1]
+    data = _compare(run, *argv, "--group-size", 3, "--objective", "span")
+    head = ["pp", "microbatches", "cost", "group_size", "objective", "schedules", "impossible"]
+    assert list(data) == head
+    assert (data["group_size"], data["objective"]) == (3, "span")
+    rows = {row["schedule"]: row for row in data["schedules"]}
+    spans = [row["span_bubble"] for row in data["schedules"]]
+    assert spans == sorted(spans), "fastest by the objective first"
+    for name, more in (("gis", ["--group-size", 3]), ("zb-h2", []), ("v-half", [])):
+        alone = ["simulate", "--json", "--schedule", name, *argv, "--objective", "span", *more]
+        expected = json.loads(run(*alone)[1])
+        assert rows[name] | {"generation_seconds": 0} == expected | {"generation_seconds": 0}
+    out = run("compare", *argv, "--group-size", 3, "--objective", "span")[1]
+    assert "hop 0.1; gis in groups of 3; objective span\n" in out
+
+
+def test_the_commands_share_their_options():
+    """What shapes a schedule is spelled and explained alike wherever one is made."""
+    commands = Parser().add_subparsers()
+    for module in (compare, schedule, show, simulate):
+        module.add(commands)
+    choices = commands.choices
+    for flag in ("--cost", "--hop", "--stage-cost", "--chunks", "--objective"):
+        helps = {
+            choices[name]._option_string_actions[flag].help
+            for name in ("simulate", "schedule", "show", "compare")
+        }
+        assert len(helps) == 1, flag
+    for flag in ("--memory-cap", "--group-size"):
+        for name in ("simulate", "schedule", "show", "compare"):
+            assert flag in choices[name]._option_string_actions
+
+
+def test_show_block(run, tmp_path):
+    """One stamped block, its repetition, and squeezed: what docs/05 draws."""
+    argv = ["show", "--block", "v-half", "--pp", 4]
+    status, out, _ = run(*argv)
+    assert status == 0
+    assert "a microbatch every 6, which holds 3 at most (1F1B 4)" in out
+    assert "rank 3 |..................F0 f0 ....................................b0 w0 B0 W0" in out
+    out = run(*argv, "--microbatches", 6)[1]
+    assert "peak activation per rank, in microbatches (1F1B: 4): 3 3 3 3" in out
+    out = run(*argv, "--microbatches", 6, "--squeeze")[1]
+    assert "makespan 48, bubble 25 %" in out
+    assert "peak activation per rank, in microbatches (1F1B: 4): 3 3 3 3" in out
+    for suffix in (".svg", ".html", ".json", ".txt"):
+        path = tmp_path / f"block{suffix}"
+        assert run(*argv, "--output", path)[0] == 0
+        assert "block of v-half" in path.read_text()
+
+
 def test_compare_table(run):
     out = run("compare", "--pp", 4, "--microbatches", 8)[1].splitlines()
     assert out[0] == "pp 4, microbatches 8; costs F 1, B 1, W 1, hop 0"
@@ -383,7 +436,12 @@ def test_show_writes_what_the_suffix_says(run, tmp_path):
         ("simulate --sched 1f1b --pp 4 --microbatches 8", "required: --schedule"),
         ("simulate --schedule gone.json", "cannot read schedule file gone.json: No such file"),
         ("check gone.json", "cannot read schedule file gone.json: No such file or directory"),
+        ("compare --pp 4 --microbatches 8 --group-size 5", "at pp=4 takes 2 (p/2 rounded up) to 4"),
         ("show", "give either a schedule file or --schedule NAME"),
+        ("show a.json --block v-half", "give either a schedule file or --schedule NAME or --block"),
+        ("show --block v-half", "--block v-half needs --pp P, at least 2 pipeline ranks"),
+        ("show --block v-half --pp 4 --hop 1", "--hop 1 is not for --block v-half, which is the"),
+        ("show --schedule v-half --pp 4 --microbatches 4 --squeeze", "--squeeze is for --block"),
         ("show a.json --schedule 1f1b", "give either a schedule file or --schedule NAME"),
         ("show --schedule 1f1b --pp 2 --microbatches 2 --output a.pdf", "use .svg, .html, .json"),
         (
@@ -418,7 +476,7 @@ def test_a_bug_stays_a_traceback(monkeypatch):
     def broken(schedule):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(simulate_command, "simulate", broken)
+    monkeypatch.setattr(simulate, "simulate", broken)
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["simulate", "--schedule", "1f1b", "--pp", "2", "--microbatches", "2"])
 

@@ -68,18 +68,8 @@ def add_schedule_options(parser: argparse.ArgumentParser, *, required: bool = Tr
         help=f"{', '.join(_KNOWN)} (the fastest that fits the cap), or a schedule file",
     )
     add_size_options(group)
-    add_cap_option(group, _taking("takes_memory_cap"))
-    group.add_argument(
-        "--group-size",
-        type=positive,
-        metavar="G",
-        help=f"microbatches a group, ceil(P/2) to P (default P); for {_taking('takes_group_size')}",
-    )
-    group.add_argument(
-        "--objective",
-        choices=("makespan", "span"),
-        help="what is made short: the whole iteration (default), or the longest single rank's own "
-        "span, for optimizer post-validation; for generated schedules",
+    add_shape_options(
+        group, f"for {_taking('takes_memory_cap')}", f"for {_taking('takes_group_size')}"
     )
 
 
@@ -99,12 +89,29 @@ def add_size_options(group: argparse._ActionsContainer, *, required: bool = Fals
     )
 
 
-def add_cap_option(group: argparse._ActionsContainer, schedules: str) -> None:
-    """``--memory-cap``, and the schedules that it is for."""
+def add_shape_options(group: argparse._ActionsContainer, cap_use: str, group_use: str) -> None:
+    """What shapes a generated schedule: memory cap, group size, objective.
+
+    Args:
+        group: where they are added.
+        cap_use, group_use: what the command uses the cap and the group size for.
+    """
     group.add_argument(
         "--memory-cap",
         metavar="X",
-        help=f"most activation memory, as a fraction of 1F1B's peak; for {schedules}",
+        help=f"most activation memory, as a fraction of 1F1B's peak; {cap_use}",
+    )
+    group.add_argument(
+        "--group-size",
+        type=positive,
+        metavar="G",
+        help=f"microbatches a group, ceil(P/2) to P (default P); {group_use}",
+    )
+    group.add_argument(
+        "--objective",
+        choices=("makespan", "span"),
+        help="what is made short: the whole iteration (default), or the longest single rank's own "
+        "span, for optimizer post-validation; for generated schedules",
     )
 
 

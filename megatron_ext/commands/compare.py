@@ -18,7 +18,7 @@ from ..schedule.simulate import Simulation, simulate
 from .common import (
     InputError,
     Parser,
-    add_cap_option,
+    add_shape_options,
     add_size_options,
     cost_json,
     costs_of,
@@ -44,16 +44,27 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser("compare", help="every schedule side by side")
     group = parser.add_argument_group("pipeline")
     add_size_options(group, required=True)
-    add_cap_option(
-        group, "what a schedule is made for where it takes a cap, and marked where it exceeds it"
+    add_shape_options(
+        group,
+        "what a schedule is made for where it takes a cap; marked where it exceeds it",
+        f"for {_GROUPED}",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_compare)
 
 
+_GROUPED = " and ".join(name for name, made in GENERATORS.items() if made.takes_group_size)
+
+
 def _compare(args: argparse.Namespace) -> None:
     if args.pp < 2:
         raise InputError(f"a pipeline needs at least 2 ranks, got --pp {args.pp}; give 2 or more")
+    least = -(-args.pp // 2)
+    if args.group_size is not None and not least <= args.group_size <= args.pp:
+        raise InputError(
+            f"--group-size {args.group_size} is for {_GROUPED}, which at pp={args.pp} takes "
+            f"{least} (p/2 rounded up) to {args.pp} (p); give one of those"
+        )
     costs = costs_of(args, Costs())
     with user_input():
         cap = None if args.memory_cap is None else parse_cap(args.memory_cap)
@@ -74,7 +85,10 @@ def _compare(args: argparse.Namespace) -> None:
     if not rows:
         name, reason = next(iter(impossible.items()))
         raise InputError(f"no schedule is possible here; {name}, for one: {reason}")
-    rows.sort(key=lambda row: row.simulation.makespan)  # stable: ties stay simplest first
+    span = args.objective == "span"
+    rows.sort(  # stable: ties stay simplest first
+        key=lambda row: row.simulation.span_bubble if span else row.simulation.makespan
+    )
     if args.json:
         print(json.dumps(_json(args, costs, cap, rows, impossible)))
     else:
@@ -97,7 +111,16 @@ def _generated(
         wanted = min(sets, args.pp * chunks)  # 1F1B's peak is the largest cap there is
     # Stages of one chunk a rank are two of the V's: their costs are summed, where that can be.
     costs = costs_for(costs, args.pp * chunks) or costs
-    schedule = generate(name, args.pp, args.microbatches, chunks, costs, memory_cap=wanted)
+    schedule = generate(
+        name,
+        args.pp,
+        args.microbatches,
+        chunks,
+        costs,
+        group_size=args.group_size if generator.takes_group_size else None,
+        memory_cap=wanted,
+        objective=args.objective or "makespan",
+    )
     return schedule, sets
 
 
@@ -108,14 +131,24 @@ def _json(
     rows: list[_Row],
     impossible: dict[str, str],
 ) -> dict[str, Any]:
-    """``schedules`` by makespan, fields as of ``simulate``; with a cap also ``over_cap``."""
+    """``schedules`` fastest first, fields as of ``simulate``; with a cap also ``over_cap``.
+
+    ``memory_cap``, ``group_size`` and ``objective`` are there if they were given.
+    """
     schedules = []
     for row in rows:
         fields = simulation_json(row.simulation, row.seconds)
         schedules.append(fields if cap is None else {**fields, "over_cap": row.over_cap})
-    head = {"pp": args.pp, "microbatches": args.microbatches, "cost": cost_json(costs)}
+    head: dict[str, Any] = {
+        "pp": args.pp,
+        "microbatches": args.microbatches,
+        "cost": cost_json(costs),
+    }
     if cap is not None:
         head["memory_cap"] = float(cap)
+    for option in ("group_size", "objective"):
+        if getattr(args, option) is not None:
+            head[option] = getattr(args, option)
     reasons = [{"schedule": name, "reason": reason} for name, reason in impossible.items()]
     return {**head, "schedules": schedules, "impossible": reasons}
 
@@ -131,6 +164,10 @@ def _table(
     impossible: dict[str, str],
 ) -> str:
     limit = "" if cap is None else f"; memory cap {short(100 * cap)} % of 1F1B's peak"
+    if args.group_size is not None:
+        limit += f"; {_GROUPED} in groups of {args.group_size}"
+    if args.objective is not None:
+        limit += f"; objective {args.objective}"
     cells = [_HEADS, *(_cells(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [f"pp {args.pp}, microbatches {args.microbatches}; {costs_text(costs)}{limit}", ""]

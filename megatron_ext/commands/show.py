@@ -9,6 +9,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..schedule.costs import Costs
+from ..schedule.generators.blocks import Block
+from ..schedule.generators.vee import v_half_block, v_min_block, v_zb_block
+from ..schedule.schedule import Schedule
 from ..schedule.simulate import simulate
 from ..view import page, recorded, svg, text, timeline, trace
 from .common import (
@@ -27,6 +31,18 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser("show", help="timeline with the memory curve, as text or picture")
     parser.add_argument("file", nargs="?", metavar="FILE", help="a schedule file, or --schedule")
     add_schedule_options(parser, required=False)
+    block = parser.add_argument_group("building block, in place of a schedule")
+    block.add_argument(
+        "--block",
+        choices=tuple(_BLOCKS),
+        help="draw the block that a schedule is made of, at equal costs, for --microbatches "
+        "(default 1) as it repeats",
+    )
+    block.add_argument(
+        "--squeeze",
+        action="store_true",
+        help="with its idle time taken out, the order kept; --schedule also reorders",
+    )
     parser.add_argument(
         "--output",
         metavar="PATH",
@@ -50,6 +66,12 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_show_timeline)
 
 
+_BLOCKS: dict[str, Callable[[int], Block]] = {
+    "v-min": v_min_block,
+    "v-half": v_half_block,
+    "v-zb": v_zb_block,
+}
+
 # Each draws one run, or the planned and the measured one.
 _RENDERERS: dict[str, Callable[[Sequence[timeline.Timeline]], str]] = {
     ".svg": lambda runs: svg.render(*runs),
@@ -60,20 +82,17 @@ _RENDERERS: dict[str, Callable[[Sequence[timeline.Timeline]], str]] = {
 
 
 def _show_timeline(args: argparse.Namespace) -> None:
-    if (args.file is None) == (args.schedule is None):
-        raise InputError("give either a schedule file or --schedule NAME, one of the two")
+    if [args.file, args.schedule, args.block].count(None) != 2:
+        raise InputError(
+            "give either a schedule file or --schedule NAME or --block NAME, one of them"
+        )
     suffix = Path(args.output).suffix if args.output else None
     if suffix is not None and suffix not in _RENDERERS:
         raise InputError(
             f"--output {args.output}: the suffix says the format; use {', '.join(_RENDERERS)}"
         )
-    schedule = schedule_of(args, args.file)
-    runs = [timeline.planned(simulate(schedule))]
-    if args.measured is not None:
-        with user_input():
-            runs.append(recorded.load(args.measured, schedule, args.iteration))
-    elif args.iteration is not None:
-        raise InputError("--iteration says which one of --measured DIR; give both")
+    runs = _runs(args) if args.block is None else [_block(args)]
+    schedule = runs[0].schedule
     if suffix is None:
         width = _terminal_width(args.width)
         print("\n".join(text.render(run, width) for run in runs), end="")
@@ -84,6 +103,46 @@ def _show_timeline(args: argparse.Namespace) -> None:
         f"{args.output}: {schedule.name}, pp {schedule.pp}, "
         f"makespan {timeline.decimal(runs[0].makespan)}"
     )
+
+
+def _runs(args: argparse.Namespace) -> list[timeline.Timeline]:
+    """The planned run of a schedule, and the measured one if there is one."""
+    if args.squeeze:
+        raise InputError("--squeeze is for --block NAME; a schedule is squeezed already")
+    schedule = schedule_of(args, args.file)
+    runs = [timeline.planned(simulate(schedule))]
+    if args.measured is not None:
+        with user_input():
+            runs.append(recorded.load(args.measured, schedule, args.iteration))
+    elif args.iteration is not None:
+        raise InputError("--iteration says which one of --measured DIR; give both")
+    return runs
+
+
+def _block(args: argparse.Namespace) -> timeline.Timeline:
+    """A building block repeated, or squeezed too. A pass takes 1 in both."""
+    for option in _NOT_FOR_BLOCKS:
+        if getattr(args, option) is not None:
+            flag = "--" + option.replace("_", "-")
+            raise InputError(
+                f"{flag} {getattr(args, option)} is not for --block {args.block}, which is the "
+                f"same at any cost; leave {flag} out, or use --schedule {args.block}"
+            )
+    if args.pp is None or args.pp < 2:
+        raise InputError(f"--block {args.block} needs --pp P, at least 2 pipeline ranks")
+    block, microbatches = _BLOCKS[args.block](args.pp), args.microbatches or 1
+    if not args.squeeze:
+        return timeline.stamped(block, f"block of {args.block}", microbatches)
+    ranks = tuple(tuple(row) for row in block.stamp(microbatches))
+    name = f"block of {args.block}, squeezed"
+    half = Costs.of(2, 2, 2)  # of two chunks: a pass of one takes 1
+    return timeline.planned(simulate(Schedule(name, block.placement, microbatches, ranks, half)))
+
+
+_NOT_FOR_BLOCKS = (
+    *("chunks", "cost", "hop", "stage_cost", "memory_cap", "group_size", "objective"),
+    *("measured", "iteration"),
+)
 
 
 def _terminal_width(asked: int | None) -> int:

@@ -17,13 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pp-schedule",
         metavar="NAME|FILE",
         default=None,
-        help=f"pipeline schedule: {', '.join(generators.NAMES)}, or a schedule file",
+        help=f"pipeline schedule: {', '.join(generators.NAMES)}, {generators.AUTO} (the fastest "
+        "that fits the cap, decided once for the full batch), or a schedule file",
     )
     group.add_argument(
         "--pp-memory-cap",
         metavar="X",
         default=None,
-        help="activation cap of v-cap, as a fraction of 1F1B's peak, e.g. 0.6",
+        help="activation cap of v-cap and auto, as a fraction of 1F1B's peak, e.g. 0.6; auto's "
+        "default is 1",
     )
     group.add_argument(
         "--pp-group-size",

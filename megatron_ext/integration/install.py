@@ -96,9 +96,10 @@ class Installation:
                 choice.name,
             )
         logger.warning(
-            "megatron_ext: --pp-schedule %s on megatron-core %s\n%s",
+            "megatron_ext: --pp-schedule %s on megatron-core %s%s\n%s",
             choice.name,
             self.seams.version,
+            f", chosen by auto: {choice.note}" if choice.note else "",
             self.seams.report(),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..schedule.check import check
@@ -10,9 +11,18 @@ from ..schedule.generators import AUTO, GENERATORS, NAMES, generate
 from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule, ScheduleError
+from .choose import ANY_CHUNKS, ONE_CHUNK, choose
 from .errors import ConfigError
 from .layout import count_stages, vee_layout_text
-from .rejections import require_supported_features
+from .rejections import REJECTIONS, require_supported_features
+
+# Flags for layers that Megatron spreads unevenly, which may suit one placement and not another.
+_UNEVEN = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 
 
 class Choice:
@@ -25,9 +35,11 @@ class Choice:
         group_size: for schedules in groups.
 
     Attributes:
-        name: ``text``.
+        name: ``text``, or what auto decided for.
         vee: V placement is needed.
         file: the loaded and checked schedule, if a file was given.
+        undecided: auto was asked for, and ``decide`` has to be called before anything else.
+        note: why auto decided so.
 
     Raises:
         ConfigError: unknown name, an unreadable or invalid file, or options that do not fit.
@@ -42,7 +54,9 @@ class Choice:
     ) -> None:
         self.name = text
         self.file: Schedule | None = None
+        self.undecided, self.note = text == AUTO, ""
         self._group_size = group_size
+        self._cap_sets: int | None = None
         self._plans: dict[tuple[int, int, int], Schedule] = {}
         try:
             self._costs = Costs() if cost is None else Costs.parse(cost)
@@ -58,21 +72,22 @@ class Choice:
                     "--pp-memory-cap 0.6"
                 )
             return
+        if self.undecided:
+            if group_size is not None:
+                raise ConfigError(
+                    f"--pp-schedule auto chooses the group size itself; drop --pp-group-size "
+                    f"{group_size}, or use --pp-schedule gis"
+                )
+            return
         if any(x is not None for x in (cost, memory_cap, group_size)):
             raise ConfigError(
                 f"--pp-schedule {text}: a file's order is fixed; drop --pp-cost, --pp-memory-cap "
                 "and --pp-group-size"
             )
-        if text == AUTO:
-            raise ConfigError(
-                "--pp-schedule auto cannot choose before Megatron has placed the model; write its "
-                "choice with `megatron-ext schedule --schedule auto ... --output FILE.json` and "
-                "give that file"
-            )
         if not _looks_like_file(text):
             raise ConfigError(
-                f"--pp-schedule {text!r} is not known; choose one of {', '.join(NAMES)}, or give "
-                "the path of a file (*.json or *.csv, from `megatron-ext schedule --output`)"
+                f"--pp-schedule {text!r} is not known; use {', '.join(NAMES)}, {AUTO}, "
+                "or give a file's path (*.json or *.csv, from `megatron-ext schedule --output`)"
             )
         try:
             self.file = Schedule.load(text).compute()
@@ -85,6 +100,32 @@ class Choice:
                 f"--pp-schedule {text}: its placement {self.file.placement} is neither Megatron's "
                 "(stage = chunk * pp + rank) nor the V; the runtime can place models only so"
             )
+
+    def decide(
+        self, pp: int, microbatches: int, names: Sequence[str] = NAMES, chunks: int = 2
+    ) -> None:
+        """What auto stands for in this run, also at other numbers of microbatches.
+
+        The placement cannot change once the model is built, so this is decided once, for the full
+        batch.
+
+        Args:
+            pp: pipeline ranks.
+            microbatches: of the full batch.
+            names: schedules that the model can be placed for.
+            chunks: of those that take any number.
+
+        Raises:
+            ConfigError: none of them fits the cap.
+        """
+        try:
+            chosen = choose(pp, microbatches, self._costs, self._cap, names, chunks)
+        except ValueError as error:
+            raise ConfigError(f"--pp-schedule auto: {error}; raise --pp-memory-cap") from None
+        self.undecided, self.name, self.note = False, chosen.schedule.name, chosen.schedule.note
+        self.vee = chosen.schedule.placement.is_vee()
+        self._group_size, self._cap_sets, self._cap = chosen.group_size, chosen.memory_cap, None
+        self._plans[pp, chosen.schedule.chunks, microbatches] = chosen.schedule
 
     @property
     def splits_backward(self) -> bool:
@@ -119,7 +160,9 @@ class Choice:
         key = (pp, chunks, microbatches)
         if key not in self._plans:
             try:
-                cap = None if self._cap is None else cap_sets(self._cap, pp, chunks)
+                cap = self._cap_sets
+                if self._cap is not None:
+                    cap = cap_sets(self._cap, pp, chunks)
                 self._plans[key] = generate(
                     self.name,
                     pp,
@@ -149,6 +192,10 @@ def before_megatron(args: Any, choice: Choice) -> None:
         raise ConfigError(
             f"--pp-schedule {choice.name} needs --pipeline-model-parallel-size >= 2, got {pp}"
         )
+    if choice.undecided:
+        require_supported_features(args, choice.name, False)
+        _decide(args, choice, pp)
+        return
     require_supported_features(args, choice.name, choice.vee)
     if choice.file is not None and choice.file.pp != pp:
         raise ConfigError(
@@ -173,6 +220,45 @@ def before_megatron(args: Any, choice: Choice) -> None:
             f"--pp-schedule {choice.name} has one model chunk a rank, but virtual stages are set "
             f"({asked}); remove that flag or use --pp-schedule interleaved"
         )
+
+
+def _decide(args: Any, choice: Choice, pp: int) -> None:
+    """What auto stands for; asks Megatron for the chunks that it needs."""
+    microbatches = _full_microbatches(args, pp)
+    asked = _virtual_stages_asked(args)
+    layers = args.num_layers
+    if asked is not None:
+        # The user has settled the chunks, and with them that stages lie as Megatron lays them.
+        stages = args.num_virtual_stages_per_pipeline_rank
+        per_stage = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
+        if stages is None and per_stage and layers:
+            stages = layers // pp // per_stage
+        if not stages or stages < 2:
+            raise ConfigError(
+                f"--pp-schedule auto cannot choose under {asked}; name a schedule, or replace it "
+                "by --num-virtual-stages-per-pipeline-rank"
+            )
+        choice.decide(pp, microbatches, ANY_CHUNKS, stages)
+        return
+    even = layers is not None and layers % (2 * pp) == 0
+    uneven = any(getattr(args, attribute, None) not in (None, False) for attribute in _UNEVEN)
+    if not even or uneven or any(rule.applies(args, True) for rule in REJECTIONS):
+        choice.decide(pp, microbatches, ONE_CHUNK)
+        return
+    choice.decide(pp, microbatches)
+    if choice.vee:
+        _place_vee(args, choice, pp)
+    elif GENERATORS[choice.name].any_chunks:
+        args.num_virtual_stages_per_pipeline_rank = 2
+        # Stock refuses two virtual stages on two ranks without this; ours always overlaps.
+        args.overlap_p2p_comm = True
+
+
+def _full_microbatches(args: Any, pp: int) -> int:
+    """Microbatches of the full batch, before Megatron has derived its data-parallel size."""
+    ranks = args.tensor_model_parallel_size * pp * args.context_parallel_size
+    per_step = args.micro_batch_size * max(args.world_size // ranks, 1)
+    return max((args.global_batch_size or per_step) // per_step, 1)
 
 
 def after_megatron(args: Any, choice: Choice) -> int:

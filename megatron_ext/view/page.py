@@ -16,6 +16,11 @@ body { margin: 0; font: 14px Helvetica, Arial, "DejaVu Sans", sans-serif; color:
 #plot { overflow-x: auto; }
 #plot svg { display: block; width: 100%; height: auto; }
 .box:hover { stroke: #16202a; stroke-width: 2; }
+.box, .area, .line, .peak, .axis { vector-effect: non-scaling-stroke; }
+#plot .area, #plot .peak, #plot .axis { stroke-width: 1; stroke-dasharray: none; }
+#plot .peak { stroke-dasharray: 5 3; }
+#plot .line { stroke-width: 1.5; }
+.margin { fill: #fff; }
 """
 
 # PASSES holds one row a box of the picture, in the order in which they are drawn.
@@ -30,13 +35,53 @@ picture.querySelectorAll(".box").forEach((box, i) => {
   box.onmouseleave = () => { about.textContent = hint; };
 });
 picture.querySelectorAll(".n").forEach(g => { g.style.pointerEvents = "none"; });
+// Zooming stretches time only: shapes are scaled, their texts moved, the rest stays in sight.
+const all = selector => [...picture.querySelectorAll(selector)];
+const TIMED = ".box,.row,.strip,.area,.line,.peak,.axis";
+const shapes = all(TIMED), groups = all(".n");
+const number = (element, name) => Number(element.getAttribute(name));
+const texts = all(".n text,.tick").map(text => [text, number(text, "x")]);
+const strip = picture.querySelector(".strip");
+const row = number(picture.querySelector(".row"), "height");
+const left = number(strip, "x"), width = number(strip, "width");
+const [, , full, height] = picture.getAttribute("viewBox").split(" ").map(Number);
+const font = groups.length ? number(groups[0], "font-size") : 0;
+const still = [...picture.children].filter(element => element.matches(
+  `text:not(.tick,.right), rect[class]:not(${TIMED})`));
+const margin = strip.cloneNode(), cover = [["x", 0], ["y", 0], ["width", left - 6]];
+for (const [key, value] of [...cover, ["height", height], ["class", "margin"]])
+  margin.setAttribute(key, value);
 let zoom = 1;
 function scale(factor) {
-  const middle = (plot.scrollLeft + plot.clientWidth / 2) / plot.scrollWidth;
+  const before = zoom, px = plot.clientWidth / full;
+  const middle = (plot.scrollLeft + plot.clientWidth / 2) / px - left;
   zoom = Math.min(Math.max(zoom * factor, 1), 64);
-  picture.style.width = `${100 * zoom}%`;
-  plot.scrollLeft = middle * plot.scrollWidth - plot.clientWidth / 2;
+  const more = width * (zoom - 1), size = Math.min(font * zoom, Math.max(font, row * 0.5));
+  picture.setAttribute("viewBox", `0 0 ${full + more} ${height}`);
+  picture.setAttribute("width", full + more);  // with the height, the ratio that CSS keeps
+  picture.style.width = `${100 * (full + more) / full}%`;
+  const shape = `translate(${left * (1 - zoom)} 0) scale(${zoom} 1)`;
+  shapes.forEach(element => element.setAttribute("transform", shape));
+  groups.forEach(group => group.setAttribute("font-size", size));
+  texts.forEach(([text, x]) => {
+    const down = text.classList.contains("tick") ? 0 : 0.36 * (size - font);
+    text.setAttribute("transform", `translate(${(x - left) * (zoom - 1)} ${down})`);
+  });
+  all(".right").forEach(text => text.setAttribute("transform", `translate(${more} 0)`));
+  picture.append(margin, ...still);
+  plot.scrollLeft = (left + middle * zoom / before) * px - plot.clientWidth / 2;
+  follow();
 }
+function follow() {
+  const moved = `translate(${plot.scrollLeft * full / plot.clientWidth} 0)`;
+  [margin, ...still].forEach(element => element.setAttribute("transform", moved));
+}
+plot.onscroll = follow;
+plot.addEventListener("wheel", event => {
+  if (!event.ctrlKey) return;
+  event.preventDefault();
+  scale(event.deltaY < 0 ? 1.2 : 1 / 1.2);
+}, {passive: false});
 document.getElementById("in").onclick = () => scale(1.5);
 document.getElementById("out").onclick = () => scale(1 / 1.5);
 """
@@ -63,8 +108,8 @@ def render(timeline: Timeline, measured: Timeline | None = None) -> str:
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f"<title>{name}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-            '<div id="bar"><button id="out" title="zoom out">−</button>',
-            '<button id="in" title="zoom in">+</button>',
+            '<div id="bar"><button id="out" title="zoom out, or ctrl and wheel">−</button>',
+            '<button id="in" title="zoom in, or ctrl and wheel">+</button>',
             '<span id="about">point at a pass for its action, rank, start and end</span></div>',
             f'<div id="plot">\n{svg.render(timeline, measured)}</div>',
             f"<script>\nconst PASSES = {data};\nconst UNIT = {json.dumps(unit)};",

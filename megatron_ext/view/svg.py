@@ -130,12 +130,14 @@ def _header(parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: floa
     if schedule.chunks > 1:
         note = f"dark to light: chunk 0 to {schedule.chunks - 1}"
         parts.append(_text(x + 58 * u, y + 10 * u, note, 11 * u, fill=_SOFT))
-    parts.append(_text(layout.width - 12 * u, y + 10 * u, "idle", 11 * u, "end", _SOFT))
+    parts.append(
+        _text(layout.width - 12 * u, y + 10 * u, "idle", 11 * u, "end", _SOFT, kind="right")
+    )
     return y + 20 * u
 
 
 def _result(run: Timeline) -> str:
-    return (
+    return run.facts or (
         f"makespan {run.makespan_text}   bubble {decimal(100 * run.bubble, 1)} %   "
         f"peak activation {decimal(max(run.peak_activation))} "
         f"(1F1B {reference_peak(run.schedule)})"
@@ -149,9 +151,9 @@ def _rows(parts: list[str], layout: _Layout, run: Timeline, y: float) -> float:
     label = min(12 * u, layout.row * 0.8)
     for rank, row in enumerate(run.boxes):
         base = y + layout.row / 2 + label * 0.36
-        parts.append(_text(layout.left - 8 * u, base, f"rank {rank}", label, anchor="end"))
+        parts.append(_text(layout.left - 8 * u, base, f"rank {rank}", label, "end", kind="left"))
         parts.append(
-            _rect(layout.left, y, layout.x(run.makespan) - layout.left, layout.row, "idle")
+            _rect(layout.left, y, layout.x(run.makespan) - layout.left, layout.row, "idle row")
         )
         for box in row:
             parts.append(_box(layout, box, y, chunk_of(box.action.stage), tooltips))
@@ -161,7 +163,7 @@ def _rows(parts: list[str], layout: _Layout, run: Timeline, y: float) -> float:
         busy = math.fsum(box.end - box.start for box in row)
         idle = f"{decimal(100 * (1 - busy / run.makespan), 1)} %" if run.makespan else ""
         size = label * 0.92
-        parts.append(_text(layout.width - 12 * u, base, idle, size, anchor="end", fill=_SOFT))
+        parts.append(_text(layout.width - 12 * u, base, idle, size, "end", _SOFT, kind="right"))
         y += layout.row + layout.gap
     return y
 
@@ -194,12 +196,13 @@ def _axis(parts: list[str], layout: _Layout, unit: str, y: float) -> float:
     for i in range(math.floor(layout.span / step + 1e-9) + 1):
         x = layout.x(i * step)
         lines.append(f"M{_n(x)} {_n(y)}v{_n(4 * u)}")
-        parts.append(_text(x, y + 16 * u, decimal(i * step), 11 * u, "middle", _SOFT))
+        parts.append(_text(x, y + 16 * u, decimal(i * step), 11 * u, "middle", _SOFT, kind="tick"))
     parts.append(
-        f'<path d="{"".join(lines)}" fill="none" stroke="{_SOFT}" stroke-width="{_n(u)}"/>'
+        f'<path class="axis" d="{"".join(lines)}" fill="none" stroke="{_SOFT}" '
+        f'stroke-width="{_n(u)}"/>'
     )
     name = unit or "time"
-    parts.append(_text(layout.width - 12 * u, y + 16 * u, name, 11 * u, "end", _SOFT))
+    parts.append(_text(layout.width - 12 * u, y + 16 * u, name, 11 * u, "end", _SOFT, kind="right"))
     return y + 16 * u
 
 
@@ -218,7 +221,7 @@ def _memory(parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: floa
     if len(runs) > 1:
         note += "   ·   area planned, line measured"
     parts.append(_text(layout.left, y, note, 12 * u, fill=_INK))
-    parts.append(_text(layout.width - 12 * u, y, "peak", 11 * u, anchor="end", fill=_SOFT))
+    parts.append(_text(layout.width - 12 * u, y, "peak", 11 * u, "end", _SOFT, kind="right"))
     y += 9 * u
     top = max(reference, *(peak for run in runs for peak in run.peak_activation)) * 1.12
     scale = layout.strip / (top * schedule.chunks)  # px a set
@@ -226,7 +229,7 @@ def _memory(parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: floa
     for rank in range(schedule.pp):
         base = y + layout.strip / 2 + label * 0.36
         floor = y + layout.strip
-        parts.append(_text(layout.left - 8 * u, base, f"rank {rank}", label, anchor="end"))
+        parts.append(_text(layout.left - 8 * u, base, f"rank {rank}", label, "end", kind="left"))
         parts.append(_rect(layout.left, y, layout.plot, layout.strip, "strip"))
         steps = _steps(layout, runs[0], rank, floor, scale)
         edge = layout.x(runs[0].makespan)
@@ -238,7 +241,9 @@ def _memory(parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: floa
         dashed = _n(floor - reference * schedule.chunks * scale)
         parts.append(f'<path class="peak" d="M{_n(layout.left)} {dashed}h{_n(layout.plot)}"/>')
         peak = decimal(runs[-1].peak_activation[rank])
-        parts.append(_text(layout.width - 12 * u, base, peak, label, "end", weight="bold"))
+        parts.append(
+            _text(layout.width - 12 * u, base, peak, label, "end", weight="bold", kind="right")
+        )
         y = floor + layout.gap
     return y
 
@@ -299,8 +304,11 @@ def _text(
     anchor: str = "start",
     fill: str = _INK,
     weight: str = "",
+    kind: str = "",
 ) -> str:
     style = f' font-weight="{weight}"' if weight else ""
+    if kind:  # what the page's script moves when it zooms
+        style += f' class="{kind}"'
     return (
         f'<text x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}" text-anchor="{anchor}" '
         f'fill="{fill}"{style} xml:space="preserve">{html.escape(text)}</text>'

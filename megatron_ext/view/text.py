@@ -53,10 +53,12 @@ def _header(timeline: Timeline, note: str) -> list[str]:
     schedule = timeline.schedule
     peaks = " ".join(decimal(peak) for peak in timeline.peak_activation)
     case = "; lower case = odd chunks" if schedule.chunks > 1 else ""
+    result = timeline.facts or (
+        f"makespan {timeline.makespan_text}, bubble {decimal(100 * timeline.bubble, 1)} %"
+    )
     return [
         f"{schedule.name} ({timeline.label}): pp {schedule.pp}, chunks {schedule.chunks}, "
-        f"microbatches {schedule.microbatches}, makespan {timeline.makespan_text}, "
-        f"bubble {decimal(100 * timeline.bubble, 1)} %",
+        f"microbatches {schedule.microbatches}, {result}",
         f"peak activation per rank, in microbatches (1F1B: {reference_peak(schedule)}): {peaks}",
         f"{note}{case}; dots = idle",
         "",

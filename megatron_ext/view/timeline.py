@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..schedule.actions import Action, Op
+from ..schedule.generators.blocks import Block
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
 
@@ -25,11 +26,12 @@ class Timeline:
     """When every compute action of every rank ran, or is to run.
 
     Attributes:
-        label: ``planned`` or ``measured``.
+        label: ``planned``, ``measured`` or, of a block, ``stamped``.
         schedule: whose run this is (name, placement, microbatches).
         boxes: ``boxes[rank]``, compute actions by start time; the first start of all is 0.
         memory: ``memory[rank]``, steps (time, resident activation sets from then on).
         unit: what times are in: ``""`` for the units of the costs, ``"ms"`` for measured ones.
+        facts: what a picture says in place of makespan, bubble and peak, where those would mislead.
     """
 
     label: str
@@ -37,6 +39,7 @@ class Timeline:
     boxes: tuple[tuple[Box, ...], ...]
     memory: tuple[tuple[tuple[float, int], ...], ...]
     unit: str = ""
+    facts: str = ""
 
     @property
     def makespan(self) -> float:
@@ -96,6 +99,26 @@ def planned(simulation: Simulation) -> Timeline:
             for rank in range(simulation.schedule.pp)
         ),
     )
+
+
+def stamped(block: Block, name: str, microbatches: int) -> Timeline:
+    """A building block as it was designed, repeated and not squeezed; every pass takes 1."""
+    ranks = tuple(tuple(row) for row in block.stamp(microbatches))
+    schedule = Schedule(name, block.placement, microbatches, ranks)
+    boxes = tuple(
+        tuple(
+            Box(action, float(at), float(at + 1)) for action in row for at in (_at(block, action),)
+        )
+        for row in ranks
+    )
+    peak = decimal(block.peak() / schedule.chunks)
+    facts = f"a microbatch every {block.interval}, which holds {peak} at most (1F1B {schedule.pp})"
+    memory = tuple(_memory(row) for row in boxes)
+    return Timeline("stamped", schedule, boxes, memory, facts=facts)
+
+
+def _at(block: Block, action: Action) -> int:
+    return block.offsets[action.op, action.stage] + block.interval * action.microbatch
 
 
 def measured(schedule: Schedule, events: Sequence[Sequence[Mapping[str, Any]]]) -> Timeline:

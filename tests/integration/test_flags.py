@@ -35,6 +35,9 @@ def arguments(**changed: Any) -> SimpleNamespace:
         "data_parallel_size": 2,
         "global_batch_size": 32,
         "rampup_batch_size": None,
+        "world_size": 8,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
     }
     return SimpleNamespace(**{**values, **changed})
 
@@ -52,11 +55,6 @@ def test_unknown_name_lists_the_known() -> None:
     text = refusal("v-haff")
     assert "'v-haff' is not known" in text
     assert all(name in text for name in ("1f1b", "interleaved", "zb-h1", "v-half", "v-zb"))
-
-
-def test_auto_goes_through_a_file() -> None:
-    with pytest.raises(ConfigError, match=r"megatron-ext schedule --schedule auto"):
-        Choice("auto")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half", "v-zb"])
@@ -207,6 +205,65 @@ def test_v_asks_megatron_for_two_chunks() -> None:
     assert args.overlap_p2p_comm
     args.virtual_pipeline_model_parallel_size = 2
     assert after_megatron(args, Choice("v-half")) == 2
+
+
+class TestAuto:
+    """Decided before Megatron builds the model: pp 4, 8 microbatches."""
+
+    def decided(self, options: dict[str, Any], **changed: Any) -> tuple[Choice, Any]:
+        choice, args = Choice("auto", **options), arguments(**changed)
+        before_megatron(args, choice)
+        return choice, args
+
+    @pytest.mark.parametrize("cap", [None, "1", "0.75", "0.5"])
+    def test_is_what_the_command_line_chooses(self, cap: str | None) -> None:
+        choice, args = self.decided({"memory_cap": cap, "cost": "1,1.1,0.8,0.05"})
+        costs, sets = Costs.of(1, "1.1", "0.8", "0.05"), int(8 * float(cap or 1))
+        expected = generate("auto", 4, 8, 2, costs, memory_cap=sets)
+        assert (choice.name, choice.note) == (expected.name, expected.note)
+        assert choice.vee == expected.placement.is_vee()
+        text = args.pipeline_model_parallel_layout
+        chunks = text.count("|") // 4 + 1 if text else args.num_virtual_stages_per_pipeline_rank
+        assert (chunks or 1) == expected.chunks
+        assert choice.plan(4, chunks, 8).ranks == expected.ranks
+        # Ramp-up and the like: the family, and so the placement, stay.
+        for m in (1, 3, 4, 6):
+            plan = choice.plan(4, chunks, m)
+            assert (plan.name, plan.placement) == (expected.name, expected.placement)
+            assert max(simulate(plan).peak_activation) <= sets / 2
+
+    def test_layers_that_do_not_split_in_two(self) -> None:
+        choice, args = self.decided({}, num_layers=12)
+        assert choice.name == "zb-h1"
+        assert args.num_virtual_stages_per_pipeline_rank is None
+        assert "of 1f1b, zb-h1, zb-h2 that fit, which this model's layers" in choice.note
+        with pytest.raises(ConfigError, match="fits a cap of 2 micro.*raise --pp-memory-cap"):
+            self.decided({"memory_cap": "0.5"}, num_layers=12)
+
+    def test_features_that_exclude_the_v(self) -> None:
+        assert self.decided({}, hybrid_layer_pattern="M-M-")[0].name == "zb-h1"
+        assert self.decided({}, decoder_first_pipeline_num_layers=2)[0].name == "zb-h1"
+
+    def test_virtual_stages_of_the_user(self) -> None:
+        for flags in (
+            {"num_virtual_stages_per_pipeline_rank": 4},
+            {"num_layers_per_virtual_pipeline_stage": 1},
+        ):
+            choice, _ = self.decided({}, **flags)
+            assert choice.name == "interleaved-zb"
+            assert choice.plan(4, 4, 8).chunks == 4
+        choice, _ = self.decided({"memory_cap": "0.875"}, num_virtual_stages_per_pipeline_rank=2)
+        assert choice.name in ("gis", "gis-h", "po")
+        assert max(simulate(choice.plan(4, 2, 8)).peak_sets) <= 7
+        with pytest.raises(ConfigError, match="auto cannot choose under --pipeline-model-parallel"):
+            self.decided({}, pipeline_model_parallel_layout="E|t|t|L")
+
+    def test_group_size(self) -> None:
+        with pytest.raises(ConfigError, match="drop --pp-group-size 3"):
+            Choice("auto", group_size=3)
+
+    def test_what_is_never_supported(self) -> None:
+        assert "--cpu-offloading" in refusal("auto", cpu_offloading=True)
 
 
 class TestFile:

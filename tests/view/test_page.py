@@ -42,6 +42,19 @@ def test_data_match_the_boxes_one_by_one(name, pp, m):
     ]
 
 
+def test_the_script_finds_what_it_stretches():
+    """Every selector of the script is there, and nothing on the time axis is without one."""
+    run = planned(simulate(generate("v-half", 3, 5)))
+    text = page.render(run)
+    root = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    found = {part for element in root.iter() for part in element.get("class", "").split()}
+    selectors = re.search(r'TIMED = "([^"]*)"', text)[1].split(",")
+    assert {s.removeprefix(".") for s in selectors} - {"line"} <= found  # line: of measured runs
+    assert {"n", "tick", "left", "right"} <= found
+    for element in root.iter("{http://www.w3.org/2000/svg}path"):
+        assert element.get("class") in ("axis", "area", "peak", "line")
+
+
 def test_planned_and_measured():
     schedule = generate("zb-h1", 2, 2)
     run = simulate(schedule)

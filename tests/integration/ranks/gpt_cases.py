@@ -63,6 +63,10 @@ CASES: dict[str, dict[str, Any]] = {
     "po": {"pp": 4, "schedule": "po", "chunks": 2},
     "v-min": {"pp": 4, "schedule": "v-min", "chunks": 2},
     "v-cap": {"pp": 4, "schedule": "v-cap", "chunks": 2, "cap": "0.875"},
+    "gis": {"pp": 4, "schedule": "gis", "chunks": 2},
+    # Under this cap and at these costs it is v-half that auto takes.
+    "auto": {"pp": 4, "schedule": "auto", "chunks": 2, "cap": "0.75"},
+    "auto-m3": {"pp": 4, "schedule": "auto", "chunks": 2, "cap": "0.75", "m": 3, "full_m": 8},
     "file": {"pp": 4, "schedule": "FILE", "chunks": 2},
     "stock-m3": {"pp": 4, "m": 3},
     "v-half-m3": {"pp": 4, "schedule": "v-half", "chunks": 2, "m": 3},
@@ -236,7 +240,10 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             distributed_timeout_minutes=1,
             rank=dist.get_rank(),
         )
-        installation.hook_schedule(args, Choice(schedule, memory_cap=case.get("cap")), chunks)
+        choice = Choice(schedule, memory_cap=case.get("cap"))
+        if choice.undecided:
+            choice.decide(case["pp"], case.get("full_m", m))
+        installation.hook_schedule(args, choice, chunks)
     try:
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=case["pp"],

@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Checks every claim on the schedules, compares them all, writes results and a short page.
+
+    python3 benchmarks/schedules.py [--quick] [--output DIR] [--date YYYY-MM-DD] [--no-torch]
+                                    [--times-again FILE]
+
+Runs on a bare Python; where torch can be imported, torch.distributed.pipelining's own orders are
+compared too. Exit status 1 if a claim, other than a time, does not hold and is no known miss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE, HERE.parent):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+import torch_lists  # noqa: E402
+from schedule_claims import TIMES, Claim, all_claims, generation_times  # noqa: E402
+from schedule_page import page, plot_settings  # noqa: E402
+from schedule_plot import pareto  # noqa: E402
+from schedule_scope import FULL, QUICK, SMOKE, Scope  # noqa: E402
+from schedule_sweep import Row, caps_curve, describe, from_json, settings, sweep, to_json  # noqa: E402
+
+# Claims that are known not to hold; docs/02 says so and why.
+KNOWN_MISSES = ("above 6m + max(6p - 3k - 1, p - 1), the bound of the smallest pipelines",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="smaller sizes, under a minute")
+    size.add_argument("--smoke", action="store_true", help="next to nothing, for the test suite")
+    parser.add_argument("--output", type=Path, default=HERE, metavar="DIR")
+    parser.add_argument("--date", default=datetime.date.today().isoformat())
+    parser.add_argument("--machine", default=_machine(), help="in words, for the page")
+    parser.add_argument("--no-torch", action="store_true", help="our schedules only")
+    parser.add_argument(
+        "--times-again",
+        type=Path,
+        metavar="FILE",
+        help="keep these results; take only the generation times anew, e.g. on a quieter machine",
+    )
+    args = parser.parse_args(argv)
+    scope = QUICK if args.quick else SMOKE if args.smoke else FULL
+    version = None if args.no_torch else torch_lists.version()
+    if args.times_again is not None:
+        earlier = json.loads(args.times_again.read_text())
+        scope = next(scope for scope in (FULL, QUICK, SMOKE) if scope.name == earlier["scope"])
+        version, rows, seconds = earlier["torch"], from_json(earlier), earlier["seconds"]
+        claims = [Claim(**c) for c in earlier["claims"] if not c["group"].startswith(TIMES)]
+    else:
+        started = time.perf_counter()
+        claims = all_claims(scope)
+        rows = _table(scope, version is not None)
+        seconds = round(time.perf_counter() - started)
+    before = _load()
+    claims += generation_times(scope)
+    load = f"{before} before, {_load()} after"
+    for claim in claims:
+        mark = {True: "ok  ", False: "FAIL", None: "    "}[claim.holds]
+        print(f"{mark} {claim.group}: {claim.what}: expected {claim.expected}: {claim.measured}")
+    head = {
+        "date": args.date,
+        "scope": scope.name,
+        "machine": args.machine,
+        "python": platform.python_version(),
+        "torch": version,
+        "load": load,
+        "seconds": seconds,
+        "results": f"results/{args.date}-schedules.json",
+    }
+    _write(args.output, head, claims, rows, scope)
+    # Times are no reason to fail: they depend on what else the machine does.
+    failed = [c for c in claims if c.holds is False and not c.group.startswith(TIMES)]
+    wrong = [c for c in failed if c.what not in KNOWN_MISSES]
+    print(f"{len(claims)} claims, {len(wrong)} unexpected failures, {len(rows)} rows of the table")
+    return int(bool(wrong))
+
+
+def _table(scope: Scope, with_torch: bool) -> list[Row]:
+    rows: list[Row] = []
+    for setting in settings(scope):
+        print(f"     {describe(setting)}", flush=True)
+        rows += sweep(setting, with_torch)
+    return rows
+
+
+def _write(
+    output: Path, head: dict[str, Any], claims: Sequence[Claim], rows: Sequence[Row], scope: Scope
+) -> None:
+    (output / "results").mkdir(parents=True, exist_ok=True)
+    plots = []
+    for number, setting in enumerate(plot_settings(scope), 1):
+        here = [row for row in rows if row.setting == setting]
+        name = f"results/{head['date']}-pareto-{number}.svg"
+        shown = [row for row in here if not row.name.startswith("v-cap")]
+        (output / name).write_text(pareto(setting, shown, caps_curve(setting)), encoding="utf-8")
+        plots.append(name)
+    data = {**head, "claims": [claim.to_json() for claim in claims], "table": to_json(rows)}
+    (output / head["results"]).write_text(_compact(data), encoding="utf-8")
+    (output / "schedules.md").write_text(page(head, claims, rows, plots), encoding="utf-8")
+
+
+def _compact(data: dict[str, Any]) -> str:
+    """JSON with one line a claim and a row, so that two runs can be compared with diff."""
+    table, claims = data["table"], data["claims"]
+    head = {key: value for key, value in data.items() if key not in ("table", "claims")}
+    lines = [json.dumps(head, indent=1)[:-2] + ',\n "claims": [']
+    lines.append(",\n".join("  " + json.dumps(claim) for claim in claims))
+    lines.append(' ],\n "columns": ' + json.dumps(table["columns"]) + ',\n "rows": [')
+    lines.append(",\n".join("  " + json.dumps(row) for row in table["rows"]))
+    return "\n".join(lines) + "\n ]\n}\n"
+
+
+def _load() -> str:
+    return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+
+
+def _machine() -> str:
+    """Kind and number of processors, without names or paths."""
+    cores = os.cpu_count() or 1
+    return f"{platform.system()} on {platform.machine()}, {cores} cores"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

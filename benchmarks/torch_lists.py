@@ -1,0 +1,67 @@
+"""The action lists of torch.distributed.pipelining, as schedules of ours; only where torch is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ext.schedule import Costs, Schedule, check
+from megatron_ext.schedule.torch_csv import from_csv
+
+# Our name of each, its class in torch, and whether its stages lie on the V.
+CLASSES = (
+    ("torch Interleaved1F1B", "ScheduleInterleaved1F1B", False),
+    ("torch InterleavedZeroBubble", "ScheduleInterleavedZeroBubble", False),
+    ("torch ZBVZeroBubble", "ScheduleZBVZeroBubble", True),
+    ("torch DualPipeV", "ScheduleDualPipeV", True),
+)
+
+
+def version() -> str | None:
+    """torch's version, None where it cannot be imported."""
+    try:
+        import torch
+        import torch.distributed.pipelining
+    except ImportError:
+        return None
+    return str(torch.__version__)
+
+
+class _Stage:
+    """As much of a pipeline stage as a schedule's constructor reads."""
+
+    def __init__(self, pp: int, stages: int, index: int) -> None:
+        self.group_size, self.num_stages, self.group_rank = pp, stages, 0
+        self.stage_index, self.submod, self.device = index, None, "cpu"
+        self.is_first, self.is_last = index == 0, index == stages - 1
+
+
+def schedule(name: str, pp: int, microbatches: int, costs: Costs) -> Schedule:
+    """Torch's order for two stages a rank.
+
+    DualPipeV's overlapped pairs are one forward and one backward at the same time; here, one after
+    the other: overlapping compute with compute does not make it cheaper, and the simulator has no
+    communication inside a pass that could be hidden.
+
+    Raises:
+        ValueError: torch refuses the sizes.
+    """
+    import torch
+    from torch.distributed.pipelining import schedules
+
+    _, cls, vee = next(row for row in CLASSES if row[0] == name)
+    held = (0, 2 * pp - 1) if vee else (0, pp)
+    stages: list[Any] = [_Stage(pp, 2 * pp, index) for index in held]
+    for stage in stages:
+        stage.submod = torch.nn.Identity()  # torch asks whether it has been compiled
+    made = getattr(schedules, cls)(stages, microbatches, loss_fn=lambda *_: None)
+    lines = []
+    for rank in range(pp):
+        cells = []
+        for action in made.pipeline_order[rank]:
+            parts = () if action is None else action.sub_actions or (action,)
+            cells += [str(part) for part in parts if part.is_compute_op]
+        lines.append(",".join(cells))
+    parsed = from_csv("\n".join(lines))
+    order = Schedule(name, parsed.placement, microbatches, parsed.ranks, costs)
+    check(order)
+    return order
