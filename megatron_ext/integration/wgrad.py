@@ -88,7 +88,8 @@ def _input_gradient_only(ctx: Any, grad_output: torch.Tensor, store: WeightGradS
         weight,
         functools.partial(
             _weight_gradient,
-            x,
+            # Without its history: that would keep what other layers left in it until W.
+            x.detach(),
             grad_output,
             weight,
             ctx.tp_group if ctx.sequence_parallel else None,
@@ -101,6 +102,7 @@ def _input_gradient_only(ctx: Any, grad_output: torch.Tensor, store: WeightGradS
     return (result, None, grad_bias) + (None,) * (len(ctx.needs_input_grad) - 3)
 
 
+@torch.no_grad()
 def _weight_gradient(
     x: torch.Tensor,
     grad_output: torch.Tensor,

@@ -60,16 +60,18 @@ class WgradReport:
 
     def text(self, schedule: str) -> str:
         """The log's line, with what to plan with."""
-        share = f"{100 * self.share:.3g} %"
         if not self.fused:
             return f"{schedule}: W passes compute all weight gradients of matrices"
         names = ", ".join(f"{name} ({n})" for name, n in self.fused_modules.most_common())
+        said = (
+            f"{schedule}: W passes compute {100 * self.share:.3g} % of the weight gradients; those "
+            f"of {names} are computed in B (parameters in parentheses)"
+        )
+        if self.share > 0.95:
+            return said
         cost = ",".join(f"{x:.3g}" for x in self.costs(1, 1, 1))
         advice = "--pp-cost " + cost if self.share else "a schedule without W passes"
-        return (
-            f"{schedule}: W passes compute {share} of the weight gradients; those of {names} are "
-            f"computed in B (parameters in parentheses), so plan with {advice}"
-        )
+        return f"{said}, so plan with {advice}"
 
 
 def wgrad_report(chunks: Iterable[torch.nn.Module]) -> WgradReport:

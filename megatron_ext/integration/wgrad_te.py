@@ -103,6 +103,8 @@ class SplitStore:
         for weight, _ in before:
             weight.grad = None
         self._store.at_end(functools.partial(_restore, before))
+        # Without its history, which would keep what other layers left in it until W.
+        tensors = [t.detach() if type(t) is torch.Tensor else t for t in tensors]
         first, *others = self._weights
         self._store.put(
             first,
@@ -129,6 +131,7 @@ class SplitStore:
     def assert_empty(self) -> None:
         """Nothing waits in the module itself, ever."""
 
+    @torch.no_grad()
     def _weight_pass(self, tensors: list[Any], function: Callable[..., Any]) -> None:
         # backward_dw sets gradients rather than adding to them (or only where there is none), so
         # it starts from none, and what was there is added up here.

@@ -244,10 +244,9 @@ def test_source_asks_a_store_only_what_ours_answers(source: dict[str, ast.Module
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and _is_store(node.value):
                 asked.add(node.attr)
-            inner = getattr(node, "value", None)
-            if isinstance(inner, ast.Attribute) and inner.attr == "context":
-                if isinstance(node, ast.Attribute) and _is_store(inner.value):
-                    of_context.add(node.attr)
+            context = node.value if isinstance(node, ast.Attribute) else None
+            if getattr(context, "attr", "") == "context" and _is_store(context.value):
+                of_context.add(node.attr)
     assert {"delay_wgrad_compute", "put", "pop"} <= asked
     assert asked - {"context"} <= set(vars(SplitStore))
     assert of_context <= set(dir(queue.Queue))
