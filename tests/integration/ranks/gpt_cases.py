@@ -275,7 +275,7 @@ def rank_main(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None
     results = {}
     for name, case in cases.items():
         own = folder / name
-        own.mkdir(exist_ok=True)
+        own.mkdir(exist_ok=True, parents=True)
         mine = run_case(case, own)
         every: list[Any] = [None] * WORLD
         dist.all_gather_object(every, mine)
