@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fake_te  # noqa: E402
 import gpt_cases  # noqa: E402
 from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
+from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
 from megatron.core.transformer.moe import experts  # noqa: E402
 
 _MOE = {
@@ -91,12 +92,13 @@ def stand_ins(case: dict[str, Any]) -> Any:
     if not case.get("te"):
         yield
         return
-    grouped = experts.GroupedMLPSubmodules(
-        linear_fc1=fake_te.TEGroupedLinear, linear_fc2=fake_te.TEGroupedLinear
-    )
+    both = {"linear_fc1": fake_te.TEGroupedLinear, "linear_fc2": fake_te.TEGroupedLinear}
 
-    def experts_builder(self: Any, moe_use_grouped_gemm: bool) -> Any:
-        return functools.partial(experts.TEGroupedMLP, submodules=grouped)
+    def experts_builder(*unused: Any) -> Any:
+        if hasattr(experts, "GroupedMLPSubmodules"):
+            submodules = experts.GroupedMLPSubmodules(**both)
+            return functools.partial(experts.TEGroupedMLP, submodules=submodules)
+        return experts.TEGroupedMLP, MLPSubmodules(**both)  # before 0.17
 
     replaced = {
         "column_parallel_linear": lambda self: fake_te.TELayerNormColumnParallelLinear,
