@@ -16,6 +16,7 @@ from ..runtime.executor import Executor
 from ..runtime.trace import Recorder, TraceFile
 from ..runtime.watchdog import Watchdog
 from ..runtime.wgrad import WeightGradStore
+from ..schedule.actions import Op
 from ..schedule.check import check
 from ..schedule.generators import forward_only as forward_only_schedule
 from ..schedule.lower import lower
@@ -26,6 +27,7 @@ from .errors import ConfigError
 from .relay import map_tensors, relay_losses
 from .runner import Iteration, MegatronRunner
 from .vee import reduce_tied_gradients
+from .wgrad_split import Splitter
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class ScheduledPipeline:
         self._watchdog: Watchdog | None = None
         self._plans: dict[tuple[int, bool], Schedule] = {}
         self._iterations = 0
+        self._splitter = Splitter(store)
 
     def __call__(
         self,
@@ -119,6 +122,10 @@ class ScheduledPipeline:
             timers("forward-backward").stop()
         return losses
 
+    def release(self) -> None:
+        """Give the model its own weight-gradient stores back."""
+        self._splitter.release()
+
     def _run(
         self, iteration: Iteration, group: Any, shape: tuple[int, ...] | None
     ) -> tuple[MegatronRunner, list[Any]]:
@@ -130,6 +137,8 @@ class ScheduledPipeline:
                 f"schedule {plan.name} has {plan.chunks} chunks a rank but the model was built "
                 f"with {len(models)}"
             )
+        if any(a.op is Op.W for row in plan.ranks for a in row):
+            self._splitter.prepare(models, group, plan.name)
         rank, device = group.rank(), next(models[0].parameters()).device
         runner = MegatronRunner(iteration, plan.placement, rank, self._store)
         channel = Channel(group, shape, iteration.config.pipeline_dtype, device)
@@ -224,6 +233,7 @@ class ScheduledPipeline:
                 "peak_sets_planned": 0 if forward_only else planned.peak_sets[rank],
                 "zero_unix_us": recorder.zero_unix_us,
                 "waited_us": recorder.waited_us,
+                "wgrad": self._splitter.summary(),
                 "losses": map_tensors(losses, _exact),
                 "events": recorder.events(),
             }

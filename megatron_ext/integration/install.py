@@ -88,13 +88,6 @@ class Installation:
         self.seams.apply(seams)
         if args.rank != 0:
             return
-        if choice.splits_backward and getattr(args, "transformer_impl", "") == "transformer_engine":
-            logger.warning(
-                "megatron_ext: Transformer Engine's layers compute weight gradients in B, so W "
-                "passes are nearly empty and %s idles more than simulated; --transformer-impl "
-                "local splits them",
-                choice.name,
-            )
         logger.warning(
             "megatron_ext: --pp-schedule %s on megatron-core %s%s\n%s",
             choice.name,
@@ -105,6 +98,8 @@ class Installation:
 
     def revert(self) -> None:
         """Give Megatron all its symbols back."""
+        if self.pipeline is not None:
+            self.pipeline.release()
         self.seams.revert()
 
     def _with_flags(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from .seams import Seam
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _HOOK = "_megatron_ext_grad_hook"
+_ADDED = "_megatron_ext_added_to_main_grad"
 
 
 def seams(store: WeightGradStore) -> tuple[Seam, ...]:
@@ -87,18 +88,21 @@ def _input_gradient_only(ctx: Any, grad_output: torch.Tensor, store: WeightGradS
         weight,
         functools.partial(
             _weight_gradient,
-            x,
+            # Without its history: that would keep what other layers left in it until W.
+            x.detach(),
             grad_output,
             weight,
             ctx.tp_group if ctx.sequence_parallel else None,
             ctx.gradient_accumulation_fusion,
         ),
+        done=finish,
     )
     if work is not None:
         work.wait()
     return (result, None, grad_bias) + (None,) * (len(ctx.needs_input_grad) - 3)
 
 
+@torch.no_grad()
 def _weight_gradient(
     x: torch.Tensor,
     grad_output: torch.Tensor,
@@ -117,7 +121,7 @@ def _weight_gradient(
     if fused:
         _accumulate_fused(x, grad_output, weight)
     else:
-        _accumulate(weight, grad_output.t().matmul(x))
+        accumulate(weight, grad_output.t().matmul(x))
 
 
 def _accumulate_fused(
@@ -128,22 +132,44 @@ def _accumulate_fused(
     single = weight.main_grad.dtype == torch.float32
     add = kernels.wgrad_gemm_accum_fp32 if single else kernels.wgrad_gemm_accum_fp16
     add(x, grad_output, weight.main_grad)
-    weight.grad_added_to_main_grad = True
-    # The hook only asks whether there is a gradient; the weight itself is a free stand-in.
-    weight.grad = weight.detach()
-    _finish(weight)
+    mark_added(weight)
 
 
-def _accumulate(weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
-    weight.grad = grad if weight.grad is None else weight.grad + grad
-    _finish(weight)
+def accumulate(parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    """Add ``grad`` to what this microbatch has for ``parameter``; ``finish`` passes it on."""
+    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
-def _finish(weight: torch.nn.Parameter) -> None:
-    """What autograd does after accumulating: Megatron's DDP hook, if there is one."""
-    hook = getattr(weight, _HOOK, None)
-    if hook is not None:
-        hook()
+def mark_added(parameter: torch.nn.Parameter) -> None:
+    """A kernel has added a gradient into ``parameter.main_grad`` itself."""
+    parameter.grad_added_to_main_grad = True
+    setattr(parameter, _ADDED, True)
+
+
+def finish(parameter: torch.nn.Parameter) -> None:
+    """What autograd does after accumulating: Megatron's DDP hook, if there is one.
+
+    Called once for a microbatch, after the last of its gradients of ``parameter``: two uses of one
+    weight are summed first, as autograd does, and count as ready once.
+    """
+    added = parameter.__dict__.pop(_ADDED, False)
+    hook = getattr(parameter, _HOOK, None)
+    if hook is None or (parameter.grad is None and not added):
+        return
+    if parameter.grad is None:
+        parameter.grad = stand_in(parameter)
+    hook()
+
+
+def stand_in(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Zeros of ``parameter``'s shape in the memory of one number: the DDP hook wants to see a
+    gradient even where a kernel has added it to ``main_grad`` already."""
+    return _zero(parameter.dtype, parameter.device).expand(parameter.shape)
+
+
+@functools.cache
+def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 def _deferring_hook(original: Callable[..., Any], store: WeightGradStore) -> Callable[..., Any]:
@@ -153,11 +179,29 @@ def _deferring_hook(original: Callable[..., Any], store: WeightGradStore) -> Cal
         setattr(param, _HOOK, hook)
 
         def unless_postponed(*unused: Any) -> None:
-            # Autograd calls this in B although the weight has no gradient yet; its W calls
-            # ``hook``, once, when it has. A gradient from elsewhere waits in ``param.grad``.
-            if not store.holds(param):
+            # Autograd calls this in B although the weight has no gradient yet (or a meaningless
+            # one); its W calls ``hook``, once, when it has.
+            if store.placeholder(param):
+                param.grad = None
+            elif not store.collecting or not (store.holds(param) or store.owes(param)):
                 hook(*unused)
+            elif param.grad is not None:
+                _postpone_rest(param, store)
 
         return unless_postponed
 
     return _make_backward_post_hook
+
+
+def _postpone_rest(param: torch.nn.Parameter, store: WeightGradStore) -> None:
+    """B has part of the gradient (another layer uses the weight too), or has all of it while an
+    earlier microbatch's part is owed: it waits for its W, so that the order of summands and what
+    counts as ready stay right."""
+    grad, param.grad = param.grad, None
+    added = getattr(param, "grad_added_to_main_grad", False)
+    if added and not getattr(param, "zero_out_wgrad", False):
+        # The layer added it to main_grad and returned what Megatron's hook would ignore.
+        task = functools.partial(mark_added, param)
+    else:
+        task = functools.partial(accumulate, param, grad)
+    store.put(param, task, done=finish)

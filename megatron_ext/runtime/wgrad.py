@@ -7,11 +7,17 @@ of doing it; the W pass of the same (chunk, microbatch) runs it later (ZB, secti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 Task = Callable[[], None]
+
+
+class _Work(NamedTuple):
+    task: Task
+    parameters: tuple[Any, ...]
+    done: Callable[[Any], None] | None
 
 
 class WeightGradStore:
@@ -22,13 +28,16 @@ class WeightGradStore:
     """
 
     def __init__(self) -> None:
-        self._tasks: dict[Hashable, list[Task]] = {}
-        self._collecting: list[Task] | None = None
-        self._held: Counter[int] = Counter()
+        self._work: dict[Hashable, list[_Work]] = {}
+        self._parameters: dict[Hashable, set[int]] = {}
+        self._collecting: list[_Work] | None = None
+        self._held: set[int] = set()
+        self._placeholders: set[int] = set()
+        self._at_end: list[Task] = []
 
     def __len__(self) -> int:
         """Number of passes whose weight gradients are still owed."""
-        return len(self._tasks)
+        return len(self._work)
 
     @property
     def collecting(self) -> bool:
@@ -37,7 +46,16 @@ class WeightGradStore:
 
     def holds(self, parameter: Any) -> bool:
         """True if the B pass that is running has postponed work for ``parameter``."""
-        return self.collecting and self._held[id(parameter)] > 0
+        return self.collecting and id(parameter) in self._held
+
+    def owes(self, parameter: Any) -> bool:
+        """True if postponed work of an earlier B pass for ``parameter`` has not run yet."""
+        return any(id(parameter) in owed for owed in self._parameters.values())
+
+    def placeholder(self, parameter: Any) -> bool:
+        """True if what the running B pass itself gives as gradient of ``parameter`` means nothing:
+        the layer owes all of it, and returns a tensor only because autograd wants one."""
+        return id(parameter) in self._placeholders
 
     @contextmanager
     def collect(self, key: Hashable) -> Iterator[None]:
@@ -46,27 +64,52 @@ class WeightGradStore:
         Raises:
             RuntimeError: nested use, or ``key`` still has unfinished work.
         """
-        if self._collecting is not None or key in self._tasks:
+        if self._collecting is not None or key in self._work:
             raise RuntimeError(f"weight gradients of {key} are already being collected or owed")
-        tasks: list[Task] = []
-        self._collecting = tasks
+        work: list[_Work] = []
+        self._collecting = work
         try:
             yield
-            self._tasks[key] = tasks
+            self._work[key] = work
+            self._parameters[key] = set(self._held)
         finally:
-            self._collecting = None
-            self._held.clear()
+            at_end = self._at_end
+            self._stop_collecting()
+            for task in at_end:
+                task()
 
-    def put(self, parameter: Any, task: Task) -> None:
+    def put(
+        self,
+        parameter: Any,
+        task: Task,
+        *,
+        others: Sequence[Any] = (),
+        done: Callable[[Any], None] | None = None,
+        placeholders: Sequence[Any] = (),
+    ) -> None:
         """Postpone ``task``, which computes and accumulates a gradient of ``parameter``.
+
+        Args:
+            parameter: whose gradient it is.
+            task: the work.
+            others: further parameters that the same task serves, or may serve.
+            done: called with each of these parameters once, after the last task for it in the W
+                pass: then the microbatch's gradient is complete.
+            placeholders: those of them for which ``placeholder`` is true until the pass ends.
 
         Raises:
             RuntimeError: no B pass is running.
         """
         if self._collecting is None:
             raise RuntimeError("a weight gradient can be postponed only inside a B pass")
-        self._collecting.append(task)
-        self._held[id(parameter)] += 1
+        work = _Work(task, (parameter, *others), done)
+        self._collecting.append(work)
+        self._held.update(map(id, work.parameters))
+        self._placeholders.update(map(id, placeholders))
+
+    def at_end(self, task: Task) -> None:
+        """Do ``task`` when the B pass that is running ends, however it ends."""
+        self._at_end.append(task)
 
     def run(self, key: Hashable) -> None:
         """Do the postponed work of ``key``, in the order in which B postponed it.
@@ -75,16 +118,28 @@ class WeightGradStore:
             RuntimeError: ``key`` has no postponed work: its B has not run, or its W ran already.
         """
         try:
-            tasks = self._tasks.pop(key)
+            queue = self._work.pop(key)
         except KeyError:
             raise RuntimeError(f"no postponed weight gradients for {key}") from None
+        del self._parameters[key]
+        left = Counter(id(p) for work in queue for p in work.parameters)
         # Each task holds its layer's input and output gradient; drop it as soon as it has run.
-        tasks.reverse()
-        while tasks:
-            tasks.pop()()
+        queue.reverse()
+        while queue:
+            task, parameters, done = queue.pop()
+            task()
+            del task
+            for parameter in parameters:
+                left[id(parameter)] -= 1
+                if done is not None and not left[id(parameter)]:
+                    done(parameter)
 
     def clear(self) -> None:
         """Forget everything: after an exception no stale work may reach the next iteration."""
-        self._tasks.clear()
+        self._work.clear()
+        self._parameters.clear()
+        self._stop_collecting()
+
+    def _stop_collecting(self) -> None:
         self._collecting = None
-        self._held.clear()
+        self._held, self._placeholders, self._at_end = set(), set(), []

@@ -146,3 +146,46 @@ def test_a_failing_task_leaves_nothing_behind(store):
     assert len(store) == 0
     gc.collect()
     assert reference() is None
+
+
+def test_done_is_called_once_after_the_last_task_of_a_parameter(store):
+    log, shared, own = [], Weight(), Weight()
+    names = {id(shared): "shared", id(own): "own"}
+
+    def done(parameter):
+        log.append(f"done {names[id(parameter)]}")
+
+    with store.collect("k"):
+        store.put(shared, lambda: log.append("first"), others=(own,), done=done)
+        store.put(shared, lambda: log.append("second"), done=done)
+    store.run("k")
+    assert log == ["first", "done own", "second", "done shared"]
+
+
+def test_owes_until_the_work_runs(store):
+    first, second = Weight(), Weight()
+    with store.collect("a"):
+        store.put(first, lambda: None, others=(second,))
+        assert store.holds(second) and not store.owes(first)
+    assert store.owes(first) and store.owes(second)
+    with store.collect("b"):
+        assert store.owes(first) and not store.holds(first)
+    store.run("a")
+    assert not store.owes(first)
+    store.clear()
+    assert not store.owes(second)
+
+
+def test_placeholders_and_at_end_belong_to_one_pass(store):
+    log, weight = [], Weight()
+    with store.collect("a"):
+        store.put(weight, lambda: None, placeholders=(weight,))
+        store.at_end(lambda: log.append("end"))
+        assert store.placeholder(weight) and log == []
+    assert log == ["end"] and not store.placeholder(weight)
+    with pytest.raises(ZeroDivisionError):
+        with store.collect("b"):
+            assert not store.placeholder(weight)
+            store.at_end(lambda: log.append("failed"))
+            raise ZeroDivisionError
+    assert log == ["end", "failed"]

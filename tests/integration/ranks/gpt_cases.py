@@ -119,7 +119,6 @@ def config_of(case: dict[str, Any]) -> TransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         deallocate_pipeline_outputs=True,
-        gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -131,7 +130,7 @@ def config_of(case: dict[str, Any]) -> TransformerConfig:
         microbatch_group_size_per_vp_stage=case["pp"],
         variable_seq_lengths=case.get("lengths", False),
         moe_token_dispatcher_type="alltoall",  # the default refuses sequences of varying length
-        **more,
+        **{"gradient_accumulation_fusion": False, **more, **case.get("config", {})},
     )
 
 
@@ -149,14 +148,21 @@ def global_names(chunk: GPTModel) -> dict[str, torch.nn.Parameter]:
     return named
 
 
+def _mtp_spec(config: TransformerConfig, spec: Any, chunk: int) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=chunk)
+
+
 def build(case: dict[str, Any], config: TransformerConfig) -> tuple[list[Any], list[GPTModel]]:
     """This rank's chunks, wrapped as Megatron's training wraps them, and bare."""
     rank, chunks = parallel_state.get_pipeline_model_parallel_rank(), case.get("chunks", 1)
-    bare = []
+    bare, spec = [], get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
     for chunk in range(chunks):
         model = GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(),
+            transformer_layer_spec=spec,
+            **({"mtp_block_spec": _mtp_spec(config, spec, chunk)} if config.mtp_num_layers else {}),
             vocab_size=VOCAB,
             max_sequence_length=SEQUENCE,
             pre_process=rank == 0 and chunk == 0,
@@ -252,7 +258,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         model_parallel_cuda_manual_seed(1)
         models, bare = build(case, config_of(case))
         step = schedules.get_forward_backward_func()
-        for _ in range(2):
+        for _ in range(case.get("iterations", 2)):
             for model in models:
                 model.zero_grad_buffer()
             data = [batches(m, case.get("lengths", False)) for _ in models]
@@ -279,12 +285,12 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             installation.revert()
 
 
-def rank_main(rank: int, folder: Path) -> None:
+def rank_main(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
     """All cases on one rank; rank 0 gathers and writes them."""
     results = {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         own = folder / name
-        own.mkdir(exist_ok=True)
+        own.mkdir(exist_ok=True, parents=True)
         # Groups of its own for each case: gloo's threads of groups that pile up slow everything.
         dist.init_process_group(
             "gloo", init_method=f"file://{own}/store", rank=rank, world_size=WORLD
@@ -303,6 +309,7 @@ def rank_main(rank: int, folder: Path) -> None:
             "losses": [part["losses"] for part in every if part["losses"]],
             "gradients": gradients,
             "data_parallel": data_parallel,
+            "extra": [part.get("extra") for part in every],
             "traces": {p.stem: p.read_text() for p in own.glob("rank*.jsonl")},
         }
         if rank == 0:
@@ -311,7 +318,7 @@ def rank_main(rank: int, folder: Path) -> None:
         (folder / "results.pickle").write_bytes(pickle.dumps(results))
 
 
-def main() -> int:
+def main(cases: dict[str, dict[str, Any]] = CASES) -> int:
     """Fork the ranks; exit status 0 only if all of them ended well."""
     torch.set_num_threads(1)
     target = Path(sys.argv[1])
@@ -323,7 +330,7 @@ def main() -> int:
             if pid == 0:
                 status = 1
                 try:
-                    rank_main(rank, folder)
+                    rank_main(rank, folder, cases)
                     status = 0
                 except BaseException:
                     traceback.print_exc()
