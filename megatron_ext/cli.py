@@ -2,7 +2,7 @@
 
 Runs on a bare interpreter. A command is a module of ``commands`` whose ``add`` declares its parser
 and sets ``run``; add it to ``_COMMANDS``. Bad input ends in one sentence on stderr and exit status
-2; any other exception is a bug and stays a traceback. ``run`` returns an exit status, or None for 0.
+2; any other exception is a bug and stays a traceback. ``run`` returns the exit status; None is 0.
 """
 
 from __future__ import annotations

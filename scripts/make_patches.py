@@ -44,7 +44,7 @@ INSERTED = f"""    # megatron_ext: only if the command line has one of its flags
             import megatron_ext
         except ImportError as error:
             if asked:
-                sys.exit(f'{{asked[0]}} needs megatron_ext ({{error}}); install it or drop the flag.')
+                sys.exit(f'{{asked[0]}} needs megatron_ext ({{error}}): install it or drop this.')
         else:
             megatron_ext.apply(exist_ok=True)
 
