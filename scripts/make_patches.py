@@ -35,18 +35,16 @@ ANCHOR = '''def parse_args(extra_args_provider=None, ignore_unknown_args=False):
 # Prefixes rather than names: flags that megatron_ext gains must not need new patches. No flag of
 # Megatron's own begins so in any supported version (a test looks).
 PREFIXES = ("--pp-", "--moe-pipeline-chunks", "--moe-memory-")
-INSERTED = f"""    # megatron_ext: only if the command line has one of its flags, or asks for help.
+INSERTED = f"""    # megatron_ext: only if one of its flags is on the command line.
     import sys
     ours = {PREFIXES!r}
     asked = [arg for arg in sys.argv[1:] if arg.startswith(ours)]
-    if asked or not {{'-h', '--help'}}.isdisjoint(sys.argv):
+    if asked:
         try:
             import megatron_ext
         except ImportError as error:
-            if asked:
-                sys.exit(f'{{asked[0]}} needs megatron_ext ({{error}}): install it or drop this.')
-        else:
-            megatron_ext.apply(exist_ok=True)
+            sys.exit(f'{{asked[0]}} needs megatron_ext ({{error}}): install it or drop this flag.')
+        megatron_ext.apply(exist_ok=True)
 
 """
 HEADER = """Let megatron_ext add its flags (--pp-schedule ...) before Megatron parses its own.
