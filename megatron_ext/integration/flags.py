@@ -57,10 +57,12 @@ def wanted(argv: Sequence[str]) -> bool:
     return bool(_names(argv) & {*_FLAGS, "-h", "--help"})
 
 
-def lost_in_yaml(argv: Sequence[str]) -> str | None:
-    """The first of our flags on a command line that Megatron will put a YAML file in place of."""
+def lost_in_yaml(argv: Sequence[str], config: Mapping[str, str]) -> str | None:
+    """The first of our flags, given or in ``config``, that ``--yaml-cfg`` on ``argv`` would drop."""
     given = _names(argv)
-    return next((f for f in _FLAGS if f in given), None) if "--yaml-cfg" in given else None
+    if "--yaml-cfg" not in given:
+        return None
+    return next((f for f in _FLAGS if f in given or _attribute(f) in config), None)
 
 
 def _names(argv: Sequence[str]) -> set[str]:

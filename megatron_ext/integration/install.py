@@ -115,7 +115,7 @@ class Installation:
     def _with_flags(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def add_megatron_arguments(parser: Any, *args: Any, **kwargs: Any) -> Any:
-            lost = lost_in_yaml(sys.argv[1:])
+            lost = lost_in_yaml(sys.argv[1:], self._defaults)
             if lost is not None:
                 raise ConfigError(
                     f"{lost} would be lost, because --yaml-cfg takes the place of the whole "
