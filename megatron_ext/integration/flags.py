@@ -58,7 +58,7 @@ def wanted(argv: Sequence[str]) -> bool:
 
 
 def lost_in_yaml(argv: Sequence[str], config: Mapping[str, str]) -> str | None:
-    """The first of our flags, given or in ``config``, that ``--yaml-cfg`` on ``argv`` would drop."""
+    """The first of our flags, on ``argv`` or in ``config``, that a ``--yaml-cfg`` there drops."""
     given = _names(argv)
     if "--yaml-cfg" not in given:
         return None
