@@ -2,7 +2,7 @@
 
 Runs on a bare interpreter. A command is a module of ``commands`` whose ``add`` declares its parser
 and sets ``run``; add it to ``_COMMANDS``. Bad input ends in one sentence on stderr and exit status
-2; any other exception is a bug and stays a traceback.
+2; any other exception is a bug and stays a traceback. ``run`` returns the exit status; None is 0.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import check, compare, schedule, show, simulate
+from .commands import check, compare, patch, schedule, show, simulate
 from .commands.common import InputError, Parser
 
-_COMMANDS = (simulate, schedule, compare, check, show)
+_COMMANDS = (simulate, schedule, compare, check, show, patch)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add(commands)
     args = parser.parse_args(argv)
     try:
-        args.run(args)
+        status: int | None = args.run(args)
         sys.stdout.flush()
     except InputError as error:
         print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)
@@ -37,4 +37,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         # flushes stdout; give it somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # what the shell reports for a process that SIGPIPE ended
-    return 0
+    return status or 0

@@ -1,6 +1,7 @@
 """The only part that knows Megatron: flags, seams, V placement, the forward-backward function."""
 
 from .errors import ConfigError
-from .install import Installation, install
+from .install import Installation, apply, install, revert
+from .report import Report
 
-__all__ = ["ConfigError", "Installation", "install"]
+__all__ = ["ConfigError", "Installation", "Report", "apply", "install", "revert"]

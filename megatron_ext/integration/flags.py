@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..schedule import generators
+from .errors import ConfigError
 
 GROUP = "pipeline schedules (megatron_ext)"
 
@@ -55,11 +56,40 @@ _FLAGS = ("--pp-schedule", "--pp-memory-cap", "--pp-group-size", "--pp-cost", "-
 
 def wanted(argv: Sequence[str]) -> bool:
     """True if a command line uses one of our flags or asks for help, so that we must hook in."""
-    given = {argument.split("=", 1)[0] for argument in argv}
-    return not given.isdisjoint({*_FLAGS, "-h", "--help"})
+    return bool(_names(argv) & {*_FLAGS, "-h", "--help"})
+
+
+def lost_in_yaml(argv: Sequence[str], config: Mapping[str, str]) -> str | None:
+    """The first of our flags, on ``argv`` or in ``config``, that a ``--yaml-cfg`` there drops."""
+    given = _names(argv)
+    if "--yaml-cfg" not in given:
+        return None
+    return next((f for f in _FLAGS if f in given or _attribute(f) in config), None)
+
+
+def _names(argv: Sequence[str]) -> set[str]:
+    return {argument.split("=", 1)[0] for argument in argv}
+
+
+def defaults(config: Mapping[str, object]) -> dict[str, str]:
+    """``{"pp_schedule": "v-half", ...}`` as defaults of the flags; None leaves one out.
+
+    Raises:
+        ConfigError: a name that no flag has.
+    """
+    known = [_attribute(flag) for flag in _FLAGS]
+    for name in config:
+        if name not in known:
+            raise ConfigError(f"{name!r} is no option of megatron_ext; it has {', '.join(known)}")
+    # As text: argparse converts and checks a default that is text, as it does the user's.
+    return {name: str(value) for name, value in config.items() if value is not None}
 
 
 def options_without_schedule(args: argparse.Namespace) -> list[str]:
     """Our flags that were given although ``--pp-schedule``, which they belong to, was not."""
-    attributes = ((flag, flag[2:].replace("-", "_")) for flag in _FLAGS[1:])
-    return [flag for flag, name in attributes if getattr(args, name, None) is not None]
+    return [flag for flag in _FLAGS[1:] if getattr(args, _attribute(flag), None) is not None]
+
+
+def _attribute(flag: str) -> str:
+    """``--pp-cost`` -> ``pp_cost``, its name among Megatron's arguments."""
+    return flag.removeprefix("--").replace("-", "_")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import vee, wgrad
 from .errors import ConfigError
-from .flags import add_arguments, options_without_schedule, wanted
+from .flags import add_arguments, defaults, lost_in_yaml, options_without_schedule, wanted
+from .report import Report
 from .seams import Seam, Seams
 from .versions import megatron_version, require_supported
 
@@ -20,12 +21,17 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 class Installation:
-    """What is hooked into this process's Megatron, and how to undo it."""
+    """What is hooked into this process's Megatron, and how to undo it.
 
-    def __init__(self) -> None:
+    Args:
+        config: values of our flags where the command line gives none, by attribute name.
+    """
+
+    def __init__(self, config: Mapping[str, object] | None = None) -> None:
         version = megatron_version()
         require_supported(version)
         self.seams = Seams(version)
+        self._defaults = defaults(config or {})
         self.pipeline: Any = None
         self._choice: Any = None
 
@@ -105,7 +111,15 @@ class Installation:
     def _with_flags(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def add_megatron_arguments(parser: Any, *args: Any, **kwargs: Any) -> Any:
-            return add_arguments(original(parser, *args, **kwargs))
+            lost = lost_in_yaml(sys.argv[1:], self._defaults)
+            if lost is not None:
+                raise ConfigError(
+                    f"{lost} would be lost, because --yaml-cfg takes the place of the whole "
+                    f"command line; give Megatron's options as flags, or drop {lost}"
+                )
+            parser = add_arguments(original(parser, *args, **kwargs))
+            parser.set_defaults(**self._defaults)
+            return parser
 
         return add_megatron_arguments
 
@@ -114,6 +128,12 @@ class Installation:
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
             from .validate import Choice, after_megatron, before_megatron
 
+            if not hasattr(args, "pp_schedule"):
+                raise ConfigError(
+                    "Megatron's arguments do not come from a command line that megatron_ext has "
+                    "added its flags to (parsed before megatron_ext.apply(), or from --yaml-cfg); "
+                    "call it before Megatron parses, and give flags on the command line"
+                )
             if getattr(args, "pp_schedule", None) is None:
                 lost = options_without_schedule(args)
                 if lost:
@@ -143,8 +163,12 @@ class Installation:
         return forward_backward
 
 
+# What this process has in force, by whichever door.
+_current: Installation | None = None
+
+
 def install(argv: Sequence[str] | None = None) -> Installation | None:
-    """Hook our flags into Megatron if the command line uses any of them.
+    """The launcher's door: hook our flags into Megatron if the command line uses any of them.
 
     Args:
         argv: the training script's arguments; default: this process's.
@@ -158,6 +182,43 @@ def install(argv: Sequence[str] | None = None) -> Installation | None:
     """
     if not wanted(sys.argv[1:] if argv is None else argv):
         return None
-    installation = Installation()
+    return _start(None)
+
+
+def apply(config: Mapping[str, object] | None = None, *, exist_ok: bool = False) -> Report:
+    """The door of scripts and of the patch series; see ``megatron_ext.apply``."""
+    if _current is not None:
+        if exist_ok and not config:
+            return Report(_current.seams)
+        raise ConfigError(
+            f"megatron_ext is applied already, with {len(_current.seams.bindings)} seams; call "
+            "megatron_ext.revert() first, or apply(exist_ok=True) without a configuration"
+        )
+    _require_unparsed()
+    return Report(_start(config).seams)
+
+
+def revert() -> None:
+    """Give Megatron all its symbols back; nothing happens where none was taken."""
+    global _current
+    if _current is not None:
+        _current.revert()
+        _current = None
+
+
+def _start(config: Mapping[str, object] | None) -> Installation:
+    global _current
+    installation = Installation(config)
     installation.hook_arguments()
+    _current = installation
     return installation
+
+
+def _require_unparsed() -> None:
+    """Raise where Megatron has its arguments already: our flags would never be seen."""
+    module = sys.modules.get("megatron.training.global_vars")
+    if getattr(module, "_GLOBAL_ARGS", None) is not None:
+        raise ConfigError(
+            "megatron_ext.apply() came after Megatron had parsed its arguments, so its flags would "
+            "never be read; call it before initialize_megatron() and parse_args()"
+        )

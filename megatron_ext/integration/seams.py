@@ -50,6 +50,10 @@ class Binding:
             setattr(holder, name, self.original)
         self.holders.clear()
 
+    def where(self) -> list[str]:
+        """Names of the modules and classes that hold the replacement."""
+        return sorted(_name_of(holder) for holder, _ in self.holders)
+
 
 class Seams:
     """A set of seams that is applied and reverted as one."""
@@ -81,11 +85,7 @@ class Seams:
 
     def report(self) -> str:
         """One line a seam: what is bound, and where."""
-        lines = []
-        for binding in self.bindings:
-            where = ", ".join(sorted(_name_of(holder) for holder, _ in binding.holders))
-            lines.append(f"  {binding.target} -> {where}")
-        return "\n".join(lines)
+        return "\n".join(f"  {b.target} -> {', '.join(b.where())}" for b in self.bindings)
 
     def _bind(self, seam: Seam) -> Binding:
         target, owner, name = self._resolve(seam)

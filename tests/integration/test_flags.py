@@ -166,7 +166,7 @@ def test_features_that_do_not_work_together(rule: Rejection) -> None:
 
 
 def test_documentation_has_the_rejections() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "06-features.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "08-features.md"
     assert markdown() in page.read_text()
 
 
