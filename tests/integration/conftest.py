@@ -12,16 +12,28 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = Path(__file__).parent / "ranks"
-MAIN_TAG = "core_v0.19.0"
+TAGS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
+MAIN_TAG = TAGS[-1]
+
+
+def running_here() -> tuple[str, ...]:
+    """The versions whose Python is this one: from 0.17 on they need 3.12."""
+    return TAGS if sys.version_info >= (3, 12) else TAGS[:1]
+
+
+def cached(tag: str) -> Path | None:
+    """A stock checkout of just this version, from the cache that scripts/get_megatron.sh fills."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "megatron-ext" / "Megatron-LM" / tag
+    return path if (path / "pretrain_gpt.py").is_file() else None
 
 
 def checkout(tag: str) -> Path | None:
-    """A stock checkout: $MEGATRON_LM, or the user cache that scripts/get_megatron.sh fills."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    candidates = [cache / "megatron-ext" / "Megatron-LM" / tag]
-    if os.environ.get("MEGATRON_LM"):
-        candidates.insert(0, Path(os.environ["MEGATRON_LM"]))
-    return next((path for path in candidates if (path / "pretrain_gpt.py").is_file()), None)
+    """A stock checkout: $MEGATRON_LM, whatever version that is, or the cached one."""
+    named = os.environ.get("MEGATRON_LM")
+    if named and (Path(named) / "pretrain_gpt.py").is_file():
+        return Path(named)
+    return cached(tag)
 
 
 def has(module: str) -> bool:

@@ -19,7 +19,7 @@ import pytest
 from megatron_ext import cli, patching
 from megatron_ext.integration import flags
 
-from .conftest import MAIN_TAG, RANKS, ROOT, checkout, has, needs_megatron, run
+from .conftest import MAIN_TAG, RANKS, ROOT, checkout, has, needs_megatron, run, running_here
 
 SERIES = {series.tag: series for series in patching.load_all()}
 FILE = "megatron/training/arguments.py"
@@ -167,9 +167,7 @@ def test_library_on_the_installed_wheel() -> None:
 @pytest.mark.parametrize("tag", SERIES)
 def test_doors_of_a_patched_checkout(tag: str, tmp_path: Path) -> None:
     """Both doors, and what the inserted lines do where megatron_ext cannot be imported."""
-    if tag == "core_v0.16.1" and not has("pydantic"):
-        pytest.skip("core_v0.16.1 needs pydantic; run ./scripts/test.sh with Python 3.10 or 3.11")
-    if tag != "core_v0.16.1" and sys.version_info < (3, 12):
+    if tag not in running_here():
         pytest.skip(f"{tag} needs Python 3.12")
     folder = copy(tag, tmp_path / tag)
     patching.apply(folder)

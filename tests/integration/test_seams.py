@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -12,13 +13,22 @@ from megatron_ext.integration import ConfigError
 from megatron_ext.integration.flags import wanted
 from megatron_ext.integration.versions import require_supported
 
-from .conftest import RANKS, needs_megatron, run
+from .conftest import RANKS, ROOT, TAGS, cached, needs_megatron, run, running_here
 
 
-@pytest.fixture(scope="module")
-def seams() -> dict[str, Any]:
-    """What seam_cases.py found on the installed megatron-core."""
-    done = run([sys.executable, str(RANKS / "seam_cases.py")], 150)
+@pytest.fixture(scope="module", params=["installed", *TAGS])
+def seams(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What seam_cases.py found on the installed megatron-core, and on each stock checkout."""
+    path = [str(ROOT)]
+    if request.param != "installed":
+        found = cached(request.param)
+        if found is None:
+            pytest.skip(f"needs a checkout; run ./scripts/get_megatron.sh {request.param}")
+        if request.param not in running_here():
+            pytest.skip(f"{request.param} does not run on Python {sys.version_info.minor}")
+        path.insert(0, str(found))
+    script = str(RANKS / "seam_cases.py")
+    done = run([sys.executable, script], 150, PYTHONPATH=os.pathsep.join(path))
     lines = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
     assert lines, done.stdout[-5000:]
     loaded: dict[str, Any] = json.loads(lines[-1][7:])
