@@ -86,7 +86,8 @@ def command(feature: Feature, name: str, checkpoint: Path | None) -> list[str]:
     if "LAYOUT" in words and "--num-virtual-stages-per-pipeline-rank" in ours:
         ours = ours[:-2]  # the layout says how many
     words += ours
-    return [_layout(name, feature.pp) if word == "LAYOUT" else word for word in words]
+    replaced = {"LAYOUT": _layout(name, feature.pp), "TENSORBOARD": f"{checkpoint.parent}/board"}
+    return [replaced.get(word, word) for word in words]
 
 
 def _layout(name: str, pp: int) -> str:
@@ -166,6 +167,9 @@ def run_cell(
 ) -> Cell:
     """Train one schedule with one feature and compare it."""
     outcome = server.run(command(feature, name, start), feature.world, folder)
+    if feature.repeat and outcome.status == "ok":
+        stock, again = outcome, folder.with_name(f"{name}-again")
+        outcome = server.run(command(feature, name, start), feature.world, again)
     if outcome.status == "hung":
         return Cell(feature.name, name, "HUNG", str(folder), outcome.seconds)
     why = reason(outcome, feature.world) if outcome.status == "failed" else ""

@@ -30,6 +30,8 @@ class Feature:
         world: ranks in all.
         tolerance: largest relative difference of a loss that is still right, and why it is not 0.
         why: where ``tolerance`` comes from.
+        repeat: compare with a second run of the same schedule, not with stock: what is random then
+            has to be reproducible, and cannot be stock's.
         first: the oldest version that knows these flags.
     """
 
@@ -41,6 +43,7 @@ class Feature:
     world: int = 4
     tolerance: float = 0.0
     why: str = ""
+    repeat: bool = False
     first: tuple[int, int] = (0, 16)
 
 
@@ -137,7 +140,6 @@ FEATURES = (
     ),
     Feature("per-token loss", run="--calculate-per-token-loss"),
     Feature("rerun off", run="--rerun-mode disabled"),
-    Feature("rerun, every step twice", run="--rerun-mode report_determinism_stats"),
     Feature(
         "timers, log details",
         run="""--timing-log-level 2 --log-throughput --log-params-norm
@@ -149,5 +151,40 @@ FEATURES = (
         run="""--cross-entropy-loss-fusion
         --cross-entropy-fusion-impl native""",
     ),
-    Feature("no overlap of p2p, no dealloc", run="--no-overlap-p2p-communication"),
+    Feature("no overlap of p2p", run="--no-overlap-p2p-communication"),
+    Feature(
+        "TP 2, DP 2, sequence parallel, bf16, both overlaps",
+        model="--bf16",
+        run="--tensor-model-parallel-size 2 --sequence-parallel " + OVERLAP,
+        pp=2,
+        world=8,
+        tolerance=1e-2,
+        why=_SUM,
+    ),
+    Feature(
+        "MoE, EP 2, TP 2",
+        model=MOE,
+        run="""--expert-model-parallel-size 2 --tensor-model-parallel-size 2
+        --expert-tensor-parallel-size 1 --sequence-parallel""",
+        pp=2,
+        tolerance=1e-5,
+        why=_SUM,
+    ),
+    Feature(
+        "dropout (the same run twice)",
+        run="--attention-dropout 0.1 --hidden-dropout 0.1",
+        repeat=True,
+    ),
+    Feature(
+        "dropout and recompute (the same run twice)",
+        run="""--attention-dropout 0.1 --hidden-dropout 0.1 --recompute-granularity full
+        --recompute-method uniform --recompute-num-layers 1""",
+        repeat=True,
+    ),
+    Feature(
+        "profiler",
+        run="""--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 3
+        --profile-ranks 0 --tensorboard-dir TENSORBOARD""",
+    ),
+    Feature("straggler log", run="--log-straggler --disable-straggler-on-startup"),
 )

@@ -26,7 +26,7 @@ from ..schedule.simulate import simulate
 from .errors import ConfigError
 from .relay import map_tensors, relay_losses
 from .runner import Iteration, MegatronRunner
-from .vee import reduce_tied_gradients
+from .vee import reduce_tied_gradients, require_gpt
 from .wgrad_split import Splitter
 
 logger = logging.getLogger(__name__)
@@ -139,6 +139,8 @@ class ScheduledPipeline:
             )
         if any(a.op is Op.W for row in plan.ranks for a in row):
             self._splitter.prepare(models, group, plan.name)
+        if plan.placement.is_vee():
+            require_gpt([_unwrapped(model) for model in models], plan.name)
         rank, device = group.rank(), next(models[0].parameters()).device
         runner = MegatronRunner(iteration, plan.placement, rank, self._store)
         channel = Channel(group, shape, iteration.config.pipeline_dtype, device)

@@ -191,6 +191,27 @@ TRAINING_SEAMS = (
 )
 
 
+def require_gpt(chunks: list[Any], name: str) -> None:
+    """The model must be one whose ends the seams above put where the V has them.
+
+    Args:
+        chunks: this rank's unwrapped model chunks.
+        name: of the schedule.
+
+    Raises:
+        ConfigError: another kind of model; its embedding or loss would be on the wrong stage.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    for chunk in chunks:
+        if not isinstance(chunk, GPTModel):
+            raise ConfigError(
+                f"--pp-schedule {name} places stages as a V, which megatron_ext knows for "
+                f"megatron.core's GPTModel, but this model is a {type(chunk).__name__}; use a "
+                "schedule with Megatron's own placement, e.g. zb-h1 or interleaved-zb"
+            )
+
+
 def has_second_embedding(last_chunk: Any) -> bool:
     """True if a model's last stage has a copy of the word embeddings: tied weights, or MTP."""
     tied = getattr(last_chunk, "share_embeddings_and_output_weights", False)

@@ -122,6 +122,17 @@ def test_layers_of_the_v(flags: dict[str, Any], layout: str | None) -> None:
 
 
 @needs_megatron
+def test_other_models_under_v() -> None:
+    from megatron_ext.integration.vee import require_gpt
+
+    class BertModel:
+        pass
+
+    with pytest.raises(ConfigError, match="this model is a BertModel; use a schedule with Mega"):
+        require_gpt([BertModel()], "v-half")
+
+
+@needs_megatron
 def test_layout_of_one_stage_a_rank_suits_plain_schedules() -> None:
     before_megatron(arguments(pipeline_model_parallel_layout="Et|t|t|t*13L"), Choice("zb-h1"))
 
