@@ -5,14 +5,20 @@ bf16, distributed optimizer, gradient and parameter overlap, evaluation between 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from .conftest import MAIN_TAG, checkout, needs_megatron, run
+from .conftest import MAIN_TAG, ROOT, checkout, needs_megatron, run
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from script_server import ScriptServer
 
 CHECKOUT = checkout(MAIN_TAG)
 
@@ -37,19 +43,44 @@ TRAINING = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+)")
 EVALUATION = re.compile(r"validation loss at iteration (\d+).*?lm loss value: (\S+)")
 
 
-def train(*flags: str, ranks: int = 4) -> dict[str, list[tuple[str, ...]]]:
-    """Train under the launcher; what Megatron's log says of losses and gradient norms."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "megatron_ext.launch", "--device", "cpu"]
-    command += [str(CHECKOUT / "pretrain_gpt.py"), *MODEL.split(), *flags]
-    done = run(command, 200)
-    assert done.returncode == 0, done.stdout[-6000:]
-    log = done.stdout.replace("\n", " ")
+Log = dict[str, list[tuple[str, ...]]]
+
+
+def read(log: str) -> Log:
+    """What Megatron's log says of losses and gradient norms."""
+    log = log.replace("\n", " ")
     return {"training": TRAINING.findall(log), "evaluation": EVALUATION.findall(log)}
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Log]]:
+    """Trains under the launcher, on ranks forked from one process that has imported Megatron."""
+    folder = tmp_path_factory.mktemp("runs")
+    count = itertools.count()
+
+    with ScriptServer(CHECKOUT / "pretrain_gpt.py") as server:
+
+        def run_once(*flags: str, ranks: int = 4) -> Log:
+            outcome = server.run([*MODEL.split(), *flags], ranks, folder / str(next(count)))
+            assert outcome.status == "ok", outcome.log(0)[-6000:]
+            return read(outcome.log(ranks - 1))
+
+        yield run_once
+
+
+def test_torchrun(weights: list[str], stock: Log) -> None:
+    """The same through torchrun, as users start it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "4", "-m", "megatron_ext.launch", "--device", "cpu"]
+    command += [str(CHECKOUT / "pretrain_gpt.py"), *MODEL.split(), *weights]
+    command += ["--pipeline-model-parallel-size", "4", "--pp-schedule", "v-half"]
+    done = run(command, 200)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert read(done.stdout) == stock
+
+
+@pytest.fixture(scope="module")
+def weights(train: Callable[..., Log], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags that start a run from the weights that stock, without a pipeline, wrote."""
     folder = tmp_path_factory.mktemp("weights")
     train("--train-iters", "1", "--save", str(folder), "--save-interval", "1", ranks=1)
@@ -58,7 +89,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def stock(weights: list[str]) -> dict[str, list[tuple[str, ...]]]:
+def stock(train: Callable[..., Log], weights: list[str]) -> Log:
     """Stock 1F1B from these weights, PP 4."""
     found = train(*weights, "--pipeline-model-parallel-size", "4")
     assert len(found["training"]) == 3
@@ -70,8 +101,9 @@ def stock(weights: list[str]) -> dict[str, list[tuple[str, ...]]]:
     ("schedule", "pp", "sets"), [("v-half", 4, 6), ("v-zb", 4, 8), ("v-half", 2, 4), ("v-zb", 2, 4)]
 )
 def test_same_losses(
+    train: Callable[..., Log],
     weights: list[str],
-    stock: dict[str, list[tuple[str, ...]]],
+    stock: Log,
     tmp_path: Path,
     schedule: str,
     pp: int,

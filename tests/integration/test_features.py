@@ -1,0 +1,95 @@
+"""Rows of the feature matrix: stock's features under our schedules, on unmodified checkouts.
+
+``benchmarks/feature_matrix.py`` runs all of it; here are the rows with seams of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, cached, needs_megatron, running_here
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from feature_matrix import run_feature
+from features import FEATURES
+from script_server import ScriptServer
+
+pytestmark = [needs_megatron, pytest.mark.timeout(400)]
+
+# (version, feature) -> schedules. The oldest and the newest version differ most.
+ROWS = {
+    "core_v0.19.0": {
+        "TP 2, sequence parallel": "zb-h1,v-half",
+        "CP 2": "v-half",
+        "MoE, EP 2, bf16, both overlaps": "interleaved-zb,v-half",
+        "evaluation, other batch": "v-half",
+        "batch-size ramp-up": "v-cap",
+        "fewer first and last layers": "v-half",
+        "layer layout": "zb-h1,gis,v-min",
+        "MTP, bf16, both overlaps": "zb-h1,v-half",
+        "per-token loss": "v-half",
+        "dropout (the same run twice)": "v-half",
+    },
+    "core_v0.16.1": {
+        "MoE, EP 2, bf16, both overlaps": "v-half",
+        "tied, bf16, both overlaps": "v-half",
+        "MTP": "v-half",
+    },
+    "core_v0.17.1": {"tied, bf16, both overlaps": "zb-h1,v-half"},
+    "core_v0.18.2": {"tied, bf16, both overlaps": "zb-h1,v-half"},
+}
+
+
+@pytest.fixture(scope="module", params=ROWS)
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, ScriptServer]]:
+    """A checkout's ``pretrain_gpt.py``, imported and ready to fork ranks."""
+    tag = request.param
+    path = cached(tag)
+    if path is None:
+        pytest.skip(f"needs a checkout; run ./scripts/get_megatron.sh {tag}")
+    if tag not in running_here():
+        pytest.skip(f"{tag} needs Python 3.12")
+    with ScriptServer(path / "pretrain_gpt.py") as running:
+        yield tag, running
+
+
+def test_losses_are_stocks(server: tuple[str, ScriptServer], tmp_path: Path) -> None:
+    """Bit for bit, or, where another order of summands is unavoidable, as close as stated."""
+    tag, running = server
+    by_name = {feature.name: feature for feature in FEATURES}
+    for number, (name, schedules) in enumerate(ROWS[tag].items()):
+        cells = run_feature(running, by_name[name], schedules.split(","), tmp_path / str(number))
+        for cell in cells:
+            fits = cell.result == "equal" or cell.result.startswith("~")
+            assert fits, (tag, cell)
+
+
+def test_the_comparison_can_fail(server: tuple[str, ScriptServer], tmp_path: Path) -> None:
+    """Another learning rate is seen as different, an unknown flag as failed."""
+    tag, running = server
+    if tag != "core_v0.19.0":
+        pytest.skip("once is enough")
+    from dataclasses import replace
+
+    plain = next(feature for feature in FEATURES if feature.name == "fp32")
+    assert run_feature(running, plain, ["1f1b"], tmp_path / "0")[0].result == "equal"
+    original = running.run
+
+    def other_rate(argv: list[str], *args: object, **kwargs: object) -> object:
+        more = ["--lr", "2e-3"] if "--pp-schedule" in argv else []
+        return original([*argv, *more], *args, **kwargs)  # type: ignore[arg-type]
+
+    running.run = other_rate  # type: ignore[method-assign, assignment]
+    try:
+        cell = run_feature(running, plain, ["1f1b"], tmp_path / "1")[0]
+    finally:
+        running.run = original  # type: ignore[method-assign]
+    assert cell.result == "DIFFERENT", cell
+    refused = replace(plain, run="--moe-paged-stash")
+    cell = run_feature(running, refused, ["1f1b"], tmp_path / "2")[0]
+    assert cell.result in ("rejected", "no stock"), cell
