@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Every schedule with every feature of stock Megatron, trained against stock on CPU ranks.
 
-    python benchmarks/feature_matrix.py path/to/Megatron-LM [--features TEXT] [--schedules A,B]
+    python benchmarks/feature_matrix.py path/to/Megatron-LM [--features REGEX] [--schedules A,B]
         [--json FILE] [--keep DIR]
+    python benchmarks/feature_matrix_page.py RESULTS.json ... > benchmarks/feature-matrix.md
 
 Each cell trains the checkout's ``pretrain_gpt.py`` for five steps from one checkpoint, with stock
 1F1B and with the schedule, and compares every iteration's exact losses and all that Megatron logs
@@ -21,7 +22,10 @@ and the exit status is 1 if there is a defect.
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
 import json
+import platform
 import re
 import shutil
 import sys
@@ -208,26 +212,6 @@ def run_feature(
     return cells
 
 
-def table(cells: Sequence[Cell], schedules: Sequence[str]) -> str:
-    """The matrix as Markdown, and below it every sentence that stands for a cell."""
-    rows: dict[str, dict[str, Cell]] = {}
-    for cell in cells:
-        rows.setdefault(cell.feature, {})[cell.schedule] = cell
-    lines = ["| feature | " + " | ".join(schedules) + " |", "|---" * (len(schedules) + 1) + "|"]
-    notes: dict[str, int] = {}
-    for feature, row in rows.items():
-        words = []
-        for name in schedules:
-            cell = row[name]
-            mark = ""
-            if cell.detail:
-                mark = f" [{notes.setdefault(cell.detail, len(notes) + 1)}]"
-            words.append(cell.result + mark)
-        lines.append(f"| {feature} | " + " | ".join(words) + " |")
-    lines += [""] + [f"{number}. {note}" for note, number in notes.items()]
-    return "\n".join(lines)
-
-
 def version_of(checkout: Path) -> tuple[int, int]:
     """(major, minor) of a Megatron-LM checkout."""
     text = (checkout / "megatron" / "core" / "package_info.py").read_text()
@@ -263,9 +247,16 @@ def main() -> int:
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    print(table(cells, schedules))
     if options.json:
-        options.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
+        result = {
+            "megatron": str(options.checkout.name),
+            "date": datetime.date.today().isoformat(),
+            "python": platform.python_version(),
+            "torch": importlib.metadata.version("torch"),
+            "schedules": schedules,
+            "cells": [asdict(cell) for cell in cells],
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if any(cell.result in _DEFECTS for cell in cells) else 0
 
 

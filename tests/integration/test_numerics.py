@@ -73,6 +73,13 @@ def test_gradients_are_bitwise_stocks(results: dict[str, Any], case: str) -> Non
     assert [name for name in stock if ours[name] != stock[name]] == []
 
 
+def test_tied_embeddings_need_no_communication_under_v(results: dict[str, Any]) -> None:
+    """The group that stock reduces tied gradients over has one rank: nothing is sent."""
+    assert results["stock-tied"]["embedding_ranks"] == [[0, 3], None, None, [0, 3]]
+    assert results["v-half-tied"]["embedding_ranks"] == [[0], None, None, None]
+    assert results["v-half-tied"]["gradients"] == results["stock-tied"]["gradients"]
+
+
 def test_the_comparison_can_fail(results: dict[str, Any]) -> None:
     """Gradients are there, and depend on the data."""
     few, many = results["stock-m3"]["gradients"], results["stock"]["gradients"]

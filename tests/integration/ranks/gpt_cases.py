@@ -278,77 +278,86 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                     gradients[name] = to_bytes(parameter.main_grad)
         last = parallel_state.get_pipeline_model_parallel_rank() == case["pp"] - 1
         losses = b"".join(to_bytes(x["lm loss"]) for x in store) if last else b""
-        return {"losses": losses, "gradients": gradients}
+        return {
+            "losses": losses,
+            "gradients": gradients,
+            "embedding_ranks": parallel_state._EMBEDDING_GLOBAL_RANKS,
+        }
     finally:
         parallel_state.destroy_model_parallel()
         if installation is not None:
             installation.revert()
 
 
-def rank_main(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
-    """All cases on one rank; rank 0 gathers and writes them."""
-    results = {}
-    for name, case in cases.items():
-        own = folder / name
-        own.mkdir(exist_ok=True, parents=True)
-        # Groups of its own for each case: gloo's threads of groups that pile up slow everything.
-        dist.init_process_group(
-            "gloo", init_method=f"file://{own}/store", rank=rank, world_size=WORLD
-        )
-        mine = run_case(case, own)
-        every: list[Any] = [None] * WORLD
-        dist.all_gather_object(every, mine)
-        dist.barrier()
-        dist.destroy_process_group()
-        data_parallel = WORLD // case["pp"]
-        gradients: dict[str, bytes] = {}
-        for part in every:
-            gradients.update(part["gradients"])
-        results[name] = {
-            "ours": "schedule" in case,
-            "losses": [part["losses"] for part in every if part["losses"]],
-            "gradients": gradients,
-            "data_parallel": data_parallel,
-            "extra": [part.get("extra") for part in every],
-            "traces": {p.stem: p.read_text() for p in own.glob("rank*.jsonl")},
-        }
-        if rank == 0:
-            print(f"{name}: done", flush=True)
+def rank_main(rank: int, folder: Path, name: str, case: dict[str, Any]) -> None:
+    """One case on one rank; rank 0 gathers and writes."""
+    own = folder / name
+    own.mkdir(exist_ok=True, parents=True)
+    dist.init_process_group("gloo", init_method=f"file://{own}/store", rank=rank, world_size=WORLD)
+    mine = run_case(case, own)
+    every: list[Any] = [None] * WORLD
+    dist.all_gather_object(every, mine)
+    gradients: dict[str, bytes] = {}
+    for part in every:
+        gradients.update(part["gradients"])
+    result = {
+        "ours": "schedule" in case,
+        "losses": [part["losses"] for part in every if part["losses"]],
+        "gradients": gradients,
+        "data_parallel": WORLD // case["pp"],
+        "embedding_ranks": [part["embedding_ranks"] for part in every],
+        "extra": [part.get("extra") for part in every],
+        "traces": {p.stem: p.read_text() for p in own.glob("rank*.jsonl")},
+    }
     if rank == 0:
-        (folder / "results.pickle").write_bytes(pickle.dumps(results))
+        print(f"{name}: done", flush=True)
+        (folder / "result.pickle").write_bytes(pickle.dumps(result))
+    dist.barrier()
+
+
+def run_on_ranks(folder: Path, name: str, case: dict[str, Any]) -> bool:
+    """Fork the ranks of one case; true if all of them ended well.
+
+    Ranks of its own for each case: a process never gets back the threads of gloo's groups, and
+    thousands of them slow a machine to a crawl.
+    """
+    children = []
+    for rank in range(WORLD):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                rank_main(rank, folder, name, case)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        children.append(pid)
+    good = True
+    for _ in children:
+        _, status = os.wait()
+        if status != 0 and good:
+            good = False
+            for pid in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 15)
+    return good
 
 
 def main(cases: dict[str, dict[str, Any]] = CASES) -> int:
-    """Fork the ranks; exit status 0 only if all of them ended well."""
+    """Run all cases in turn; exit status 0 only if all of them ended well."""
     torch.set_num_threads(1)
-    target = Path(sys.argv[1])
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        children = []
-        for rank in range(WORLD):
-            pid = os.fork()
-            if pid == 0:
-                status = 1
-                try:
-                    rank_main(rank, folder, cases)
-                    status = 0
-                except BaseException:
-                    traceback.print_exc()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-            children.append(pid)
-        failed = 0
-        for _ in children:
-            _, status = os.wait()
-            if status != 0 and not failed:
-                failed = 1
-                for pid in children:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, 15)
-        if not failed:
-            target.write_bytes((folder / "results.pickle").read_bytes())
-    return failed
+    results = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name, case in cases.items():
+            if not run_on_ranks(folder, name, case):
+                return 1
+            results[name] = pickle.loads((folder / "result.pickle").read_bytes())
+    Path(sys.argv[1]).write_bytes(pickle.dumps(results))
+    return 0
 
 
 if __name__ == "__main__":
