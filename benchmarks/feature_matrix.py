@@ -90,14 +90,16 @@ def command(feature: Feature, name: str, checkpoint: Path | None) -> list[str]:
     if "LAYOUT" in words and "--num-virtual-stages-per-pipeline-rank" in ours:
         ours = ours[:-2]  # the layout says how many
     words += ours
-    replaced = {"LAYOUT": _layout(name, feature.pp), "TENSORBOARD": f"{checkpoint.parent}/board"}
-    return [replaced.get(word, word) for word in words]
+    board = str(checkpoint.parent / "board")
+    words = [board if word == "TENSORBOARD" else word for word in words]
+    return [_layout(name, feature.pp) if word == "LAYOUT" else word for word in words]
 
 
 def _layout(name: str, pp: int) -> str:
     """Eight layers over the stages, unevenly."""
     looped = name in _LOOPED or name.startswith("v-")
-    counts = {4: [1, 3, 2, 2], 8: [0, 1, 1, 1, 2, 1, 1, 1]}[pp * (2 if looped else 1)]
+    counts = [0, 1, 1, 1, 2, 1, 1, 1] if looped else [1, 3, 2, 2]
+    assert len(counts) == pp * (2 if looped else 1), "written for four ranks"
     stages = ["t" * n for n in counts]
     stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
     return "|".join(stages)
