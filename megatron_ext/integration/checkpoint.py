@@ -415,19 +415,25 @@ def _shapes_on_disk(folder: str) -> dict[str, tuple[int, ...]]:
         ConfigError: it cannot be read.
     """
     import torch.distributed as dist
-    from megatron.core.dist_checkpointing import load_tensors_metadata
+    from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
+        # Megatron's own reader of this makes tensors of it, which new releases of torch refuse.
         try:
-            tensors = load_tensors_metadata(folder)
+            metadata = _get_filesystem_reader(folder).read_metadata()
         except Exception as error:  # the other ranks wait for the answer
             answer[1] = f"cannot read the metadata of the checkpoint {folder}: {error}"
         else:
+            # Where Megatron stored a tensor in another shape, it kept the one it has in the model.
+            original = getattr(metadata, "mcore_data", {})
             answer[0] = {
-                key: tuple(int(n) for n in tensor.global_shape)
-                for key, tensor in tensors.items()
-                if not _OPTIMIZER_KEY.match(key)
+                key: tuple(
+                    original.get(key, {}).get("nd_reformulated_orig_global_shape", entry.size)
+                )
+                for key, entry in metadata.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata) and not _OPTIMIZER_KEY.match(key)
             }
     dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
