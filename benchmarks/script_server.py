@@ -115,7 +115,8 @@ def _free_port() -> int:
 def _rank(script: Path, job: dict[str, Any], rank: int, port: int) -> None:
     """Run the launcher in a forked process; never returns."""
     world, folder = job["world"], Path(job["folder"])
-    os.setpgid(0, 0)
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -164,8 +165,10 @@ def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
         pid = os.fork()
         if pid == 0:
             _rank(script, job, rank, port)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
         running[pid] = rank
-    status = "ok"
+    status, ranks = "ok", list(running)
     while running:
         pid, code = os.waitpid(-1, os.WNOHANG)
         if pid in running:
@@ -182,6 +185,10 @@ def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
             job["timeout"] = float("inf")
         else:
             time.sleep(0.01)
+    for rank in ranks:
+        # What a rank left behind, e.g. checkpoint writers of a rank that failed.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank, signal.SIGKILL)
     return {"status": status, "seconds": time.monotonic() - start}
 
 

@@ -205,3 +205,31 @@ def test_loaded_and_saved_again(runs: Runs, model: list[str], ranks: int, reques
     assert found == []
     mine, theirs = (saved(runs.checkpoints(f"{name}-{x}"), 2) for x in ("v", "stock"))
     assert_equal(mine, theirs)
+
+
+def without(folder: Path, key: str) -> None:
+    """Take one tensor out of a checkpoint."""
+    path = folder / ".metadata"
+    if not path.exists():
+        path = folder / "metadata.json"
+    metadata = pickle.loads(path.read_bytes())
+    del metadata.state_dict_metadata[key]
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def test_refusals(runs: Runs) -> None:
+    """Before the first step, with one sentence; the same layout and a fresh optimizer may load."""
+    base = [*DISTRIBUTED, "--train-iters", "4"]
+    wanted = runs.good("bucket", 2, *base, "--save-interval", "2")
+    folder = runs.checkpoints("bucket")
+    load = [*base, "--load", str(folder), "--ckpt-step", "2"]
+    vee = ["--pp-schedule", "v-half"]
+    text = runs.refused("bucket-v", 2, *load, *vee)
+    assert "(dp_reshardable) fits only the layout that saved it (TP 1, PP 2, 1 chunks" in text
+    assert "--dist-ckpt-optim-fully-reshardable" in text and "--no-load-optim" in text
+    assert runs.good("bucket-zb", 2, *load, "--pp-schedule", "zb-h1") == wanted[2:]
+    text = runs.refused("layers", 2, *load, *vee, "--no-load-optim", "--num-layers", "4")
+    assert "does not fit the model" in text and "--num-layers 8 (here 4)" in text
+    without(saved(folder, 2), "decoder.final_layernorm.weight")
+    text = runs.refused("lacking", 2, *load, *vee, "--no-load-optim")
+    assert "does not hold 1 of the model's parameters (decoder.final_layernorm.weight)" in text
