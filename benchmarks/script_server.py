@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import random
 import shutil
 import signal
@@ -131,6 +132,9 @@ def _rank(script: Path, job: dict[str, Any], rank: int, port: int) -> None:
     try:
         from megatron_ext import launch
 
+        if "--async-save" not in job["argv"]:
+            _keep_writing_here()
+
         own = ["--device", "cpu", "--loss-log", str(folder / "losses.jsonl")]
         launch.main([*own, str(script), *job["argv"]])
         status = 0
@@ -141,6 +145,17 @@ def _rank(script: Path, job: dict[str, Any], rank: int, port: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _keep_writing_here() -> None:
+    """Spare each rank that saves a helper process, which would import all of Megatron again.
+
+    Megatron hands the writer's results on through a queue that such a process serves, even where
+    it writes in the same process.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
 
 
 def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:

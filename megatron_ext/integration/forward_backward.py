@@ -206,7 +206,7 @@ class ScheduledPipeline:
             **{k: v for k, v in kwargs.items() if k in accepted},
         )
         if runner.placement.is_vee():
-            reduce_tied_gradients([_unwrapped(m) for m in iteration.models])
+            reduce_tied_gradients([unwrapped(m) for m in iteration.models])
 
     def _write_trace(
         self,
@@ -276,7 +276,8 @@ def _exact(tensor: torch.Tensor) -> list[str]:
     return [float(x).hex() for x in tensor.detach().flatten().tolist()]
 
 
-def _unwrapped(model: Any) -> Any:
+def unwrapped(model: Any) -> Any:
+    """The model inside Megatron's wrappers (data parallelism, mixed precision)."""
     while hasattr(model, "module"):
         model = model.module
     return model

@@ -65,8 +65,11 @@ class Installation:
             ConfigError: this Megatron lacks a seam.
         """
         from ..runtime.wgrad import WeightGradStore
+        from .checkpoint import Checkpoints, Layout
         from .forward_backward import ScheduledPipeline
 
+        # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
+        args.pp_placement = "vee" if choice.vee else "loop"
         store = WeightGradStore()
         pp = args.pipeline_model_parallel_size
         self.pipeline = ScheduledPipeline(
@@ -87,9 +90,12 @@ class Installation:
         ]
         if choice.splits_backward:
             seams += wgrad.seams(store)
+        training = "megatron.training" in sys.modules
+        if training:
+            seams += Checkpoints(choice.name, Layout.of(args)).seams()
         if choice.vee:
             seams += vee.SEAMS
-            if "megatron.training" in sys.modules:
+            if training:
                 seams += vee.TRAINING_SEAMS
         self.seams.apply(seams)
         if args.rank != 0:
@@ -126,6 +132,7 @@ class Installation:
     def _with_validation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+            from .checkpoint import choose_formats
             from .validate import Choice, after_megatron, before_megatron
 
             if not hasattr(args, "pp_schedule"):
@@ -143,12 +150,16 @@ class Installation:
             choice = self._choice = self._choice or Choice(
                 args.pp_schedule, args.pp_cost, args.pp_memory_cap, args.pp_group_size
             )
+            notice = None
             if first:
                 before_megatron(args, choice)
+                notice = choose_formats(args, choice.name, choice.vee)
             result = original(args, *rest, **kwargs)
             chunks = after_megatron(args, choice)
             if first:
                 self.hook_schedule(args, choice, chunks)
+            if notice is not None and args.rank == 0:
+                logger.warning(notice)
             return result
 
         return validate_args

@@ -1,0 +1,98 @@
+"""What is refused or chosen around checkpoints: decisions alone, without a training run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.integration import ConfigError
+from megatron_ext.integration.checkpoint import Checkpoints, Layout, choose_formats
+
+
+def arguments(**changed: Any) -> SimpleNamespace:
+    """Megatron's arguments, as far as checkpoints are concerned."""
+    values: dict[str, Any] = {
+        "save": "somewhere",
+        "load": None,
+        "ckpt_format": "torch_dist",
+        "use_distributed_optimizer": True,
+        "dist_ckpt_optim_fully_reshardable": False,
+        "non_persistent_ckpt_type": None,
+        "no_save_optim": None,
+        "finetune": False,
+        "dist_ckpt_strictness": "assume_ok_unexpected",
+        "rank": 0,
+        "pipeline_model_parallel_size": 4,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers": 8,
+    }
+    return SimpleNamespace(**{**values, **changed})
+
+
+def vee() -> Checkpoints:
+    args = arguments(pp_placement="vee", virtual_pipeline_model_parallel_size=2)
+    return Checkpoints("v-half", Layout.of(args))
+
+
+@pytest.mark.parametrize(
+    ("changed", "on", "said"),
+    [
+        ({}, True, "--dist-ckpt-optim-fully-reshardable"),
+        ({"dist_ckpt_optim_fully_reshardable": True}, True, None),
+        ({"save": None}, False, None),
+        ({"use_distributed_optimizer": False}, False, None),
+        ({"non_persistent_ckpt_type": "local"}, False, "--non-persistent-ckpt-type local"),
+    ],
+)
+def test_the_reshardable_optimizer_is_the_default(
+    changed: dict[str, Any], on: bool, said: str | None
+) -> None:
+    args = arguments(**changed)
+    notice = choose_formats(args, "zb-h1", False)
+    assert args.dist_ckpt_optim_fully_reshardable is on
+    assert notice is None if said is None else said in str(notice)
+
+
+@pytest.mark.parametrize("flags", [{}, {"save": None, "load": "somewhere"}])
+def test_files_by_rank_are_refused_under_v_placement(flags: dict[str, Any]) -> None:
+    args = arguments(ckpt_format="torch", **flags)
+    with pytest.raises(ConfigError, match="--ckpt-format torch:.*use --ckpt-format torch_dist"):
+        choose_formats(args, "v-half", True)
+    assert choose_formats(args, "zb-h1", False) is None
+
+
+def test_a_layout_is_the_placement_not_the_schedule() -> None:
+    stock = arguments()
+    assert Layout.of(stock) == Layout.of(arguments(pp_placement="loop", pp_schedule="zb-h1"))
+    two = {"virtual_pipeline_model_parallel_size": 2}
+    layouts = {
+        Layout.of(stock),
+        Layout.of(arguments(**two)),
+        Layout.of(arguments(pp_placement="vee", **two)),
+        Layout.of(arguments(pipeline_model_parallel_size=2)),
+    }
+    assert len(layouts) == 4
+    assert "PP 4, 2 chunks a rank in V placement" in str(vee()._layout)
+
+
+def test_files_by_rank_of_another_layout_are_refused() -> None:
+    plain = Checkpoints("zb-h1", Layout.of(arguments()))
+    state = {"args": arguments(virtual_pipeline_model_parallel_size=2)}
+    with pytest.raises(ConfigError, match="fit only the layout that saved them"):
+        plain._require_own_files(state, "a file")
+    with pytest.raises(ConfigError, match="number layers by rank and chunk"):
+        vee()._require_own_files(state, "a file")
+
+
+def test_parameters_on_one_side_only() -> None:
+    report = vee()._report_difference
+    with pytest.raises(ConfigError, match=r"does not hold 1 .*\(output.weight\).*random start"):
+        report(arguments(), "a folder", ["output.weight"], [], "")
+    with pytest.raises(ConfigError, match=r"does not hold 1 .*it was saved with X"):
+        report(arguments(finetune=True), "a folder", ["a"], [], "it was saved with X")
+    with pytest.raises(ConfigError, match=r"holds 5 parameters that the model lacks .*and 1 more"):
+        report(arguments(), "a folder", [], list("abcde"), "")
+    report(arguments(finetune=True), "a folder", [], ["a"], "")
+    report(arguments(dist_ckpt_strictness="log_all"), "a folder", ["a"], ["b"], "")
