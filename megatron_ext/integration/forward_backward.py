@@ -140,7 +140,7 @@ class ScheduledPipeline:
         if any(a.op is Op.W for row in plan.ranks for a in row):
             self._splitter.prepare(models, group, plan.name)
         if plan.placement.is_vee():
-            require_gpt([_unwrapped(model) for model in models], plan.name)
+            require_gpt([unwrapped(model) for model in models], plan.name)
         rank, device = group.rank(), next(models[0].parameters()).device
         runner = MegatronRunner(iteration, plan.placement, rank, self._store)
         channel = Channel(group, shape, iteration.config.pipeline_dtype, device)
