@@ -221,6 +221,25 @@ def version_of(checkout: Path) -> tuple[int, int]:
     return tuple(int(n[1]) if n else 0 for n in numbers)  # type: ignore[return-value]
 
 
+def _done(path: Path | None) -> list[Cell]:
+    """Cells of an earlier run that ended before its time."""
+    if path is None or not path.is_file():
+        return []
+    return [Cell(**cell) for cell in json.loads(path.read_text())["cells"]]
+
+
+def _write(path: Path, megatron: str, schedules: Sequence[str], cells: Sequence[Cell]) -> None:
+    result = {
+        "megatron": megatron,
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "schedules": schedules,
+        "cells": [asdict(cell) for cell in cells],
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> int:
     """Run the matrix that the command line asks for; exit status 1 if a cell is a defect."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -229,7 +248,7 @@ def main() -> int:
         "--features", default="", help="only features whose name holds one of these (a|b)"
     )
     parser.add_argument("--schedules", default=SCHEDULES)
-    parser.add_argument("--json", type=Path, help="write all cells there")
+    parser.add_argument("--json", type=Path, help="write all cells there, and go on from there")
     parser.add_argument("--keep", type=Path, help="keep logs and checkpoints in this folder")
     parser.add_argument("--python", default=sys.executable, help="interpreter that runs Megatron")
     options = parser.parse_args()
@@ -241,24 +260,19 @@ def main() -> int:
         if f.first <= version and re.search(options.features, f.name, re.IGNORECASE)
     ]
     folder = options.keep or Path(tempfile.mkdtemp(prefix="feature-matrix-"))
-    cells: list[Cell] = []
+    cells = _done(options.json)
     try:
         with ScriptServer(options.checkout / "pretrain_gpt.py", options.python) as server:
             for number, feature in enumerate(chosen):
-                cells += run_feature(server, feature, schedules, folder / str(number))
+                have = {cell.schedule for cell in cells if cell.feature == feature.name}
+                left = [name for name in schedules if name not in have]
+                if left:
+                    cells += run_feature(server, feature, left, folder / str(number))
+                    if options.json:
+                        _write(options.json, options.checkout.name, schedules, cells)
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    if options.json:
-        result = {
-            "megatron": str(options.checkout.name),
-            "date": datetime.date.today().isoformat(),
-            "python": platform.python_version(),
-            "torch": importlib.metadata.version("torch"),
-            "schedules": schedules,
-            "cells": [asdict(cell) for cell in cells],
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if any(cell.result in _DEFECTS for cell in cells) else 0
 
 
