@@ -63,7 +63,8 @@ def schedule_flags(name: str, pp: int) -> list[str]:
         return []
     flags = ["--pp-schedule", name]
     if name in ("v-cap", "auto"):
-        flags += ["--pp-memory-cap", "0.9"]
+        # Two ranks leave no choice between V-Min's memory and 1F1B's.
+        flags += ["--pp-memory-cap", "0.9" if pp > 2 else "1"]
     if name == "gis":
         flags += ["--pp-group-size", str(pp // 2 + 1)]
     if name in _LOOPED:
