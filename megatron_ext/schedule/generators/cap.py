@@ -101,7 +101,7 @@ def _named(request: Request, cap: int) -> Iterator[Orders]:
             fixed = make(pp, m)
             if max(peak_sets(fixed)) <= cap:
                 yield fixed
-                yield from request.squeezes(fixed, min(need, cap))
+                yield from request.squeezes(fixed, min(need, cap), thorough=True)
 
 
 @lru_cache(maxsize=64)
