@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="smaller sizes, under a minute")
-    size.add_argument("--medium", action="store_true", help="p = 4, 8, 16; some ten minutes")
+    size.add_argument("--medium", action="store_true", help="p = 4 and 8, all costs; minutes")
     size.add_argument("--smoke", action="store_true", help="next to nothing, for the test suite")
     parser.add_argument("--output", type=Path, default=HERE, metavar="DIR")
     parser.add_argument("--date", default=datetime.date.today().isoformat())
