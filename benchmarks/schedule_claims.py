@@ -6,13 +6,14 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from schedule_scope import ATTENTION, PROFILED, SKEWED, UNIT, Cost, Scope
+from schedule_sweep import Row, describe
 
 from megatron_ext.schedule import Costs, Placement, Schedule, Simulation, generate, simulate
 from megatron_ext.schedule.generators import AUTO, NAMES
@@ -326,6 +327,34 @@ def heavy_last_stage() -> list[Claim]:
                     gain >= 0,
                 )
             )
+    return claims
+
+
+# Ours, and those of torch's orders that it has to be no slower than: all on its own placement. A
+# loop placement cannot always keep up with a V: a heavy last stage has a rank to share there.
+_RIVALS = (
+    ("interleaved-zb v=2", ("torch InterleavedZeroBubble",)),
+    ("v-zb", ("torch ZBVZeroBubble", "torch DualPipeV")),
+    ("v-cap 1", ("torch ZBVZeroBubble", "torch DualPipeV")),
+)
+
+
+def against_torch(rows: Sequence[Row]) -> list[Claim]:
+    """Never slower than torch's orders of the same placement, at no more memory than theirs."""
+    by_name = {(row.name, row.setting): row for row in rows}
+    claims = []
+    for name, rivals in _RIVALS:
+        cases = []
+        for rival in rivals:
+            for (other, setting), theirs in by_name.items():
+                mine = by_name.get((name, setting))
+                if other == rival and mine is not None and mine.peak <= theirs.peak:
+                    where = f"{rival}, {describe(setting)}"
+                    cases.append((where, mine.makespan <= theirs.makespan * (1 + 1e-9)))
+        if cases:
+            group = "against torch.distributed.pipelining's orders of the same placement"
+            what = f"{name} at no more memory: against {' and '.join(rivals)}"
+            claims.append(_tally(group, what, "never slower", cases))
     return claims
 
 

@@ -51,6 +51,18 @@ FULL = Scope(
     timed=(32, 256),
     timed_rounds=3,
 )
+MEDIUM = Scope(
+    "medium",
+    closed=range(2, 17),
+    caps_all=range(2, 9),
+    caps_some=(12,),
+    ranks=(4, 8),
+    factors=(1, 2, 4),
+    costs=(UNIT, PROFILED, ATTENTION, SKEWED),
+    hops=("0", "0.05"),
+    timed=(32, 256),
+    timed_rounds=1,
+)
 QUICK = Scope(
     "quick",
     closed=range(2, 17),

@@ -198,6 +198,36 @@ def test_never_slower_than_the_order_for_equal_costs(name: str) -> None:
             assert max(simulate(shaped).peak_sets) <= cap
 
 
+# (p, m, costs, hop), then interleaved-zb, v-zb, and with torch 2.15.0 its InterleavedZeroBubble and
+# ZBVZeroBubble under the same costs and memory (benchmarks/torch_lists.py).
+AGAINST_TORCH = [
+    (4, 8, "1,1,1", "0.05", "26.3", "25.95", "26.3", "26.15"),
+    (4, 8, "1,0.98,0.74", "0", "23.62", "23.26", "23.62", "23.28"),
+    (4, 8, "1,0.98,0.74", "0.05", "24.42", "23.68", "24.42", "23.9"),
+    (4, 8, "1,1.1,0.8", "0.1", "26.55", "25.85", "26.75", "26.15"),
+    (4, 8, "1,1.3,0.6", "0", "25.75", "25.15", "25.75", "25.3"),
+    (4, 8, "heavy", "0.05", "63.35", "60.3", "63.5", "61.95"),
+    (4, 16, "1,0.98,0.74", "0.05", "45.95", "45.44", "46.18", "45.66"),
+    (4, 16, "1,1.1,0.8", "0.1", "49.65", "49.05", "49.95", "49.35"),
+    (8, 16, "1,1,1", "0.05", "53.2", "52.55", "53.3", "53.15"),
+    (8, 16, "1,0.98,0.74", "0.05", "49.47", "48.34", "49.66", "48.66"),
+    (8, 16, "1,1.1,0.8", "0.1", "54.45", "52.9", "54.55", "53.55"),
+    (8, 16, "heavy", "0.05", "127.75", "120.7", "128.1", "126.55"),
+]
+
+
+@pytest.mark.parametrize("row", AGAINST_TORCH, ids=lambda row: " ".join(map(str, row[:4])))
+def test_never_slower_than_torchs_order_of_the_same_placement(row: tuple[Any, ...]) -> None:
+    pp, m, cost, hop, *numbers = row
+    stages = [("1", "1", "1")] * (2 * pp - 1) + [("1.5", "1.5", "1.5")]
+    costs = Costs.of(hop=hop, stages=stages) if cost == "heavy" else Costs.parse(cost, hop)
+    loop, vee, torch_loop, torch_vee = map(Fraction, numbers)
+    for name, most, rival in (("interleaved-zb", loop, torch_loop), ("v-zb", vee, torch_vee)):
+        run = simulate(generate(name, pp, m, costs=costs))
+        assert run.makespan <= most <= rival
+        assert max(run.peak_activation) <= pp
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_scaling_the_costs_changes_nothing(name: str) -> None:
     for base in ((1, "1.3", "0.6", "0.05"), (1, 1, 1, 0)):

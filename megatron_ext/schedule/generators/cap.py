@@ -8,7 +8,7 @@ larger cap is never slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -93,15 +93,22 @@ def unit_bound(pp: int, microbatches: int, cap: int) -> int:
 
 
 def _named(request: Request, cap: int) -> Iterator[Orders]:
-    """The fixed V orders that fit, and their squeezes for the costs."""
+    """The fixed V orders that fit, shaped for the costs."""
     pp, m = request.pp, request.microbatches
+    plain = replace(request, memory_cap=None)
     for make, need in ((v_min, v_min_cap(pp)), (v_half, v_half_cap(pp)), (v_zb, 2 * pp)):
         # With few microbatches an order may keep less than its name stands for.
         if need <= cap or m < 2 * pp:
             fixed = make(pp, m)
             if max(peak_sets(fixed)) <= cap:
-                yield fixed
-                yield from request.squeezes(fixed, min(need, cap))
+                yield _shaped(plain, make, min(need, cap))
+
+
+@lru_cache(maxsize=16)
+def _shaped(request: Request, make: Callable[[int, int], Orders], cap: int) -> Orders:
+    """The fastest of a fixed V order and its squeezes; the same for all larger caps."""
+    fixed = make(request.pp, request.microbatches)
+    return request.fastest([fixed, *request.squeezes(fixed, cap, thorough=True)])
 
 
 @lru_cache(maxsize=64)

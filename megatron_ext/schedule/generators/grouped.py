@@ -8,6 +8,7 @@ forwards of chunk 0, then of chunk 1, and so on.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 from ..actions import Action, Op
@@ -52,6 +53,40 @@ def interleaved_zb(pp: int, microbatches: int, chunks: int) -> Orders:
     units = _units(_groups(pp, microbatches), chunks)
     full = pp * (chunks - 1) + pp - 1
     return [_row(rank, pp, chunks, units, full - rank, full) for rank in range(pp)]
+
+
+def interleaved_zb_small(pp: int, microbatches: int, chunks: int) -> Orders | None:
+    """The same memory, with smaller groups after the first.
+
+    Groups of about 3p/4 need fewer sets for what is on its way, so a rank keeps W's in reserve,
+    which fill the cool-down where F takes longer than W. Worse where hops leave no time to go
+    around in a group that small. None for less than 3p microbatches: nothing to gain.
+    """
+    rest = microbatches - pp
+    if rest < 2 * pp:
+        return None
+    count = max(1, round(4 * rest / (3 * pp)))
+    sizes = [pp, *(rest // count + (i < rest % count) for i in range(count))]
+    units = _units(sizes, chunks)
+    ahead = [size * (chunks - 1) for size in sizes for _ in range(size * chunks)]
+    ranks: Orders = []
+    for rank in range(pp):
+        row: list[Action] = []
+        pending: deque[Action] = deque()
+        done = 0
+        for x, (chunk, microbatch) in enumerate(units):
+            if x - done + len(pending) >= pp * chunks:
+                row.append(pending.popleft())
+            row.append(Action(Op.F, chunk * pp + rank, microbatch))
+            last = x == len(units) - 1
+            while done < len(units) and (last or done + ahead[done] + pp - 1 - rank <= x):
+                chunk, microbatch = units[done]
+                stage = (chunks - 1 - chunk) * pp + rank
+                row.append(Action(Op.B, stage, microbatch))
+                pending.append(Action(Op.W, stage, microbatch))
+                done += 1
+        ranks.append(row + list(pending))
+    return ranks
 
 
 def _groups(pp: int, microbatches: int) -> list[int]:

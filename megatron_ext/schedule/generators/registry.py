@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .cap import v_cap
-from .grouped import gis, gis_peak, interleaved_zb, po
+from .grouped import gis, gis_peak, interleaved_zb, interleaved_zb_small, po
 from .plain import interleaved, one_f_one_b, zb_h1, zb_h2
-from .request import Request
+from .request import LONG, Request
 from .squeeze import Orders
 from .vee import v_half, v_half_cap, v_min, v_min_cap, v_zb
 
@@ -41,7 +41,7 @@ class Generator:
 
 def _shaped(fixed: Orders, cap: int | list[int], request: Request) -> Orders:
     """``fixed``, or what its squeezes for the costs under the same cap make of it."""
-    return request.fastest([fixed, *request.squeezes(fixed, cap)])
+    return request.fastest([fixed, *request.squeezes(fixed, cap, thorough=True)])
 
 
 def _one_f_one_b(request: Request) -> Orders:
@@ -65,7 +65,12 @@ def _interleaved_zb(request: Request) -> Orders:
     fixed = interleaved_zb(pp, request.microbatches, chunks)
     if request.microbatches % pp:
         fixed = request.fastest([fixed, request.unit_squeeze(fixed, pp * chunks)])
-    return _shaped(fixed, pp * chunks, request)
+    candidates = [fixed, *request.squeezes(fixed, pp * chunks, thorough=True)]
+    other = interleaved_zb_small(pp, request.microbatches, chunks)
+    if other is not None and not request.at_unit_times:
+        short = sum(map(len, other)) <= LONG
+        candidates += request.squeezes(other, pp * chunks, thorough=short)
+    return request.fastest(candidates)
 
 
 def _v_min(request: Request) -> Orders:
@@ -95,7 +100,7 @@ def _grouped(request: Request, group: int) -> Orders:
     if request.microbatches % group:
         # A last group that is not whole leaves holes in the fixed order.
         candidates.append(request.unit_squeeze(fixed, peak))
-    return request.fastest([*candidates, *request.squeezes(fixed, peak)])
+    return request.fastest([*candidates, *request.squeezes(fixed, peak, thorough=True)])
 
 
 def _po(request: Request) -> Orders:

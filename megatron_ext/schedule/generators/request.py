@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from ..costs import Durations
 from ..placement import Placement
-from .squeeze import Orders, squeeze, unit_durations
+from .squeeze import Orders, Patience, squeeze, unit_durations
 from .timing import time_of
 
 Objective = Literal["makespan", "span"]
@@ -78,17 +79,77 @@ class Request:
         """``squeeze`` at equal times: the published way, blind to the costs."""
         return squeeze(orders, self.placement, cap, unit_durations(self.placement))
 
-    def squeezes(self, orders: Orders, cap: int | Sequence[int]) -> Iterable[Orders]:
+    def squeezes(
+        self, orders: Orders, cap: int | Sequence[int], *, thorough: bool = False
+    ) -> Iterable[Orders]:
         """``squeeze`` for the costs, patient (never delays what comes first) and greedy.
 
         Nothing if the costs are equal and hops free: ``unit_squeeze`` is the same then.
+
+        Args:
+            orders: as for ``squeeze``.
+            cap: as for ``squeeze``.
+            thorough: patient here and greedy there too, as many ways as there is time for.
         """
         if self.at_unit_times:
             return
-        patient = squeeze(orders, self.placement, cap, self.durations, 1)
-        yield patient
-        if len(orders) * len(orders[0]) <= _LONG:
-            yield squeeze(orders, self.placement, cap, self.durations, 0)
+        passes = sum(map(len, orders))
+        ways = patiences(self.pp)
+        if thorough:
+            tries = 2 + _THOROUGH // passes
+        else:
+            tries = 2 if passes <= LONG else 1
+        for patience in ways[:tries]:
+            yield squeeze(orders, self.placement, cap, self.durations, patience)
 
 
-_LONG = 30_000  # passes; above, one candidate less keeps generation under a second
+def patiences(pp: int) -> list[list[Patience]]:
+    """Ways to be patient, rank by rank; the first two are everywhere and nowhere, the others the
+    likely best first.
+
+    A W in a gap shorter than itself delays the B that the rank waits for, and then all ranks
+    that B goes to. That pays where it is the rank's own idle time that the makespan consists of,
+    and costs where others wait; which of them it is depends on hop and costs. So both are tried,
+    on the first ranks, on the last ones, for the whole run and for the cool-down alone.
+    """
+    ways: list[list[Patience]] = [[(1, 1)] * pp, [(0, 0)] * pp]
+    for last_ranks, quarters, share in _WAYS:
+        # Four quarters are all ranks but one.
+        count = pp - 1 if quarters == 4 else pp * quarters // 4
+        patient: list[Patience] = [(1, 1)] * (count if last_ranks else pp - max(1, count))
+        other = [share] * (pp - len(patient))
+        ways.append(patient + other if last_ranks else other + patient)
+    return [way for number, way in enumerate(ways) if way not in ways[:number]]
+
+
+_QUARTER, _HALF = Fraction(1, 4), Fraction(1, 2)
+# Who is not fully patient: the ranks from so many quarters of them on, or those before; and how
+# patient those are. In the order of how often each was the best over costs, hops, p and m.
+_WAYS: tuple[tuple[bool, int, Patience], ...] = (
+    (True, 0, (1, 0)),
+    (True, 3, (_QUARTER, _QUARTER)),
+    (True, 2, (1, 0)),
+    (False, 1, (1, 0)),
+    (True, 4, (0, 0)),
+    (True, 3, (1, 0)),
+    (True, 2, (_QUARTER, _QUARTER)),
+    (False, 2, (1, 0)),
+    (True, 3, (_HALF, _HALF)),
+    (True, 3, (1, _QUARTER)),
+    (False, 2, (1, _QUARTER)),
+    (True, 1, (1, 0)),
+    (True, 4, (_QUARTER, _QUARTER)),
+    (True, 2, (_HALF, _HALF)),
+    (True, 0, (1, _QUARTER)),
+    (True, 0, (1, _HALF)),
+    (True, 0, (_HALF, _HALF)),
+    (False, 1, (1, _QUARTER)),
+    (True, 2, (0, 0)),
+    (False, 3, (1, 0)),
+    (True, 2, (1, _QUARTER)),
+    (True, 4, (1, 0)),
+    (False, 3, (1, _HALF)),
+)
+# Both keep generation under a second.
+LONG = 30_000  # passes of an order that is not squeezed a second way
+_THOROUGH = 30_000  # passes of all ways after the first two

@@ -17,6 +17,12 @@ Orders = list[list[Action]]  # compute actions of every rank
 SETS = {Op.F: 1, Op.B: 0, Op.W: -1, Op.BW: -1}  # change of the resident activation sets
 
 
+# Share of its duration by which a pass may delay what comes first: while its rank has F's left, and
+# after them.
+Patience = tuple[Fraction | int, Fraction | int]
+_Waits = tuple[tuple[int, int], tuple[int, int]]
+
+
 def unit_durations(placement: Placement) -> Durations:
     """F, B and W of every stage take 1, a hop 0."""
     ones = (1,) * placement.num_stages
@@ -38,7 +44,7 @@ def squeeze(
     placement: Placement,
     cap: int | Sequence[int],
     durations: Durations | None = None,
-    patience: Fraction | int = 1,
+    patience: Fraction | int | Sequence[Patience] = 1,
 ) -> Orders:
     """Remove idle time and reorder under a memory cap (CM, section 3.1 and appendix C, in one).
 
@@ -57,7 +63,8 @@ def squeeze(
         durations: of the passes, and of a hop; default 1 each and no hop.
         patience: a pass may overtake if those before it, as far as is known, stay away for
             this share of its duration. 1 never delays what comes first, 0 never waits. At equal
-            durations without a hop both mean the same.
+            durations without a hop both mean the same. One number, or a pair a rank: for while it
+            has F's left, and for after them.
 
     Returns:
         New orders; no rank ever holds more than its cap.
@@ -72,12 +79,16 @@ def squeeze(
                 f"this order keeps {need} activation sets, more than the cap of {most}"
             )
     work = unit_durations(placement) if durations is None else durations
-    waits = Fraction(patience).as_integer_ratio()
+    pairs = patience if isinstance(patience, Sequence) else [(patience, patience)] * placement.pp
+    waits = [
+        (Fraction(first).as_integer_ratio(), Fraction(last).as_integer_ratio())
+        for first, last in pairs
+    ]
     ends: dict[tuple[int, int], list[int]] = {}
     fused = {a.stage for row in orders for a in row if a.op is Op.BW}
     ranks = [
-        _Rank(order, placement, rank, work, fused, ends, most, waits)
-        for rank, (order, most) in enumerate(zip(orders, caps))
+        _Rank(order, placement, rank, work, fused, ends, most, wait)
+        for rank, (order, most, wait) in enumerate(zip(orders, caps, waits))
     ]
     pp, before = placement.pp, -1
     wakes = list(range(pp))  # a heap of time * pp + rank
@@ -129,7 +140,7 @@ class _Rank:
         fused: set[int],
         all_ends: dict[tuple[int, int], list[int]],
         cap: int,
-        waits: tuple[int, int],
+        waits: _Waits,
     ) -> None:
         self.order, self.cap, self.waits = order, cap, waits
         self.placement, self.rank, self.durations = placement, rank, durations
@@ -204,7 +215,7 @@ class _Rank:
         if not ready_lanes:
             return None, None
         size, cap = self.size, self.cap
-        num, den = self.waits
+        num, den = self.waits[self.forwards == 0]
         sets = peak = self.sets  # resident now, and the most up to this place of the queue
         blocked = [False] * len(lanes)
         free = len(lanes)
