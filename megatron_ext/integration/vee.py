@@ -115,6 +115,21 @@ def _gpt_model_init(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _gpt_model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Inference passes tensors from rank to rank itself, in the order of Megatron's placement.
+        if any(kwargs.get(name) is not None for name in ("inference_context", "inference_params")):
+            raise ConfigError(
+                "a model in V placement cannot generate text: inference runs its own pipeline in "
+                "Megatron's order of stages; start it without --pp-schedule (a torch_dist "
+                "checkpoint loads there)"
+            )
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
 def _float16_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
@@ -169,6 +184,12 @@ SEAMS = (
         _gpt_model_init,
         ("self", "config", "pre_process", "post_process", "vp_stage"),
         "no embedding or output layer on the ranks that need them",
+    ),
+    Seam(
+        ("megatron.core.models.gpt.gpt_model:GPTModel.forward",),
+        _gpt_model_forward,
+        ("self", "inference_context"),
+        "inference would pass tensors between the wrong stages",
     ),
     Seam(
         ("megatron.core.transformer.module:Float16Module.forward",),

@@ -132,6 +132,16 @@ def test_other_models_under_v() -> None:
         require_gpt([BertModel()], "v-half")
 
 
+def test_no_inference_under_v() -> None:
+    from megatron_ext.integration.vee import SEAMS
+
+    (seam,) = (s for s in SEAMS if s.targets[0].endswith("GPTModel.forward"))
+    forward = seam.make(lambda self, x, **kwargs: x)
+    assert forward(None, 3, inference_context=None) == 3
+    with pytest.raises(ConfigError, match="start it without --pp-schedule"):
+        forward(None, 3, inference_context=object())
+
+
 @needs_megatron
 def test_layout_of_one_stage_a_rank_suits_plain_schedules() -> None:
     before_megatron(arguments(pipeline_model_parallel_layout="Et|t|t|t*13L"), Choice("zb-h1"))

@@ -45,7 +45,7 @@ class TestOnMegatron:
     def test_every_target_is_replaced_and_then_restored(self, seams: dict[str, Any]) -> None:
         assert set(seams["changed"].values()) == {True}
         assert set(seams["restored"].values()) == {True}
-        assert len(seams["changed"]) == 9
+        assert len(seams["changed"]) == 10
 
     def test_modules_that_imported_by_name_are_rebound(self, seams: dict[str, Any]) -> None:
         assert seams["consumer_rebound"] is True

@@ -25,6 +25,7 @@ TARGETS = (
     "megatron.core.parallel_state:is_pipeline_last_stage",
     "megatron.core.parallel_state:initialize_model_parallel",
     "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+    "megatron.core.models.gpt.gpt_model:GPTModel.forward",
     "megatron.core.transformer.module:Float16Module.forward",
 )
 
