@@ -249,6 +249,7 @@ class CpuDevice:
         self._computer = _Worker("compute stream") if compute_thread else None
         self._pool: dict[int, list[torch.Tensor]] | None = defaultdict(list) if recycle else None
         self._copies: list[HostEvent] = []
+        self._pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of copies under way
 
     def compute(self, task: Callable[[], None]) -> None:
         """Give ``task`` to compute."""
@@ -302,6 +303,8 @@ class CpuDevice:
         event.span = span
         self._copies = [copy for copy in self._copies if not copy.query()]
         self._copies.append(event)
+        self._pairs = [former for former in self._pairs if former]
+        self._pairs.append(pairs)
         return event
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -313,7 +316,7 @@ class CpuDevice:
     def discard(self, buffer: torch.Tensor) -> None:
         """See ``Device``."""
         # Where somebody else still uses the memory, dropping it here frees nothing.
-        if self.faults.poison and (self._pool is not None or _owners(buffer) <= 1):
+        if self.faults.poison and (self._pool is not None or self._owners(buffer) <= 1):
             self.compute(lambda: _poison(buffer))
         if self._pool is not None:
             self._pool[buffer.numel()].append(buffer)
@@ -328,6 +331,15 @@ class CpuDevice:
         for event in copies:
             event.synchronize()
 
+    def _owners(self, buffer: torch.Tensor) -> int:
+        """How many tensors own the memory of ``buffer``. Copies under way do not count: on a GPU
+        they would not keep it either, and it is their ordering that poison is there to test."""
+        # This order of the two counts errs on the side of no poison if a copy ends between them.
+        identity = buffer.untyped_storage()._cdata
+        owners = int(torch._C._storage_Use_Count(identity)) - 1  # the Python storage object
+        tensors = [t for pairs in self._pairs for pair in list(pairs) for t in pair]
+        return owners - sum(t.untyped_storage()._cdata == identity for t in tensors)
+
     def close(self) -> None:
         """End the threads, after what they were given."""
         for worker in (*self._copiers, self._computer):
@@ -337,10 +349,3 @@ class CpuDevice:
 
 def _poison(buffer: torch.Tensor) -> None:
     buffer.fill_(0xFF)
-
-
-def _owners(buffer: torch.Tensor) -> int:
-    """How many tensors own the memory of ``buffer``."""
-    storage = buffer.untyped_storage()
-    # The Python storage object of this line is one more owner.
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1

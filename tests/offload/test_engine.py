@@ -246,7 +246,7 @@ def test_pairs_never_go_the_same_way_at_once(make_engine, tmp_path):
             engine = make_engine(
                 "paired" if turns else "single",
                 turns=FileTurns(tmp_path) if turns else None,
-                throttle_bytes_per_second={way: 1e6 for way in Direction},
+                throttle_bytes_per_second=dict.fromkeys(Direction, 1000000.0),
             )
             engines.append(engine)
         events = []
