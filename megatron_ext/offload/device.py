@@ -338,7 +338,7 @@ class CpuDevice:
         identity = buffer.untyped_storage()._cdata
         owners = int(torch._C._storage_Use_Count(identity)) - 1  # the Python storage object
         tensors = [t for pairs in self._pairs for pair in list(pairs) for t in pair]
-        return owners - sum(t.untyped_storage()._cdata == identity for t in tensors)
+        return owners - sum(1 for t in tensors if t.untyped_storage()._cdata == identity)
 
     def close(self) -> None:
         """End the threads, after what they were given."""

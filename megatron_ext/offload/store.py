@@ -81,6 +81,8 @@ class _Set:
         self.gone: list[tuple[StorageWeakRef, int]] = []
         # Why there is no transfer (NO_ROOM, NOTHING, LATE), or "".
         self.stays = ""
+        # As of the last action; backward frees blocks meanwhile without telling.
+        self.device_bytes = 0
         self.late = False
 
     def alive(self) -> list[Block]:
@@ -122,6 +124,7 @@ class ActivationStore:
         self.late_releases = 0
         self.peak_device_sets = self.peak_host_sets = 0
         self.peak_device_bytes = 0
+        """Of blocks, a set counted whole until it is finished, as the plan does."""
         self.kept: Counter[str] = Counter()
         """Bytes saved by reference, by reason, since the store was made."""
         self.held_elsewhere_bytes = 0
@@ -161,7 +164,7 @@ class ActivationStore:
         finally:
             self._open = None
             record.by_storage.clear()
-        self._count()
+        self._count(record)
 
     # --- the schedule's actions ---
 
@@ -208,7 +211,7 @@ class ActivationStore:
         else:
             record.late = True
             self.late_releases += 1
-        self._count()
+        self._count(record)
 
     def prepare(self, key: Hashable) -> None:
         """PREPARE: allocate device memory for the set, on the compute stream.
@@ -224,10 +227,11 @@ class ActivationStore:
             record.moving = []
         if not record.stays:
             assert record.ticket is not None
-            self.held_elsewhere_bytes += sum(n for ref, n in record.gone if not ref.expired())
+            held = [nbytes for ref, nbytes in record.gone if not ref.expired()]
+            self.held_elsewhere_bytes += sum(held)
             record.gone = []
             record.buffers = self.engine.prepare(record.ticket)
-        self._count()
+        self._count(record)
 
     def reload(self, key: Hashable) -> None:
         """RELOAD: start copying the set back.
@@ -321,7 +325,7 @@ class ActivationStore:
     def host_sets(self) -> int:
         """Sets with a place in the arena."""
         tickets = [record.ticket for record in self._sets.values()]
-        return sum(ticket is not None and ticket.slot is not None for ticket in tickets)
+        return sum(1 for ticket in tickets if ticket is not None and ticket.slot is not None)
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The resident tensor (a Parameter, with its attributes) that ``tensor`` is, or itself.
@@ -468,11 +472,13 @@ class ActivationStore:
         blocks += record.buffers
         return sum(memory.untyped_storage().nbytes() for memory in blocks)
 
-    def _count(self) -> None:
+    def _count(self, changed: _Set) -> None:
+        # Each action looks at one set only: summing over all their blocks would take milliseconds.
+        changed.device_bytes = self._device_bytes(changed)
+        now = sum(record.device_bytes for record in self._sets.values())
+        self.peak_device_bytes = max(self.peak_device_bytes, now)
         self.peak_device_sets = max(self.peak_device_sets, self.device_sets())
         self.peak_host_sets = max(self.peak_host_sets, self.host_sets())
-        now = sum(map(self._device_bytes, self._sets.values()))
-        self.peak_device_bytes = max(self.peak_device_bytes, now)
 
 
 def _where(record: _Set) -> str:

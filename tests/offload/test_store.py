@@ -496,6 +496,7 @@ def test_bytes_and_sets_are_counted(make_engine):
     store.finish(KEY)
     store.end_step()
     report = store.report()
+    assert report["peak_device_bytes"] == 2 * nbytes
     assert report["peak_device_sets"] == report["peak_host_sets"] == 1
     assert report["arena_peak_bytes"] == slot == report["arena_bytes"]
     assert report["held_elsewhere_bytes"] == 0 and report["offloads"] == 1
@@ -521,6 +522,35 @@ def test_a_hollow_input_gets_its_gradient():
     assert x.untyped_storage().nbytes() == 4 and x.requires_grad and x.is_leaf
     y.sum().backward()
     assert x.grad.shape == x.shape and x.grad.is_contiguous()
+
+
+def test_deallocated_outputs(make_engine):
+    """Megatron drops an output's values once they are sent (``deallocate_pipeline_outputs``), also
+    where the last operation has saved them."""
+    store = make_store(make_engine)
+    x = tensor(ROWS, HIDDEN)
+    with store.saving(KEY):
+        y = (x * 2).tanh()
+    values = y.detach().clone()
+    y.data = torch.empty((1,))
+    hollow(x)
+    trip(store)
+    assert store.held_elsewhere_bytes == 0
+    grad = tensor(ROWS, HIDDEN, seed=1, grad=False)
+    # Without autograd's check of the output's shape, as Megatron calls it.
+    torch.autograd.Variable._execution_engine.run_backward(
+        (y,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+    store.finish(KEY)
+    expected = tensor(ROWS, HIDDEN)
+    (expected * 2).tanh().backward(grad)
+    assert torch.equal((tensor(ROWS, HIDDEN) * 2).tanh(), values)
+    assert torch.equal(x.grad, expected.grad)
+
+
+def test_two_uses_of_a_stage_input(make_engine):
+    """The gradient of a hollow leaf is summed from several places."""
+    compare(make_engine, lambda x: x.exp() * x.t().contiguous().t() + x[:, :1] * x.sum(0))
 
 
 def test_a_full_arena_keeps_sets_here(make_engine):
