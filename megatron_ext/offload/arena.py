@@ -1,0 +1,170 @@
+"""Pinned host memory, allocated up front, from which activation sets get places.
+
+torch's own pinned allocator rounds every block up to a power of two, and pinning memory in the
+middle of training stops the device. Here memory is taken page by page, pinned once, and divided by
+byte ranges.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .device import Event
+from .errors import OffloadConfigError
+from .host import GIB, available_host_bytes, near, pci_bus_id, require_host_memory
+
+ALIGNMENT = 512  # as device allocations are; keeps copies on full PCIe transactions
+
+
+def padded(nbytes: int) -> int:
+    """``nbytes`` rounded up to the alignment of places in the arena."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(eq=False)
+class _Region:
+    memory: torch.Tensor
+    # Sorted, disjoint, never touching: [start, end) in bytes.
+    free: list[tuple[int, int]]
+    # Ranges given back while a copy still reads them, with that copy's event.
+    read: list[tuple[int, int, Event]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A byte range of the arena. ``memory`` is 1-D uint8; copies into it come after ``busy``."""
+
+    memory: torch.Tensor
+    busy: list[Event]
+    region: Any
+    start: int
+    end: int
+
+
+class HostArena:
+    """Host memory for activation sets that left the device.
+
+    Args:
+        device: whose copies it serves: memory is pinned for a CUDA device and touched first on
+            the CPUs beside it.
+        nbytes: allocated now: (host peak sets) x (padded bytes of a set), known or estimated.
+        expected_sets: where bytes are not known before the first forward pass: the first growth
+            takes this many times the set that is asked for.
+        available_bytes: what growth may take; default: what the host says then.
+
+    Raises:
+        OffloadConfigError: the host lacks the memory.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        nbytes: int = 0,
+        expected_sets: int = 1,
+        available_bytes: int | None = None,
+    ) -> None:
+        self._device, self._expected_sets = device, expected_sets
+        self._available_bytes = available_bytes
+        self._regions: list[_Region] = []
+        self._sealed = False
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.placement = ""
+        if nbytes:
+            self._grow(nbytes)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes allocated (and pinned, for a CUDA device)."""
+        return sum(region.memory.numel() for region in self._regions)
+
+    @property
+    def sealed(self) -> bool:
+        """True after ``seal``."""
+        return self._sealed
+
+    def seal(self) -> None:
+        """No growth from here on: called at the end of the first step."""
+        self._sealed = True
+
+    def take(self, nbytes: int) -> Slot | None:
+        """A place of ``padded(nbytes)`` bytes; None if there is none and the arena is sealed.
+
+        Raises:
+            OffloadConfigError: the arena has to grow and the host lacks the memory.
+        """
+        size = padded(max(nbytes, 1))
+        slot = self._first_fit(size)
+        if slot is None and not self._sealed:
+            self._grow(size * (1 if self._regions else self._expected_sets))
+            slot = self._first_fit(size)
+        if slot is not None:
+            self.used_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return slot
+
+    def give(self, slot: Slot, read: Event | None = None) -> None:
+        """Give a place back; copies into it by its next owners come after ``read``."""
+        region: _Region = slot.region
+        self.used_bytes -= slot.end - slot.start
+        if read is not None:
+            region.read.append((slot.start, slot.end, read))
+        ranges: list[tuple[int, int]] = []
+        for start, end in sorted([*region.free, (slot.start, slot.end)]):
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            ranges.append((start, end))
+        region.free = ranges
+
+    def close(self) -> None:
+        """Unpin and drop the memory; no slot may be used any more."""
+        for region in self._regions:
+            if self._device.type == "cuda":
+                torch.cuda.cudart().cudaHostUnregister(region.memory.data_ptr())
+        self._regions.clear()
+
+    def _first_fit(self, size: int) -> Slot | None:
+        for region in self._regions:
+            for number, (start, end) in enumerate(region.free):
+                if end - start < size:
+                    continue
+                rest = (start + size, end)
+                region.free[number : number + 1] = [rest] if rest[0] < end else []
+                region.read = [entry for entry in region.read if not entry[2].query()]
+                busy = [e for first, last, e in region.read if first < rest[0] and start < last]
+                return Slot(region.memory[start : rest[0]], busy, region, start, rest[0])
+        return None
+
+    def _grow(self, nbytes: int) -> None:
+        size = padded(nbytes)
+        available = self._available_bytes
+        if available is None:
+            available = available_host_bytes()
+        else:
+            available -= self.capacity_bytes
+        require_host_memory([size], available)
+        with near(pci_bus_id(self._device)) as where:
+            self.placement = f"NUMA node {where.node}: {where.reason}"
+            memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+            # First touch decides where the pages lie. torch's own threads are not bound by `near`.
+            ctypes.memset(memory.data_ptr(), 0, size)
+            if self._device.type == "cuda":
+                _pin(memory, self._device)
+        self._regions.append(_Region(memory, [(0, size)]))
+
+
+def _pin(memory: torch.Tensor, device: torch.device) -> None:
+    """Page-lock ``memory`` in place, which wastes nothing, unlike ``torch.empty(pin_memory=)``."""
+    with torch.cuda.device(device):
+        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(status) != 0:
+        raise OffloadConfigError(
+            f"the driver refused to pin {memory.numel() / GIB:.2f} GiB of host memory (CUDA error "
+            f"{int(status)}); raise the container's memory and memlock limits (ulimit -l "
+            "unlimited) or offload fewer chunks (--pp-offload-chunks)"
+        )

@@ -1,0 +1,267 @@
+"""The transfer engine: which copy runs when, without the host ever waiting in steady state.
+
+An activation set goes through ``offload``, ``release``, ``prepare``, ``reload`` and ``use`` (or
+``finish``). The order that keeps its numbers right is a handful of edges between streams, each
+with a name in ``EDGES``; tests remove them one at a time.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from .arena import HostArena, Slot, padded
+from .device import Device, Direction, Event
+from .errors import OffloadConfigError
+
+EDGES = {
+    "offload-after-forward": "the copy to the host reads what F has written",
+    "offload-after-slot-read": "a host place is written only when its last owner's reload is done",
+    "release-after-offload": "compute may overwrite device memory only when the copy has read it",
+    "reload-after-prepare": "compute is done with a buffer's former content before reload writes",
+    "reload-after-offload": "the copy to the host is complete before it is read back",
+    "use-after-reload": "backward reads what reload has written",
+    "drop-after-reload": "a reloaded buffer that nobody used is not reused under the copy",
+}
+
+
+class Policy(str, enum.Enum):
+    """How the two directions share the link."""
+
+    SINGLE = "single"  # one stream, the directions alternate as the schedule says
+    DUAL = "dual"  # full duplex: a stream for each direction
+    PAIRED = "paired"  # single, and two ranks behind one switch never go the same way at once
+
+
+class Turns(Protocol):
+    """Lets one of the ranks that share a link copy in a direction at a time."""
+
+    def turn(self, direction: Direction) -> AbstractContextManager[Any]:
+        """Held while a copy of ``direction`` runs."""
+
+
+class FileTurns:
+    """``Turns`` between processes of one host: a locked file for each direction.
+
+    Args:
+        folder: of this host (``/dev/shm/...``), the same for the ranks that share a link.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def turn(self, direction: Direction) -> AbstractContextManager[Any]:
+        """See ``Turns``; only the copy thread waits here, never the host's."""
+        return _FileLock(self._folder / direction.value)
+
+
+class _FileLock:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        import fcntl  # Not on every system; only this policy needs it.
+
+        self._file = self._path.open("w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+@dataclass(eq=False)
+class Ticket:
+    """The transfers of one activation set.
+
+    Attributes:
+        produced: F has written everything.
+        sizes: bytes of each of the set's memory blocks.
+        places: offset of each block in ``slot``.
+    """
+
+    produced: Event
+    sizes: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    slot: Slot | None = None
+    sent: Event | None = None
+    prepared: Event | None = None
+    arrived: Event | None = None
+    used: bool = False
+
+
+@dataclass
+class Counters:
+    """What the engine has done since it was made."""
+
+    offloads: int = 0
+    reloads: int = 0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
+    waited_releases: int = 0
+    """Releases that made compute wait for the copy: the link was slower than planned."""
+    waited_uses: int = 0
+    """First uses that made compute wait for the reload, likewise."""
+    refused: int = 0
+    """Sets that stayed because a sealed arena had no place for them."""
+
+
+class Engine:
+    """Moves activation sets between a device and the host arena.
+
+    Args:
+        device: hardware, or its emulation.
+        arena: host memory.
+        policy: how directions share the link.
+        turns: for ``Policy.PAIRED`` where the device can hold them (``guards_copies``); on CUDA
+            the schedule alone staggers the neighbours.
+        skip_edges: for mutation tests only: edges that are not enforced.
+
+    Raises:
+        OffloadConfigError: ``paired`` without what it takes.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        arena: HostArena,
+        policy: Policy | str = Policy.SINGLE,
+        turns: Turns | None = None,
+        skip_edges: Collection[str] = (),
+    ) -> None:
+        self.device, self.arena, self.policy = device, arena, Policy(policy)
+        if self.policy is Policy.PAIRED and device.guards_copies and turns is None:
+            raise OffloadConfigError(
+                "--pp-offload-transfer paired needs a neighbour that shares the link; use single "
+                "or dual on a rank that has none"
+            )
+        unknown = set(skip_edges) - set(EDGES)
+        if unknown:
+            raise ValueError(f"no such ordering edges: {sorted(unknown)}")
+        self._turns = turns if self.policy is Policy.PAIRED else None
+        self._skip = frozenset(skip_edges)
+        self.counters = Counters()
+
+    def produced(self) -> Ticket:
+        """A ticket for the set whose forward pass compute has just been given."""
+        return Ticket(self.device.record())
+
+    def offload(self, ticket: Ticket, blocks: Sequence[torch.Tensor]) -> bool:
+        """Start copying ``blocks`` (1-D uint8 device memory) to the host.
+
+        Returns:
+            False if a sealed arena has no place: nothing was started, and the set has to stay.
+
+        Raises:
+            OffloadConfigError: the arena had to grow and the host lacks the memory.
+        """
+        sizes = [block.numel() for block in blocks]
+        places, total = [], 0
+        for size in sizes:
+            places.append(total)
+            total += padded(size)
+        slot = self.arena.take(total)
+        if slot is None:
+            self.counters.refused += 1
+            return False
+        ticket.sizes, ticket.places, ticket.slot = sizes, places, slot
+        pairs = [(self._host(ticket, i), block) for i, block in enumerate(blocks)]
+        after = self._edge("offload-after-forward", ticket.produced)
+        for read in slot.busy:
+            after += self._edge("offload-after-slot-read", read)
+        ticket.sent = self._copy(Direction.TO_HOST, pairs, after)
+        self.counters.offloads += 1
+        self.counters.bytes_to_host += sum(sizes)
+        return True
+
+    def release(self, ticket: Ticket, patient: bool = False) -> bool:
+        """Make it safe to drop the device's copy of the set.
+
+        If the copy to the host is not complete, compute waits for it, so that the memory is there
+        when the schedule says so; with ``patient`` nothing waits, and the caller tries again.
+
+        Returns:
+            True if the caller may (and must) drop it now.
+        """
+        assert ticket.sent is not None
+        if not ticket.sent.query():
+            if patient:
+                return False
+            self.counters.waited_releases += 1
+            self._compute_waits("release-after-offload", ticket.sent)
+        return True
+
+    def prepare(self, ticket: Ticket) -> list[torch.Tensor]:
+        """Device memory for the set's blocks, in the order of ``offload``; 1-D uint8."""
+        buffers = [self.device.allocate(size) for size in ticket.sizes]
+        ticket.prepared = self.device.record()
+        return buffers
+
+    def reload(self, ticket: Ticket, buffers: Sequence[torch.Tensor | None]) -> None:
+        """Start copying back into ``buffers``, in the order of ``offload`` (None: not needed any
+        more), and give the place on the host back."""
+        assert ticket.sent is not None and ticket.prepared is not None and ticket.slot is not None
+        pairs = [(b, self._host(ticket, i)) for i, b in enumerate(buffers) if b is not None]
+        after = self._edge("reload-after-prepare", ticket.prepared)
+        after += self._edge("reload-after-offload", ticket.sent)
+        ticket.arrived = self._copy(Direction.TO_DEVICE, pairs, after)
+        self.arena.give(ticket.slot, ticket.arrived)
+        ticket.slot = None
+        self.counters.reloads += 1
+        self.counters.bytes_to_device += sum(b.numel() for b in buffers if b is not None)
+
+    def use(self, ticket: Ticket) -> None:
+        """Compute given by this thread from now on may read the reloaded blocks.
+
+        Called for every use: autograd may run it on another stream than the last one."""
+        assert ticket.arrived is not None
+        if not ticket.used and not ticket.arrived.query():
+            self.counters.waited_uses += 1
+        ticket.used = True
+        self._compute_waits("use-after-reload", ticket.arrived)
+
+    def finish(self, ticket: Ticket) -> None:
+        """The set is not needed any more, however far it came; its memory may be dropped."""
+        pending = ticket.arrived if ticket.arrived is not None else ticket.sent
+        if pending is not None and not ticket.used and not pending.query():
+            self._compute_waits("drop-after-reload", pending)
+        if ticket.slot is not None:
+            self.arena.give(ticket.slot, pending)
+            ticket.slot = None
+
+    def synchronize(self) -> None:
+        """The host waits for every copy: after errors and at the end only."""
+        self.device.synchronize()
+
+    def close(self) -> None:
+        """End copies and threads, unpin host memory."""
+        self.device.synchronize()
+        self.device.close()
+        self.arena.close()
+
+    def _host(self, ticket: Ticket, number: int) -> torch.Tensor:
+        assert ticket.slot is not None
+        return ticket.slot.memory[ticket.places[number] :][: ticket.sizes[number]]
+
+    def _copy(
+        self,
+        direction: Direction,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        after: Sequence[Event],
+    ) -> Event:
+        stream = int(self.policy is Policy.DUAL and direction is Direction.TO_DEVICE)
+        guard = None if self._turns is None else self._turns.turn(direction)
+        return self.device.copy(stream, direction, pairs, after, guard)
+
+    def _edge(self, name: str, event: Event) -> list[Event]:
+        return [] if name in self._skip else [event]
+
+    def _compute_waits(self, name: str, event: Event) -> None:
+        if name not in self._skip:
+            self.device.wait(event)

@@ -1,0 +1,152 @@
+"""The host side of offloading: how much memory there is, and which memory is near the device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .errors import OffloadConfigError
+
+GIB = 1 << 30
+# What the rest of the machine needs while training runs: page cache, data loader, checkpoints.
+USABLE_FRACTION = 0.9
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Host memory that this process could still take, in bytes.
+
+    The least of what the kernel says is available and what its control groups (versions 1 and 2)
+    still allow. ``root`` is for tests.
+    """
+    amounts = []
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            amounts.append(int(line.split()[1]) * 1024)
+    group = "/"
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            group = path
+    for folder, limit, used in (
+        ("sys/fs/cgroup", "memory.max", "memory.current"),
+        ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        place = root / folder / group.strip("/")
+        # A container may see its own group as the root of the tree.
+        for at in (place, root / folder):
+            top, now = _number(at / limit), _number(at / used)
+            if top is not None and now is not None:
+                amounts.append(max(0, top - now))
+                break
+    if not amounts:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(amounts)
+
+
+def require_host_memory(needed_bytes: Sequence[int], available_bytes: int) -> None:
+    """Check that the host arenas of all ranks of one host fit together.
+
+    Args:
+        needed_bytes: of each rank on this host.
+        available_bytes: ``available_host_bytes()`` before any of them was allocated.
+
+    Raises:
+        OffloadConfigError: they do not.
+    """
+    total, usable = sum(needed_bytes), int(available_bytes * USABLE_FRACTION)
+    if total > usable:
+        raise OffloadConfigError(
+            f"offloading needs {total / GIB:.2f} GiB of pinned host memory for the "
+            f"{len(needed_bytes)} ranks of this host (at most {max(needed_bytes) / GIB:.2f} GiB a "
+            f"rank) but only {usable / GIB:.2f} GiB may be used ({USABLE_FRACTION:.0%} of the "
+            f"{available_bytes / GIB:.2f} GiB available); offload fewer chunks "
+            "(--pp-offload-chunks), use fewer microbatches in flight, or run fewer ranks per host"
+        )
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """What ``near`` did: the device's NUMA node (None: unknown), the CPUs used, and why."""
+
+    node: int | None
+    cpus: frozenset[int]
+    reason: str
+
+
+@contextlib.contextmanager
+def near(pci_bus_id: str | None, root: Path = Path("/")) -> Iterator[Nearness]:
+    """Run the block on CPUs next to a PCI device, so that memory first touched there lies there.
+
+    The binding ends with the block: only first touch matters to copies, and data loader workers
+    should not inherit it. A binding from outside (numactl, taskset, a container's cpuset) always
+    wins: then nothing is changed. ``root`` is for tests.
+
+    Args:
+        pci_bus_id: as in ``/sys/bus/pci/devices``, such as ``0000:3b:00.0``; None: unknown.
+    """
+    before = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+    result = _choose(pci_bus_id, before, root)
+    changed = result.cpus != before
+    if changed:
+        os.sched_setaffinity(0, result.cpus)
+    try:
+        yield result
+    finally:
+        if changed:
+            os.sched_setaffinity(0, before)
+
+
+def pci_bus_id(device: torch.device) -> str | None:
+    """The PCI address of a CUDA device as sysfs writes it; None for others."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    # torch before 2.8 does not say; a wrong guess would be worse than none.
+    parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if None in parts:
+        return None
+    domain, bus, slot = parts
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+def _choose(bus: str | None, before: frozenset[int], root: Path) -> Nearness:
+    if bus is None:
+        return Nearness(None, before, "the device's place on the bus is unknown")
+    place = root / "sys/bus/pci/devices" / bus
+    node = _number(place / "numa_node")
+    cpus = _cpu_list("".join(_lines(place / "local_cpulist")))
+    if node is None or node < 0 or not cpus:
+        return Nearness(None, before, "the machine does not say which CPUs are near the device")
+    online = _cpu_list("".join(_lines(root / "sys/devices/system/cpu/online")))
+    if before != online:
+        return Nearness(node, before, "the process was bound from outside; that is respected")
+    return Nearness(node, cpus & before or before, "bound to the device's node")
+
+
+def _cpu_list(text: str) -> frozenset[int]:
+    """``0-3,8`` as numbers."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None if there is none (``max`` means no limit)."""
+    try:
+        return int(path.read_text().strip())
+    except (OSError, ValueError):
+        return None

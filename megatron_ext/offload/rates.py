@@ -1,0 +1,103 @@
+"""How fast the link is, measured at start, and which transfer policy that speaks for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from .device import Device, Direction
+from .engine import Policy
+
+# Full duplex has to beat alternation by this factor before its second stream is worth it.
+DUAL_GAIN = 1.15
+# A neighbour on the same switch counts if it slows a copy by this factor.
+CROWDED_LOSS = 1.25
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second of each direction, alone and while the other one runs too."""
+
+    to_host: float
+    to_device: float
+    to_host_together: float
+    to_device_together: float
+
+    def single_seconds(self, nbytes: int) -> float:
+        """Time to move ``nbytes`` out and as many in, one after the other."""
+        return nbytes / self.to_host + nbytes / self.to_device
+
+    def dual_seconds(self, nbytes: int) -> float:
+        """The same with both directions at once."""
+        return max(nbytes / self.to_host_together, nbytes / self.to_device_together)
+
+
+def measure_rates(
+    device: Device,
+    host: torch.Tensor,
+    repeats: int = 3,
+) -> Rates:
+    """Copy a buffer each way alone, then both ways at once; the host waits, so at start only.
+
+    Args:
+        device: with at least two copy streams.
+        host: 1-D uint8 memory of the arena (pinned, for CUDA); half of it serves each direction.
+        repeats: best of so many.
+    """
+    half = host.numel() // 2
+    parts = {Direction.TO_HOST: host[:half], Direction.TO_DEVICE: host[half : 2 * half]}
+    memory = {direction: device.allocate(half) for direction in Direction}
+
+    def seconds(directions: tuple[Direction, ...]) -> dict[Direction, float]:
+        ready = device.record()
+        device.synchronize()
+        started = time.perf_counter()
+        events = []
+        for direction in directions:
+            near, far = memory[direction], parts[direction]
+            pair = (far, near) if direction is Direction.TO_HOST else (near, far)
+            stream = int(direction is Direction.TO_DEVICE)
+            events.append((direction, device.copy(stream, direction, [pair], [ready])))
+        took: dict[Direction, float] = {}
+        # Polled, because waiting for the slower one would hide when the faster one ended.
+        while len(took) < len(events):
+            for direction, event in events:
+                if direction not in took and event.query():
+                    event.synchronize()
+                    took[direction] = time.perf_counter() - started
+            time.sleep(0)
+        return took
+
+    out, back = Direction.TO_HOST, Direction.TO_DEVICE
+    seconds((out, back))  # The first use of a buffer costs more than the copy.
+    best: dict[str, float] = {}
+    for _ in range(repeats):
+        together = seconds((out, back))
+        for name, value in (
+            ("to_host", seconds((out,))[out]),
+            ("to_device", seconds((back,))[back]),
+            ("to_host_together", together[out]),
+            ("to_device_together", together[back]),
+        ):
+            best[name] = min(value, best.get(name, float("inf")))
+    return Rates(**{name: half / value for name, value in best.items()})
+
+
+def choose_policy(alone: Rates, crowded: Rates | None = None) -> tuple[Policy, str]:
+    """The transfer policy that measurements speak for, and why.
+
+    Args:
+        alone: of this rank while its neighbour is quiet.
+        crowded: measured while the neighbour behind the same switch copies the same way at the
+            same time; None: there is no such neighbour.
+    """
+    if crowded is not None:
+        loss = max(alone.to_host / crowded.to_host, alone.to_device / crowded.to_device)
+        if loss > CROWDED_LOSS:
+            return Policy.PAIRED, f"the neighbour going the same way slows copies {loss:.2f} times"
+    gain = alone.single_seconds(1) / alone.dual_seconds(1)
+    if gain > DUAL_GAIN:
+        return Policy.DUAL, f"both directions at once are {gain:.2f} times as fast as in turn"
+    return Policy.SINGLE, f"both directions at once gain only {gain:.2f} times"

@@ -1,0 +1,51 @@
+"""Engines and stores on CPU tensors, where copy streams are threads."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("torch") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: torch's own threads only fight with the copiers."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., Any]]:
+    """``make_engine(policy, arena_bytes=0, expected_sets=1, turns=None, skip_edges=(), **device)``:
+    an engine that is closed after the test."""
+    from megatron_ext.offload.arena import HostArena
+    from megatron_ext.offload.device import CpuDevice
+    from megatron_ext.offload.engine import Engine
+
+    engines = []
+
+    def make(
+        policy: str = "single",
+        arena_bytes: int = 0,
+        expected_sets: int = 1,
+        turns: Any = None,
+        skip_edges: Any = (),
+        **device: Any,
+    ) -> Any:
+        on = CpuDevice(**device)
+        arena = HostArena(on.torch_device, arena_bytes, expected_sets)
+        engines.append(Engine(on, arena, policy, turns, skip_edges))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()

@@ -1,0 +1,176 @@
+"""Host memory: how much there is, where it lies, and how the arena divides it."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.offload.arena import ALIGNMENT, HostArena, padded
+from megatron_ext.offload.device import CpuDevice, Direction, HostEvent
+from megatron_ext.offload.engine import Policy
+from megatron_ext.offload.errors import OffloadConfigError
+from megatron_ext.offload.host import available_host_bytes, near, pci_bus_id, require_host_memory
+from megatron_ext.offload.rates import Rates, choose_policy, measure_rates
+
+pytestmark = pytest.mark.timeout(60)
+
+CPU = torch.device("cpu")
+BUS = "0000:3b:00.0"
+
+
+def write(root: Path, **files: Any) -> Path:
+    """Files by path, with ``__`` for ``/``."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return root
+
+
+def test_no_byte_more_than_asked_for():
+    arena = HostArena(CPU, 3 * padded(10_000))
+    assert arena.capacity_bytes == 3 * 10_240  # A power of two would be 32,768.
+    slots = [arena.take(10_000) for _ in range(3)]
+    arena.seal()
+    assert None not in slots and arena.take(1) is None
+    assert arena.used_bytes == arena.peak_bytes == arena.capacity_bytes
+    pointers = {slot.memory.data_ptr() for slot in slots}
+    assert len(pointers) == 3 and all(p % ALIGNMENT == 0 for p in pointers)
+
+
+def test_places_never_overlap_and_come_back_whole():
+    rng = random.Random(0)
+    arena = HostArena(CPU, 64 * 1024)
+    arena.seal()
+    held: list[tuple[Any, int]] = []
+    for number in range(2000):
+        if held and rng.random() < 0.5:
+            slot, mark = held.pop(rng.randrange(len(held)))
+            assert (slot.memory == mark).all()
+            arena.give(slot)
+        elif (slot := arena.take(rng.randint(1, 9000))) is not None:
+            slot.memory.fill_(number % 251)
+            held.append((slot, number % 251))
+    for slot, _ in held:
+        arena.give(slot)
+    assert arena.used_bytes == 0
+    whole = arena.take(64 * 1024)
+    assert whole is not None and whole.memory.numel() == 64 * 1024
+
+
+def test_grows_until_it_is_sealed():
+    arena = HostArena(CPU, expected_sets=4)
+    assert arena.capacity_bytes == 0
+    first = arena.take(1000)
+    assert arena.capacity_bytes == 4 * 1024
+    others = [arena.take(1000) for _ in range(4)]  # One more than expected.
+    assert arena.capacity_bytes == 5 * 1024
+    arena.seal()
+    assert arena.take(1000) is None
+    arena.give(first)
+    assert arena.take(1025) is None and arena.take(1024) is not None and None not in others
+
+
+def test_a_place_being_read_is_busy_for_its_next_owner():
+    arena = HostArena(CPU, 4096)
+    low, high = arena.take(2048), arena.take(2048)
+    reading, done = HostEvent(), HostEvent()
+    done.finish()
+    arena.give(low, reading)
+    arena.give(high, done)
+    whole = arena.take(4096)
+    assert whole.busy == [reading]
+    arena.give(whole)
+    assert arena.take(512).busy == [reading]
+    reading.finish()
+    assert arena.take(512).busy == []
+
+
+def test_too_little_host_memory_is_one_sentence():
+    gib = 1 << 30
+    require_host_memory([4 * gib] * 2, 9 * gib)
+    with pytest.raises(OffloadConfigError) as caught:
+        require_host_memory([4 * gib, 6 * gib], 10 * gib)
+    text = str(caught.value)
+    for part in ("10.00 GiB", "2 ranks", "6.00 GiB a rank", "9.00 GiB", "--pp-offload-chunks"):
+        assert part in text
+    assert "\n" not in text
+    with pytest.raises(OffloadConfigError):
+        HostArena(CPU, 1 << 50)
+    arena = HostArena(CPU, 2000, available_bytes=4000)
+    arena.take(2000)
+    with pytest.raises(OffloadConfigError):
+        arena.take(2000)
+
+
+def test_available_memory_is_what_the_group_leaves(tmp_path):
+    assert 0 < available_host_bytes() < 1 << 50
+    files = {"proc__meminfo": "MemTotal: 99 kB\nMemAvailable:   64 kB\nBuffers: 1 kB"}
+    assert available_host_bytes(write(tmp_path, **files)) == 64 * 1024
+    write(tmp_path, **{"proc__self__cgroup": "0::/job/x"})
+    job = "sys__fs__cgroup__job__x__memory"
+    write(tmp_path, **{f"{job}.max": "max", f"{job}.current": 10})
+    assert available_host_bytes(tmp_path) == 64 * 1024
+    write(tmp_path, **{f"{job}.max": 50_000, f"{job}.current": 20_000})
+    assert available_host_bytes(tmp_path) == 30_000
+    # Version 1, seen from inside a container.
+    v1 = "sys__fs__cgroup__memory__memory"
+    write(tmp_path, **{f"{v1}.limit_in_bytes": 900, f"{v1}.usage_in_bytes": 1000})
+    assert available_host_bytes(tmp_path) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
+def test_near_binds_and_unbinds(tmp_path):
+    mine = sorted(os.sched_getaffinity(0))
+    online = ",".join(map(str, mine))
+    root = write(
+        tmp_path,
+        sys__devices__system__cpu__online=online,
+        **{f"sys__bus__pci__devices__{BUS}__numa_node": 1},
+        **{f"sys__bus__pci__devices__{BUS}__local_cpulist": f"{mine[0]}-{mine[0]}"},
+    )
+    with near(BUS, root) as where:
+        assert os.sched_getaffinity(0) == {mine[0]} and where.node == 1
+    assert sorted(os.sched_getaffinity(0)) == mine
+    with pytest.raises(ZeroDivisionError), near(BUS, root):
+        raise ZeroDivisionError
+    assert sorted(os.sched_getaffinity(0)) == mine
+    # Bound from outside: the machine has one more CPU than this process may use.
+    write(tmp_path, sys__devices__system__cpu__online=f"{online},{mine[-1] + 1}")
+    with near(BUS, root) as where:
+        assert sorted(os.sched_getaffinity(0)) == mine and "from outside" in where.reason
+    # No NUMA: the kernel says -1.
+    write(tmp_path, **{f"sys__bus__pci__devices__{BUS}__numa_node": -1})
+    with near(BUS, root) as where:
+        assert where.node is None and sorted(os.sched_getaffinity(0)) == mine
+    with near(None) as where:
+        assert where.node is None
+    assert pci_bus_id(CPU) is None
+
+
+def test_rates_are_measured():
+    throttle = {Direction.TO_HOST: 2e6, Direction.TO_DEVICE: 4e6}
+    device = CpuDevice(throttle_bytes_per_second=throttle)
+    rates = measure_rates(device, torch.empty(80_000, dtype=torch.uint8), repeats=2)
+    device.close()
+    # Sleeps never end early, only late.
+    assert rates.to_host <= 2.01e6 and rates.to_device <= 4.01e6
+    assert rates.to_host > 0.2e6 and rates.to_device > 0.2e6
+    assert rates.to_host_together <= 2.01e6 and rates.to_device_together <= 4.01e6
+
+
+def test_the_policy_follows_the_rates():
+    duplex = Rates(25e9, 25e9, 24e9, 24e9)
+    shared = Rates(25e9, 25e9, 13e9, 12e9)
+    assert choose_policy(duplex)[0] is Policy.DUAL
+    policy, reason = choose_policy(shared)
+    assert policy is Policy.SINGLE and "0.96 times" in reason
+    crowded = Rates(12e9, 13e9, 12e9, 12e9)
+    policy, reason = choose_policy(duplex, crowded)
+    assert policy is Policy.PAIRED and "2.08 times" in reason
+    assert choose_policy(duplex, Rates(24e9, 24e9, 24e9, 24e9))[0] is Policy.DUAL
