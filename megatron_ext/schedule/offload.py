@@ -1,0 +1,298 @@
+"""The offload pass: which activation sets leave the device, and when (PipeOffload, section 4).
+
+Works on any schedule of compute actions. Under the costs and times it is given, its copies delay no
+pass: they go where the link is idle, around the passes as they would run without them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from .actions import Action, Op
+from .costs import Costs
+from .link import Link, LinkTimes
+from .placing import Passes, Placing, Set_
+from .schedule import Schedule, ScheduleError
+from .simulate import peak_sets, run_times, simulate
+
+Row = tuple[Action, ...]
+
+SHORT = "needed again too soon for the way there and back"
+FULL = "the link is taken"
+SPARE = "not chosen"
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """A schedule with offload actions, and what became of its sets.
+
+    Attributes:
+        schedule: compute and offload actions; ``link`` set if there are any of the latter.
+        moved: ``moved[rank][chunk]``, sets that are offloaded.
+        kept: per rank, how many sets stay for which reason (``SHORT``, ``FULL``, ``SPARE``).
+        stall: how much longer the makespan is than without, in the units of the costs.
+        peak_sets: per rank, the most sets on the device at once.
+    """
+
+    schedule: Schedule
+    moved: list[list[int]]
+    kept: list[Counter[str]]
+    stall: Fraction
+    peak_sets: list[int]
+
+    @property
+    def note(self) -> str:
+        """One sentence: how many sets leave, how many stay and why."""
+        kept: Counter[str] = sum(self.kept, Counter())
+        moved = sum(map(sum, self.moved))
+        why = [f"{count}: {reason}" for reason, count in kept.most_common()]
+        stay = f"; {sum(kept.values())} stay ({', '.join(why)})" if why else ""
+        return f"{moved} activation sets are offloaded{stay}"
+
+
+def wanted_chunks(text: str, chunks: int) -> Fraction | None:
+    """What ``--offload`` says in chunks per rank: ``half``, ``full`` or a number; None for ``auto``.
+
+    Raises:
+        ValueError: it is none of these, or more chunks than there are.
+    """
+    if text == "auto":
+        return None
+    if text in ("half", "full"):
+        return Fraction(-(-chunks // 2) if text == "half" else chunks)
+    try:
+        number = int(text)
+    except ValueError:
+        raise ValueError(
+            f"offload must be off, half, full, auto or a number of chunks, got {text!r}"
+        ) from None
+    if not 0 <= number <= chunks:
+        raise ValueError(
+            f"cannot offload {number} chunks of a rank that has {chunks}; give 0 to {chunks}"
+        )
+    return Fraction(number)
+
+
+def offload(
+    schedule: Schedule,
+    link: Link,
+    chunks: int | Fraction | str = "auto",
+    *,
+    most_sets: int | None = None,
+    costs: Costs | None = None,
+) -> OffloadPlan:
+    """Insert OFFLOAD, RELEASE, PREPARE and RELOAD into every rank's order.
+
+    Never fails because something cannot travel: that stays, and the plan says why. Sets of the
+    chunk with the longest lifespan go first; part of a chunk is every so many of its microbatches.
+    Deterministic, and the same whatever the costs are multiplied by.
+
+    Args:
+        schedule: whose compute actions are taken, in their order; other actions are dropped.
+        link: the transfer times of every rank, and what they share.
+        chunks: how many of a rank's chunks: a number, ``half`` (rounded up) or ``full``, which
+            may stall where their link cannot carry so much; or ``auto``, on every rank what
+            brings its peak lowest while no pass waits, and of several such plans most sets.
+        most_sets: a cap on the sets on the device: ranks that fit stop there (with ``auto``).
+        costs: of the passes, default ``schedule.costs``.
+
+    Raises:
+        ValueError: ``chunks`` out of range, or the link is for another number of ranks.
+        ScheduleError: the order of the passes cannot progress.
+    """
+    base = schedule.compute()
+    if costs is not None:
+        base = replace(base, costs=costs)
+    wanted = wanted_chunks(str(chunks), base.chunks) if not isinstance(chunks, Fraction) else chunks
+    times = link.times(base.placement, base.costs.durations(base.placement).reduced())
+    planner = _Planner(base, link, times)
+    if wanted is not None:
+        return planner.forced(wanted)
+    # With a shared link a copy may meet another rank's: then with more slack, at last with less.
+    for slack, most in ((0, 8), (1, 8), (1, 6), (1, 4), (1, 2), (1, 1)):
+        plan = planner.free(Fraction(most * base.chunks, 8), slack, most_sets)
+        if not plan.stall:
+            return plan
+    return planner.forced(Fraction(0))
+
+
+class _Planner:
+    """What all attempts on one schedule share."""
+
+    def __init__(self, base: Schedule, link: Link, times: LinkTimes) -> None:
+        self.base, self.link, self.times = base, link, times
+        start, end = run_times(base, times.durations)
+        self.passes = [Passes(s, e) for s, e in zip(start, end)]
+        self.sets = [self._sets_of(rank) for rank in range(base.pp)]
+        self.groups: list[list[int]] = []
+        for rank in range(base.pp):
+            if rank and link.group(rank) == link.group(rank - 1):
+                self.groups[-1].append(rank)
+            else:
+                self.groups.append([rank])
+        self.order = [self._by_lifespan(rank) for rank in range(base.pp)]
+
+    def _sets_of(self, rank: int) -> list[Set_]:
+        row, passes = self.base.ranks[rank], self.passes[rank]
+        first = {a[1:]: i for i, a in enumerate(row) if a.op is Op.F}
+        return [
+            Set_(
+                rank,
+                stage,
+                j,
+                first[stage, j],
+                i,
+                passes.end[first[stage, j]],
+                passes.start[i],
+                self.times.to_host[stage],
+                self.times.to_device[stage],
+            )
+            for i, (op, stage, j) in enumerate(row)
+            if (op is Op.B or op is Op.BW) and (stage, j) in first
+        ]
+
+    def _by_lifespan(self, rank: int) -> list[int]:
+        """The rank's stages, longest mean lifespan first, the earlier stage of equals."""
+        spans = dict.fromkeys(self.base.placement.stages[rank], 0)
+        for item in self.sets[rank]:
+            spans[item.stage] += item.gap
+        return sorted(spans, key=lambda stage: (-spans[stage], stage))
+
+    def chosen(self, rank: int, chunks: Fraction) -> list[Set_]:
+        """Sets of so many of the rank's chunks; of a part of a chunk, evenly spread."""
+        share = {
+            stage: min(max(chunks - place, Fraction(0)), Fraction(1))
+            for place, stage in enumerate(self.order[rank])
+        }
+        return [
+            item
+            for item in self.sets[rank]
+            if _count(share[item.stage], item.microbatch + 1)
+            > _count(share[item.stage], item.microbatch)
+        ]
+
+    def attempts(
+        self, group: Sequence[int], chunks: Fraction, slack: int, pace: Fraction = Fraction(1)
+    ) -> Iterator[Placing]:
+        """Placings of the same sets. ``pace`` > 1: as if the link were that much faster."""
+        chosen = [item for rank in group for item in self.chosen(rank, chunks)]
+        passes = {rank: self.passes[rank] for rank in group}
+        if pace != 1:  # in integers, time goes slower for the passes instead
+            up, down = pace.numerator, pace.denominator
+            chosen = [
+                item._replace(
+                    kept=item.kept * up,
+                    needed=item.needed * up,
+                    there=item.there * down,
+                    back=item.back * down,
+                )
+                for item in chosen
+            ]
+            passes = {
+                rank: Passes([t * up for t in p.start], [t * up for t in p.end])
+                for rank, p in passes.items()
+            }
+        slack *= max((max(item.there, item.back) for item in chosen), default=0)
+        for grid in (False, True):
+            yield Placing(chosen, passes, self.link.uses, grid, slack)
+
+    def free(self, limit: Fraction, slack: int, most_sets: int | None) -> OffloadPlan:
+        """At most ``limit`` chunks a rank, no pass waits in the plan of the group."""
+        best: list[Placing] = []
+        for group in self.groups:
+            fits: list[tuple[tuple[int, int, int], Placing]] = []
+            for chunks in self._shares(limit, most_sets is not None):
+                found: list[Placing] = []
+                for placing in self.attempts(group, chunks, slack):
+                    peaks = peak_sets([self.row(rank, placing) for rank in group])
+                    over = max(0, max(peaks) - most_sets) if most_sets is not None else sum(peaks)
+                    fewer = len(placing.placed) if most_sets is not None else 0
+                    fits.append(((over, fewer, -len(placing.placed)), placing))
+                    found.append(placing)
+                    if most_sets is None and not placing.full:
+                        break
+                if most_sets is None and not all(placing.full for placing in found):
+                    break  # everything that has the time travels: less would not lower a peak
+                if most_sets is not None and fits[-1][0][0] == 0:
+                    break
+            best.append(min(fits, key=lambda fit: fit[0])[1])
+        return self.plan(best)
+
+    def _shares(self, limit: Fraction, upwards: bool) -> Iterator[Fraction]:
+        """Chunks to try, in quarters (eighths of one or two): all first, or none first."""
+        step = Fraction(1, 8 if self.base.chunks <= 2 else 4)
+        count = int(limit / step)
+        tried = range(count + 1) if upwards else range(count, max(count - 17, -1), -1)
+        return (step * i for i in tried)
+
+    def forced(self, chunks: Fraction) -> OffloadPlan:
+        """So many chunks on every rank; more than the link carries are planned at its pace."""
+        best: list[Placing] = []
+        for group in self.groups:
+            pace = self._pace(group, chunks)
+            tried = list(self.attempts(group, chunks, 0, pace))
+            best.append(min(tried, key=lambda p: (-len(p.placed), self._peaks(group, p))))
+        return self.plan(best)
+
+    def _peaks(self, group: Sequence[int], placing: Placing) -> int:
+        return sum(peak_sets([self.row(rank, placing) for rank in group]))
+
+    def _pace(self, group: Sequence[int], chunks: Fraction) -> Fraction:
+        """How many times longer than its passes take the link of ``group`` is busy; at least 1."""
+        load: dict[object, int] = {}
+        items = [item for rank in group for item in self.chosen(rank, chunks)]
+        items = [item for item in items if item.gap >= item.there + item.back]
+        if not items:
+            return Fraction(1)
+        for item in items:
+            for key in self.link.uses(item.rank, True):
+                load[key] = load.get(key, 0) + item.there
+            for key in self.link.uses(item.rank, False):
+                load[key] = load.get(key, 0) + item.back
+        span = max(i.needed for i in items) - min(i.kept for i in items)
+        # A sixteenth up: keeps the integers small.
+        return max(Fraction(1), Fraction(-(-16 * max(load.values()) // span), 16))
+
+    def row(self, rank: int, placing: Placing) -> Row:
+        """The rank's passes with the offload actions between them."""
+        out: list[Action] = []
+        passes, at = self.base.ranks[rank], 0
+        for position, action in placing.actions(rank):
+            out += passes[at:position]
+            out.append(action)
+            at = position
+        return (*out, *passes[at:])
+
+    def plan(self, placings: Sequence[Placing]) -> OffloadPlan:
+        """Put the groups' placings together and simulate them."""
+        of_rank = {rank: p for group, p in zip(self.groups, placings) for rank in group}
+        ranks = [self.row(rank, of_rank[rank]) for rank in range(self.base.pp)]
+        moved = [[0] * self.base.chunks for _ in ranks]
+        kept: list[Counter[str]] = [Counter() for _ in ranks]
+        for placing in placings:
+            for placed in placing.placed:
+                item = placed.item
+                moved[item.rank][self.base.placement.chunk_of(item.stage)] += 1
+            for reason, items in ((SHORT, placing.short), (FULL, placing.full)):
+                for item in items:
+                    kept[item.rank][reason] += 1
+        for rank, sets in enumerate(self.sets):
+            spare = len(sets) - sum(moved[rank]) - sum(kept[rank].values())
+            if spare:
+                kept[rank][SPARE] += spare
+        some = any(map(any, moved))
+        schedule = replace(self.base.with_ranks(ranks), link=self.link if some else None)
+        run = simulate(schedule)
+        stall = run.transfers.stall if run.transfers else Fraction(0)
+        return OffloadPlan(schedule, moved, kept, stall, run.peak_sets)
+
+
+def _count(share: Fraction, microbatches: int) -> int:
+    """How many of the first ``microbatches`` are in an evenly spread ``share`` of all."""
+    return int(share * microbatches)
+
+
+__all__ = ["FULL", "SHORT", "SPARE", "OffloadPlan", "ScheduleError", "offload", "wanted_chunks"]
