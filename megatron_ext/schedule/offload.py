@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from .actions import Action, Op
-from .costs import Costs
+from .costs import Costs, Durations
 from .link import Link, LinkTimes
 from .placing import Passes, Placing, Set_
 from .schedule import Schedule, ScheduleError
@@ -124,7 +124,7 @@ class _Planner:
 
     def __init__(self, base: Schedule, link: Link, times: LinkTimes) -> None:
         self.base, self.link, self.times = base, link, times
-        start, end = run_times(base, times.durations)
+        start, end = _late_forwards(base, times.durations, *run_times(base, times.durations))
         self.passes = [Passes(s, e) for s, e in zip(start, end)]
         self.sets = [self._sets_of(rank) for rank in range(base.pp)]
         self.groups: list[list[int]] = []
@@ -288,6 +288,41 @@ class _Planner:
         run = simulate(schedule)
         stall = run.transfers.stall if run.transfers else Fraction(0)
         return OffloadPlan(schedule, moved, kept, stall, run.peak_sets)
+
+
+def _late_forwards(
+    base: Schedule, durations: Durations, start: list[list[int]], end: list[list[int]]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The same run, every F as late as keeps all B and W where they are.
+
+    In the warm-up F passes run faster than their sets can leave, and then the rank waits. Copies
+    planned for the later times make it wait between them instead, which costs nothing: whatever
+    is planned for a run in which every pass has its time can only happen earlier.
+    """
+    n, rank_of = base.placement.num_stages, base.placement.rank_of
+    late = [list(row) for row in start]
+    begins: dict[tuple[bool, int, int], int] = {}  # (is F, stage, microbatch) -> latest start
+    order = sorted(
+        ((at, rank, i) for rank, row in enumerate(start) for i, at in enumerate(row)), reverse=True
+    )
+    for at, rank, i in order:
+        op, stage, j = base.ranks[rank][i]
+        if op is Op.F:
+            follows = [begins[k] for k in ((False, stage, j),) if k in begins]
+            if i + 1 < len(late[rank]):
+                follows.append(late[rank][i + 1])
+            if stage + 1 < n:
+                hop = durations.hop if rank_of(stage + 1) != rank else 0
+                follows.append(begins[True, stage + 1, j] - hop)
+            at = min(follows, default=end[rank][i]) - durations.forward[stage]
+            late[rank][i] = at
+        if op is not Op.W:
+            begins[op is Op.F, stage, j] = at
+    ends = [
+        [at + (e - s) for at, s, e in zip(row, starts, stops)]
+        for row, starts, stops in zip(late, start, end)
+    ]
+    return late, ends
 
 
 def _count(share: Fraction, microbatches: int) -> int:

@@ -115,9 +115,8 @@ class Placing:
                 rows = self._busy.get(key)
                 if rows:
                     end = min(end, rows[-1][0])
-            if self._grid is not None:
-                origin, period, shifts = self._grid
-                end -= (end - origin - shifts[item.rank]) % period
+            if self._grid is not None and end <= self._grid.until:
+                end -= (end - self._grid.shifts[item.rank]) % self._grid.period
             start = end - item.back
             if start < item.kept + item.there:
                 self.full.append(item)
@@ -189,8 +188,16 @@ class Placing:
         return [(position, action) for position, _, _, action in sorted(timed)]
 
 
-def _grid(chosen: Sequence[Set_]) -> tuple[int, int, dict[int, int]]:
-    """(an end of an H2D slot, period, shift per rank): one D2H and one H2D a period.
+class _Grid(NamedTuple):
+    """Ends of H2D slots: every ``period`` from ``shifts[rank]`` on, up to ``until``."""
+
+    period: int
+    shifts: dict[int, int]
+    until: int
+
+
+def _grid(chosen: Sequence[Set_]) -> _Grid:
+    """One D2H and one H2D a period, as long as sets still leave; then H2D needs no gaps.
 
     The second rank of a pair is half a period behind the first, so that one of them sends while
     the other receives (PipeOffload, section 4.2).
@@ -199,5 +206,6 @@ def _grid(chosen: Sequence[Set_]) -> tuple[int, int, dict[int, int]]:
     there, back = max(s.there for s in chosen), max(s.back for s in chosen)
     half = max(there, back)
     period = there + back if len(ranks) == 1 else 2 * half
-    shifts = {rank: i * half for i, rank in enumerate(ranks)}
-    return max(item.needed for item in chosen), period, shifts
+    first = max(item.needed for item in chosen) % period
+    until = max(item.kept for item in chosen) + period
+    return _Grid(period, {rank: first + i * half for i, rank in enumerate(ranks)}, until)
