@@ -15,7 +15,7 @@ from .actions import Action, Op
 from .costs import Costs, Durations
 from .link import Link, LinkTimes
 from .placing import Passes, Placing, Set_
-from .schedule import Schedule, ScheduleError
+from .schedule import Schedule
 from .simulate import peak_sets, run_times, simulate
 
 Row = tuple[Action, ...]
@@ -127,6 +127,7 @@ class _Planner:
         start, end = _late_forwards(base, times.durations, *run_times(base, times.durations))
         self.passes = [Passes(s, e) for s, e in zip(start, end)]
         self.sets = [self._sets_of(rank) for rank in range(base.pp)]
+        self.resident = [_resident(row) for row in base.ranks]
         self.groups: list[list[int]] = []
         for rank in range(base.pp):
             if rank and link.group(rank) == link.group(rank - 1):
@@ -197,48 +198,64 @@ class _Planner:
             }
         slack *= max((max(item.there, item.back) for item in chosen), default=0)
         for grid in (False, True):
-            yield Placing(chosen, passes, self.link.uses, grid, slack)
+            for mirrored in (False, True):
+                yield Placing(chosen, passes, self.link.uses, grid, mirrored, slack)
 
     def free(self, limit: Fraction, slack: int, most_sets: int | None) -> OffloadPlan:
         """At most ``limit`` chunks a rank, no pass waits in the plan of the group."""
-        best: list[Placing] = []
-        for group in self.groups:
-            fits: list[tuple[tuple[int, int, int], Placing]] = []
-            for chunks in self._shares(limit, most_sets is not None):
-                found: list[Placing] = []
-                for placing in self.attempts(group, chunks, slack):
-                    peaks = peak_sets([self.row(rank, placing) for rank in group])
-                    over = max(0, max(peaks) - most_sets) if most_sets is not None else sum(peaks)
-                    fewer = len(placing.placed) if most_sets is not None else 0
-                    fits.append(((over, fewer, -len(placing.placed)), placing))
-                    found.append(placing)
-                    if most_sets is None and not placing.full:
-                        break
-                if most_sets is None and not all(placing.full for placing in found):
-                    break  # everything that has the time travels: less would not lower a peak
-                if most_sets is not None and fits[-1][0][0] == 0:
-                    break
-            best.append(min(fits, key=lambda fit: fit[0])[1])
-        return self.plan(best)
+        if most_sets is not None:
+            return self.plan([self._fitting(g, limit, slack, most_sets) for g in self.groups])
+        return self.plan([self._lowest(group, limit, slack) for group in self.groups])
 
-    def _shares(self, limit: Fraction, upwards: bool) -> Iterator[Fraction]:
-        """Chunks to try, in quarters (eighths of one or two): all first, or none first."""
+    def _lowest(self, group: Sequence[int], limit: Fraction, slack: int) -> Placing:
+        """The lowest peaks, and of several such most sets."""
+        best: tuple[tuple[int, int, int], Placing] | None = None
+        since = 0  # shares without a better one
+        for chunks in reversed(self._shares(limit)):
+            tried = list(self.attempts(group, chunks, slack))
+            since += 1
+            for placing in tried:
+                score = self._score(group, placing)
+                if best is None or score < best[0]:
+                    best, since = (score, placing), 0
+            if not all(placing.full for placing in tried) or since == 4:
+                break  # all that has the time travels, or the link is no longer what is short
+        assert best is not None  # limit is at least one step
+        return best[1]
+
+    def _fitting(
+        self, group: Sequence[int], limit: Fraction, slack: int, most_sets: int
+    ) -> Placing:
+        """The first share that fits; else what exceeds the cap least."""
+        best: tuple[int, Placing] | None = None
+        for chunks in self._shares(limit):
+            for placing in self.attempts(group, chunks, slack):
+                over = max(peak_sets([self.row(rank, placing) for rank in group])) - most_sets
+                if best is None or over < best[0]:
+                    best = over, placing
+                if over <= 0:
+                    return placing
+        assert best is not None
+        return best[1]
+
+    def _shares(self, limit: Fraction) -> list[Fraction]:
+        """Chunks to try, in quarters (eighths of one or two), from none to ``limit``."""
         step = Fraction(1, 8 if self.base.chunks <= 2 else 4)
-        count = int(limit / step)
-        tried = range(count + 1) if upwards else range(count, max(count - 17, -1), -1)
-        return (step * i for i in tried)
+        return [step * i for i in range(int(limit / step) + 1)]
 
     def forced(self, chunks: Fraction) -> OffloadPlan:
         """So many chunks on every rank; more than the link carries are planned at its pace."""
         best: list[Placing] = []
         for group in self.groups:
             pace = self._pace(group, chunks)
-            tried = list(self.attempts(group, chunks, 0, pace))
-            best.append(min(tried, key=lambda p: (-len(p.placed), self._peaks(group, p))))
+            tried = self.attempts(group, chunks, 0, pace)
+            best.append(min(tried, key=lambda placing: self._score(group, placing)))
         return self.plan(best)
 
-    def _peaks(self, group: Sequence[int], placing: Placing) -> int:
-        return sum(peak_sets([self.row(rank, placing) for rank in group]))
+    def _score(self, group: Sequence[int], placing: Placing) -> tuple[int, int, int]:
+        """Lower is better: the highest peak of the group, all its peaks, then more sets."""
+        peaks = [placing.peak(rank, self.resident[rank]) for rank in group]
+        return max(peaks), sum(peaks), -len(placing.placed)
 
     def _pace(self, group: Sequence[int], chunks: Fraction) -> Fraction:
         """How many times longer than its passes take the link of ``group`` is busy; at least 1."""
@@ -290,6 +307,16 @@ class _Planner:
         return OffloadPlan(schedule, moved, kept, stall, run.peak_sets)
 
 
+def _resident(row: Sequence[Action]) -> list[int]:
+    """Sets there are during each pass, without offload."""
+    counts, sets = [], 0
+    for action in row:
+        sets += action.op is Op.F
+        counts.append(sets)
+        sets -= action.op is Op.W or action.op is Op.BW
+    return counts
+
+
 def _late_forwards(
     base: Schedule, durations: Durations, start: list[list[int]], end: list[list[int]]
 ) -> tuple[list[list[int]], list[list[int]]]:
@@ -328,6 +355,3 @@ def _late_forwards(
 def _count(share: Fraction, microbatches: int) -> int:
     """How many of the first ``microbatches`` are in an evenly spread ``share`` of all."""
     return int(share * microbatches)
-
-
-__all__ = ["FULL", "SHORT", "SPARE", "OffloadPlan", "ScheduleError", "offload", "wanted_chunks"]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 from .actions import Action, Op
@@ -77,7 +79,8 @@ class Placing:
         chosen: sets of the group's ranks.
         passes: per rank.
         uses: what a copy of a rank has for itself, see ``Link.uses``.
-        grid: align H2D to slots, so that the gaps left between them hold a D2H each.
+        grid: align the copies placed first, so that the gaps left hold one of the others each.
+        mirrored: D2H first, as early as they can, then H2D in what is left.
         slack: how much earlier than needed copies end; where others share what they use.
 
     Attributes:
@@ -92,83 +95,53 @@ class Placing:
         passes: dict[int, Passes],
         uses: Uses,
         grid: bool,
+        mirrored: bool = False,
         slack: int = 0,
     ) -> None:
         self.placed: list[Placed] = []
         self.full: list[Set_] = []
         self.short: list[Set_] = []
-        self._passes, self._uses, self._slack = passes, uses, slack
-        self._busy: dict[Hashable, list[tuple[int, int]]] = {}  # by H2D copies, latest first
-        self._grid = _grid(chosen) if grid and chosen else None
-        self._outward(chosen, self._homeward(chosen))
-
-    def _homeward(self, chosen: Sequence[Set_]) -> dict[tuple[int, int], int]:
-        """Start of every set's H2D."""
-        starts: dict[tuple[int, int], int] = {}
-        for item in sorted(chosen, key=lambda s: (-s.needed, s.rank, s.stage, s.microbatch)):
-            if item.gap < item.there + item.back + 2 * self._slack:
-                self.short.append(item)
-                continue
-            uses = self._uses(item.rank, False)
-            end = item.needed - self._slack
-            for key in uses:
-                rows = self._busy.get(key)
-                if rows:
-                    end = min(end, rows[-1][0])
-            if self._grid is not None and end <= self._grid.until:
-                end -= (end - self._grid.shifts[item.rank]) % self._grid.period
-            start = end - item.back
-            if start < item.kept + item.there:
+        self._passes, self._slack = passes, slack
+        able = []
+        for item in chosen:
+            soonest, latest = item.kept, item.needed - slack - item.back
+            (able if self._place(item, soonest, latest) else self.short).append(item)
+        if mirrored:
+            found = _fit([_mirror(item, slack) for item in able], lambda r, h: uses(r, not h), grid)
+            found = {
+                item.key: (-found[item.key][1] - item.there, -found[item.key][0] - item.back)
+                for item in able
+                if item.key in found
+            }
+        else:
+            found = _fit([i._replace(needed=i.needed - slack) for i in able], uses, grid)
+        for item in able:
+            placed = self._place(item, *found[item.key]) if item.key in found else None
+            if placed is None:
                 self.full.append(item)
-                continue
-            starts[item.key] = start
-            for key in uses:
-                self._busy.setdefault(key, []).append((start, end))
-        return starts
+            else:
+                self.placed.append(placed)
 
-    def _outward(self, chosen: Sequence[Set_], homeward: dict[tuple[int, int], int]) -> None:
-        for rows in self._busy.values():
-            rows.reverse()
-        tails: dict[Hashable, int] = {}
-        places: dict[Hashable, int] = {}
-        travelling = [item for item in chosen if item.key in homeward]
-        for item in sorted(travelling, key=lambda s: (s.kept, s.rank, s.stage, s.microbatch)):
-            uses, back = self._uses(item.rank, True), homeward[item.key]
-            start = max(item.kept, *(tails.get(key, 0) for key in uses))
-            start = self._first_gap(start, item.there, uses, places)
-            passes = self._passes[item.rank]
-            release = passes.behind(start + item.there + self._slack)
-            prepare = min(passes.point(back), item.b)
-            if start + item.there + self._slack > back or release >= prepare:
-                whole = item.kept + item.there + self._slack
-                last = min(passes.point(item.needed - item.back - self._slack), item.b)
-                kind = self.short if passes.behind(whole) >= last else self.full
-                kind.append(item)
-                for key in self._uses(item.rank, False):
-                    self._busy[key].remove((back, back + item.back))
-                    places[key] = 0
-                continue
-            for key in uses:
-                tails[key] = start + item.there
-            self.placed.append(Placed(item, start, back, release, prepare))
+    def _place(self, item: Set_, there: int, back: int) -> Placed | None:
+        """The set with these starts of its copies; None if it would not be away for a pass."""
+        passes = self._passes[item.rank]
+        gone = there + item.there + self._slack
+        release, prepare = passes.behind(gone), min(passes.point(back), item.b)
+        if gone > back or release >= prepare:
+            return None
+        return Placed(item, there, back, release, prepare)
 
-    def _first_gap(
-        self, start: int, length: int, uses: Sequence[Hashable], places: dict[Hashable, int]
-    ) -> int:
-        """The first time from ``start`` on at which ``length`` is free on all that is used."""
-        moved = True
-        while moved:
-            moved = False
-            for key in uses:
-                rows = self._busy.get(key, ())
-                at = places.get(key, 0)
-                while at < len(rows) and rows[at][1] <= start:
-                    at += 1
-                while at < len(rows) and rows[at][0] < start + length:
-                    start, moved = rows[at][1], True
-                    at += 1
-                places[key] = at
-        return start
+    def peak(self, rank: int, resident: Sequence[int]) -> int:
+        """Most sets on the device during one pass, given how many there are without offload.
+
+        What is released and prepared between the same two passes can add one or two in between.
+        """
+        change = [0] * (len(resident) + 1)
+        for item, _, _, release, prepare in self.placed:
+            if item.rank == rank:
+                change[release] -= 1
+                change[prepare] += 1
+        return max(map(add, resident, accumulate(change)), default=0)
 
     def actions(self, rank: int) -> list[tuple[int, Action]]:
         """(position, offload action) of one rank: before the pass at that position, in order."""
@@ -186,6 +159,89 @@ class Placing:
             timed.append((prepare, back, 2, Action(Op.RELOAD, stage, j)))
             timed.append((leave, there, 3, Action(Op.OFFLOAD, stage, j)))
         return [(position, action) for position, _, _, action in sorted(timed)]
+
+
+def _mirror(item: Set_, slack: int) -> Set_:
+    """The same set with time reversed: leaving is coming back."""
+    return item._replace(
+        kept=slack - item.needed, needed=-item.kept, there=item.back, back=item.there
+    )
+
+
+def _fit(items: Sequence[Set_], uses: Uses, grid: bool) -> dict[tuple[int, int], tuple[int, int]]:
+    """(start of D2H, start of H2D) by set: H2D from the right, then D2H from the left."""
+    busy: dict[Hashable, list[tuple[int, int]]] = {}  # by H2D copies, latest first
+    homeward = _homeward(items, uses, busy, _grid(items) if grid and items else None)
+    for rows in busy.values():
+        rows.reverse()
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    tails: dict[Hashable, int] = {}
+    places: dict[Hashable, int] = {}
+    travelling = [item for item in items if item.key in homeward]
+    for item in sorted(travelling, key=lambda s: (s.kept, s.rank, s.stage, s.microbatch)):
+        mine, back = uses(item.rank, True), homeward[item.key]
+        start = max(item.kept, *(tails.get(key, item.kept) for key in mine))
+        start = _first_gap(start, item.there, mine, busy, places)
+        if start + item.there > back:
+            for key in uses(item.rank, False):
+                busy[key].remove((back, back + item.back))
+                places[key] = 0
+            continue
+        for key in mine:
+            tails[key] = start + item.there
+        found[item.key] = start, back
+    return found
+
+
+def _homeward(
+    items: Sequence[Set_],
+    uses: Uses,
+    busy: dict[Hashable, list[tuple[int, int]]],
+    grid: _Grid | None,
+) -> dict[tuple[int, int], int]:
+    """Start of every set's H2D, as late as it can; fills ``busy``."""
+    starts: dict[tuple[int, int], int] = {}
+    for item in sorted(items, key=lambda s: (-s.needed, s.rank, s.stage, s.microbatch)):
+        mine = uses(item.rank, False)
+        end = item.needed
+        for key in mine:
+            rows = busy.get(key)
+            if rows:
+                end = min(end, rows[-1][0])
+        if grid is not None and end <= grid.until:
+            end -= (end - grid.shifts[item.rank]) % grid.period
+        start = end - item.back
+        if start >= item.kept + item.there:
+            starts[item.key] = start
+            for key in mine:
+                busy.setdefault(key, []).append((start, end))
+    return starts
+
+
+def _first_gap(
+    start: int,
+    length: int,
+    mine: Sequence[Hashable],
+    busy: dict[Hashable, list[tuple[int, int]]],
+    places: dict[Hashable, int],
+) -> int:
+    """The first time from ``start`` on at which ``length`` is free on all of ``mine``.
+
+    ``places`` remembers where in ``busy`` the last search ended: starts never decrease.
+    """
+    moved = True
+    while moved:
+        moved = False
+        for key in mine:
+            rows = busy.get(key, ())
+            at = places.get(key, 0)
+            while at < len(rows) and rows[at][1] <= start:
+                at += 1
+            places[key] = at
+            while at < len(rows) and rows[at][0] < start + length:
+                start, moved = rows[at][1], True
+                at += 1
+    return start
 
 
 class _Grid(NamedTuple):
