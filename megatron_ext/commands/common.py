@@ -240,7 +240,7 @@ def _offloaded(schedule: Schedule, args: argparse.Namespace, cap: int | None) ->
         raise InputError(f"--offload-time must be T or T,T2, got {args.offload_time!r}")
     with user_input():
         policy = args.offload_transfer or DEFAULT_POLICY
-        link = Link.of(schedule.pp, there.strip(), *(t.strip() for t in back), policy=policy)
+        link = Link.of(schedule.pp, there.strip(), back[0].strip() if back else None, policy)
         wanted_chunks(args.offload, schedule.chunks)
         plan = offload(schedule, link, args.offload, most_sets=cap)
     most = max(plan.peak_sets)

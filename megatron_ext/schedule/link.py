@@ -1,4 +1,4 @@
-"""The way between a GPU and its host's memory: how long sets travel, and what may travel at once."""
+"""The way between a GPU and its host's memory: how long sets travel, and which ones at once."""
 
 from __future__ import annotations
 
@@ -75,12 +75,15 @@ class Link:
             )
         scale = math.lcm(*(x.denominator for x in (*self.to_host, *self.to_device)))
         d = durations
-        rows = [tuple(x * scale for x in row) for row in d[:3]]
-        whole = [sum(stage) for stage in zip(*rows)]
+        f, b, w = (
+            tuple(x * scale for x in row)
+            for row in (d.forward, d.backward_input, d.backward_weight)
+        )
+        whole = [sum(stage) for stage in zip(f, b, w)]
         ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
         there = tuple(int(self.to_host[r] * x) for r, x in zip(ranks, whole))
         back = tuple(int(self.to_device[r] * x) for r, x in zip(ranks, whole))
-        return LinkTimes(Durations(*rows, d.hop * scale, d.scale * scale), there, back)
+        return LinkTimes(Durations(f, b, w, d.hop * scale, d.scale * scale), there, back)
 
     def uses(self, rank: int, to_host: bool) -> tuple[Hashable, ...]:
         """What a transfer of ``rank`` has for itself while it runs.

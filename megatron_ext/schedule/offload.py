@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from .actions import Action, Op
-from .costs import Costs, Durations
+from .costs import Costs
 from .link import Link, LinkTimes
 from .placing import Passes, Placing, Set_
 from .schedule import Schedule
@@ -54,7 +54,7 @@ class OffloadPlan:
 
 
 def wanted_chunks(text: str, chunks: int) -> Fraction | None:
-    """What ``--offload`` says in chunks per rank: ``half``, ``full`` or a number; None for ``auto``.
+    """What ``--offload`` says, in chunks per rank; None for ``auto``.
 
     Raises:
         ValueError: it is none of these, or more chunks than there are.
@@ -124,7 +124,7 @@ class _Planner:
 
     def __init__(self, base: Schedule, link: Link, times: LinkTimes) -> None:
         self.base, self.link, self.times = base, link, times
-        start, end = _late_forwards(base, times.durations, *run_times(base, times.durations))
+        start, end = _late_forwards(base, times, *run_times(base, times.durations))
         self.passes = [Passes(s, e) for s, e in zip(start, end)]
         self.sets = [self._sets_of(rank) for rank in range(base.pp)]
         self.resident = [_resident(row) for row in base.ranks]
@@ -318,15 +318,17 @@ def _resident(row: Sequence[Action]) -> list[int]:
 
 
 def _late_forwards(
-    base: Schedule, durations: Durations, start: list[list[int]], end: list[list[int]]
+    base: Schedule, times: LinkTimes, start: list[list[int]], end: list[list[int]]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The same run, every F as late as keeps all B and W where they are.
+    """The same run, every F as late as keeps all B and W where they are, less one copy back.
 
     In the warm-up F passes run faster than their sets can leave, and then the rank waits. Copies
     planned for the later times make it wait between them instead, which costs nothing: whatever
-    is planned for a run in which every pass has its time can only happen earlier.
+    is planned for a run in which every pass has its time can only happen earlier. Less one copy,
+    because a set that comes back between an F and a B needs the time between them.
     """
-    n, rank_of = base.placement.num_stages, base.placement.rank_of
+    n, rank_of, durations = base.placement.num_stages, base.placement.rank_of, times.durations
+    margin = max(times.to_device)
     late = [list(row) for row in start]
     begins: dict[tuple[bool, int, int], int] = {}  # (is F, stage, microbatch) -> latest start
     order = sorted(
@@ -345,6 +347,11 @@ def _late_forwards(
             late[rank][i] = at
         if op is not Op.W:
             begins[op is Op.F, stage, j] = at
+    # Taking the later of two times that keep all dependencies keeps them.
+    for rank, row in enumerate(base.ranks):
+        for i, action in enumerate(row):
+            if action.op is Op.F:
+                late[rank][i] = max(start[rank][i], late[rank][i] - margin)
     ends = [
         [at + (e - s) for at, s, e in zip(row, starts, stops)]
         for row, starts, stops in zip(late, start, end)

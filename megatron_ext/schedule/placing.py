@@ -102,7 +102,7 @@ class Placing:
         self.full: list[Set_] = []
         self.short: list[Set_] = []
         self._passes, self._slack = passes, slack
-        able = []
+        able: list[Set_] = []
         for item in chosen:
             soonest, latest = item.kept, item.needed - slack - item.back
             (able if self._place(item, soonest, latest) else self.short).append(item)

@@ -44,7 +44,9 @@ def render(timeline: Timeline, width: int = 0) -> str:
         for rank, row in enumerate(rows):
             lines.append(f"{f'rank {rank}'.ljust(margin - 1)}|{row[first : first + step]}|")
             if copies:
-                lines.append(f"{'  copies'.ljust(margin - 1)}|{copies[rank][first : first + step]}|")
+                lines.append(
+                    f"{'  copies'.ljust(margin - 1)}|{copies[rank][first : first + step]}|"
+                )
         lines.append("")
     if shown < total:
         lines += [

@@ -50,7 +50,9 @@ def assert_good(plan: OffloadPlan, base: Schedule) -> None:
     report = check(schedule)  # S4 and S5: order of every set, links, completeness
     assert check(lower(schedule)) == report
     assert report.peak_sets == plan.peak_sets
-    stays = [len([a for a in row if a.op is Op.F]) - sum(n) for row, n in zip(base.ranks, plan.moved)]
+    stays = [
+        len([a for a in row if a.op is Op.F]) - sum(n) for row, n in zip(base.ranks, plan.moved)
+    ]
     assert [sum(kept.values()) for kept in plan.kept] == stays
     run = simulate(schedule)
     assert run.makespan - simulate(base).makespan == plan.stall
@@ -63,17 +65,27 @@ def assert_good(plan: OffloadPlan, base: Schedule) -> None:
 
 
 def test_small_case_by_hand() -> None:
-    """Two ranks, one long gap: there, gone, back."""
+    """Times in quarters. F0.1 may start at 3, and does at 1.75, when the copy of F0.0 has ended."""
     rows = ["F0.0 F0.1 BW0.0 BW0.1", "F1.0 BW1.0 F1.1 BW1.1"]
     ranks = tuple(tuple(Action.parse(text) for text in row.split()) for row in rows)
-    plan = plan_of(Schedule("hand", Placement.loop(2), 2, ranks), "1/3", "full")
-    # Rank 0: F0 0-1, F1 1-2 (late: 3-4 is needed by 4), BW0 4-6, BW1 7-9; a copy takes 1.
+    base = Schedule("hand", Placement.loop(2), 2, ranks)
+    plan = plan_of(base, "0.25", "full")
     assert [" ".join(map(str, row)) for row in plan.schedule.ranks] == [
-        "F0.0 OFFLOAD0.0 RELEASE0.0 F0.1 PREPARE0.0 RELOAD0.0 OFFLOAD0.1 BW0.0 RELEASE0.1 "
-        "PREPARE0.1 RELOAD0.1 BW0.1",
+        "F0.0 OFFLOAD0.0 RELEASE0.0 F0.1 PREPARE0.0 RELOAD0.0 BW0.0 BW0.1",
         rows[1],
-    ] or plan.stall == 0
-    assert_good(plan, generate("1f1b", 2, 2))
+    ]
+    run = simulate(plan.schedule)
+    assert (run.scale, run.start[0], run.end[0]) == (4, [0, 7, 16, 28], [4, 11, 24, 36])
+    assert run.transfers is not None
+    assert [(str(c.action), c.start, c.end) for c in run.transfers.copies[0]] == [
+        ("OFFLOAD0.0", 4, 7),
+        ("RELOAD0.0", 11, 14),
+    ]
+    assert run.transfers.moments[0] == [4, 7, 11, 11]
+    assert run.memory_curve(0) == [(0, 1), (7, 1), (11, 2), (24, 1), (36, 0)]
+    assert (run.makespan, run.transfers.stall, run.peak_sets) == (9, 0, [2, 1])
+    assert run.peak_host_activation == [1, 0]
+    assert_good(plan, base)
 
 
 def test_s1_base_of_gis_is_untouched() -> None:
