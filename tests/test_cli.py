@@ -93,7 +93,7 @@ def test_offload_json_is_the_contract(run):
     fields = ["peak_host_activation", "offloaded_sets", "offload_stall", "note"]
     assert list(data) == FIELDS + fields
     assert data["peak_host_activation"] == [2.5, 2.5, 2, 2]
-    assert data["peak_activation"] == [1.5, 1, 1, 1]
+    assert data["peak_activation"] == [1.5, 1.5, 1, 1]
     assert (data["offloaded_sets"], data["offload_stall"]) == (64, 0)
     assert data["note"].startswith("64 activation sets are offloaded; 64 stay")
     argv = ["simulate", *_options("po", 4, 16), "--json", "--offload"]

@@ -112,11 +112,14 @@ def offload(
     if wanted is not None:
         return planner.forced(wanted)
     # With a shared link a copy may meet another rank's: then with more slack, at last with less.
-    for slack, most in ((0, 8), (1, 8), (1, 6), (1, 4), (1, 2), (1, 1)):
+    for slack, most in ((0, 8), (1, 8), (2, 8), (3, 8), (3, 6), (3, 4), (3, 2), (3, 1)):
         plan = planner.free(Fraction(most * base.chunks, 8), slack, most_sets)
         if not plan.stall:
             return plan
     return planner.forced(Fraction(0))
+
+
+_CROWDED = Fraction(9, 8)  # a link asked for more than this much of its time is not tried
 
 
 class _Planner:
@@ -212,15 +215,17 @@ class _Planner:
         best: tuple[tuple[int, int, int], Placing] | None = None
         since = 0  # shares without a better one
         for chunks in reversed(self._shares(limit)):
+            if self._pace(group, chunks) > _CROWDED:
+                continue
             tried = list(self.attempts(group, chunks, slack))
             since += 1
             for placing in tried:
                 score = self._score(group, placing)
                 if best is None or score < best[0]:
                     best, since = (score, placing), 0
-            if not all(placing.full for placing in tried) or since == 4:
+            if not all(placing.full for placing in tried) or since == 8:
                 break  # all that has the time travels, or the link is no longer what is short
-        assert best is not None  # limit is at least one step
+        assert best is not None  # no chunk at all is one of the shares
         return best[1]
 
     def _fitting(
