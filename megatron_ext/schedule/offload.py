@@ -119,7 +119,8 @@ def offload(
     return planner.forced(Fraction(0))
 
 
-_CROWDED = Fraction(9, 8)  # a link asked for more than this much of its time is not tried
+# Shares of its time that a link is asked for: more is not tried; up to this, less sets are no gain.
+_CROWDED, _EASY = Fraction(9, 8), Fraction(3, 4)
 
 
 class _Planner:
@@ -215,7 +216,8 @@ class _Planner:
         best: tuple[tuple[int, int, int], Placing] | None = None
         since = 0  # shares without a better one
         for chunks in reversed(self._shares(limit)):
-            if self._pace(group, chunks) > _CROWDED:
+            load = self._load(group, chunks)
+            if load > _CROWDED:
                 continue
             tried = list(self.attempts(group, chunks, slack))
             since += 1
@@ -223,8 +225,8 @@ class _Planner:
                 score = self._score(group, placing)
                 if best is None or score < best[0]:
                     best, since = (score, placing), 0
-            if not all(placing.full for placing in tried) or since == 8:
-                break  # all that has the time travels, or the link is no longer what is short
+            if since == 8 or (load <= _EASY and not all(placing.full for placing in tried)):
+                break  # the link is no longer what is short
         assert best is not None  # no chunk at all is one of the shares
         return best[1]
 
@@ -252,7 +254,7 @@ class _Planner:
         """So many chunks on every rank; more than the link carries are planned at its pace."""
         best: list[Placing] = []
         for group in self.groups:
-            pace = self._pace(group, chunks)
+            pace = max(Fraction(1), self._load(group, chunks))
             tried = self.attempts(group, chunks, 0, pace)
             best.append(min(tried, key=lambda placing: self._score(group, placing)))
         return self.plan(best)
@@ -262,13 +264,13 @@ class _Planner:
         peaks = [placing.peak(rank, self.resident[rank]) for rank in group]
         return max(peaks), sum(peaks), -len(placing.placed)
 
-    def _pace(self, group: Sequence[int], chunks: Fraction) -> Fraction:
-        """How many times longer than its passes take the link of ``group`` is busy; at least 1."""
+    def _load(self, group: Sequence[int], chunks: Fraction) -> Fraction:
+        """The share of its time, maybe more than 1, that the link of ``group`` is asked for."""
         load: dict[object, int] = {}
         items = [item for rank in group for item in self.chosen(rank, chunks)]
         items = [item for item in items if item.gap >= item.there + item.back]
         if not items:
-            return Fraction(1)
+            return Fraction(0)
         for item in items:
             for key in self.link.uses(item.rank, True):
                 load[key] = load.get(key, 0) + item.there
@@ -276,7 +278,7 @@ class _Planner:
                 load[key] = load.get(key, 0) + item.back
         span = max(i.needed for i in items) - min(i.kept for i in items)
         # A sixteenth up: keeps the integers small.
-        return max(Fraction(1), Fraction(-(-16 * max(load.values()) // span), 16))
+        return Fraction(-(-16 * max(load.values()) // span), 16)
 
     def row(self, rank: int, placing: Placing) -> Row:
         """The rank's passes with the offload actions between them."""
