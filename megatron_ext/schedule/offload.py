@@ -119,7 +119,8 @@ def offload(
     return planner.forced(Fraction(0))
 
 
-# Shares of its time that a link is asked for: more is not tried; up to this, less sets are no gain.
+_PATIENCE = 6  # shares in a row that are no better, then the search ends
+# Shares of its time asked of a link: more is not tried; up to this, fewer sets do not help.
 _CROWDED, _EASY = Fraction(9, 8), Fraction(3, 4)
 
 
@@ -225,7 +226,7 @@ class _Planner:
                 score = self._score(group, placing)
                 if best is None or score < best[0]:
                     best, since = (score, placing), 0
-            if since == 8 or (load <= _EASY and not all(placing.full for placing in tried)):
+            if since == _PATIENCE or (load <= _EASY and not all(placing.full for placing in tried)):
                 break  # the link is no longer what is short
         assert best is not None  # no chunk at all is one of the shares
         return best[1]
@@ -246,8 +247,8 @@ class _Planner:
         return best[1]
 
     def _shares(self, limit: Fraction) -> list[Fraction]:
-        """Chunks to try, in quarters (eighths of one or two), from none to ``limit``."""
-        step = Fraction(1, 8 if self.base.chunks <= 2 else 4)
+        """Chunks to try, from none to ``limit``: in eighths; of more than two, coarser."""
+        step = Fraction(1, 8 if self.base.chunks <= 2 else 4 if self.base.chunks <= 4 else 2)
         return [step * i for i in range(int(limit / step) + 1)]
 
     def forced(self, chunks: Fraction) -> OffloadPlan:
