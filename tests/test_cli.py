@@ -85,6 +85,57 @@ def test_simulate_json_is_the_contract(run):
     assert '"makespan": 33,' in out, "whole numbers are ints"
 
 
+OFFLOAD = ["--offload", "half", "--offload-time", "0.25"]
+
+
+def test_offload_json_is_the_contract(run):
+    data = json.loads(run("simulate", *_options("po", 4, 16), "--json", *OFFLOAD)[1])
+    fields = ["peak_host_activation", "offloaded_sets", "offload_stall", "note"]
+    assert list(data) == FIELDS + fields
+    assert data["peak_host_activation"] == [2.5, 2.5, 2, 2]
+    assert data["peak_activation"] == [1.5, 1.5, 1, 1]
+    assert (data["offloaded_sets"], data["offload_stall"]) == (64, 0)
+    assert data["note"].startswith("64 activation sets are offloaded; 64 stay")
+    argv = ["simulate", *_options("po", 4, 16), "--json", "--offload"]
+    assert list(json.loads(run(*argv, "off")[1])) == FIELDS
+    nothing = json.loads(run(*argv, "0", "--offload-time", 1)[1])
+    assert nothing["peak_host_activation"] == [0, 0, 0, 0]
+    assert nothing["offloaded_sets"] == nothing["offload_stall"] == 0
+
+
+def test_offload_table(run):
+    out = run("simulate", *_options("po", 4, 16), *OFFLOAD, "--offload-transfer", "dual")[1]
+    assert "  offloaded        64 activation sets, stall 0\n" in out
+    assert "  note             64 activation sets are offloaded; 64 stay" in out
+
+
+def test_offload_goes_into_the_file(run, tmp_path):
+    path = tmp_path / "s.json"
+    made = run("schedule", *_options("v-half", 4, 8), *OFFLOAD, "--lowered", "--output", path)
+    assert made[0] == 0
+    data = json.loads(path.read_text())
+    assert data["offload"]["transfer"] == "single"
+    assert data["offload"]["to_host"] == data["offload"]["to_device"] == [0.25] * 4
+    ops = {text.rstrip("0123456789.") for row in data["ranks"] for text in row}
+    assert {"OFFLOAD", "RELEASE", "PREPARE", "RELOAD", "SEND_F", "F", "B", "W"} <= ops
+    assert "activation sets offloaded: each there and back" in run("check", path)[1]
+    ours = json.loads(run("simulate", *_options("v-half", 4, 8), *OFFLOAD, "--json")[1])
+    theirs = json.loads(run("simulate", "--schedule", path, "--json")[1])
+    for field in ("makespan", "peak_activation", "peak_host_activation", "offloaded_sets"):
+        assert ours[field] == theirs[field]
+    plain = json.loads(run("simulate", "--schedule", path, "--json", "--offload", "off")[1])
+    assert "offloaded_sets" not in plain
+
+
+def test_a_cap_is_of_what_stays_on_the_device(run):
+    """v-half's block needs 10 of 16 sets; v-cap alone not less than 8."""
+    argv = ["simulate", "--json", "--offload", "auto", "--offload-time", "0.25"]
+    for name in ("v-half", "v-cap", "po"):
+        data = json.loads(run(*argv, *_options(name, 8, 16), "--memory-cap", "0.25")[1])
+        assert max(data["peak_activation"]) <= 2
+        assert data["offload_stall"] == 0
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_simulates(run, name):
     data = json.loads(run("simulate", *_options(name, 4, 8), "--json")[1])
@@ -403,6 +454,9 @@ def test_show_writes_what_the_suffix_says(run, tmp_path):
     assert (tmp_path / "timeline.txt").read_text().startswith("zb-h1 (planned)")
 
 
+_PO = "simulate --schedule po --pp 4 --microbatches 8"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -427,6 +481,27 @@ def test_show_writes_what_the_suffix_says(run, tmp_path):
             "gis at pp=4 takes a group size from 2 (p/2 rounded up) to 4 (p), got 5",
         ),
         ("simulate --schedule gis --pp 4 --microbatches 8 --objective x", "invalid choice: 'x'"),
+        (f"{_PO} --offload half", "--offload half needs --offload-time T too"),
+        (f"{_PO} --offload-time 0.25", "--offload-time 0.25 is for --offload; give both"),
+        (f"{_PO} --offload off --offload-transfer dual", "dual is for --offload; give both"),
+        (f"{_PO} --offload 3 --offload-time 1", "cannot offload 3 chunks of a rank that has 2"),
+        (f"{_PO} --offload most --offload-time 1", "must be off, half, full, auto or a number"),
+        (f"{_PO} --offload half --offload-time 0", "an offload time must be a number > 0"),
+        (f"{_PO} --offload half --offload-time 1,2,3", "--offload-time must be T or T,T2"),
+        (f"{_PO} --offload half --offload-time 1 --offload-transfer x", "invalid choice: 'x'"),
+        (
+            f"{_PO} --offload auto --offload-time 0.25 --memory-cap 0.13",
+            "activation sets on a device, but the cap is 1; raise --memory-cap to 0.25",
+        ),
+        (
+            "schedule --schedule po --pp 4 --microbatches 8 --output a.json --offload half "
+            "--offload-time 1",
+            "--offload half needs --lowered too",
+        ),
+        (
+            "show --block v-half --pp 4 --offload half",
+            "--offload half is not for --block v-half",
+        ),
         ("compare --pp 4", "the following arguments are required: --microbatches"),
         ("compare --pp 1 --microbatches 8", "needs at least 2 ranks, got --pp 1"),
         ("compare --pp 4 --microbatches 8 --memory-cap 40GiB", "such as 0.5, got '40GiB'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from fractions import Fraction
 
 from ..schedule.lower import lower
 from .common import Parser, is_forward_only, load, per_rank, user_input, verify
@@ -38,5 +39,12 @@ def _check(args: argparse.Namespace) -> None:
             f"  compute only; lowered to {transfers} transfers: complete, in matching "
             "order, no deadlock with blocking sends"
         )
+    if report.offloaded_sets:
+        host = [Fraction(n, schedule.chunks) for n in report.peak_host_sets]
+        lines.append(
+            f"  {sum(report.offloaded_sets)} activation sets offloaded: each there and back "
+            "between its F and its B, no link used twice at once"
+        )
+        lines.append(f"  host peak per rank, in microbatches: {per_rank(host)}")
     lines.append(f"  peak activation per rank, in microbatches: {per_rank(report.peak_activation)}")
     print("\n".join(lines))

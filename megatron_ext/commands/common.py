@@ -15,7 +15,10 @@ from ..schedule.actions import Op
 from ..schedule.check import CheckReport, check
 from ..schedule.costs import Costs, number_to_json
 from ..schedule.generators import AUTO, GENERATORS, NAMES, generate
+from ..schedule.generators.cap import v_cap_limits
+from ..schedule.link import DEFAULT_POLICY, POLICIES, Link
 from ..schedule.memory_cap import cap_sets, parse_cap
+from ..schedule.offload import offload, wanted_chunks
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
 from ..view import timeline
@@ -69,8 +72,11 @@ def add_schedule_options(parser: argparse.ArgumentParser, *, required: bool = Tr
     )
     add_size_options(group)
     add_shape_options(
-        group, f"for {_taking('takes_memory_cap')}", f"for {_taking('takes_group_size')}"
+        group,
+        f"for {_taking('takes_memory_cap')}; with --offload for all, of what stays on the device",
+        f"for {_taking('takes_group_size')}",
     )
+    add_offload_options(parser)
 
 
 def add_size_options(group: argparse._ActionsContainer, *, required: bool = False) -> None:
@@ -113,6 +119,48 @@ def add_shape_options(group: argparse._ActionsContainer, cap_use: str, group_use
         help="what is made short: the whole iteration (default), or the longest single rank's own "
         "span, for optimizer post-validation; for generated schedules",
     )
+
+
+def add_offload_options(parser: argparse.ArgumentParser) -> None:
+    """Which activation sets leave the device, and how."""
+    group = parser.add_argument_group("offload of activations to the host")
+    group.add_argument(
+        "--offload",
+        metavar="WHAT",
+        help="half or full: of a rank's chunks, longest lifespan first; N: so many; auto: what the "
+        "link carries without a stall; off",
+    )
+    group.add_argument(
+        "--offload-time",
+        metavar="T[,T2]",
+        help="time of one activation set to the host, and back (default the same), as a fraction "
+        "of its chunk's F+B+W; PipeOffload's k is T + T2",
+    )
+    group.add_argument(
+        "--offload-transfer",
+        choices=POLICIES,
+        help=f"one stream for both directions, one a direction, or one of which neighbours, who "
+        f"share a switch, take turns (default {DEFAULT_POLICY})",
+    )
+
+
+def offloads(args: argparse.Namespace) -> bool:
+    """True if ``--offload`` asks for it.
+
+    Raises:
+        InputError: its options are incomplete, or are there without it.
+    """
+    asked = args.offload not in (None, "off")
+    if asked and args.offload_time is None:
+        raise InputError(
+            f"--offload {args.offload} needs --offload-time T too, the time of one activation set "
+            "to the host as a fraction of its chunk's F+B+W, such as 0.25"
+        )
+    for option in ("offload_time", "offload_transfer"):
+        if getattr(args, option) is not None and not asked:
+            flag = "--" + option.replace("_", "-")
+            raise InputError(f"{flag} {getattr(args, option)} is for --offload; give both")
+    return asked
 
 
 _KNOWN = (*NAMES, AUTO)
@@ -168,9 +216,71 @@ def schedule_of(args: argparse.Namespace, file: str | None = None) -> Schedule:
     """The schedule in ``file``, or else the one that ``--schedule`` and its options name."""
     if file is None and is_file(args.schedule):
         file = args.schedule
-    schedule = _generated(args) if file is None else _from_file(file, args)
+    asked = offloads(args)
+    if file is not None:
+        schedule = _from_file(file, args)
+        if asked:
+            schedule = _offloaded(schedule, args, None)
+        elif args.offload is not None:
+            schedule = schedule.compute()
+    else:
+        schedule = _offloaded_to_cap(args) if asked else _generated(args, _memory_cap(args))
     refuse_large(schedule)
     return schedule
+
+
+def _offloaded(schedule: Schedule, args: argparse.Namespace, cap: int | None) -> Schedule:
+    """``schedule`` with the offload actions that the options ask for.
+
+    Raises:
+        InputError: it keeps more than ``cap`` activation sets on a device all the same.
+    """
+    there, *back = args.offload_time.split(",")
+    if len(back) > 1:
+        raise InputError(f"--offload-time must be T or T,T2, got {args.offload_time!r}")
+    with user_input():
+        policy = args.offload_transfer or DEFAULT_POLICY
+        link = Link.of(schedule.pp, there.strip(), back[0].strip() if back else None, policy)
+        wanted_chunks(args.offload, schedule.chunks)
+        plan = offload(schedule, link, args.offload, most_sets=cap)
+    most = max(plan.peak_sets)
+    if cap is not None and most > cap:
+        raise InputError(
+            f"{schedule.name} at pp={schedule.pp} with --offload {args.offload} keeps {most} "
+            f"activation sets on a device, but the cap is {cap}; raise --memory-cap to "
+            f"{most / (schedule.pp * schedule.chunks):.4g}, or give another --schedule"
+        )
+    note = "; ".join(filter(None, (schedule.note, plan.note)))
+    return replace(plan.schedule, note=note)
+
+
+def _offloaded_to_cap(args: argparse.Namespace) -> Schedule:
+    """The schedule that the options name, offloaded; a cap is of what stays on the device."""
+    cap = _memory_cap(args)
+    if cap is None or args.schedule not in _takers("takes_memory_cap"):
+        return _offloaded(_generated(args, None), args, _own_cap(args))
+    # A schedule with more memory is faster: the largest that can be brought under the cap.
+    high = args.pp * (args.chunks or 2)
+    low = min(max(cap, v_cap_limits(args.pp)[0]), high)
+    best = _offloaded(_generated(args, low), args, cap)
+    while low < high:
+        middle = (low + high + 1) // 2
+        try:
+            best = _offloaded(_generated(args, middle), args, cap)
+            low = middle
+        except InputError:
+            high = middle - 1
+    return best
+
+
+def _own_cap(args: argparse.Namespace) -> int | None:
+    """The cap in the sets of a schedule that takes none itself."""
+    if args.memory_cap is None:
+        return None
+    made = GENERATORS.get(args.schedule)
+    default = made.default_chunks if made else 1
+    with user_input():
+        return cap_sets(parse_cap(args.memory_cap), args.pp or 1, args.chunks or default)
 
 
 def refuse_large(schedule: Schedule) -> None:
@@ -186,7 +296,7 @@ def refuse_large(schedule: Schedule) -> None:
 _LARGEST_COST = 10**12  # beyond, times no longer fit the floats that they are printed as
 
 
-def _generated(args: argparse.Namespace) -> Schedule:
+def _generated(args: argparse.Namespace, memory_cap: int | None) -> Schedule:
     if args.schedule not in _KNOWN:
         raise InputError(
             f"unknown schedule {args.schedule!r}; give one of {', '.join(_KNOWN)}, or a file"
@@ -196,6 +306,8 @@ def _generated(args: argparse.Namespace) -> Schedule:
         raise InputError(f"--schedule {args.schedule} needs {' and '.join(missing)} too")
     for option in ("memory_cap", "group_size"):
         takers = _takers(f"takes_{option}")
+        if option == "memory_cap" and offloads(args):
+            continue  # every schedule has one then
         if getattr(args, option) is not None and args.schedule not in takers:
             flag = "--" + option.replace("_", "-")
             raise InputError(
@@ -211,16 +323,17 @@ def _generated(args: argparse.Namespace) -> Schedule:
             args.chunks,
             costs,
             group_size=args.group_size,
-            memory_cap=_memory_cap(args),
+            memory_cap=memory_cap,
             objective=args.objective or "makespan",
         )
 
 
 def _memory_cap(args: argparse.Namespace) -> int | None:
-    if args.memory_cap is None:
+    if args.memory_cap is None or args.pp is None:
         return None
     chunks = args.chunks or 2  # what v-cap has, and auto counts in
-    return cap_sets(parse_cap(args.memory_cap), args.pp, chunks)
+    with user_input():
+        return cap_sets(parse_cap(args.memory_cap), args.pp, chunks)
 
 
 def _from_file(path: str, args: argparse.Namespace) -> Schedule:
@@ -265,10 +378,13 @@ def per_rank(values: Sequence[Fraction]) -> str:
     return " ".join(short(value) for value in values)
 
 
-def simulation_json(simulation: Simulation, seconds: float) -> dict[str, Any]:
-    """The contract's object, with a ``note`` where ``auto`` says why.
+def simulation_json(
+    simulation: Simulation, seconds: float, offloads: bool = False
+) -> dict[str, Any]:
+    """The contract's object, with a ``note`` where ``auto`` or the offload pass says why.
 
-    ``generation_seconds`` of a file is its reading and checking.
+    ``generation_seconds`` of a file is its reading and checking. What is said on offload is there
+    if it was asked for or a file has some, even if no set leaves.
     """
     schedule = simulation.schedule
     peaks = simulation.peak_activation
@@ -284,7 +400,17 @@ def simulation_json(simulation: Simulation, seconds: float) -> dict[str, Any]:
         "peak_activation": [number_to_json(peak) for peak in peaks],
         "peak_activation_vs_1f1b": number_to_json(max(peaks) / schedule.pp),
         "generation_seconds": round(seconds, 6),
+        **(_offload_json(simulation) if offloads or simulation.transfers else {}),
         **({"note": schedule.note} if schedule.note else {}),
+    }
+
+
+def _offload_json(simulation: Simulation) -> dict[str, Any]:
+    transfers = simulation.transfers
+    return {
+        "peak_host_activation": [number_to_json(x) for x in simulation.peak_host_activation],
+        "offloaded_sets": transfers.sets if transfers else 0,
+        "offload_stall": number_to_json(transfers.stall) if transfers else 0,
     }
 
 

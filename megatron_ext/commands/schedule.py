@@ -6,7 +6,7 @@ import argparse
 
 from ..schedule.lower import lower
 from ..schedule.schedule import is_csv
-from .common import InputError, Parser, add_schedule_options, output, schedule_of
+from .common import InputError, Parser, add_schedule_options, offloads, output, schedule_of
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -21,13 +21,20 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "without costs",
     )
     parser.add_argument(
-        "--lowered", action="store_true", help="with the transfers between ranks too"
+        "--lowered",
+        action="store_true",
+        help="with the transfers between ranks, and to the host, too",
     )
     parser.set_defaults(run=_write_schedule)
 
 
 def _write_schedule(args: argparse.Namespace) -> None:
-    schedule = schedule_of(args).compute()
+    if offloads(args) and not args.lowered:
+        raise InputError(
+            f"--offload {args.offload} needs --lowered too: without it the file holds compute "
+            "actions only"
+        )
+    schedule = schedule_of(args)
     if args.lowered:
         if is_csv(args.output):
             raise InputError(
@@ -35,6 +42,8 @@ def _write_schedule(args: argparse.Namespace) -> None:
                 "leave --lowered out, or write a .json"
             )
         schedule = lower(schedule)
+    else:
+        schedule = schedule.compute()
     with output(args.output):
         schedule.save(args.output)
     actions = sum(len(row) for row in schedule.ranks)

@@ -141,7 +141,7 @@ def _block(args: argparse.Namespace) -> timeline.Timeline:
 
 _NOT_FOR_BLOCKS = (
     *("chunks", "cost", "hop", "stage_cost", "memory_cap", "group_size", "objective"),
-    *("measured", "iteration"),
+    *("measured", "iteration", "offload", "offload_time", "offload_transfer"),
 )
 
 

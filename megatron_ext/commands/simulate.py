@@ -11,6 +11,7 @@ from .common import (
     Parser,
     add_schedule_options,
     costs_text,
+    offloads,
     per_rank,
     schedule_of,
     short,
@@ -34,7 +35,7 @@ def _simulate(args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - started
     simulation = simulate(schedule)
     if args.json:
-        print(json.dumps(simulation_json(simulation, seconds)))
+        print(json.dumps(simulation_json(simulation, seconds, offloads(args))))
     else:
         print(_simulation_table(simulation, seconds), end="")
 
@@ -52,8 +53,24 @@ def _simulation_table(simulation: Simulation, seconds: float) -> str:
             f"  peak activation  {short(max(peaks))} microbatches, "
             f"{short(100 * max(peaks) / schedule.pp)} % of 1F1B's {schedule.pp}",
             f"    per rank       {per_rank(peaks)}",
+            *_offload_lines(simulation),
             f"  generated in     {seconds:.3f} s",
-            *([f"  chosen because   {schedule.note}"] if schedule.note else []),
+            *([f"  {_why(simulation)}{schedule.note}"] if schedule.note else []),
             "",
         ]
     )
+
+
+def _why(simulation: Simulation) -> str:
+    return "note             " if simulation.transfers else "chosen because   "
+
+
+def _offload_lines(simulation: Simulation) -> list[str]:
+    transfers = simulation.transfers
+    if transfers is None:
+        return []
+    host = simulation.peak_host_activation
+    return [
+        f"  offloaded        {transfers.sets} activation sets, stall {short(transfers.stall)}",
+        f"    host peak      {short(max(host))} microbatches; per rank {per_rank(host)}",
+    ]

@@ -90,7 +90,13 @@ class Choice:
                 "or give a file's path (*.json or *.csv, from `megatron-ext schedule --output`)"
             )
         try:
-            self.file = Schedule.load(text).compute()
+            loaded = Schedule.load(text)
+            if loaded.has_offload:
+                raise ScheduleError(
+                    f"{text} offloads activations, which training does not do yet; write it "
+                    "without --offload"
+                )
+            self.file = loaded.compute()
             check(self.file)
         except ScheduleError as error:
             raise ConfigError(f"--pp-schedule: {error}") from None

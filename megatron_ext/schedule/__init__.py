@@ -4,7 +4,10 @@ from .actions import Action, Op
 from .check import CheckReport, check
 from .costs import Costs
 from .generators import AUTO, GENERATORS, NAMES, forward_only, generate
+from .link import Link
 from .lower import lower
+from .offload import OffloadPlan
+from .offload import offload as offload_pass
 from .placement import Placement
 from .schedule import FILE_FORMAT, Schedule, ScheduleError
 from .simulate import Simulation, simulate
@@ -17,6 +20,8 @@ __all__ = [
     "Action",
     "CheckReport",
     "Costs",
+    "Link",
+    "OffloadPlan",
     "Op",
     "Placement",
     "Schedule",
@@ -26,5 +31,6 @@ __all__ = [
     "forward_only",
     "generate",
     "lower",
+    "offload_pass",
     "simulate",
 ]

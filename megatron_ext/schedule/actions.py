@@ -7,6 +7,10 @@ The stage is always the one that lives on the rank executing the action:
   receives it as the input of ``F4.1``.
 - ``SEND_B3.1`` sends the input gradient computed by ``B3.1`` to the rank of stage 2; there
   ``RECV_B2.1`` receives it as the output gradient that ``B2.1`` needs.
+- ``OFFLOAD3.1`` starts the copy to the host of what ``F3.1`` kept, ``RELEASE3.1`` waits for that
+  copy's end and drops the device's, ``PREPARE3.1`` allocates on the device again, ``RELOAD3.1``
+  starts the copy back, for whose end ``B3.1`` waits (PipeOffload, section 4). All four are points
+  in the order of the rank's computation; the copies themselves run beside it.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ class Op(str, Enum):
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.W, Op.BW})
 COMMUNICATION_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+OFFLOAD_OPS = frozenset({Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD})
 
 _TEXT = re.compile(r"([A-Z_]*[A-Z])(\d+)\.(\d+)")
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from . import grid
-from .actions import COMMUNICATION_OPS, Action, Op
+from .actions import COMMUNICATION_OPS, OFFLOAD_OPS, Action, Op
 from .costs import Costs
 from .schedule import Schedule, ScheduleError
-from .simulate import inputs, peak_sets, simulate
+from .simulate import Simulation, Transfers, inputs, peak_sets, simulate
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,15 @@ class CheckReport:
     Attributes:
         peak_sets: per rank, the most activation sets resident at once (see ``simulate``).
         peak_activation: the same in microbatches, i.e. divided by the chunks per rank.
+        peak_host_sets: per rank, the most sets with a copy on the host at once; empty if the
+            schedule offloads none.
+        offloaded_sets: how many sets leave, per rank; empty if none do.
     """
 
     peak_sets: list[int]
     peak_activation: list[Fraction]
+    peak_host_sets: list[int] = field(default_factory=list)
+    offloaded_sets: list[int] = field(default_factory=list)
 
 
 def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
@@ -33,7 +39,9 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     order. For a lowered schedule also: exactly the transfers needed, on the right ranks, each
     SEND after its producer, each RECV before its consumer, messages between one ordered pair of
     ranks sent and received in the same order, and an execution in which every SEND blocks until
-    the peer stands at the matching RECV finishes.
+    the peer stands at the matching RECV finishes. With offload also: every OFFLOAD has its RELEASE,
+    PREPARE and RELOAD, between its F and its B and in this order, and in simulated time no copy
+    starts before what it needs or meets another one on what they share (see ``Link.uses``).
 
     Args:
         schedule: lowered or not.
@@ -47,13 +55,19 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     _check_complete(schedule, where, forward_only)
     _check_chunk_order(schedule)
     _check_weight_after_backward(schedule, where)
+    _check_offload(schedule, where)
     simulate(schedule, Costs())
     if schedule.is_lowered:
         _check_transfers(schedule, where)
         _check_message_order(schedule)
         _check_rendezvous(schedule)
     sets = peak_sets(schedule.ranks)
-    return CheckReport(sets, [Fraction(count, schedule.chunks) for count in sets])
+    peaks = [Fraction(count, schedule.chunks) for count in sets]
+    if not schedule.has_offload:
+        return CheckReport(sets, peaks)
+    transfers = _check_copies(simulate(schedule))
+    moved = [sum(a.op is Op.OFFLOAD for a in row) for row in schedule.ranks]
+    return CheckReport(sets, peaks, transfers.peak_host_sets, moved)
 
 
 _Where = dict[Action, tuple[int, int]]  # action -> (rank, position)
@@ -68,12 +82,9 @@ def _collect(schedule: Schedule) -> _Where:
     """Where every action stands; each is known, once there, in range and on its stage's rank."""
     if len(schedule.ranks) != schedule.pp:
         raise ScheduleError(f"{len(schedule.ranks)} action lists for pp={schedule.pp} ranks")
-    placement, known = schedule.placement, {Op.F, Op.B, Op.W, Op.BW, *COMMUNICATION_OPS}
+    placement = schedule.placement
     where: _Where = {}
     for rank, position, action in schedule.actions():
-        if action.op not in known:
-            text = f"{action}: {action.op.value} actions are not supported by this version"
-            raise _fault(schedule, rank, position, text)
         if not 0 <= action.stage < placement.num_stages:
             last = placement.num_stages - 1
             text = f"{action} names stage {action.stage}, but stages go from 0 to {last}"
@@ -196,6 +207,63 @@ def _check_behind(schedule: Schedule, where: _Where, send: Action, source: tuple
         raise _fault(schedule, *where[send], text)
 
 
+_JOURNEY = (Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD)
+
+
+def _check_offload(schedule: Schedule, where: _Where) -> None:
+    """F, OFFLOAD, RELEASE, PREPARE, RELOAD, B: all of them or F and B only, in this order."""
+    for rank, position, action in schedule.actions():
+        if action.op not in OFFLOAD_OPS:
+            continue
+        if schedule.link is None:
+            text = f"{action} needs to know how sets travel; the schedule lacks it"
+            raise _fault(schedule, rank, position, f'{text} ("offload" in a file)')
+        _, stage, j = action
+        backward = Op.BW if Action(Op.BW, stage, j) in where else Op.B
+        before = Action(Op.F, stage, j)
+        for op in (*_JOURNEY, backward):
+            step = Action(op, stage, j)
+            if step not in where:
+                text = f"{step} is missing; an offloaded set needs"
+                steps = "OFFLOAD, RELEASE, PREPARE, RELOAD between its F and its B"
+                raise _fault(schedule, rank, position, f"{text} {steps}")
+            if where[step][1] < where[before][1]:
+                text = f"{step} stands before {before}; a set's order is F, OFFLOAD, RELEASE,"
+                raise _fault(schedule, *where[step], f"{text} PREPARE, RELOAD, B")
+            before = step
+
+
+def _check_copies(run: Simulation) -> Transfers:
+    """In simulated time: no two copies at once on what they share, none too early or too late."""
+    transfers = run.transfers
+    assert transfers is not None
+    until: dict[Hashable, tuple[int, Action]] = {}
+    copies = [(copy, rank) for rank, row in enumerate(transfers.copies) for copy in row]
+    begin: dict[Action, int] = {}
+    for row, starts, ends in zip(run.schedule.ranks, run.start, run.end):
+        for action, start, end in zip(row, starts, ends):
+            begin[action] = end if action.op is Op.F else start
+    home: dict[tuple[int, int], int] = {}  # end of the set's OFFLOAD
+    for copy, rank in sorted(copies, key=lambda c: (c[0].start, c[0].end)):
+        op, stage, j = copy.action
+        for key in transfers.link.uses(rank, op is Op.OFFLOAD):
+            busy, other = until.get(key, (0, copy.action))
+            if busy > copy.start:
+                raise ScheduleError(
+                    f"rank {rank}: the copies of {copy.action} and {other} are under way at once"
+                )
+            until[key] = copy.end, copy.action
+        if op is Op.OFFLOAD:
+            home[stage, j] = copy.end
+            good = begin[Action(Op.F, stage, j)] <= copy.start
+        else:
+            needed = begin.get(Action(Op.BW, stage, j), begin.get(Action(Op.B, stage, j), 0))
+            good = home[stage, j] <= copy.start and copy.end <= needed
+        if not good:
+            raise ScheduleError(f"rank {rank}: the copy of {copy.action} is not where it can be")
+    return transfers
+
+
 def _peer(schedule: Schedule, action: Action) -> tuple[int, Action]:
     """Rank on the other end of a SEND or RECV, and the matching action there."""
     op, stage, j = action
@@ -235,7 +303,7 @@ def _check_rendezvous(schedule: Schedule) -> None:
     while awake:
         rank = awake.pop()
         row = schedule.ranks[rank]
-        while at[rank] < len(row) and row[at[rank]].is_compute:
+        while at[rank] < len(row) and row[at[rank]].op not in COMMUNICATION_OPS:
             at[rank] += 1
         if at[rank] == len(row):
             continue

@@ -1,11 +1,11 @@
-"""Lowering: add the transfers between ranks to a schedule of compute actions."""
+"""Lowering: add the transfers between ranks to a schedule of compute and offload actions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .actions import Action, Op
+from .actions import OFFLOAD_OPS, Action, Op
 from .costs import Costs
 from .schedule import Schedule
 from .simulate import simulate
@@ -27,8 +27,12 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     A forward-only schedule is lowered at equal costs: no backward pass holds a fast stage back,
     so unequal ones would post receives ever further ahead.
 
+    Offload actions stay behind the pass that they stand behind, after what that pass sends. They
+    concern one rank and wait for nothing but its own copies, which end without anybody's help.
+
     Args:
-        schedule: compute actions are kept in their order; others are dropped and made anew.
+        schedule: compute and offload actions are kept in their order; transfers between ranks are
+            dropped and made anew.
         costs: used to predict which pass is running when data arrives; default ``schedule.costs``.
 
     Returns:
@@ -46,19 +50,34 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
         for row, begins in zip(run.schedule.ranks, run.start)
         for action, begin in zip(row, begins)
     }
+    behind, out = _offloads(schedule)
     by_end: dict[int, list[Action]] = {}
     for row, ends in zip(run.schedule.ranks, run.end):
         for action, end in zip(row, ends):
             by_end.setdefault(end, []).append(action)
-    out: list[list[Action]] = [[] for _ in range(schedule.pp)]
     for end in sorted(by_end):
         for action in _tie_order(by_end[end], start, rank_of):
-            out[rank_of[action.stage]].append(action)
+            mine = out[rank_of[action.stage]]
+            mine.append(action)
             pair = _transfer(action, rank_of)
             if pair is not None:
                 for transfer in pair:
                     out[rank_of[transfer.stage]].append(transfer)
+            mine += behind.get(action, ())
     return replace(schedule.with_ranks(out), costs=costs)
+
+
+def _offloads(schedule: Schedule) -> tuple[dict[Action, list[Action]], list[list[Action]]]:
+    """Offload actions by the pass that they stand behind; those before every pass, rank by rank."""
+    behind: dict[Action, list[Action]] = {}
+    first: list[list[Action]] = [[] for _ in schedule.ranks]
+    for row, last in zip(schedule.ranks, first):
+        for action in row:
+            if action.is_compute:
+                last = behind[action] = []
+            elif action.op in OFFLOAD_OPS:
+                last.append(action)
+    return behind, first
 
 
 def _transfer(action: Action, rank_of: Sequence[int]) -> tuple[Action, Action] | None:

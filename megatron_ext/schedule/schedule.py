@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .actions import Action
+from .actions import COMMUNICATION_OPS, OFFLOAD_OPS, Action
 from .costs import Costs
+from .link import Link
 from .placement import Placement
 
 FILE_FORMAT = "megatron-ext-schedule/1"
@@ -36,6 +37,7 @@ class Schedule:
         ranks: one tuple of actions per pipeline rank, in execution order.
         costs: what the order was made for; a file keeps them.
         note: why it is this one, where something was chosen (``auto``); else empty.
+        link: how offloaded sets travel; None if none are.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
     costs: Costs = field(default_factory=Costs)
     note: str = ""
+    link: Link | None = None
 
     @property
     def pp(self) -> int:
@@ -57,12 +60,23 @@ class Schedule:
 
     @property
     def is_lowered(self) -> bool:
-        """True if the lists hold more than compute: communication or offload actions."""
-        return any(not action.is_compute for row in self.ranks for action in row)
+        """True if the lists hold communication actions."""
+        return any(action.op in COMMUNICATION_OPS for row in self.ranks for action in row)
+
+    @property
+    def has_offload(self) -> bool:
+        """True if the lists hold offload actions."""
+        return any(action.op in OFFLOAD_OPS for row in self.ranks for action in row)
 
     def compute(self) -> Schedule:
         """This schedule with its compute actions only."""
-        return self.with_ranks([[a for a in row if a.is_compute] for row in self.ranks])
+        rows = [[a for a in row if a.is_compute] for row in self.ranks]
+        return replace(self.with_ranks(rows), link=None)
+
+    def unlowered(self) -> Schedule:
+        """This schedule without its communication actions."""
+        rows = [[a for a in row if a.op not in COMMUNICATION_OPS] for row in self.ranks]
+        return self.with_ranks(rows)
 
     def with_ranks(self, ranks: Sequence[Sequence[Action]]) -> Schedule:
         """The same schedule with other lists of actions."""
@@ -81,7 +95,10 @@ class Schedule:
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        """The file's content (design contract ``megatron-ext-schedule/1``)."""
+        """The file's content (design contract ``megatron-ext-schedule/1``).
+
+        ``offload``, how sets travel, is there if some are offloaded.
+        """
         return {
             "format": FILE_FORMAT,
             "name": self.name,
@@ -90,6 +107,7 @@ class Schedule:
             "microbatches": self.microbatches,
             "placement": [list(row) for row in self.placement.stages],
             "cost": self.costs.to_json(),
+            **({} if self.link is None else {"offload": self.link.to_json()}),
             "ranks": [[str(action) for action in row] for row in self.ranks],
         }
 
@@ -131,6 +149,8 @@ class Schedule:
             ranks = tuple(tuple(Action.parse(text) for text in row) for row in data["ranks"])
             costs = Costs.from_json(data.get("cost", {}))
             microbatches = int(data["microbatches"])
+            way = data.get("offload")
+            link = None if way is None else Link.from_json(way, placement.pp)
         except (TypeError, ValueError, AttributeError) as error:
             raise ScheduleError(f"schedule file: {error}") from None
         if (placement.pp, placement.chunks) != (data["pp"], data["chunks"]):
@@ -142,7 +162,8 @@ class Schedule:
             raise ScheduleError(f"{len(ranks)} action lists for pp={placement.pp}; give one a rank")
         if microbatches < 1:
             raise ScheduleError(f"microbatches must be >= 1, got {microbatches}")
-        return cls(str(data.get("name", "file")), placement, microbatches, ranks, costs)
+        name = str(data.get("name", "file"))
+        return cls(name, placement, microbatches, ranks, costs, link=link)
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:

@@ -35,7 +35,7 @@ def to_csv(schedule: Schedule) -> str:
     Raises:
         ScheduleError: the schedule is lowered, or its order cannot progress.
     """
-    if schedule.is_lowered:
+    if schedule.is_lowered or schedule.has_offload:
         raise ScheduleError(
             "torch's CSV compute form has no transfers or offloads, but the schedule is lowered; "
             "write its compute actions only"

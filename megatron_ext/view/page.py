@@ -37,7 +37,7 @@ picture.querySelectorAll(".box").forEach((box, i) => {
 picture.querySelectorAll(".n").forEach(g => { g.style.pointerEvents = "none"; });
 // Zooming stretches time only: shapes are scaled, their texts moved, the rest stays in sight.
 const all = selector => [...picture.querySelectorAll(selector)];
-const TIMED = ".box,.row,.strip,.area,.line,.peak,.axis";
+const TIMED = ".box,.copy,.row,.strip,.area,.line,.peak,.axis";
 const shapes = all(TIMED), groups = all(".n");
 const number = (element, name) => Number(element.getAttribute(name));
 const texts = all(".n text,.tick").map(text => [text, number(text, "x")]);

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..schedule.actions import Op
@@ -21,6 +21,7 @@ _MEANING = {
     Op.W: "W weight gradient",
     Op.BW: "BW whole backward",
 }
+_COPIES = {Op.OFFLOAD: "#7a5aa6", Op.RELOAD: "#b39ddb"}
 _INK, _SOFT, _IDLE, _GRID = "#1f2933", "#64707d", "#e9ecf0", "#cfd5dc"
 _AREA, _LINE, _MEASURED = "#c3d0e2", "#3d5a80", "#b5483a"
 _DIGIT = 0.6  # width of a digit in em, on the safe side
@@ -125,6 +126,11 @@ def _header(parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: floa
             x += 15 * u
         parts.append(_text(x + 4 * u, y + 10 * u, _MEANING[op], 11 * u, fill=_SOFT))
         x += (26 + 6.1 * len(_MEANING[op])) * u
+    if any(run.copies for run in runs):
+        for op, text in ((Op.OFFLOAD, "to host"), (Op.RELOAD, "to device")):
+            parts.append(_rect(x, y, 14 * u, 12 * u, op.value))
+            parts.append(_text(x + 19 * u, y + 10 * u, text, 11 * u, fill=_SOFT))
+            x += (41 + 6.1 * len(text)) * u
     parts.append(_rect(x, y, 14 * u, 12 * u, "idle"))
     parts.append(_text(x + 19 * u, y + 10 * u, "idle", 11 * u, fill=_SOFT))
     if schedule.chunks > 1:
@@ -164,8 +170,26 @@ def _rows(parts: list[str], layout: _Layout, run: Timeline, y: float) -> float:
         idle = f"{decimal(100 * (1 - busy / run.makespan), 1)} %" if run.makespan else ""
         size = label * 0.92
         parts.append(_text(layout.width - 12 * u, base, idle, size, "end", _SOFT, kind="right"))
-        y += layout.row + layout.gap
+        y += layout.row
+        if run.copies:
+            parts += _copies(layout, run.copies[rank], y, tooltips)
+            y += layout.row * _LANES
+        y += layout.gap
     return y
+
+
+_LANES = 0.4  # height of both lanes of copies, in rows
+
+
+def _copies(layout: _Layout, boxes: Sequence[Box], y: float, tooltips: bool) -> Iterator[str]:
+    """To the host on the upper lane, to the device on the lower one."""
+    height = layout.row * _LANES / 2
+    for action, start, end in boxes:
+        lane = int(action.op is Op.RELOAD)
+        title = f"{action}: {decimal(start)} to {decimal(end)}" if tooltips else ""
+        width = max(layout.plot * (end - start) / layout.span, 0.3)
+        kind = f"copy {action.op.value}"
+        yield _rect(layout.x(start), y + lane * height, width, height, kind, title)
 
 
 def _box(layout: _Layout, box: Box, y: float, chunk: int, tooltip: bool) -> str:
@@ -262,10 +286,13 @@ def _document(parts: list[str], width: float, height: float, runs: Sequence[Time
         for op, color in _DARK.items()
         for chunk in range(schedule.chunks)
     ]
+    copies = ""
+    if any(run.copies for run in runs):
+        copies = "".join(f".{op.value}{{fill:{color}}}" for op, color in _COPIES.items())
     style = (
         "text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif}"
         ".n text{fill:#fff;text-anchor:middle}.n .l{fill:#16202a}"
-        f".idle{{fill:{_IDLE}}}.strip{{fill:#f5f6f8}}.area{{fill:{_AREA};stroke:{_LINE};"
+        f"{copies}.idle{{fill:{_IDLE}}}.strip{{fill:#f5f6f8}}.area{{fill:{_AREA};stroke:{_LINE};"
         f"stroke-width:{_n(0.8 * u)}}}.line{{fill:none;stroke:{_MEASURED};"
         f"stroke-width:{_n(1.2 * u)}}}.peak{{fill:none;stroke:{_INK};stroke-width:{_n(0.9 * u)};"
         f"stroke-dasharray:{_n(5 * u)} {_n(3 * u)}}}" + "".join(fills)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..schedule.actions import Op
 from .timeline import Box, Timeline, decimal, reference_peak
 
 _BLOCKS = 4  # a picture is wrapped into at most so many blocks of rows
@@ -15,7 +16,8 @@ def render(timeline: Timeline, width: int = 0) -> str:
     """Text of one run, with a final newline.
 
     A pass is drawn as its operation and microbatch, as wide as it is long (``F0``, ``BW3---``);
-    passes of odd chunks are in lower case; dots are idle time. Where that needs more than four
+    passes of odd chunks are in lower case; dots are idle time. A line under a rank's shows its
+    copies: > to the host, < back to the device, x both at once. Where that needs more than four
     wrapped blocks, one letter per pass without its number; where that still does, the rest is left
     out and a note says so.
 
@@ -23,13 +25,15 @@ def render(timeline: Timeline, width: int = 0) -> str:
         timeline: the run.
         width: columns of the terminal; 0: no wrapping.
     """
-    margin = len(f"rank {timeline.schedule.pp - 1} |")
+    name = f"rank {timeline.schedule.pp - 1} "
+    margin = len(max(name, "  copies ", key=len) if timeline.copies else name) + 1
     room = max(width - margin - 1, 20) if width else 0
     rows, note = _numbered(timeline), "F0 = forward of microbatch 0"
     if room and len(rows[0]) > _BLOCKS * room:
         rows, note = _letters(timeline), "one letter a pass (B for BW too), without its microbatch"
     lines = _header(timeline, note)
     total = len(rows[0])
+    copies = _copies(timeline, total)
     step = room or max(total, 1)
     shown = min(total, _BLOCKS * step) if room else total
     per_column = timeline.makespan / total if total else 0.0
@@ -39,6 +43,10 @@ def render(timeline: Timeline, width: int = 0) -> str:
             lines.append(f"time {decimal(first * per_column)} to {decimal(last * per_column)}")
         for rank, row in enumerate(rows):
             lines.append(f"{f'rank {rank}'.ljust(margin - 1)}|{row[first : first + step]}|")
+            if copies:
+                lines.append(
+                    f"{'  copies'.ljust(margin - 1)}|{copies[rank][first : first + step]}|"
+                )
         lines.append("")
     if shown < total:
         lines += [
@@ -53,6 +61,8 @@ def _header(timeline: Timeline, note: str) -> list[str]:
     schedule = timeline.schedule
     peaks = " ".join(decimal(peak) for peak in timeline.peak_activation)
     case = "; lower case = odd chunks" if schedule.chunks > 1 else ""
+    if timeline.copies:
+        case += "; > to the host, < back"
     result = timeline.facts or (
         f"makespan {timeline.makespan_text}, bubble {decimal(100 * timeline.bubble, 1)} %"
     )
@@ -86,6 +96,21 @@ def _letters(timeline: Timeline) -> list[str]:
         return _cased(timeline, box, box.action.op.value[0]) * columns
 
     return _draw(timeline, 1 / shortest if shortest else 0.0, fill)
+
+
+def _copies(timeline: Timeline, total: int) -> list[str]:
+    """One row a rank of what travels; a copy shorter than a column has one all the same."""
+    rows = []
+    scale = total / timeline.makespan if timeline.makespan else 0.0
+    for boxes in timeline.copies:
+        row = [" "] * total
+        for action, start, end in boxes:
+            mark = ">" if action.op is Op.OFFLOAD else "<"
+            first = min(round(start * scale), total - 1)
+            for column in range(first, max(round(end * scale), first + 1)):
+                row[column] = mark if row[column] in (" ", mark) else "x"
+        rows.append("".join(row))
+    return rows
 
 
 def _label(box: Box) -> str:

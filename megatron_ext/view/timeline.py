@@ -31,6 +31,7 @@ class Timeline:
         boxes: ``boxes[rank]``, compute actions by start time; the first start of all is 0.
         memory: ``memory[rank]``, steps (time, resident activation sets from then on).
         unit: what times are in: ``""`` for the units of the costs, ``"ms"`` for measured ones.
+        copies: ``copies[rank]``, transfers of offloaded sets (OFFLOAD, RELOAD); empty if none are.
         facts: what a picture says in place of makespan, bubble and peak, where those would mislead.
     """
 
@@ -40,6 +41,7 @@ class Timeline:
     memory: tuple[tuple[tuple[float, int], ...], ...]
     unit: str = ""
     facts: str = ""
+    copies: tuple[tuple[Box, ...], ...] = ()
 
     @property
     def makespan(self) -> float:
@@ -80,6 +82,10 @@ class Timeline:
                 for row in self.boxes
             ),
             memory=tuple(tuple((t * factor, sets) for t, sets in row) for row in self.memory),
+            copies=tuple(
+                tuple(Box(box.action, box.start * factor, box.end * factor) for box in row)
+                for row in self.copies
+            ),
             unit=other.unit,
         )
 
@@ -97,6 +103,10 @@ def planned(simulation: Simulation) -> Timeline:
         memory=tuple(
             tuple((time / scale, sets) for time, sets in simulation.memory_curve(rank))
             for rank in range(simulation.schedule.pp)
+        ),
+        copies=tuple(
+            tuple(Box(action, s / scale, e / scale) for action, s, e in row)
+            for row in (simulation.transfers.copies if simulation.transfers else ())
         ),
     )
 

@@ -1,6 +1,7 @@
 """The timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-One process per rank: a track of passes for each run, a counter of resident activation sets, and
+One process per rank: a track of passes for each run, one of copies to and from the host for each
+direction if sets are offloaded, a counter of resident activation sets, and
 arrows from a pass to the one on another rank that uses its result.
 """
 
@@ -33,12 +34,35 @@ def to_trace(timelines: Sequence[Timeline], unit_us: float = 1000.0) -> dict[str
             events.append(_name("thread_name", timeline.label, rank, track))
             events += _passes(timeline, rank, track, factor)
             events += _counter(timeline, rank, factor)
+            events += _copies(timeline, rank, _COPIES + 2 * track, factor)
         events += _arrows(timeline, track, factor)
     schedule = timelines[0].schedule
     about = {"schedule": schedule.name, "pp": schedule.pp, "microbatches": schedule.microbatches}
     if any(not timeline.unit for timeline in timelines):
         about["unit_us"] = unit_us
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
+
+
+_COPIES = 100  # tracks of copies stand below those of passes
+
+
+def _copies(timeline: Timeline, rank: int, track: int, factor: float) -> Iterator[dict[str, Any]]:
+    boxes = timeline.copies[rank] if timeline.copies else ()
+    for lane, (op, text) in enumerate(((Op.OFFLOAD, "to host"), (Op.RELOAD, "to device"))):
+        mine = [box for box in boxes if box.action.op is op]
+        if mine:
+            yield _name("thread_name", f"{text}, {timeline.label}", rank, track + lane)
+        for action, start, end in mine:
+            yield {
+                "ph": "X",
+                "name": str(action),
+                "cat": op.value,
+                "pid": rank,
+                "tid": track + lane,
+                "ts": start * factor,
+                "dur": (end - start) * factor,
+                "args": {"stage": action.stage, "microbatch": action.microbatch},
+            }
 
 
 def _name(kind: str, text: str, pid: int, tid: int) -> dict[str, Any]:

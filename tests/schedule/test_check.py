@@ -92,7 +92,7 @@ def test_report() -> None:
         (PLAIN, append(1, "F9.2"), "F9.2 names stage 9, but stages go from 0 to 2", "F9.2"),
         (PLAIN, append(1, "F1.3"), "F1.3 names microbatch 3, but they go from 0 to 2", "F1.3"),
         (PLAIN, append(1, "W1.2"), "W1.2 repeats work of BW1.2: give B and W, or one BW", "W1.2"),
-        (PLAIN, append(0, "OFFLOAD0.1"), "OFFLOAD actions are not supported by this", "OFFLOAD0.1"),
+        (PLAIN, append(0, "OFFLOAD0.1"), "OFFLOAD0.1 needs to know how sets travel", "OFFLOAD0.1"),
         (PLAIN, swap(0, "F0.0", "F0.1"), "position 1: F0.0 comes after F0.1; the F passes", "F0.0"),
         (PLAIN, swap(0, "BW0.0", "BW0.1"), "the B passes of one chunk must run in micro", "BW0.0"),
         (SPLIT, swap(0, "W0.0", "W0.1"), "the W passes of one chunk must run in microba", "W0.0"),

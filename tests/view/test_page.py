@@ -49,7 +49,7 @@ def test_the_script_finds_what_it_stretches():
     root = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
     found = {part for element in root.iter() for part in element.get("class", "").split()}
     selectors = re.search(r'TIMED = "([^"]*)"', text)[1].split(",")
-    assert {s.removeprefix(".") for s in selectors} - {"line"} <= found  # line: of measured runs
+    assert {s.removeprefix(".") for s in selectors} - {"line", "copy"} <= found  # of other runs
     assert {"n", "tick", "left", "right"} <= found
     for element in root.iter("{http://www.w3.org/2000/svg}path"):
         assert element.get("class") in ("axis", "area", "peak", "line")

@@ -1,0 +1,372 @@
+"""The offload pass: which activation sets leave the device, and when (PipeOffload, section 4).
+
+Works on any schedule of compute actions. Under the costs and times it is given, its copies delay no
+pass: they go where the link is idle, around the passes as they would run without them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from .actions import Action, Op
+from .costs import Costs
+from .link import Link, LinkTimes
+from .placing import Passes, Placing, Set_
+from .schedule import Schedule
+from .simulate import peak_sets, run_times, simulate
+
+Row = tuple[Action, ...]
+
+SHORT = "needed again too soon for the way there and back"
+FULL = "the link is taken"
+SPARE = "not chosen"
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """A schedule with offload actions, and what became of its sets.
+
+    Attributes:
+        schedule: compute and offload actions; ``link`` set if there are any of the latter.
+        moved: ``moved[rank][chunk]``, sets that are offloaded.
+        kept: per rank, how many sets stay for which reason (``SHORT``, ``FULL``, ``SPARE``).
+        stall: how much longer the makespan is than without, in the units of the costs.
+        peak_sets: per rank, the most sets on the device at once.
+    """
+
+    schedule: Schedule
+    moved: list[list[int]]
+    kept: list[Counter[str]]
+    stall: Fraction
+    peak_sets: list[int]
+
+    @property
+    def note(self) -> str:
+        """One sentence: how many sets leave, how many stay and why."""
+        kept: Counter[str] = sum(self.kept, Counter())
+        moved = sum(map(sum, self.moved))
+        why = [f"{count}: {reason}" for reason, count in kept.most_common()]
+        stay = f"; {sum(kept.values())} stay ({', '.join(why)})" if why else ""
+        return f"{moved} activation sets are offloaded{stay}"
+
+
+def wanted_chunks(text: str, chunks: int) -> Fraction | None:
+    """What ``--offload`` says, in chunks per rank; None for ``auto``.
+
+    Raises:
+        ValueError: it is none of these, or more chunks than there are.
+    """
+    if text == "auto":
+        return None
+    if text in ("half", "full"):
+        return Fraction(-(-chunks // 2) if text == "half" else chunks)
+    try:
+        number = int(text)
+    except ValueError:
+        raise ValueError(
+            f"offload must be off, half, full, auto or a number of chunks, got {text!r}"
+        ) from None
+    if not 0 <= number <= chunks:
+        raise ValueError(
+            f"cannot offload {number} chunks of a rank that has {chunks}; give 0 to {chunks}"
+        )
+    return Fraction(number)
+
+
+def offload(
+    schedule: Schedule,
+    link: Link,
+    chunks: int | Fraction | str = "auto",
+    *,
+    most_sets: int | None = None,
+    costs: Costs | None = None,
+) -> OffloadPlan:
+    """Insert OFFLOAD, RELEASE, PREPARE and RELOAD into every rank's order.
+
+    Never fails because something cannot travel: that stays, and the plan says why. Sets of the
+    chunk with the longest lifespan go first; part of a chunk is every so many of its microbatches.
+    Deterministic, and the same whatever the costs are multiplied by.
+
+    Args:
+        schedule: whose compute actions are taken, in their order; other actions are dropped.
+        link: the transfer times of every rank, and what they share.
+        chunks: how many of a rank's chunks: a number, ``half`` (rounded up) or ``full``, which
+            may stall where their link cannot carry so much; or ``auto``, on every rank what
+            brings its peak lowest while no pass waits, and of several such plans most sets.
+        most_sets: a cap on the sets on the device: ranks that fit stop there (with ``auto``).
+        costs: of the passes, default ``schedule.costs``.
+
+    Raises:
+        ValueError: ``chunks`` out of range, or the link is for another number of ranks.
+        ScheduleError: the order of the passes cannot progress.
+    """
+    base = schedule.compute()
+    if costs is not None:
+        base = replace(base, costs=costs)
+    wanted = wanted_chunks(str(chunks), base.chunks) if not isinstance(chunks, Fraction) else chunks
+    times = link.times(base.placement, base.costs.durations(base.placement).reduced())
+    planner = _Planner(base, link, times)
+    if wanted is not None:
+        return planner.forced(wanted)
+    # With a shared link a copy may meet another rank's: then with more slack, at last with less.
+    for slack, most in ((0, 8), (1, 8), (2, 8), (3, 8), (3, 6), (3, 4), (3, 2), (3, 1)):
+        plan = planner.free(Fraction(most * base.chunks, 8), slack, most_sets)
+        if not plan.stall:
+            return plan
+    return planner.forced(Fraction(0))
+
+
+_PATIENCE = 6  # shares in a row that are no better, then the search ends
+# Shares of its time asked of a link: more is not tried; up to this, fewer sets do not help.
+_CROWDED, _EASY = Fraction(9, 8), Fraction(3, 4)
+
+
+class _Planner:
+    """What all attempts on one schedule share."""
+
+    def __init__(self, base: Schedule, link: Link, times: LinkTimes) -> None:
+        self.base, self.link, self.times = base, link, times
+        start, end = _late_forwards(base, times, *run_times(base, times.durations))
+        self.passes = [Passes(s, e) for s, e in zip(start, end)]
+        self.sets = [self._sets_of(rank) for rank in range(base.pp)]
+        self.resident = [_resident(row) for row in base.ranks]
+        self.groups: list[list[int]] = []
+        for rank in range(base.pp):
+            if rank and link.group(rank) == link.group(rank - 1):
+                self.groups[-1].append(rank)
+            else:
+                self.groups.append([rank])
+        self.order = [self._by_lifespan(rank) for rank in range(base.pp)]
+
+    def _sets_of(self, rank: int) -> list[Set_]:
+        row, passes = self.base.ranks[rank], self.passes[rank]
+        first = {a[1:]: i for i, a in enumerate(row) if a.op is Op.F}
+        return [
+            Set_(
+                rank,
+                stage,
+                j,
+                first[stage, j],
+                i,
+                passes.end[first[stage, j]],
+                passes.start[i],
+                self.times.to_host[stage],
+                self.times.to_device[stage],
+            )
+            for i, (op, stage, j) in enumerate(row)
+            if (op is Op.B or op is Op.BW) and (stage, j) in first
+        ]
+
+    def _by_lifespan(self, rank: int) -> list[int]:
+        """The rank's stages, longest mean lifespan first, the earlier stage of equals."""
+        spans = dict.fromkeys(self.base.placement.stages[rank], 0)
+        for item in self.sets[rank]:
+            spans[item.stage] += item.gap
+        return sorted(spans, key=lambda stage: (-spans[stage], stage))
+
+    def chosen(self, rank: int, chunks: Fraction) -> list[Set_]:
+        """Sets of so many of the rank's chunks; of a part of a chunk, evenly spread."""
+        share = {
+            stage: min(max(chunks - place, Fraction(0)), Fraction(1))
+            for place, stage in enumerate(self.order[rank])
+        }
+        return [
+            item
+            for item in self.sets[rank]
+            if _count(share[item.stage], item.microbatch + 1)
+            > _count(share[item.stage], item.microbatch)
+        ]
+
+    def attempts(
+        self, group: Sequence[int], chunks: Fraction, slack: int, pace: Fraction = Fraction(1)
+    ) -> Iterator[Placing]:
+        """Placings of the same sets. ``pace`` > 1: as if the link were that much faster."""
+        chosen = [item for rank in group for item in self.chosen(rank, chunks)]
+        passes = {rank: self.passes[rank] for rank in group}
+        if pace != 1:  # in integers, time goes slower for the passes instead
+            up, down = pace.numerator, pace.denominator
+            chosen = [
+                item._replace(
+                    kept=item.kept * up,
+                    needed=item.needed * up,
+                    there=item.there * down,
+                    back=item.back * down,
+                )
+                for item in chosen
+            ]
+            passes = {
+                rank: Passes([t * up for t in p.start], [t * up for t in p.end])
+                for rank, p in passes.items()
+            }
+        slack *= max((max(item.there, item.back) for item in chosen), default=0)
+        for grid in (False, True):
+            for mirrored in (False, True):
+                yield Placing(chosen, passes, self.link.uses, grid, mirrored, slack)
+
+    def free(self, limit: Fraction, slack: int, most_sets: int | None) -> OffloadPlan:
+        """At most ``limit`` chunks a rank, no pass waits in the plan of the group."""
+        if most_sets is not None:
+            return self.plan([self._fitting(g, limit, slack, most_sets) for g in self.groups])
+        return self.plan([self._lowest(group, limit, slack) for group in self.groups])
+
+    def _lowest(self, group: Sequence[int], limit: Fraction, slack: int) -> Placing:
+        """The lowest peaks, and of several such most sets."""
+        best: tuple[tuple[int, int, int], Placing] | None = None
+        since = 0  # shares without a better one
+        for chunks in reversed(self._shares(limit)):
+            load = self._load(group, chunks)
+            if load > _CROWDED:
+                continue
+            tried = list(self.attempts(group, chunks, slack))
+            since += 1
+            for placing in tried:
+                score = self._score(group, placing)
+                if best is None or score < best[0]:
+                    best, since = (score, placing), 0
+            if since == _PATIENCE or (load <= _EASY and not all(placing.full for placing in tried)):
+                break  # the link is no longer what is short
+        assert best is not None  # no chunk at all is one of the shares
+        return best[1]
+
+    def _fitting(
+        self, group: Sequence[int], limit: Fraction, slack: int, most_sets: int
+    ) -> Placing:
+        """The first share that fits; else what exceeds the cap least."""
+        best: tuple[int, Placing] | None = None
+        for chunks in self._shares(limit):
+            for placing in self.attempts(group, chunks, slack):
+                over = max(peak_sets([self.row(rank, placing) for rank in group])) - most_sets
+                if best is None or over < best[0]:
+                    best = over, placing
+                if over <= 0:
+                    return placing
+        assert best is not None
+        return best[1]
+
+    def _shares(self, limit: Fraction) -> list[Fraction]:
+        """Chunks to try, from none to ``limit``: in eighths; of more than two, coarser."""
+        step = Fraction(1, 8 if self.base.chunks <= 2 else 4 if self.base.chunks <= 4 else 2)
+        return [step * i for i in range(int(limit / step) + 1)]
+
+    def forced(self, chunks: Fraction) -> OffloadPlan:
+        """So many chunks on every rank; more than the link carries are planned at its pace."""
+        best: list[Placing] = []
+        for group in self.groups:
+            pace = max(Fraction(1), self._load(group, chunks))
+            tried = self.attempts(group, chunks, 0, pace)
+            best.append(min(tried, key=lambda placing: self._score(group, placing)))
+        return self.plan(best)
+
+    def _score(self, group: Sequence[int], placing: Placing) -> tuple[int, int, int]:
+        """Lower is better: the highest peak of the group, all its peaks, then more sets."""
+        peaks = [placing.peak(rank, self.resident[rank]) for rank in group]
+        return max(peaks), sum(peaks), -len(placing.placed)
+
+    def _load(self, group: Sequence[int], chunks: Fraction) -> Fraction:
+        """The share of its time, maybe more than 1, that the link of ``group`` is asked for."""
+        load: dict[object, int] = {}
+        items = [item for rank in group for item in self.chosen(rank, chunks)]
+        items = [item for item in items if item.gap >= item.there + item.back]
+        if not items:
+            return Fraction(0)
+        for item in items:
+            for key in self.link.uses(item.rank, True):
+                load[key] = load.get(key, 0) + item.there
+            for key in self.link.uses(item.rank, False):
+                load[key] = load.get(key, 0) + item.back
+        span = max(i.needed for i in items) - min(i.kept for i in items)
+        # A sixteenth up: keeps the integers small.
+        return Fraction(-(-16 * max(load.values()) // span), 16)
+
+    def row(self, rank: int, placing: Placing) -> Row:
+        """The rank's passes with the offload actions between them."""
+        out: list[Action] = []
+        passes, at = self.base.ranks[rank], 0
+        for position, action in placing.actions(rank):
+            out += passes[at:position]
+            out.append(action)
+            at = position
+        return (*out, *passes[at:])
+
+    def plan(self, placings: Sequence[Placing]) -> OffloadPlan:
+        """Put the groups' placings together and simulate them."""
+        of_rank = {rank: p for group, p in zip(self.groups, placings) for rank in group}
+        ranks = [self.row(rank, of_rank[rank]) for rank in range(self.base.pp)]
+        moved = [[0] * self.base.chunks for _ in ranks]
+        kept: list[Counter[str]] = [Counter() for _ in ranks]
+        for placing in placings:
+            for placed in placing.placed:
+                item = placed.item
+                moved[item.rank][self.base.placement.chunk_of(item.stage)] += 1
+            for reason, items in ((SHORT, placing.short), (FULL, placing.full)):
+                for item in items:
+                    kept[item.rank][reason] += 1
+        for rank, sets in enumerate(self.sets):
+            spare = len(sets) - sum(moved[rank]) - sum(kept[rank].values())
+            if spare:
+                kept[rank][SPARE] += spare
+        some = any(map(any, moved))
+        schedule = replace(self.base.with_ranks(ranks), link=self.link if some else None)
+        run = simulate(schedule)
+        stall = run.transfers.stall if run.transfers else Fraction(0)
+        return OffloadPlan(schedule, moved, kept, stall, run.peak_sets)
+
+
+def _resident(row: Sequence[Action]) -> list[int]:
+    """Sets there are during each pass, without offload."""
+    counts, sets = [], 0
+    for action in row:
+        sets += action.op is Op.F
+        counts.append(sets)
+        sets -= action.op is Op.W or action.op is Op.BW
+    return counts
+
+
+def _late_forwards(
+    base: Schedule, times: LinkTimes, start: list[list[int]], end: list[list[int]]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The same run, every F as late as keeps all B and W where they are, less one copy back.
+
+    In the warm-up F passes run faster than their sets can leave, and then the rank waits. Copies
+    planned for the later times make it wait between them instead, which costs nothing: whatever
+    is planned for a run in which every pass has its time can only happen earlier. Less one copy,
+    because a set that comes back between an F and a B needs the time between them.
+    """
+    n, rank_of, durations = base.placement.num_stages, base.placement.rank_of, times.durations
+    margin = max(times.to_device)
+    late = [list(row) for row in start]
+    begins: dict[tuple[bool, int, int], int] = {}  # (is F, stage, microbatch) -> latest start
+    order = sorted(
+        ((at, rank, i) for rank, row in enumerate(start) for i, at in enumerate(row)), reverse=True
+    )
+    for at, rank, i in order:
+        op, stage, j = base.ranks[rank][i]
+        if op is Op.F:
+            follows = [begins[k] for k in ((False, stage, j),) if k in begins]
+            if i + 1 < len(late[rank]):
+                follows.append(late[rank][i + 1])
+            if stage + 1 < n:
+                hop = durations.hop if rank_of(stage + 1) != rank else 0
+                follows.append(begins[True, stage + 1, j] - hop)
+            at = min(follows, default=end[rank][i]) - durations.forward[stage]
+            late[rank][i] = at
+        if op is not Op.W:
+            begins[op is Op.F, stage, j] = at
+    # Taking the later of two times that keep all dependencies keeps them.
+    for rank, row in enumerate(base.ranks):
+        for i, action in enumerate(row):
+            if action.op is Op.F:
+                late[rank][i] = max(start[rank][i], late[rank][i] - margin)
+    ends = [
+        [at + (e - s) for at, s, e in zip(row, starts, stops)]
+        for row, starts, stops in zip(late, start, end)
+    ]
+    return late, ends
+
+
+def _count(share: Fraction, microbatches: int) -> int:
+    """How many of the first ``microbatches`` are in an evenly spread ``share`` of all."""
+    return int(share * microbatches)

@@ -1,0 +1,267 @@
+"""Where a group's copies go on its links, for sets already chosen: no pass ever waits for them.
+
+H2D from the right, as late as they can; then D2H from the left, as early as they can, in what is
+left (PipeOffload, section 4.2; there on fixed slots, here a grid only where that is better).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
+from typing import NamedTuple
+
+from .actions import Action, Op
+
+Uses = Callable[[int, bool], tuple[Hashable, ...]]
+
+
+class Set_(NamedTuple):
+    """One chunk's activations of one microbatch: when they are kept, how long they travel.
+
+    ``f`` and ``b`` are the positions of its F and its B (or BW) among the rank's passes; ``kept``
+    is the end of the F, ``needed`` the start of the B.
+    """
+
+    rank: int
+    stage: int
+    microbatch: int
+    f: int
+    b: int
+    kept: int
+    needed: int
+    there: int
+    back: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(stage, microbatch)"""
+        return self.stage, self.microbatch
+
+    @property
+    def gap(self) -> int:
+        """How long nobody needs it."""
+        return self.needed - self.kept
+
+
+@dataclass(frozen=True)
+class Passes:
+    """When the passes of one rank run; times increase."""
+
+    start: Sequence[int]
+    end: Sequence[int]
+
+    def point(self, time: int) -> int:
+        """The last position that the computation has reached by ``time``: before pass i."""
+        return min(bisect_right(self.end, time), len(self.end))
+
+    def behind(self, time: int) -> int:
+        """The first position whose pass does not start before ``time``."""
+        return bisect_left(self.start, time)
+
+
+class Placed(NamedTuple):
+    """Start of both copies of one set, and the positions between which it is away."""
+
+    item: Set_
+    there: int
+    back: int
+    release: int
+    prepare: int
+
+
+class Placing:
+    """One attempt to place the copies of ``chosen``, all of one group of ranks.
+
+    Args:
+        chosen: sets of the group's ranks.
+        passes: per rank.
+        uses: what a copy of a rank has for itself, see ``Link.uses``.
+        grid: align the copies placed first, so that the gaps left hold one of the others each.
+        mirrored: D2H first, as early as they can, then H2D in what is left.
+        slack: how much earlier than needed copies end; where others share what they use.
+
+    Attributes:
+        placed: what has found its place.
+        full: what has not because the link is taken.
+        short: what has not because it would be needed again before it were away.
+    """
+
+    def __init__(
+        self,
+        chosen: Sequence[Set_],
+        passes: dict[int, Passes],
+        uses: Uses,
+        grid: bool,
+        mirrored: bool = False,
+        slack: int = 0,
+    ) -> None:
+        self.placed: list[Placed] = []
+        self.full: list[Set_] = []
+        self.short: list[Set_] = []
+        self._passes, self._slack = passes, slack
+        able: list[Set_] = []
+        for item in chosen:
+            soonest, latest = item.kept, item.needed - slack - item.back
+            (able if self._place(item, soonest, latest) else self.short).append(item)
+        if mirrored:
+            found = _fit([_mirror(item, slack) for item in able], lambda r, h: uses(r, not h), grid)
+            found = {
+                item.key: (-found[item.key][1] - item.there, -found[item.key][0] - item.back)
+                for item in able
+                if item.key in found
+            }
+        else:
+            found = _fit([i._replace(needed=i.needed - slack) for i in able], uses, grid)
+        for item in able:
+            placed = self._place(item, *found[item.key]) if item.key in found else None
+            if placed is None:
+                self.full.append(item)
+            else:
+                self.placed.append(placed)
+
+    def _place(self, item: Set_, there: int, back: int) -> Placed | None:
+        """The set with these starts of its copies; None if it would not be away for a pass."""
+        passes = self._passes[item.rank]
+        gone = there + item.there + self._slack
+        release, prepare = passes.behind(gone), min(passes.point(back), item.b)
+        if gone > back or release >= prepare:
+            return None
+        return Placed(item, there, back, release, prepare)
+
+    def peak(self, rank: int, resident: Sequence[int]) -> int:
+        """Most sets on the device during one pass, given how many there are without offload.
+
+        What is released and prepared between the same two passes can add one or two in between.
+        """
+        change = [0] * (len(resident) + 1)
+        for item, _, _, release, prepare in self.placed:
+            if item.rank == rank:
+                change[release] -= 1
+                change[prepare] += 1
+        return max(map(add, resident, accumulate(change)), default=0)
+
+    def actions(self, rank: int) -> list[tuple[int, Action]]:
+        """(position, offload action) of one rank: before the pass at that position, in order."""
+        passes = self._passes[rank]
+        timed: list[tuple[int, int, int, Action]] = []
+        for item, there, back, release, prepare in self.placed:
+            if item.rank != rank:
+                continue
+            stage, j = item.key
+            leave = max(passes.point(there), item.f + 1)
+            # At one position in the order of time; what frees memory goes first.
+            gone = there + item.there + self._slack
+            timed.append((release, gone, 0, Action(Op.RELEASE, stage, j)))
+            timed.append((prepare, back, 1, Action(Op.PREPARE, stage, j)))
+            timed.append((prepare, back, 2, Action(Op.RELOAD, stage, j)))
+            timed.append((leave, there, 3, Action(Op.OFFLOAD, stage, j)))
+        return [(position, action) for position, _, _, action in sorted(timed)]
+
+
+def _mirror(item: Set_, slack: int) -> Set_:
+    """The same set with time reversed: leaving is coming back."""
+    return item._replace(
+        kept=slack - item.needed, needed=-item.kept, there=item.back, back=item.there
+    )
+
+
+def _fit(items: Sequence[Set_], uses: Uses, grid: bool) -> dict[tuple[int, int], tuple[int, int]]:
+    """(start of D2H, start of H2D) by set: H2D from the right, then D2H from the left."""
+    busy: dict[Hashable, list[tuple[int, int]]] = {}  # by H2D copies, latest first
+    homeward = _homeward(items, uses, busy, _grid(items) if grid and items else None)
+    for rows in busy.values():
+        rows.reverse()
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    tails: dict[Hashable, int] = {}
+    places: dict[Hashable, int] = {}
+    travelling = [item for item in items if item.key in homeward]
+    for item in sorted(travelling, key=lambda s: (s.kept, s.rank, s.stage, s.microbatch)):
+        mine, back = uses(item.rank, True), homeward[item.key]
+        start = max(item.kept, *(tails.get(key, item.kept) for key in mine))
+        start = _first_gap(start, item.there, mine, busy, places)
+        if start + item.there > back:
+            for key in uses(item.rank, False):
+                busy[key].remove((back, back + item.back))
+                places[key] = 0
+            continue
+        for key in mine:
+            tails[key] = start + item.there
+        found[item.key] = start, back
+    return found
+
+
+def _homeward(
+    items: Sequence[Set_],
+    uses: Uses,
+    busy: dict[Hashable, list[tuple[int, int]]],
+    grid: _Grid | None,
+) -> dict[tuple[int, int], int]:
+    """Start of every set's H2D, as late as it can; fills ``busy``."""
+    starts: dict[tuple[int, int], int] = {}
+    for item in sorted(items, key=lambda s: (-s.needed, s.rank, s.stage, s.microbatch)):
+        mine = uses(item.rank, False)
+        end = item.needed
+        for key in mine:
+            rows = busy.get(key)
+            if rows:
+                end = min(end, rows[-1][0])
+        if grid is not None and end <= grid.until:
+            end -= (end - grid.shifts[item.rank]) % grid.period
+        start = end - item.back
+        if start >= item.kept + item.there:
+            starts[item.key] = start
+            for key in mine:
+                busy.setdefault(key, []).append((start, end))
+    return starts
+
+
+def _first_gap(
+    start: int,
+    length: int,
+    mine: Sequence[Hashable],
+    busy: dict[Hashable, list[tuple[int, int]]],
+    places: dict[Hashable, int],
+) -> int:
+    """The first time from ``start`` on at which ``length`` is free on all of ``mine``.
+
+    ``places`` remembers where in ``busy`` the last search ended: starts never decrease.
+    """
+    moved = True
+    while moved:
+        moved = False
+        for key in mine:
+            rows = busy.get(key, ())
+            at = places.get(key, 0)
+            while at < len(rows) and rows[at][1] <= start:
+                at += 1
+            places[key] = at
+            while at < len(rows) and rows[at][0] < start + length:
+                start, moved = rows[at][1], True
+                at += 1
+    return start
+
+
+class _Grid(NamedTuple):
+    """Ends of H2D slots: every ``period`` from ``shifts[rank]`` on, up to ``until``."""
+
+    period: int
+    shifts: dict[int, int]
+    until: int
+
+
+def _grid(chosen: Sequence[Set_]) -> _Grid:
+    """One D2H and one H2D a period, as long as sets still leave; then H2D needs no gaps.
+
+    The second rank of a pair is half a period behind the first, so that one of them sends while
+    the other receives (PipeOffload, section 4.2).
+    """
+    ranks = sorted({item.rank for item in chosen})
+    there, back = max(s.there for s in chosen), max(s.back for s in chosen)
+    half = max(there, back)
+    period = there + back if len(ranks) == 1 else 2 * half
+    first = max(item.needed for item in chosen) % period
+    until = max(item.kept for item in chosen) + period
+    return _Grid(period, {rank: first + i * half for i, rank in enumerate(ranks)}, until)
