@@ -22,6 +22,8 @@ of every iteration and everything that Megatron logs, times aside.
 - **no stock**: stock itself cannot do this here, for the reason below; nothing is claimed.
 - **DIFFERENT**, **FAILED**, **HUNG**: defects.
 
+Rows of `benchmarks/features.py` and schedules that a table lacks have not been run on that version.
+
 Transformer Engine, Apex and NCCL need a GPU and are not in here. Context and sequence parallelism
 ran on this project's CPU stand-ins for the layers that stock has only in Transformer Engine.
 
