@@ -70,7 +70,7 @@ def test_losses_are_stocks(server: tuple[str, ScriptServer], tmp_path: Path) -> 
 
 
 def test_the_comparison_can_fail(server: tuple[str, ScriptServer], tmp_path: Path) -> None:
-    """Another learning rate is seen as different, an unknown flag as failed."""
+    """Another learning rate is seen as different, a refused feature as rejected."""
     tag, running = server
     if tag != "core_v0.19.0":
         pytest.skip("once is enough")
@@ -92,4 +92,5 @@ def test_the_comparison_can_fail(server: tuple[str, ScriptServer], tmp_path: Pat
     assert cell.result == "DIFFERENT", cell
     refused = replace(plain, run="--moe-paged-stash")
     cell = run_feature(running, refused, ["1f1b"], tmp_path / "2")[0]
-    assert cell.result in ("rejected", "no stock"), cell
+    assert cell.result == "rejected", cell
+    assert "--moe-paged-stash" in cell.detail

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from megatron_ext.integration import ConfigError
 from megatron_ext.integration.flags import GROUP, add_arguments
 from megatron_ext.integration.rejections import REJECTIONS, Rejection, markdown
 from megatron_ext.integration.validate import Choice, after_megatron, before_megatron
-from megatron_ext.schedule import Costs, Schedule, generate, simulate
+from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
+from megatron_ext.schedule.link import Link
 
 from .conftest import needs_megatron
 
@@ -321,6 +323,12 @@ class TestFile:
         Path(path).write_text(json.dumps(data))
         with pytest.raises(ConfigError, match="neither Megatron's"):
             Choice(path)
+
+    def test_offload_actions_are_not_dropped(self, tmp_path: Path) -> None:
+        plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
+        assert plan.has_offload
+        with pytest.raises(ConfigError, match="offload"):
+            Choice(self.write(tmp_path, plan))
 
     def test_other_pipeline_size(self, tmp_path: Path) -> None:
         path = self.write(tmp_path, generate("v-half", 2, 8))
