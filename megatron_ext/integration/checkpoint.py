@@ -183,7 +183,7 @@ class Checkpoints:
     def _load_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def load_checkpoint(ddp_model: Any, *args: Any, **kwargs: Any) -> Any:
-            from .forward_backward import unwrapped
+            from .runner import unwrapped
 
             models = ddp_model if isinstance(ddp_model, list) else [ddp_model]
             self._chunks, self._found = [unwrapped(m) for m in models], None

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="X",
         default=None,
         help="activation cap of v-cap and auto, as a fraction of 1F1B's peak, e.g. 0.6; auto's "
-        "default is 1",
+        "default is 1. With offload, of every schedule: what stays on the device",
     )
     group.add_argument(
         "--pp-group-size",
@@ -48,10 +48,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         help="write each rank's measured timeline and peak resident activation sets here",
     )
+    _add_offload_arguments(group)
     return parser
 
 
-_FLAGS = ("--pp-schedule", "--pp-memory-cap", "--pp-group-size", "--pp-cost", "--pp-trace")
+def _add_offload_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--pp-offload",
+        metavar="{off,half,full,auto}",
+        default=None,
+        help="send activations to the host's memory between their forward and backward pass: of "
+        "half of each rank's model chunks (rounded up), of all, or (auto) what lowers the peak "
+        "most while no pass waits",
+    )
+    group.add_argument(
+        "--pp-offload-chunks",
+        type=int,
+        metavar="N",
+        default=None,
+        help="offload N chunks of each rank, those with the longest lifespan; in place of "
+        "--pp-offload",
+    )
+    group.add_argument(
+        "--pp-offload-time",
+        metavar="T[,T2]",
+        default=None,
+        help="time that one activation set takes to the host, and back, as a fraction of its "
+        "chunk's F+B+W; default: measured in the first step",
+    )
+    group.add_argument(
+        "--pp-offload-transfer",
+        metavar="{single,dual,paired}",
+        default=None,
+        help="one copy stream, one a direction, or neighbours that share a switch taking turns; "
+        "default: measured at start",
+    )
+
+
+_FLAGS = (
+    "--pp-schedule",
+    "--pp-memory-cap",
+    "--pp-group-size",
+    "--pp-cost",
+    "--pp-trace",
+    "--pp-offload",
+    "--pp-offload-chunks",
+    "--pp-offload-time",
+    "--pp-offload-transfer",
+)
 
 
 def wanted(argv: Sequence[str]) -> bool:

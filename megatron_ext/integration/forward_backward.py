@@ -22,10 +22,11 @@ from ..schedule.generators import forward_only as forward_only_schedule
 from ..schedule.lower import lower
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
-from ..schedule.simulate import simulate
+from ..schedule.simulate import peak_sets
 from .errors import ConfigError
+from .offload import Offloading
 from .relay import map_tensors, relay_losses
-from .runner import Iteration, MegatronRunner
+from .runner import Iteration, MegatronRunner, unwrapped
 from .vee import reduce_tied_gradients, require_gpt
 from .wgrad_split import Splitter
 
@@ -38,20 +39,23 @@ class ScheduledPipeline:
     """Executes schedules inside Megatron's training loop, one iteration a call.
 
     Args:
-        plan: for a number of microbatches, the training schedule (compute actions).
+        plan: for a number of microbatches, and ``link`` and ``costs`` if sets are offloaded, the
+            training schedule (compute and offload actions).
         placement: of that schedule, and of evaluation.
         store: shared with the hooked linear layers.
         trace_directory: where measured timelines go, or None.
         timeout_seconds: the watchdog's limit; ``MEGATRON_EXT_WATCHDOG_SECONDS`` overrides it.
+        offloading: moves activation sets, or None if all stay.
     """
 
     def __init__(
         self,
-        plan: Callable[[int], Schedule],
+        plan: Callable[..., Schedule],
         placement: Placement,
         store: WeightGradStore,
         trace_directory: str | None,
         timeout_seconds: float,
+        offloading: Offloading | None = None,
     ) -> None:
         self._plan, self._placement, self._store = plan, placement, store
         self._trace_directory = trace_directory
@@ -61,6 +65,7 @@ class ScheduledPipeline:
         self._plans: dict[tuple[int, bool], Schedule] = {}
         self._iterations = 0
         self._splitter = Splitter(store)
+        self._offloading = offloading
 
     def __call__(
         self,
@@ -123,14 +128,19 @@ class ScheduledPipeline:
         return losses
 
     def release(self) -> None:
-        """Give the model its own weight-gradient stores back."""
+        """Give the model its own weight-gradient stores back, and the host its memory."""
         self._splitter.release()
+        if self._offloading is not None:
+            self._offloading.close()
 
     def _run(
         self, iteration: Iteration, group: Any, shape: tuple[int, ...] | None
     ) -> tuple[MegatronRunner, list[Any]]:
         """Execute the plan for ``iteration``; returns the runner and what the loss reported."""
         models, forward_only = iteration.models, iteration.forward_only
+        offloading = None if forward_only else self._offloading
+        if offloading is not None:
+            offloading.begin(models, group)
         plan = self._lowered(iteration.num_microbatches, forward_only, group)
         if len(models) != plan.chunks:
             raise ConfigError(
@@ -142,9 +152,14 @@ class ScheduledPipeline:
         if plan.placement.is_vee():
             require_gpt([unwrapped(model) for model in models], plan.name)
         rank, device = group.rank(), next(models[0].parameters()).device
-        runner = MegatronRunner(iteration, plan.placement, rank, self._store)
+        if offloading is not None:
+            offloading.start(plan, rank, iteration.config, shape)
+        runner = MegatronRunner(iteration, plan.placement, rank, self._store, offloading)
         channel = Channel(group, shape, iteration.config.pipeline_dtype, device)
-        recorder = Recorder(self._trace_directory is not None, device)
+        timed = self._trace_directory is not None or (
+            offloading is not None and offloading.measuring
+        )
+        recorder = Recorder(timed, device)
         watchdog = self._watch(rank)
         self._start_param_sync(iteration)
         try:
@@ -154,9 +169,28 @@ class ScheduledPipeline:
                 losses = relay_losses(plan.placement, group, runner, device, watchdog)
         except BaseException:
             self._store.clear()
+            if offloading is not None:
+                offloading.clear()
             raise
-        self._write_trace(plan, rank, recorder, losses, forward_only)
+        self._write_trace(plan, rank, recorder, losses, offloading)
+        if offloading is not None:
+            self._after_offload(offloading, plan, group, recorder)
         return runner, losses
+
+    def _after_offload(
+        self, offloading: Offloading, plan: Schedule, group: Any, recorder: Recorder
+    ) -> None:
+        """What the first step taught, for the plans of those that follow."""
+        measured, rank = offloading.measuring, group.rank()
+        offloading.end(plan, rank)
+        if not measured:
+            return
+        durations = [
+            (plan.placement.chunk_of(action.stage), action.op, action.microbatch, seconds)
+            for action, seconds in recorder.durations()
+        ]
+        offloading.measured(plan.placement, rank, group, durations)
+        self._plans = {key: kept for key, kept in self._plans.items() if key[1]}
 
     def _lowered(self, microbatches: int, forward_only: bool, group: Any) -> Schedule:
         """The lowered plan, made and verified once for each number of microbatches."""
@@ -164,11 +198,16 @@ class ScheduledPipeline:
         if key not in self._plans:
             if forward_only:
                 plan = forward_only_schedule(self._placement, microbatches)
-            else:
+            elif self._offloading is None:
                 plan = self._plan(microbatches)
+            else:
+                offloading = self._offloading
+                plan = self._plan(microbatches, link=offloading.link, costs=offloading.costs)
             lowered = lower(plan)
             check(lowered, forward_only=forward_only)
             _require_equal_plans(lowered, group)
+            if self._offloading is not None and not forward_only and dist.get_rank() == 0:
+                logger.warning("megatron_ext: %s", self._offloading.describe(lowered))
             self._plans[key] = lowered
         return self._plans[key]
 
@@ -214,15 +253,15 @@ class ScheduledPipeline:
         rank: int,
         recorder: Recorder,
         losses: list[Any],
-        forward_only: bool,
+        offloading: Offloading | None,
     ) -> None:
+        forward_only = all(action.op is Op.F for action in plan.ranks[rank] if action.is_compute)
         if not forward_only:
             self._iterations += 1
         if self._trace_directory is None:
             return
         if self._trace is None:
             self._trace = TraceFile(self._trace_directory, f"rank{dist.get_rank()}")
-        planned = simulate(plan.compute())
         self._trace.write(
             {
                 "schedule": plan.name,
@@ -232,11 +271,12 @@ class ScheduledPipeline:
                 "microbatches": plan.microbatches,
                 "forward_only": forward_only,
                 "peak_sets": recorder.peak_sets,
-                "peak_sets_planned": 0 if forward_only else planned.peak_sets[rank],
+                "peak_sets_planned": 0 if forward_only else peak_sets(plan.ranks)[rank],
                 "zero_unix_us": recorder.zero_unix_us,
                 "waited_us": recorder.waited_us,
                 "wgrad": self._splitter.summary(),
                 "losses": map_tensors(losses, _exact),
+                "offload": None if offloading is None else offloading.summary(plan, rank),
                 "events": recorder.events(),
             }
         )
@@ -274,10 +314,3 @@ def _require_equal_plans(plan: Schedule, group: Any) -> None:
 def _exact(tensor: torch.Tensor) -> list[str]:
     """A tensor's values as hexadecimal floats: comparable bit for bit."""
     return [float(x).hex() for x in tensor.detach().flatten().tolist()]
-
-
-def unwrapped(model: Any) -> Any:
-    """The model inside Megatron's wrappers (data parallelism, mixed precision)."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model

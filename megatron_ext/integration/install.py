@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import vee, wgrad
+from . import saved_parameters, vee, wgrad
 from .errors import ConfigError
 from .flags import add_arguments, defaults, lost_in_yaml, options_without_schedule, wanted
 from .report import Report
@@ -67,17 +67,23 @@ class Installation:
         from ..runtime.wgrad import WeightGradStore
         from .checkpoint import Checkpoints, Layout
         from .forward_backward import ScheduledPipeline
+        from .offload import Offloading
 
         # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
         args.pp_placement = "vee" if choice.vee else "loop"
         store = WeightGradStore()
         pp = args.pipeline_model_parallel_size
+        offloading = None
+        if choice.offloads:
+            file_link = None if choice.file is None else choice.file.link
+            offloading = Offloading(choice.offload, file_link, args.pp_trace is not None)
         self.pipeline = ScheduledPipeline(
             functools.partial(choice.plan, pp, chunks),
             choice.placement(pp, chunks),
             store,
             args.pp_trace,
             60.0 * args.distributed_timeout_minutes,
+            offloading,
         )
         seams = [
             Seam(
@@ -90,6 +96,9 @@ class Installation:
         ]
         if choice.splits_backward:
             seams += wgrad.seams(store)
+        if offloading is not None:
+            # Behind those of W, so around them.
+            seams += saved_parameters.seams(offloading.parameter)
         training = "megatron.training" in sys.modules
         if training:
             seams += Checkpoints(choice.name, Layout.of(args)).seams()
@@ -133,6 +142,7 @@ class Installation:
         @functools.wraps(original)
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
             from .checkpoint import choose_formats
+            from .offload_request import OffloadRequest
             from .validate import Choice, after_megatron, before_megatron
 
             if not hasattr(args, "pp_schedule"):
@@ -148,7 +158,11 @@ class Installation:
                 return original(args, *rest, **kwargs)
             first = self.pipeline is None
             choice = self._choice = self._choice or Choice(
-                args.pp_schedule, args.pp_cost, args.pp_memory_cap, args.pp_group_size
+                args.pp_schedule,
+                args.pp_cost,
+                args.pp_memory_cap,
+                args.pp_group_size,
+                OffloadRequest.of(args),
             )
             notice = None
             if first:

@@ -5,13 +5,35 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from ..offload.blocks import hollow
 from ..runtime.wgrad import WeightGradStore
+from ..schedule.actions import Op
 from ..schedule.placement import Placement
+
+
+class Mover(Protocol):
+    """What the runner asks of whoever moves activation sets between the device and the host."""
+
+    def saving(self, key: tuple[int, int]) -> AbstractContextManager[None]:
+        """Around F of (chunk, microbatch): what it keeps is this set."""
+
+    def move(self, op: Op, key: tuple[int, int]) -> None:
+        """OFFLOAD, RELEASE, PREPARE or RELOAD the set."""
+
+    def finish(self, key: tuple[int, int]) -> None:
+        """The set's last pass has run."""
+
+    def leaves(self, key: tuple[int, int]) -> bool:
+        """True if the set will be offloaded."""
+
+    def sets_away(self) -> int:
+        """Sets that take no device memory now."""
 
 
 @dataclass
@@ -45,15 +67,21 @@ class MegatronRunner:
         placement: which stage each chunk of this rank is.
         rank: this rank in the pipeline group.
         store: where split backward passes leave their weight gradients.
+        mover: of activation sets, or None if they all stay.
     """
 
     def __init__(
-        self, iteration: Iteration, placement: Placement, rank: int, store: WeightGradStore
+        self,
+        iteration: Iteration,
+        placement: Placement,
+        rank: int,
+        store: WeightGradStore,
+        mover: Mover | None = None,
     ) -> None:
         from megatron.core.pipeline_parallel import schedules
 
         self._it, self.placement, self._rank = iteration, placement, rank
-        self._store = store
+        self._store, self._mover = store, mover
         self._schedules = schedules
         self._backward_takes_model_type = (
             "model_type" in inspect.signature(schedules.backward_step).parameters
@@ -65,8 +93,13 @@ class MegatronRunner:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
 
     def live_sets(self) -> int:
-        """Activation sets held now."""
-        return len(self._live)
+        """Activation sets on the device now."""
+        return len(self._live) - (self._mover.sets_away() if self._mover else 0)
+
+    def move(self, op: Op, chunk: int, microbatch: int) -> None:
+        """OFFLOAD, RELEASE, PREPARE or RELOAD; see ``StageRunner``."""
+        assert self._mover is not None
+        self._mover.move(op, (chunk, microbatch))
 
     def forward(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
         """F of one chunk for one microbatch; see ``StageRunner``."""
@@ -75,26 +108,31 @@ class MegatronRunner:
         last = stage == self.placement.num_stages - 1
         if x is not None and not it.forward_only:
             x.requires_grad_(True)
-        y, num_tokens = self._schedules.forward_step(
-            it.forward_step_func,
-            it.data_iterators[chunk],
-            it.models[chunk],
-            it.num_microbatches,
-            x,
-            self.losses,
-            it.config,
-            it.cp_size,
-            collect_non_loss_data=it.collect_non_loss_data,
-            is_first_microbatch=self._schedules.check_first_val_step(
-                it.first_val_step, it.forward_only, microbatch == 0
-            ),
-            current_microbatch=microbatch,
-            vp_stage=chunk if self._virtual else None,
-            is_last_stage=last,
-        )
+        key = (chunk, microbatch)
+        with self._mover.saving(key) if self._mover else contextlib.nullcontext():
+            y, num_tokens = self._schedules.forward_step(
+                it.forward_step_func,
+                it.data_iterators[chunk],
+                it.models[chunk],
+                it.num_microbatches,
+                x,
+                self.losses,
+                it.config,
+                it.cp_size,
+                collect_non_loss_data=it.collect_non_loss_data,
+                is_first_microbatch=self._schedules.check_first_val_step(
+                    it.first_val_step, it.forward_only, microbatch == 0
+                ),
+                current_microbatch=microbatch,
+                vp_stage=chunk if self._virtual else None,
+                is_last_stage=last,
+            )
         self.num_tokens += num_tokens
         if not it.forward_only:
-            self._live[chunk, microbatch] = ActivationSet(x, y)
+            self._live[key] = ActivationSet(x, y)
+            if x is not None and self._mover is not None and self._mover.leaves(key):
+                # Its values are in the set; here it waits for its gradient only.
+                hollow(x)
         if last:
             return None
         # The alias keeps the values alive for the receiver only; the graph keeps its node.
@@ -116,7 +154,6 @@ class MegatronRunner:
             # The graph is gone; what W needs is in the store, so the set lives on in there.
             held.x = held.y = None
         else:
-            del self._live[key]
             self._finished(chunk, microbatch)
         return input_grad
 
@@ -131,7 +168,6 @@ class MegatronRunner:
             self._store.run((chunk, microbatch))
         if timers is not None:
             timers("backward-compute").stop()
-        del self._live[chunk, microbatch]
         self._finished(chunk, microbatch)
 
     def check_finished(self) -> None:
@@ -171,10 +207,21 @@ class MegatronRunner:
         return no_sync()
 
     def _finished(self, chunk: int, microbatch: int) -> None:
-        """After a chunk's last pass, start its reduction if Megatron wants it explicit."""
+        """After a set's last pass; after a chunk's last one of all, start its reduction if
+        Megatron wants it explicit."""
+        del self._live[chunk, microbatch]
+        if self._mover is not None:
+            self._mover.finish((chunk, microbatch))
         sync = self._it.config.grad_sync_func
         if sync is None or microbatch != self._it.num_microbatches - 1:
             return
         if isinstance(sync, list):
             sync = sync[chunk]
         sync(self._it.models[chunk].parameters())
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside Megatron's wrappers (data parallelism, mixed precision)."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..schedule.check import check
 from ..schedule.costs import Costs
 from ..schedule.generators import AUTO, GENERATORS, NAMES, generate
+from ..schedule.link import Link
 from ..schedule.memory_cap import cap_sets, parse_cap
+from ..schedule.offload import offload
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule, ScheduleError
 from .choose import ANY_CHUNKS, ONE_CHUNK, choose
 from .errors import ConfigError
 from .layout import count_stages, vee_layout_text
+from .offload_request import OffloadRequest
 from .rejections import REJECTIONS, require_supported_features
 
 # Flags for layers that Megatron spreads unevenly, which may suit one placement and not another.
@@ -31,13 +35,15 @@ class Choice:
     Args:
         text: a generator's name, or the path of a schedule file.
         cost: ``F,B,W[,HOP]`` to make the order for; None: equal costs.
-        memory_cap: fraction of 1F1B's peak, for schedules at any cap.
+        memory_cap: fraction of 1F1B's peak, for schedules at any cap; with offload, for all.
         group_size: for schedules in groups.
+        offloading: what leaves the device, or None.
 
     Attributes:
         name: ``text``, or what auto decided for.
         vee: V placement is needed.
         file: the loaded and checked schedule, if a file was given.
+        offload: as given; of a file that offloads, nothing more is to be decided.
         undecided: auto was asked for, and ``decide`` has to be called before anything else.
         note: why auto decided so.
 
@@ -51,8 +57,9 @@ class Choice:
         cost: str | None = None,
         memory_cap: str | None = None,
         group_size: int | None = None,
+        offloading: OffloadRequest | None = None,
     ) -> None:
-        self.name = text
+        self.name, self.offload = text, offloading
         self.file: Schedule | None = None
         self.undecided, self.note = text == AUTO, ""
         self._group_size = group_size
@@ -79,7 +86,7 @@ class Choice:
                     f"{group_size}, or use --pp-schedule gis"
                 )
             return
-        if any(x is not None for x in (cost, memory_cap, group_size)):
+        if any(x is not None for x in (cost, group_size, None if offloading else memory_cap)):
             raise ConfigError(
                 f"--pp-schedule {text}: a file's order is fixed; drop --pp-cost, --pp-memory-cap "
                 "and --pp-group-size"
@@ -90,13 +97,12 @@ class Choice:
                 "or give a file's path (*.json or *.csv, from `megatron-ext schedule --output`)"
             )
         try:
-            loaded = Schedule.load(text)
-            if loaded.has_offload:
+            self.file = Schedule.load(text).unlowered()
+            if self.file.has_offload and offloading is not None:
                 raise ScheduleError(
-                    f"{text} offloads activations, which training does not do yet; write it "
-                    "without --offload"
+                    f"{text} says already what is offloaded; drop --pp-offload and the flags that "
+                    "go with it, or write the file without --offload"
                 )
-            self.file = loaded.compute()
             check(self.file)
         except ScheduleError as error:
             raise ConfigError(f"--pp-schedule: {error}") from None
@@ -140,34 +146,64 @@ class Choice:
             return any(a.op == "W" for _, _, a in self.file.actions())
         return GENERATORS[self.name].split_backward
 
+    @property
+    def offloads(self) -> bool:
+        """True if activation sets leave the device."""
+        return self.offload is not None or (self.file is not None and self.file.has_offload)
+
     def placement(self, pp: int, chunks: int) -> Placement:
         """Where the stages lie; evaluation may have other microbatches than a file's."""
         if self.file is not None:
             return self.file.placement
         return Placement.vee(pp) if self.vee else Placement.loop(pp, chunks)
 
-    def plan(self, pp: int, chunks: int, microbatches: int) -> Schedule:
+    def plan(
+        self,
+        pp: int,
+        chunks: int,
+        microbatches: int,
+        link: Link | None = None,
+        costs: Costs | None = None,
+    ) -> Schedule:
         """The training schedule for ``microbatches``.
+
+        Args:
+            pp, chunks: of the pipeline.
+            microbatches: of a step.
+            link: how activation sets travel, to decide which do; a file that offloads has its own.
+            costs: of the passes, for that decision only; default: those of the order.
 
         Raises:
             ConfigError: a file is for another number of microbatches, or an option does not fit.
         """
-        if self.file is None:
-            return self._generated(pp, chunks, microbatches)
-        if self.file.microbatches != microbatches:
+        if self.file is not None and self.file.microbatches != microbatches:
             raise ConfigError(
                 f"schedule file {self.name} is for {self.file.microbatches} microbatches but the "
                 f"run has {microbatches} (global batch / (micro batch * data parallel)); generate "
                 f"it with --microbatches {microbatches}"
             )
-        return self.file
+        base = self.file or self._generated(pp, chunks, microbatches)
+        if link is None or self.offload is None:
+            return base
+        cap = None if self._cap is None else cap_sets(self._cap, pp, chunks)
+        planned = offload(base, link, self.offload.wanted, most_sets=cap, costs=costs)
+        most = max(planned.peak_sets)
+        # Times that are not the user's may be wrong, and training has begun: no reason to end it.
+        if cap is not None and most > cap and self.offload.times is not None:
+            raise ConfigError(
+                f"--pp-schedule {self.name} with --pp-offload keeps {most} activation sets on a "
+                f"device, but --pp-memory-cap allows {cap}; raise it to "
+                f"{most / (pp * chunks):.4g}, or use another schedule"
+            )
+        note = "; ".join(filter(None, (base.note, planned.note)))
+        return replace(planned.schedule, note=note)
 
     def _generated(self, pp: int, chunks: int, microbatches: int) -> Schedule:
         key = (pp, chunks, microbatches)
         if key not in self._plans:
             try:
                 cap = self._cap_sets
-                if self._cap is not None:
+                if self._cap is not None and not self._caps_offload:
                     cap = cap_sets(self._cap, pp, chunks)
                 self._plans[key] = generate(
                     self.name,
@@ -181,6 +217,11 @@ class Choice:
             except ValueError as error:
                 raise ConfigError(f"--pp-schedule {self.name}: {error}") from None
         return self._plans[key]
+
+    @property
+    def _caps_offload(self) -> bool:
+        """The cap is for what offload leaves on the device, and not for the order itself."""
+        return self.offload is not None and not GENERATORS[self.name].takes_memory_cap
 
 
 def _looks_like_file(text: str) -> bool:
@@ -287,9 +328,13 @@ def after_megatron(args: Any, choice: Choice) -> int:
             "a schedule file has a fixed number of microbatches and cannot be used with "
             "--rampup-batch-size; use a schedule name"
         )
-    per_step = args.micro_batch_size * args.data_parallel_size
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     # Made (and kept) here, so that options which do not fit end the run before it starts.
-    choice.plan(args.pipeline_model_parallel_size, chunks, args.global_batch_size // per_step)
+    pp, link = args.pipeline_model_parallel_size, None
+    if choice.offload is not None:
+        choice.offload.check_chunks(chunks)
+        link = choice.offload.link(pp)
+    choice.plan(pp, chunks, microbatches, link)
     return chunks
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +27,57 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+class FreeList:
+    """Which bytes of [0, ``nbytes``) are free; the first place that is large enough is taken."""
+
+    def __init__(self, nbytes: int) -> None:
+        # Sorted, disjoint, never touching: [start, end).
+        self._free = [(0, nbytes)]
+
+    def take(self, size: int) -> int | None:
+        """Where ``size`` bytes start; None if there is no such place."""
+        for number, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                self._free[number : number + 1] = (
+                    [(start + size, end)] if start + size < end else []
+                )
+                return start
+        return None
+
+    def give(self, start: int, size: int) -> None:
+        """Give ``size`` bytes at ``start`` back."""
+        ranges: list[tuple[int, int]] = []
+        for first, last in sorted([*self._free, (start, start + size)]):
+            if ranges and ranges[-1][1] == first:
+                first = ranges.pop()[0]
+            ranges.append((first, last))
+        self._free = ranges
+
+
+def arena_bytes(moves: Iterable[tuple[Hashable, int]]) -> int:
+    """Capacity that an arena needs, so that every set finds its place.
+
+    Args:
+        moves: (set, its bytes) in the order of the steps: the first time a set is named it
+            arrives, the second time it leaves.
+    """
+    free, places, most = FreeList(1 << 62), dict[Hashable, tuple[int, int]](), 0
+    for key, nbytes in moves:
+        if key in places:
+            free.give(*places.pop(key))
+            continue
+        size = padded(max(nbytes, 1))
+        start = free.take(size)
+        assert start is not None
+        places[key] = start, size
+        most = max(most, start + size)
+    return most
+
+
 @dataclass(eq=False)
 class _Region:
     memory: torch.Tensor
-    # Sorted, disjoint, never touching: [start, end) in bytes.
-    free: list[tuple[int, int]]
+    free: FreeList
     # Ranges given back while a copy still reads them, with that copy's event.
     read: list[tuple[int, int, Event]] = field(default_factory=list)
 
@@ -114,12 +161,21 @@ class HostArena:
         self.used_bytes -= slot.end - slot.start
         if read is not None:
             region.read.append((slot.start, slot.end, read))
-        ranges: list[tuple[int, int]] = []
-        for start, end in sorted([*region.free, (slot.start, slot.end)]):
-            if ranges and ranges[-1][1] == start:
-                start = ranges.pop()[0]
-            ranges.append((start, end))
-        region.free = ranges
+        region.free.give(slot.start, slot.end - slot.start)
+
+    def resize(self, nbytes: int) -> None:
+        """Replace all memory by one piece of ``nbytes``, sealed; between steps only.
+
+        Raises:
+            RuntimeError: a set has its place in here.
+            OffloadConfigError: the host lacks the memory.
+        """
+        if self.used_bytes:
+            raise RuntimeError(f"the host arena still holds {self.used_bytes} bytes of sets")
+        self.close()
+        if nbytes:
+            self._grow(nbytes)
+        self.peak_bytes, self._sealed = 0, True
 
     def close(self) -> None:
         """Unpin and drop the memory; no slot may be used any more."""
@@ -130,14 +186,13 @@ class HostArena:
 
     def _first_fit(self, size: int) -> Slot | None:
         for region in self._regions:
-            for number, (start, end) in enumerate(region.free):
-                if end - start < size:
-                    continue
-                rest = (start + size, end)
-                region.free[number : number + 1] = [rest] if rest[0] < end else []
-                region.read = [entry for entry in region.read if not entry[2].query()]
-                busy = [e for first, last, e in region.read if first < rest[0] and start < last]
-                return Slot(region.memory[start : rest[0]], busy, region, start, rest[0])
+            start = region.free.take(size)
+            if start is None:
+                continue
+            end = start + size
+            region.read = [entry for entry in region.read if not entry[2].query()]
+            busy = [e for first, last, e in region.read if first < end and start < last]
+            return Slot(region.memory[start:end], busy, region, start, end)
         return None
 
     def _grow(self, nbytes: int) -> None:
@@ -155,7 +210,7 @@ class HostArena:
             ctypes.memset(memory.data_ptr(), 0, size)
             if self._device.type == "cuda":
                 _pin(memory, self._device)
-        self._regions.append(_Region(memory, [(0, size)]))
+        self._regions.append(_Region(memory, FreeList(size)))
 
 
 def _pin(memory: torch.Tensor, device: torch.device) -> None:

@@ -17,12 +17,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .arena import padded
 from .blocks import Block, Kept, View, place, written
 from .engine import Engine, Ticket
 
@@ -63,6 +64,27 @@ class SetBytes:
     device: int
     host: int
     kept: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one set takes, in bytes, after its F: enough to say what any plan needs.
+
+    Attributes:
+        here: on the device, from F to RELEASE.
+        away: of that, what stays there after RELEASE.
+        back: on the device from PREPARE on.
+        host: its place in the arena.
+    """
+
+    here: int = 0
+    away: int = 0
+    back: int = 0
+    host: int = 0
+
+    def union(self, other: Footprint) -> Footprint:
+        """The larger of both, each number for itself."""
+        return Footprint(*map(max, astuple(self), astuple(other)))
 
 
 class _Set:
@@ -120,6 +142,8 @@ class ActivationStore:
         self._min_bytes, self._min_coverage = min_bytes, min_coverage
         self._resident: dict[int, dict[tuple[Any, ...], torch.Tensor]] | None = None
         self._sets: dict[Hashable, _Set] = {}
+        # Storages that were released and lived on: somebody shares them, and moving them is vain.
+        self._shared: dict[int, StorageWeakRef] = {}
         self._open: _Set | None = None
         self.late_releases = 0
         self.peak_device_sets = self.peak_host_sets = 0
@@ -227,8 +251,10 @@ class ActivationStore:
             record.moving = []
         if not record.stays:
             assert record.ticket is not None
-            held = [nbytes for ref, nbytes in record.gone if not ref.expired()]
-            self.held_elsewhere_bytes += sum(held)
+            for ref, nbytes in record.gone:
+                if not ref.expired():
+                    self.held_elsewhere_bytes += nbytes
+                    self._shared[ref.cdata] = ref
             record.gone = []
             record.buffers = self.engine.prepare(record.ticket)
         self._count(record)
@@ -287,6 +313,12 @@ class ActivationStore:
             raise RuntimeError(f"an iteration ended with activation sets left over: {left}")
         self.engine.arena.seal()
         self._resident = None
+        self._shared = {at: ref for at, ref in self._shared.items() if not ref.expired()}
+
+    def reset_peaks(self) -> None:
+        """Count peaks anew, from the sets that there are."""
+        self.peak_device_sets, self.peak_host_sets = self.device_sets(), self.host_sets()
+        self.peak_device_bytes = sum(record.device_bytes for record in self._sets.values())
 
     def clear(self) -> None:
         """After an exception: wait for copies under way and forget all sets."""
@@ -313,6 +345,18 @@ class ActivationStore:
         slot = record.ticket.slot if record.ticket is not None else None
         host = slot.end - slot.start if slot is not None else 0
         return SetBytes(self._device_bytes(record), host, sum(record.kept.values()))
+
+    def footprint(self, key: Hashable) -> Footprint:
+        """Bytes of a set whose F has just ended; KeyError if there is none."""
+        record = self._sets[key]
+        blocks = [block for block in record.alive() if self._can_move(block)]
+        here = self._device_bytes(record)
+        away = here - sum(_storage_bytes(block) for block in blocks)
+        ranges = [end - start for start, end in (block.range_bytes() for block in blocks)]
+        return Footprint(here, away, away + sum(ranges), sum(map(padded, ranges)))
+
+    def __len__(self) -> int:
+        return len(self._sets)
 
     def device_sets(self) -> int:
         """Sets that occupy device memory: from F to the end of W, except on the host."""
@@ -410,6 +454,9 @@ class ActivationStore:
             return "small"
         if storage._cdata in self._residents():
             return "parameter"
+        shared = self._shared.get(storage._cdata)
+        if shared is not None and not shared.expired():
+            return "held elsewhere"
         if self._keep is not None and self._keep(tensor):
             return "kept on request"
         return None
@@ -479,6 +526,11 @@ class ActivationStore:
         self.peak_device_bytes = max(self.peak_device_bytes, now)
         self.peak_device_sets = max(self.peak_device_sets, self.device_sets())
         self.peak_host_sets = max(self.peak_host_sets, self.host_sets())
+
+
+def _storage_bytes(block: Block) -> int:
+    assert block.memory is not None
+    return block.memory.untyped_storage().nbytes()
 
 
 def _where(record: _Set) -> str:

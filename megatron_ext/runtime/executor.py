@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from ..schedule.actions import Action, Op
+from ..schedule.actions import OFFLOAD_OPS, Action, Op
 from ..schedule.schedule import Schedule
 from .channel import Channel, Receipt
 from .trace import Recorder
@@ -36,8 +36,11 @@ class StageRunner(Protocol):
     def weight(self, chunk: int, microbatch: int) -> None:
         """Run W."""
 
+    def move(self, op: Op, chunk: int, microbatch: int) -> None:
+        """Run OFFLOAD, RELEASE, PREPARE or RELOAD of an activation set."""
+
     def live_sets(self) -> int:
-        """Activation sets held at this moment."""
+        """Activation sets on the device at this moment."""
 
 
 class Executor:
@@ -81,6 +84,7 @@ class Executor:
             Op.SEND_B: lambda a: self._send(a, Op.B, a.stage - 1),
             Op.RECV_F: lambda a: self._receive(a, Op.F, a.stage - 1),
             Op.RECV_B: lambda a: self._receive(a, Op.B, a.stage + 1),
+            **dict.fromkeys(OFFLOAD_OPS, self._move),
         }
 
     def run(self) -> None:
@@ -134,6 +138,11 @@ class Executor:
         with self._recorder.measure(action):
             chunk = self._placement.chunk_of(action.stage)
             self._runner.weight(chunk, action.microbatch)
+
+    def _move(self, action: Action) -> None:
+        chunk = self._placement.chunk_of(action.stage)
+        self._runner.move(action.op, chunk, action.microbatch)
+        self._recorder.resident(self._runner.live_sets())
 
     def _deliver(self, producer: Action, consumer: Action, tensor: torch.Tensor | None) -> None:
         if tensor is None:

@@ -73,6 +73,13 @@ class Recorder:
             for a, s, e in self._spans
         ]
 
+    def durations(self) -> list[tuple[Action, float]]:
+        """Seconds that each action since ``reset`` took; waits for the device once."""
+        if not self._cuda:
+            return [(action, end - start) for action, start, end in self._spans]
+        torch.cuda.synchronize()
+        return [(action, s.elapsed_time(e) / 1e3) for action, s, e in self._spans]
+
     @property
     def zero_unix_us(self) -> float | None:
         """Wall clock (microseconds since 1970) at the zero of ``events``; None if not timed.

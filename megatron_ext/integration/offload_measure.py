@@ -1,0 +1,258 @@
+"""What the offload plan needs to know of the machine, agreed on by the ranks of a pipeline."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..offload.arena import HostArena
+from ..offload.device import Device
+from ..offload.engine import FileTurns, Policy, Turns
+from ..offload.host import available_host_bytes, require_host_memory
+from ..offload.rates import Rates, choose_policy, measure_rates
+from ..schedule.actions import Op
+from ..schedule.costs import Costs
+from ..schedule.link import Link
+from ..schedule.placement import Placement
+from .errors import ConfigError
+
+# Bytes each way of one measurement: long enough to hide what starting a copy costs.
+PROBE_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
+# Times are rounded up to this fraction of a chunk's F+B+W: a plan needs small integers, and noise
+# in the last digits should not make another plan of every run.
+_GRAIN = 64
+
+Seconds = Mapping[tuple[int, Op], float]
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """How sets travel in this run.
+
+    Attributes:
+        policy: the same on all ranks of the pipeline.
+        rates: of this rank; None if nothing had to be measured.
+        why: of the policy.
+        turns: for ``paired`` on devices that need it.
+    """
+
+    policy: Policy
+    rates: Rates | None
+    why: str
+    turns: Turns | None = None
+
+
+def settle(asked: str | None, measured: bool, device: Device, group: Any) -> Transfers:
+    """Measure the link where that is needed, and agree on the transfer policy.
+
+    All ranks of ``group``, the pipeline's, must call this together.
+
+    Args:
+        asked: the policy that the user or a file wants; None: what measurements speak for.
+        measured: True if rates are needed to plan.
+        device: of this rank.
+        group: the pipeline's process group.
+
+    Raises:
+        ConfigError: ``paired`` is asked for, and neighbours are on different hosts.
+    """
+    rank, hosts = group.rank(), _gather(socket.gethostname(), group)
+    pairs = [(hosts[i], hosts[i + 1]) for i in range(0, len(hosts) - 1, 2)]
+    apart = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if asked == Policy.PAIRED and apart is not None:
+        a, b = pairs[apart]
+        raise ConfigError(
+            f"--pp-offload-transfer paired is for pipeline neighbours that share a PCIe switch, "
+            f"but ranks {2 * apart} and {2 * apart + 1} are on different hosts ({a} and {b}); "
+            "use single or dual, or leave it out to measure"
+        )
+    rates, opinion, why = None, asked, "as asked for"
+    if measured or asked is None:
+        rates, (choice, why) = _measure(rank, len(hosts), apart is None, device, group)
+        opinions = _gather(choice.value, group)
+        if asked is None:
+            opinion = _consensus(opinions)
+            why = f"measured; rank 0 says {why}"
+    policy = Policy(opinion)
+    return Transfers(policy, rates, _gather(why, group)[0], _turns(policy, device, rank, group))
+
+
+def link(transfers: Transfers, seconds: Seconds, bytes_of: Mapping[int, int], group: Any) -> Link:
+    """The measured link of all ranks, for planning.
+
+    Args:
+        transfers: as settled.
+        seconds: of this rank's passes, by chunk and operation.
+        bytes_of: per chunk, what one set sends.
+        group: the pipeline's process group.
+    """
+    rates = transfers.rates
+    assert rates is not None
+    dual = transfers.policy is Policy.DUAL
+    there = rates.to_host_together if dual else rates.to_host
+    back = rates.to_device_together if dual else rates.to_device
+    mine = [Fraction(1, _GRAIN)] * 2
+    for chunk, nbytes in bytes_of.items():
+        pass_seconds = sum(seconds.get((chunk, op), 0.0) for op in (Op.F, Op.B, Op.W))
+        for way, rate in enumerate((there, back)):
+            part = nbytes / rate / max(pass_seconds, 1e-9)
+            mine[way] = max(mine[way], min(Fraction(int(part * _GRAIN) + 1, _GRAIN), _SLOWEST))
+    every = _gather(mine, group)
+    return Link.of(len(every), [m[0] for m in every], [m[1] for m in every], transfers.policy.value)
+
+
+_SLOWEST = Fraction(1000)  # as much as a link may be slower than a chunk
+
+
+def costs(placement: Placement, rank: int, seconds: Seconds, group: Any) -> Costs:
+    """The measured times of all stages' passes, in sixteenths of the mean pass.
+
+    Args:
+        placement: of the stages.
+        rank: this one's, in the pipeline.
+        seconds: of this rank's passes, by chunk and operation.
+        group: the pipeline's process group.
+    """
+    mine = {
+        stage: [seconds.get((chunk, op), 0.0) for op in (Op.F, Op.B, Op.W)]
+        for chunk, stage in enumerate(placement.stages[rank])
+    }
+    stages: dict[int, list[float]] = {}
+    for part in _gather(mine, group):
+        stages.update(part)
+    rows = [stages[stage] for stage in range(placement.num_stages)]
+    mean = sum(map(sum, rows)) / (3 * len(rows))
+    ticks = [[max(1, round(16 * x / mean)) if mean else 1 for x in row] for row in rows]
+    return Costs.of(stages=ticks)
+
+
+def pass_seconds(durations: Sequence[tuple[int, Op, int, float]]) -> dict[tuple[int, Op], float]:
+    """What F, B and W of each chunk take, from (chunk, operation, microbatch, seconds).
+
+    The least of all microbatches but the first, whose passes also load kernels: a pass may have
+    waited for a copy, and that must not make the link look fast. A BW counts half to each.
+    """
+    least: dict[tuple[int, Op], float] = {}
+    last = max((microbatch for _, _, microbatch, _ in durations), default=0)
+    for chunk, op, microbatch, seconds in durations:
+        if microbatch == 0 and last > 0:
+            continue
+        for part in (Op.B, Op.W) if op is Op.BW else (op,):
+            key = chunk, part
+            value = seconds / (2 if op is Op.BW else 1)
+            least[key] = min(value, least.get(key, value))
+    return least
+
+
+def require_memory_on_hosts(needed_bytes: int, held_bytes: int = 0) -> None:
+    """Check, with all ranks of the job, that their arenas fit into their hosts' memory.
+
+    Args:
+        needed_bytes: of this rank.
+        held_bytes: of an arena of this rank that goes away.
+
+    Raises:
+        ConfigError: the ranks of one host, whichever, need too much.
+    """
+    mine = socket.gethostname(), needed_bytes, held_bytes, available_host_bytes()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    for host in sorted({entry[0] for entry in every}):
+        needs, held, available = zip(*(entry[1:] for entry in every if entry[0] == host))
+        try:
+            require_host_memory(needs, min(available) + sum(held))
+        except ValueError as error:
+            raise ConfigError(f"host {host}: {error}") from None
+
+
+def least_set_bytes(model: torch.nn.Module, config: Any, shape: tuple[int, ...] | None) -> int:
+    """Bytes that a set of one model chunk has at least, before any was seen.
+
+    What a transformer layer keeps after all cheap recomputation: the inputs of both norms, query,
+    key, value, context, and the output of a dense layer's first linear (PipeOffload, section 2:
+    20 bytes per token and hidden element with 16-bit numbers).
+
+    Args:
+        model: the chunk, unwrapped.
+        config: its transformer configuration.
+        shape: (sequence, microbatch, hidden) of what this rank gets from its neighbour; None: it
+            varies, and nothing is known.
+    """
+    layers = getattr(getattr(model, "decoder", None), "layers", ())
+    if shape is None or not layers:
+        return 0
+    sequence, batch, hidden = shape
+    size = (config.pipeline_dtype or torch.float32).itemsize
+    tokens = sequence * batch
+    if config.recompute_granularity == "full":
+        return 0 if config.recompute_method == "block" else tokens * hidden * size
+    width = 2 * hidden  # sharded as the message is
+    full = tokens * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    inner = 0
+    if not getattr(config, "multi_latent_attention", False):
+        heads = config.num_attention_heads
+        groups = config.num_query_groups or heads
+        inner += (2 * heads + 2 * groups) * config.kv_channels
+    modules = getattr(config, "recompute_modules", None) or ()
+    if not config.num_moe_experts and "mlp" not in modules:
+        inner += config.ffn_hidden_size * (2 if config.gated_linear_unit else 1)
+    inner //= config.tensor_model_parallel_size
+    return len(layers) * (tokens * width + full * inner) * size
+
+
+def _measure(
+    rank: int, size: int, paired: bool, device: Device, group: Any
+) -> tuple[Rates, tuple[Policy, str]]:
+    """Rates of this rank while its neighbour is quiet, and its opinion on the policy."""
+    nbytes = 2 * PROBE_BYTES["cuda" if device.torch_device.type == "cuda" else "cpu"]
+    arena = HostArena(device.torch_device, nbytes)
+    slot = arena.take(nbytes)
+    assert slot is not None
+    alone = crowded = None
+    for turn in (0, 1):
+        dist.barrier(group)
+        if rank % 2 == turn:
+            alone = measure_rates(device, slot.memory)
+    dist.barrier(group)
+    if paired and (rank ^ 1) < size:
+        crowded = measure_rates(device, slot.memory)
+    dist.barrier(group)
+    arena.give(slot)
+    arena.close()
+    assert alone is not None
+    return alone, choose_policy(alone, crowded)
+
+
+def _consensus(opinions: Sequence[str]) -> str:
+    """One policy for all: whoever suffers from a neighbour decides, full duplex needs everybody."""
+    if Policy.PAIRED in opinions:
+        return Policy.PAIRED.value
+    return Policy.DUAL.value if set(opinions) == {Policy.DUAL.value} else Policy.SINGLE.value
+
+
+def _turns(policy: Policy, device: Device, rank: int, group: Any) -> Turns | None:
+    """Locks that each pair shares, where the device can hold them."""
+    if policy is not Policy.PAIRED or not device.guards_copies:
+        return None
+    folder = None
+    if rank % 2 == 0:
+        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        folder = tempfile.mkdtemp(prefix="megatron-ext-turns-", dir=memory)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return FileTurns(Path(_gather(folder, group)[rank // 2 * 2]))
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, value, group=group)
+    return every
