@@ -192,7 +192,10 @@ class Offloading:
         """OFFLOAD, RELEASE, PREPARE or RELOAD."""
         store = self._store
         assert store is not None
-        with _as_config_error():
+        if op is Op.OFFLOAD:
+            with _as_config_error():
+                store.offload(key, self._footprints[key[0]].host)
+        else:
             getattr(store, op.value.lower())(key)
 
     def finish(self, key: Key) -> None:

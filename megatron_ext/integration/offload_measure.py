@@ -78,13 +78,14 @@ def settle(asked: str | None, measured: bool, device: Device, group: Any) -> Tra
         )
     rates, opinion, why = None, asked, "as asked for"
     if measured or asked is None:
-        rates, (choice, why) = _measure(rank, len(hosts), apart is None, device, group)
-        opinions = _gather(choice.value, group)
+        rates, mine = _measure(rank, len(hosts), apart is None, device, group)
+        opinions = _gather((mine[0].value, mine[1]), group)
         if asked is None:
-            opinion = _consensus(opinions)
-            why = f"measured; rank 0 says {why}"
+            opinion = _consensus([choice for choice, _ in opinions])
+            first = next(i for i, (choice, _) in enumerate(opinions) if choice == opinion)
+            why = f"measured: on rank {first}, {opinions[first][1]}"
     policy = Policy(opinion)
-    return Transfers(policy, rates, _gather(why, group)[0], _turns(policy, device, rank, group))
+    return Transfers(policy, rates, why, _turns(policy, device, rank, group))
 
 
 def link(transfers: Transfers, seconds: Seconds, bytes_of: Mapping[int, int], group: Any) -> Link:

@@ -152,8 +152,16 @@ class Engine:
         """A ticket for the set whose forward pass compute has just been given."""
         return Ticket(self.device.record())
 
-    def offload(self, ticket: Ticket, blocks: Sequence[torch.Tensor]) -> bool:
+    def offload(
+        self, ticket: Ticket, blocks: Sequence[torch.Tensor], reserve_bytes: int = 0
+    ) -> bool:
         """Start copying ``blocks`` (1-D uint8 device memory) to the host.
+
+        Args:
+            ticket: of the set.
+            blocks: what it consists of.
+            reserve_bytes: take a place of at least so many bytes: sets of one kind that vary in
+                size must not leave gaps in the arena that the next one cannot use.
 
         Returns:
             False if a sealed arena has no place: nothing was started, and the set has to stay.
@@ -166,7 +174,7 @@ class Engine:
         for size in sizes:
             places.append(total)
             total += padded(size)
-        slot = self.arena.take(total)
+        slot = self.arena.take(max(total, reserve_bytes))
         if slot is None:
             self.counters.refused += 1
             return False

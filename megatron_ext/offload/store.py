@@ -192,10 +192,11 @@ class ActivationStore:
 
     # --- the schedule's actions ---
 
-    def offload(self, key: Hashable) -> None:
+    def offload(self, key: Hashable, reserve_bytes: int = 0) -> None:
         """OFFLOAD: start copying the set to the host.
 
-        A sealed arena without room makes the set stay, which ``report`` counts.
+        A sealed arena without room makes the set stay, which ``report`` counts. ``reserve_bytes``
+        as for ``Engine.offload``.
 
         Raises:
             RuntimeError: a saved tensor was written in place, or the set is not on the device.
@@ -213,7 +214,7 @@ class ActivationStore:
             memory.append(block.memory[start:end])
         if not memory:
             record.stays = NOTHING
-        elif not self.engine.offload(record.ticket, memory):
+        elif not self.engine.offload(record.ticket, memory, reserve_bytes):
             record.stays = NO_ROOM
         else:
             record.moving, record.moved = blocks, [weakref.ref(block) for block in blocks]

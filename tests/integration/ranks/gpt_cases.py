@@ -236,7 +236,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         path = folder / "schedule.json"
         if schedule == "FILE":
             if dist.get_rank() == 0:
-                generate("v-half", case["pp"], case.get("file_m", m)).save(path)
+                case.get("file", generate("v-half", case["pp"], case.get("file_m", m))).save(path)
             dist.barrier()
             schedule = str(path)
         installation = Installation()
@@ -246,7 +246,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             distributed_timeout_minutes=1,
             rank=dist.get_rank(),
         )
-        choice = Choice(schedule, memory_cap=case.get("cap"))
+        choice = Choice(schedule, memory_cap=case.get("cap"), offloading=case.get("offload"))
         if choice.undecided:
             choice.decide(case["pp"], case.get("full_m", m))
         installation.hook_schedule(args, choice, chunks)
@@ -258,11 +258,10 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         model_parallel_cuda_manual_seed(1)
         models, bare = build(case, config_of(case))
         step = schedules.get_forward_backward_func()
-        for _ in range(case.get("iterations", 2)):
-            for model in models:
-                model.zero_grad_buffer()
+
+        def run(forward_only: bool) -> Any:
             data = [batches(m, case.get("lengths", False)) for _ in models]
-            store = step(
+            return step(
                 forward_step_func=forward_step,
                 data_iterator=data if chunks > 1 else data[0],
                 model=models if chunks > 1 else models[0],
@@ -271,6 +270,14 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                 micro_batch_size=BATCH,
                 forward_only=forward_only,
             )
+
+        for _ in range(case.get("iterations", 2)):
+            if case.get("evaluate"):
+                with torch.no_grad():
+                    run(forward_only=True)
+            for model in models:
+                model.zero_grad_buffer()
+            store = run(forward_only)
         gradients = {}
         if not forward_only:
             for chunk in bare:
