@@ -25,6 +25,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import shutil
@@ -55,6 +56,10 @@ class Cell:
     result: str
     detail: str = ""
     seconds: float = 0.0
+
+
+# Activations of these small models may be offloaded, however small they are.
+os.environ.setdefault("MEGATRON_EXT_OFFLOAD_MIN_BYTES", "1")
 
 
 def schedule_flags(name: str, pp: int) -> list[str]:
@@ -90,7 +95,7 @@ def command(feature: Feature, name: str, checkpoint: Path | None) -> list[str]:
     ours = schedule_flags(name, feature.pp)
     if "LAYOUT" in words and "--num-virtual-stages-per-pipeline-rank" in ours:
         ours = ours[:-2]  # the layout says how many
-    words += ours
+    words += ours + (feature.ours.split() if ours else [])
     board = str(checkpoint.parent / "board")
     words = [board if word == "TENSORBOARD" else word for word in words]
     return [_layout(name, feature.pp) if word == "LAYOUT" else word for word in words]

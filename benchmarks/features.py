@@ -25,6 +25,7 @@ class Feature:
         name: as the table shows it.
         model: flags that the starting checkpoint is made with too.
         run: flags of the compared runs only.
+        ours: flags of our runs only.
         drop: flags of ``BASE`` that the feature is without.
         pp: pipeline ranks; the world is always ``pp`` times what the other flags need.
         world: ranks in all.
@@ -38,6 +39,7 @@ class Feature:
     name: str
     model: str = ""
     run: str = ""
+    ours: str = ""
     drop: str = ""
     pp: int = 4
     world: int = 4
@@ -187,4 +189,32 @@ FEATURES = (
         --profile-ranks 0 --tensorboard-dir TENSORBOARD""",
     ),
     Feature("straggler log", run="--log-straggler --disable-straggler-on-startup"),
+    Feature("offload, full", ours="--pp-offload full --pp-offload-time 0.25"),
+    Feature(
+        "offload, half, MoE, EP 2, bf16, both overlaps",
+        model=MOE + " --bf16",
+        run="--expert-model-parallel-size 2 " + OVERLAP,
+        ours="--pp-offload half --pp-offload-time 0.2,0.3 --pp-offload-transfer dual",
+        pp=2,
+    ),
+    Feature(
+        "offload, auto, measured, evaluation",
+        run="--eval-iters 2 --eval-interval 2",
+        ours="--pp-offload auto",
+    ),
+    Feature(
+        "offload, full, TP 2, sequence parallel",
+        run="--tensor-model-parallel-size 2 --sequence-parallel",
+        ours="--pp-offload full --pp-offload-time 0.25 --pp-offload-transfer single",
+        pp=2,
+        tolerance=1e-5,
+        why=_SUM,
+    ),
+    Feature(
+        "offload, full, recompute selective, ramp-up",
+        run="""--recompute-granularity selective --train-samples 36
+        --rampup-batch-size 4 2 24""",
+        ours="--pp-offload full --pp-offload-time 0.25 --pp-offload-transfer single",
+        drop="--train-iters",
+    ),
 )

@@ -34,14 +34,27 @@ ROWS = {
         "MTP, bf16, both overlaps": "zb-h1,v-half",
         "per-token loss": "v-half",
         "dropout (the same run twice)": "v-half",
+        "offload, full": "1f1b,interleaved-zb,v-half",
+        "offload, half, MoE, EP 2, bf16, both overlaps": "v-zb",
+        "offload, auto, measured, evaluation": "v-half",
+        "offload, full, TP 2, sequence parallel": "zb-h1,v-half",
+        "offload, full, recompute selective, ramp-up": "v-min",
     },
     "core_v0.16.1": {
         "MoE, EP 2, bf16, both overlaps": "v-half",
         "tied, bf16, both overlaps": "v-half",
         "MTP": "v-half",
+        "offload, half, MoE, EP 2, bf16, both overlaps": "v-half",
+        "offload, auto, measured, evaluation": "interleaved",
     },
-    "core_v0.17.1": {"tied, bf16, both overlaps": "zb-h1,v-half"},
-    "core_v0.18.2": {"tied, bf16, both overlaps": "zb-h1,v-half"},
+    "core_v0.17.1": {
+        "tied, bf16, both overlaps": "zb-h1,v-half",
+        "offload, full": "v-half",
+    },
+    "core_v0.18.2": {
+        "tied, bf16, both overlaps": "zb-h1,v-half",
+        "offload, full": "v-half",
+    },
 }
 
 

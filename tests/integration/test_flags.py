@@ -327,8 +327,9 @@ class TestFile:
     def test_offload_actions_are_not_dropped(self, tmp_path: Path) -> None:
         plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
         assert plan.has_offload
-        with pytest.raises(ConfigError, match="offload"):
-            Choice(self.write(tmp_path, plan))
+        choice = Choice(self.write(tmp_path, plan))
+        assert choice.offloads
+        assert choice.plan(4, 2, 8).ranks == plan.ranks
 
     def test_other_pipeline_size(self, tmp_path: Path) -> None:
         path = self.write(tmp_path, generate("v-half", 2, 8))
@@ -362,7 +363,7 @@ class TestFile:
 def test_flags_are_in_their_own_group_and_off_by_default() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     args = parser.parse_args([])
-    assert vars(args) == dict.fromkeys(
-        ["pp_schedule", "pp_memory_cap", "pp_group_size", "pp_cost", "pp_trace"]
-    )
+    ours = ["schedule", "memory_cap", "group_size", "cost", "trace"]
+    ours += ["offload", "offload_chunks", "offload_time", "offload_transfer"]
+    assert vars(args) == dict.fromkeys(f"pp_{name}" for name in ours)
     assert GROUP in parser.format_help()

@@ -221,8 +221,24 @@ def source(request: pytest.FixtureRequest) -> dict[str, ast.Module]:
             "unzip the wheel into DIR, MEGATRON_EXT_TE_SOURCE=DIR"
         )
     folder = request.param / "transformer_engine" / "pytorch" / "module"
-    names = ("_common", "base", "linear", "layernorm_linear", "grouped_linear")
+    names = ("_common", "base", "linear", "layernorm_linear", "grouped_linear", "layernorm_mlp")
     return {name: ast.parse((folder / f"{name}.py").read_text()) for name in names}
+
+
+@needs_megatron
+def test_functions_that_save_weights_are_known(source: dict[str, ast.Module]) -> None:
+    """Offload wraps the backward of each of them; they read what forward saved from ``ctx``."""
+    from megatron_ext.integration.saved_parameters import _TE_FUNCTIONS
+
+    for module, name in _TE_FUNCTIONS:
+        short = module.rsplit(".", 1)[1]
+        if short not in source:
+            continue
+        text = ast.dump(_class(source[short], name))
+        assert "'Function'" in text and "name='backward'" in text
+        # Called by its global name, so that rebinding it is enough.
+        calls = ast.dump(source[short])
+        assert f"Attribute(value=Name(id='{name}', ctx=Load()), attr='apply'" in calls
 
 
 def _class(tree: ast.Module, name: str) -> ast.ClassDef:
