@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+
+import pytest
 
 
 def test_schedules(repo_root: Path, tmp_path: Path) -> None:
@@ -42,3 +45,26 @@ def test_schedules(repo_root: Path, tmp_path: Path) -> None:
     plot = ElementTree.parse(tmp_path / "results" / "2026-01-02-pareto-1.svg").getroot()
     assert plot.tag.endswith("svg")
     assert str(repo_root) not in page + json.dumps(data)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="needs torch; ./scripts/test.sh has it"
+)
+def test_offload(repo_root: Path, tmp_path: Path) -> None:
+    """Next to nothing of it: what was planned is what was counted. Times are not looked at."""
+    options = "--schedules zb-h1 --ks 1 --pp 2 --microbatches 4 --pass-ms 2 --repeats 1"
+    script = repo_root / "benchmarks" / "offload.py"
+    done = subprocess.run(
+        [sys.executable, str(script), *options.split(), "--date", "2026-01-02", "--output"]
+        + [str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    data = json.loads((tmp_path / "results" / "2026-01-02-offload.json").read_text())
+    assert [row["mode"] for row in data["rows"]] == ["none", "half", "full", "auto"]
+    assert all(row["sets"] == row["planned_sets"] for row in data["rows"])
+    assert data["rows"][2]["moved"] > 0
+    assert "## `zb-h1`" in (tmp_path / "offload.md").read_text()
+    assert str(repo_root) not in json.dumps(data)
