@@ -23,7 +23,7 @@ from ..offload.errors import OffloadConfigError
 from ..offload.host import GIB
 from ..offload.store import MIN_BYTES, ActivationStore, Footprint
 from ..schedule.actions import Op
-from ..schedule.check import check
+from ..schedule.check import CheckReport, check
 from ..schedule.costs import Costs
 from ..schedule.link import Link
 from ..schedule.placement import Placement
@@ -67,6 +67,7 @@ class Offloading:
         self._models: Sequence[torch.nn.Module] = ()
         self._footprints: dict[int, Footprint] = {}
         self._plan: Schedule | None = None
+        self._checked: tuple[Schedule, CheckReport] | None = None
         self._leaving: frozenset[Key] = frozenset()
         self._saved: set[Key] = set()
         self._steps = self._refused = 0
@@ -222,7 +223,7 @@ class Offloading:
     def summary(self, plan: Schedule, rank: int) -> dict[str, Any]:
         """Planned and measured numbers of the step, for the trace."""
         assert self._store is not None and self._transfers is not None
-        report = check(plan)
+        report = self._report(plan)
         return {
             **self._store.report(),
             "policy": self._transfers.policy.value,
@@ -233,7 +234,7 @@ class Offloading:
     def describe(self, plan: Schedule) -> str:
         """One sentence for the log: what leaves, how fast, what it takes."""
         assert self._transfers is not None and self.link is not None
-        report = check(plan)
+        report = self._report(plan)
         times = ",".join(f"{float(max(t)):.3g}" for t in (self.link.to_host, self.link.to_device))
         sets = plan.pp * plan.chunks * plan.microbatches
         return (
@@ -248,11 +249,16 @@ class Offloading:
 
     # --- the rest ---
 
+    def _report(self, plan: Schedule) -> CheckReport:
+        if self._checked is None or self._checked[0] is not plan:
+            self._checked = plan, check(plan)
+        return self._checked[1]
+
     def _make_store(
         self, plan: Schedule, rank: int, config: Any, shape: tuple[int, ...] | None
     ) -> None:
         assert self._device is not None and self._transfers is not None
-        peaks = check(plan).peak_host_sets
+        peaks = self._report(plan).peak_host_sets
         sets = peaks[rank] if peaks else 0
         least = [offload_measure.least_set_bytes(unwrapped(m), config, shape) for m in self._models]
         offload_measure.require_memory_on_hosts(sets * min(least))
