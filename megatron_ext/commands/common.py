@@ -17,7 +17,7 @@ from ..schedule.costs import Costs, number_to_json
 from ..schedule.generators import AUTO, GENERATORS, NAMES, generate
 from ..schedule.link import DEFAULT_POLICY, POLICIES, Link
 from ..schedule.memory_cap import cap_sets, parse_cap
-from ..schedule.offload_cap import CapNotKept, caps_to_try, generate_offloaded
+from ..schedule.offload_cap import CapNotKept, auto_offloaded, caps_to_try, generate_offloaded
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
 from ..view import timeline
@@ -229,7 +229,8 @@ def schedule_of(args: argparse.Namespace, file: str | None = None) -> Schedule:
         else:
             cap = memory_cap(args)
             with user_input():
-                schedule = make(None if cap is None else cap_sets(cap, args.pp, _cap_chunks(args)))
+                # v-cap has two chunks, and auto counts in them.
+                schedule = make(None if cap is None else cap_sets(cap, args.pp, args.chunks or 2))
     refuse_large(schedule)
     return schedule
 
@@ -250,13 +251,28 @@ def _offloaded(
     """What ``make`` makes, offloaded as the options say; a cap is of what stays on the device."""
     link, cap = offload_link(args, pp), memory_cap(args)
     with user_input():
-        caps = caps_to_try(args.schedule, pp, _cap_chunks(args), cap)
         try:
-            return generate_offloaded(make, link, args.offload, cap=cap, caps=caps).schedule
+            if cap is None:
+                plan = generate_offloaded(make, link, args.offload)
+            elif args.schedule == AUTO:
+                plan = auto_offloaded(
+                    pp,
+                    args.microbatches,
+                    args.chunks or 2,
+                    costs_of(args, Costs()),
+                    link,
+                    args.offload,
+                    cap=cap,
+                    objective=args.objective or "makespan",
+                )
+            else:
+                caps = caps_to_try(args.schedule, pp, cap)
+                plan = generate_offloaded(make, link, args.offload, cap=cap, caps=caps)
         except CapNotKept as error:
             raise InputError(
                 f"{error.what}; raise --memory-cap to {error.needed}, or give another --schedule"
             ) from None
+    return plan.schedule
 
 
 def refuse_large(schedule: Schedule) -> None:
@@ -308,11 +324,6 @@ def memory_cap(args: argparse.Namespace) -> Fraction | None:
     """``--memory-cap``, a fraction of 1F1B's peak."""
     with user_input():
         return None if args.memory_cap is None else parse_cap(args.memory_cap)
-
-
-def _cap_chunks(args: argparse.Namespace) -> int:
-    """In whose sets a schedule takes its cap: v-cap has two chunks, auto counts in two."""
-    return args.chunks or 2
 
 
 def _from_file(path: str, args: argparse.Namespace) -> Schedule:

@@ -132,7 +132,7 @@ def _generated(
         if generator.takes_memory_cap and sets is not None:
             wanted = min(sets, args.pp * chunks)  # 1F1B's peak is the largest cap there is
         return make(wanted), sets
-    caps = caps_to_try(name, args.pp, chunks, cap)
+    caps = caps_to_try(name, args.pp, cap)
     try:
         plan = generate_offloaded(make, link, args.offload, cap=cap, caps=caps)
     except CapNotKept as error:

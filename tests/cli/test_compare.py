@@ -88,3 +88,56 @@ def test_compare_table(run):
     assert out[2].split() == head.split()
     row = next(line for line in out if line.startswith("1f1b")).split()
     assert row[:-2] == ["1f1b", "1", "27.27", "%", "27.27", "%", "33", "4", "100.0", "%"]
+
+
+OFFLOAD = ["--offload", "auto", "--offload-time", 0.25]
+
+
+def test_compare_with_offload_is_simulate_with_offload(run):
+    argv = ["--pp", 4, "--microbatches", 8, "--offload", "half", "--offload-time", "0.2,0.3"]
+    data = _compare(run, *argv, "--offload-transfer", "dual")
+    head = ["offload", "offload_time", "offload_transfer", "schedules", "impossible"]
+    assert list(data)[3:] == head
+    assert [data[field] for field in head[:3]] == ["half", "0.2,0.3", "dual"]
+    assert {row["schedule"] for row in data["schedules"]} == set(NAMES)
+    for row in data["schedules"]:
+        alone = ["simulate", "--json", "--schedule", row["schedule"], "--offload-transfer", "dual"]
+        expected = json.loads(run(*alone, *argv)[1])
+        without = json.loads(run(*alone[:4], *argv[:4])[1])["peak_activation"]
+        assert row.pop("peak_activation_without_offload") == max(without)
+        assert row["offloaded_sets"] > 0
+        assert row | {"generation_seconds": 0} == expected | {"generation_seconds": 0}
+    off = _compare(run, *argv[:4], "--offload", "off")
+    plain = _compare(run, *argv[:4])
+    for table in (off, plain):
+        for row in table["schedules"]:
+            del row["generation_seconds"]
+    assert off == plain
+
+
+def test_compare_with_offload_caps_what_stays_on_the_device(run):
+    argv = ["--pp", 6, "--microbatches", 12, "--memory-cap", "1/3"]
+    rows = {r["schedule"]: r for r in _compare(run, *argv, *OFFLOAD)["schedules"]}
+    for row in rows.values():
+        assert row["over_cap"] is (max(row["peak_activation"]) > 2)
+    assert {row["over_cap"] for row in rows.values()} == {True, False}
+    assert rows["v-cap"]["over_cap"] is False
+    assert rows["v-cap"]["peak_activation_without_offload"] > 2
+    auto = ["simulate", "--json", "--schedule", "auto", *argv, *OFFLOAD]
+    fastest = next(row for row in rows.values() if not row["over_cap"])
+    assert json.loads(run(*auto)[1])["makespan"] <= fastest["makespan"]
+    hopeless = _compare(run, *argv[:4], "--memory-cap", "1/12", *OFFLOAD)
+    assert {row["schedule"] for row in hopeless["impossible"]} == {"1f1b", "zb-h1", "zb-h2"}
+    assert all(row["over_cap"] for row in hopeless["schedules"]), "rows all the same"
+
+
+def test_compare_table_with_offload(run):
+    argv = ["compare", "--pp", 4, "--microbatches", 8, *OFFLOAD]
+    out = run(*argv, "--memory-cap", 0.5)[1].splitlines()
+    assert out[0].endswith("memory cap 50 % of 1F1B's peak; offload auto, 0.25 of F+B+W a way")
+    assert out[2].endswith("of 1F1B's  without  host peak  sets away  stall  made in")
+    row = next(line for line in out if line.startswith("1f1b")).split()
+    assert row[6:-2] == ["33", "2", "50.0", "%", "4", "4", "14", "0"]
+    assert any(line.startswith("v-zb") and line.endswith("  over the cap") for line in out)
+    out = run(*argv[:5], "--offload", 2, "--offload-time", 1)[1]
+    assert "  1f1b: cannot offload 2 chunks of a rank that has 1; give 0 to 1" in out
