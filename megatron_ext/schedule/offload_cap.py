@@ -111,7 +111,7 @@ def generate_offloaded(
     while high - low > 1:
         low, high = (middle, high) if keeps(middle) else (low, middle)
         middle = (low + high) // 2
-    # A larger one is sometimes easier to offload: 2 * p caps leave no time to try all, but some.
+    # Now and then a larger one is easier to offload. There is no time to try all, but a few.
     best = next((i for i in range(min(low + _AHEAD, len(caps) - 1), low, -1) if keeps(i)), low)
     result = tried[max(best, 0)]
     if isinstance(result, ValueError):
@@ -119,7 +119,7 @@ def generate_offloaded(
     return result
 
 
-_AHEAD = 3
+_AHEAD = 3  # caps
 
 
 def family(
