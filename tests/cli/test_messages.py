@@ -13,7 +13,7 @@ from megatron_ext.commands import compare, schedule, show, simulate
 from megatron_ext.commands.common import Parser
 
 
-def test_the_commands_share_theiroptions():
+def test_the_commands_share_their_options():
     """What shapes a schedule is spelled and explained alike wherever one is made."""
     commands = Parser().add_subparsers()
     for module in (compare, schedule, show, simulate):
