@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -15,10 +15,9 @@ from ..schedule.actions import Op
 from ..schedule.check import CheckReport, check
 from ..schedule.costs import Costs, number_to_json
 from ..schedule.generators import AUTO, GENERATORS, NAMES, generate
-from ..schedule.generators.cap import v_cap_limits
 from ..schedule.link import DEFAULT_POLICY, POLICIES, Link
 from ..schedule.memory_cap import cap_sets, parse_cap
-from ..schedule.offload import offload, wanted_chunks
+from ..schedule.offload_cap import CapNotKept, auto_offloaded, caps_to_try, generate_offloaded
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
 from ..view import timeline
@@ -218,69 +217,62 @@ def schedule_of(args: argparse.Namespace, file: str | None = None) -> Schedule:
         file = args.schedule
     asked = offloads(args)
     if file is not None:
-        schedule = _from_file(file, args)
+        schedule = read = _from_file(file, args)
         if asked:
-            schedule = _offloaded(schedule, args, None)
+            schedule = _offloaded(args, lambda _: read, read.pp)
         elif args.offload is not None:
             schedule = schedule.compute()
     else:
-        schedule = _offloaded_to_cap(args) if asked else _generated(args, _memory_cap(args))
+        make = _maker(args)
+        if asked:
+            schedule = _offloaded(args, make, args.pp)
+        else:
+            cap = memory_cap(args)
+            with user_input():
+                # v-cap has two chunks, and auto counts in them.
+                schedule = make(None if cap is None else cap_sets(cap, args.pp, args.chunks or 2))
     refuse_large(schedule)
     return schedule
 
 
-def _offloaded(schedule: Schedule, args: argparse.Namespace, cap: int | None) -> Schedule:
-    """``schedule`` with the offload actions that the options ask for.
-
-    Raises:
-        InputError: it keeps more than ``cap`` activation sets on a device all the same.
-    """
+def offload_link(args: argparse.Namespace, pp: int) -> Link:
+    """What ``--offload-time`` and ``--offload-transfer`` say of every rank's link."""
     there, *back = args.offload_time.split(",")
     if len(back) > 1:
         raise InputError(f"--offload-time must be T or T,T2, got {args.offload_time!r}")
     with user_input():
         policy = args.offload_transfer or DEFAULT_POLICY
-        link = Link.of(schedule.pp, there.strip(), back[0].strip() if back else None, policy)
-        wanted_chunks(args.offload, schedule.chunks)
-        plan = offload(schedule, link, args.offload, most_sets=cap)
-    most = max(plan.peak_sets)
-    if cap is not None and most > cap:
-        raise InputError(
-            f"{schedule.name} at pp={schedule.pp} with --offload {args.offload} keeps {most} "
-            f"activation sets on a device, but the cap is {cap}; raise --memory-cap to "
-            f"{most / (schedule.pp * schedule.chunks):.4g}, or give another --schedule"
-        )
-    note = "; ".join(filter(None, (schedule.note, plan.note)))
-    return replace(plan.schedule, note=note)
+        return Link.of(pp, there.strip(), back[0].strip() if back else None, policy)
 
 
-def _offloaded_to_cap(args: argparse.Namespace) -> Schedule:
-    """The schedule that the options name, offloaded; a cap is of what stays on the device."""
-    cap = _memory_cap(args)
-    if cap is None or args.schedule not in _takers("takes_memory_cap"):
-        return _offloaded(_generated(args, None), args, _own_cap(args))
-    # A schedule with more memory is faster: the largest that can be brought under the cap.
-    high = args.pp * (args.chunks or 2)
-    low = min(max(cap, v_cap_limits(args.pp)[0]), high)
-    best = _offloaded(_generated(args, low), args, cap)
-    while low < high:
-        middle = (low + high + 1) // 2
-        try:
-            best = _offloaded(_generated(args, middle), args, cap)
-            low = middle
-        except InputError:
-            high = middle - 1
-    return best
-
-
-def _own_cap(args: argparse.Namespace) -> int | None:
-    """The cap in the sets of a schedule that takes none itself."""
-    if args.memory_cap is None:
-        return None
-    made = GENERATORS.get(args.schedule)
-    default = made.default_chunks if made else 1
+def _offloaded(
+    args: argparse.Namespace, make: Callable[[int | None], Schedule], pp: int
+) -> Schedule:
+    """What ``make`` makes, offloaded as the options say; a cap is of what stays on the device."""
+    link, cap = offload_link(args, pp), memory_cap(args)
     with user_input():
-        return cap_sets(parse_cap(args.memory_cap), args.pp or 1, args.chunks or default)
+        try:
+            if cap is None:
+                plan = generate_offloaded(make, link, args.offload)
+            elif args.schedule == AUTO:
+                plan = auto_offloaded(
+                    pp,
+                    args.microbatches,
+                    args.chunks or 2,
+                    costs_of(args, Costs()),
+                    link,
+                    args.offload,
+                    cap=cap,
+                    objective=args.objective or "makespan",
+                )
+            else:
+                caps = caps_to_try(args.schedule, pp, cap)
+                plan = generate_offloaded(make, link, args.offload, cap=cap, caps=caps)
+        except CapNotKept as error:
+            raise InputError(
+                f"{error.what}; raise --memory-cap to {error.needed}, or give another --schedule"
+            ) from None
+    return plan.schedule
 
 
 def refuse_large(schedule: Schedule) -> None:
@@ -296,7 +288,8 @@ def refuse_large(schedule: Schedule) -> None:
 _LARGEST_COST = 10**12  # beyond, times no longer fit the floats that they are printed as
 
 
-def _generated(args: argparse.Namespace, memory_cap: int | None) -> Schedule:
+def _maker(args: argparse.Namespace) -> Callable[[int | None], Schedule]:
+    """What generates ``--schedule`` for a cap in activation sets, or None; it raises ValueError."""
     if args.schedule not in _KNOWN:
         raise InputError(
             f"unknown schedule {args.schedule!r}; give one of {', '.join(_KNOWN)}, or a file"
@@ -315,25 +308,22 @@ def _generated(args: argparse.Namespace, memory_cap: int | None) -> Schedule:
                 f"{args.schedule} has none; leave {flag} out, or give another --schedule"
             )
     costs = costs_of(args, Costs())
-    with user_input():
-        return generate(
-            args.schedule,
-            args.pp,
-            args.microbatches,
-            args.chunks,
-            costs,
-            group_size=args.group_size,
-            memory_cap=memory_cap,
-            objective=args.objective or "makespan",
-        )
+    return lambda memory_cap: generate(
+        args.schedule,
+        args.pp,
+        args.microbatches,
+        args.chunks,
+        costs,
+        group_size=args.group_size,
+        memory_cap=memory_cap,
+        objective=args.objective or "makespan",
+    )
 
 
-def _memory_cap(args: argparse.Namespace) -> int | None:
-    if args.memory_cap is None or args.pp is None:
-        return None
-    chunks = args.chunks or 2  # what v-cap has, and auto counts in
+def memory_cap(args: argparse.Namespace) -> Fraction | None:
+    """``--memory-cap``, a fraction of 1F1B's peak."""
     with user_input():
-        return cap_sets(parse_cap(args.memory_cap), args.pp, chunks)
+        return None if args.memory_cap is None else parse_cap(args.memory_cap)
 
 
 def _from_file(path: str, args: argparse.Namespace) -> Schedule:

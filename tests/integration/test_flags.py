@@ -259,8 +259,12 @@ class TestAuto:
         choice, args = self.decided({}, num_layers=12)
         assert choice.name == "zb-h1"
         assert args.num_virtual_stages_per_pipeline_rank is None
-        assert "of 1f1b, zb-h1, zb-h2 that fit, which this model's layers" in choice.note
-        with pytest.raises(ConfigError, match="fits a cap of 2 micro.*raise --pp-memory-cap"):
+        assert "of 1f1b, zb-h1, zb-h2 that fit in 4 microbatches" in choice.note
+        assert choice.note.endswith("only these suit this model's layers and flags")
+        with pytest.raises(
+            ConfigError,
+            match="none of 1f1b, zb-h1, zb-h2 .* cap of 2 micro.*4 .1f1b.; raise --pp-memory-cap",
+        ):
             self.decided({"memory_cap": "0.5"}, num_layers=12)
 
     def test_features_that_exclude_the_v(self) -> None:

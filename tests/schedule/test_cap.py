@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 
 from megatron_ext.schedule import AUTO, Costs, Placement, Schedule, check, generate, lower, simulate
+from megatron_ext.schedule.generators.auto import auto
 from megatron_ext.schedule.generators.cap import repeat_period, unit_bound, v_cap_limits
 from megatron_ext.schedule.generators.period import Pattern, improve
 from megatron_ext.schedule.generators.vee import v_half_block, v_min_block, v_zb_block
@@ -203,6 +204,18 @@ def test_auto_with_other_options() -> None:
     best = generate(AUTO, 4, 8, costs=heavy)
     one = Costs.of(stages=[(2, 2, 2)] * 3 + [("2.5", "2.5", "2.5")])
     assert simulate(best).makespan <= simulate(generate("1f1b", 4, 8, costs=one)).makespan
+
+
+def test_auto_of_some_names() -> None:
+    names = ["po", "gis", "zb-h2", "gis-h"]
+    best = auto(generate, 4, 8, 3, Costs(), 12, "makespan", names)
+    assert (best.name, best.chunks) == ("gis", 3)
+    assert best.note.startswith("gis is the fastest of po, gis, zb-h2, gis-h that fit in 4 micro")
+    assert best.note.endswith("too large: zb-h2 (7)")
+    with pytest.raises(
+        ValueError, match=r"none of po, gis.* a cap of 1 micro.* all is 2.667 \(gis"
+    ):
+        auto(generate, 4, 8, 3, Costs(), 3, "makespan", names)
 
 
 @pytest.mark.parametrize(

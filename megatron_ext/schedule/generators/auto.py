@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ..costs import Costs
 from ..schedule import Schedule
-from ..simulate import simulate
+from ..simulate import Simulation, simulate
 from .cap import v_cap_limits
 from .grouped import gis_peak
 from .registry import GENERATORS
@@ -44,8 +44,9 @@ def auto(
     costs: Costs,
     memory_cap: int | None,
     objective: Objective,
+    names: Sequence[str] = FAMILIES,
 ) -> Schedule:
-    """The fastest of ``FAMILIES`` whose peak fits, the simpler one of those equally fast.
+    """The fastest of ``names`` whose peak fits, the simpler one of those equally fast.
 
     Args:
         make: ``generate``.
@@ -54,6 +55,7 @@ def auto(
             chunks; families with one chunk get the sums.
         memory_cap: most activation sets of one of ``chunks`` chunks on a rank; default 1F1B's,
             p*chunks.
+        names: of the families that it may choose from.
 
     Returns:
         The schedule, with the reason in ``note``.
@@ -63,10 +65,14 @@ def auto(
     """
     parts = 2 if chunks is None else chunks
     cap = Fraction(pp) if memory_cap is None else Fraction(memory_cap, parts)
+    some = None if len(names) == len(FAMILIES) else ", ".join(names)
     fitting: list[Choice] = []
     least: list[tuple[Fraction, str]] = []
-    for name, options in _families(pp, microbatches, parts, cap):
-        family_costs = costs_for(costs, pp * int(options.get("chunks") or 2))
+    for name in simplest_first(names):
+        options = family_options(name, pp, microbatches, parts, cap)
+        if options is None:
+            continue
+        family_costs = costs_for(costs, pp * options["chunks"])
         if family_costs is None:
             continue
         schedule = make(name, pp, microbatches, costs=family_costs, objective=objective, **options)
@@ -75,43 +81,61 @@ def auto(
         if peak > cap:
             least.append((peak, name))
             continue
-        time = run.makespan
-        if objective == "span":
-            longest = max(e[-1] - s[0] for s, e in zip(run.start, run.end) if s)
-            time = Fraction(longest, run.scale)
-        fitting.append(Choice(schedule, time, peak))
+        fitting.append(Choice(schedule, time_taken(run, objective), peak))
     if not fitting:
         need = f"; the least of all is {_text(min(least)[0])} ({min(least)[1]})" if least else ""
+        which = f"none of {some}" if some else "no schedule"
         raise ValueError(
-            f"no schedule at pp={pp} with {microbatches} microbatches fits a cap of {_text(cap)} "
+            f"{which} at pp={pp} with {microbatches} microbatches fits a cap of {_text(cap)} "
             f"microbatches of activations per rank{need}"
         )
     best = min(fitting, key=lambda choice: choice.time)  # the first, i.e. simplest, of the fastest
-    return replace(best.schedule, note=_why(best, fitting, least, cap, objective))
+    of = some or str(len(fitting))
+    return replace(best.schedule, note=_why(best, of, fitting, least, cap, objective))
 
 
-def _families(
-    pp: int, microbatches: int, chunks: int, cap: Fraction
-) -> Iterator[tuple[str, dict[str, int]]]:
-    """Name and options of all that may fit; more may turn out not to."""
-    for name in FAMILIES:
-        generator = GENERATORS[name]
-        options = {"chunks": chunks if generator.any_chunks else generator.default_chunks}
-        if generator.any_chunks and chunks < generator.default_chunks:
-            continue
-        if generator.takes_group_size:
-            sizes = range(pp, -(-pp // 2), -1)  # ceil(p/2) itself is gis-h
-            fits = [g for g in sizes if max(gis_peak(pp, microbatches, chunks, g)) <= cap * chunks]
-            if not fits:
-                continue
-            options["group_size"] = fits[0]
-        if generator.takes_memory_cap:
-            low, high = v_cap_limits(pp)
-            sets = min(high, int(cap * 2))
-            if sets < low:
-                continue
-            options["memory_cap"] = sets
-        yield name, options
+def simplest_first(names: Iterable[str]) -> list[str]:
+    """``names`` in the order of ``FAMILIES``."""
+    return sorted(names, key=FAMILIES.index)
+
+
+def time_taken(run: Simulation, objective: Objective) -> Fraction:
+    """What ``objective`` makes short, in the units of the costs."""
+    if objective == "makespan":
+        return run.makespan
+    return Fraction(max(e[-1] - s[0] for s, e in zip(run.start, run.end) if s), run.scale)
+
+
+def family_options(
+    name: str, pp: int, microbatches: int, chunks: int, cap: Fraction
+) -> dict[str, int] | None:
+    """Options of ``generate`` with which ``name`` may fit: the largest group, the whole cap.
+
+    Args:
+        name, pp, microbatches: as ``generate``.
+        chunks: if the family takes any number.
+        cap: most activations on a rank, in microbatches.
+
+    Returns:
+        ``chunks`` and what else it takes; it may turn out not to fit. None if it cannot.
+    """
+    generator = GENERATORS[name]
+    if generator.any_chunks and chunks < generator.default_chunks:
+        return None
+    options = {"chunks": chunks if generator.any_chunks else generator.default_chunks}
+    if generator.takes_group_size:
+        sizes = range(pp, -(-pp // 2), -1)  # ceil(p/2) itself is gis-h
+        fits = [g for g in sizes if max(gis_peak(pp, microbatches, chunks, g)) <= cap * chunks]
+        if not fits:
+            return None
+        options["group_size"] = fits[0]
+    if generator.takes_memory_cap:
+        low, high = v_cap_limits(pp)
+        sets = min(high, int(cap * 2))
+        if sets < low:
+            return None
+        options["memory_cap"] = sets
+    return options
 
 
 def costs_for(costs: Costs, stages: int) -> Costs | None:
@@ -130,6 +154,7 @@ def costs_for(costs: Costs, stages: int) -> Costs | None:
 
 def _why(
     best: Choice,
+    of: str,
     fitting: list[Choice],
     unfit: list[tuple[Fraction, str]],
     cap: Fraction,
@@ -139,7 +164,7 @@ def _why(
         (choice for choice in fitting if choice is not best), key=lambda choice: choice.time
     )
     text = (
-        f"{best.schedule.name} is the fastest of {len(fitting)} that fit in {_text(cap)} "
+        f"{best.schedule.name} is the fastest of {of} that fit in {_text(cap)} "
         f"microbatches of activations per rank: {objective} {_text(best.time)}, "
         f"peak {_text(best.peak)}"
     )

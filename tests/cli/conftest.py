@@ -1,0 +1,53 @@
+"""How the tests run a command, and what they share."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext import cli
+
+FIELDS = [
+    "schedule",
+    "pp",
+    "chunks",
+    "microbatches",
+    "cost",
+    "makespan",
+    "bubble",
+    "span_bubble",
+    "peak_activation",
+    "peak_activation_vs_1f1b",
+    "generation_seconds",
+]
+
+
+@pytest.fixture
+def run(capsys):
+    """Run one command in this process: (exit status, stdout, stderr)."""
+
+    def run(*argv):
+        try:
+            status = cli.main([str(arg) for arg in argv])
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def options(name, pp, m):
+    """Of the commands that make one schedule."""
+    return ["--schedule", name, "--pp", pp, "--microbatches", m]
+
+
+@pytest.fixture
+def file_of(tmp_path):
+    """A saved schedule's path."""
+
+    def file_of(schedule):
+        path = tmp_path / "schedule.json"
+        schedule.save(path)
+        return path
+
+    return file_of

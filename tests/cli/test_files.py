@@ -1,0 +1,127 @@
+"""Schedule files: written, read back, checked, refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.generators import forward_only, generate
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import Schedule
+
+from .conftest import options
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_schedule_file_round_trip(run, tmp_path, lowered):
+    path = tmp_path / "z.json"
+    argv = ["schedule", *options("zb-h1", 4, 6), "--hop", "0.1", "--output", path]
+    status, out, _ = run(*argv, *(["--lowered"] if lowered else []))
+    assert status == 0
+    assert out.startswith(f"{path}: zb-h1, pp 4, {144 if lowered else 72} actions")
+    assert Schedule.load(path).is_lowered is lowered
+    assert Schedule.load(path).compute().ranks == generate("zb-h1", 4, 6).ranks
+    plain = json.loads(run("simulate", *options("zb-h1", 4, 6), "--hop", "0.1", "--json")[1])
+    loaded = json.loads(run("simulate", "--schedule", path, "--json")[1])
+    for data in (plain, loaded):
+        data.pop("generation_seconds")
+    assert loaded == plain, "a file keeps its costs"
+    assert json.loads(run("simulate", "--schedule", path, "--hop", 0, "--json")[1])["cost"] == {
+        "forward": 1,
+        "backward_input": 1,
+        "backward_weight": 1,
+        "hop": 0,
+    }
+
+
+def test_file_and_options_must_agree(run, file_of):
+    path = file_of(generate("1f1b", 4, 8))
+    assert run("simulate", *options(path, 4, 8))[0] == 0
+    status, _, err = run("simulate", *options(path, 8, 8))
+    assert status == 2
+    assert f"--pp 8 contradicts {path}, which is for pp=4; leave --pp out" in err
+
+
+@pytest.mark.parametrize("flag", ["--memory-cap 0.5", "--group-size 3", "--objective span"])
+def test_a_file_is_not_shaped(run, file_of, flag):
+    path = file_of(generate("1f1b", 4, 8))
+    status, _, err = run("simulate", "--schedule", path, *flag.split())
+    assert status == 2
+    assert f"{flag} shapes a generated schedule, but the order in {path} is fixed; leave" in err
+
+
+def test_check_says_what_it_verified(run, tmp_path):
+    path = tmp_path / "z.json"
+    run("schedule", *options("1f1b", 4, 8), "--output", path)
+    status, out, _ = run("check", path)
+    assert status == 0
+    assert f"{path}: 1f1b, pp 4, chunks 1, microbatches 8, 64 actions: ok" in out
+    assert "lowered to 48 transfers: complete" in out
+    assert "peak activation per rank, in microbatches: 4 3 2 1" in out
+    run("schedule", *options("1f1b", 4, 8), "--lowered", "--output", path)
+    status, out, _ = run("check", path)
+    assert status == 0
+    assert "the file's transfers: complete" in out
+
+
+def test_check_refuses_with_the_grid(run, file_of):
+    schedule = generate("zb-h1", 2, 2)
+    status, out, err = run("check", path := file_of(schedule.with_ranks([schedule.ranks[0], ()])))
+    assert (status, out) == (2, "")
+    assert err.startswith(f"megatron-ext check: {path}: rank 1, position 0: F1.0 is missing")
+    assert "<-- here" in err
+
+
+def test_a_file_that_cannot_run_is_refused_everywhere(run, file_of):
+    schedule = generate("1f1b", 2, 2)
+    path = file_of(schedule.with_ranks([tuple(reversed(row)) for row in schedule.ranks]))
+    for argv in (["simulate", "--schedule", path], ["show", path], ["check", path]):
+        status, _, err = run(*argv)
+        assert status == 2, argv
+        assert str(path) in err
+
+
+def test_forward_only_file(run, file_of):
+    path = file_of(forward_only(Placement.loop(2), 3))
+    status, out, _ = run("check", path)
+    assert status == 0
+    assert "6 actions, forward only: ok" in out
+    assert "F0 F1 F2" in run("show", path)[1]
+
+
+def test_csv_files(run, tmp_path):
+    """A schedule in torch's form is one wherever a file is read; it keeps no costs."""
+    path = tmp_path / "s.csv"
+    argv = [*options("v-half", 4, 8), "--cost", "1,1.2,0.8", "--output", path]
+    assert run("schedule", *argv)[1] == f"{path}: v-half, pp 4, 192 actions\n"
+    assert Schedule.load(path).ranks == generate("v-half", 4, 8, costs=Costs.of(1, 1.2, 0.8)).ranks
+    assert "file, pp 4, chunks 2, microbatches 8, 192 actions: ok" in run("check", path)[1]
+    assert run("show", path)[1].startswith("file (planned): pp 4, chunks 2")
+    loaded = json.loads(run("simulate", "--schedule", path, "--json", "--cost", "1,1.2,0.8")[1])
+    made = json.loads(run("simulate", *argv[:-2], "--json")[1])
+    changed = {"schedule": "file", "generation_seconds": 0}
+    assert loaded | changed == made | changed
+    status, _, err = run("schedule", *argv, "--lowered")
+    assert status == 2
+    assert "CSV compute form has no transfers; leave --lowered out" in err
+    path.write_text("0F0,0B0\n1F0,1B\n")
+    for argv in (["check", path], ["show", path], ["simulate", "--schedule", path]):
+        status, _, err = run(*argv)
+        assert status == 2
+        assert f"{path}: row 2, column 2, cell '1B': expected stage" in err
+
+
+def test_damaged_files(run, tmp_path):
+    path = tmp_path / "s.json"
+    for content, message in (
+        ("{", "is not JSON"),
+        ("[]", 'expected "format": "megatron-ext-schedule/1", found \'list\''),
+        ('{"format": "megatron-ext-schedule/1"}', "lacks pp, chunks"),
+    ):
+        path.write_text(content)
+        status, _, err = run("check", path)
+        assert status == 2
+        assert str(path) in err
+        assert message in err

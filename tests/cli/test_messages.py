@@ -1,0 +1,136 @@
+"""What bad input gets, and what all commands have in common."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ext import __version__, cli
+from megatron_ext.commands import compare, schedule, show, simulate
+from megatron_ext.commands.common import Parser
+
+
+def test_the_commands_share_their_options():
+    """What shapes a schedule is spelled and explained alike wherever one is made."""
+    commands = Parser().add_subparsers()
+    for module in (compare, schedule, show, simulate):
+        module.add(commands)
+    choices = commands.choices
+    for flag in ("--cost", "--hop", "--stage-cost", "--chunks", "--objective"):
+        helps = {
+            choices[name]._option_string_actions[flag].help
+            for name in ("simulate", "schedule", "show", "compare")
+        }
+        assert len(helps) == 1, flag
+    for flag in ("--memory-cap", "--group-size"):
+        for name in ("simulate", "schedule", "show", "compare"):
+            assert flag in choices[name]._option_string_actions
+
+
+_PO = "simulate --schedule po --pp 4 --microbatches 8"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("", "the following arguments are required: COMMAND"),
+        ("simulate", "the following arguments are required: --schedule"),
+        ("simulate --schedule nope --pp 4 --microbatches 8", "unknown schedule 'nope'; give one"),
+        ("simulate --schedule 1f1b", "--schedule 1f1b needs --pp and --microbatches too"),
+        ("simulate --schedule 1f1b --pp 0 --microbatches 8", "whole number >= 1, got '0'"),
+        ("simulate --schedule 1f1b --pp 1 --microbatches 8", "at least 2 pipeline ranks, got pp=1"),
+        ("simulate --schedule 1f1b --pp x --microbatches 8", "whole number >= 1, got 'x'"),
+        ("simulate --schedule 1f1b --pp 4 --microbatches 8 --cost 1,2", "got '1,2'"),
+        ("simulate --schedule 1f1b --pp 4 --microbatches 8 --cost 1,1,0", "cost W must be > 0"),
+        ("simulate --schedule 1f1b --pp 4 --microbatches 8 --hop 1e400", "must not exceed 1e+12"),
+        ("simulate --schedule 1f1b --pp 4 --microbatches 8 --hop -1", "cost hop must be >= 0"),
+        ("simulate --schedule 1f1b --pp 4 --microbatches 8 --group-size 3", "--group-size"),
+        (
+            "simulate --schedule 1f1b --pp 4 --microbatches 8 --memory-cap 0.5",
+            "1f1b has none; leave --memory-cap out",
+        ),
+        (
+            "simulate --schedule gis --pp 4 --microbatches 8 --group-size 5",
+            "gis at pp=4 takes a group size from 2 (p/2 rounded up) to 4 (p), got 5",
+        ),
+        ("simulate --schedule gis --pp 4 --microbatches 8 --objective x", "invalid choice: 'x'"),
+        (f"{_PO} --offload half", "--offload half needs --offload-time T too"),
+        (f"{_PO} --offload-time 0.25", "--offload-time 0.25 is for --offload; give both"),
+        (f"{_PO} --offload off --offload-transfer dual", "dual is for --offload; give both"),
+        (f"{_PO} --offload 3 --offload-time 1", "cannot offload 3 chunks of a rank that has 2"),
+        (f"{_PO} --offload most --offload-time 1", "must be off, half, full, auto or a number"),
+        (f"{_PO} --offload half --offload-time 0", "an offload time must be a number > 0"),
+        (f"{_PO} --offload half --offload-time 1,2,3", "--offload-time must be T or T,T2"),
+        (f"{_PO} --offload half --offload-time 1 --offload-transfer x", "invalid choice: 'x'"),
+        (
+            f"{_PO} --offload auto --offload-time 0.25 --memory-cap 0.13",
+            "activation sets on a device, but the cap is 1; raise --memory-cap to 0.25",
+        ),
+        (
+            "schedule --schedule po --pp 4 --microbatches 8 --output a.json --offload half "
+            "--offload-time 1",
+            "--offload half needs --lowered too",
+        ),
+        (
+            "show --block v-half --pp 4 --offload half",
+            "--offload half is not for --block v-half",
+        ),
+        ("compare --pp 4", "the following arguments are required: --microbatches"),
+        ("compare --pp 1 --microbatches 8", "needs at least 2 ranks, got --pp 1"),
+        ("compare --pp 4 --microbatches 8 --memory-cap 40GiB", "such as 0.5, got '40GiB'"),
+        ("compare --pp 4 --microbatches 8 --memory-cap 0", "a number > 0 such as 0.5, got '0'"),
+        ("compare --pp 4 --microbatches 8 --memory-cap nan", "got 'nan'"),
+        ("compare --pp 4 --microbatches 8 --hop 1e400", "must not exceed 1e+12"),
+        ("simulate --sched 1f1b --pp 4 --microbatches 8", "required: --schedule"),
+        ("simulate --schedule gone.json", "cannot read schedule file gone.json: No such file"),
+        ("check gone.json", "cannot read schedule file gone.json: No such file or directory"),
+        ("compare --pp 4 --microbatches 8 --group-size 5", "at pp=4 takes 2 (p/2 rounded up) to 4"),
+        ("show", "give either a schedule file or --schedule NAME"),
+        ("show a.json --block v-half", "give either a schedule file or --schedule NAME or --block"),
+        ("show --block v-half", "--block v-half needs --pp P, at least 2 pipeline ranks"),
+        ("show --block v-half --pp 4 --hop 1", "--hop 1 is not for --block v-half, which is the"),
+        ("show --schedule v-half --pp 4 --microbatches 4 --squeeze", "--squeeze is for --block"),
+        ("show a.json --schedule 1f1b", "give either a schedule file or --schedule NAME"),
+        ("show --schedule 1f1b --pp 2 --microbatches 2 --output a.pdf", "use .svg, .html, .json"),
+        (
+            "schedule --schedule 1f1b --pp 2 --microbatches 2 --output no/such/dir/a.json",
+            "cannot write no/such/dir/a.json: No such file or directory",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(run, argv, message):
+    status, out, err = run(*argv.split())
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.startswith("megatron-ext")
+    assert err.count("\n") == 1
+
+
+def test_a_bug_stays_a_traceback(monkeypatch):
+    def broken(schedule):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(simulate, "simulate", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["simulate", "--schedule", "1f1b", "--pp", "2", "--microbatches", "2"])
+
+
+def test_version(run):
+    assert run("--version") == (0, f"megatron-ext {__version__}\n", "")
+
+
+def test_a_reader_that_leaves_is_no_error(repo_root):
+    command = [sys.executable, "-m", "megatron_ext"]
+    command += ["show", "--schedule", "1f1b", "--pp", "8", "--microbatches", "4000"]
+    # Unbuffered, Python drops the rest of a write that a pipe took in part, and never notices.
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        command, cwd=repo_root, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=60) == 141
+        assert process.stderr.read() == b""
