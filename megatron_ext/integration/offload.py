@@ -21,7 +21,8 @@ from ..offload.device import CpuDevice, CudaDevice, Device
 from ..offload.engine import Engine
 from ..offload.errors import OffloadConfigError
 from ..offload.host import GIB
-from ..offload.store import MIN_BYTES, ActivationStore, Footprint
+from ..offload.sets import Footprint
+from ..offload.store import MIN_BYTES, ActivationStore
 from ..schedule.actions import Op
 from ..schedule.check import CheckReport, check
 from ..schedule.costs import Costs

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from ..schedule.check import check
@@ -11,7 +13,15 @@ from ..schedule.costs import Costs
 from ..schedule.generators import AUTO, GENERATORS, NAMES, generate
 from ..schedule.link import Link
 from ..schedule.memory_cap import cap_sets, parse_cap
-from ..schedule.offload import offload
+from ..schedule.offload_cap import (
+    NO_CAP,
+    CapNotKept,
+    Make,
+    auto_offloaded,
+    caps_to_try,
+    family,
+    generate_offloaded,
+)
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule, ScheduleError
 from .choose import ANY_CHUNKS, ONE_CHUNK, choose
@@ -64,6 +74,7 @@ class Choice:
         self.undecided, self.note = text == AUTO, ""
         self._group_size = group_size
         self._cap_sets: int | None = None
+        self._auto_offloads = False
         self._plans: dict[tuple[int, int, int], Schedule] = {}
         try:
             self._costs = Costs() if cost is None else Costs.parse(cost)
@@ -130,14 +141,37 @@ class Choice:
         Raises:
             ConfigError: none of them fits the cap.
         """
+        link = None if self.offload is None else self.offload.link(pp)
         try:
-            chosen = choose(pp, microbatches, self._costs, self._cap, names, chunks)
+            if link is not None:
+                schedule = self._decide_offloaded(pp, microbatches, names, chunks, link)
+            else:
+                chosen = choose(pp, microbatches, self._costs, self._cap, names, chunks)
+                schedule, self._cap = chosen.schedule, None
+                self._group_size, self._cap_sets = chosen.group_size, chosen.memory_cap
+                self._plans[pp, schedule.chunks, microbatches] = schedule
         except ValueError as error:
             raise ConfigError(f"--pp-schedule auto: {error}; raise --pp-memory-cap") from None
-        self.undecided, self.name, self.note = False, chosen.schedule.name, chosen.schedule.note
-        self.vee = chosen.schedule.placement.is_vee()
-        self._group_size, self._cap_sets, self._cap = chosen.group_size, chosen.memory_cap, None
-        self._plans[pp, chosen.schedule.chunks, microbatches] = chosen.schedule
+        self.undecided, self.name, self.note = False, schedule.name, schedule.note
+        self.vee = schedule.placement.is_vee()
+
+    def _decide_offloaded(
+        self, pp: int, microbatches: int, names: Sequence[str], chunks: int, link: Link
+    ) -> Schedule:
+        """What is fastest with offload, where its times are known before training."""
+        assert self.offload is not None
+        self._cap = self._cap or Fraction(1)
+        self._auto_offloads = True
+        return auto_offloaded(
+            pp,
+            microbatches,
+            chunks,
+            self._costs,
+            link,
+            self.offload.wanted,
+            cap=self._cap,
+            names=names,
+        ).schedule
 
     @property
     def splits_backward(self) -> bool:
@@ -182,21 +216,38 @@ class Choice:
                 f"run has {microbatches} (global batch / (micro batch * data parallel)); generate "
                 f"it with --microbatches {microbatches}"
             )
-        base = self.file or self._generated(pp, chunks, microbatches)
         if link is None or self.offload is None:
-            return base
-        cap = None if self._cap is None else cap_sets(self._cap, pp, chunks)
-        planned = offload(base, link, self.offload.wanted, most_sets=cap, costs=costs)
-        most = max(planned.peak_sets)
-        # Times that are not the user's may be wrong, and training has begun: no reason to end it.
-        if cap is not None and most > cap and self.offload.times is not None:
-            raise ConfigError(
-                f"--pp-schedule {self.name} with --pp-offload keeps {most} activation sets on a "
-                f"device, but --pp-memory-cap allows {cap}; raise it to "
-                f"{most / (pp * chunks):.4g}, or use another schedule"
-            )
-        note = "; ".join(filter(None, (base.note, planned.note)))
-        return replace(planned.schedule, note=note)
+            return self.file or self._generated(pp, chunks, microbatches)
+        make, caps = self._makes(pp, chunks, microbatches)
+        if costs is not None:
+            own = make
+
+            def make(sets: int | None) -> Schedule:
+                return replace(own(sets), costs=costs)
+
+        try:
+            planned = generate_offloaded(make, link, self.offload.wanted, cap=self._cap, caps=caps)
+        except CapNotKept as error:
+            # Times that are not the user's may be wrong, and training has begun: no reason to end.
+            planned = error.plan
+            if self.offload.times is not None:
+                raise ConfigError(
+                    f"--pp-schedule: {error.what}; raise --pp-memory-cap to {error.needed}, or use "
+                    "another schedule"
+                ) from None
+        except ValueError as error:
+            raise ConfigError(f"--pp-schedule {self.name}: {error}") from None
+        return planned.schedule
+
+    def _makes(self, pp: int, chunks: int, microbatches: int) -> tuple[Make, Sequence[int | None]]:
+        """How the order is made that offload starts from, and the caps to make it for."""
+        if self._auto_offloads:
+            return family(self.name, pp, microbatches, chunks, self._costs, self._cap)
+        if self.file is not None or not GENERATORS[self.name].takes_memory_cap or not self._cap:
+            base = self.file or self._generated(pp, chunks, microbatches)
+            return (lambda _: base), NO_CAP
+        made = partial(generate, self.name, pp, microbatches, chunks, self._costs)
+        return (lambda sets: made(memory_cap=sets)), caps_to_try(self.name, pp, self._cap)
 
     def _generated(self, pp: int, chunks: int, microbatches: int) -> Schedule:
         key = (pp, chunks, microbatches)

@@ -11,13 +11,11 @@ passes keep of B's tensors stays valid until W, without the store knowing about 
 
 from __future__ import annotations
 
-import enum
 import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -25,7 +23,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .arena import padded
 from .blocks import Block, Kept, View, place, written
-from .engine import Engine, Ticket
+from .engine import Engine
+from .sets import (
+    LATE,
+    NO_ROOM,
+    NOTHING,
+    ActivationSet,
+    Footprint,
+    SetBytes,
+    State,
+    storage_bytes,
+)
 
 # A copy has a fixed cost, and norms' statistics are not worth it.
 MIN_BYTES = 64 * 1024
@@ -33,83 +41,6 @@ MIN_BYTES = 64 * 1024
 MIN_COVERAGE = 0.5
 # Transformer Engine (2.x; 1.x for weights) and megatron-core mark tensors that must not move.
 MARKS = ("_TE_do_not_offload", "_do_not_offload", "weight_offloading")
-
-
-NO_ROOM = "the host arena had no room"
-NOTHING = "nothing in it can move"
-LATE = "its copy was not complete when it was needed again"
-
-
-class State(enum.Enum):
-    """Where a set is."""
-
-    HERE = "on the device"
-    LEAVING = "on the device, being copied to the host"
-    AWAY = "on the host"
-    PREPARED = "on the host, device memory prepared"
-    COMING = "being copied back to the device"
-    BACK = "back on the device"
-
-
-@dataclass(frozen=True)
-class SetBytes:
-    """Bytes of one set.
-
-    Attributes:
-        device: of blocks that occupy device memory now (prepared ones too).
-        host: of the set's copy in the arena, as long as its place is taken.
-        kept: of tensors saved by reference that never leave.
-    """
-
-    device: int
-    host: int
-    kept: int
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What one set takes, in bytes, after its F: enough to say what any plan needs.
-
-    Attributes:
-        here: on the device, from F to RELEASE.
-        away: of that, what stays there after RELEASE.
-        back: on the device from PREPARE on.
-        host: its place in the arena.
-    """
-
-    here: int = 0
-    away: int = 0
-    back: int = 0
-    host: int = 0
-
-    def union(self, other: Footprint) -> Footprint:
-        """The larger of both, each number for itself."""
-        return Footprint(*map(max, astuple(self), astuple(other)))
-
-
-class _Set:
-    """One activation set."""
-
-    def __init__(self, key: Hashable) -> None:
-        self.key, self.state = key, State.HERE
-        self.ticket: Ticket | None = None
-        # Weak: graphs own blocks. Strong only while a copy is under way.
-        self.blocks: list[weakref.ref[Block]] = []
-        self.moving: list[Block] = []
-        self.moved: list[weakref.ref[Block]] = []
-        self.buffers: list[torch.Tensor] = []
-        self.by_storage: dict[int, weakref.ref[Block]] = {}
-        self.kept: Counter[str] = Counter()
-        self.gone: list[tuple[StorageWeakRef, int]] = []
-        # Why there is no transfer (NO_ROOM, NOTHING, LATE), or "".
-        self.stays = ""
-        # As of the last action; backward frees blocks meanwhile without telling.
-        self.device_bytes = 0
-        self.late = False
-
-    def alive(self) -> list[Block]:
-        """Blocks that some graph still needs."""
-        return [block for ref in self.blocks if (block := ref()) is not None]
 
 
 class ActivationStore:
@@ -141,10 +72,10 @@ class ActivationStore:
         self._resident_tensors, self._keep, self._patient = resident, keep, patient
         self._min_bytes, self._min_coverage = min_bytes, min_coverage
         self._resident: dict[int, dict[tuple[Any, ...], torch.Tensor]] | None = None
-        self._sets: dict[Hashable, _Set] = {}
+        self._sets: dict[Hashable, ActivationSet] = {}
         # Storages that were released and lived on: somebody shares them, and moving them is vain.
         self._shared: dict[int, StorageWeakRef] = {}
-        self._open: _Set | None = None
+        self._open: ActivationSet | None = None
         self.late_releases = 0
         self.peak_device_sets = self.peak_host_sets = 0
         self.peak_device_bytes = 0
@@ -173,7 +104,7 @@ class ActivationStore:
             what = "another set is being saved" if self._open else "its last pass is not finished"
             raise RuntimeError(f"activation set {key} cannot be saved: {what}")
         self._poll()
-        record = _Set(key)
+        record = ActivationSet(key)
         self._open = self._sets[key] = record
         hooks = torch.autograd.graph.saved_tensors_hooks(
             functools.partial(self._pack, record), self._unpack
@@ -295,7 +226,7 @@ class ActivationStore:
         if record is None:
             raise RuntimeError(f"there is no activation set {key} to finish")
         if record.state in (State.AWAY, State.PREPARED) and not record.stays and not record.late:
-            raise RuntimeError(f"activation set {key} cannot be finished: it is {_where(record)}")
+            raise RuntimeError(f"activation set {key} cannot be finished: it is {record.where()}")
         if record.ticket is not None:
             self.engine.finish(record.ticket)
         record.moving = []
@@ -310,7 +241,7 @@ class ActivationStore:
             RuntimeError: a set was never finished.
         """
         if self._sets:
-            left = ", ".join(f"{key} ({_where(r)})" for key, r in self._sets.items())
+            left = ", ".join(f"{key} ({r.where()})" for key, r in self._sets.items())
             raise RuntimeError(f"an iteration ended with activation sets left over: {left}")
         self.engine.arena.seal()
         self._resident = None
@@ -352,7 +283,7 @@ class ActivationStore:
         record = self._sets[key]
         blocks = [block for block in record.alive() if self._can_move(block)]
         here = self._device_bytes(record)
-        away = here - sum(_storage_bytes(block) for block in blocks)
+        away = here - sum(storage_bytes(block) for block in blocks)
         ranges = [end - start for start, end in (block.range_bytes() for block in blocks)]
         return Footprint(here, away, away + sum(ranges), sum(map(padded, ranges)))
 
@@ -398,7 +329,7 @@ class ActivationStore:
 
     # --- autograd's side ---
 
-    def _pack(self, record: _Set, tensor: torch.Tensor) -> Any:
+    def _pack(self, record: ActivationSet, tensor: torch.Tensor) -> Any:
         reason = self._why_kept(tensor)
         if reason is not None:
             nbytes = tensor.numel() * tensor.element_size()
@@ -423,7 +354,7 @@ class ActivationStore:
                 raise written(None, tensor, handle.version, handle.origin)
             return tensor
         block, number = handle
-        record: _Set = block.owner
+        record: ActivationSet = block.owner
         if record.state in (State.COMING, State.BACK) and not record.stays:
             assert record.ticket is not None
             self.engine.use(record.ticket)
@@ -432,7 +363,7 @@ class ActivationStore:
             record.moving = []
         if block.memory is None:
             raise RuntimeError(
-                f"backward needs activation set {record.key}, which is {_where(record)}: the "
+                f"backward needs activation set {record.key}, which is {record.where()}: the "
                 "schedule has no RELOAD for it before this pass"
             )
         result: torch.Tensor = block.view(number)
@@ -481,15 +412,15 @@ class ActivationStore:
             return False
         return block.coverage() >= self._min_coverage
 
-    def _get(self, key: Hashable, action: str, wanted: State) -> _Set:
+    def _get(self, key: Hashable, action: str, wanted: State) -> ActivationSet:
         self._poll()
         record = self._sets.get(key)
         if record is None or record.state is not wanted:
-            where = "there is none" if record is None else f"it is {_where(record)}"
-            raise RuntimeError(f"cannot {action} activation set {key}: {where}")
+            now = "there is none" if record is None else f"it is {record.where()}"
+            raise RuntimeError(f"cannot {action} activation set {key}: {now}")
         return record
 
-    def _drop(self, record: _Set) -> None:
+    def _drop(self, record: ActivationSet) -> None:
         """Drop the device's copy of what was moved."""
         for block in record.moving:
             for view in block.views:
@@ -515,26 +446,15 @@ class ActivationStore:
             if ticket is not None and self.engine.release(ticket, patient=True):
                 self._drop(record)
 
-    def _device_bytes(self, record: _Set) -> int:
+    def _device_bytes(self, record: ActivationSet) -> int:
         blocks = [b.memory for b in record.alive() if b.memory is not None]
         blocks += record.buffers
         return sum(memory.untyped_storage().nbytes() for memory in blocks)
 
-    def _count(self, changed: _Set) -> None:
+    def _count(self, changed: ActivationSet) -> None:
         # Each action looks at one set only: summing over all their blocks would take milliseconds.
         changed.device_bytes = self._device_bytes(changed)
         now = sum(record.device_bytes for record in self._sets.values())
         self.peak_device_bytes = max(self.peak_device_bytes, now)
         self.peak_device_sets = max(self.peak_device_sets, self.device_sets())
         self.peak_host_sets = max(self.peak_host_sets, self.host_sets())
-
-
-def _storage_bytes(block: Block) -> int:
-    assert block.memory is not None
-    return block.memory.untyped_storage().nbytes()
-
-
-def _where(record: _Set) -> str:
-    if record.stays:
-        return f"on the device ({record.stays})"
-    return record.state.value

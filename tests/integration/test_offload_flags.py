@@ -14,7 +14,7 @@ import pytest
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.integration.validate import Choice, after_megatron, before_megatron
-from megatron_ext.schedule import Costs, check, generate, offload_pass
+from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
 from megatron_ext.schedule.link import Link
 
 from .conftest import has
@@ -116,8 +116,37 @@ class TestWithASchedule:
     def test_a_cap_that_cannot_be_kept(self) -> None:
         choice = Choice("v-zb", memory_cap="0.13", offloading=asked("auto", time="0.25"))
         args = arguments(virtual_pipeline_model_parallel_size=2)
-        with pytest.raises(ConfigError, match=r"keeps \d+ activation sets .* allows 1; raise it"):
+        with pytest.raises(ConfigError, match=r"keeps \d+ .* is 1; raise --pp-memory-cap"):
             after_megatron(args, choice)
+
+    def test_a_cap_that_measured_times_do_not_keep(self) -> None:
+        """Training has begun then: the closest plan runs."""
+        choice = Choice("v-zb", memory_cap="0.13", offloading=asked("auto"))
+        assert choice.plan(4, 2, 16, Link.of(4, Fraction(1, 4))).has_offload
+
+    def test_v_cap_is_as_large_as_offload_allows(self) -> None:
+        link = Link.of(8, Fraction(1, 4))
+        choice = Choice("v-cap", memory_cap="0.5", offloading=asked("auto", time="0.25"))
+        plan = choice.plan(8, 2, 32, link)
+        assert max(check(plan).peak_sets) <= 8
+        assert max(check(plan.compute()).peak_sets) > 8
+        alone = Choice("v-cap", memory_cap="0.5").plan(8, 2, 32)
+        assert simulate(plan).makespan < simulate(alone).makespan
+
+    def test_auto_counts_what_stays(self) -> None:
+        """With the times given before training it takes what offload brings under the cap."""
+        with_offload = Choice("auto", memory_cap="0.5", offloading=asked("auto", time="0.25"))
+        alone = Choice("auto", memory_cap="0.5")
+        for choice in (with_offload, alone):
+            choice.decide(8, 32)
+        plan = with_offload.plan(8, 2, 32, with_offload.offload.link(8))  # type: ignore[union-attr]
+        assert max(check(plan).peak_sets) <= 4 * plan.chunks
+        assert simulate(plan).makespan < simulate(alone.plan(8, 2, 32)).makespan
+        assert "offload" in with_offload.note
+        # Other numbers of microbatches keep the schedule and the cap.
+        fewer = with_offload.plan(8, 2, 9, with_offload.offload.link(8))  # type: ignore[union-attr]
+        assert fewer.name == plan.name
+        assert max(check(fewer).peak_sets) <= 4 * plan.chunks
 
     def test_a_file_that_offloads_already(self, tmp_path: Path) -> None:
         plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule

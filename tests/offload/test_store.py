@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.offload.blocks import hollow
 from megatron_ext.offload.device import CpuDevice, Direction, Faults
-from megatron_ext.offload.store import ActivationStore, SetBytes, State
+from megatron_ext.offload.sets import SetBytes, State
+from megatron_ext.offload.store import ActivationStore
 
 pytestmark = pytest.mark.timeout(60)
 
