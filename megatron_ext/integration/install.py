@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import vee, wgrad
+from . import recompute, vee, wgrad
 from .errors import ConfigError
 from .flags import add_arguments, defaults, lost_in_yaml, options_without_schedule, wanted
 from .report import Report
@@ -90,6 +90,8 @@ class Installation:
         ]
         if choice.splits_backward:
             seams += wgrad.seams(store)
+        if getattr(args, "pp_cheap_recompute", None):
+            seams += recompute.seams()
         training = "megatron.training" in sys.modules
         if training:
             seams += Checkpoints(choice.name, Layout.of(args)).seams()
@@ -153,6 +155,8 @@ class Installation:
             notice = None
             if first:
                 before_megatron(args, choice)
+                if args.pp_cheap_recompute:
+                    recompute.ask_megatron(args)
                 notice = choose_formats(args, choice.name, choice.vee)
             result = original(args, *rest, **kwargs)
             chunks = after_megatron(args, choice)
