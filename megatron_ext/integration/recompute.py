@@ -9,6 +9,7 @@ here is how our flag asks for it, and the same for every other MLP, which Megatr
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 
 from .errors import ConfigError
 from .seams import Seam
+
+logger = logging.getLogger(__name__)
 
 FLAG = "--pp-cheap-recompute"
 _RANDOM = "megatron.core.tensor_parallel.random"
@@ -38,11 +41,7 @@ def ask_megatron(args: Any) -> None:
             f"{FLAG} has nothing to do under --recompute-granularity full, which recomputes whole "
             f"layers; drop {FLAG}, or full for more speed and memory"
         )
-    for attribute in (
-        "recompute_method",
-        "recompute_num_layers",
-        "distribute_saved_activations",
-    ):
+    for attribute in ("recompute_method", "recompute_num_layers", "distribute_saved_activations"):
         value = getattr(args, attribute, None)
         if value:
             raise ConfigError(
@@ -69,6 +68,12 @@ def ask_megatron(args: Any) -> None:
     wanted = ["layernorm", *(["moe_act"] if grouped and "moe" not in modules else [])]
     args.recompute_granularity = "selective"
     args.recompute_modules = [*modules, *(name for name in wanted if name not in modules)]
+    if getattr(args, "transformer_impl", None) == "transformer_engine" and args.rank == 0:
+        logger.warning(
+            "megatron_ext: %s: where Transformer Engine has norm and linear layer in one module, it "
+            "keeps the norm's output; norms that are modules of their own are recomputed",
+            FLAG,
+        )
 
 
 def seams() -> tuple[Seam, ...]:
@@ -125,9 +130,7 @@ def _mlp_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
         x, bias = self.linear_fc1(hidden_states)
         recompute = CheckpointWithoutOutput()
-        y, output_bias = self.linear_fc2(
-            recompute.checkpoint(activation, x, bias, per_token_scale)
-        )
+        y, output_bias = self.linear_fc2(recompute.checkpoint(activation, x, bias, per_token_scale))
         # The gradient of y comes before fc2's backward, which is the first to need its input. That
         # input is never discarded again, so a W pass finds it too, however late.
         recompute.discard_output_and_register_recompute(y)

@@ -7,6 +7,8 @@ whether all gradients are bit for bit those without recompute, with B and W in o
 another forward between them, and with what is kept moved to the host and back.
 """
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import json
