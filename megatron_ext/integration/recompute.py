@@ -35,11 +35,11 @@ def ask_megatron(args: Any) -> None:
     """
     granularity = getattr(args, "recompute_granularity", None)
     if getattr(args, "recompute_activations", False):
-        granularity = "selective"  # Megatron lets the short form win
+        granularity = "selective"  # the short form wins in Megatron too
     if granularity == "full":
         raise ConfigError(
             f"{FLAG} has nothing to do under --recompute-granularity full, which recomputes whole "
-            f"layers; drop {FLAG}, or full for more speed and memory"
+            "layers; drop one of both"
         )
     for attribute in ("recompute_method", "recompute_num_layers", "distribute_saved_activations"):
         value = getattr(args, attribute, None)
@@ -70,8 +70,8 @@ def ask_megatron(args: Any) -> None:
     args.recompute_modules = [*modules, *(name for name in wanted if name not in modules)]
     if getattr(args, "transformer_impl", None) == "transformer_engine" and args.rank == 0:
         logger.warning(
-            "megatron_ext: %s: where Transformer Engine has norm and linear layer in one module, it "
-            "keeps the norm's output; norms that are modules of their own are recomputed",
+            "megatron_ext: %s: where Transformer Engine has norm and linear layer in one module, "
+            "it keeps the norm's output; norms that are modules of their own are recomputed",
             FLAG,
         )
 
