@@ -93,9 +93,10 @@ def command(feature: Feature, name: str, checkpoint: Path | None) -> list[str]:
     words += ["--pipeline-model-parallel-size", str(feature.pp)]
     words += ["--load", str(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng"]
     ours = schedule_flags(name, feature.pp)
+    more = feature.ours.split() if ours else []
     if "LAYOUT" in words and "--num-virtual-stages-per-pipeline-rank" in ours:
         ours = ours[:-2]  # the layout says how many
-    words += ours + (feature.ours.split() if ours else [])
+    words += ours + more
     board = str(checkpoint.parent / "board")
     words = [board if word == "TENSORBOARD" else word for word in words]
     return [_layout(name, feature.pp) if word == "LAYOUT" else word for word in words]

@@ -25,7 +25,7 @@ class Feature:
         name: as the table shows it.
         model: flags that the starting checkpoint is made with too.
         run: flags of the compared runs only.
-        ours: flags of our runs only.
+        ours: flags of ours beside ``--pp-schedule``; stock does not know them.
         drop: flags of ``BASE`` that the feature is without.
         pp: pipeline ranks; the world is always ``pp`` times what the other flags need.
         world: ranks in all.
@@ -49,6 +49,9 @@ class Feature:
     first: tuple[int, int] = (0, 16)
 
 
+_CHEAP = "--pp-cheap-recompute"
+_LLAMA = """--position-embedding-type rope --swiglu --group-query-attention --num-query-groups 2
+--normalization RMSNorm --disable-bias-linear"""
 _SUM = "two summands of a gradient are added in another order"
 _CLIP = "the norm that clipping divides by is summed per rank, so in another order"
 
@@ -88,9 +91,7 @@ FEATURES = (
     ),
     Feature(
         "rope, swiglu, GQA, RMSNorm",
-        model="""--position-embedding-type rope --swiglu
-        --group-query-attention --num-query-groups 2 --normalization RMSNorm
-        --disable-bias-linear""",
+        model=_LLAMA,
     ),
     Feature(
         "recompute full, uniform",
@@ -103,6 +104,28 @@ FEATURES = (
         --recompute-num-layers 1""",
     ),
     Feature("recompute selective", run="--recompute-granularity selective"),
+    Feature("cheap recompute", ours=_CHEAP),
+    Feature(
+        "cheap recompute, core attention too, rope, swiglu, GQA, RMSNorm, bf16",
+        model=_LLAMA + " --bf16",
+        run="--recompute-activations",
+        ours=_CHEAP,
+    ),
+    Feature(
+        "cheap recompute, TP 2, sequence parallel",
+        run="--tensor-model-parallel-size 2 --sequence-parallel",
+        ours=_CHEAP,
+        pp=2,
+        tolerance=1e-5,
+        why=_SUM,
+    ),
+    Feature(
+        "cheap recompute, MoE, EP 2, bf16, both overlaps",
+        model=MOE + " --swiglu --bf16",
+        run="--expert-model-parallel-size 2 " + OVERLAP,
+        ours=_CHEAP,
+        pp=2,
+    ),
     Feature(
         "evaluation",
         run="--eval-iters 2 --eval-interval 2",
@@ -216,5 +239,9 @@ FEATURES = (
         --rampup-batch-size 4 2 24""",
         ours="--pp-offload full --pp-offload-time 0.25 --pp-offload-transfer single",
         drop="--train-iters",
+    ),
+    Feature(
+        "offload, full, cheap recompute",
+        ours="--pp-cheap-recompute --pp-offload full --pp-offload-time 0.25",
     ),
 )

@@ -87,6 +87,22 @@ def _fix_moe_utils(module: ModuleType) -> None:
     module.__dict__.setdefault("te_general_gemm", None)
 
 
+def _fix_recompute(module: ModuleType) -> None:
+    """Refill discarded outputs by a copy, as core_v0.16.1 does.
+
+    Later versions compile a C++ extension that shares the memory instead: a minute, and a compiler,
+    in the first backward pass.
+    """
+    if hasattr(module, "_get_share_storage"):
+        module._get_share_storage = lambda: _copy_storage  # type: ignore[attr-defined]
+
+
+def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+    storage = source.untyped_storage()
+    target.untyped_storage().resize_(storage.size())
+    target.untyped_storage().copy_(storage)
+
+
 class _TritonStub(ModuleType):
     """Enough of triton to define kernels that nobody calls on a CPU."""
 
@@ -123,6 +139,7 @@ _CONTEXTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 }
 _FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.optimizer.distrib_optimizer": _fix_distributed_optimizer,
+    "megatron.core.tensor_parallel.random": _fix_recompute,
     "megatron.core.transformer.dot_product_attention": context_parallel.fix_attention,
     "megatron.core.transformer.moe.moe_utils": _fix_moe_utils,
     "megatron.core.transformer.torch_norm": context_parallel.fix_norm,

@@ -48,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         help="write each rank's measured timeline and peak resident activation sets here",
     )
+    group.add_argument(
+        "--pp-cheap-recompute",
+        action="store_true",
+        default=None,
+        help="recompute norm and activation-function outputs in backward instead of keeping them, "
+        "beside what --recompute-modules names",
+    )
     _add_offload_arguments(group)
     return parser
 
@@ -95,7 +102,9 @@ _FLAGS = (
     "--pp-offload-chunks",
     "--pp-offload-time",
     "--pp-offload-transfer",
+    "--pp-cheap-recompute",
 )
+_SWITCHES = ("pp_cheap_recompute",)
 
 
 def wanted(argv: Sequence[str]) -> bool:
@@ -119,14 +128,17 @@ def defaults(config: Mapping[str, object]) -> dict[str, str]:
     """``{"pp_schedule": "v-half", ...}`` as defaults of the flags; None leaves one out.
 
     Raises:
-        ConfigError: a name that no flag has.
+        ConfigError: a name that no flag has, or a switch that is neither True nor False.
     """
     known = [_attribute(flag) for flag in _FLAGS]
     for name in config:
         if name not in known:
             raise ConfigError(f"{name!r} is no option of megatron_ext; it has {', '.join(known)}")
+        if name in _SWITCHES and config[name] not in (None, True, False):
+            raise ConfigError(f"{name} is a switch, True or False, but got {config[name]!r}")
     # As text: argparse converts and checks a default that is text, as it does the user's.
-    return {name: str(value) for name, value in config.items() if value is not None}
+    given = {name: value for name, value in config.items() if value is not None}
+    return {n: str(v) for n, v in given.items() if not (n in _SWITCHES and v is False)}
 
 
 def options_without_schedule(args: argparse.Namespace) -> list[str]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import saved_parameters, vee, wgrad
+from . import recompute, saved_parameters, vee, wgrad
 from .errors import ConfigError
 from .flags import add_arguments, defaults, lost_in_yaml, options_without_schedule, wanted
 from .report import Report
@@ -99,6 +99,8 @@ class Installation:
         if offloading is not None:
             # Behind those of W, so around them.
             seams += saved_parameters.seams(offloading.parameter)
+        if getattr(args, "pp_cheap_recompute", None):
+            seams += recompute.seams()
         training = "megatron.training" in sys.modules
         if training:
             seams += Checkpoints(choice.name, Layout.of(args)).seams()
@@ -167,6 +169,8 @@ class Installation:
             notice = None
             if first:
                 before_megatron(args, choice)
+                if args.pp_cheap_recompute:
+                    recompute.ask_megatron(args)
                 notice = choose_formats(args, choice.name, choice.vee)
             result = original(args, *rest, **kwargs)
             chunks = after_megatron(args, choice)

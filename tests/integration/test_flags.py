@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.flags import GROUP, add_arguments
+from megatron_ext.integration.flags import (
+    GROUP,
+    add_arguments,
+    defaults,
+    options_without_schedule,
+    wanted,
+)
 from megatron_ext.integration.rejections import REJECTIONS, Rejection, markdown
 from megatron_ext.integration.validate import Choice, after_megatron, before_megatron
 from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
@@ -293,6 +299,78 @@ class TestAuto:
         assert "--cpu-offloading" in refusal("auto", cpu_offloading=True)
 
 
+@needs_megatron
+class TestCheapRecompute:
+    """--pp-cheap-recompute asks Megatron for its part, or says what excludes it."""
+
+    def modules(self, **changed: Any) -> list[str]:
+        """The modules that Megatron is asked to recompute."""
+        from megatron_ext.integration.recompute import ask_megatron
+
+        args = arguments(rank=0, **changed)
+        ask_megatron(args)
+        assert args.recompute_granularity == "selective"
+        found: list[str] = args.recompute_modules
+        ask_megatron(args)
+        assert args.recompute_modules == found
+        return found
+
+    def test_alone(self) -> None:
+        assert self.modules() == ["layernorm"]
+        assert self.modules(num_experts=8) == ["layernorm"]
+        assert self.modules(num_experts=8, moe_grouped_gemm=True) == ["layernorm", "moe_act"]
+        assert self.modules(num_experts=None, moe_grouped_gemm=True) == ["layernorm"]
+
+    def test_beside_what_the_user_recomputes(self) -> None:
+        selective = {"recompute_granularity": "selective"}
+        assert self.modules(**selective) == ["core_attn", "layernorm"]
+        assert self.modules(recompute_activations=True) == ["core_attn", "layernorm"]
+        mine = ["mlp", "layernorm"]
+        assert self.modules(**selective, recompute_modules=mine) == ["mlp", "layernorm"]
+        assert self.modules(**selective, recompute_modules=[]) == ["layernorm"]
+        assert mine == ["mlp", "layernorm"]
+        experts = {"num_experts": 8, "moe_grouped_gemm": True}
+        assert self.modules(**experts, recompute_modules=["moe"]) == ["moe", "layernorm"]
+
+    @pytest.mark.parametrize(
+        ("flags", "text"),
+        [
+            ({"recompute_granularity": "full"}, "nothing to do under --recompute-granularity full"),
+            ({"recompute_method": "block"}, "--recompute-method (set to block) belongs to"),
+            ({"recompute_num_layers": 2}, "--recompute-num-layers (set to 2) belongs to"),
+            ({"distribute_saved_activations": True}, "--distribute-saved-activations (set to True"),
+            ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
+            ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "use another recipe, e.g. blockwise"),
+        ],
+    )
+    def test_refused(self, flags: dict[str, Any], text: str) -> None:
+        with pytest.raises(ConfigError) as error:
+            self.modules(**flags)
+        assert text in str(error.value)
+        assert str(error.value).startswith("--pp-cheap-recompute ")
+        assert "\n" not in str(error.value)
+
+    def test_fp8_with_another_recipe(self) -> None:
+        assert self.modules(fp8="hybrid", fp8_recipe="blockwise") == ["layernorm"]
+
+    def test_says_what_transformer_engine_keeps(self, caplog: pytest.LogCaptureFixture) -> None:
+        self.modules(transformer_impl="local")
+        assert not caplog.records
+        self.modules(transformer_impl="transformer_engine")
+        assert "keeps the norm's output" in caplog.text
+
+    def test_is_a_switch(self) -> None:
+        assert defaults({"pp_cheap_recompute": True}) == {"pp_cheap_recompute": "True"}
+        assert defaults({"pp_cheap_recompute": False}) == {}
+        with pytest.raises(ConfigError, match="True or False, but got 'no'"):
+            defaults({"pp_cheap_recompute": "no"})
+
+    def test_needs_a_schedule(self) -> None:
+        args = add_arguments(argparse.ArgumentParser()).parse_args(["--pp-cheap-recompute"])
+        assert options_without_schedule(args) == ["--pp-cheap-recompute"]
+        assert wanted(["--pp-cheap-recompute"])
+
+
 class TestFile:
     def write(self, folder: Path, schedule: Schedule) -> str:
         path = folder / "schedule.json"
@@ -367,7 +445,7 @@ class TestFile:
 def test_flags_are_in_their_own_group_and_off_by_default() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     args = parser.parse_args([])
-    ours = ["schedule", "memory_cap", "group_size", "cost", "trace"]
+    ours = ["schedule", "memory_cap", "group_size", "cost", "trace", "cheap_recompute"]
     ours += ["offload", "offload_chunks", "offload_time", "offload_transfer"]
     assert vars(args) == dict.fromkeys(f"pp_{name}" for name in ours)
     assert GROUP in parser.format_help()
