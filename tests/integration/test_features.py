@@ -38,6 +38,7 @@ ROWS = {
         "offload, auto, measured, evaluation": "v-half",
         "offload, full, TP 2, sequence parallel": "zb-h1",
         "offload, full, recompute selective, ramp-up": "v-half",
+        "offload, full, cheap recompute": "zb-h1",
     },
     "core_v0.16.1": {
         "MoE, EP 2, bf16, both overlaps": "v-half",

@@ -127,10 +127,7 @@ EXPERTS = Feature(
     ("model", "schedule"),
     [
         (DENSE, "interleaved"),
-        (DENSE, "v-half"),
-        (LLAMA, "1f1b"),
         (LLAMA, "zb-h1"),
-        (EXPERTS, "interleaved"),
         (EXPERTS, "v-half"),
     ],
     ids=lambda value: getattr(value, "name", value),
