@@ -140,9 +140,12 @@ class Offloading:
         """
         assert self._store is not None
         self._store.end_step()
+        first, measuring = self._steps == 0, self.measuring
         self._steps += 1
-        if self._steps == 1:
-            self._fit(plan, rank)
+        if first:
+            # What was measured makes another plan, which brings its own size.
+            if not measuring:
+                self._fit(plan, rank)
         elif self._store.engine.counters.refused > self._refused:
             self._enlarge(plan, rank)
         self._refused = self._store.engine.counters.refused
