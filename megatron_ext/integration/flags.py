@@ -43,6 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "equal, no hop",
     )
     group.add_argument(
+        "--pp-profile-steps",
+        type=int,
+        metavar="N",
+        default=None,
+        help="measure F, B, W of every stage and the hop for N steps, then make the order anew for "
+        "them, if that is faster",
+    )
+    group.add_argument(
         "--pp-trace",
         metavar="DIR",
         default=None,
@@ -97,6 +105,7 @@ _FLAGS = (
     "--pp-memory-cap",
     "--pp-group-size",
     "--pp-cost",
+    "--pp-profile-steps",
     "--pp-trace",
     "--pp-offload",
     "--pp-offload-chunks",

@@ -18,13 +18,16 @@ from ..runtime.watchdog import Watchdog
 from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
 from ..schedule.check import check
+from ..schedule.costs import Costs
 from ..schedule.generators import forward_only as forward_only_schedule
 from ..schedule.lower import lower
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import peak_sets
+from . import profile
 from .errors import ConfigError
 from .offload import Offloading
+from .profile import Timing
 from .relay import map_tensors, relay_losses
 from .runner import Iteration, MegatronRunner, unwrapped
 from .vee import reduce_tied_gradients, require_gpt
@@ -39,13 +42,15 @@ class ScheduledPipeline:
     """Executes schedules inside Megatron's training loop, one iteration a call.
 
     Args:
-        plan: for a number of microbatches, and ``link`` and ``costs`` if sets are offloaded, the
-            training schedule (compute and offload actions).
+        plan: for a number of microbatches, the training schedule (compute and offload actions);
+            see ``Choice.plan``.
         placement: of that schedule, and of evaluation.
         store: shared with the hooked linear layers.
         trace_directory: where measured timelines go, or None.
         timeout_seconds: the watchdog's limit; ``MEGATRON_EXT_WATCHDOG_SECONDS`` overrides it.
         offloading: moves activation sets, or None if all stay.
+        profile_steps: after so many training steps the order is made anew for the times measured in
+            them; 0: never.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class ScheduledPipeline:
         trace_directory: str | None,
         timeout_seconds: float,
         offloading: Offloading | None = None,
+        profile_steps: int = 0,
     ) -> None:
         self._plan, self._placement, self._store = plan, placement, store
         self._trace_directory = trace_directory
@@ -66,6 +72,10 @@ class ScheduledPipeline:
         self._iterations = 0
         self._splitter = Splitter(store)
         self._offloading = offloading
+        self._profiles = profile_steps > 0
+        self._costs: Costs | None = None
+        assumes = offloading is not None and offloading.assumed
+        self._timing = Timing(max(profile_steps, int(assumes)))
 
     def __call__(
         self,
@@ -156,9 +166,8 @@ class ScheduledPipeline:
             offloading.start(plan, rank, iteration.config, shape)
         runner = MegatronRunner(iteration, plan.placement, rank, self._store, offloading)
         channel = Channel(group, shape, iteration.config.pipeline_dtype, device)
-        timed = self._trace_directory is not None or (
-            offloading is not None and offloading.measuring
-        )
+        measuring = not forward_only and self._timing.active
+        timed = measuring or self._trace_directory is not None
         recorder = Recorder(timed, device)
         watchdog = self._watch(rank)
         self._start_param_sync(iteration)
@@ -173,23 +182,34 @@ class ScheduledPipeline:
                 offloading.clear()
             raise
         self._write_trace(plan, rank, recorder, losses, offloading)
+        measured = measuring and self._timing.add(
+            [
+                (plan.placement.chunk_of(action.stage), action.op, action.microbatch, seconds)
+                for action, seconds in recorder.durations()
+            ]
+        )
         if offloading is not None:
-            self._after_offload(offloading, plan, group, recorder)
+            offloading.end(plan, rank, replaced=measured)
+        if measured:
+            self._measured(plan, group, shape, iteration.config.pipeline_dtype, device)
         return runner, losses
 
-    def _after_offload(
-        self, offloading: Offloading, plan: Schedule, group: Any, recorder: Recorder
+    def _measured(
+        self,
+        plan: Schedule,
+        group: Any,
+        shape: tuple[int, ...] | None,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """What the first step taught, for the plans of those that follow."""
-        measured, rank = offloading.measuring, group.rank()
-        offloading.end(plan, rank)
-        if not measured:
-            return
-        durations = [
-            (plan.placement.chunk_of(action.stage), action.op, action.microbatch, seconds)
-            for action, seconds in recorder.durations()
-        ]
-        offloading.measured(plan.placement, rank, group, durations)
+        """Take the times of the first steps into the plans of those that follow."""
+        durations, rank = self._timing.take(), group.rank()
+        hop = profile.hop_seconds(shape, dtype, device, group) if self._profiles else 0.0
+        seconds = profile.pass_seconds(durations)
+        self._costs = profile.costs(plan.placement, rank, seconds, group, hop)
+        if self._offloading is not None:
+            # A pass may have waited for a copy; that must not make the link look fast.
+            self._offloading.measured(profile.pass_seconds(durations, min), group)
         self._plans = {key: kept for key, kept in self._plans.items() if key[1]}
 
     def _lowered(self, microbatches: int, forward_only: bool, group: Any) -> Schedule:
@@ -198,11 +218,12 @@ class ScheduledPipeline:
         if key not in self._plans:
             if forward_only:
                 plan = forward_only_schedule(self._placement, microbatches)
-            elif self._offloading is None:
-                plan = self._plan(microbatches)
             else:
-                offloading = self._offloading
-                plan = self._plan(microbatches, link=offloading.link, costs=offloading.costs)
+                reorder = self._profiles and self._costs is not None
+                link = None if self._offloading is None else self._offloading.link
+                plan = self._plan(microbatches, link=link, costs=self._costs, reorder=reorder)
+                if reorder and dist.get_rank() == 0:
+                    logger.warning("megatron_ext: %s", plan.note)
             lowered = lower(plan)
             check(lowered, forward_only=forward_only)
             _require_equal_plans(lowered, group)

@@ -84,6 +84,7 @@ class Installation:
             args.pp_trace,
             60.0 * args.distributed_timeout_minutes,
             offloading,
+            getattr(args, "pp_profile_steps", None) or 0,
         )
         seams = [
             Seam(

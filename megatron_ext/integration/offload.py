@@ -25,14 +25,13 @@ from ..offload.sets import Footprint
 from ..offload.store import MIN_BYTES, ActivationStore
 from ..schedule.actions import Op
 from ..schedule.check import CheckReport, check
-from ..schedule.costs import Costs
 from ..schedule.link import Link
-from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
 from . import offload_measure
 from .errors import ConfigError
 from .offload_measure import Transfers
 from .offload_request import OffloadRequest
+from .profile import Seconds
 from .runner import unwrapped
 
 logger = logging.getLogger(__name__)
@@ -55,13 +54,12 @@ class Offloading:
         trace: count bytes of the sets that stay, too.
 
     Attributes:
-        link, costs: what the next plan is to be made with.
+        link: what the next plan is to be made with.
     """
 
     def __init__(self, request: OffloadRequest | None, link: Link | None, trace: bool) -> None:
         self._request, self._file_link, self._trace = request, link, trace
         self.link = link
-        self.costs: Costs | None = None
         self._transfers: Transfers | None = None
         self._store: ActivationStore | None = None
         self._device: Device | None = None
@@ -72,6 +70,7 @@ class Offloading:
         self._leaving: frozenset[Key] = frozenset()
         self._saved: set[Key] = set()
         self._steps = self._refused = 0
+        self._known = request is None or request.times is not None
 
     # --- once a step, all ranks of the pipeline together ---
 
@@ -101,10 +100,9 @@ class Offloading:
             self.link = given or Link.of(group.size(), _ASSUMED, policy=policy)
 
     @property
-    def measuring(self) -> bool:
-        """True in the step that is timed."""
-        request = self._request
-        return self._steps == 0 and request is not None and request.times is None
+    def assumed(self) -> bool:
+        """True as long as transfer times are neither given nor measured."""
+        return not self._known
 
     def start(self, plan: Schedule, rank: int, config: Any, shape: tuple[int, ...] | None) -> None:
         """Before the step: which sets leave. Makes room for a plan that is new.
@@ -132,44 +130,40 @@ class Offloading:
         assert self._store is not None
         self._store.reset_peaks()
 
-    def end(self, plan: Schedule, rank: int) -> None:
+    def end(self, plan: Schedule, rank: int, replaced: bool) -> None:
         """After the step's last pass.
+
+        Args:
+            plan, rank: as for ``start``.
+            replaced: another plan comes next, with its own size of the arena.
 
         Raises:
             RuntimeError: a set was never finished.
         """
         assert self._store is not None
         self._store.end_step()
-        first, measuring = self._steps == 0, self.measuring
         self._steps += 1
-        if first:
-            # What was measured makes another plan, which brings its own size.
-            if not measuring:
-                self._fit(plan, rank)
+        if replaced:
+            pass
+        elif self._steps == 1:
+            self._fit(plan, rank)
         elif self._store.engine.counters.refused > self._refused:
             self._enlarge(plan, rank)
         self._refused = self._store.engine.counters.refused
 
-    def measured(
-        self,
-        placement: Placement,
-        rank: int,
-        group: Any,
-        durations: Sequence[tuple[int, Op, int, float]],
-    ) -> None:
-        """Take the first step's times into the next plans: ``link`` and ``costs`` change.
+    def measured(self, seconds: Seconds, group: Any) -> None:
+        """Take measured times into the next plans: ``link`` changes if it was assumed.
 
         Args:
-            placement: of the stages.
-            rank: of this process in the pipeline.
+            seconds: of this rank's passes, rather too short than too long.
             group: the pipeline's process group.
-            durations: (chunk, operation, microbatch, seconds) of this rank's passes.
         """
+        if self._known:
+            return
         assert self._transfers is not None
-        seconds = offload_measure.pass_seconds(durations)
         bytes_of = {chunk: footprint.host for chunk, footprint in self._footprints.items()}
         self.link = offload_measure.link(self._transfers, seconds, bytes_of, group)
-        self.costs = offload_measure.costs(placement, rank, seconds, group)
+        self._known = True
 
     def clear(self) -> None:
         """After an exception: forget all sets."""
@@ -242,12 +236,12 @@ class Offloading:
         times = ",".join(f"{float(max(t)):.3g}" for t in (self.link.to_host, self.link.to_device))
         sets = plan.pp * plan.chunks * plan.microbatches
         return (
-            f"offload{', in the first step' if self.measuring else ''}: "
+            f"offload{', until it is measured' if self.assumed else ''}: "
             f"{sum(report.offloaded_sets)} of {sets} activation sets a step leave the device; at "
             f"most {max(report.peak_sets)} sets on a device, "
             f"{max(report.peak_host_sets, default=0)} of a rank on the host; transfer "
             f"{self._transfers.policy.value} ({self._transfers.why}); one set takes at most "
-            f"{times} of its chunk's F+B+W each way ({'assumed' if self.measuring else 'known'}; "
+            f"{times} of its chunk's F+B+W each way ({'assumed' if self.assumed else 'known'}; "
             "--pp-offload-time)"
         )
 

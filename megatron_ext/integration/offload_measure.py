@@ -21,18 +21,15 @@ from ..offload.engine import FileTurns, Policy, Turns
 from ..offload.host import available_host_bytes, require_host_memory
 from ..offload.rates import Rates, choose_policy, measure_rates
 from ..schedule.actions import Op
-from ..schedule.costs import Costs
 from ..schedule.link import Link
-from ..schedule.placement import Placement
 from .errors import ConfigError
+from .profile import Seconds, gather
 
 # Bytes each way of one measurement: long enough to hide what starting a copy costs.
 PROBE_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
 # Times are rounded up to this fraction of a chunk's F+B+W: a plan needs small integers, and noise
 # in the last digits should not make another plan of every run.
 _GRAIN = 64
-
-Seconds = Mapping[tuple[int, Op], float]
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def settle(asked: str | None, measured: bool, device: Device, group: Any) -> Tra
     Raises:
         ConfigError: ``paired`` is asked for, and neighbours are on different hosts.
     """
-    rank, hosts = group.rank(), _gather(socket.gethostname(), group)
+    rank, hosts = group.rank(), gather(socket.gethostname(), group)
     pairs = [(hosts[i], hosts[i + 1]) for i in range(0, len(hosts) - 1, 2)]
     apart = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if asked == Policy.PAIRED and apart is not None:
@@ -79,7 +76,7 @@ def settle(asked: str | None, measured: bool, device: Device, group: Any) -> Tra
     rates, opinion, why = None, asked, "as asked for"
     if measured or asked is None:
         rates, mine = _measure(rank, len(hosts), apart is None, device, group)
-        opinions = _gather((mine[0].value, mine[1]), group)
+        opinions = gather((mine[0].value, mine[1]), group)
         if asked is None:
             opinion = _consensus([choice for choice, _ in opinions])
             first = next(i for i, (choice, _) in enumerate(opinions) if choice == opinion)
@@ -108,51 +105,11 @@ def link(transfers: Transfers, seconds: Seconds, bytes_of: Mapping[int, int], gr
         for way, rate in enumerate((there, back)):
             part = nbytes / rate / max(pass_seconds, 1e-9)
             mine[way] = max(mine[way], min(Fraction(int(part * _GRAIN) + 1, _GRAIN), _SLOWEST))
-    every = _gather(mine, group)
+    every = gather(mine, group)
     return Link.of(len(every), [m[0] for m in every], [m[1] for m in every], transfers.policy.value)
 
 
 _SLOWEST = Fraction(1000)  # as much as a link may be slower than a chunk
-
-
-def costs(placement: Placement, rank: int, seconds: Seconds, group: Any) -> Costs:
-    """The measured times of all stages' passes, in sixteenths of the mean pass.
-
-    Args:
-        placement: of the stages.
-        rank: this one's, in the pipeline.
-        seconds: of this rank's passes, by chunk and operation.
-        group: the pipeline's process group.
-    """
-    mine = {
-        stage: [seconds.get((chunk, op), 0.0) for op in (Op.F, Op.B, Op.W)]
-        for chunk, stage in enumerate(placement.stages[rank])
-    }
-    stages: dict[int, list[float]] = {}
-    for part in _gather(mine, group):
-        stages.update(part)
-    rows = [stages[stage] for stage in range(placement.num_stages)]
-    mean = sum(map(sum, rows)) / (3 * len(rows))
-    ticks = [[max(1, round(16 * x / mean)) if mean else 1 for x in row] for row in rows]
-    return Costs.of(stages=ticks)
-
-
-def pass_seconds(durations: Sequence[tuple[int, Op, int, float]]) -> dict[tuple[int, Op], float]:
-    """What F, B and W of each chunk take, from (chunk, operation, microbatch, seconds).
-
-    The least of all microbatches but the first, whose passes also load kernels: a pass may have
-    waited for a copy, and that must not make the link look fast. A BW counts half to each.
-    """
-    least: dict[tuple[int, Op], float] = {}
-    last = max((microbatch for _, _, microbatch, _ in durations), default=0)
-    for chunk, op, microbatch, seconds in durations:
-        if microbatch == 0 and last > 0:
-            continue
-        for part in (Op.B, Op.W) if op is Op.BW else (op,):
-            key = chunk, part
-            value = seconds / (2 if op is Op.BW else 1)
-            least[key] = min(value, least.get(key, value))
-    return least
 
 
 def require_memory_on_hosts(needed_bytes: int, held_bytes: int = 0) -> None:
@@ -250,10 +207,4 @@ def _turns(policy: Policy, device: Device, rank: int, group: Any) -> Turns | Non
         memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         folder = tempfile.mkdtemp(prefix="megatron-ext-turns-", dir=memory)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return FileTurns(Path(_gather(folder, group)[rank // 2 * 2]))
-
-
-def _gather(value: Any, group: Any) -> list[Any]:
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, value, group=group)
-    return every
+    return FileTurns(Path(gather(folder, group)[rank // 2 * 2]))

@@ -24,6 +24,7 @@ from ..schedule.offload_cap import (
 )
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule, ScheduleError
+from ..schedule.simulate import simulate
 from .choose import ANY_CHUNKS, ONE_CHUNK, choose
 from .errors import ConfigError
 from .layout import count_stages, vee_layout_text
@@ -75,7 +76,7 @@ class Choice:
         self._group_size = group_size
         self._cap_sets: int | None = None
         self._auto_offloads = False
-        self._plans: dict[tuple[int, int, int], Schedule] = {}
+        self._plans: dict[tuple[int, int, int, Costs], Schedule] = {}
         try:
             self._costs = Costs() if cost is None else Costs.parse(cost)
             self._cap = None if memory_cap is None else parse_cap(memory_cap)
@@ -149,7 +150,7 @@ class Choice:
                 chosen = choose(pp, microbatches, self._costs, self._cap, names, chunks)
                 schedule, self._cap = chosen.schedule, None
                 self._group_size, self._cap_sets = chosen.group_size, chosen.memory_cap
-                self._plans[pp, schedule.chunks, microbatches] = schedule
+                self._plans[pp, schedule.chunks, microbatches, self._costs] = schedule
         except ValueError as error:
             raise ConfigError(f"--pp-schedule auto: {error}; raise --pp-memory-cap") from None
         self.undecided, self.name, self.note = False, schedule.name, schedule.note
@@ -198,6 +199,7 @@ class Choice:
         microbatches: int,
         link: Link | None = None,
         costs: Costs | None = None,
+        reorder: bool = False,
     ) -> Schedule:
         """The training schedule for ``microbatches``.
 
@@ -205,7 +207,9 @@ class Choice:
             pp, chunks: of the pipeline.
             microbatches: of a step.
             link: how activation sets travel, to decide which do; a file that offloads has its own.
-            costs: of the passes, for that decision only; default: those of the order.
+            costs: measured, of the passes; None: as given by the user.
+            reorder: make the order for ``costs`` too, and take it if it is faster under them.
+                Otherwise they only help to decide what leaves the device.
 
         Raises:
             ConfigError: a file is for another number of microbatches, or an option does not fit.
@@ -216,17 +220,41 @@ class Choice:
                 f"run has {microbatches} (global batch / (micro batch * data parallel)); generate "
                 f"it with --microbatches {microbatches}"
             )
+        former = self._planned(pp, chunks, microbatches, self._costs, link, costs)
+        if costs is None or not reorder:
+            return former
+        new = self._planned(pp, chunks, microbatches, costs, link, costs)
+        before, after = simulate(former).makespan, simulate(new).makespan
+        gain = float(1 - after / before)
+        if gain > 0:
+            return replace(new, note=f"re-planned for measured times: {gain:.2%} less time a step")
+        than = f"{-gain:.2%} longer" if gain else "as long"
+        return replace(
+            former, note=f"the order stays: made for measured times it would take {than}"
+        )
+
+    def _planned(
+        self,
+        pp: int,
+        chunks: int,
+        microbatches: int,
+        own: Costs,
+        link: Link | None,
+        costs: Costs | None,
+    ) -> Schedule:
+        """The order for the costs ``own``, offloaded over ``link`` under ``costs``."""
         if link is None or self.offload is None:
-            return self.file or self._generated(pp, chunks, microbatches)
-        make, caps = self._makes(pp, chunks, microbatches)
-        if costs is not None:
-            own = make
+            base = self.file or self._generated(pp, chunks, microbatches, own)
+            return base if costs is None else replace(base, costs=costs)
+        make, caps = self._makes(pp, chunks, microbatches, own)
 
-            def make(sets: int | None) -> Schedule:
-                return replace(own(sets), costs=costs)
+        def timed(sets: int | None) -> Schedule:
+            order = make(sets)
+            return order if costs is None else replace(order, costs=costs)
 
+        wanted = self.offload.wanted
         try:
-            planned = generate_offloaded(make, link, self.offload.wanted, cap=self._cap, caps=caps)
+            planned = generate_offloaded(timed, link, wanted, cap=self._cap, caps=caps)
         except CapNotKept as error:
             # Times that are not the user's may be wrong, and training has begun: no reason to end.
             planned = error.plan
@@ -239,18 +267,20 @@ class Choice:
             raise ConfigError(f"--pp-schedule {self.name}: {error}") from None
         return planned.schedule
 
-    def _makes(self, pp: int, chunks: int, microbatches: int) -> tuple[Make, Sequence[int | None]]:
+    def _makes(
+        self, pp: int, chunks: int, microbatches: int, costs: Costs
+    ) -> tuple[Make, Sequence[int | None]]:
         """How the order is made that offload starts from, and the caps to make it for."""
         if self._auto_offloads:
-            return family(self.name, pp, microbatches, chunks, self._costs, self._cap)
+            return family(self.name, pp, microbatches, chunks, costs, self._cap)
         if self.file is not None or not GENERATORS[self.name].takes_memory_cap or not self._cap:
-            base = self.file or self._generated(pp, chunks, microbatches)
+            base = self.file or self._generated(pp, chunks, microbatches, costs)
             return (lambda _: base), NO_CAP
-        made = partial(generate, self.name, pp, microbatches, chunks, self._costs)
+        made = partial(generate, self.name, pp, microbatches, chunks, costs)
         return (lambda sets: made(memory_cap=sets)), caps_to_try(self.name, pp, self._cap)
 
-    def _generated(self, pp: int, chunks: int, microbatches: int) -> Schedule:
-        key = (pp, chunks, microbatches)
+    def _generated(self, pp: int, chunks: int, microbatches: int, costs: Costs) -> Schedule:
+        key = (pp, chunks, microbatches, costs)
         if key not in self._plans:
             try:
                 cap = self._cap_sets
@@ -261,7 +291,7 @@ class Choice:
                     pp,
                     microbatches,
                     chunks,
-                    self._costs,
+                    costs,
                     group_size=self._group_size,
                     memory_cap=cap,
                 )
@@ -289,6 +319,15 @@ def before_megatron(args: Any, choice: Choice) -> None:
     if pp < 2:
         raise ConfigError(
             f"--pp-schedule {choice.name} needs --pipeline-model-parallel-size >= 2, got {pp}"
+        )
+    steps = getattr(args, "pp_profile_steps", None)
+    if steps is not None and steps < 1:
+        raise ConfigError(
+            f"--pp-profile-steps must be 1 or more, got {steps}; drop it to keep the order"
+        )
+    if steps is not None and choice.file is not None:
+        raise ConfigError(
+            f"--pp-schedule {choice.name}: a file's order is fixed; drop --pp-profile-steps {steps}"
         )
     if choice.undecided:
         require_supported_features(args, choice.name, False)

@@ -71,6 +71,43 @@ def test_one_pipeline_rank(schedule: str) -> None:
     assert "--pipeline-model-parallel-size >= 2, got 1" in text
 
 
+@pytest.mark.parametrize("steps", [0, -1])
+def test_profile_of_no_steps(steps: int) -> None:
+    text = refusal("v-half", pp_profile_steps=steps)
+    assert f"--pp-profile-steps must be 1 or more, got {steps}" in text
+
+
+def test_profile_of_a_file(tmp_path: Path) -> None:
+    generate("1f1b", 4, 8).save(tmp_path / "x.json")
+    text = refusal(str(tmp_path / "x.json"), pp_profile_steps=2)
+    assert "a file's order is fixed; drop --pp-profile-steps 2" in text
+
+
+class TestReplanning:
+    """``--pp-profile-steps``: the order for measured costs, where it is faster under them."""
+
+    HEAVY = Costs.of(stages=[[2, 2, 2]] * 7 + [[3, 3, 3]])
+
+    def test_a_better_order_is_taken(self) -> None:
+        choice = Choice("v-zb")
+        former = choice.plan(4, 2, 16)
+        plan = choice.plan(4, 2, 16, costs=self.HEAVY, reorder=True)
+        assert plan.ranks != former.ranks
+        before = simulate(former, self.HEAVY).makespan
+        after = simulate(plan).makespan
+        assert after < before
+        assert plan.note == (
+            f"re-planned for measured times: {float(1 - after / before):.2%} less time a step"
+        )
+
+    def test_an_order_that_is_no_better_is_not(self) -> None:
+        choice = Choice("1f1b")
+        costs = Costs.of(stages=[[2, 2, 2]] * 3 + [[3, 3, 3]])
+        plan = choice.plan(4, 1, 16, costs=costs, reorder=True)
+        assert plan.ranks == choice.plan(4, 1, 16).ranks
+        assert plan.note == "the order stays: made for measured times it would take as long"
+
+
 @needs_megatron
 @pytest.mark.parametrize(
     ("flags", "layout"),
@@ -446,6 +483,7 @@ def test_flags_are_in_their_own_group_and_off_by_default() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     args = parser.parse_args([])
     ours = ["schedule", "memory_cap", "group_size", "cost", "trace", "cheap_recompute"]
+    ours += ["profile_steps"]
     ours += ["offload", "offload_chunks", "offload_time", "offload_transfer"]
     assert vars(args) == dict.fromkeys(f"pp_{name}" for name in ours)
     assert GROUP in parser.format_help()

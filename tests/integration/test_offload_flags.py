@@ -103,6 +103,7 @@ class TestWithASchedule:
         costs = Costs.of(stages=[[s + 1, 2, 3] for s in range(8)])
         choice = Choice("v-half", offloading=asked("full"))
         plan = choice.plan(4, 2, 8, link, costs)
+        assert plan.costs == costs
         assert plan.compute().ranks == generate("v-half", 4, 8).ranks
         assert plan.ranks != choice.plan(4, 2, 8, link).ranks
 
@@ -166,7 +167,7 @@ class TestOnTheMachine:
         from megatron_ext.integration import offload_measure
 
         hosts = ["a", "a", "b", "c"]
-        monkeypatch.setattr(offload_measure, "_gather", lambda value, group: hosts)
+        monkeypatch.setattr(offload_measure, "gather", lambda value, group: hosts)
         group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 4)
         device: Any = None
         with pytest.raises(ConfigError) as error:
@@ -226,8 +227,8 @@ class TestOnTheMachine:
         assert least_set_bytes(model, config, None) == 0
 
     def test_times_of_passes(self) -> None:
-        """The first microbatch does not count, a BW is half B and half W, the least counts."""
-        from megatron_ext.integration.offload_measure import pass_seconds
+        """The first microbatch does not count, a BW is half B and half W."""
+        from megatron_ext.integration.profile import pass_seconds
         from megatron_ext.schedule.actions import Op
 
         seconds = pass_seconds(
@@ -238,7 +239,8 @@ class TestOnTheMachine:
                 (0, Op.BW, 1, 4.0),
                 (1, Op.B, 1, 3.0),
                 (1, Op.W, 1, 5.0),
-            ]
+            ],
+            min,
         )
         assert seconds == {
             (0, Op.F): 1.0,

@@ -243,6 +243,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         args = SimpleNamespace(
             pipeline_model_parallel_size=case["pp"],
             pp_trace=str(folder),
+            pp_profile_steps=case.get("profile"),
             distributed_timeout_minutes=1,
             rank=dist.get_rank(),
         )

@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import wgrad_cases
 from gpt_cases import main
 
-from megatron_ext.integration import offload
+from megatron_ext.integration import offload, profile
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.device import CpuDevice, Faults
-from megatron_ext.schedule import generate, offload_pass
+from megatron_ext.schedule import Costs, generate, offload_pass
 from megatron_ext.schedule.link import Link
 
 
@@ -91,6 +91,17 @@ CASES["v-half/measured"] = {**CASES["v-half/"], "offload": _request("auto", None
 # A file says all.
 _FILE = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
 CASES["file/"] = {"pp": 4, **_TWO, "iterations": 3, "schedule": "FILE", "file": _FILE}
+# The order is made anew after two steps, without offload and with it. What is measured here is
+# noise, so it is replaced: a last stage that takes half as long again.
+_PROFILED = {"pp": 4, **_TWO, "profile": 2, "iterations": 3}
+CASES["v-zb/profiled"] = {**_PROFILED, "schedule": "v-zb"}
+CASES["v-cap/profiled"] = {
+    **_PROFILED,
+    "schedule": "v-cap",
+    "cap": "0.75",
+    "offload": _request("auto", None, None),
+}
+_HEAVY = Costs.of(stages=[[64, 64, 64]] * 7 + [[96, 96, 96]])
 
 
 def _faulty() -> CpuDevice:
@@ -98,7 +109,20 @@ def _faulty() -> CpuDevice:
     return CpuDevice(faults=Faults(delay=lambda _: rng.random() / 500, poison=True))
 
 
+def _costs(*args: Any) -> Costs:
+    measured = original_costs(*args)
+    assert measured.stages is not None and len(measured.stages) == 8
+    # A hop is measured for ``--pp-profile-steps`` only.
+    return _HEAVY if args[4] > 0 else measured
+
+
+original_costs = profile.costs
+
+
 if __name__ == "__main__":
     asked = os.environ.get("OFFLOAD_CASES", "").split(",")
-    with mock.patch.object(offload, "CpuDevice", _faulty):
+    with (
+        mock.patch.object(offload, "CpuDevice", _faulty),
+        mock.patch.object(profile, "costs", _costs),
+    ):
         sys.exit(main({n: c for n, c in CASES.items() if asked == [""] or n in asked}))
