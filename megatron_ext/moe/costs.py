@@ -70,6 +70,7 @@ class Kind(Enum):
     FC1_BACKWARD = "B1"  # both of fc1's gradients
     GRAD_COMBINE = "R'"
     REDISPATCH = "S2"
+    BOTH_DISPATCH = "S'+S2"  # the two above in one message
     REPEAT_FC1 = "C1again"
     LOAD_INPUT = "IN_DI"
     LOAD_MIDDLE = "IN_M"
@@ -239,6 +240,9 @@ class LayerCosts:
             Kind.FC1_BACKWARD: 2 * fc1 if self.fc1_backward is None else self.fc1_backward(rows),
             Kind.GRAD_COMBINE: self.combine(with_probabilities),
             Kind.REDISPATCH: dispatch,
+            Kind.BOTH_DISPATCH: self.dispatch(
+                shape.exchange_bytes(rows) + shape.exchange_bytes(rows, False)
+            ),
             Kind.REPEAT_FC1: fc1,
             Kind.LOAD_INPUT: self.to_device(input_bytes),
             Kind.LOAD_MIDDLE: self.to_device(middle_bytes),

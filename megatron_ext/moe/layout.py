@@ -50,6 +50,7 @@ ACCESS: dict[Kind, Access] = {
     Kind.FC1_BACKWARD: Access(_COMP, (_B.MIDDLE_GRAD, _B.INPUT), (_B.INPUT_GRAD,)),
     Kind.GRAD_COMBINE: Access(_COMM, (_B.INPUT_GRAD,), ()),
     Kind.REDISPATCH: Access(_COMM, (), (_B.INPUT,)),
+    Kind.BOTH_DISPATCH: Access(_COMM, (), (_B.OUTPUT_GRAD, _B.INPUT)),
     Kind.REPEAT_FC1: Access(_COMP, (_B.INPUT,), (_B.MIDDLE,)),
     Kind.LOAD_INPUT: Access(_COPY, (), (_B.INPUT,)),
     Kind.LOAD_MIDDLE: Access(_COPY, (), (_B.MIDDLE,)),
@@ -100,6 +101,8 @@ class Layout:
         ring: slots, see ``slots``.
         ascending: backward's chunks in forward's order, as the papers have it. By default they go
             the other way, as autograd's do: what forward finished last is at hand first.
+        packed: what backward dispatches again (s2, s4) travels with the gradients: one latency
+            less, but neither is there before both are.
     """
 
     chunks: int = 1
@@ -108,6 +111,7 @@ class Layout:
     lookahead: int = 2
     ring: Ring = Ring()
     ascending: bool = False
+    packed: bool = False
 
     def __post_init__(self) -> None:
         restore(self.strategy)
@@ -159,7 +163,7 @@ class Layout:
         What T_M is restored from comes first, T_M is needed before T_DI. So a dispatch that is
         repeated goes before the gradients' if fc1 runs again (s4), and after it if not (s2).
         """
-        out, comp, copy, back = _kinds(self.restore, direction)
+        out, comp, copy, back = _kinds(self.restore, direction, self.packed)
         chunks = self.sequence(direction)
         comm: list[Op] = []
         for place in range(self.chunks + self.ahead - 1):
@@ -175,7 +179,7 @@ class Layout:
 
 
 def _kinds(
-    how: Restore, direction: str
+    how: Restore, direction: str, packed: bool
 ) -> tuple[tuple[Kind, ...], tuple[Kind, ...], tuple[Kind, ...], Kind]:
     """Per chunk: dispatches, computation and copies, each in order; and the combine."""
     input_copied, middle_copied = how.input is How.OFFLOADED, how.middle is How.OFFLOADED
@@ -187,6 +191,7 @@ def _kinds(
     if how.input is How.REPEATED:
         again = (Kind.REDISPATCH,)
         out = again + out if how.middle is How.REPEATED else out + again
+        out = (Kind.BOTH_DISPATCH,) if packed else out
     if how.middle is How.REPEATED:
         comp = (Kind.REPEAT_FC1, *comp)
     loads = (Kind.LOAD_MIDDLE,) * middle_copied + (Kind.LOAD_INPUT,) * input_copied

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from .costs import BACKWARD, FORWARD, How, LayerShape
 from .layout import Buffer, Layout
 
+COPIES = 2  # of the rows: permuted to be sent, and sorted by expert
+
 
 @dataclass(frozen=True)
 class Load:
@@ -16,14 +18,17 @@ class Load:
         rows: that it receives in one layer call; the most over ranks, as arenas must fit anywhere.
         layers: MoE layers on the rank, all of one shape.
         in_flight: microbatches whose forward has run and whose backward has not.
+        copies: of one chunk's rows that the runtime has besides the tensors that are named: to
+            permute and sort, and where it sends from and receives in buffers of their own, those.
     """
 
     rows: int
     layers: int = 1
     in_flight: int = 1
+    copies: int = COPIES
 
     def __post_init__(self) -> None:
-        if self.rows < 0 or self.layers < 1 or self.in_flight < 1:
+        if self.rows < 0 or self.layers < 1 or self.in_flight < 1 or self.copies < 0:
             raise ValueError(f"no rank has a load of {self}")
 
 
@@ -34,7 +39,7 @@ class Footprint:
     Attributes:
         saved_bytes: of all layers and microbatches in flight, between forward and backward.
         ring_bytes: of what exists once per device, while one layer runs.
-        temporary_bytes: of permuting and sorting one chunk.
+        temporary_bytes: of permuting and sorting one chunk, and of its messages.
         host_bytes: pinned, of all layers and microbatches in flight.
     """
 
@@ -51,7 +56,7 @@ class Footprint:
     def __str__(self) -> str:
         return (
             f"{self.saved_bytes} bytes kept for backward, {self.ring_bytes} in the buffers of the "
-            f"chunks that run, {self.temporary_bytes} to permute and sort"
+            f"chunks that run, {self.temporary_bytes} in its copies and messages"
         )
 
 
@@ -109,9 +114,9 @@ def _live(layout: Layout, buffer: Buffer) -> int:
     return 1 if buffer is Buffer.MIDDLE_GRAD else layout.ahead
 
 
-def temporary_bytes(shape: LayerShape, rows: int, chunks: int) -> int:
-    """Copies of one chunk's rows: permuted to be sent, and sorted by expert."""
-    return 2 * largest_chunk(rows, chunks) * shape.hidden * shape.element_bytes
+def temporary_bytes(shape: LayerShape, rows: int, chunks: int, copies: int = COPIES) -> int:
+    """So many copies of one chunk's rows."""
+    return copies * largest_chunk(rows, chunks) * shape.hidden * shape.element_bytes
 
 
 def largest_chunk(rows: int, chunks: int) -> int:
@@ -137,7 +142,7 @@ def footprint(shape: LayerShape, load: Load, forward: Layout, backward: Layout) 
     rings = [
         (
             ring_bytes(shape, load.rows, layout, direction),
-            temporary_bytes(shape, load.rows, layout.chunks),
+            temporary_bytes(shape, load.rows, layout.chunks, load.copies),
         )
         for layout, direction in ((forward, FORWARD), (backward, BACKWARD))
     ]

@@ -30,6 +30,7 @@ class Space:
         lookaheads: dispatches before the first combine, for ``alternate``; cut to twice the slots,
             beyond which they would wait for themselves.
         depths: slots of T_DI and T_DO. middles: slots of T_M.
+        packed: see ``Layout``; not chosen, but what the runtime does.
         per_direction: forward and backward each have their own n, order and lookahead.
     """
 
@@ -39,6 +40,7 @@ class Space:
     lookaheads: tuple[int, ...] = (2, 3)
     depths: tuple[int, ...] = (2, 3)
     middles: tuple[int, ...] = (1, 2)
+    packed: bool = True
     per_direction: bool = False
 
     def __post_init__(self) -> None:
@@ -90,7 +92,8 @@ class Space:
                     for middle in sorted(set(self.middles)):
                         slots = min(depth, chunks)
                         ring = Ring(slots, min(middle, chunks), slots)
-                        yield Layout(chunks, strategy, order, min(ahead, chunks, 2 * slots), ring)
+                        most = min(ahead, chunks, 2 * slots)
+                        yield Layout(chunks, strategy, order, most, ring, packed=self.packed)
 
 
 @dataclass(frozen=True)

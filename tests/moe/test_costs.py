@@ -147,6 +147,8 @@ def test_times_follow_rows_and_bytes() -> None:
     assert large is not small
     assert large[Kind.DISPATCH] == large[Kind.REDISPATCH] == 8 * 101 * 2 * 3 / 4
     assert large[Kind.GRAD_DISPATCH] == 8 * 100 * 2 * 3 / 4
+    both = large[Kind.DISPATCH] + large[Kind.GRAD_DISPATCH]
+    assert large[Kind.BOTH_DISPATCH] == both
     assert large[Kind.COMBINE] == 2 * large[Kind.GRAD_DISPATCH]
     assert large[Kind.GRAD_COMBINE] == 2 * large[Kind.DISPATCH]
     assert (large[Kind.FC1], large[Kind.FC2], small[Kind.FC2]) == (24, 40, 35)
@@ -194,6 +196,8 @@ def test_ring_bytes() -> None:
     assert ring_bytes(shape, 800, Layout(8, order=DISPATCH_FIRST), FORWARD) == 100 * 2 * 8 * 64
     assert ring_bytes(shape, 800, Layout(1), FORWARD) == 800 * 2 * 64
     assert temporary_bytes(shape, 801, 8) == 2 * 101 * 64 * 2
+    other = footprint(shape, Load(801, copies=8), layout, layout)
+    assert other.temporary_bytes == temporary_bytes(shape, 801, 8, 8) == 8 * 101 * 64 * 2
 
 
 def test_rings_are_paid_once_and_saved_bytes_by_all() -> None:

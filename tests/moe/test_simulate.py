@@ -46,6 +46,7 @@ def random_layout(rng: random.Random) -> Layout:
         rng.randint(1, min(4, 2 * (depth or 4))),
         ALL_SLOTS if order == DISPATCH_FIRST else Ring(depth, rng.choice([1, 2, None]), depth),
         rng.random() < 0.5,
+        rng.random() < 0.5,
     )
 
 
@@ -63,6 +64,9 @@ def test_orders() -> None:
     assert (
         names(Layout(2, "s4"), BACKWARD, Stream.COMP) == "C1again.1 B2.1 B1.1 C1again.0 B2.0 B1.0"
     )
+    packed = Layout(2, "s2", packed=True)
+    assert names(packed, BACKWARD, comm) == "S'+S2.1 S'+S2.0 R'.1 R'.0"
+    assert names(Layout(2, "s1", packed=True), BACKWARD, comm) == "S'.1 S'.0 R'.1 R'.0"
     assert names(Layout(2, "s1"), FORWARD, Stream.COPY) == "OUT_DI.0 OUT_M.0 OUT_DI.1 OUT_M.1"
     assert names(Layout(2, "s1"), BACKWARD, Stream.COPY) == "IN_M.1 IN_DI.1 IN_M.0 IN_DI.0"
     assert names(Layout(2, "s3"), BACKWARD, Stream.COPY) == "IN_DI.1 IN_DI.0"
@@ -173,6 +177,9 @@ def test_s2_needs_its_input_late() -> None:
     times = dict.fromkeys(Kind, 1.0)
     run = spans(simulate(Layout(1, "s2"), BACKWARD, [times]))
     assert run["B2.0"] == run["S2.0"] == (1, 2)
+    both = dict.fromkeys(Kind, 1.0) | {Kind.BOTH_DISPATCH: 1.5}
+    packed = spans(simulate(Layout(1, "s2", packed=True), BACKWARD, [both]))
+    assert packed["B2.0"] == (1.5, 2.5)
     ahead = spans(simulate(Layout(3, "s2", ring=Ring(2, 2, 2)), BACKWARD, [times] * 3))
     assert (ahead["IN_M.2"], ahead["IN_M.1"]) == ((0, 1), (1, 2))
     assert ahead["IN_M.0"][0] == ahead["B2.2"][1]
@@ -189,7 +196,7 @@ def test_slots_are_kept_and_bounds_hold() -> None:
         assert run.makespan_ms >= lower_bound_ms(layout, direction, times) - 1e-9
         free = Layout(
             layout.chunks, layout.strategy, layout.order, layout.lookahead, ALL_SLOTS,
-            layout.ascending,
+            layout.ascending, layout.packed,
         )  # fmt: skip
         assert simulate(free, direction, times).makespan_ms <= run.makespan_ms + 1e-9
 
