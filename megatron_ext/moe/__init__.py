@@ -1,0 +1,1 @@
+"""Pipelined MoE layers that reuse memory (MPipeMoE): chunks, restore strategies, their choice."""
