@@ -39,7 +39,8 @@ class SetBytes(NamedTuple):
         until_w: from the end of a split B to the end of W.
         again: what is computed again during B, on top, at its largest.
         logits: short-lived, in F and in B of the stage with the loss.
-        layer: the largest layer's gradients, alive beside the rest while B runs through it.
+        layer: the gradients that are alive beside all that while B runs through the widest layer:
+            of its activation function's input and output.
     """
 
     until_b: int
@@ -231,6 +232,15 @@ def embedding(job: Job) -> list[Kept]:
     return [Kept("token numbers", 8 * job.tokens), *_dropout_mask(job)]
 
 
+def _widest(job: Job, number: int) -> int:
+    if job.moe_layers[number]:
+        rows, width = routed_tokens(job), job.moe_ffn_hidden_size
+        width //= job.expert_tensor_parallel_size
+    else:
+        rows, width = job.tokens, job.ffn_hidden_size // job.tensor_model_parallel_size
+    return job.element_bytes * rows * width * (job.gates + 1)
+
+
 def _sum(items: Iterable[Kept]) -> tuple[int, int, int]:
     rows = list(items)
     return sum(i.until_b for i in rows), sum(i.until_w for i in rows), sum(i.again for i in rows)
@@ -253,7 +263,7 @@ def stage_set(job: Job, layers: range, *, first: bool, last: bool) -> SetBytes:
     for place, number in enumerate(layers):
         b, w, extra = _sum(layer(job, number))
         until_w += w
-        widest = max(widest, w)
+        widest = max(widest, _widest(job, number))
         if full and job.recompute_method == "block" and place >= job.recompute_num_layers:
             until_b += b
         elif full:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -234,7 +233,7 @@ def _vocabulary(given: dict[str, Any], tp: int, said: list[str]) -> int:
         said.append("no --vocab-size (a tokenizer decides it): 128256 is assumed")
         vocabulary = 128256
     multiple = given.get("make_vocab_size_divisible_by", 128) * tp
-    return math.ceil(vocabulary / multiple) * multiple
+    return int(-(-vocabulary // multiple) * multiple)
 
 
 def _moe_layers(text: str | None, layers: int, experts: int) -> tuple[bool, ...]:
