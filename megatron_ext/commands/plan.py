@@ -61,7 +61,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     group.add_argument(
         "--offload", choices=("auto", "half", "full", "any", "off"), help="default any: half and "
-        "full where it may be faster than what fits without; auto plans longer"
+        "full, or auto for links too slow for those, where that may be faster than what fits"
     )  # fmt: skip
     group.add_argument("--offload-transfer", choices=POLICIES, default=DEFAULT_POLICY)
     group.add_argument(
@@ -227,9 +227,7 @@ def _space(args: argparse.Namespace, job: Job, gpu: Gpu, own_size: bool) -> Spac
         _numbers(args.chunks, "--chunks") or _chunks(job),
         _sizes(args, job, profiles),
         _recompute(args, job),
-        {None: ("half", "full"), "any": ("half", "full"), "off": ()}.get(
-            args.offload, (args.offload,)
-        ),
+        {None: _ANY, "any": _ANY, "off": ()}.get(args.offload, (args.offload,)),
         args.offload_transfer,
         not args.no_balance,
         profiles,
@@ -294,6 +292,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 _EVERY_S = 4.0
+_ANY = ("half", "full", "auto")
 
 
 def _save(path: str, result: Result) -> None:

@@ -32,7 +32,8 @@ class Space:
         chunks: of the families that take any number.
         micro_batch_sizes: in samples.
         cheap_recompute: which of False and True.
-        offload: as ``--offload``, in the order in which they are tried; empty for none.
+        offload: as ``--offload``, in the order in which they are tried; empty for none. ``auto``
+            after others is for links that are too slow for those.
         policy: how sets travel.
         balance: layouts other than Megatron's even one may be proposed.
         profiles: measured, by (microbatch size, cheap recompute).
@@ -45,7 +46,7 @@ class Space:
     chunks: tuple[int, ...] = (2, 4)
     micro_batch_sizes: tuple[int, ...] = (1,)
     cheap_recompute: tuple[bool, ...] = (False, True)
-    offload: tuple[str, ...] = ("half", "full")
+    offload: tuple[str, ...] = ("half", "full", "auto")
     policy: str = "single"
     balance: bool = True
     profiles: dict[tuple[int, bool], Profile] = field(default_factory=dict)
@@ -124,25 +125,26 @@ class Space:
         loss = last.states.total + last.sets.until_b + last.sets.logits
         return balanced(placement, layers, each, first.states.total, loss)
 
-    def offload_time(self, case: Case) -> str:
-        """``--offload-time``: of the stage whose sets take longest beside its passes.
+    def offload_time(self, case: Case, placement: Placement) -> str:
+        """``--offload-time``: of the rank whose sets take longest beside its passes.
 
-        In 64ths, rounded up, as training rounds what it measures.
+        One number for all sets, as the flag has it. In 64ths, rounded up, as training rounds what
+        it measures.
         """
         profile = self._profile(case.job)
         rates = [self.gpu.to_host, self.gpu.to_device]
         if profile is not None:
             rates = [profile.to_host or rates[0], profile.to_device or rates[1]]
-        assert case.costs.stages is not None
+        work = case.costs.per_rank_work(placement)
         worst = max(
-            stage.sets.until_b / min(rates) * 1e6 / float(sum(row))
-            for stage, row in zip(case.stages, case.costs.stages)
+            sum(case.stages[s].sets.until_b for s in row) / min(rates) * 1e6 / float(work[rank])
+            for rank, row in enumerate(placement.stages)
         )
         return repr(float(Fraction(max(1, math.ceil(worst * 64)), 64)))
 
-    def away(self, case: Case, what: str) -> Away | None:
+    def away(self, case: Case, placement: Placement, what: str) -> Away | None:
         """Offload of one kind; None if a set takes longer than is worth trying."""
-        time = self.offload_time(case)
+        time = self.offload_time(case, placement)
         return None if float(time) > _LONGEST else Away(what, time, self.policy)
 
     def least_states(self, case: Case, placement: Placement) -> int:

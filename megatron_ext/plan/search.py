@@ -17,6 +17,7 @@ from fractions import Fraction
 from ..schedule.bounds import makespan_bound
 from ..schedule.costs import Costs
 from ..schedule.generators.cap import v_cap_limits
+from ..schedule.offload import wanted_chunks
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import peak_sets, run_times
 from .cases import Space
@@ -290,26 +291,67 @@ class Search:
     def _offload(self, candidates: list[Candidate]) -> None:
         """What is too large on the device but fast: offload may bring it under the budget."""
         for one in candidates:
-            if not self._may_win(one):
-                continue
-            for what in self.space.offload:
-                away = self.space.away(one.case, what)
-                if away is None:
-                    break
+            for away in self._offers(one):
+                if not self._may_win(one) or self._offloaded_bytes(one, away) > self.result.budget:
+                    continue
                 if not self._spend(one.shape, one.case, away):
                     self.result.skipped += 1
+                elif self.result.fits(self._add(one.shape, one.case, away)):
                     break
-                if self.result.fits(self._add(one.shape, one.case, away)):
-                    break
+
+    def _offers(self, one: Candidate) -> list[Away]:
+        """Kinds of offload that its link can carry; what takes longest to plan only if need be."""
+        placement = one.shape.placement(self.space.pp)
+        out: list[Away] = []
+        for what in self.space.offload:
+            away = self.space.away(one.case, placement, what)
+            if away is None:
+                continue
+            if what != "auto" and self._load(one.shape, away) > _CROWDED:
+                continue
+            if what == "auto" and out:
+                continue
+            out.append(away)
+        return out
+
+    def _load(self, shape: Shape, away: Away) -> Fraction:
+        """Share of its time that a rank's link would need for what it is asked to move."""
+        chunks = wanted_chunks(away.what, shape.chunks)
+        moved = Fraction(away.time) * (0 if chunks is None else chunks) / shape.chunks
+        return moved if away.policy == "dual" else 2 * moved
+
+    def _offloaded_bytes(self, one: Candidate, away: Away) -> int:
+        """Likely bytes of the fullest rank: two sets on their way or in use, of those that leave.
+
+        PipeOffload, section 3 (between two and three sets stay under full offload). ``auto`` sends
+        what the link carries.
+        """
+        placement = one.shape.placement(self.space.pp)
+        wanted = wanted_chunks(away.what, one.shape.chunks)
+        count = one.shape.chunks if wanted is None else int(wanted)
+        stages = list(one.case.stages)
+        for row in placement.stages:
+            for stage in row[:count]:
+                sets = stages[stage].sets
+                gone = sets._replace(until_b=0, until_w=0, layer=sets.layer + 2 * sets.until_b)
+                stages[stage] = stages[stage]._replace(sets=gone)
+        order = self._unit(one.shape, one.case.microbatches)
+        least = max(r.total for r in rank_bytes(order, stages, message_bytes(one.case.job)))
+        if wanted is not None:
+            return least
+        both = Fraction(away.time) * (1 if away.policy == "dual" else 2)
+        return least + int(max(0, one.bytes - least) * (1 - min(Fraction(1), 1 / both)))
 
     def _offload_more(self) -> None:
         """The best point with less on the device: one more point of the front, if it is free."""
         best = self.result.best
         if best is None or best.away is not None:
             return
-        away = self.space.away(best.case, self.space.offload[-1])
-        if away is not None and self._spend(best.shape, best.case, away):
-            self._add(best.shape, best.case, away)
+        one = Candidate(best.shape, best.case, best.makespan_us, best.makespan_us, 0, 0)
+        for away in self._offers(one)[-1:]:
+            free = self._load(best.shape, away) <= 1 or away.what == "auto"
+            if free and self._spend(best.shape, best.case, away):
+                self._add(best.shape, best.case, away)
 
     def _smallest(self, candidates: list[Candidate]) -> None:
         """Nothing fits: the smallest there is, with and without offload."""
@@ -318,11 +360,16 @@ class Search:
             self._add(one.shape, one.case, None)
         if not self.space.offload:
             return
-        # With everything away it is the states that count, then one set.
-        ordered.sort(key=lambda one: (one.states + _one_set(one.case), one.bytes))
-        for one in ordered[:_SMALLEST]:
-            away = self.space.away(one.case, self.space.offload[-1])
-            if away is not None and not self._has(one, away):
+        offers = [
+            (self._offloaded_bytes(one, away), one.bound_us, number, one, away)
+            for number, one in enumerate(candidates)
+            for away in self._offers(one)[-1:]
+        ]
+        seen: set[tuple[str, bool]] = set()
+        for *_, one, away in sorted(offers, key=lambda offer: offer[:3]):
+            kind = one.shape.name, one.case.split.even  # estimates of one kind err alike
+            if kind not in seen and len(seen) < _SMALLEST + 1 and not self._has(one, away):
+                seen.add(kind)
                 self._add(one.shape, one.case, away)
 
     def _has(self, one: Candidate, away: Away) -> bool:
@@ -335,8 +382,5 @@ class Search:
 _ALWAYS = 3  # points
 _FAR = Fraction(21, 20)  # orders for equal costs are seldom so much slower than those for the costs
 _CAPS = 2  # cases for which v-cap is generated, at up to three caps each
+_CROWDED = Fraction(9, 8)  # beyond, a link that is asked for more only makes compute wait
 _SMALLEST = 3  # points, each with and without offload
-
-
-def _one_set(case: Case) -> int:
-    return max(stage.sets.until_b + stage.sets.again for stage in case.stages)
