@@ -54,8 +54,8 @@ def read_layout(text: str, layers: int) -> Split:
         PlanError: it is no such string, or lists another number of layers.
     """
     plain = text.replace(",", "").replace(" ", "")
-    # Innermost repetitions first, then the next ones around them.
-    for pattern in (r"\(([^()*]*)\)\*(\d+)", r"([^()*\d])\*(\d+)"):
+    # One layer's repetitions first, then those of what stands in brackets.
+    for pattern in (r"([^()*\d])\*(\d+)", r"\(([^()*]*)\)\*(\d+)"):
         while (found := re.search(pattern, plain)) is not None:
             plain = plain[: found.start()] + found[1] * int(found[2]) + plain[found.end() :]
     if re.search(r"[^EtL|]", plain) or not plain.startswith("E") or not plain.endswith("L"):

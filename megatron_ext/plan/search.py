@@ -324,7 +324,7 @@ class Search:
         """Likely bytes of the fullest rank: two sets on their way or in use, of those that leave.
 
         PipeOffload, section 3 (between two and three sets stay under full offload). ``auto`` sends
-        what the link carries.
+        what the link carries, the longest kept first, so what stays falls with the square.
         """
         placement = one.shape.placement(self.space.pp)
         wanted = wanted_chunks(away.what, one.shape.chunks)
@@ -340,7 +340,8 @@ class Search:
         if wanted is not None:
             return least
         both = Fraction(away.time) * (1 if away.policy == "dual" else 2)
-        return least + int(max(0, one.bytes - least) * (1 - min(Fraction(1), 1 / both)))
+        stays = 1 - min(Fraction(1), 1 / both)
+        return least + int(max(0, one.bytes - least) * stays**2)
 
     def _offload_more(self) -> None:
         """The best point with less on the device: one more point of the front, if it is free."""
