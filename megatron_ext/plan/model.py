@@ -151,6 +151,10 @@ class Job:
             raise PlanError(
                 "--use-precision-aware-optimizer needs --use-distributed-optimizer; give both"
             )
+        for name in ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(self, name) not in _BYTES:
+                flag = "--" + name.replace("_", "-")
+                raise PlanError(f"{flag} must be one of {', '.join(_BYTES)}")
         if self.cheap_recompute and self.recompute_granularity == "full":
             raise PlanError(
                 "--pp-cheap-recompute has nothing to do under --recompute-granularity full; drop "
@@ -273,9 +277,11 @@ def _dtype(given: dict[str, Any]) -> str:
 
 
 def _gradients(given: dict[str, Any]) -> dict[str, Any]:
-    """Megatron accumulates bf16 gradients in fp32 unless they are reduced in bf16."""
+    """Megatron accumulates bf16 gradients in fp32 unless told to keep or reduce them in bf16."""
     reduced = bool(given.get("grad_reduce_in_bf16"))
-    wide = bool(given.get("accumulate_allreduce_grads_in_fp32")) or bool(given.get("bf16"))
+    narrow = given.get("main_grads_dtype", "fp32") != "fp32"
+    wide = bool(given.get("accumulate_allreduce_grads_in_fp32"))
+    wide = wide or (bool(given.get("bf16")) and not narrow)
     return {"grads_in_fp32": wide and not reduced, "grad_reduce_in_bf16": reduced}
 
 

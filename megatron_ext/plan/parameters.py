@@ -132,6 +132,8 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
     else:
         moments = _BYTES[job.exp_avg_dtype] + _BYTES[job.exp_avg_sq_dtype]
     main = 0 if job.params_dtype == "fp32" else _BYTES[job.main_params_dtype]
+    if job.use_precision_aware_optimizer and job.params_dtype == "bf16" and main == 4:
+        main = 2  # a bf16 parameter is the upper half of the fp32 one; the lower half is stored
     each = main + moments
     total = count.total
     if not job.use_distributed_optimizer:

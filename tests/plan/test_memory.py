@@ -99,6 +99,14 @@ def test_bytes_of_a_parameter(flags, without, fixed, divided):
     assert state_bytes(sharded, Count(1000)).total == 1000 * (fixed + divided / 8)
 
 
+def test_a_precision_aware_optimizer():
+    line = PLAIN.replace("--fp16", "--bf16 --world-size 4 --use-distributed-optimizer")
+    line += " --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
+    small = job_of(read(f"{line} --main-grads-dtype bf16".split())[0])
+    # Remainders of fp32 parameters, two moments, divided by 4.
+    assert state_bytes(small, Count(1000)).total == 1000 * (2 + 2 + (2 + 2 + 1) / 4)
+
+
 def test_experts_are_divided_over_fewer_ranks():
     line = f"{PLAIN} --num-experts 8 --expert-model-parallel-size 4 --world-size 8"
     moe = job_of(read([*line.split(), "--use-distributed-optimizer"])[0])
