@@ -1,0 +1,167 @@
+"""What can be searched: shapes of schedules, and cases of the job, with times and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from ..schedule.generators import GENERATORS, NAMES
+from ..schedule.placement import Placement
+from ..schedule.schedule import Schedule
+from .balance import balanced
+from .gpu import Gpu
+from .layout import Split, split_of
+from .memory import StageBytes, stage_bytes, states_of
+from .model import Job, PlanError
+from .point import Away, Case, Shape
+from .profile import Profile
+from .times import PassTimes, costs_in_us, hop_time, stage_times
+
+
+@dataclass(frozen=True)
+class Space:
+    """What the search may choose from.
+
+    Attributes:
+        job: the job; its microbatch size and cheap recompute are replaced.
+        gpu: the device.
+        pp: pipeline ranks.
+        schedules: names.
+        chunks: of the families that take any number.
+        micro_batch_sizes: in samples.
+        cheap_recompute: which of False and True.
+        offload: as ``--offload``, in the order in which they are tried; empty for none. ``auto``
+            after others is for links that are too slow for those.
+        policy: how sets travel.
+        balance: layouts other than Megatron's even one may be proposed.
+        profiles: measured, by (microbatch size, cheap recompute).
+    """
+
+    job: Job
+    gpu: Gpu
+    pp: int
+    schedules: tuple[str, ...] = NAMES
+    chunks: tuple[int, ...] = (2, 4)
+    micro_batch_sizes: tuple[int, ...] = (1,)
+    cheap_recompute: tuple[bool, ...] = (False, True)
+    offload: tuple[str, ...] = ("half", "full", "auto")
+    policy: str = "single"
+    balance: bool = True
+    profiles: dict[tuple[int, bool], Profile] = field(default_factory=dict)
+
+    def shapes(self) -> list[Shape]:
+        """Everything but ``v-cap``, whose caps depend on what fits."""
+        out = []
+        for name in self.schedules:
+            generator = GENERATORS[name]
+            if generator.takes_memory_cap:
+                continue
+            sizes: list[int | None] = [None]
+            if generator.takes_group_size:
+                sizes = [self.pp, *{-(-3 * self.pp // 4)} - {self.pp, -(-self.pp // 2)}]
+            counts: Sequence[int] = [generator.default_chunks]
+            if generator.any_chunks:
+                counts = [v for v in self.chunks if v >= generator.default_chunks]
+            out += [Shape(name, v, size) for v in counts for size in sizes]
+        return out
+
+    def jobs(self) -> list[tuple[Job, int]]:
+        """The job with every microbatch size and recompute, and its number of microbatches.
+
+        Raises:
+            PlanError: none is possible.
+        """
+        out = []
+        failed: PlanError | None = None
+        for size in self.micro_batch_sizes:
+            for cheap in self.cheap_recompute:
+                if self.profiles and (size, cheap) not in self.profiles:
+                    continue
+                job = self.job.with_(micro_batch_size=size, cheap_recompute=cheap)
+                try:
+                    out.append((job, job.microbatches()))
+                except PlanError as error:
+                    failed = error
+        if not out:
+            raise failed or PlanError(
+                "no profile is for one of the microbatch sizes and recompute settings searched; "
+                "give --micro-batch-sizes, or another --profile"
+            )
+        return out
+
+    def case(self, job: Job, microbatches: int, split: Split) -> Case:
+        """Costs and bytes of one split."""
+        profile = self._profile(job)
+        hop = hop_time(job, self.gpu)
+        stages: Sequence[StageBytes] = stage_bytes(job, split)
+        if profile is not None:
+            hop = hop if profile.hop is None else profile.hop
+            stages = profile.sized(stages, split)
+        costs = costs_in_us(self._times(job, split), hop)
+        return Case(job, microbatches, split, costs, tuple(stages))
+
+    def even(self, job: Job, stages: int) -> Split | None:
+        """What Megatron's flags say, or its own even split; None if it has none."""
+        return split_of(job, stages)
+
+    def balanced_in_time(self, job: Job, placement: Placement) -> Split | None:
+        """The split that evens out the ranks' work; None if it has to stay or cannot be."""
+        if not self.balance or job.layout is not None or placement.num_stages < 3:
+            return None
+        first, middle, last = map(sum, self._times(job, _ends(job)))
+        each = [middle / job.num_layers] * placement.pp
+        return balanced(placement, job.num_layers, each, first, last)
+
+    def balanced_in_bytes(self, job: Job, order: Schedule, peaks: Sequence[int]) -> Split | None:
+        """The split that evens out the ranks' bytes under an order with these peaks, in sets."""
+        placement = order.placement
+        if not self.balance or job.layout is not None or placement.num_stages < 3:
+            return None
+        first, middle, last = stage_bytes(job, _ends(job))
+        layers, v = job.num_layers, placement.chunks
+        each = [(middle.states.total + middle.sets.until_b * peak / v) / layers for peak in peaks]
+        loss = last.states.total + last.sets.until_b + last.sets.logits
+        return balanced(placement, layers, each, first.states.total, loss)
+
+    def offload_time(self, case: Case, placement: Placement) -> str:
+        """``--offload-time``: of the rank whose sets take longest beside its passes.
+
+        One number for all sets, as the flag has it. In 64ths, rounded up, as training rounds what
+        it measures.
+        """
+        profile = self._profile(case.job)
+        rates = [self.gpu.to_host, self.gpu.to_device]
+        if profile is not None:
+            rates = [profile.to_host or rates[0], profile.to_device or rates[1]]
+        work = case.costs.per_rank_work(placement)
+        worst = max(
+            sum(case.stages[s].sets.until_b for s in row) / min(rates) * 1e6 / float(work[rank])
+            for rank, row in enumerate(placement.stages)
+        )
+        return repr(float(Fraction(max(1, math.ceil(worst * 64)), 64)))
+
+    def away(self, case: Case, placement: Placement, what: str) -> Away | None:
+        """Offload of one kind; None if a set takes longer than is worth trying."""
+        time = self.offload_time(case, placement)
+        return None if float(time) > _LONGEST else Away(what, time, self.policy)
+
+    def least_states(self, case: Case, placement: Placement) -> int:
+        """Bytes that the fullest rank has without any activation."""
+        return max(states.total for states in states_of(placement, case.stages))
+
+    def _profile(self, job: Job) -> Profile | None:
+        return self.profiles.get((job.micro_batch_size, job.cheap_recompute))
+
+    def _times(self, job: Job, split: Split) -> list[PassTimes]:
+        profile = self._profile(job)
+        return stage_times(job, split, self.gpu) if profile is None else profile.times(split)
+
+
+_LONGEST = 8  # a set that travels for eight times its passes' time is not worth a try
+
+
+def _ends(job: Job) -> Split:
+    """Embedding, all layers, output layer and loss, apart."""
+    return Split((0, job.num_layers, 0))

@@ -1,0 +1,166 @@
+"""Megatron's own flags, as far as memory and time depend on them, and the job they describe."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from .model import Job, PlanError
+
+# Flag -> type of its value; bool is a switch. Names are pretrain_gpt.py's.
+FLAGS: dict[str, Any] = {
+    "--num-layers": int,
+    "--hidden-size": int,
+    "--ffn-hidden-size": int,
+    "--num-attention-heads": int,
+    "--group-query-attention": bool,
+    "--num-query-groups": int,
+    "--kv-channels": int,
+    "--seq-length": int,
+    "--max-position-embeddings": int,
+    "--position-embedding-type": str,
+    "--use-rotary-position-embeddings": bool,
+    "--normalization": str,
+    "--swiglu": bool,
+    "--squared-relu": bool,
+    "--disable-bias-linear": bool,
+    "--add-qkv-bias": bool,
+    "--qk-layernorm": bool,
+    "--untie-embeddings-and-output-weights": bool,
+    "--vocab-size": int,
+    "--padded-vocab-size": int,
+    "--make-vocab-size-divisible-by": int,
+    "--hidden-dropout": float,
+    "--attention-dropout": float,
+    "--attention-backend": str,
+    "--use-flash-attn": bool,
+    "--transformer-impl": str,
+    "--num-experts": int,
+    "--moe-layer-freq": str,
+    "--moe-ffn-hidden-size": int,
+    "--moe-router-topk": int,
+    "--moe-expert-capacity-factor": float,
+    "--moe-shared-expert-intermediate-size": int,
+    "--moe-shared-expert-gate": bool,
+    "--moe-grouped-gemm": bool,
+    "--tensor-model-parallel-size": int,
+    "--pipeline-model-parallel-size": int,
+    "--context-parallel-size": int,
+    "--expert-model-parallel-size": int,
+    "--expert-tensor-parallel-size": int,
+    "--sequence-parallel": bool,
+    "--world-size": int,
+    "--bf16": bool,
+    "--fp16": bool,
+    "--accumulate-allreduce-grads-in-fp32": bool,
+    "--grad-reduce-in-bf16": bool,
+    "--use-distributed-optimizer": bool,
+    "--use-precision-aware-optimizer": bool,
+    "--main-params-dtype": str,
+    "--main-grads-dtype": str,
+    "--exp-avg-dtype": str,
+    "--exp-avg-sq-dtype": str,
+    "--optimizer": str,
+    "--sgd-momentum": float,
+    "--recompute-activations": bool,
+    "--recompute-granularity": str,
+    "--recompute-method": str,
+    "--recompute-num-layers": int,
+    "--recompute-modules": list,
+    "--distribute-saved-activations": bool,
+    "--micro-batch-size": int,
+    "--global-batch-size": int,
+    "--pipeline-model-parallel-layout": str,
+    "--pp-cheap-recompute": bool,
+}
+
+# What would make every number here wrong, and what to do instead.
+NOT_MODELLED = {
+    "--multi-latent-attention": "keeps and computes other tensors",
+    "--mtp-num-layers": "adds layers and a second loss to the last stage",
+    "--hybrid-layer-pattern": "has layers that are not transformer layers",
+    "--hybrid-override-pattern": "has layers that are not transformer layers",
+    "--use-megatron-fsdp": "shards parameters in another way",
+    "--use-torch-fsdp2": "shards parameters in another way",
+    "--use-legacy-models": "is another model",
+    "--optimizer-cpu-offload": "keeps optimizer states on the host",
+}
+
+# Also known, because they change what is counted here by less than its error or not at all.
+COUNTED_AS = {
+    "--fp8-format": "FP8 is counted as 16 bits; give --efficiency for its speed",
+    "--fp8": "FP8 is counted as 16 bits; give --efficiency for its speed",
+    "--window-size": "sliding-window attention is counted as full causal attention",
+}
+
+
+def add_flags(parser: argparse._ActionsContainer) -> None:
+    """Add Megatron's flags; what is not given is not among the parsed arguments at all."""
+    for flag, kind in FLAGS.items():
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if kind is bool:
+            options["action"] = "store_true"
+        elif kind is list:
+            options.update(nargs="*", type=str)
+        else:
+            options["type"] = kind
+        parser.add_argument(flag, **options)
+
+
+class _Quiet(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise PlanError(message)
+
+
+def read(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Megatron's flags of a command line, and the names of the flags that were ignored.
+
+    Args:
+        tokens: as the shell splits them; what stands before the first flag (``torchrun``, a
+            script) is skipped too.
+
+    Returns:
+        Values by Megatron's argument name, and ignored flags in their order.
+
+    Raises:
+        PlanError: a value of the wrong kind, or a flag that makes the model another one.
+    """
+    parser = _Quiet(allow_abbrev=False, add_help=False)
+    add_flags(parser)
+    known, rest = parser.parse_known_args(list(tokens))
+    ignored = [token.split("=", 1)[0] for token in rest if token.startswith("--")]
+    for flag in ignored:
+        if flag in NOT_MODELLED:
+            raise PlanError(
+                f"{flag} {NOT_MODELLED[flag]}, which plan does not model; leave it out and read "
+                "the numbers as a lower bound"
+            )
+    return vars(known), ignored
+
+
+def notes_on(ignored: Sequence[str]) -> list[str]:
+    """Assumptions that ignored flags make necessary."""
+    return sorted({COUNTED_AS[flag] for flag in ignored if flag in COUNTED_AS})
+
+
+def job_of(given: dict[str, Any]) -> Job:
+    """The job that Megatron's flags describe, with Megatron's defaults for what is missing.
+
+    Args:
+        given: values by Megatron's argument name, as ``read`` returns them.
+
+    Raises:
+        PlanError: a flag that is needed is missing, or two of them contradict each other.
+    """
+    missing = [f for f in _NEEDED if given.get(_name(f)) is None]
+    if missing:
+        raise PlanError(f"plan needs {', '.join(missing)} too, as pretrain_gpt.py has them")
+    return Job.of(dict(given))
+
+
+_NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")

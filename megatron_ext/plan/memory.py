@@ -1,0 +1,167 @@
+"""Bytes of every rank at every moment of a schedule: what stays, what passes keep, the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..schedule.actions import Op
+from ..schedule.placement import Placement
+from ..schedule.schedule import Schedule
+from .activations import SetBytes, stage_set
+from .layout import Split
+from .model import Job
+from .parameters import (
+    Count,
+    StateBytes,
+    embedding_parameters,
+    layer_parameters,
+    output_parameters,
+    state_bytes,
+)
+
+MESSAGES = 4  # stage inputs and outputs that are on their way, to and from both neighbours
+
+ASSUMPTIONS = (
+    "activations: 16-bit flash attention keeps no scores (--attention-backend unfused does), "
+    "fused kernels keep the inputs of norms and activation functions and no more",
+    "experts get equally many tokens (or --moe-expert-capacity-factor's)",
+    "between B and W a set keeps what linear layers need: their inputs and output gradients",
+    "while B runs, one layer's widest gradients are there beside the sets",
+    f"{MESSAGES} messages of a stage's output are on the way on every rank",
+    "not counted: workspaces of libraries and communicators, fragmentation (see the reserve)",
+)
+
+
+class StageBytes(NamedTuple):
+    """One stage: its parameters, what stays for them, and one activation set."""
+
+    parameters: Count
+    states: StateBytes
+    sets: SetBytes
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """The peak of one rank, in bytes.
+
+    Attributes:
+        rank: its number.
+        states: parameters, gradients and optimizer states.
+        kept: activation sets on the device at the peak.
+        passing: what the pass that runs then needs beside them, and messages.
+        host: most bytes of sets on the host at once.
+        at: the action at the peak, as text.
+    """
+
+    rank: int
+    states: StateBytes
+    kept: int
+    passing: int
+    host: int
+    at: str
+
+    @property
+    def total(self) -> int:
+        """All that is on the device."""
+        return self.states.total + self.kept + self.passing
+
+    def largest_part(self) -> tuple[str, int]:
+        """The part with most bytes, and these."""
+        parts = {
+            "parameters": self.states.parameters,
+            "gradients": self.states.gradients,
+            "optimizer states": self.states.optimizer,
+            "activations": self.kept,
+            "the running pass": self.passing,
+        }
+        return max(parts.items(), key=lambda part: part[1])
+
+
+def stage_bytes(job: Job, split: Split) -> list[StageBytes]:
+    """What every stage of a split takes."""
+    out = []
+    last = len(split.counts) - 1
+    known: dict[tuple[tuple[bool, ...], bool, bool], StageBytes] = {}
+    for stage, (begin, count) in enumerate(zip(split.first_layers, split.counts)):
+        layers = range(begin, begin + count)
+        ends = stage == 0, stage == last
+        key = (job.moe_layers[begin : begin + count], *ends)
+        if key not in known:
+            total = sum((layer_parameters(job, i) for i in layers), Count())
+            if ends[0]:
+                total += Count(embedding_parameters(job))
+            if ends[1]:
+                total += Count(output_parameters(job, with_embedding=ends[0]))
+            sets = stage_set(job, layers, first=ends[0], last=ends[1])
+            known[key] = StageBytes(total, state_bytes(job, total), sets)
+        out.append(known[key])
+    return out
+
+
+def message_bytes(job: Job) -> int:
+    """What one stage sends to the next for one microbatch."""
+    return job.element_bytes * job.sharded_tokens * job.hidden_size
+
+
+def states_of(placement: Placement, stages: Sequence[StageBytes]) -> list[StateBytes]:
+    """Per rank, what stays through all steps."""
+    return [sum((stages[s].states for s in row), StateBytes()) for row in placement.stages]
+
+
+def rank_bytes(schedule: Schedule, stages: Sequence[StageBytes], messages: int) -> list[RankBytes]:
+    """Every rank's peak under ``schedule``, from the order of its actions alone.
+
+    Args:
+        schedule: with its offload actions, if it has some.
+        stages: one a stage.
+        messages: bytes of one message.
+    """
+    states = states_of(schedule.placement, stages)
+    return [
+        _rank(rank, row, stages, states[rank], MESSAGES * messages)
+        for rank, row in enumerate(schedule.ranks)
+    ]
+
+
+def _rank(
+    rank: int,
+    row: Sequence[tuple[Op, int, int]],
+    stages: Sequence[StageBytes],
+    states: StateBytes,
+    messages: int,
+) -> RankBytes:
+    resident = host = most_host = 0
+    best: tuple[int, int, int, int] = (-1, 0, 0, 0)
+    away: set[tuple[int, int]] = set()
+    table = {s: stages[s].sets for s in {action[1] for action in row}}
+    for position, (op, stage, microbatch) in enumerate(row):
+        one = table[stage]
+        passing = messages
+        if op is Op.F:
+            resident += one.until_b
+            passing += one.logits
+        elif op is Op.B or op is Op.BW:
+            # On the way from one to the other it is never more than the larger of them.
+            grows = max(one.until_w - one.until_b, 0) if op is Op.B else 0
+            passing += grows + one.again + one.layer + one.logits
+        elif op is Op.PREPARE:
+            resident += one.until_b
+        elif op is Op.OFFLOAD:
+            away.add((stage, microbatch))
+            host += one.until_b
+            most_host = max(most_host, host)
+        if resident + passing > best[0]:
+            best = resident + passing, resident, passing, position
+        if op is Op.B or op is Op.BW:
+            resident += (one.until_w if op is Op.B else 0) - one.until_b
+            if (stage, microbatch) in away:
+                host -= one.until_b
+        elif op is Op.W:
+            resident -= one.until_w
+        elif op is Op.RELEASE:
+            resident -= one.until_b
+    _, kept, passing, position = best
+    at = str(row[position]) if row else ""
+    return RankBytes(rank, states, kept, passing, most_host, at)

@@ -1,0 +1,127 @@
+"""``plan``: what it prints, and how bad input is told."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+MODEL = (
+    "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --bf16 "
+    "--vocab-size 64000 --untie-embeddings-and-output-weights --hidden-dropout 0 "
+    "--attention-dropout 0 --use-distributed-optimizer"
+)
+SIZES = "--pp 4 --world-size 4 --microbatches 8 --gpu A100"
+FAST = "--micro-batch-sizes 1 --schedules 1f1b,v-half,v-zb"
+
+
+def _json(run, *words):
+    line = " ".join([MODEL, SIZES, FAST, *words, "--json"])
+    status, out, err = run("plan", *shlex.split(line))
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+def test_json_says_what_to_use_and_why(run, tmp_path):
+    data = _json(run, "--memory-cap", "12GiB")
+    assert data["memory_cap_bytes"] == 12 * 2**30 and data["pp"] == 4
+    chosen = data["chosen"]
+    first = data["front"][0]
+    assert {k: chosen[k] for k in first} == first
+    assert max(rank["total"] for rank in chosen["ranks"]) == chosen["peak_bytes"] <= 12 * 2**30
+    for rank in chosen["ranks"]:
+        parts = "parameters", "gradients", "optimizer", "activations", "running_pass"
+        assert sum(rank[part] for part in parts) == rank["total"]
+    keys = [(p["step_ms"], p["peak_bytes"], p["host_bytes"]) for p in data["front"]]
+    assert keys == sorted(keys)
+    for key in keys:
+        others = [other for other in keys if other != key]
+        assert not any(all(a <= b for a, b in zip(other, key)) for other in others)
+    path = tmp_path / "stages.json"
+    for point in data["front"]:
+        path.write_text(json.dumps(point["stage_cost"]))
+        words = [str(path) if word == "STAGE_COST_FILE" else word for word in point["simulate"]]
+        said = json.loads(run("simulate", "--json", *words)[1])
+        assert said["makespan"] / 1000 == pytest.approx(point["step_ms"], rel=1e-12)
+        assert said["peak_activation"] == point["peak_activation"]
+    assert any("flash attention" in text for text in data["assumptions"])
+
+
+def test_a_command_line_is_taken_as_it_is(run):
+    line = f"torchrun --nproc-per-node 4 pretrain_gpt.py {MODEL} --lr 1e-4 --data-path a b --tb x"
+    words = [*shlex.split(SIZES + " " + FAST), "--memory-cap", "12GiB", "--json"]
+    status, out, _ = run("plan", "--from-args", line, *words)
+    assert status == 0
+    data, direct = json.loads(out), _json(run, "--memory-cap", "12GiB")
+    assert data["ignored"] == ["--nproc-per-node", "--lr", "--data-path", "--tb"]
+    assert data["chosen"] == direct["chosen"]
+    # What stands beside it wins.
+    other = run("plan", "--from-args", line, *words, "--seq-length", "1024")[1]
+    assert json.loads(other)["chosen"]["step_ms"] < data["chosen"]["step_ms"]
+
+
+def test_the_table_has_the_flags(run):
+    words = shlex.split(f"{MODEL} {SIZES} {FAST} --memory-cap 30GiB")
+    status, out, _ = run("plan", *words)
+    assert status == 0
+    assert "--pp-schedule v-" in out and "--micro-batch-size 1" in out
+    assert "what the numbers rest on:" in out and "data sheet" in out
+
+
+def test_the_written_schedule_is_the_plans(run, tmp_path):
+    path = tmp_path / "plan.json"
+    data = _json(run, "--memory-cap", "30GiB", "--output", str(path))
+    assert f"--pp-schedule {path}" in data["chosen"]["flags"]
+    said = json.loads(run("simulate", "--schedule", path, "--json")[1])
+    assert said["makespan"] / 1000 == pytest.approx(data["chosen"]["step_ms"], rel=1e-12)
+
+
+def test_nothing_fits(run):
+    data = _json(run, "--memory-cap", "2GiB")
+    assert data["chosen"] is None and data["front"] == []
+    need = data["needs"]
+    assert need["bytes"] > 2 * 2**30 and need["part"] and need["rank"] in range(4)
+    assert _json(run, "--memory-cap", str(need["bytes"]))["chosen"] is not None
+    text = run("plan", *shlex.split(f"{MODEL} {SIZES} {FAST} --memory-cap 2GiB"))[1]
+    assert "nothing fits in 2.00 GiB" in text and "binds" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("--gpu Z80", "unknown GPU 'Z80'"),
+        ("--memory-cap lots", "such as 40GiB"),
+        ("--reserve 200GiB", "leaves nothing"),
+        ("--schedules x", "unknown schedule 'x'"),
+        ("--pp 1", "at least 2 ranks"),
+        ("--pp 3", "no multiple of tensor x pipeline"),
+        ("--global-batch-size 8", "both say the batch"),
+        ("--micro-batch-sizes 3", "no multiple of --micro-batch-size 3"),
+        ("--efficiency 2", "a share"),
+        ("--profile /no/such", "cannot read profile"),
+        ("--host-bandwidth fast", "in bytes/s"),
+        ("--from-args '--mtp-num-layers 1'", "does not model"),
+        ("--from-args '\"'", "cannot be split"),
+        ("--output plan.svg --memory-cap 30GiB", "ends in .json"),
+        ("--effort 0", "must be > 0"),
+    ],
+)
+def test_bad_input_is_one_line(run, change, words):
+    status, out, err = run("plan", *shlex.split(f"{MODEL} {SIZES} {FAST} {change}"))
+    assert (status, out) == (2, "")
+    assert words in err and err.count("\n") == 1
+
+
+def test_what_is_needed_is_named(run):
+    status, _, err = run("plan", "--pp", 4, "--num-layers", 4)
+    assert status == 2 and "--hidden-size, --num-attention-heads, --seq-length" in err
+
+
+def test_runs_on_a_bare_interpreter(repo_root):
+    words = shlex.split(f"{MODEL} {SIZES} {FAST} --memory-cap 12GiB --json")
+    command = [sys.executable, "-S", "-m", "megatron_ext", "plan", *words]
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["chosen"]

@@ -1,0 +1,201 @@
+"""Bytes against published numbers, and peaks of schedules counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.plan.activations import SetBytes, layer, stage_set
+from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.layout import Split, even_split
+from megatron_ext.plan.memory import message_bytes, rank_bytes, stage_bytes
+from megatron_ext.plan.model import PlanError
+from megatron_ext.plan.parameters import Count, state_bytes
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.generators import generate
+from megatron_ext.schedule.link import Link
+from megatron_ext.schedule.offload import offload
+from megatron_ext.schedule.simulate import simulate
+
+PLAIN = (
+    "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --fp16 "
+    "--vocab-size 1024 --transformer-impl local --hidden-dropout 0 --attention-dropout 0"
+)
+
+
+def job(*more):
+    return job_of(read(f"{PLAIN} {' '.join(more)}".split())[0])
+
+
+def per_bsh(job, held="until_b"):
+    """Bytes of one layer as a multiple of batch x sequence x hidden size."""
+    size = sum(getattr(item, held) for item in layer(job, 0))
+    return size / (job.tokens * job.hidden_size)
+
+
+# arXiv 2205.05198, equation 1: sbh(34 + 5as/h); flash attention leaves 34, or 32 without dropout.
+# PipeOffload, 4.3: 34 without and 20 with recompute of norms, GeLU and dropout; ours leaves
+# dropout's two masks, docs/10. ZB, table 2: 32 for W.
+PUBLISHED = [
+    (["--hidden-dropout 0.1"], "until_b", 34),
+    ([], "until_b", 32),
+    (["--pp-cheap-recompute"], "until_b", 20),
+    (["--pp-cheap-recompute --hidden-dropout 0.1"], "until_b", 22),
+    (["--pp-cheap-recompute --transformer-impl transformer_engine"], "until_b", 24),
+    ([], "until_w", 32),
+    (["--pp-cheap-recompute"], "until_w", 32),
+    # arXiv 2205.05198, section 4.2: with sequence parallelism all of it is divided by t.
+    (
+        ["--tensor-model-parallel-size 4 --sequence-parallel --hidden-dropout 0.1"],
+        "until_b",
+        34 / 4,
+    ),
+    # Without it the 10 beside the parallel parts stay: sbh(10 + 24/t).
+    (["--tensor-model-parallel-size 4 --hidden-dropout 0.1"], "until_b", 10 + 24 / 4),
+]
+
+
+@pytest.mark.parametrize(("flags", "held", "bsh"), PUBLISHED)
+def test_bytes_of_a_layer(flags, held, bsh):
+    # Statistics of norms and rows are not in the papers' sums: 20 bytes and 4a a token.
+    assert per_bsh(job(*flags), held) == pytest.approx(bsh, rel=0.005)
+
+
+def test_attention_scores_without_flash_attention():
+    """5as/h with fused softmax, whose output has 16 bits; unfused it is there in fp32 too."""
+    flags = "--attention-dropout 0.1 --attention-backend unfused"
+    quadratic = per_bsh(job(flags)) - per_bsh(job())
+    heads, s, h = 32, 4096, 4096
+    assert quadratic * h / (heads * s) == pytest.approx(5 + 4, rel=0.01)
+    selective = per_bsh(job(flags, "--recompute-activations"))
+    assert selective == pytest.approx(32, rel=0.005), "arXiv 2205.05198, equation 6, less masks"
+
+
+def test_full_recompute_keeps_a_layers_input():
+    full = job("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2")
+    tensor = 2 * full.tokens * full.hidden_size
+    sets = stage_set(full, range(4), first=False, last=False)
+    assert sets.until_b == 2 * tensor, "arXiv 2205.05198, table 2: 2sbh for each that is kept"
+    assert sets.again == 2 * sum(item.until_b for item in layer(full, 0))
+    block = job("--recompute-granularity full --recompute-method block --recompute-num-layers 3")
+    sets = stage_set(block, range(4), first=False, last=False)
+    assert sets.until_b == 3 * tensor + sum(item.until_b for item in layer(block, 0))
+
+
+# Megatron's distributed optimizer page, "theoretical bytes per parameter": d ranks.
+@pytest.mark.parametrize(
+    ("flags", "without", "fixed", "divided"),
+    [
+        ("--fp16", 16, 4, 12),
+        ("--bf16", 18, 6, 12),
+        ("", 16, 8, 8),
+        ("--bf16 --grad-reduce-in-bf16", 16, 4, 12),
+    ],
+)
+def test_bytes_of_a_parameter(flags, without, fixed, divided):
+    line = PLAIN.replace("--fp16", flags) + " --world-size 8"
+    plain = job_of(read(line.split())[0])
+    assert state_bytes(plain, Count(1000)).total == 1000 * without
+    sharded = job_of(read([*line.split(), "--use-distributed-optimizer"])[0])
+    assert state_bytes(sharded, Count(1000)).total == 1000 * (fixed + divided / 8)
+
+
+def test_a_precision_aware_optimizer():
+    line = PLAIN.replace("--fp16", "--bf16 --world-size 4 --use-distributed-optimizer")
+    line += " --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
+    small = job_of(read(f"{line} --main-grads-dtype bf16".split())[0])
+    # Remainders of fp32 parameters, two moments, divided by 4.
+    assert state_bytes(small, Count(1000)).total == 1000 * (2 + 2 + (2 + 2 + 1) / 4)
+
+
+def test_experts_are_divided_over_fewer_ranks():
+    line = f"{PLAIN} --num-experts 8 --expert-model-parallel-size 4 --world-size 8"
+    moe = job_of(read([*line.split(), "--use-distributed-optimizer"])[0])
+    assert state_bytes(moe, Count(0, 800)).optimizer == 800 * 12 // 2
+
+
+# PipeOffload, figure 15: activation memory in GB; p, layers a rank, h, heads, s, GB by schedule.
+FIGURE_15 = [
+    (8, 5, 5120, 40, 4096, {"interleaved": 15, "gis": 13, "gis-h": 8, "1f1b": 12}),
+    (8, 5, 5120, 40, 8192, {"interleaved": 30, "gis": 27, "gis-h": 16, "1f1b": 24}),
+    (8, 5, 5120, 40, 16384, {"gis-h": 32, "1f1b": 48}),
+    (16, 3, 6144, 48, 4096, {"interleaved": 24, "gis": 19, "gis-h": 13, "1f1b": 18}),
+    (16, 3, 6144, 48, 8192, {"interleaved": 49, "gis": 38, "gis-h": 25, "1f1b": 37}),
+    (32, 2, 8192, 64, 4096, {"interleaved": 49, "gis": 34, "gis-h": 25, "1f1b": 33}),
+    (32, 2, 8192, 64, 8192, {"gis-h": 51}),
+]
+
+
+@pytest.mark.parametrize(("p", "each", "h", "heads", "s", "published"), FIGURE_15)
+def test_figure_15(p, each, h, heads, s, published):
+    """One layer is missing on the first and on the last stage; recompute, no masks."""
+    line = f"--num-layers {p * each - 2} --hidden-size {h} --num-attention-heads {heads} "
+    line += f"--group-query-attention --num-query-groups 8 --seq-length {s} --fp16 "
+    line += "--hidden-dropout 0 --attention-dropout 0 --pp-cheap-recompute "
+    line += "--transformer-impl local --vocab-size 1024"
+    this = job_of(read(line.split())[0])
+    for name, gb in published.items():
+        v = 1 if name == "1f1b" else each
+        counts = [each // v] * (p * v)
+        counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
+        stages = stage_bytes(this, Split(tuple(counts)))
+        found = rank_bytes(generate(name, p, 2 * p, v), stages, message_bytes(this))
+        assert max(rank.kept for rank in found) / 2**30 == pytest.approx(gb, rel=0.10, abs=0.5), (
+            name
+        )
+
+
+def test_a_peak_is_counted_from_sets():
+    """With W-held bytes below B-held ones the peak is the simulator's number of sets."""
+    this = job()
+    for name in ("zb-h1", "v-half", "gis"):
+        schedule = generate(name, 4, 8)
+        stages = stage_bytes(this, even_split(8, 4 * schedule.chunks))
+        stages = [stage._replace(sets=SetBytes(1000, 1000)) for stage in stages]
+        found = rank_bytes(schedule, stages, 0)
+        assert [rank.kept // 1000 for rank in found] == simulate(schedule).peak_sets
+        assert not any(rank.host for rank in found)
+
+
+def test_offloaded_sets_are_on_the_host():
+    schedule = generate("po", 4, 16, 4)
+    plan = offload(schedule, Link.of(4, "0.25"), "full")
+    stages = stage_bytes(job("--num-layers 16"), even_split(16, 16))
+    stages = [stage._replace(sets=SetBytes(1000, 1000)) for stage in stages]
+    found = rank_bytes(plan.schedule, stages, 0)
+    run = simulate(plan.schedule)
+    assert [rank.kept // 1000 for rank in found] == run.peak_sets
+    assert run.transfers is not None
+    assert [rank.host // 1000 for rank in found] == run.transfers.peak_host_sets
+
+
+def test_a_v_has_both_ends_on_rank_0():
+    this = job("--untie-embeddings-and-output-weights --vocab-size 128000")
+    words = this.padded_vocab_size * this.hidden_size * 2
+    for name, ranks in (("v-half", [0, 0]), ("zb-h1", [0, 3])):
+        schedule = generate(name, 4, 8, costs=Costs())
+        stages = stage_bytes(this, even_split(8, 4 * schedule.chunks))
+        found = rank_bytes(schedule, stages, message_bytes(this))
+        heavy = [rank.states.parameters for rank in found]
+        middle = min(heavy)
+        for rank in set(ranks):
+            extra = heavy[rank] - middle
+            assert extra == pytest.approx(ranks.count(rank) * words, rel=0.05)
+    tied = stage_bytes(job("--vocab-size 128000"), even_split(8, 8))
+    assert tied[-1].parameters.total > tied[1].parameters.total, "each stage has its copy"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--multi-latent-attention", "does not model"),
+        ("--bf16 --fp16", "exclude each other"),
+        ("--num-query-groups 7 --group-query-attention", "no multiple of 7"),
+        ("--tensor-model-parallel-size 3", "cannot be divided by 3"),
+        ("--num-experts 4 --moe-layer-freq __import__('os')", "--moe-layer-freq"),
+        ("--recompute-granularity full", "--recompute-method"),
+        ("--hidden-size many", "invalid int value"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(flags, words):
+    with pytest.raises(PlanError, match=words):
+        job(flags)
