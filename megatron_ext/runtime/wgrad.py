@@ -78,6 +78,16 @@ class WeightGradStore:
             for task in at_end:
                 task()
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside the block no B pass runs, as far as layers can see: they compute their weight
+        gradients at once. For layers whose inputs do not stay where they are until W."""
+        collecting, self._collecting = self._collecting, None
+        try:
+            yield
+        finally:
+            self._collecting = collecting
+
     def put(
         self,
         parameter: Any,
