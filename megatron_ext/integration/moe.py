@@ -21,6 +21,7 @@ from ..moe.saved import Memory
 from ..moe.settings import Settings
 from ..moe.strategies import Strategy
 from ..runtime.wgrad import WeightGradStore
+from . import saved_parameters
 from .errors import ConfigError
 from .seams import Seam
 
@@ -56,7 +57,11 @@ class PipelinedMoE:
                 ("self", "hidden_states", "intermediate_tensors", "padding_mask"),
                 "MoE layers would run unchunked",
             ),
+            *saved_parameters.seams(self._parameter),
         )
+
+    def _parameter(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.memory is None else self.memory.parameter(tensor)
 
     def release(self) -> None:
         """Give threads and memory back."""

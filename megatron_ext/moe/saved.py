@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..offload.arena import HostArena, padded
-from ..offload.blocks import Block, Kept, View
+from ..offload.blocks import Block, Kept, View, place
 from ..offload.device import CpuDevice, CudaDevice, Device
 from ..offload.engine import Engine, Ticket
 from .ring import DEPTH, Departures, Ring
@@ -23,6 +23,9 @@ MIN_BYTES = 4096
 
 class Memory:
     """The memory that all MoE layers of one rank share: ring buffers, host arena, copy streams.
+
+    ``parameter`` finds the parameter that autograd hands back, without its attributes, to a
+    function whose saved tensors went through hooks.
 
     Args:
         device: of the layers.
@@ -42,6 +45,11 @@ class Memory:
         self.ring = ring or Ring(device, depth)
         self.engine = Engine(device, HostArena(device.torch_device), "dual")
         self.departures = Departures(self.engine, depth)
+        self.parameters: dict[Any, torch.Tensor] = {}
+
+    def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The experts' parameter that ``tensor`` is, or itself."""
+        return self.parameters.get(_identity(tensor), tensor) if self.parameters else tensor
 
     @classmethod
     def on(cls, device: torch.device, **options: Any) -> Memory:
@@ -55,6 +63,7 @@ class Memory:
         self.departures.flush()
         self.engine.close()
         self.ring.clear()
+        self.parameters.clear()
 
 
 class Record:
@@ -102,6 +111,7 @@ class Record:
             return contextlib.nullcontext()
         self._input = Block(self, slot.untyped_storage())
         residents = {p.untyped_storage()._cdata for p in parameters}
+        self._memory.parameters |= {_identity(p): p for p in parameters}
         pack = functools.partial(self._pack, residents)
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
@@ -210,6 +220,10 @@ class Record:
         block, number = handle
         result: torch.Tensor = block.view(number)
         return result
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()._cdata, *place(tensor)
 
 
 @contextlib.contextmanager
