@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from ..schedule import generators
+from . import moe_flags
 from .errors import ConfigError
 
 GROUP = "pipeline schedules (megatron_ext)"
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="write each rank's measured timeline and peak resident activation sets here",
     )
     _add_offload_arguments(group)
+    moe_flags.add_arguments(group)
     return parser
 
 
@@ -95,6 +97,7 @@ _FLAGS = (
     "--pp-offload-chunks",
     "--pp-offload-time",
     "--pp-offload-transfer",
+    *moe_flags.FLAGS,
 )
 
 
@@ -131,7 +134,8 @@ def defaults(config: Mapping[str, object]) -> dict[str, str]:
 
 def options_without_schedule(args: argparse.Namespace) -> list[str]:
     """Our flags that were given although ``--pp-schedule``, which they belong to, was not."""
-    return [flag for flag in _FLAGS[1:] if getattr(args, _attribute(flag), None) is not None]
+    belonging = [flag for flag in _FLAGS[1:] if flag not in moe_flags.FLAGS]
+    return [flag for flag in belonging if getattr(args, _attribute(flag), None) is not None]
 
 
 def _attribute(flag: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ..runtime.wgrad import WeightGradStore
 from . import saved_parameters
 from .errors import ConfigError
 from .seams import Seam
+from .wgrad import accumulate, finish
 
 _STAGES = ["route", "expert_compute", "postprocess"]
 
@@ -45,7 +45,9 @@ class PipelinedMoE:
     ) -> None:
         self.settings, self._options = settings, options
         self.memory: Memory | None = None
-        self._fused = nullcontext if store is None else store.suspended
+        self._store = None if store is None else _Postponing(store)
+        if store is not None:
+            store.fused_experts = lambda: self.settings.strategy is not Strategy.NONE
         self._regions: weakref.WeakKeyDictionary[Any, Region] = weakref.WeakKeyDictionary()
 
     def seams(self) -> tuple[Seam, ...]:
@@ -141,9 +143,33 @@ class PipelinedMoE:
                 _experts(weakref.ref(layer)),
                 list(layer.experts.parameters()),
                 self.memory,
-                self._fused,
+                self._store,
             )
         return region
+
+
+class _Postponing:
+    """What ``Region`` asks of the weight-gradient store."""
+
+    def __init__(self, store: WeightGradStore) -> None:
+        self._store = store
+        self.suspended, self.in_parts = store.suspended, store.in_parts
+
+    @property
+    def collecting(self) -> bool:
+        return self._store.collecting
+
+    def takes(self, parameter: torch.nn.Parameter, grad: torch.Tensor | None) -> bool:
+        if grad is None or self._store.placeholder(parameter):
+            return self._store.holds(parameter)
+        if not self._store.holds(parameter):
+            return False
+        # B has part of it, such as a bias that is added outside the layer that postpones. It waits
+        # for W, so that the order of summands does not depend on the schedule.
+        with self._store.in_parts():
+            task = functools.partial(accumulate, parameter, grad)
+            self._store.put(parameter, task, done=finish)
+        return True
 
 
 def _experts(layer: weakref.ref[Any]) -> Callable[..., torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,10 +118,19 @@ class GradientSums:
             else:
                 self._held[number] = held.to(wide).add_(new) if held.dtype != wide else held + new
 
-    def result(self) -> list[torch.Tensor]:
+    def result(
+        self, without: Callable[[torch.nn.Parameter], bool] = lambda parameter: False
+    ) -> list[torch.Tensor | None]:
         """One gradient a parameter, zeros where no chunk had any: autograd, and Megatron's
-        reduction with it, has to see every parameter in every call."""
+        reduction with it, has to see every parameter in every call.
+
+        Args:
+            without: true for parameters whose gradient, if there is none, comes later.
+        """
         return [
-            torch.zeros_like(parameter) if held is None else held.to(parameter.dtype)
+            None if held is None and without(parameter) else self._sum(parameter, held)
             for parameter, held in zip(self._parameters, self._held)
         ]
+
+    def _sum(self, parameter: torch.nn.Parameter, held: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros_like(parameter) if held is None else held.to(parameter.dtype)

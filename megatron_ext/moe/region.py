@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -28,6 +28,24 @@ from .strategies import Restore, Strategy
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class Postponing(Protocol):
+    """A store that may take over the experts' weight gradients while their backward pass runs."""
+
+    @property
+    def collecting(self) -> bool:
+        """True if it does now."""
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Inside, it does not."""
+
+    def in_parts(self) -> AbstractContextManager[None]:
+        """Inside, what it takes are parts of gradients, one part a chunk."""
+
+    def takes(self, parameter: Any, grad: torch.Tensor | None) -> bool:
+        """True if the gradient of ``parameter`` is its business: it will compute what is missing
+        from ``grad``, which is what a chunk gave or None, and add ``grad`` if that is real."""
+
+
 class Region:
     """The region of one layer.
 
@@ -36,8 +54,9 @@ class Region:
         experts: computes with this rank's experts.
         parameters: theirs, all that may require gradients.
         memory: shared with the rank's other layers.
-        fused: a context in which the experts compute weight gradients in their backward pass, not
-            later: the rows that they need then lie in buffers which the next chunk takes.
+        store: may compute the experts' weight gradients later. It is let to where nothing is
+            restored; otherwise the rows that it would need lie in buffers that the next chunk
+            takes, and weight gradients are computed in the backward pass itself.
     """
 
     def __init__(
@@ -46,10 +65,10 @@ class Region:
         experts: Experts,
         parameters: Sequence[torch.nn.Parameter],
         memory: Memory,
-        fused: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        store: Postponing | None = None,
     ) -> None:
         self.exchange, self.experts, self.memory = exchange, experts, memory
-        self.parameters, self.fused = list(parameters), fused
+        self.parameters, self.store = list(parameters), store
 
     def __call__(
         self,
@@ -265,7 +284,7 @@ class _Call:
         self._index, self._records, self._sent_probs = [], [], []
         self._hidden = None
         del self._grad
-        return [d_hidden, d_probs, *sums.result()]
+        return [d_hidden, d_probs, *sums.result(self._taken)]
 
     def _start_backward(self, i: int) -> None:
         """The adjoint of R: output gradients go to the experts, with what is to be sent again."""
@@ -285,8 +304,11 @@ class _Call:
         chunk, record = self._plan.chunks[i], self._records[i]
         fields = self._back_row.view(self._arrived(i, self._back_row), chunk.rows)
         size = chunk.rows * self._width * self._dtype.itemsize
-        dy = self._memory.ring.take("gradient", i, size)[:size].view(self._dtype)
-        dy = dy.view(chunk.rows, self._width)
+        if self._postpones:
+            dy = self._memory.device.allocate(size)  # the store keeps it until W
+        else:
+            dy = self._memory.ring.take("gradient", i, size)[:size]
+        dy = dy.view(self._dtype).view(chunk.rows, self._width)
         order = self._exchange.order(self._plan, i)
         _select(fields[0], order, dy)
         if self._strategy.input is Restore.KEEP:
@@ -305,12 +327,27 @@ class _Call:
         if graph is None:
             with torch.enable_grad():
                 graph, _ = self._graph(x, chunk, p)
-        with self._region.fused():
+        with self._passing_on():
             dx, dp, found = graph.run(dy, self._trained)
-        sums.add(found)
+        sums.add([None if self._taken(p, g) else g for p, g in zip(self._trained, found)])
         record.finish()
         dx = torch.zeros_like(dy) if dx is None else dx
         return dx, dy.new_zeros(chunk.rows, dtype=self._probs_dtype) if dp is None else dp
+
+    @property
+    def _postpones(self) -> bool:
+        store = self._region.store
+        return store is not None and store.collecting and self._strategy is Strategy.NONE
+
+    def _passing_on(self) -> AbstractContextManager[None]:
+        store = self._region.store
+        if store is None:
+            return nullcontext()
+        return store.in_parts() if self._postpones else store.suspended()
+
+    def _taken(self, parameter: torch.nn.Parameter, grad: torch.Tensor | None = None) -> bool:
+        store = self._region.store
+        return self._postpones and store is not None and store.takes(parameter, grad)
 
     def _return_gradients(self, i: int, dx: torch.Tensor, dp: torch.Tensor) -> Transfer:
         """The adjoint of S."""

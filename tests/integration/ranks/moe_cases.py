@@ -311,7 +311,6 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         groups = model.bucket_groups + model.expert_parallel_bucket_groups
         reduced = [0] * len(groups)
         for number, group in enumerate(groups):
-
             group.start_grad_sync = counted(group.start_grad_sync, reduced, number)
         settings = Settings()
         with chunked(settings, min_bytes=1) as ours:
