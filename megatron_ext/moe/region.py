@@ -119,7 +119,7 @@ class _Function(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return (None, *ctx.call.backward(ctx.saved_tensors, grad))
 
@@ -140,6 +140,7 @@ class _Call:
         plan.index.clear()
         self.saves, self._trained = trained is not None, trained or []
         self._records: list[Record] = []
+        self._graphs: dict[int, Graph] = {}
         self._sent_probs: list[torch.Tensor] = []
         self._resends = strategy.input is Restore.RESEND
         # Under no_grad there is nothing to restore, so nothing has to stay anywhere.
@@ -206,7 +207,7 @@ class _Call:
             y = self._experts(x, chunk, p)
         else:
             with entered(torch.enable_grad(), record.saving(slot, self._region.parameters)):
-                record.graph, y = self._graph(x, chunk, p)
+                self._graphs[i], y = self._graph(x, chunk, p)
             record.leave(slot)
         return y
 
@@ -323,7 +324,7 @@ class _Call:
             record.finish()
             return dy, dy.new_empty(0, dtype=self._probs_dtype)
         record.use(slot)
-        graph = record.graph
+        graph = self._graphs.pop(i, None)
         if graph is None:
             with torch.enable_grad():
                 graph, _ = self._graph(x, chunk, p)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,23 +67,32 @@ class Memory:
         self.parameters.clear()
 
 
+@dataclass(frozen=True)
+class _Name:
+    """Stands as the owner of memory blocks, for their messages."""
+
+    key: str
+
+
 class Record:
     """One chunk between its forward and its backward pass.
 
+    The experts' graph holds it, through the hooks; so it must not hold the graph, or neither would
+    go where there is no backward pass.
+
     Attributes:
-        graph: what ``region`` needs to run the experts' backward pass; None without one.
         used_bytes: of the chunk's slot of the ring ``input``.
     """
 
     def __init__(self, memory: Memory, number: int, strategy: Strategy) -> None:
-        self.graph: Any = None
         self.used_bytes = 0
-        self.key = f"MoE chunk {number}"  # in messages of offload.blocks
+        self._name = _Name(f"MoE chunk {number}")
         self._memory, self._number, self._strategy = memory, number, strategy
         self._input: Block | None = None
         self._inside: dict[int, Block] = {}
         self._away: list[Block] = []
         self._ticket: Ticket | None = None
+        self._slot: torch.Tensor | None = None
         self._arrived = False
 
     def __del__(self) -> None:
@@ -109,7 +119,7 @@ class Record:
         """
         if self._strategy.inside is Restore.KEEP:
             return contextlib.nullcontext()
-        self._input = Block(self, slot.untyped_storage())
+        self._input = Block(self._name, slot.untyped_storage())
         residents = {p.untyped_storage()._cdata for p in parameters}
         self._memory.parameters |= {_identity(p): p for p in parameters}
         pack = functools.partial(self._pack, residents)
@@ -121,11 +131,12 @@ class Record:
         if self._strategy.inside is Restore.OFFLOAD:
             for block in self._inside.values():
                 for view in block.views:
-                    view.check(self.key)
+                    view.check(self._name.key)
                 start, end = block.range_bytes()
                 assert block.memory is not None
                 pieces.append(block.memory[start:end])
             self._away = list(self._inside.values())
+        # Views, which hold their whole storages.
         inside = list(pieces)
         if self._strategy.input is Restore.OFFLOAD and self.used_bytes:
             pieces.append(slot[: self.used_bytes])
@@ -136,7 +147,7 @@ class Record:
             if self._strategy.input is Restore.OFFLOAD:
                 memory.ring.read_until(INPUT, self._number, ticket.sent)
             if inside:
-                memory.departures.add(ticket, [block.memory for block in self._away])  # type: ignore[misc]
+                memory.departures.add(ticket, inside)
         for block in (*self._away, *([self._input] if self._input is not None else [])):
             block.memory = None
             for view in block.views:
@@ -170,10 +181,8 @@ class Record:
 
     def restored_slot(self) -> torch.Tensor:
         """The experts' input in backward: what the copy brings, or room for what is sent again."""
-        if self._strategy.input is Restore.OFFLOAD and self.used_bytes:
-            slot, self._slot = self._slot, None  # type: ignore[assignment]
-            return slot
-        return self.input_slot(self.used_bytes)
+        slot, self._slot = self._slot, None
+        return self.input_slot(self.used_bytes) if slot is None else slot
 
     def use(self, slot: torch.Tensor) -> None:
         """The experts' backward pass is about to be issued, with its input in ``slot``."""
@@ -187,7 +196,7 @@ class Record:
         """The experts' backward pass has been issued: forget everything."""
         if self._ticket is not None:
             self._memory.engine.finish(self._ticket)
-        self.graph = self._input = self._ticket = None
+        self._input = self._ticket = None
         self._away = []
 
     # --- autograd's side ---
@@ -201,7 +210,7 @@ class Record:
         elif storage._cdata in residents or self._stays(tensor):
             return Kept(tensor)
         else:
-            block = self._inside.setdefault(storage._cdata, Block(self, storage))
+            block = self._inside.setdefault(storage._cdata, Block(self._name, storage))
         block.views.append(View(tensor))
         return block, len(block.views) - 1
 
@@ -216,7 +225,7 @@ class Record:
         if isinstance(handle, Kept):
             return handle.tensor
         if not self._arrived:
-            raise RuntimeError(f"{self.key} is used before its memory is back; this is a bug")
+            raise RuntimeError(f"{self._name.key} is used before its memory is back; this is a bug")
         block, number = handle
         result: torch.Tensor = block.view(number)
         return result
