@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from ..schedule import generators
+from . import moe_flags
 from .errors import ConfigError
 
 GROUP = "pipeline schedules (megatron_ext)"
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "beside what --recompute-modules names",
     )
     _add_offload_arguments(group)
+    moe_flags.add_arguments(group)
     return parser
 
 
@@ -112,6 +114,7 @@ _FLAGS = (
     "--pp-offload-time",
     "--pp-offload-transfer",
     "--pp-cheap-recompute",
+    *moe_flags.FLAGS,
 )
 _SWITCHES = ("pp_cheap_recompute",)
 
@@ -152,7 +155,8 @@ def defaults(config: Mapping[str, object]) -> dict[str, str]:
 
 def options_without_schedule(args: argparse.Namespace) -> list[str]:
     """Our flags that were given although ``--pp-schedule``, which they belong to, was not."""
-    return [flag for flag in _FLAGS[1:] if getattr(args, _attribute(flag), None) is not None]
+    belonging = [flag for flag in _FLAGS[1:] if flag not in moe_flags.FLAGS]
+    return [flag for flag in belonging if getattr(args, _attribute(flag), None) is not None]
 
 
 def _attribute(flag: str) -> str:

@@ -33,6 +33,8 @@ class Installation:
         self.seams = Seams(version)
         self._defaults = defaults(config or {})
         self.pipeline: Any = None
+        self.moe: Any = None
+        self._store: Any = None
         self._choice: Any = None
 
     def hook_arguments(self) -> None:
@@ -71,7 +73,7 @@ class Installation:
 
         # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
         args.pp_placement = "vee" if choice.vee else "loop"
-        store = WeightGradStore()
+        store = self._store = WeightGradStore()
         pp = args.pipeline_model_parallel_size
         offloading = None
         if choice.offloads:
@@ -120,10 +122,31 @@ class Installation:
             self.seams.report(),
         )
 
+    def hook_moe(self, request: Any, rank: int) -> None:
+        """Bring MoE layers in chunks into force, with or without a schedule of ours.
+
+        Raises:
+            ConfigError: this Megatron lacks a seam.
+        """
+        from ..moe.settings import Settings
+        from .moe import PipelinedMoE
+
+        self.moe = PipelinedMoE(Settings(request.chunks, request.strategy), self._store)
+        self.seams.apply(self.moe.seams())
+        if rank == 0:
+            logger.warning(
+                "megatron_ext: MoE layers in %d chunk(s), strategy %s, on megatron-core %s",
+                request.chunks,
+                request.strategy,
+                self.seams.version,
+            )
+
     def revert(self) -> None:
         """Give Megatron all its symbols back."""
         if self.pipeline is not None:
             self.pipeline.release()
+        if self.moe is not None:
+            self.moe.release()
         self.seams.revert()
 
     def _with_flags(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,6 +168,7 @@ class Installation:
         @functools.wraps(original)
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
             from .checkpoint import choose_formats
+            from .moe_flags import MoERequest
             from .offload_request import OffloadRequest
             from .validate import Choice, after_megatron, before_megatron
 
@@ -154,11 +178,17 @@ class Installation:
                     "added its flags to (parsed before megatron_ext.apply(), or from --yaml-cfg); "
                     "call it before Megatron parses, and give flags on the command line"
                 )
+            moe = MoERequest.of(args) if self.moe is None else None
+            if moe is not None:
+                moe.check(args)
             if getattr(args, "pp_schedule", None) is None:
                 lost = options_without_schedule(args)
                 if lost:
                     raise ConfigError(f"{lost[0]} needs --pp-schedule; add it or drop {lost[0]}")
-                return original(args, *rest, **kwargs)
+                result = original(args, *rest, **kwargs)
+                if moe is not None:
+                    self.hook_moe(moe, args.rank)
+                return result
             first = self.pipeline is None
             choice = self._choice = self._choice or Choice(
                 args.pp_schedule,
@@ -177,6 +207,8 @@ class Installation:
             chunks = after_megatron(args, choice)
             if first:
                 self.hook_schedule(args, choice, chunks)
+            if moe is not None:
+                self.hook_moe(moe, args.rank)
             if notice is not None and args.rank == 0:
                 logger.warning(notice)
             return result

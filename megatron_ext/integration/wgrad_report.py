@@ -74,15 +74,20 @@ class WgradReport:
         return f"{said}, so plan with {advice}"
 
 
-def wgrad_report(chunks: Iterable[torch.nn.Module]) -> WgradReport:
-    """How the parameters of these model chunks divide between W and B, with our hooks in force."""
+def wgrad_report(chunks: Iterable[torch.nn.Module], fused_experts: bool = False) -> WgradReport:
+    """How the parameters of these model chunks divide between W and B, with our hooks in force.
+
+    Args:
+        chunks: of the model.
+        fused_experts: the experts of MoE layers do not postpone anything, whatever they could.
+    """
     report = WgradReport()
     for chunk in chunks:
-        report += _of_chunk(chunk)
+        report += _of_chunk(chunk, fused_experts)
     return report
 
 
-def _of_chunk(chunk: torch.nn.Module) -> WgradReport:
+def _of_chunk(chunk: torch.nn.Module, fused_experts: bool) -> WgradReport:
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
     embeddings = (VocabParallelEmbedding, torch.nn.Embedding)
@@ -92,7 +97,12 @@ def _of_chunk(chunk: torch.nn.Module) -> WgradReport:
         for module in wgrad_te.splittable(chunk)
         for p in wgrad_te.postponed_parameters(module)
     }
-    seen = set()
+    seen, fused = set(), set()
+    if fused_experts:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        layers = [module for module in chunk.modules() if isinstance(module, MoELayer)]
+        fused = {id(p) for layer in layers for p in layer.experts.parameters()}
     for module in chunk.modules():
         if _is_local_linear(module):
             split.add(id(module.weight))
@@ -100,7 +110,7 @@ def _of_chunk(chunk: torch.nn.Module) -> WgradReport:
             if id(parameter) in seen or not parameter.requires_grad:
                 continue
             seen.add(id(parameter))
-            if id(parameter) in split:
+            if id(parameter) in split and id(parameter) not in fused:
                 report.split += parameter.numel()
             elif parameter.dim() >= 2 and not isinstance(module, embeddings):
                 report.fused += parameter.numel()

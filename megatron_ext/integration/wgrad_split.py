@@ -42,7 +42,7 @@ class Splitter:
         self._prepared = list(models)
         for model in models:
             self._attached += wgrad_te.attach(model, self._store)
-        self.report = wgrad_report(models)
+        self.report = wgrad_report(models, self._store.fused_experts())
         if self._said:
             return
         self._said = True

@@ -6,6 +6,7 @@ of doing it; the W pass of the same (chunk, microbatch) runs it later (ZB, secti
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,9 @@ class WeightGradStore:
         self._held: set[int] = set()
         self._placeholders: set[int] = set()
         self._at_end: list[Task] = []
+        self._parts = False
+        self.fused_experts: Callable[[], bool] = bool
+        """True where the experts of MoE layers compute their weight gradients in B (docs/11)."""
 
     def __len__(self) -> int:
         """Number of passes whose weight gradients are still owed."""
@@ -78,6 +82,27 @@ class WeightGradStore:
             for task in at_end:
                 task()
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside the block no B pass runs, as far as layers can see: they compute their weight
+        gradients at once. For layers whose inputs do not stay where they are until W."""
+        collecting, self._collecting = self._collecting, None
+        try:
+            yield
+        finally:
+            self._collecting = collecting
+
+    @contextmanager
+    def in_parts(self) -> Iterator[None]:
+        """Tasks put inside the block compute parts of gradients that stock computes in one piece:
+        each part is summed into ``main_grad`` before the next is computed, not with it in the
+        parameter's own precision."""
+        before, self._parts = self._parts, True
+        try:
+            yield
+        finally:
+            self._parts = before
+
     def put(
         self,
         parameter: Any,
@@ -102,6 +127,8 @@ class WeightGradStore:
         """
         if self._collecting is None:
             raise RuntimeError("a weight gradient can be postponed only inside a B pass")
+        if self._parts:
+            task = functools.partial(_next_part, task, (parameter, *others))
         work = _Work(task, (parameter, *others), done)
         self._collecting.append(work)
         self._held.update(map(id, work.parameters))
@@ -143,3 +170,13 @@ class WeightGradStore:
     def _stop_collecting(self) -> None:
         self._collecting = None
         self._held, self._placeholders, self._at_end = set(), set(), []
+
+
+def _next_part(task: Task, parameters: Sequence[Any]) -> None:
+    """Do ``task`` after what earlier parts left in ``grad`` has gone to a precise ``main_grad``."""
+    for parameter in parameters:
+        main, grad = getattr(parameter, "main_grad", None), parameter.grad
+        if main is not None and grad is not None and main.dtype.itemsize >= 4:
+            main.add_(grad)
+            parameter.grad = None
+    task()

@@ -255,6 +255,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=case["pp"],
             virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            **case.get("parallel", {}),
         )
         model_parallel_cuda_manual_seed(1)
         models, bare = build(case, config_of(case))

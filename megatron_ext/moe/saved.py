@@ -1,0 +1,244 @@
+"""What each chunk keeps from its forward for its backward pass, on the device or on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..offload.arena import HostArena, padded
+from ..offload.blocks import Block, Kept, View, place
+from ..offload.device import CpuDevice, CudaDevice, Device
+from ..offload.engine import Engine, Ticket
+from .ring import DEPTH, Departures, Ring
+from .strategies import Restore, Strategy
+
+INPUT, INSIDE = "input", "inside"
+MIN_BYTES = 4096
+
+
+class Memory:
+    """The memory that all MoE layers of one rank share: ring buffers, host arena, copy streams.
+
+    ``parameter`` finds the parameter that autograd hands back, without its attributes, to a
+    function whose saved tensors went through hooks.
+
+    Args:
+        device: of the layers.
+        depth: chunks under way at the same time.
+        min_bytes: storages smaller than this are not worth a copy and stay on the device.
+        ring: in place of one made here.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        depth: int = DEPTH,
+        min_bytes: int = MIN_BYTES,
+        ring: Ring | None = None,
+    ) -> None:
+        self.device, self.min_bytes = device, min_bytes
+        self.ring = ring or Ring(device, depth)
+        self.engine = Engine(device, HostArena(device.torch_device), "dual")
+        self.departures = Departures(self.engine, depth)
+        self.parameters: dict[Any, torch.Tensor] = {}
+
+    def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The experts' parameter that ``tensor`` is, or itself."""
+        return self.parameters.get(_identity(tensor), tensor) if self.parameters else tensor
+
+    @classmethod
+    def on(cls, device: torch.device, **options: Any) -> Memory:
+        """For layers whose tensors lie on ``device``."""
+        if device.type == "cuda":
+            return cls(CudaDevice(device), **options)
+        return cls(CpuDevice(), **options)
+
+    def close(self) -> None:
+        """Wait for copies and give everything back."""
+        self.departures.flush()
+        self.engine.close()
+        self.ring.clear()
+        self.parameters.clear()
+
+
+@dataclass(frozen=True)
+class _Name:
+    """Stands as the owner of memory blocks, for their messages."""
+
+    key: str
+
+
+class Record:
+    """One chunk between its forward and its backward pass.
+
+    The experts' graph holds it, through the hooks; so it must not hold the graph, or neither would
+    go where there is no backward pass.
+
+    Attributes:
+        used_bytes: of the chunk's slot of the ring ``input``.
+    """
+
+    def __init__(self, memory: Memory, number: int, strategy: Strategy) -> None:
+        self.used_bytes = 0
+        self._name = _Name(f"MoE chunk {number}")
+        self._memory, self._number, self._strategy = memory, number, strategy
+        self._input: Block | None = None
+        self._inside: dict[int, Block] = {}
+        self._away: list[Block] = []
+        self._ticket: Ticket | None = None
+        self._slot: torch.Tensor | None = None
+        self._arrived = False
+
+    def __del__(self) -> None:
+        # A graph may be dropped without a backward pass; its place on the host must not be lost.
+        if self._ticket is not None and self._ticket.slot is not None:
+            with contextlib.suppress(Exception):
+                self._memory.engine.finish(self._ticket)
+
+    # --- forward ---
+
+    def input_slot(self, nbytes: int) -> torch.Tensor:
+        """Memory for the experts' input, 1-D uint8: of its own, or of the ring."""
+        self.used_bytes = nbytes
+        if self._strategy.input is Restore.KEEP:
+            return self._memory.device.allocate(nbytes)
+        return self._memory.ring.take(INPUT, self._number, nbytes)[:nbytes]
+
+    def saving(self, slot: torch.Tensor, parameters: Iterable[torch.Tensor]) -> Any:
+        """A context for the experts' forward pass: what autograd saves there is this chunk's.
+
+        Args:
+            slot: what ``input_slot`` gave.
+            parameters: they, and what shares their memory, outlive the chunk.
+        """
+        if self._strategy.inside is Restore.KEEP:
+            return contextlib.nullcontext()
+        self._input = Block(self._name, slot.untyped_storage())
+        residents = {p.untyped_storage()._cdata for p in parameters}
+        self._memory.parameters |= {_identity(p): p for p in parameters}
+        pack = functools.partial(self._pack, residents)
+        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+
+    def leave(self, slot: torch.Tensor) -> None:
+        """The experts' forward pass has been issued: send to the host what is to go there."""
+        memory, pieces = self._memory, []
+        if self._strategy.inside is Restore.OFFLOAD:
+            for block in self._inside.values():
+                for view in block.views:
+                    view.check(self._name.key)
+                start, end = block.range_bytes()
+                assert block.memory is not None
+                pieces.append(block.memory[start:end])
+            self._away = list(self._inside.values())
+        # Views, which hold their whole storages.
+        inside = list(pieces)
+        if self._strategy.input is Restore.OFFLOAD and self.used_bytes:
+            pieces.append(slot[: self.used_bytes])
+        if pieces:
+            self._ticket = ticket = memory.engine.produced()
+            memory.engine.offload(ticket, pieces)
+            assert ticket.sent is not None
+            if self._strategy.input is Restore.OFFLOAD:
+                memory.ring.read_until(INPUT, self._number, ticket.sent)
+            if inside:
+                memory.departures.add(ticket, inside)
+        for block in (*self._away, *([self._input] if self._input is not None else [])):
+            block.memory = None
+            for view in block.views:
+                view.tensor = None
+        self._inside.clear()
+
+    # --- backward ---
+
+    def prefetch(self) -> None:
+        """Start copying back what is on the host, into the ring."""
+        ticket = self._ticket
+        if ticket is None:
+            return
+        ring, places, total = self._memory.ring, [], 0
+        for size in ticket.sizes[: len(self._away)]:
+            places.append(total)
+            total += padded(size)
+        inside = ring.take(INSIDE, self._number, total) if self._away else None
+        buffers = []
+        for block, at, size in zip(self._away, places, ticket.sizes):
+            assert inside is not None
+            # Of the memory's storage, which is the whole slot.
+            block.base_bytes = block.range_bytes()[0] - at
+            block.memory = inside[at : at + size]
+            buffers.append(block.memory)
+        if self._strategy.input is Restore.OFFLOAD and self.used_bytes:
+            self._slot = self.input_slot(self.used_bytes)
+            buffers.append(self._slot)
+        ticket.prepared = self._memory.device.record()
+        self._memory.engine.reload(ticket, list(buffers))
+
+    def restored_slot(self) -> torch.Tensor:
+        """The experts' input in backward: what the copy brings, or room for what is sent again."""
+        slot, self._slot = self._slot, None
+        return self.input_slot(self.used_bytes) if slot is None else slot
+
+    def use(self, slot: torch.Tensor) -> None:
+        """The experts' backward pass is about to be issued, with its input in ``slot``."""
+        if self._ticket is not None:
+            self._memory.engine.use(self._ticket)
+        if self._input is not None:
+            self._input.memory = slot
+        self._arrived = True
+
+    def finish(self) -> None:
+        """The experts' backward pass has been issued: forget everything."""
+        if self._ticket is not None:
+            self._memory.engine.finish(self._ticket)
+        self._input = self._ticket = None
+        self._away = []
+
+    # --- autograd's side ---
+
+    def _pack(self, residents: set[int], tensor: torch.Tensor) -> Any:
+        assert self._input is not None
+        storage = tensor.untyped_storage()
+        assert self._input.memory is not None
+        if storage._cdata == self._input.memory.untyped_storage()._cdata:
+            block = self._input
+        elif storage._cdata in residents or self._stays(tensor):
+            return Kept(tensor)
+        else:
+            block = self._inside.setdefault(storage._cdata, Block(self._name, storage))
+        block.views.append(View(tensor))
+        return block, len(block.views) - 1
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return True
+        if tensor.device.type != self._memory.device.torch_device.type or not tensor.numel():
+            return True
+        return tensor.untyped_storage().nbytes() < self._memory.min_bytes
+
+    def _unpack(self, handle: Any) -> torch.Tensor:
+        if isinstance(handle, Kept):
+            return handle.tensor
+        if not self._arrived:
+            raise RuntimeError(f"{self._name.key} is used before its memory is back; this is a bug")
+        block, number = handle
+        result: torch.Tensor = block.view(number)
+        return result
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()._cdata, *place(tensor)
+
+
+@contextlib.contextmanager
+def entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """Several contexts as one."""
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

@@ -1,0 +1,323 @@
+"""The region on one rank: restore logic under slow copies, shared buffers, gradient sums."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.moe.exchange import Exchange, Groups, Row, bounds
+from megatron_ext.moe.graph import GradientSums
+from megatron_ext.moe.region import Region
+from megatron_ext.moe.ring import Ring
+from megatron_ext.moe.saved import Memory
+from megatron_ext.moe.settings import Settings
+from megatron_ext.moe.strategies import Strategy
+from megatron_ext.offload.device import CpuDevice, Direction, Faults
+
+EXPERTS, WIDTH, FFN, TOKENS = 4, 16, 24, 40
+RESTORING = ("s1", "s2", "s3", "s4")
+
+
+class Experts(torch.nn.Module):
+    """Two matrices an expert, with the probability applied between them, as Megatron does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.up = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, FFN, generator=generator))
+        self.down = torch.nn.Parameter(torch.randn(EXPERTS, FFN, WIDTH, generator=generator))
+
+    def forward(self, x: Any, counts: Any, probs: Any) -> Any:
+        sizes = counts.tolist()
+        assert sum(sizes) == len(x) == len(probs)
+        parts = zip(x.split(sizes), probs.split(sizes), self.up, self.down)
+        return torch.cat([(torch.tanh(a @ u) * p.unsqueeze(1)) @ d for a, p, u, d in parts])
+
+
+@pytest.fixture
+def make(group: Any) -> Iterator[Callable[..., Region]]:
+    """``make(memory)``: a region with weights that are always the same."""
+    made: list[Memory] = []
+
+    def make(memory: Memory | None = None) -> Region:
+        if memory is None:
+            memory = Memory(CpuDevice(), min_bytes=1)
+        made.append(memory)
+        module = Experts()
+        exchange = Exchange(Groups(group, None, group), EXPERTS)
+        return Region(exchange, module, list(module.parameters()), memory)
+
+    yield make
+    for memory in made:
+        memory.device.faults = Faults()
+        memory.close()
+
+
+def batch(tokens: int = TOKENS, seed: int = 0) -> tuple[Any, Any, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, WIDTH, generator=generator)
+    scores = torch.rand(tokens, EXPERTS, generator=generator)
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    chosen.scatter_(1, scores.topk(2, dim=1).indices, True)
+    return hidden, scores * chosen, chosen
+
+
+def dense(region: Region, hidden: Any, probs: Any) -> Any:
+    """The same layer as a plain sum over all experts."""
+    up, down = region.parameters
+    inner = torch.tanh(torch.einsum("tw,ewf->etf", hidden, up)) * probs.t().unsqueeze(2)
+    return torch.einsum("etf,efw->tw", inner, down)
+
+
+def run(
+    region: Region,
+    chunks: int,
+    strategy: str,
+    layers: int = 1,
+    between: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """``layers`` calls behind each other, so that they share buffers, and their backward pass;
+    ``between`` is called after the forward pass."""
+    hidden, probs, chosen = batch()
+    x, p = hidden.requires_grad_(), probs.requires_grad_()
+    out = x
+    for _ in range(layers):
+        out = out + region(out, p, chosen, chunks, Strategy(strategy))
+    between()
+    gradients = torch.autograd.grad(out.square().sum(), [x, p, *region.parameters])
+    return dict(zip(("out", "x", "p", "up", "down"), (out.detach(), *gradients)))
+
+
+def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 50])
+def test_against_a_dense_layer(make: Callable[..., Region], chunks: int) -> None:
+    region = make()
+    found = run(region, chunks, "s4")
+    hidden, probs, _ = batch()
+    x, p = hidden.requires_grad_(), probs.requires_grad_()
+    out = x + dense(region, x, p)
+    gradients = torch.autograd.grad(out.square().sum(), [x, p, *region.parameters])
+    _, _, chosen = batch()
+    wanted = dict(zip(("out", "x", "p", "up", "down"), (out, *gradients)))
+    wanted["p"] = wanted["p"] * chosen  # the others are not looked at
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_slow_copies_change_nothing(make: Callable[..., Region]) -> None:
+    """Copies that start late in both directions, let-go memory full of NaN, two layers that share
+    the buffers: whatever is not ordered by an event gives wrong numbers."""
+    wanted = run(make(), 5, "none", layers=2)
+    for strategy in RESTORING:
+        faults = Faults(delay=lambda direction: 0.004, poison=True)
+        region = make(Memory(CpuDevice(faults=faults), min_bytes=1))
+        assert equal(run(region, 5, strategy, layers=2), wanted), strategy
+
+
+@pytest.mark.parametrize("slow", [Direction.TO_HOST, Direction.TO_DEVICE])
+def test_each_direction_alone(make: Callable[..., Region], slow: Direction) -> None:
+    wanted = run(make(), 4, "none")
+    for strategy in ("s1", "s2", "s3"):
+        faults = Faults(delay=lambda direction: 0.005 if direction is slow else 0.0)
+        region = make(Memory(CpuDevice(faults=faults), min_bytes=1))
+        assert equal(run(region, 4, strategy), wanted), strategy
+
+
+class Gate:
+    """Copies of one direction do not start before it opens: as late as late can be."""
+
+    def __init__(self, direction: Direction, poison: bool = False) -> None:
+        self._event = threading.Event()
+        self.open = self._event.set
+
+        def delay(copied: Direction) -> float:
+            if copied is direction:
+                self._event.wait(30)
+            return 0.0
+
+        self.device = CpuDevice(faults=Faults(delay, poison))
+
+
+def test_slots_have_to_wait_for_their_readers(make: Callable[..., Region]) -> None:
+    """Guards the tests above: without the event a later chunk overwrites what is being copied."""
+    wanted = run(make(), 5, "none")
+    gate = Gate(Direction.TO_HOST)
+    memory = Memory(gate.device, min_bytes=1, ring=Ring(gate.device, skip=["input"]))
+    assert not equal(run(make(memory), 5, "s3", between=gate.open), wanted)
+
+
+def test_memory_is_held_until_it_has_left(make: Callable[..., Region]) -> None:
+    """Likewise, where the experts' own memory is let go before it has been copied."""
+    wanted = run(make(), 5, "none")
+    gate = Gate(Direction.TO_HOST)
+    memory = Memory(gate.device, min_bytes=1)
+
+    def add(ticket: Any, blocks: list[Any]) -> None:
+        for block in blocks:
+            block.fill_(0xFF)
+
+    memory.departures.add = add  # type: ignore[method-assign]
+    assert not equal(run(make(memory), 5, "s2", between=gate.open), wanted)
+
+
+@pytest.mark.parametrize("edge", ["reload-after-offload", "use-after-reload"])
+def test_copies_have_to_wait(make: Callable[..., Region], edge: str) -> None:
+    """Likewise, for the engine's own edges."""
+    wanted = run(make(), 2, "none")
+    gate = Gate(Direction.TO_DEVICE if edge.startswith("use") else Direction.TO_HOST)
+    memory = Memory(gate.device, min_bytes=1)
+    memory.engine._skip = frozenset([edge])
+    found = run(make(memory), 2, "s2")
+    gate.open()
+    assert not equal(found, wanted)
+
+
+def test_ring_only_grows_and_is_shared(make: Callable[..., Region]) -> None:
+    memory = Memory(CpuDevice(), min_bytes=1)
+    first, second = make(memory), make(memory)
+    run(first, 2, "s4")
+    large = memory.ring.nbytes
+    run(second, 2, "s4")
+    run(first, 4, "s4")
+    assert memory.ring.nbytes == large > 0
+    run(first, 1, "s4")
+    assert memory.ring.nbytes > large
+
+
+def test_the_ring_shrinks_with_chunks(make: Callable[..., Region]) -> None:
+    """The reason for it all: with more chunks less is there at a time, whatever the strategy."""
+    for strategy in ("none", "s3", "s4"):
+        sizes = []
+        for chunks in (2, 4, 8):
+            region = make()
+            run(region, chunks, strategy)
+            sizes.append(region.memory.ring.nbytes)
+        assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.6 * sizes[0]
+
+
+def test_a_dropped_graph_gives_its_place_on_the_host_back(make: Callable[..., Region]) -> None:
+    region = make()
+    hidden, probs, chosen = batch()
+    out = region(hidden.requires_grad_(), probs, chosen, 3, Strategy.S1)
+    assert region.memory.engine.arena.used_bytes > 0
+    del out
+    assert region.memory.engine.arena.used_bytes == 0
+
+
+def test_nothing_is_kept_without_gradients(make: Callable[..., Region]) -> None:
+    region = make()
+    hidden, probs, chosen = batch()
+    with torch.no_grad():
+        out = region(hidden, probs, chosen, 3, Strategy.S1)
+    assert region.memory.engine.counters.offloads == 0
+    torch.testing.assert_close(out, dense(region, hidden, probs).detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_no_tokens_at_all(make: Callable[..., Region]) -> None:
+    region = make()
+    for strategy in Strategy:
+        hidden, probs, chosen = batch(0)
+        out = region(hidden.requires_grad_(), probs.requires_grad_(), chosen, 4, strategy)
+        gradients = torch.autograd.grad(out.sum(), [hidden, probs, *region.parameters])
+        assert out.shape == (0, WIDTH)
+        assert not any(g.any() for g in gradients[2:])
+
+
+def test_backward_runs_once(make: Callable[..., Region]) -> None:
+    hidden, probs, chosen = batch()
+    out = make()(hidden.requires_grad_(), probs, chosen, 2, Strategy.S4).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward pass twice"):
+        out.backward()
+
+
+def test_wrong_shapes_are_named(make: Callable[..., Region]) -> None:
+    hidden, probs, chosen = batch()
+    with pytest.raises(ValueError, match=r"\(39, 4\).*must be \(40, 4\)"):
+        make()(hidden, probs[1:], chosen, 2)
+
+
+def test_settings_are_checked() -> None:
+    for wrong in ((0, "none"), (2, "s5")):
+        with pytest.raises(ValueError):
+            Settings(*wrong)
+    settings = Settings()
+    assert settings.stock
+    settings.set(1, "s4")
+    assert not settings.stock
+
+
+def test_bounds_cover_all_tokens() -> None:
+    for tokens in (0, 1, 7, 64):
+        for chunks in (1, 2, 3, 8):
+            edges = bounds(tokens, chunks)
+            sizes = [b - a for a, b in pairwise(edges)]
+            assert len(sizes) == chunks and sum(sizes) == tokens
+            assert max(sizes) - min(sizes) <= 1
+    with pytest.raises(ValueError, match="at least 1 chunk"):
+        bounds(4, 0)
+
+
+def test_rows_keep_their_fields_apart() -> None:
+    row = Row((3, torch.bfloat16), (2, torch.float32), (1, torch.float64))
+    assert row.nbytes == 16 + 16 + 16
+    buffer = torch.zeros(5 * row.nbytes, dtype=torch.uint8)
+    a, b, c = row.view(buffer, 5)
+    a.fill_(1.5), b.fill_(2.5), c.fill_(3.5)
+    assert {float(t.sum()) for t in row.view(buffer, 5)} == {5 * 3 * 1.5, 5 * 2 * 2.5, 5 * 3.5}
+    assert [len(t) for t in row.view(buffer, 0)] == [0, 0, 0]
+
+
+class TestGradientSums:
+    def parameter(self, dtype: Any, main: Any = None) -> Any:
+        parameter = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
+        if main is not None:
+            parameter.main_grad = torch.zeros(4, dtype=main)
+        return parameter
+
+    def total(self, parameter: Any, parts: list[float]) -> Any:
+        """What an optimizer gets: the returned gradient is added as Megatron's hook does it."""
+        sums = GradientSums([parameter])
+        for part in parts:
+            sums.add([torch.full((4,), part, dtype=parameter.dtype)])
+        (gradient,) = sums.result()
+        assert gradient.dtype == parameter.dtype
+        main = getattr(parameter, "main_grad", None)
+        return gradient if main is None else main.add_(gradient)
+
+    def test_fp32_main_grad_loses_nothing(self) -> None:
+        parts = [256.0, 1.0, 1.0, 1.0]  # in bf16, 256 + 1 is 256
+        total = self.total(self.parameter(torch.bfloat16, torch.float32), parts)
+        assert total.tolist() == [259.0] * 4
+
+    def test_without_it_the_sum_is_rounded_once(self) -> None:
+        for main in (None, torch.bfloat16):
+            total = self.total(self.parameter(torch.bfloat16, main), [256.0, 1.0, 1.0])
+            assert total.tolist() == [258.0] * 4
+
+    def test_one_chunk_is_passed_on_untouched(self) -> None:
+        parameter = self.parameter(torch.bfloat16, torch.float32)
+        sums, gradient = GradientSums([parameter]), torch.ones(4, dtype=torch.bfloat16)
+        sums.add([gradient])
+        assert sums.result()[0] is gradient and not parameter.main_grad.any()
+
+    def test_what_a_kernel_has_added_is_not_added_again(self) -> None:
+        parameter = self.parameter(torch.float32, torch.float32)
+        parameter.grad_added_to_main_grad = True
+        sums = GradientSums([parameter])
+        for _ in range(3):
+            sums.add([torch.full((4,), float("nan"))])
+        assert sums.result()[0].isnan().all() and not parameter.main_grad.any()
+
+    def test_no_gradient_is_zero(self) -> None:
+        sums = GradientSums([self.parameter(torch.float32)])
+        sums.add([None])
+        assert not sums.result()[0].any()
