@@ -202,6 +202,8 @@ class Installation:
                 before_megatron(args, choice)
                 if args.pp_cheap_recompute:
                     recompute.ask_megatron(args)
+                    if moe is not None:
+                        moe.check(args)  # of what that has set
                 notice = choose_formats(args, choice.name, choice.vee)
             result = original(args, *rest, **kwargs)
             chunks = after_megatron(args, choice)
