@@ -122,7 +122,7 @@ class Installation:
             self.seams.report(),
         )
 
-    def hook_moe(self, request: Any, rank: int) -> None:
+    def hook_moe(self, request: Any, args: Any) -> None:
         """Bring MoE layers in chunks into force, with or without a schedule of ours.
 
         Raises:
@@ -133,12 +133,9 @@ class Installation:
 
         self.moe = PipelinedMoE(Settings(request.chunks, request.strategy), self._store)
         self.seams.apply(self.moe.seams())
-        if rank == 0:
+        if args.rank == 0:
             logger.warning(
-                "megatron_ext: MoE layers in %d chunk(s), strategy %s, on megatron-core %s",
-                request.chunks,
-                request.strategy,
-                self.seams.version,
+                "megatron_ext: %s on megatron-core %s", request.text(args), self.seams.version
             )
 
     def revert(self) -> None:
@@ -187,7 +184,7 @@ class Installation:
                     raise ConfigError(f"{lost[0]} needs --pp-schedule; add it or drop {lost[0]}")
                 result = original(args, *rest, **kwargs)
                 if moe is not None:
-                    self.hook_moe(moe, args.rank)
+                    self.hook_moe(moe, args)
                 return result
             first = self.pipeline is None
             choice = self._choice = self._choice or Choice(
@@ -210,7 +207,7 @@ class Installation:
             if first:
                 self.hook_schedule(args, choice, chunks)
             if moe is not None:
-                self.hook_moe(moe, args.rank)
+                self.hook_moe(moe, args)
             if notice is not None and args.rank == 0:
                 logger.warning(notice)
             return result

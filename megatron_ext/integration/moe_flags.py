@@ -87,6 +87,14 @@ class MoERequest:
                 raise ConfigError(f"{flag} auto is not available yet; give {instead}")
         return cls(int(chunks), strategy or "none")
 
+    def text(self, args: Any) -> str:
+        """For the log: what runs, and what of Megatron's has no effect there."""
+        what = f"MoE layers in {self.chunks} chunk(s), --moe-memory-reuse {self.strategy}"
+        chunked = (self.chunks, self.strategy) != (1, "none")
+        if chunked and getattr(args, "moe_permute_fusion", False):
+            what += " (they permute rows by index; --moe-permute-fusion has no effect on them)"
+        return what
+
     def check(self, args: Any) -> None:
         """Refuse what of Megatron cannot work with it; before Megatron's own validation.
 
