@@ -40,6 +40,12 @@ SHAPES = {
     "cheap llama": LLAMA + " --pp-cheap-recompute",
 }
 
+# Read by both, and some that plan writes.
+LAYOUTS = (
+    *("Et|t|tL", "E|t|tt|L", "Ettt|t|ttL", "Et*3|(t|)*2tt,L", "E|(t*2|)*2L"),
+    *("E|(t|)*3L", "Et*2|t*2|t*2L"),
+)
+
 
 def tokens(shape: str) -> list[str]:
     """One shape's command line; a later flag wins."""

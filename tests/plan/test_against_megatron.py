@@ -13,6 +13,7 @@ import pytest
 
 from megatron_ext.plan.activations import stage_set
 from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.layout import read_layout
 from megatron_ext.plan.parameters import (
     embedding_parameters,
     layer_parameters,
@@ -21,7 +22,7 @@ from megatron_ext.plan.parameters import (
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shapes import SHAPES, tokens
+from shapes import LAYOUTS, SHAPES, tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
@@ -98,3 +99,10 @@ def test_bytes_kept_for_w(measured, shape):
     this = job(shape)
     sets = stage_set(this, range(this.num_layers), first=True, last=True)
     assert measured[shape]["waiting"] == sets.until_w
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_layouts_mean_the_same(measured, text):
+    """Also that Megatron takes a first and a last stage without a layer."""
+    found = measured["layouts"][text]
+    assert list(read_layout(text, sum(found)).counts) == found

@@ -170,6 +170,17 @@ def test_balance_makes_a_v_with_a_large_vocabulary_faster_and_smaller():
     assert read_layout(layout, 16) == with_.case.split
 
 
+def test_balance_makes_fit_what_does_not():
+    """A V with both ends on rank 0, under a budget below the even split's least."""
+    line = SMALL.replace("64000", "256000")
+    options = {"offload": (), "schedules": ("v-half", "v-min"), "cheap_recompute": (False,)}
+    even = Search(space(line, balance=False, **options), GIB).run().smallest
+    assert even.worst.rank == 0
+    budget = int(even.worst.total * 0.97)
+    best = Search(space(line, **options), budget).run().best
+    assert best is not None and not best.case.split.even
+
+
 def test_layers_that_do_not_divide_get_a_layout():
     line = SMALL.replace("--num-layers 16", "--num-layers 15")
     best = Search(space(line), 40 * GIB).run().best

@@ -4,7 +4,7 @@
 
 Of every shape in ``shapes.py``: how many parameters the model has, by its first module's name, the
 bytes that autograd holds after a forward pass (distinct storages, parameters apart), and the bytes
-that the weight-gradient store holds between B and W.
+that the weight-gradient store holds between B and W. And layouts as Megatron reads them.
 """
 
 # ruff: noqa: E402
@@ -35,8 +35,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
-from shapes import SHAPES, tokens
+from shapes import LAYOUTS, SHAPES, tokens
 
 from megatron_ext.integration import recompute, wgrad
 from megatron_ext.integration.seams import Seams
@@ -184,12 +185,22 @@ def waiting_bytes(store: WeightGradStore, own: set[int]) -> int:
     return sum(seen.values())
 
 
+def layers_of(text: str) -> list[int]:
+    """Layers of every stage, as Megatron reads a layout; it raises if it would refuse it."""
+    stages = PipelineParallelLayerLayout.parse_str_to_list(text)
+    counts = [sum(layer.name == "decoder" for layer in stage) for stage in stages]
+    PipelineParallelLayerLayout(stages, len(stages)).validate_layer_layout(sum(counts), None)
+    return counts
+
+
 def main() -> None:
     """See the module's text."""
     folder = sys.argv[1]
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    print("RESULT " + json.dumps({name: run(name) for name in SHAPES}))
+    found: dict[str, Any] = {name: run(name) for name in SHAPES}
+    found["layouts"] = {text: layers_of(text) for text in LAYOUTS}
+    print("RESULT " + json.dumps(found))
 
 
 if __name__ == "__main__":
