@@ -146,6 +146,9 @@ class _Call:
         # Under no_grad there is nothing to restore, so nothing has to stay anywhere.
         self._effective = strategy if self.saves else Strategy.S4
         self._transfers: dict[int, Transfer] = {}
+        self._residents: set[int] = set()
+        if self.saves and strategy.inside is Restore.OFFLOAD:
+            self._residents = self._memory.know(region.parameters)
 
     # --- forward ---
 
@@ -206,7 +209,7 @@ class _Call:
                 record.leave(slot)  # its copy may run while the experts compute
             y = self._experts(x, chunk, p)
         else:
-            with entered(torch.enable_grad(), record.saving(slot, self._region.parameters)):
+            with entered(torch.enable_grad(), record.saving(slot, self._residents)):
                 self._graphs[i], y = self._graph(x, chunk, p)
             record.leave(slot)
         return y

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,11 @@ class Memory:
         self.engine = Engine(device, HostArena(device.torch_device), "dual")
         self.departures = Departures(self.engine, depth)
         self.parameters: dict[Any, torch.Tensor] = {}
+
+    def know(self, parameters: Iterable[torch.Tensor]) -> set[int]:
+        """Let ``parameter`` find these; the identities of their storages, which outlive a chunk."""
+        self.parameters |= {_identity(p): p for p in parameters}
+        return {p.untyped_storage()._cdata for p in parameters}
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The experts' parameter that ``tensor`` is, or itself."""
@@ -110,18 +115,16 @@ class Record:
             return self._memory.device.allocate(nbytes)
         return self._memory.ring.take(INPUT, self._number, nbytes)[:nbytes]
 
-    def saving(self, slot: torch.Tensor, parameters: Iterable[torch.Tensor]) -> Any:
+    def saving(self, slot: torch.Tensor, residents: Set[int]) -> Any:
         """A context for the experts' forward pass: what autograd saves there is this chunk's.
 
         Args:
             slot: what ``input_slot`` gave.
-            parameters: they, and what shares their memory, outlive the chunk.
+            residents: what ``Memory.know`` gave.
         """
         if self._strategy.inside is Restore.KEEP:
             return contextlib.nullcontext()
         self._input = Block(self._name, slot.untyped_storage())
-        residents = {p.untyped_storage()._cdata for p in parameters}
-        self._memory.parameters |= {_identity(p): p for p in parameters}
         pack = functools.partial(self._pack, residents)
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
@@ -201,7 +204,7 @@ class Record:
 
     # --- autograd's side ---
 
-    def _pack(self, residents: set[int], tensor: torch.Tensor) -> Any:
+    def _pack(self, residents: Set[int], tensor: torch.Tensor) -> Any:
         assert self._input is not None
         storage = tensor.untyped_storage()
         assert self._input.memory is not None

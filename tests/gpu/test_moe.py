@@ -1,0 +1,80 @@
+"""MoE layers in chunks on a GPU: restored by real copies, bit for bit what was kept.
+
+One rank, so without communication. pytest tests/gpu -m gpu
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+EXPERTS, WIDTH, FFN, TOKENS = 8, 1024, 2048, 8192
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """A process group of this process alone; it carries nothing."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def _experts() -> Any:
+    import torch
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, FFN) / WIDTH**0.5)
+            self.down = torch.nn.Parameter(torch.randn(EXPERTS, FFN, WIDTH) / FFN**0.5)
+
+        def forward(self, x: Any, counts: Any, probs: Any) -> Any:
+            sizes = counts.tolist()
+            parts = zip(x.split(sizes), probs.split(sizes), self.up, self.down)
+            gelu = torch.nn.functional.gelu
+            return torch.cat([(gelu(a @ u) * p[:, None].to(a.dtype)) @ d for a, p, u, d in parts])
+
+    torch.manual_seed(1)
+    return Experts().to("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_strategies_are_bitwise_the_same(group: Any, chunks: int) -> None:
+    """Three layers behind each other, twice, so that every shared buffer is used again."""
+    import torch
+
+    from megatron_ext.moe.exchange import Exchange, Groups
+    from megatron_ext.moe.region import Region
+    from megatron_ext.moe.saved import Memory
+    from megatron_ext.moe.strategies import Strategy
+
+    module = _experts()
+    x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    scores = torch.rand(TOKENS, EXPERTS, device="cuda")
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    chosen.scatter_(1, scores.topk(2, dim=1).indices, True)
+    found = {}
+    for strategy in Strategy:
+        memory = Memory.on(x.device)
+        exchange = Exchange(Groups(group, None, group), EXPERTS)
+        region = Region(exchange, module, list(module.parameters()), memory)
+        for _ in range(2):
+            inputs = [x.clone().requires_grad_(), (scores * chosen).requires_grad_()]
+            out = inputs[0]
+            for _ in range(3):
+                out = out + region(out, inputs[1], chosen, chunks, strategy)
+            gradients = torch.autograd.grad(
+                out.float().square().mean(), [*inputs, *module.parameters()]
+            )
+        found[strategy] = [out.detach(), *gradients]
+        torch.cuda.synchronize()
+        memory.close()
+    for strategy, tensors in found.items():
+        pairs = zip(tensors, found[Strategy.NONE])
+        assert all(torch.equal(a, b) for a, b in pairs), strategy
