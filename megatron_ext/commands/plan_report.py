@@ -113,7 +113,7 @@ def report_text(
     """The same for people."""
     lines = [
         f"{space.pp} ranks of {space.gpu.name}, {gib(result.budget)} a rank; "
-        f"{len(result.points)} of {result.candidates} candidates simulated in {seconds:.1f} s"
+        f"{result.candidates} candidates, {len(result.points)} points simulated in {seconds:.1f} s"
     ]
     if result.skipped:
         lines.append(f"{result.skipped} more were left out; --effort 2 looks at more of them")

@@ -82,8 +82,13 @@ class Result:
 
     @property
     def best(self) -> Point | None:
-        """The fastest that fits; of equally fast ones the smallest."""
-        return next(iter(self.front), None)
+        """The fastest that fits; of equally fast ones what needs least of the host, then least."""
+        fitting = [point for point in self.points if self.fits(point)]
+        return min(
+            fitting,
+            key=lambda point: (point.makespan_us, point.host_bytes, point.worst.total),
+            default=None,
+        )
 
     @property
     def smallest(self) -> Point:
