@@ -137,7 +137,7 @@ class Search:
             )
         self.result.candidates = len(candidates)
         budget = self.result.budget
-        fitting = [one for one in candidates if one.bytes <= budget]
+        fitting = [one for one in candidates if one.bytes <= budget * _NEAR]
         large = [one for one in candidates if one.bytes > budget and one.states < budget]
         keep = self.all * _FOR_OFFLOAD if large and self.space.offload else 0.0
         self._simulate(fitting, keep)
@@ -271,22 +271,32 @@ class Search:
             small = self._sized(one, Shape("v-min", 2))
             if large <= budget or small > budget:
                 continue
-            share = Fraction(budget - small, large - small)
-            sets = low + int(share * (high - low))
-            bound = makespan_bound(
-                one.shape.placement(pp), one.case.microbatches, one.case.costs, sets
-            )
+            tried += self._climb(one, (low, small), (high, large))
+
+    def _climb(self, one: Candidate, low: tuple[int, int], high: tuple[int, int]) -> int:
+        """Look for the largest cap that fits, between two (cap, bytes); 1 if any was tried."""
+        placement, budget = one.shape.placement(self.space.pp), self.result.budget
+        case = one.case
+        for tries in range(_CLIMBS):
+            share = Fraction(budget - low[1], high[1] - low[1])
+            cap = low[0] + int(share * (high[0] - low[0]))
+            bound = makespan_bound(placement, case.microbatches, case.costs, cap)
             best = self.result.best
-            if best is not None and bound >= best.makespan_us:
-                continue
-            tried += 1
-            for cap in range(sets, max(low, sets - 3), -1):
-                shape = Shape("v-cap", 2, memory_cap=cap)
-                if not self._spend(shape, one.case, None):
-                    self.result.skipped += 1
-                    break
-                if self.result.fits(self._add(shape, one.case, None)):
-                    break
+            if (cap == low[0] and tries) or (best is not None and bound >= best.makespan_us):
+                return int(tries > 0)
+            shape = Shape("v-cap", 2, memory_cap=cap)
+            if not self._spend(shape, case, None):
+                self.result.skipped += 1
+                return int(tries > 0)
+            point = self._add(shape, case, None)
+            size = point.worst.total
+            if size <= budget:
+                low = cap, size
+            elif cap == low[0]:
+                return 1  # the least there is
+            else:
+                high = cap, size
+        return 1
 
     def _sized(self, one: Candidate, shape: Shape) -> int:
         order = self._unit(shape, one.case.microbatches)
@@ -387,6 +397,8 @@ class Search:
 
 _ALWAYS = 3  # points
 _FAR = Fraction(21, 20)  # orders for equal costs are seldom so much slower than those for the costs
-_CAPS = 2  # cases for which v-cap is generated, at up to three caps each
+_NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
+_CAPS = 2  # cases for which v-cap is generated
+_CLIMBS = 3  # caps that are generated for each of them
 _CROWDED = Fraction(9, 8)  # beyond, a link that is asked for more only makes compute wait
 _SMALLEST = 3  # points, each with and without offload
