@@ -20,7 +20,6 @@ from unittest import mock
 os.environ["MEGATRON_EXT_OFFLOAD_MIN_BYTES"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
-import gpt_cases
 import wgrad_cases
 
 from megatron_ext.integration import offload, profile
@@ -122,6 +121,8 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             return original_run_case(case, folder)
 
 
+# Not imported here: wgrad_cases has to prepare a module before Megatron is imported.
+gpt_cases = wgrad_cases.gpt_cases
 original_costs, original_run_case = profile.costs, gpt_cases.run_case
 gpt_cases.run_case = run_case
 
