@@ -129,9 +129,23 @@ class Installation:
             ConfigError: this Megatron lacks a seam.
         """
         from ..moe.settings import Settings
-        from .moe import PipelinedMoE
+        from ..schedule.simulate import peak_sets
+        from .moe import PipelinedMoE, Policy
+        from .moe_choice import ChosenMoE, check_budget, stock_sets
 
-        self.moe = PipelinedMoE(Settings(request.chunks, request.strategy), self._store)
+        pp, choice = args.pipeline_model_parallel_size, self._choice
+
+        def sets(chunks: int, microbatches: int) -> list[int]:
+            if choice is None:
+                return stock_sets(pp, chunks, microbatches)
+            return peak_sets(choice.plan(pp, chunks, microbatches).ranks)
+
+        policy: Policy = Settings()
+        if not request.stock:
+            if request.budget_bytes is not None:
+                check_budget(args, request.space(), request.budget_bytes, sets)
+            policy = ChosenMoE(request.space(), request.budget_bytes, sets)
+        self.moe = PipelinedMoE(policy, self._store)
         self.seams.apply(self.moe.seams())
         if args.rank == 0:
             logger.warning(

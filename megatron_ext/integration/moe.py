@@ -10,15 +10,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..moe.exchange import Exchange, Groups
 from ..moe.region import Region
 from ..moe.saved import Memory
-from ..moe.settings import Settings
-from ..moe.strategies import Strategy
+from ..moe.settings import Decides
 from ..runtime.wgrad import WeightGradStore
 from . import saved_parameters
 from .errors import ConfigError
@@ -28,11 +27,32 @@ from .wgrad import accumulate, finish
 _STAGES = ["route", "expert_compute", "postprocess"]
 
 
+class Policy(Protocol):
+    """How the calls of a rank's MoE layers run."""
+
+    @property
+    def stock(self) -> bool:
+        """True where Megatron's own layer does all that is asked for."""
+
+    @property
+    def restores(self) -> bool:
+        """True where something is not kept for backward, now or later."""
+
+    def built(self, layer: Any) -> None:
+        """The model has ``layer``."""
+
+    def of(self, layer: Any, region: Region, rows: torch.Tensor, probs: torch.Tensor) -> Decides:
+        """For the next call of ``layer``, with ``rows`` that travel and their probabilities."""
+
+    def close(self) -> None:
+        """No call will come."""
+
+
 class PipelinedMoE:
     """Runs the MoE layers of one rank.
 
     Args:
-        settings: read at every call of a layer.
+        policy: how calls run; asked at every call of a layer.
         store: of the weight gradients that W passes compute, where the schedule has such.
         options: of ``Memory``.
 
@@ -41,13 +61,13 @@ class PipelinedMoE:
     """
 
     def __init__(
-        self, settings: Settings, store: WeightGradStore | None = None, **options: Any
+        self, policy: Policy, store: WeightGradStore | None = None, **options: Any
     ) -> None:
-        self.settings, self._options = settings, options
+        self._policy, self._options = policy, options
         self.memory: Memory | None = None
         self._store = None if store is None else _Postponing(store)
         if store is not None:
-            store.fused_experts = lambda: self.settings.strategy is not Strategy.NONE
+            store.fused_experts = lambda: policy.restores
         self._regions: weakref.WeakKeyDictionary[Any, Region] = weakref.WeakKeyDictionary()
 
     def seams(self) -> tuple[Seam, ...]:
@@ -59,6 +79,12 @@ class PipelinedMoE:
                 ("self", "hidden_states", "intermediate_tensors", "padding_mask"),
                 "MoE layers would run unchunked",
             ),
+            Seam(
+                ("megatron.core.transformer.moe.moe_layer:MoELayer.__init__",),
+                self._noted,
+                ("self", "config"),
+                "what MoE layers keep together would be unknown",
+            ),
             *saved_parameters.seams(self._parameter),
         )
 
@@ -67,10 +93,21 @@ class PipelinedMoE:
 
     def release(self) -> None:
         """Give threads and memory back."""
+        self._policy.close()
         self._regions.clear()
         if self.memory is not None:
             self.memory.close()
             self.memory = None
+
+    def _noted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        policy = self._policy
+
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            policy.built(self)
+
+        return __init__
 
     def _chunked(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -80,7 +117,7 @@ class PipelinedMoE:
             intermediate_tensors: Any = None,
             padding_mask: torch.Tensor | None = None,
         ) -> Any:
-            if ours.settings.stock or intermediate_tensors is not None or _needs_stock(self):
+            if ours._policy.stock or intermediate_tensors is not None or _needs_stock(self):
                 return original(self, hidden_states, intermediate_tensors, padding_mask)
             return ours.forward(self, hidden_states, padding_mask)
 
@@ -100,7 +137,6 @@ class PipelinedMoE:
         Returns:
             (output of the shape of ``hidden_states``, None).
         """
-        chunks, strategy = self.settings.chunks, self.settings.strategy
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()
 
@@ -111,7 +147,9 @@ class PipelinedMoE:
             if latent:
                 hidden, _ = layer.fc1_latent_proj(hidden)
             rows = hidden.reshape(-1, hidden.shape[-1])
-            output = self._region(layer, rows)(rows, probs, routing_map, chunks, strategy)
+            region = self._region(layer, rows)
+            decides = self._policy.of(layer, region, rows, probs)
+            output = region(rows, probs, routing_map, decides)
             output = output.view(hidden.shape)
             if latent:
                 output, _ = layer.fc2_latent_proj(output)
@@ -120,9 +158,9 @@ class PipelinedMoE:
         if layer.moe_layer_recompute:
             from megatron.core import tensor_parallel
 
-            if strategy is not Strategy.NONE:
+            if self._policy.restores:
                 raise ConfigError(
-                    f"--moe-memory-reuse {strategy.value} restores the experts itself, so "
+                    "--moe-memory-reuse other than none restores the experts itself, so "
                     "--recompute-modules moe would compute them three times; drop one of both"
                 )
             arguments = (hidden_states,) if padding_mask is None else (hidden_states, padding_mask)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..moe.select import AUTO, Space
+from ..plan.budget import parse_bytes
 from .errors import ConfigError
 
 CHUNKS = ("off", "auto", "1", "2", "4", "8")
@@ -21,7 +23,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="{" + ",".join(CHUNKS) + "}",
         default=None,
         help="run dispatch, experts and combine of every MoE layer in so many chunks of tokens, "
-        "the communication of one beside the computation of another; default: off",
+        "the communication of one beside the computation of another; auto measures; default: off",
     )
     group.add_argument(
         FLAGS[1],
@@ -29,14 +31,13 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="how the experts' input and what lies inside them are restored for the backward pass: "
         "s1 copies both from the host, s2 sends the input again, s3 computes the inside again, s4 "
-        "does both; default: none, both are kept",
+        "does both, auto takes the fastest that keeps the budget; default: none, both are kept",
     )
     group.add_argument(
         FLAGS[2],
         metavar="BYTES",
         default=None,
-        help="device memory that a rank's MoE layers may take, e.g. 8GiB; for --moe-memory-reuse "
-        "auto",
+        help="device memory that a rank's MoE layers may take, e.g. 8GiB; auto chooses within it",
     )
 
 
@@ -45,12 +46,14 @@ class MoERequest:
     """The MoE flags of a run that uses them.
 
     Attributes:
-        chunks: n, for every layer and step.
-        strategy: a strategy's name.
+        chunks: n, for every layer and step, or ``auto``.
+        strategy: a strategy's name, or ``auto``.
+        budget_bytes: for what is chosen; None: no limit.
     """
 
-    chunks: int
+    chunks: str
     strategy: str
+    budget_bytes: int | None = None
 
     @classmethod
     def of(cls, args: Any) -> MoERequest | None:
@@ -74,24 +77,34 @@ class MoERequest:
                         f"{FLAGS[0]} 2 (1 is the whole batch at once), or drop {flag}"
                     )
             return None
-        if budget is not None and strategy != "auto":
-            raise ConfigError(
-                f"{FLAGS[2]} {budget} is what {FLAGS[1]} auto chooses by; add that, or drop "
-                f"{FLAGS[2]}"
-            )
-        for flag, value, instead in (
-            (FLAGS[0], chunks, "2, 4 or 8"),
-            (FLAGS[1], strategy, "none, or s1 to s4"),
-        ):
-            if value == "auto":
-                raise ConfigError(f"{flag} auto is not available yet; give {instead}")
-        return cls(int(chunks), strategy or "none")
+        nbytes = None
+        if budget is not None:
+            if AUTO not in (chunks, strategy):
+                raise ConfigError(
+                    f"{FLAGS[2]} {budget} is what auto chooses by, and nothing is to be chosen; "
+                    f"add {FLAGS[1]} auto, or drop {FLAGS[2]}"
+                )
+            try:
+                nbytes = parse_bytes(budget)
+            except ValueError as error:
+                raise ConfigError(f"{FLAGS[2]}: {error}") from None
+        return cls(chunks, strategy or "none", nbytes)
+
+    @property
+    def stock(self) -> bool:
+        """True where Megatron's own layer does all of it."""
+        return (self.chunks, self.strategy) == ("1", "none")
+
+    def space(self) -> Space:
+        """What may be chosen."""
+        return Space.of(self.chunks, self.strategy)
 
     def text(self, args: Any) -> str:
         """For the log: what runs, and what of Megatron's has no effect there."""
         what = f"MoE layers in {self.chunks} chunk(s), --moe-memory-reuse {self.strategy}"
-        chunked = (self.chunks, self.strategy) != (1, "none")
-        if chunked and getattr(args, "moe_permute_fusion", False):
+        if self.budget_bytes is not None:
+            what += f", at most {self.budget_bytes} bytes"
+        if not self.stock and getattr(args, "moe_permute_fusion", False):
             what += " (they permute rows by index; --moe-permute-fusion has no effect on them)"
         return what
 

@@ -139,6 +139,29 @@ class Plan:
     worst: Worst
 
 
+@dataclass(frozen=True)
+class Counted:
+    """A routed batch of which all ranks know how many rows go where.
+
+    Attributes:
+        routing_map: (tokens, experts) bool.
+        table: rows by (source expert tensor rank, source expert rank, part of the batch,
+            destination, its expert), int32 on the device.
+        host: the same on the host, int64.
+        notes: what each rank had to say.
+    """
+
+    routing_map: torch.Tensor
+    table: torch.Tensor
+    host: torch.Tensor
+    notes: list[list[int]]
+
+    @property
+    def rows(self) -> int:
+        """The most rows that any rank's experts have."""
+        return int(self.host.sum(dim=(0, 1, 2, 4)).max())
+
+
 class Exchange:
     """Plans and carries the chunks of one layer's batches.
 
@@ -155,26 +178,55 @@ class Exchange:
         self.tp_rank = 0 if tp is None else dist.get_rank(tp)
         self.local_experts = experts // self.ep_size
 
-    def plan(self, routing_map: torch.Tensor, chunks: int) -> Plan:
-        """Cut a routed batch; one collective and one wait of the host, whatever ``chunks`` is.
+    def count(
+        self, routing_map: torch.Tensor, finest: int, outgoing: Sequence[int] = ()
+    ) -> Counted:
+        """Tell all ranks how many rows go where; one collective and one wait of the host.
 
         Args:
             routing_map: which token goes to which expert, (tokens, experts) bool.
-            chunks: n, the same on every rank of the group.
+            finest: parts of the batch that are counted, the same on every rank of the group; any
+                number that divides it may become the number of chunks.
+            outgoing: integers below 2^31 for the other ranks, as many on every rank.
         """
-        edges = bounds(routing_map.shape[0], chunks)
-        parts = [routing_map[a:b] for a, b in pairwise(edges)]
-        own = torch.stack([part.sum(dim=0, dtype=torch.int32) for part in parts])
-        every = own = own.view(-1)
-        if self.ep_size * self.tp_size > 1:
-            every = own.new_empty(self.ep_size * self.tp_size * own.numel())
+        parts = [routing_map[a:b] for a, b in pairwise(bounds(routing_map.shape[0], finest))]
+        own = torch.stack([part.sum(dim=0, dtype=torch.int32) for part in parts]).view(-1)
+        if outgoing:
+            notes = torch.tensor(outgoing, dtype=torch.int32)
+            own = torch.cat([own, notes.to(own.device, non_blocking=True)])
+        ranks = self.ep_size * self.tp_size
+        every = own
+        if ranks > 1:
+            every = own.new_empty(ranks * own.numel())
             dist.all_gather_into_tensor(every, own, group=self.groups.tp_ep)
-        # (ep, tp, ...) as the group has them -> (tp, ep, chunk, destination, local expert).
-        table = every.view(
-            self.ep_size, self.tp_size, chunks, self.ep_size, self.local_experts
-        ).transpose(0, 1)
-        host = table.cpu().long()
-        index = [_sent_order(part, int(rows)) for part, rows in zip(parts, self._own_rows(host))]
+        every = every.view(ranks, -1)
+        host = every.cpu()
+        cut = finest * self.experts
+        # (ep, tp, ...) as the group has them -> (tp, ep, part, destination, local expert).
+        shape = (self.ep_size, self.tp_size, finest, self.ep_size, self.local_experts)
+        return Counted(
+            routing_map,
+            every[:, :cut].reshape(shape).transpose(0, 1),
+            host[:, :cut].reshape(shape).transpose(0, 1).long(),
+            host[:, cut:].tolist(),
+        )
+
+    def plan(self, counted: Counted, chunks: int) -> Plan:
+        """Cut a routed batch; no collective, no wait.
+
+        Args:
+            counted: the batch.
+            chunks: n, the same on every rank of the group, a divisor of the parts counted.
+        """
+        edges = bounds(counted.routing_map.shape[0], chunks)
+        parts = [counted.routing_map[a:b] for a, b in pairwise(edges)]
+        # Borders of few parts are among those of many.
+        table, host = (
+            t.unflatten(2, (chunks, -1)).sum(3, dtype=t.dtype)
+            for t in (counted.table, counted.host)
+        )
+        own_rows = host[self.tp_rank, self.ep_rank].sum(dim=(1, 2)).tolist()
+        index = [_sent_order(part, rows) for part, rows in zip(parts, own_rows)]
         counts = table[:, :, :, self.ep_rank].reshape(-1, chunks, self.local_experts)
         return Plan(
             self.experts,
@@ -183,10 +235,6 @@ class Exchange:
             counts.contiguous(),
             _worst(host),
         )
-
-    def _own_rows(self, host: torch.Tensor) -> list[int]:
-        rows: list[int] = host[self.tp_rank, self.ep_rank].sum(dim=(1, 2)).tolist()
-        return rows
 
     def _chunk(self, table: torch.Tensor, start: int, end: int) -> Chunk:
         """``table``: (tp, ep, destination, local expert) of one chunk, on the host."""

@@ -19,16 +19,20 @@ class Load:
         layers: MoE layers on the rank, all of one shape.
         in_flight: microbatches whose forward has run and whose backward has not.
         copies: of one chunk's rows that the runtime has besides the tensors that are named: to
-            permute and sort, and where it sends from and receives in buffers of their own, those.
+            permute and sort.
+        messages: buffers of one chunk's rows, besides those, that it has for each chunk under way:
+            where it sends from and receives in memory of its own, 4.
     """
 
     rows: int
     layers: int = 1
     in_flight: int = 1
     copies: int = COPIES
+    messages: int = 0
 
     def __post_init__(self) -> None:
-        if self.rows < 0 or self.layers < 1 or self.in_flight < 1 or self.copies < 0:
+        least = min(self.rows, self.copies, self.messages)
+        if least < 0 or self.layers < 1 or self.in_flight < 1:
             raise ValueError(f"no rank has a load of {self}")
 
 
@@ -142,7 +146,12 @@ def footprint(shape: LayerShape, load: Load, forward: Layout, backward: Layout) 
     rings = [
         (
             ring_bytes(shape, load.rows, layout, direction),
-            temporary_bytes(shape, load.rows, layout.chunks, load.copies),
+            temporary_bytes(
+                shape,
+                load.rows,
+                layout.chunks,
+                load.copies + load.messages * max(2, layout.ahead),
+            ),
         )
         for layout, direction in ((forward, FORWARD), (backward, BACKWARD))
     ]

@@ -21,8 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from .exchange import Chunk, Exchange, Plan, Row, Transfer, aligned
 from .graph import GradientSums, Graph
+from .ring import DEPTH
 from .saved import INPUT, Memory, Record, entered
+from .settings import Decides, Way
 from .strategies import Restore, Strategy
+from .watch import DeviceWatch
 
 # (x (rows, width), rows of each local expert on the host, probabilities (rows,)) -> (rows, width)
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -75,8 +78,7 @@ class Region:
         hidden: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
-        chunks: int,
-        strategy: Strategy = Strategy.NONE,
+        decides: Decides,
     ) -> torch.Tensor:
         """Dispatch, compute and combine.
 
@@ -84,8 +86,8 @@ class Region:
             hidden: (tokens, width).
             probs: of each token for each expert, (tokens, experts).
             routing_map: which of them count, likewise, bool.
-            chunks: n >= 1, the same on every rank of the layer's groups; it may exceed the tokens.
-            strategy: what is kept for backward; likewise.
+            decides: how, the same on every rank of the layer's groups; there may be more chunks
+                than tokens.
 
         Returns:
             (tokens, width): for each token the sum over its experts.
@@ -99,12 +101,17 @@ class Region:
                 f"hidden {tuple(hidden.shape)}, probs {tuple(probs.shape)} and routing map "
                 f"{tuple(routing_map.shape)} do not go together: the latter two must be {wanted}"
             )
-        with torch.no_grad():
-            plan = self.exchange.plan(routing_map, chunks)
         trained = [p for p in self.parameters if p.requires_grad]
         inputs = (hidden, probs, *trained)
         saves = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-        call = _Call(self, plan, strategy, trained if saves else None)
+        watch = None
+        with torch.no_grad():
+            counted = self.exchange.count(routing_map, decides.finest, decides.outgoing())
+            way = decides.decide(counted.rows, counted.notes, saves)
+            if way.trial is not None and saves:
+                watch = DeviceWatch(hidden.device)
+            plan = self.exchange.plan(counted, way.chunks)
+        call = _Call(self, plan, way, trained if saves else None, watch)
         result: torch.Tensor = _Function.apply(call, *inputs)
         return result
 
@@ -112,7 +119,7 @@ class Region:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> torch.Tensor:
-        out = call.forward(inputs[0].detach(), inputs[1].detach())
+        out = call.timed(call.forward, inputs[0].detach(), inputs[1].detach())
         if call.saves:
             ctx.call = call
             ctx.save_for_backward(*call.take_saved(inputs[0]))
@@ -121,7 +128,9 @@ class _Function(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return (None, *ctx.call.backward(ctx.saved_tensors, grad))
+        gradients = ctx.call.timed(ctx.call.backward, ctx.saved_tensors, grad)
+        ctx.call.tell()
+        return (None, *gradients)
 
 
 class _Call:
@@ -131,24 +140,43 @@ class _Call:
         self,
         region: Region,
         plan: Plan,
-        strategy: Strategy,
+        way: Way,
         trained: list[torch.nn.Parameter] | None,
+        watch: DeviceWatch | None,
     ) -> None:
+        self._watch = watch
         self._region, self._exchange, self._memory = region, region.exchange, region.memory
-        self._plan, self._strategy = plan, strategy
+        self._plan, self._strategy, self._trial = plan, way.strategy, way.trial
+        self._ahead = min(way.ahead, way.chunks)
+        self._depth = max(self._ahead, DEPTH)
         self._index = list(plan.index)
         plan.index.clear()
         self.saves, self._trained = trained is not None, trained or []
         self._records: list[Record] = []
         self._graphs: dict[int, Graph] = {}
         self._sent_probs: list[torch.Tensor] = []
-        self._resends = strategy.input is Restore.RESEND
+        self._resends = way.strategy.input is Restore.RESEND
         # Under no_grad there is nothing to restore, so nothing has to stay anywhere.
-        self._effective = strategy if self.saves else Strategy.S4
+        self._effective = way.strategy if self.saves else Strategy.S4
         self._transfers: dict[int, Transfer] = {}
         self._residents: set[int] = set()
-        if self.saves and strategy.inside is Restore.OFFLOAD:
+        weighs = way.trial is not None and way.trial.weighs
+        if self.saves and (way.strategy.inside is Restore.OFFLOAD or weighs):
             self._residents = self._memory.know(region.parameters)
+
+    def timed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a pass, between two points of the watch if there is one."""
+        if self._watch is None:
+            return function(*args)
+        self._watch.point()
+        result = function(*args)
+        self._watch.point()
+        return result
+
+    def tell(self) -> None:
+        """Forward and backward are over."""
+        if self._watch is not None and self._trial is not None:
+            self._trial.timed(self._watch)
 
     # --- forward ---
 
@@ -162,20 +190,29 @@ class _Call:
         out = torch.zeros_like(hidden)
         count = len(self._plan.chunks)
         returning: dict[int, Transfer] = {}
-        self._dispatch(0)
+        late = self._ahead - 1
+        for i in range(min(late, count)):
+            self._dispatch(i)
         for i in range(count):
-            if i + 1 < count:
-                self._dispatch(i + 1)
+            if i + late < count:
+                self._dispatch(i + late)
             returning[i] = self._return(i, self._compute(i))
-            if i:
-                self._add_up(i - 1, returning.pop(i - 1).wait(), out)
-        self._add_up(count - 1, returning.pop(count - 1).wait(), out)
+            # Not before: compute would wait for a message that left after the next chunk's.
+            if i >= late:
+                self._add_up(i - late, returning.pop(i - late).wait(), out)
+        for i in sorted(returning):
+            self._add_up(i, returning.pop(i).wait(), out)
         self._hidden = None
         del self._probs
         return out
 
     def take_saved(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         """What autograd has to keep, and hand back to ``backward``."""
+        own = [*self._index, *self._sent_probs]
+        if self._trial is not None and self._trial.weighs:
+            kept = sum(record.kept_bytes for record in self._records)
+            kept += sum(t.numel() * t.element_size() for t in own)
+            self._trial.weighed(kept, sum(chunk.rows for chunk in self._plan.chunks))
         saved = [*self._index, *([hidden, *self._sent_probs] if self._resends else [])]
         self._index, self._sent_probs = [], []
         return saved
@@ -197,19 +234,20 @@ class _Call:
         """C: this rank's experts on the rows that have arrived."""
         chunk = self._plan.chunks[i]
         self._memory.departures.make_room()
-        record = Record(self._memory, i, self._effective)
+        record = Record(self._memory, i, self._effective, self._depth)
         if self.saves:
             self._records.append(record)
         slot = record.input_slot(self._input_bytes(chunk.rows))
         x, p = self._fill(i, slot, self._row.view(self._arrived(i, self._row), chunk.rows))
         if not self._has_work(i):
             return x.new_empty((0, self._width))
+        weighs = self._trial is not None and self._trial.weighs
         if not (self.saves and self._strategy.keeps_graph):
             if self.saves:
                 record.leave(slot)  # its copy may run while the experts compute
             y = self._experts(x, chunk, p)
         else:
-            with entered(torch.enable_grad(), record.saving(slot, self._residents)):
+            with entered(torch.enable_grad(), record.saving(slot, self._residents, weighs)):
                 self._graphs[i], y = self._graph(x, chunk, p)
             record.leave(slot)
         return y
@@ -239,7 +277,7 @@ class _Call:
             y, order = exchange.reduce(y.contiguous(), chunk, wide), None
         if order is None and y.is_contiguous() and row.nbytes == self._width * y.itemsize:
             return self._post_back(i, row, y.view(torch.uint8).view(-1))
-        back = self._memory.ring.take("return", i, chunk.received_rows * row.nbytes)
+        back = self._take("return", i, chunk.received_rows * row.nbytes)
         _select(y, order, row.view(back, chunk.received_rows)[0])
         return self._post_back(i, row, back)
 
@@ -277,14 +315,20 @@ class _Call:
         d_hidden = torch.zeros_like(grad)
         d_probs = grad.new_zeros((len(grad), self._plan.experts), dtype=self._probs_dtype)
         returning: dict[int, Transfer] = {}
-        self._start_backward(count - 1)
+        late = self._ahead - 1
+        self._records[-1].prefetch()
+        for i in range(count - 1, max(count - 1 - late, -1), -1):
+            self._start_backward(i)
         for i in reversed(range(count)):
             if i:
-                self._start_backward(i - 1)
+                self._records[i - 1].prefetch()
+            if i - late >= 0:
+                self._start_backward(i - late)
             returning[i] = self._return_gradients(i, *self._compute_backward(i, sums))
-            if i + 1 < count:
-                self._add_up_gradients(i + 1, returning.pop(i + 1).wait(), d_hidden, d_probs)
-        self._add_up_gradients(0, returning.pop(0).wait(), d_hidden, d_probs)
+            if i + late < count:
+                self._add_up_gradients(i + late, returning.pop(i + late).wait(), d_hidden, d_probs)
+        for i in sorted(returning, reverse=True):
+            self._add_up_gradients(i, returning.pop(i).wait(), d_hidden, d_probs)
         self._index, self._records, self._sent_probs = [], [], []
         self._hidden = None
         del self._grad
@@ -293,7 +337,6 @@ class _Call:
     def _start_backward(self, i: int) -> None:
         """The adjoint of R: output gradients go to the experts, with what is to be sent again."""
         chunk, index, row = self._plan.chunks[i], self._index[i], self._back_row
-        self._records[i].prefetch()
         token = self._tokens(index)
         send = self._send_buffer(i, row)
         fields = row.view(send, chunk.sent_rows)
@@ -311,7 +354,7 @@ class _Call:
         if self._postpones:
             dy = self._memory.device.allocate(size)  # the store keeps it until W
         else:
-            dy = self._memory.ring.take("gradient", i, size)[:size]
+            dy = self._take("gradient", i, size)[:size]
         dy = dy.view(self._dtype).view(chunk.rows, self._width)
         order = self._exchange.order(self._plan, i)
         _select(fields[0], order, dy)
@@ -362,7 +405,7 @@ class _Call:
             dx, dp = (t if order is None else t.index_select(0, order) for t in (dx, dp))
             dx, dp = (exchange.reduce(t.contiguous(), chunk, wide) for t in (dx, dp))
             order = None
-        back = self._memory.ring.take("return", i, chunk.received_rows * self._row.nbytes)
+        back = self._take("return", i, chunk.received_rows * self._row.nbytes)
         for part, field in zip((dx, dp), self._row.view(back, chunk.received_rows)):
             _select(part, order, field)
         return self._post_back(i, self._row, back)
@@ -424,12 +467,15 @@ class _Call:
     def _tokens(self, index: torch.Tensor) -> torch.Tensor:
         return index // self._plan.experts
 
+    def _take(self, purpose: str, i: int, nbytes: int) -> torch.Tensor:
+        return self._memory.ring.take(purpose, i % self._depth, nbytes)
+
     def _send_buffer(self, i: int, row: Row) -> torch.Tensor:
-        return self._memory.ring.take("send", i, self._plan.chunks[i].sent_rows * row.nbytes)
+        return self._take("send", i, self._plan.chunks[i].sent_rows * row.nbytes)
 
     def _back_buffer(self, i: int, row: Row) -> torch.Tensor:
         size = self._plan.chunks[i].sent_rows * row.nbytes
-        return self._memory.ring.take("returned", i, size)[:size]
+        return self._take("returned", i, size)[:size]
 
     def _post(self, i: int, row: Row, send: torch.Tensor) -> Transfer:
         chunk, exchange = self._plan.chunks[i], self._exchange
@@ -437,7 +483,7 @@ class _Call:
         if exchange.ep_size == 1:
             return Transfer(table, table, None)
         size = chunk.received_rows * row.nbytes
-        out = self._memory.ring.take("receive", i, size)[:size].view(-1, row.nbytes)
+        out = self._take("receive", i, size)[:size].view(-1, row.nbytes)
         return exchange.send(out, table, chunk.sent, chunk.received)
 
     def _arrived(self, i: int, row: Row) -> torch.Tensor:

@@ -30,12 +30,11 @@ class Ring:
 
     Args:
         device: orders copies and compute.
-        depth: slots a purpose: chunks that are under way at the same time.
         skip: purposes whose readers are not waited for; for mutation tests only.
     """
 
-    def __init__(self, device: Device, depth: int = DEPTH, skip: Collection[str] = ()) -> None:
-        self.device, self.depth = device, depth
+    def __init__(self, device: Device, skip: Collection[str] = ()) -> None:
+        self.device = device
         self._skip = frozenset(skip)
         self._slots: dict[tuple[str, int], _Slot] = {}
         self._wanted: dict[str, int] = {}
@@ -50,12 +49,12 @@ class Ring:
         self._wanted[purpose] = max(nbytes, self._wanted.get(purpose, 0))
 
     def take(self, purpose: str, number: int, nbytes: int) -> torch.Tensor:
-        """Memory for chunk ``number``, 1-D uint8, at least ``nbytes``; compute may write to it.
+        """The memory of a slot, 1-D uint8, at least ``nbytes``; compute may write to it.
 
         Each call gives a tensor of its own over the slot, with its own version counter: autograd
         must not take the next chunk's writing for a change of this one's saved tensors.
         """
-        slot = self._slots.setdefault((purpose, number % self.depth), _Slot())
+        slot = self._slots.setdefault((purpose, number), _Slot())
         if purpose not in self._skip:
             for event in slot.readers:
                 if not event.query():
@@ -69,8 +68,8 @@ class Ring:
         return fresh.set_(slot.memory.untyped_storage(), 0, (slot.memory.numel(),), (1,))
 
     def read_until(self, purpose: str, number: int, event: Event) -> None:
-        """The slot of chunk ``number`` is read by a copy until ``event``."""
-        self._slots[purpose, number % self.depth].readers.append(event)
+        """A slot is read by a copy until ``event``."""
+        self._slots[purpose, number].readers.append(event)
 
     def clear(self) -> None:
         """Give all memory back."""

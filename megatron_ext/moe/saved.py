@@ -30,7 +30,6 @@ class Memory:
 
     Args:
         device: of the layers.
-        depth: chunks under way at the same time.
         min_bytes: storages smaller than this are not worth a copy and stay on the device.
         ring: in place of one made here.
     """
@@ -38,14 +37,13 @@ class Memory:
     def __init__(
         self,
         device: Device,
-        depth: int = DEPTH,
         min_bytes: int = MIN_BYTES,
         ring: Ring | None = None,
     ) -> None:
         self.device, self.min_bytes = device, min_bytes
-        self.ring = ring or Ring(device, depth)
+        self.ring = ring or Ring(device)
         self.engine = Engine(device, HostArena(device.torch_device), "dual")
-        self.departures = Departures(self.engine, depth)
+        self.departures = Departures(self.engine)
         self.parameters: dict[Any, torch.Tensor] = {}
 
     def know(self, parameters: Iterable[torch.Tensor]) -> set[int]:
@@ -85,20 +83,30 @@ class Record:
     The experts' graph holds it, through the hooks; so it must not hold the graph, or neither would
     go where there is no backward pass.
 
+    Args:
+        memory: where it may lie.
+        number: the chunk's.
+        strategy: how it comes back.
+        depth: slots for the experts' input. What lies inside them has always two.
+
     Attributes:
         used_bytes: of the chunk's slot of the ring ``input``.
+        kept_bytes: on the device for backward, in memory of its own; of what lies inside the
+            experts only where that was asked for.
     """
 
-    def __init__(self, memory: Memory, number: int, strategy: Strategy) -> None:
-        self.used_bytes = 0
+    def __init__(self, memory: Memory, number: int, strategy: Strategy, depth: int = DEPTH) -> None:
+        self.used_bytes = self.kept_bytes = 0
         self._name = _Name(f"MoE chunk {number}")
-        self._memory, self._number, self._strategy = memory, number, strategy
+        self._memory, self._strategy = memory, strategy
+        self._input_slot, self._inside_slot = number % depth, number % DEPTH
         self._input: Block | None = None
         self._inside: dict[int, Block] = {}
         self._away: list[Block] = []
         self._ticket: Ticket | None = None
         self._slot: torch.Tensor | None = None
         self._arrived = False
+        self._weighed: set[int] | None = None
 
     def __del__(self) -> None:
         # A graph may be dropped without a backward pass; its place on the host must not be lost.
@@ -112,18 +120,23 @@ class Record:
         """Memory for the experts' input, 1-D uint8: of its own, or of the ring."""
         self.used_bytes = nbytes
         if self._strategy.input is Restore.KEEP:
+            self.kept_bytes += nbytes
             return self._memory.device.allocate(nbytes)
-        return self._memory.ring.take(INPUT, self._number, nbytes)[:nbytes]
+        return self._memory.ring.take(INPUT, self._input_slot, nbytes)[:nbytes]
 
-    def saving(self, slot: torch.Tensor, residents: Set[int]) -> Any:
+    def saving(self, slot: torch.Tensor, residents: Set[int], weighs: bool = False) -> Any:
         """A context for the experts' forward pass: what autograd saves there is this chunk's.
 
         Args:
             slot: what ``input_slot`` gave.
             residents: what ``Memory.know`` gave.
+            weighs: ``kept_bytes`` is wanted.
         """
+        self._weighed = {slot.untyped_storage()._cdata, *residents} if weighs else None
         if self._strategy.inside is Restore.KEEP:
-            return contextlib.nullcontext()
+            if not weighs:
+                return contextlib.nullcontext()
+            return torch.autograd.graph.saved_tensors_hooks(self._weigh, lambda tensor: tensor)
         self._input = Block(self._name, slot.untyped_storage())
         pack = functools.partial(self._pack, residents)
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
@@ -148,7 +161,7 @@ class Record:
             memory.engine.offload(ticket, pieces)
             assert ticket.sent is not None
             if self._strategy.input is Restore.OFFLOAD:
-                memory.ring.read_until(INPUT, self._number, ticket.sent)
+                memory.ring.read_until(INPUT, self._input_slot, ticket.sent)
             if inside:
                 memory.departures.add(ticket, inside)
         for block in (*self._away, *([self._input] if self._input is not None else [])):
@@ -168,7 +181,7 @@ class Record:
         for size in ticket.sizes[: len(self._away)]:
             places.append(total)
             total += padded(size)
-        inside = ring.take(INSIDE, self._number, total) if self._away else None
+        inside = ring.take(INSIDE, self._inside_slot, total) if self._away else None
         buffers = []
         for block, at, size in zip(self._away, places, ticket.sizes):
             assert inside is not None
@@ -211,11 +224,19 @@ class Record:
         if storage._cdata == self._input.memory.untyped_storage()._cdata:
             block = self._input
         elif storage._cdata in residents or self._stays(tensor):
+            self._weigh(tensor)
             return Kept(tensor)
         else:
             block = self._inside.setdefault(storage._cdata, Block(self._name, storage))
         block.views.append(View(tensor))
         return block, len(block.views) - 1
+
+    def _weigh(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if self._weighed is not None and storage._cdata not in self._weighed:
+            self._weighed.add(storage._cdata)
+            self.kept_bytes += storage.nbytes()
+        return tensor
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:

@@ -95,6 +95,13 @@ def bucket(rows: int) -> int:
     return octave * 8 + ((rows * 8) >> octave) - 8
 
 
+def largest(number: int) -> int:
+    """The most rows of a bucket."""
+    octave, eighth = divmod(number, 8)
+    # Where an octave has fewer than eight numbers, some of its buckets are empty.
+    return max(1, (((9 + eighth) << octave) - 1) // 8)
+
+
 def most_received(counts: Sequence[Sequence[int]], local_experts: int) -> int:
     """The most rows that any rank receives.
 
@@ -174,7 +181,8 @@ class _State:
     """What is known for one key. Times are microseconds per row."""
 
     chunks: int
-    candidates: Sequence[int]
+    candidates: Sequence[int]  # now; of them all, those that are worth a trial
+    among: Sequence[int]
     times: dict[int, float] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)
     trials: int = 0
@@ -205,6 +213,7 @@ class Search:
         *,
         bucket_of: Callable[[int], int] = bucket,
         prior: Callable[[Hashable, int], int] | None = None,
+        allowed: Callable[[Hashable], Sequence[int]] | None = None,
     ) -> None:
         """Every rank must give the same.
 
@@ -217,6 +226,7 @@ class Search:
             bucket_of: rows to a number that does not fall as they rise.
             prior: signature and rows to the n to use until there are times, for instance the
                 simulator's; default the smallest.
+            allowed: signature to those candidates, at least one, that it may have; default all.
 
         Raises:
             ValueError: no candidates, one below 1, or an unknown method.
@@ -227,14 +237,16 @@ class Search:
         if method not in METHODS:
             raise ValueError(f"the method must be {' or '.join(METHODS)}, got {method!r}")
         self._method, self._settings = method, settings or Settings()
-        self._bucket_of, self._prior = bucket_of, prior
+        self._bucket_of, self._prior, self._allowed = bucket_of, prior, allowed
         self._states: dict[Key, _State] = {}
         self._points: dict[tuple[Hashable, str], list[tuple[int, int]]] = {}
         self._open: _Trial | None = None
         self._waited = 0
         self.trials = 0
 
-    def decide(self, signature: Hashable, rows: int, phase: str, step: int) -> Decision:
+    def decide(
+        self, signature: Hashable, rows: int, phase: str, step: int, timed: bool = True
+    ) -> Decision:
         """The n for a call, and whether to time it.
 
         At most one trial is open at a time, over all keys. All ranks must call this with the same
@@ -244,6 +256,7 @@ class Search:
             signature, phase: see ``Key``.
             rows: the most that any rank receives, see ``most_received``.
             step: of the training run.
+            timed: whether the call may be timed.
         """
         key = Key(signature, phase, self._bucket_of(rows))
         state = self._states.get(key)
@@ -256,7 +269,7 @@ class Search:
             self._maybe_recheck(state)
         s = self._settings
         agreed_step = step >= s.first_step and (step - s.first_step) % s.every_steps == 0
-        if state.settled or self._open is not None or not agreed_step:
+        if state.settled or self._open is not None or not agreed_step or not timed:
             return Decision(state.chunks, 0)
         chunks = self._next(state)
         if chunks is None:
@@ -286,19 +299,24 @@ class Search:
         return state.chunks if state is not None and state.settled else None
 
     def _begin(self, key: Key, rows: int) -> _State:
-        first = self._candidates[0]
+        candidates = self._candidates
+        if self._allowed is not None:
+            allowed = set(self._allowed(key.signature))
+            candidates = tuple(n for n in candidates if n in allowed)
+        first = candidates[0]
         prior = first if self._prior is None else self._prior(key.signature, rows)
         if self._method == EXHAUSTIVE:
-            return _State(prior, self._candidates)
+            return _State(prior, candidates, candidates)
         points = self._points.get((key.signature, key.phase), [])
         place = bisect_left(points, (key.bucket, 0))
         below = points[place - 1][1] if place > 0 else first
-        above = points[place][1] if place < len(points) else self._candidates[-1]
+        above = points[place][1] if place < len(points) else candidates[-1]
         low, high = min(below, above), max(below, above)
-        between = [n for n in self._candidates if low <= n <= high]
+        between = [n for n in candidates if low <= n <= high]
         if len(between) == 1:
-            return _State(between[0], between, settled=True)
-        return _State(below if place > 0 else above if points else prior, between)
+            return _State(between[0], between, candidates, settled=True)
+        start = below if place > 0 else above if points else prior
+        return _State(start, between, candidates)
 
     def _next(self, state: _State) -> int | None:
         """What to try, or None when enough is known."""
@@ -334,7 +352,8 @@ class Search:
             return
         if state.trials >= s.max_trials:
             return
-        place = bisect_left(self._candidates, state.chunks)
-        near = self._candidates[max(place - 1, 0) : place + 2]
+        candidates = state.among
+        place = bisect_left(candidates, state.chunks)
+        near = candidates[max(place - 1, 0) : place + 2]
         state.candidates, state.rechecks, state.settled = near, True, False
         state.times, state.taken = {}, {}

@@ -29,7 +29,8 @@ class Space:
         orders: of the all-to-alls. ``dispatch-first`` keeps a slot for every chunk.
         lookaheads: dispatches before the first combine, for ``alternate``; cut to twice the slots,
             beyond which they would wait for themselves.
-        depths: slots of T_DI and T_DO. middles: slots of T_M.
+        depths: slots of T_DI and T_DO; None: as many as the lookahead, two at least, which is what
+            the runtime has. middles: slots of T_M.
         packed: see ``Layout``; not chosen, but what the runtime does.
         per_direction: forward and backward each have their own n, order and lookahead.
     """
@@ -38,14 +39,14 @@ class Space:
     strategies: tuple[str, ...] = SIMPLEST_FIRST
     orders: tuple[str, ...] = ORDERS
     lookaheads: tuple[int, ...] = (2, 3)
-    depths: tuple[int, ...] = (2, 3)
+    depths: tuple[int, ...] | None = (2, 3)
     middles: tuple[int, ...] = (1, 2)
     packed: bool = True
     per_direction: bool = False
 
     def __post_init__(self) -> None:
         for name in ("chunks", "strategies", "orders", "lookaheads", "depths", "middles"):
-            if not getattr(self, name):
+            if getattr(self, name) == ():
                 raise ValueError(f"there is nothing to choose from: {name} is empty")
         if min(self.chunks) < 1:
             raise ValueError(f"a layer has at least one chunk, got {min(self.chunks)}")
@@ -56,12 +57,12 @@ class Space:
 
     @classmethod
     def of(cls, chunks: str | int = AUTO, strategy: str = AUTO) -> Space:
-        """From the flags' values; ``auto`` leaves a part free.
+        """What the runtime can do within the flags' values; ``auto`` leaves a part free.
 
         Raises:
             ValueError: a number of chunks that is none, or an unknown strategy.
         """
-        space = cls()
+        space = cls(depths=None, middles=(2,))
         if chunks != AUTO:
             try:
                 number = int(chunks)
@@ -88,7 +89,8 @@ class Space:
         for order in (one for one in (ALTERNATE, DISPATCH_FIRST) if one in self.orders):
             alternate = order == ALTERNATE
             for ahead in sorted(set(self.lookaheads)) if alternate else (2,):
-                for depth in sorted(set(self.depths)) if alternate else (chunks,):
+                depths = (max(2, ahead),) if self.depths is None else sorted(set(self.depths))
+                for depth in depths if alternate else (chunks,):
                     for middle in sorted(set(self.middles)):
                         slots = min(depth, chunks)
                         ring = Ring(slots, min(middle, chunks), slots)
@@ -223,6 +225,11 @@ def fastest(
         times[i] = time(pairs[i])
         least = min(least, times[i])
     return min(i for i, t in times.items() if t <= least * (1 + _EQUAL))
+
+
+def predicted_ms(shape: LayerShape, costs: LayerCosts, rows: int, layout: Layout) -> float:
+    """Simulated forward and backward of a call with ``rows`` rows on the busiest rank."""
+    return _Timer(shape, rows, costs).time((layout, layout))
 
 
 class _Timer:

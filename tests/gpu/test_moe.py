@@ -52,6 +52,7 @@ def test_strategies_are_bitwise_the_same(group: Any, chunks: int) -> None:
     from megatron_ext.moe.exchange import Exchange, Groups
     from megatron_ext.moe.region import Region
     from megatron_ext.moe.saved import Memory
+    from megatron_ext.moe.settings import Settings
     from megatron_ext.moe.strategies import Strategy
 
     module = _experts()
@@ -68,7 +69,7 @@ def test_strategies_are_bitwise_the_same(group: Any, chunks: int) -> None:
             inputs = [x.clone().requires_grad_(), (scores * chosen).requires_grad_()]
             out = inputs[0]
             for _ in range(3):
-                out = out + region(out, inputs[1], chosen, chunks, strategy)
+                out = out + region(out, inputs[1], chosen, Settings(chunks, strategy))
             gradients = torch.autograd.grad(
                 out.float().square().mean(), [*inputs, *module.parameters()]
             )

@@ -79,6 +79,7 @@ def run(
     chunks: int,
     strategy: str,
     layers: int = 1,
+    ahead: int = 2,
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """``layers`` calls behind each other, so that they share buffers, and their backward pass;
@@ -87,7 +88,7 @@ def run(
     x, p = hidden.requires_grad_(), probs.requires_grad_()
     out = x
     for _ in range(layers):
-        out = out + region(out, p, chosen, chunks, Strategy(strategy))
+        out = out + region(out, p, chosen, Settings(chunks, strategy, ahead))
     between()
     gradients = torch.autograd.grad(out.square().sum(), [x, p, *region.parameters])
     return dict(zip(("out", "x", "p", "up", "down"), (out.detach(), *gradients)))
@@ -110,6 +111,16 @@ def test_against_a_dense_layer(make: Callable[..., Region], chunks: int) -> None
     wanted["p"] = wanted["p"] * chosen  # the others are not looked at
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("ahead", [1, 3, 5])
+def test_other_orders_change_nothing(make: Callable[..., Region], ahead: int) -> None:
+    """Chunks in other slots, five of them all dispatched first, while copies start late."""
+    for strategy in ("none", *RESTORING):
+        faults = Faults(delay=lambda direction: 0.002, poison=True)
+        region = make(Memory(CpuDevice(faults=faults), min_bytes=1))
+        wanted = run(make(), 5, strategy, layers=2)
+        assert equal(run(region, 5, strategy, layers=2, ahead=ahead), wanted), strategy
 
 
 def test_slow_copies_change_nothing(make: Callable[..., Region]) -> None:
@@ -206,7 +217,7 @@ def test_the_ring_shrinks_with_chunks(make: Callable[..., Region]) -> None:
 def test_a_dropped_graph_gives_its_place_on_the_host_back(make: Callable[..., Region]) -> None:
     region = make()
     hidden, probs, chosen = batch()
-    out = region(hidden.requires_grad_(), probs, chosen, 3, Strategy.S1)
+    out = region(hidden.requires_grad_(), probs, chosen, Settings(3, "s1"))
     assert region.memory.engine.arena.used_bytes > 0
     del out
     assert region.memory.engine.arena.used_bytes == 0
@@ -216,7 +227,7 @@ def test_nothing_is_kept_without_gradients(make: Callable[..., Region]) -> None:
     region = make()
     hidden, probs, chosen = batch()
     with torch.no_grad():
-        out = region(hidden, probs, chosen, 3, Strategy.S1)
+        out = region(hidden, probs, chosen, Settings(3, "s1"))
     assert region.memory.engine.counters.offloads == 0
     torch.testing.assert_close(out, dense(region, hidden, probs).detach(), rtol=1e-4, atol=1e-4)
 
@@ -225,7 +236,7 @@ def test_no_tokens_at_all(make: Callable[..., Region]) -> None:
     region = make()
     for strategy in Strategy:
         hidden, probs, chosen = batch(0)
-        out = region(hidden.requires_grad_(), probs.requires_grad_(), chosen, 4, strategy)
+        out = region(hidden.requires_grad_(), probs.requires_grad_(), chosen, Settings(4, strategy))
         gradients = torch.autograd.grad(out.sum(), [hidden, probs, *region.parameters])
         assert out.shape == (0, WIDTH)
         assert not any(g.any() for g in gradients[2:])
@@ -233,7 +244,7 @@ def test_no_tokens_at_all(make: Callable[..., Region]) -> None:
 
 def test_backward_runs_once(make: Callable[..., Region]) -> None:
     hidden, probs, chosen = batch()
-    out = make()(hidden.requires_grad_(), probs, chosen, 2, Strategy.S4).sum()
+    out = make()(hidden.requires_grad_(), probs, chosen, Settings(2, "s4")).sum()
     out.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward pass twice"):
         out.backward()

@@ -1,0 +1,158 @@
+"""MoE layers that choose how they run, from Megatron's arguments (docs/12)."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..moe.costs import LayerShape
+from ..moe.decide import Chooser, Name, unfit
+from ..moe.region import Region
+from ..moe.select import Space
+from ..moe.settings import Decides
+from ..schedule.generators import generate
+from ..schedule.simulate import peak_sets
+from .errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# (model chunks a rank, microbatches) -> most activation sets of each pipeline rank
+Sets = Callable[[int, int], list[int]]
+
+
+class ChosenMoE:
+    """Policy of MoE layers of which something is to be chosen.
+
+    Args:
+        space: what may be chosen.
+        budget_bytes: of the rank's MoE layers on the device, or None.
+        sets: what is in flight on each pipeline rank.
+    """
+
+    stock = False
+
+    def __init__(self, space: Space, budget_bytes: int | None, sets: Sets) -> None:
+        self._space, self._sets = space, sets
+        self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._chooser = Chooser(space, budget_bytes, self._load, _say)
+        atexit.register(self.close)
+
+    @property
+    def restores(self) -> bool:
+        """See ``Policy``."""
+        return self._space.strategies != ("none",)
+
+    def built(self, layer: Any) -> None:
+        """See ``Policy``."""
+        self._layers.add(layer)
+
+    def of(self, layer: Any, region: Region, rows: torch.Tensor, probs: torch.Tensor) -> Decides:
+        """See ``Policy``."""
+        config, exchange = layer.config, region.exchange
+        shape = layer_shape(
+            config, rows.shape[1], exchange.ep_size, exchange.tp_size, rows.element_size()
+        )
+
+        def measured(count: int) -> Any:
+            from ..moe.measure import measure
+
+            return measure(region, shape, count, rows.dtype, probs.dtype)
+
+        return self._chooser.layer(Name(shape, exchange.local_experts), measured)
+
+    def close(self) -> None:
+        """See ``Policy``; says what ran."""
+        atexit.unregister(self.close)
+        for line in self._chooser.summary():
+            _say(f"in all {line}")
+
+    def _load(self) -> tuple[int, int]:
+        from megatron.core import parallel_state
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        sets = self._sets(chunks, get_num_microbatches())[rank]
+        return max(1, -(-len(self._layers) // chunks)), sets
+
+
+def _say(text: str) -> None:
+    """One line for each stage of the pipeline."""
+    from megatron.core import parallel_state
+
+    ready = parallel_state.model_parallel_is_initialized()
+    if ready and (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        or parallel_state.get_tensor_model_parallel_rank()
+    ):
+        return
+    logger.warning("megatron_ext: %s", text)
+
+
+def layer_shape(config: Any, hidden: int, ranks: int, tp: int, element_bytes: int) -> LayerShape:
+    """Sizes of a layer's experts.
+
+    Args:
+        config: Megatron's, or its arguments: the attributes that are read have the same names.
+        hidden: elements of a row that travels.
+        ranks: expert parallel. tp: expert tensor parallel.
+    """
+    ffn = config.moe_ffn_hidden_size or config.ffn_hidden_size
+    gated = getattr(config, "gated_linear_unit", False) or getattr(config, "swiglu", False)
+    return LayerShape(
+        hidden,
+        max(1, ffn // tp),
+        "swiglu" if gated else "gelu",
+        config.moe_router_topk,
+        ranks,
+        element_bytes,
+    )
+
+
+def stock_sets(pp: int, chunks: int, microbatches: int) -> list[int]:
+    """Most activation sets of each rank under Megatron's own schedules."""
+    if pp == 1:
+        return [1]
+    if chunks == 1:
+        return [min(pp - rank, microbatches) for rank in range(pp)]
+    try:
+        return peak_sets(generate("interleaved", pp, microbatches, chunks).ranks)
+    except ValueError:  # microbatches in groups that ours do not have
+        warmup = [2 * (pp - rank - 1) + (chunks - 1) * pp + 1 for rank in range(pp)]
+        return [min(sets, chunks * microbatches) for sets in warmup]
+
+
+def check_budget(args: Any, space: Space, budget_bytes: int, sets: Sets) -> None:
+    """Refuse a budget that cannot be kept even where all experts get the same number of rows.
+
+    Args:
+        args: validated by Megatron.
+
+    Raises:
+        ConfigError: with the least that would do.
+    """
+    pp, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    shards = args.context_parallel_size * args.tensor_model_parallel_size
+    rows = args.seq_length * args.micro_batch_size * args.moe_router_topk * etp // shards
+    hidden = getattr(args, "moe_latent_size", None) or args.hidden_size
+    size = torch.empty(0, dtype=args.params_dtype).element_size()
+    shape = layer_shape(args, hidden, args.expert_model_parallel_size, etp, size)
+    frequency = args.moe_layer_freq
+    pattern = frequency if isinstance(frequency, list) else [1] + [0] * (frequency - 1)
+    share = sum(pattern) / len(pattern)
+    # Of an even split; a first or last stage may have more, which is then told while it runs.
+    layers = max(1, int(args.num_layers * share / (pp * chunks)))
+    in_flight = max(sets(chunks, microbatches))
+    error = unfit(shape, rows, layers, in_flight, budget_bytes, space)
+    if error is not None:
+        raise ConfigError(
+            f"--moe-memory-budget: {error} ({layers} MoE layers, {in_flight} passes in flight, "
+            f"{rows} rows a call if routing is balanced)"
+        )
