@@ -65,11 +65,15 @@ class ChosenMoE:
 
         return self._chooser.layer(Name(shape, exchange.local_experts), measured)
 
+    def summary(self) -> list[str]:
+        """What ran how often: a line for each way."""
+        return self._chooser.summary()
+
     def close(self) -> None:
         """See ``Policy``; says what ran."""
         atexit.unregister(self.close)
-        for line in self._chooser.summary():
-            _say(f"in all {line}")
+        for line in self.summary():
+            _say(f"over the run {line}")
 
     def _load(self) -> tuple[int, int]:
         from megatron.core import parallel_state

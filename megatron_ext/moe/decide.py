@@ -1,15 +1,17 @@
 """How each call of a MoE layer runs: predicted by simulation, corrected by times of the run.
 
 At the first call of a layer its operations are measured once. From that the selector takes the
-strategy and, for each number of chunks, an order that keep the memory budget; calls are then timed
-with each number that is left, and the fastest one stays (MPipeMoE, sections III-C and III-E).
+strategy and the layouts that keep the memory budget; calls are then timed with each number of
+chunks, and with each order that may be best, and the fastest one stays (MPipeMoE, sections III-C
+and III-E).
 Plain Python: what touches devices comes from outside.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,14 +19,15 @@ from .costs import LayerCosts, LayerShape
 from .layout import Layout
 from .memory import Load, saved_bytes
 from .search import Agreed, Search, Settings, bucket, largest
-from .select import BudgetError, Choice, Space, choose, predicted_ms
+from .select import BudgetError, Choice, Space, choose, only, predicted_ms
 from .settings import Trial, Watch, Way
 from .strategies import Strategy
 
 MESSAGES = (
     4  # buffers of a chunk's rows for each chunk under way: sent and received, there and back
 )
-SETTINGS = Settings(recheck_every=5000)
+SETTINGS = Settings(samples=3, max_trials=100, recheck_every=5000)
+NEAR = 1.1  # predicted times over the least that make another order worth a trial
 
 _BOTH = "forward and backward"
 
@@ -61,11 +64,16 @@ class Name(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What times are good for: a layer, its strategy, and the chunks that it may have."""
+    """What times are good for: a layer, its strategy, and the layouts to try, by code."""
 
     name: Name
     strategy: str
-    chunks: tuple[int, ...]
+    codes: tuple[int, ...]
+
+
+def code(layout: Layout) -> int:
+    """What stands for a layout in the search; more chunks, and then more lookahead, are more."""
+    return layout.chunks << 8 | layout.ahead
 
 
 class Chooser:
@@ -93,7 +101,8 @@ class Chooser:
         self.space, self.budget_bytes, self.load, self.say = space, budget_bytes, load, say
         self.finest = max(space.chunks)
         self._layers: dict[Name, _Layer] = {}
-        self.search = Search(space.chunks, settings=settings, prior=self._prior, allowed=_allowed)
+        codes = {code(layout) for name in space.strategies for layout in space.layouts(name)}
+        self.search = Search(sorted(codes), settings=settings, prior=self._prior, allowed=_allowed)
         self._agreed = Agreed()
         self._trial: _Trial | None = None
 
@@ -140,17 +149,17 @@ class Chooser:
 
     def _prior(self, signature: Hashable, rows: int) -> int:
         assert isinstance(signature, Signature)
-        return self._layers[signature.name].predicted_chunks(largest(bucket(rows)))
+        return self._layers[signature.name].predicted(largest(bucket(rows)))
 
 
-def _allowed(signature: Hashable) -> Iterable[int]:
+def _allowed(signature: Hashable) -> Sequence[int]:
     assert isinstance(signature, Signature)
-    return signature.chunks
+    return signature.codes
 
 
 @dataclass
 class _Seen:
-    """Calls of one number of chunks in one bucket of rows."""
+    """Calls with one layout in one bucket of rows."""
 
     calls: int = 0
     time_ms: float | None = None  # the least that was measured; its first trial does not count
@@ -188,7 +197,7 @@ class _Plan:
 
     rows: int
     strategy: str
-    layouts: dict[int, Layout]  # by chunks
+    layouts: dict[int, Layout]  # by code
     signature: Signature
 
 
@@ -236,11 +245,25 @@ class _Layer:
         trial = chooser.open(decision.ticket, seen) if decision.ticket else None
         return Way(layout.chunks, Strategy(layout.strategy), layout.ahead, trial)
 
-    def predicted_chunks(self, rows: int) -> int:
-        """The n that simulates fastest, of those that the budget leaves; the smallest of equals."""
+    @property
+    def shape(self) -> LayerShape:
+        """With what the experts keep as measured, once it is."""
+        return self._shape
+
+    def settled(self, rows: int) -> bool:
+        """Whether all trials of calls with so many rows are over."""
+        plan = self._planned
+        if plan is None:
+            return False
+        return self._chooser.search.settled(plan.signature, rows, _BOTH) is not None
+
+    def predicted(self, rows: int) -> int:
+        """The code of the layout that simulates fastest; the least of equals."""
         assert self._planned is not None
         layouts = self._planned.layouts
-        return min(layouts, key=lambda n: (self._predicted(layouts[n], rows), n))
+        times = {number: self._predicted(layout, rows) for number, layout in layouts.items()}
+        least = min(times.values()) * (1 + 1e-9)
+        return min(number for number, time in times.items() if time <= least)
 
     def _predicted(self, layout: Layout, rows: int) -> float:
         assert self._costs is not None
@@ -257,15 +280,21 @@ class _Layer:
             best = self._choose(rows, chooser.space, budget)
             chooser.say(f"{self._name}, up to {rows} rows on a rank: {error}; training goes on")
         strategy = best.strategy
-        layouts = {}
-        for n in sorted(set(chooser.space.chunks)):
-            space = replace(chooser.space, chunks=(n,), strategies=(strategy,))
-            try:
-                layouts[n] = self._choose(rows, space, budget).forward
-            except BudgetError:
-                continue
-        signature = Signature(self._name, strategy, tuple(layouts))
-        return _Plan(rows, strategy, layouts, signature)
+        fitting: list[Choice] = []
+        for layout in chooser.space.layouts(strategy):
+            with contextlib.suppress(BudgetError):
+                fitting.append(self._choose(rows, only(chooser.space, layout), budget))
+        least: dict[int, float] = {}
+        for one in fitting:
+            n = one.forward.chunks
+            least[n] = min(one.time_ms, least.get(n, one.time_ms))
+        near = min(least.values()) * NEAR
+        layouts = {
+            code(one.forward): one.forward
+            for one in fitting
+            if one.time_ms <= max(near, least[one.forward.chunks])
+        }
+        return _Plan(rows, strategy, layouts, Signature(self._name, strategy, tuple(layouts)))
 
     def _choose(self, rows: int, space: Space, budget: int | None) -> Choice:
         assert self._costs is not None
@@ -322,9 +351,14 @@ def unfit(
     shape: LayerShape, rows: int, layers: int, in_flight: int, budget_bytes: int, space: Space
 ) -> BudgetError | None:
     """Whether no way at all keeps the budget, before anything was measured."""
-    free = LayerCosts(*[lambda volume: 1.0] * 6)
+    some = _any_time
+    free = LayerCosts(some, some, some, some, some, some)
     try:
         choose(shape, Load(rows, layers, in_flight, messages=MESSAGES), free, budget_bytes, space)
     except BudgetError as error:
         return error
     return None
+
+
+def _any_time(volume: float) -> float:
+    return 1.0

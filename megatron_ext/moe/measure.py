@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..offload.device import Device, Direction
 from .costs import LayerCosts, LayerShape, Line, chunk_rows
 from .decide import Measured
-from .exchange import Chunk
+from .exchange import Chunk, Row
 from .graph import Graph
 from .region import Region
 
@@ -99,19 +99,15 @@ class _Probe:
             torch.cuda.current_stream(self.device.torch_device).synchronize()
 
     def all_to_all(self, rows: int) -> float:
-        """A message that takes ``rows`` rows to each rank's experts."""
+        """A message that takes ``rows`` rows, with their probabilities, to each rank's experts."""
         exchange = self._exchange
-        own = max(1, rows // exchange.tp_size)
         if exchange.ep_size == 1:
             return 1e-4
-        sizes = list(chunk_rows(own, exchange.ep_size))
+        nbytes = Row((self._width, self._dtype), (1, self._probs)).nbytes
+        even = [-(-rows // (exchange.tp_size * exchange.ep_size))] * exchange.ep_size
         given, out = (
-            torch.zeros(
-                exchange.ep_size * max(sizes), self._width, dtype=self._dtype, device=self._at
-            )
-            for _ in range(2)
+            torch.zeros(sum(even), nbytes, dtype=torch.uint8, device=self._at) for _ in range(2)
         )
-        even = [max(sizes)] * exchange.ep_size
 
         def send() -> None:
             exchange.send(out, given, even, even).wait()

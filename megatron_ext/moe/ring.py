@@ -44,6 +44,11 @@ class Ring:
         """Bytes of all buffers that there are."""
         return sum(s.memory.numel() for s in self._slots.values() if s.memory is not None)
 
+    def storages(self) -> set[int]:
+        """Identities of the storages of all buffers."""
+        slots = self._slots.values()
+        return {s.memory.untyped_storage()._cdata for s in slots if s.memory is not None}
+
     def reserve(self, purpose: str, nbytes: int) -> None:
         """From now on buffers of ``purpose`` have at least so many bytes."""
         self._wanted[purpose] = max(nbytes, self._wanted.get(purpose, 0))

@@ -98,6 +98,17 @@ class Space:
                         yield Layout(chunks, strategy, order, most, ring, packed=self.packed)
 
 
+def only(space: Space, layout: Layout) -> Space:
+    """``space`` with nothing in it but ``layout``, which must be one of its own."""
+    return replace(
+        space,
+        chunks=(layout.chunks,),
+        strategies=(layout.strategy,),
+        orders=(layout.order,),
+        lookaheads=(layout.ahead,),
+    )
+
+
 @dataclass(frozen=True)
 class Choice:
     """What was chosen, and what is predicted for it.

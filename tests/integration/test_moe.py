@@ -39,6 +39,7 @@ SINGLE = [
     "recompute",
 ]
 COMPARED = [*EXACT, *BF16, *SINGLE]
+AUTO = ["auto", "auto-in-a-budget"]
 TRAINED = ["ddp-fp32", "ddp-bf16", "ddp-fusion", "ddp-reduce-in-bf16"]
 # Relative to the largest number of a tensor. bf16 has 8 bits, and each sum is rounded once.
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-2}
@@ -64,7 +65,7 @@ def _difference(ours: Any, stock: Any) -> float:
 
 
 def test_every_case_is_compared(results: dict[str, Any]) -> None:
-    assert set(results) == {*COMPARED, *TRAINED, "precision", "memory"}
+    assert set(results) == {*COMPARED, *AUTO, *TRAINED, "precision", "memory"}
 
 
 @pytest.mark.parametrize("case", COMPARED)
@@ -138,6 +139,26 @@ def test_empty_chunks_and_ranks_are_real(results: dict[str, Any]) -> None:
     for number, rank in enumerate(results["skew"]):
         idle = [not g.any() for n, g in rank["stock"].items() if "experts" in n]
         assert len(idle) == 4 and set(idle) == {number > 0}
+
+
+@pytest.mark.parametrize("case", AUTO)
+def test_what_auto_tries_changes_no_result(results: dict[str, Any], case: str) -> None:
+    """Measuring included, which runs in the first call and adds nothing to weight gradients."""
+    first, second = results[case]
+    assert first["trace"] == second["trace"] and len(first["trace"]) > 12 * 4 * 5
+    for rank in (first, second):
+        for step in range(12):
+            stock, ours = rank["stock", step], rank["ours", step]
+            for name in stock:
+                assert _difference(ours[name], stock[name]) <= 1e-5, f"{step}: {name}"
+            assert rank["ours", step, "reduced"] == rank["stock", step, "reduced"]
+        assert rank["arena used"] == 0
+        lines = rank["summary"]
+        assert sum(int(line.split()[0]) for line in lines) == 12 * 4
+        kept = any(", none, " in line for line in lines)
+        assert kept == (case == "auto")
+    if case == "auto":
+        assert {int(line.split(": ")[1].split()[0]) for line in first["summary"]} >= {1, 2, 4}
 
 
 @pytest.mark.parametrize("case", TRAINED)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
+from megatron_ext.integration.moe_choice import stock_sets
 from megatron_ext.integration.moe_flags import CONFLICTS, FLAGS, Conflict, MoERequest, markdown
 
 from .conftest import ROOT
@@ -49,7 +50,7 @@ def test_off_means_off() -> None:
 def test_what_is_asked_for(chunks: str, strategy: str | None) -> None:
     args = arguments(moe_pipeline_chunks=chunks, moe_memory_reuse=strategy)
     request = MoERequest.of(args)
-    assert request == MoERequest(int(chunks), strategy or "none")
+    assert request == MoERequest(chunks, strategy or "none")
     request.check(args)
 
 
@@ -66,9 +67,42 @@ def test_flags_that_need_another() -> None:
     assert "--moe-memory-reuse auto" in refusal(moe_memory_budget="8GiB", moe_memory_reuse="s1")
 
 
-def test_auto_is_not_there_yet() -> None:
-    assert "--moe-pipeline-chunks auto is not available" in refusal(moe_pipeline_chunks="auto")
-    assert "--moe-memory-reuse auto is not available" in refusal(moe_memory_reuse="auto")
+def test_what_may_be_chosen() -> None:
+    args = arguments(moe_pipeline_chunks="auto", moe_memory_budget="1.5GiB")
+    request = MoERequest.of(args)
+    assert request == MoERequest("auto", "none", 3 << 29)
+    request.check(args)
+    space = request.space()
+    assert space.chunks == (1, 2, 4, 8) and space.strategies == ("none",)
+    both = MoERequest.of(arguments(moe_memory_reuse="auto", moe_pipeline_chunks="auto"))
+    assert both is not None and both.space().strategies == ("none", "s4", "s3", "s2", "s1")
+    fixed = MoERequest.of(arguments(moe_memory_reuse="auto"))
+    assert fixed is not None and fixed.space().chunks == (4,)
+
+
+def test_budgets_that_make_no_sense() -> None:
+    for wrong in ("8 apples", "0", "-1GiB", "nan"):
+        assert "--moe-memory-budget" in refusal(moe_memory_reuse="auto", moe_memory_budget=wrong)
+
+
+def test_auto_restores_so_it_refuses_what_restoring_refuses() -> None:
+    changed = {"moe_memory_reuse": "auto", "recompute_granularity": "full"}
+    assert "--moe-memory-reuse auto does not support --recompute-granularity full" in refusal(
+        **changed
+    )
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_is_in_flight_under_stocks_schedules(pp: int, chunks: int) -> None:
+    if pp == 1:
+        assert stock_sets(1, chunks, 8) == [1]
+        return
+    sets = stock_sets(pp, chunks, 8)
+    if chunks == 1:
+        assert sets == [min(pp - rank, 8) for rank in range(pp)]
+    else:  # warm-up passes of Megatron's interleaving, and the one that it starts with
+        assert sets == [2 * (pp - rank - 1) + (chunks - 1) * pp + 1 for rank in range(pp)]
 
 
 def test_a_model_without_experts() -> None:

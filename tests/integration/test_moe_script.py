@@ -41,6 +41,7 @@ MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 
 
 TRAINING = re.compile(r"iteration +\d+/.*?lm loss: (\S+) .*?load_balancing_loss: (\S+)")
 EVALUATION = re.compile(r"validation loss at iteration \d+.*?lm loss value: (\S+)")
+CALLS = re.compile(r"over the run (\d+) calls?")
 PP = ("--pipeline-model-parallel-size", "2")
 
 Losses = tuple[list[tuple[str, str]], list[str]]
@@ -93,6 +94,36 @@ def test_chunks_under_a_schedule_that_offloads(train: Callable[..., Losses]) -> 
     _close(wanted, train(*PP))
     flags = (*chunks, "--moe-memory-reuse", "s2", "--pp-schedule", "zb-h1", "--pp-offload", "full")
     assert train(*flags) == wanted
+
+
+def test_what_auto_chooses_trains_as_stock(
+    start: Callable[..., Outcome], train: Callable[..., Losses]
+) -> None:
+    """A budget below what stock keeps, under a schedule of ours; the log says what was chosen."""
+    flags = (*PP, "--pp-schedule", "zb-h1", "--moe-pipeline-chunks", "auto")
+    flags += ("--moe-memory-reuse", "auto", "--moe-memory-budget", "32KB")
+    outcome = start(*flags)
+    assert outcome.status == "ok", outcome.log(0)[-6000:]
+    log = outcome.log(3).replace("\n", " ")
+    _close((TRAINING.findall(log), EVALUATION.findall(log)), train(*PP))
+    for rank, stage in ((0, 0), (2, 1)):
+        said = [line for line in outcome.log(rank).splitlines() if "MoE layers of hidden" in line]
+        decided = [line for line in said if "over the run" not in line]
+        summary = [line for line in said if "over the run" in line]
+        assert decided and "ms predicted" in decided[0] and "bytes predicted" in decided[0], stage
+        calls = sum(int(CALLS.search(line)[1]) for line in summary)  # type: ignore[index]
+        assert calls == 3 * 4 * 2  # steps, microbatches, layers
+        assert all(re.search(r", s[1-4], ", line) for line in summary)
+        assert "measured" in " ".join(summary)
+    assert "MoE layers of hidden" not in outcome.log(1)
+
+
+def test_a_budget_that_nothing_keeps_ends_before_training(start: Callable[..., Outcome]) -> None:
+    flags = ("--moe-pipeline-chunks", "auto", "--moe-memory-reuse", "auto")
+    outcome = start(*flags, "--moe-memory-budget", "1KiB")
+    assert outcome.status == "failed"
+    assert "a budget of 1024 bytes" in outcome.log(0) and "the least is" in outcome.log(0)
+    assert "iteration" not in outcome.log(0).split("end of arguments")[1]
 
 
 def test_conflicts_end_before_training(start: Callable[..., Outcome]) -> None:

@@ -26,12 +26,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import moe_layers
 import torch
 import torch.distributed as dist
-from moe_layers import build, chunked, config_of, data, run_layer
+from megatron.core import num_microbatches_calculator
+from moe_layers import Traced, build, chunked, config_of, data, run_layer
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_ext.integration.moe_choice import ChosenMoE
 from megatron_ext.moe.exchange import Exchange
 from megatron_ext.moe.region import Region
 from megatron_ext.moe.saved import Record
+from megatron_ext.moe.select import Space
 from megatron_ext.moe.settings import Settings
 
 STRATEGIES = ("none", "s1", "s2", "s3", "s4")
@@ -111,9 +114,11 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         for number, group in enumerate(groups):
             group.start_grad_sync = counted(group.start_grad_sync, reduced, number)
         settings = Settings()
-        with chunked(settings, min_bytes=1) as ours:
+        auto = kind == "ours" and case.get("auto")
+        policy = auto_policy(case) if auto else settings
+        with chunked(policy, min_bytes=1) as ours, Traced() as traced:
             for step, (chunks, strategy) in enumerate(steps):
-                if kind == "ours":
+                if kind == "ours" and not auto:
                     settings.set(chunks, strategy)
                 model.zero_grad_buffer()
                 for microbatch in range(2):
@@ -130,7 +135,20 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             found[kind, "fused"] = sum(added)
             if ours.memory is not None:
                 found["arena used"] = ours.memory.engine.arena.used_bytes
+            if auto:
+                found["trace"] = traced.calls
+                found["summary"] = policy.summary()
     return found
+
+
+def auto_policy(case: dict[str, Any]) -> ChosenMoE:
+    """The flags' policy, for a pipeline of one stage with two microbatches in flight."""
+    if num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
+        world = dist.get_world_size()
+        num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2 * world, 1, world)
+    return ChosenMoE(
+        Space.of("auto", "auto"), case["budget"], lambda chunks, microbatches: [microbatches]
+    )
 
 
 def precision(case: dict[str, Any]) -> dict[str, Any]:
@@ -244,6 +262,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
 
 WAYS = [(n, strategy) for n in (1, 2, 4) for strategy in STRATEGIES]
 SOME = [(1, "s4"), (3, "none"), (3, "s1"), (3, "s2"), (3, "s3"), (3, "s4")]
+AUTO_STEPS = [(0, "auto")] * 12
 STEPS = [(1, "none"), (2, "s1"), (4, "s2"), (1, "s3"), (8, "s4"), (2, "none"), (4, "s1")]
 _CAPACITY = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
 _BIAS = {
@@ -334,6 +353,24 @@ CASES: dict[str, dict[str, Any]] = {
         "run": train,
         "steps": STEPS,
         "config": {"gradient_accumulation_fusion": True},
+    },
+    # One group of experts, since each group decides for itself.
+    "auto": {
+        "world": 2,
+        "ep": 2,
+        "run": train,
+        "auto": True,
+        "budget": None,
+        "steps": AUTO_STEPS,
+        "config": {"gradient_accumulation_fusion": True},
+    },
+    "auto-in-a-budget": {
+        "world": 2,
+        "ep": 2,
+        "run": train,
+        "auto": True,
+        "budget": 100_000,
+        "steps": AUTO_STEPS,
     },
     "ddp-reduce-in-bf16": {
         "world": 4,

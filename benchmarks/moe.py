@@ -1,0 +1,629 @@
+#!/usr/bin/env python3
+"""MoE layers in chunks on an emulated network and emulated experts: times, choices, memory.
+
+    python benchmarks/moe.py [--ranks 4] [--compute-ms 60] [--repeats 5] [--parts speed,memory,...]
+        [--output DIR] [--date YYYY-MM-DD]
+
+Megatron's own MoE layer, stock and with ours, on gloo ranks of this machine. All-to-alls are real
+and take, in order, as long as a network of given latency and bandwidth would; experts pause for
+as long as their rows take; copies to the host go over a throttled link. Two cores are enough,
+because everything that takes time sleeps.
+
+speed       communication over computation from 1/4 to 4: stock, 2 and 4 chunks, all dispatches
+            first, what auto chose, the best of all that there is, the bound of any order
+strategies  the same for what auto chose within a budget that rules keeping everything out
+memory      most bytes that exist at once while one layer runs forward and backward, counted by
+            tensor storage, with real experts: stock, chunks, every strategy
+
+Every way runs in turn in one process group. Writes results/DATE-moe.json and moe.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from megatron_ext import cpu  # noqa: E402
+
+cpu.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import package_info, parallel_state  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.spec_utils import build_module  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from benchmarks.ranks import on_ranks  # noqa: E402
+from megatron_ext.integration.moe import PipelinedMoE, Policy  # noqa: E402
+from megatron_ext.integration.moe_choice import layer_shape  # noqa: E402
+from megatron_ext.integration.seams import Seams  # noqa: E402
+from megatron_ext.moe.costs import BACKWARD, FORWARD, STRATEGIES, chunk_times  # noqa: E402
+from megatron_ext.moe.decide import MESSAGES, Chooser, Measured, Name  # noqa: E402
+from megatron_ext.moe.layout import Layout  # noqa: E402
+from megatron_ext.moe.measure import measure  # noqa: E402
+from megatron_ext.moe.memory import Load, footprint  # noqa: E402
+from megatron_ext.moe.region import Region  # noqa: E402
+from megatron_ext.moe.saved import Memory  # noqa: E402
+from megatron_ext.moe.search import bucket, largest  # noqa: E402
+from megatron_ext.moe.select import Space, predicted_ms  # noqa: E402
+from megatron_ext.moe.settings import Decides, Settings, Way  # noqa: E402
+from megatron_ext.moe.simulate import lower_bound_ms  # noqa: E402
+from megatron_ext.offload.device import CpuDevice, Direction  # noqa: E402
+
+HIDDEN, FFN, EXPERTS, TOP_K = 64, 64, 8, 2
+TOKENS = 4096  # of a rank
+KAPPA = 4  # bytes inside the experts over those of their input
+RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
+LINKS = (0.5, 2.0)  # a copy of the experts' input over their forward pass
+ALPHA_MS = 0.3  # of a message, and of an expert call
+
+IN_FLIGHT = 4  # microbatches that the budget is for
+
+_real_all_to_all = dist.all_to_all_single
+
+
+def load_of(rows: int) -> Load:
+    """Of one layer, for the budget."""
+    return Load(rows, 1, IN_FLIGHT, messages=MESSAGES)
+
+
+class Network:
+    """Makes all-to-alls take ``ALPHA_MS`` and ``ms_per_byte``, one after the other."""
+
+    def __init__(self, ms_per_byte: float) -> None:
+        self._ms_per_byte, self._free = ms_per_byte, 0.0
+
+    def __call__(self, out: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        wants = kwargs.pop("async_op", False)
+        world = dist.get_world_size(kwargs.get("group"))
+        nbytes = max(out.numel(), given.numel()) * given.element_size() * (world - 1) / world
+        work = _real_all_to_all(out, given, *args, async_op=True, **kwargs)
+        start = max(time.perf_counter(), self._free)
+        self._free = start + (ALPHA_MS + self._ms_per_byte * nbytes) / 1e3
+        message = Message(work, self._free)
+        return message if wants else message.wait()
+
+
+class Message:
+    """An all-to-all that is over when both the real one and the network are."""
+
+    def __init__(self, work: Any, end: float) -> None:
+        self._work, self._end = work, end
+
+    def wait(self) -> bool:
+        """Sleep as long as it takes."""
+        self._work.wait()
+        time.sleep(max(0.0, self._end - time.perf_counter()))
+        return True
+
+
+class Pause(torch.autograd.Function):
+    """Takes time forward, twice as much backward, and keeps its input ``KAPPA`` times over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
+        """The input times the weight."""
+        until = time.perf_counter() + seconds
+        inside = x.repeat(1, KAPPA)
+        ctx.seconds = seconds
+        ctx.save_for_backward(x, weight, inside)
+        y = x * weight
+        time.sleep(max(0.0, until - time.perf_counter()))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Both gradients."""
+        until = time.perf_counter() + 2 * ctx.seconds
+        x, weight, _ = ctx.saved_tensors
+        gradients = grad * weight, (grad * x).sum(0)
+        time.sleep(max(0.0, until - time.perf_counter()))
+        return *gradients, None
+
+
+class PausingExperts(torch.nn.Module):
+    """In place of Megatron's: so many milliseconds a row."""
+
+    def __init__(self, ms_per_row: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(HIDDEN))
+        self.ms_per_row = ms_per_row
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> Any:
+        """Megatron's interface."""
+        seconds = (ALPHA_MS + self.ms_per_row * len(rows)) / 1e3
+        return Pause.apply(rows, self.weight, seconds), None
+
+
+class Auto:
+    """The policy of the flags, without Megatron's arguments; notes what it predicts."""
+
+    stock, restores = False, True
+
+    def __init__(self, space: Space, budget: int | None = None) -> None:
+        self.measured: Measured | None = None
+        self.last: Way | None = None
+        self.budget = budget or 0
+        self.seen_rows = 0
+        self.decides: Any = None
+        self.said: list[str] = []
+        self.chooser = Chooser(space, budget, lambda: (1, IN_FLIGHT), self.said.append)
+
+    def fitting(self, bench: Bench) -> dict[str, Settings]:
+        """What keeps the budget, by name, after a first call."""
+        bench.run("auto")
+        load = load_of(largest(bucket(self.seen_rows)))
+        return {
+            name: settings
+            for name, settings in ways(STRATEGIES).items()
+            for layout in [layout_of(settings.way)]
+            if footprint(self.decides.shape, load, layout, layout).peak_bytes <= self.budget
+        }
+
+    def built(self, layer: Any) -> None:
+        """See ``Policy``."""
+
+    def close(self) -> None:
+        """See ``Policy``."""
+
+    def of(self, layer: Any, region: Region, rows: torch.Tensor, probs: torch.Tensor) -> Decides:
+        """See ``Policy``."""
+        shape = layer_shape(layer.config, HIDDEN, region.exchange.ep_size, 1, rows.element_size())
+
+        def once(count: int) -> Measured:
+            self.measured = measure(region, shape, count, rows.dtype, probs.dtype)
+            return self.measured
+
+        decides = self.chooser.layer(Name(shape, region.exchange.local_experts), once)
+        self.decides = decides
+        return Noting(self, decides)
+
+
+class Noting:
+    """A layer's decisions, with a note of the last one."""
+
+    def __init__(self, auto: Auto, decides: Decides) -> None:
+        self._auto, self._decides = auto, decides
+        self.finest, self.outgoing = decides.finest, decides.outgoing
+
+    def decide(self, rows: int, notes: Any, saves: bool) -> Way:
+        """See ``Decides``."""
+        self._auto.seen_rows = rows
+        self._auto.last = self._decides.decide(rows, notes, saves)
+        return self._auto.last
+
+
+def build(world: int, **changed: Any) -> Any:
+    """Megatron's MoE layer, experts spread over all ranks."""
+    options: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 2,
+        "num_moe_experts": EXPERTS,
+        "moe_ffn_hidden_size": FFN,
+        "moe_router_topk": TOP_K,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_router_force_load_balancing": True,  # random, so nearly even
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "bias_activation_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "use_cpu_initialization": True,
+        "expert_model_parallel_size": world,
+    }
+    config = TransformerConfig(**{**options, **changed})
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS).submodules.mlp
+    layer = build_module(spec, config=config) if hasattr(spec, "module") else spec(config=config)
+    layer.set_layer_number(1)
+    return layer
+
+
+class Bench:
+    """One layer under one policy after the other."""
+
+    def __init__(self, layer: Any, x: torch.Tensor, link: float | None = None) -> None:
+        """``link``: bytes/s to the host and back."""
+        self.layer, self._x, self._link = layer, x, link
+        self.ours: dict[str, PipelinedMoE] = {}
+
+    def add(self, name: str, policy: Policy) -> None:
+        """Later, ``run(name)``."""
+        self.ours[name] = ours = PipelinedMoE(policy)
+        rates = None if self._link is None else dict.fromkeys(Direction, self._link)
+        device = CpuDevice(throttle_bytes_per_second=rates)
+        ours.memory = Memory(device, min_bytes=1)
+
+    @contextlib.contextmanager
+    def under(self, name: str) -> Iterator[None]:
+        """Inside, the layer runs like that."""
+        seams = Seams(package_info.__version__)
+        seams.apply(self.ours[name].seams())
+        try:
+            yield
+        finally:
+            seams.revert()
+
+    def run(self, name: str) -> float:
+        """Milliseconds of forward and backward, on the slowest rank."""
+        with self.under(name):
+            x = self._x.clone().requires_grad_()
+            dist.barrier()
+            started = time.perf_counter()
+            y, _ = self.layer(x)
+            y.backward(torch.ones_like(y))
+            took = time.perf_counter() - started
+        slowest = torch.tensor([took])
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest) * 1e3
+
+    def close(self) -> None:
+        """End threads."""
+        for ours in self.ours.values():
+            ours.release()
+
+
+def ways(strategies: Iterable[str]) -> dict[str, Settings]:
+    """Everything that may be chosen, by name."""
+    found = {}
+    for strategy in strategies:
+        for layout in Space.of("auto", strategy).layouts(strategy):
+            name = f"{layout.chunks} {strategy} {layout.ahead}"
+            found[name] = Settings(layout.chunks, strategy, layout.ahead)
+    return found
+
+
+def compare(bench: Bench, names: list[str], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of each, in turn; the first round warms up and does not count."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for repeat in range(repeats + 1):
+        for name in names:
+            took = bench.run(name)
+            if repeat:
+                times[name].append(took)
+    return times
+
+
+def settle(bench: Bench, auto: Auto) -> int:
+    """Run until nothing is tried any more; the calls that this took."""
+    for call in range(1, 200):
+        bench.run("auto")
+        assert auto.last is not None
+        if auto.decides.settled(auto.seen_rows) and auto.last.trial is None:
+            return call
+    raise RuntimeError("the search did not end in 200 calls")
+
+
+def layout_of(way: Way) -> Layout:
+    """The one that the selector simulates."""
+    space = Space.of(way.chunks, way.strategy.value)
+    return next(one for one in space.layouts(way.strategy.value) if one.ahead == way.ahead)
+
+
+def name_of(way: Way) -> str:
+    """As in the tables: chunks, strategy, dispatches ahead."""
+    return f"{way.chunks} {way.strategy.value} {min(way.ahead, way.chunks)}"
+
+
+def choice_row(
+    bench: Bench, auto: Auto, candidates: dict[str, Settings], repeats: int
+) -> dict[str, Any]:
+    """One emulated machine: all candidates, stock and the choice, measured and predicted."""
+    calls = settle(bench, auto)
+    assert auto.last is not None and auto.measured is not None
+    for name, settings in {**candidates, "stock": Settings()}.items():
+        bench.add(name, settings)
+    names = ["stock", *candidates, "auto"]
+    times = compare(bench, names, repeats)
+    costs, shape, rows = auto.measured.costs, auto.decides.shape, auto.seen_rows
+    bounds = [
+        sum(
+            lower_bound_ms(Layout(n), direction, chunk_times(shape, costs, rows, n))
+            for direction in (FORWARD, BACKWARD)
+        )
+        for n in (1, 2, 4, 8)
+    ]
+    median = {name: statistics.median(times[name]) for name in names}
+    return {
+        "calls_to_settle": calls,
+        "median_ms": median,
+        "least_ms": {name: min(times[name]) for name in names},
+        "predicted_ms": {
+            name: predicted_ms(shape, costs, rows, layout_of(settings.way))
+            for name, settings in candidates.items()
+        },
+        "best": min(candidates, key=lambda name: median[name]),
+        "chosen": name_of(auto.last),
+        "bound_ms": min(bounds),
+        "said": auto.said,
+    }
+
+
+def emulate_network(ratio: float, args: Any) -> None:
+    """Communication of a call over its computation: four messages, three forward passes."""
+    message_ms = ratio * 3 * args.compute_ms / 4
+    row_bytes = (HIDDEN + 1) * 4 * (args.ranks - 1) / args.ranks
+    dist.all_to_all_single = Network(message_ms / (TOKENS * TOP_K * row_bytes))
+
+
+def speed(rank: int, args: Any) -> list[dict[str, Any]]:
+    """Nothing is restored; communication over computation varies."""
+    rows = TOKENS * TOP_K
+    out = []
+    for ratio in RATIOS:
+        emulate_network(ratio, args)
+        layer = build(args.ranks)
+        layer.experts = PausingExperts(args.compute_ms / rows)
+        bench = Bench(layer, batch(rank))
+        auto = Auto(Space.of("auto", "none"))
+        bench.add("auto", auto)
+        row = choice_row(bench, auto, ways(("none",)), args.repeats)
+        out.append({"ratio": ratio, **row})
+        bench.close()
+        if rank == 0:
+            print(json.dumps(out[-1]), flush=True)
+    return out
+
+
+def strategies(rank: int, args: Any) -> list[dict[str, Any]]:
+    """A budget that rules ``none`` out, on fast and slow links and networks."""
+    rows = TOKENS * TOP_K
+    out = []
+    for ratio in (0.5, 2.0):
+        for link in LINKS:
+            emulate_network(ratio, args)
+            layer = build(args.ranks)
+            layer.experts = PausingExperts(args.compute_ms / rows)
+            rate = rows * HIDDEN * 4 / (link * args.compute_ms / 1e3)
+            bench = Bench(layer, batch(rank), rate)
+            # Half of what four microbatches keep if nothing is restored.
+            shape = layer_shape(layer.config, HIDDEN, args.ranks, 1, 4)
+            budget = footprint(shape, load_of(rows), Layout(), Layout()).peak_bytes // 2
+            auto = Auto(Space.of("auto", "auto"), budget)
+            bench.add("auto", auto)
+            row = choice_row(bench, auto, auto.fitting(bench), args.repeats)
+            out.append({"ratio": ratio, "link": link, "budget_bytes": budget, **row})
+            bench.close()
+            if rank == 0:
+                print(json.dumps(out[-1]), flush=True)
+    return out
+
+
+class Peak(TorchDispatchMode):
+    """Most bytes of tensors made inside the context that exist at once, by storage."""
+
+    def __init__(self, without: set[int]) -> None:
+        super().__init__()
+        self._without, self._live = without, dict[int, tuple[StorageWeakRef, int]]()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run, look, sum up."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._without:
+                    self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+        total = sum(nbytes for _, nbytes in self._live.values())
+        self.nbytes = max(self.nbytes, total)
+        return result
+
+
+def memory(rank: int, args: Any) -> list[dict[str, Any]]:
+    """Real experts with F = 4M; what is there anyway (parameters, input, gradients) apart."""
+    dist.all_to_all_single = _real_all_to_all
+    hidden, tokens = 64, 1024
+    layer = build(
+        args.ranks,
+        hidden_size=hidden,
+        moe_ffn_hidden_size=4 * hidden,
+        moe_router_force_load_balancing=False,  # so that the second run has the sizes of the first
+    )
+    x = torch.randn(tokens, 1, hidden, generator=torch.Generator().manual_seed(rank))
+    out = []
+    for chunks in (1, 2, 4, 8):
+        for strategy in ("none", "s1", "s2", "s3", "s4"):
+            name = "stock" if (chunks, strategy) == (1, "none") else f"{chunks} {strategy}"
+            bench = Bench(layer, x)
+            bench.add(name, Settings(chunks, strategy))
+            ours = bench.ours[name]
+            bench.run(name)  # now buffers on both sides are as large as they get
+            known = {t.untyped_storage()._cdata for t in layer.parameters()}
+            kept = 0
+            if ours.memory is not None:
+                ring = ours.memory.ring
+                kept = ring.nbytes
+                known |= ring.storages()
+                arena = ours.memory.engine.arena
+                known |= {one.memory.untyped_storage()._cdata for one in arena._regions}
+            layer.zero_grad(set_to_none=False)
+            with Peak(known) as peak:
+                bench.run(name)
+            found = torch.tensor([peak.nbytes + kept])
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+            host = 0 if ours.memory is None else ours.memory.engine.arena.peak_bytes
+            out.append(
+                {"way": name, "peak_bytes": int(found), "buffers_bytes": kept, "host_bytes": host}
+            )
+            bench.close()
+    if rank == 0:
+        print(json.dumps(out), flush=True)
+    return out
+
+
+def batch(rank: int) -> torch.Tensor:
+    """The layer's input on this rank."""
+    return torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+
+def page(about: dict[str, Any], found: dict[str, Any]) -> str:
+    """The results in Markdown."""
+    lines = [
+        "# MoE layers in chunks, emulated",
+        "",
+        f"`python benchmarks/moe.py`, {about['date']}: {about['ranks']} gloo ranks with "
+        f"{EXPERTS} experts, top {TOP_K}, {TOKENS} tokens a rank; experts take "
+        f"{about['compute_ms']:g} ms forward and twice that backward, every message and expert "
+        f"call {ALPHA_MS} ms more. Median of {about['repeats']} alternating rounds, slowest rank; "
+        f"{about['machine']}, load {about['load']}. Megatron-core {about['megatron']}.",
+        "",
+        "A way is *chunks strategy dispatches-ahead*. The simulator's costs are those that auto "
+        "measured itself, before its first call.",
+    ]
+    if "speed" in found:
+        lines += ["", "## Nothing restored", ""]
+        lines += [
+            "| communication / computation | stock | `2` | `4` | dispatch-first, best n | chosen | "
+            "best of all | bound | stock / chosen | chosen / best | predicted / measured |",
+            "|--:|--:|--:|--:|--:|---|---|--:|--:|--:|--:|",
+        ]
+        lines += [_speed_line(row) for row in found["speed"]]
+    if "strategies" in found:
+        lines += ["", "## Half the memory", ""]
+        lines += [
+            f"Budget: half of what stock keeps for {IN_FLIGHT} microbatches in flight. *Link* is a "
+            "copy of the experts' input over their forward pass; what lies inside takes "
+            f"{KAPPA} times as long.",
+            "",
+            "| communication / computation | link | stock, over the budget | chosen | best that "
+            "fits | worst that fits | chosen / best | predicted / measured |",
+            "|--:|--:|--:|---|---|---|--:|--:|",
+        ]
+        lines += [_strategy_line(row) for row in found["strategies"]]
+    if "memory" in found:
+        lines += ["", "## Most bytes at once", ""]
+        lines += [
+            "Real experts with F = 4M, forward and backward of one layer; everything but "
+            "parameters, by storage, the shared buffers included. Less than: `none` in as many "
+            "chunks.",
+            "",
+            "| chunks | strategy | bytes | of them shared buffers | on the host | less than stock "
+            "| less than `none` |",
+            "|--:|---|--:|--:|--:|--:|--:|",
+        ]
+        lines += _memory_lines(found["memory"])
+    return "\n".join(lines) + "\n"
+
+
+def _ms(row: dict[str, Any], name: str) -> str:
+    return f"{row['median_ms'][name]:.0f}"
+
+
+def _off(row: dict[str, Any]) -> str:
+    """How far the simulator is from what was measured: the chosen way, and the worst of all."""
+    ratios = {name: ms / row["median_ms"][name] - 1 for name, ms in row["predicted_ms"].items()}
+    worst = max(ratios.values(), key=abs)
+    return f"{ratios[row['chosen']]:+.0%}, worst {worst:+.0%}"
+
+
+def _speed_line(row: dict[str, Any]) -> str:
+    median, best, chosen = row["median_ms"], row["best"], row["chosen"]
+    first = min((n for n in median if n in ("4 none 4", "8 none 8")), key=lambda n: median[n])
+    cells = [f"{row['ratio']:g}", *(_ms(row, n) for n in ("stock", "2 none 2", "4 none 2", first))]
+    cells += [f"{_ms(row, 'auto')} ({chosen})", f"{_ms(row, best)} ({best})"]
+    cells += [f"{row['bound_ms']:.0f}", f"{median['stock'] / median['auto']:.2f}"]
+    cells += [f"{median['auto'] / median[best]:.3f}", _off(row)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _strategy_line(row: dict[str, Any]) -> str:
+    median, best, chosen = row["median_ms"], row["best"], row["chosen"]
+    worst = max(row["predicted_ms"], key=lambda name: median[name])
+    cells = [f"{row['ratio']:g}", f"{row['link']:g}", _ms(row, "stock")]
+    cells += [f"{_ms(row, 'auto')} ({chosen})", f"{_ms(row, best)} ({best})"]
+    cells += [f"{_ms(row, worst)} ({worst})", f"{median['auto'] / median[best]:.3f}", _off(row)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _memory_lines(rows: list[dict[str, Any]]) -> list[str]:
+    peak = {row["way"]: row["peak_bytes"] for row in rows}
+    lines = []
+    for row in rows:
+        chunks, strategy = ("1 stock" if row["way"] == "stock" else row["way"]).split()
+        like = peak["stock" if chunks == "1" else f"{chunks} none"]
+        cells = [chunks, strategy, f"{row['peak_bytes']:,}", f"{row['buffers_bytes']:,}"]
+        cells += [f"{row['host_bytes']:,}", f"{1 - row['peak_bytes'] / peak['stock']:.0%}"]
+        cells += [f"{1 - row['peak_bytes'] / like:.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
+    """All parts on one rank; rank 0 writes what came out."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks
+    )
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=args.ranks)
+    model_parallel_cuda_manual_seed(1)
+    found = {part: PARTS[part](rank, args) for part in args.parts.split(",")}
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
+def main() -> int:
+    """Run it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--compute-ms", type=float, default=120.0, help="of the experts' forward")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--output", type=Path, default=HERE, metavar="DIR")
+    parser.add_argument("--date", default=datetime.date.today().isoformat())
+    parser.add_argument("--machine", default=f"{os.cpu_count()} shared cores", help="in words")
+    args = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if not on_ranks(args.ranks, lambda rank: run_rank(rank, args, folder)):
+            return 1
+        found = json.loads((folder / "found.json").read_text())
+    about = {
+        "date": args.date,
+        "machine": args.machine,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron": package_info.__version__,
+        "load": f"{load:.1f} before and {os.getloadavg()[0]:.1f} after",
+        **{key: getattr(args, key) for key in ("ranks", "compute_ms", "repeats")},
+    }
+    results = args.output / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    target = results / f"{args.date}-moe.json"
+    target.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+    (args.output / "moe.md").write_text(page(about, found))
+    return 0
+
+
+PARTS: dict[str, Callable[[int, Any], Any]] = {
+    "speed": speed,
+    "strategies": strategies,
+    "memory": memory,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
