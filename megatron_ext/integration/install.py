@@ -144,7 +144,7 @@ class Installation:
         if not request.stock:
             if request.budget_bytes is not None:
                 check_budget(args, request.space(), request.budget_bytes, sets)
-            policy = ChosenMoE(request.space(), request.budget_bytes, sets)
+            policy = ChosenMoE(request.space(), request.budget_bytes, sets, request.costs)
         self.moe = PipelinedMoE(policy, self._store)
         self.seams.apply(self.moe.seams())
         if args.rank == 0:

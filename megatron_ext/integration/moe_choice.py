@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ..moe import cost_file
 from ..moe.costs import LayerShape
-from ..moe.decide import Chooser, Name, unfit
+from ..moe.decide import Chooser, Measured, Name, unfit
 from ..moe.region import Region
 from ..moe.select import Space
 from ..moe.settings import Decides
@@ -32,12 +34,15 @@ class ChosenMoE:
         space: what may be chosen.
         budget_bytes: of the rank's MoE layers on the device, or None.
         sets: what is in flight on each pipeline rank.
+        costs: of every layer; None: each is measured before its first call.
     """
 
     stock = False
 
-    def __init__(self, space: Space, budget_bytes: int | None, sets: Sets) -> None:
-        self._space, self._sets = space, sets
+    def __init__(
+        self, space: Space, budget_bytes: int | None, sets: Sets, costs: Measured | None = None
+    ) -> None:
+        self._space, self._sets, self._costs = space, sets, costs
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._chooser = Chooser(space, budget_bytes, self._load, _say)
         atexit.register(self.close)
@@ -58,12 +63,19 @@ class ChosenMoE:
             config, rows.shape[1], exchange.ep_size, exchange.tp_size, rows.element_size()
         )
 
-        def measured(count: int) -> Any:
+        name = Name(shape, exchange.local_experts)
+
+        def measured(count: int) -> Measured:
             from ..moe.measure import measure
 
-            return measure(region, shape, count, rows.dtype, probs.dtype)
+            if self._costs is not None:
+                _require_same(cost_file.dump(self._costs), exchange.groups.tp_ep)
+                return self._costs
+            found = measure(region, shape, count, rows.dtype, probs.dtype)
+            _say(f"{name}, measured for {count} rows on a rank: {cost_file.dump(found)}")
+            return found
 
-        return self._chooser.layer(Name(shape, exchange.local_experts), measured)
+        return self._chooser.layer(name, measured)
 
     def summary(self) -> list[str]:
         """What ran how often: a line for each way."""
@@ -83,6 +95,20 @@ class ChosenMoE:
         rank = parallel_state.get_pipeline_model_parallel_rank()
         sets = self._sets(chunks, get_num_microbatches())[rank]
         return max(1, -(-len(self._layers) // chunks)), sets
+
+
+def _require_same(text: str, group: Any) -> None:
+    """Raise where another rank of ``group`` has another ``text``: ranks that decide by different
+    costs would wait for each other forever."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, text, group=group)
+    if len(set(every)) > 1:
+        other = next(rank for rank, one in enumerate(every) if one != every[0])
+        ranks = dist.get_process_group_ranks(group)
+        raise ConfigError(
+            f"--moe-pipeline-costs has other numbers on rank {ranks[other]} than on rank "
+            f"{ranks[0]}; give all ranks the same file"
+        )
 
 
 def _say(text: str) -> None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..moe import cost_file
+from ..moe.decide import Measured
 from ..moe.select import AUTO, Space
 from ..plan.budget import parse_bytes
 from .errors import ConfigError
 
 CHUNKS = ("off", "auto", "1", "2", "4", "8")
 STRATEGIES = ("none", "s1", "s2", "s3", "s4", "auto")
-FLAGS = ("--moe-pipeline-chunks", "--moe-memory-reuse", "--moe-memory-budget")
+FLAGS = (
+    "--moe-pipeline-chunks",
+    "--moe-memory-reuse",
+    "--moe-memory-budget",
+    "--moe-pipeline-costs",
+)
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -39,6 +46,13 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="device memory that a rank's MoE layers may take, e.g. 8GiB; auto chooses within it",
     )
+    group.add_argument(
+        FLAGS[3],
+        metavar="FILE",
+        default=None,
+        help="what the operations of an MoE layer cost, as an earlier run logged it, for auto; "
+        "default: measured before a layer's first call",
+    )
 
 
 @dataclass(frozen=True)
@@ -49,11 +63,13 @@ class MoERequest:
         chunks: n, for every layer and step, or ``auto``.
         strategy: a strategy's name, or ``auto``.
         budget_bytes: for what is chosen; None: no limit.
+        costs: in place of those that would be measured.
     """
 
     chunks: str
     strategy: str
     budget_bytes: int | None = None
+    costs: Measured | None = None
 
     @classmethod
     def of(cls, args: Any) -> MoERequest | None:
@@ -62,7 +78,7 @@ class MoERequest:
         Raises:
             ConfigError: flags that contradict each other or are unknown.
         """
-        chunks, strategy, budget = (getattr(args, _attribute(flag), None) for flag in FLAGS)
+        chunks, strategy, budget, costs = (getattr(args, _attribute(flag), None) for flag in FLAGS)
         if chunks is not None and chunks not in CHUNKS:
             raise ConfigError(f"{FLAGS[0]} must be one of {', '.join(CHUNKS)}, got {chunks!r}")
         if strategy is not None and strategy not in STRATEGIES:
@@ -70,25 +86,22 @@ class MoERequest:
                 f"{FLAGS[1]} must be one of {', '.join(STRATEGIES)}, got {strategy!r}"
             )
         if chunks in (None, "off"):
-            for flag, value in ((FLAGS[1], strategy), (FLAGS[2], budget)):
+            for flag, value in zip(FLAGS[1:], (strategy, budget, costs)):
                 if value not in (None, "none"):
                     raise ConfigError(
                         f"{flag} {value} is for MoE layers in chunks, which are off; add "
                         f"{FLAGS[0]} 2 (1 is the whole batch at once), or drop {flag}"
                     )
             return None
-        nbytes = None
-        if budget is not None:
-            if AUTO not in (chunks, strategy):
+        for flag, value in ((FLAGS[2], budget), (FLAGS[3], costs)):
+            if value is not None and AUTO not in (chunks, strategy):
                 raise ConfigError(
-                    f"{FLAGS[2]} {budget} is what auto chooses by, and nothing is to be chosen; "
-                    f"add {FLAGS[1]} auto, or drop {FLAGS[2]}"
+                    f"{flag} {value} is what auto chooses by, and nothing is to be chosen; add "
+                    f"{FLAGS[1]} auto, or drop {flag}"
                 )
-            try:
-                nbytes = parse_bytes(budget)
-            except ValueError as error:
-                raise ConfigError(f"{FLAGS[2]}: {error}") from None
-        return cls(chunks, strategy or "none", nbytes)
+        nbytes = _read(FLAGS[2], budget, parse_bytes)
+        given = _read(FLAGS[3], costs, cost_file.load)
+        return cls(chunks, strategy or "none", nbytes, given)
 
     @property
     def stock(self) -> bool:
@@ -126,6 +139,15 @@ class MoERequest:
                 if rule.restored_only:
                     own = f"{FLAGS[1]} {self.strategy}"
                 raise ConfigError(f"{own} does not support {rule.flag} {found}: {rule.reason}")
+
+
+def _read(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
+    if text is None:
+        return None
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 @dataclass(frozen=True)

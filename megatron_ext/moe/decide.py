@@ -209,6 +209,7 @@ class _Layer:
         self._costs: LayerCosts | None = None
         self._shape = name.shape
         self._planned: _Plan | None = None
+        self._repeats = False
         self._seen: dict[tuple[int, Layout], _Seen] = {}  # by bucket of rows
         self._said: dict[int, Layout] = {}  # what the log has, by bucket
 
@@ -236,7 +237,10 @@ class _Layer:
         plan = self._planned
         if plan is None or largest(number) > plan.rows:
             plan = self._planned = self._plan(largest(number))
-        decision = chooser.search.decide(plan.signature, rows, _BOTH, 0, saves)
+        # A forward pass that is run again must be cut as it was, so nothing is tried there.
+        self._repeats |= not saves
+        timed = not self._repeats
+        decision = chooser.search.decide(plan.signature, rows, _BOTH, 0, timed)
         layout = plan.layouts[decision.chunks]
         if not decision.ticket:
             self._say(number, layout)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ..offload.device import Device, Direction
-from .costs import LayerCosts, LayerShape, Line, chunk_rows
+from .cost_file import LINES, measured
+from .costs import LayerShape, Line, chunk_rows
 from .decide import Measured
 from .exchange import Chunk, Row
 from .graph import Graph
@@ -38,8 +39,7 @@ def measure(
         dtype: of the rows. probs: of the probabilities.
 
     Returns:
-        The slowest rank's costs, the same on all ranks. All of the experts' work counts as fc1's,
-        since it is all of it that is computed again.
+        The slowest rank's costs, the same on all ranks.
     """
     probe = _Probe(region, shape, dtype, probs)
     sizes = sorted({max(1, rows // part) for part in PARTS})
@@ -57,18 +57,11 @@ def measure(
     *columns, kept_column = table.t().tolist()
     exchanged = [shape.exchange_bytes(size) for size in sizes]
     copied = [float(size * shape.hidden * dtype.itemsize) for size in sizes]
-    message, forward_line, backward_line, to_host, to_device = (
+    found = (
         Line.through(list(zip(volumes, column)))
         for volumes, column in zip((exchanged, sizes, sizes, copied, copied), columns)
     )
-    costs = LayerCosts(
-        message, message, forward_line, _nothing, to_host, to_device, backward_line, _nothing
-    )
-    return Measured(costs, kept_column[0])
-
-
-def _nothing(volume: float) -> float:
-    return 0.0
+    return measured(dict(zip(LINES, found)), kept_column[0])
 
 
 class _Probe:

@@ -143,7 +143,8 @@ def test_empty_chunks_and_ranks_are_real(results: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", AUTO)
 def test_what_auto_tries_changes_no_result(results: dict[str, Any], case: str) -> None:
-    """Measuring included, which runs in the first call and adds nothing to weight gradients."""
+    """Measuring included, which runs in the first call and adds nothing to weight gradients; the
+    second case is given its costs."""
     first, second = results[case]
     assert first["trace"] == second["trace"] and len(first["trace"]) > 12 * 4 * 5
     for rank in (first, second):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.moe_choice import stock_sets
 from megatron_ext.integration.moe_flags import CONFLICTS, FLAGS, Conflict, MoERequest, markdown
+from megatron_ext.moe import cost_file
+from megatron_ext.moe.cost_file import LINES
+from megatron_ext.moe.costs import Line
 
 from .conftest import ROOT
 
@@ -20,6 +24,7 @@ def arguments(**changed: Any) -> SimpleNamespace:
         "moe_pipeline_chunks": "4",
         "moe_memory_reuse": None,
         "moe_memory_budget": None,
+        "moe_pipeline_costs": None,
         "moe_token_dispatcher_type": "alltoall",
         "cuda_graph_impl": "none",
         "mlp_chunks_for_training": 1,
@@ -83,6 +88,18 @@ def test_what_may_be_chosen() -> None:
 def test_budgets_that_make_no_sense() -> None:
     for wrong in ("8 apples", "0", "-1GiB", "nan"):
         assert "--moe-memory-budget" in refusal(moe_memory_reuse="auto", moe_memory_budget=wrong)
+
+
+def test_costs_come_from_a_file(tmp_path: Path) -> None:
+    target = tmp_path / "costs.json"
+    target.write_text(cost_file.dump(cost_file.measured(dict.fromkeys(LINES, Line(1e-6)), 8.0)))
+    request = MoERequest.of(arguments(moe_pipeline_chunks="auto", moe_pipeline_costs=str(target)))
+    assert request is not None and request.costs is not None
+    assert request.costs.kept_bytes == 8
+    assert "nothing is to be chosen" in refusal(moe_pipeline_costs=str(target))
+    target.write_text("{}")
+    text = refusal(moe_pipeline_chunks="auto", moe_pipeline_costs=str(target))
+    assert "--moe-pipeline-costs: MoE costs" in text
 
 
 def test_auto_restores_so_it_refuses_what_restoring_refuses() -> None:

@@ -119,11 +119,11 @@ def test_the_slowest_rank_counts() -> None:
     assert way.chunks != 8
 
 
-def test_forward_only_calls_are_not_timed() -> None:
+def test_recomputed_passes_are_cut_as_the_first_ones() -> None:
+    """A pass without gradients is the first half of a recomputed one: nothing is tried then."""
     job = Job(Space.of("auto", "none"))
-    for _ in range(5):
-        job.call(1000, FASTEST_4, saves=False)
-    assert job.trials == 0
+    ways = [job.call(1000, FASTEST_4, saves=number % 2 == 1) for number in range(40)]
+    assert job.trials == 0 and len(set(ways)) == 1
 
 
 def test_it_starts_with_the_predicted_one() -> None:

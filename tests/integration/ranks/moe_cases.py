@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import pickle
 import sys
@@ -31,6 +32,7 @@ from moe_layers import Traced, build, chunked, config_of, data, run_layer
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ext.integration.moe_choice import ChosenMoE
+from megatron_ext.moe import cost_file
 from megatron_ext.moe.exchange import Exchange
 from megatron_ext.moe.region import Region
 from megatron_ext.moe.saved import Record
@@ -147,7 +149,10 @@ def auto_policy(case: dict[str, Any]) -> ChosenMoE:
         world = dist.get_world_size()
         num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2 * world, 1, world)
     return ChosenMoE(
-        Space.of("auto", "auto"), case["budget"], lambda chunks, microbatches: [microbatches]
+        Space.of("auto", "auto"),
+        case["budget"],
+        lambda chunks, microbatches: [microbatches],
+        cost_file.parse(json.dumps(case["costs"])) if "costs" in case else None,
     )
 
 
@@ -262,6 +267,11 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
 
 WAYS = [(n, strategy) for n in (1, 2, 4) for strategy in STRATEGIES]
 SOME = [(1, "s4"), (3, "none"), (3, "s1"), (3, "s2"), (3, "s3"), (3, "s4")]
+COSTS = {
+    "format": cost_file.FORMAT,
+    **{name: [0.1, 1e-5, 0.0] for name in cost_file.LINES},
+    "kept_bytes": 960,
+}
 AUTO_STEPS = [(0, "auto")] * 12
 STEPS = [(1, "none"), (2, "s1"), (4, "s2"), (1, "s3"), (8, "s4"), (2, "none"), (4, "s1")]
 _CAPACITY = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
@@ -370,6 +380,7 @@ CASES: dict[str, dict[str, Any]] = {
         "run": train,
         "auto": True,
         "budget": 100_000,
+        "costs": COSTS,
         "steps": AUTO_STEPS,
     },
     "ddp-reduce-in-bf16": {
