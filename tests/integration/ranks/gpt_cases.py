@@ -9,13 +9,11 @@ RESULT maps a case to {"losses": bytes, "gradients": {global name: bytes}, "peak
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
-import os
 import pickle
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +40,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from benchmarks.ranks import on_ranks  # noqa: E402
 from megatron_ext.integration.install import Installation  # noqa: E402
 from megatron_ext.integration.validate import Choice  # noqa: E402
 from megatron_ext.schedule import generate  # noqa: E402
@@ -298,7 +297,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             installation.revert()
 
 
-def rank_main(rank: int, folder: Path, name: str, case: dict[str, Any]) -> None:
+def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
     """One case on one rank; rank 0 gathers and writes."""
     own = folder / name
     own.mkdir(exist_ok=True, parents=True)
@@ -324,45 +323,18 @@ def rank_main(rank: int, folder: Path, name: str, case: dict[str, Any]) -> None:
     dist.barrier()
 
 
-def run_on_ranks(folder: Path, name: str, case: dict[str, Any]) -> bool:
-    """Fork the ranks of one case; true if all of them ended well.
+def main(cases: dict[str, dict[str, Any]] = CASES) -> int:
+    """Run all cases in turn; exit status 0 only if all of them ended well.
 
     Ranks of its own for each case: a process never gets back the threads of gloo's groups, and
     thousands of them slow a machine to a crawl.
     """
-    children = []
-    for rank in range(WORLD):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                rank_main(rank, folder, name, case)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-        children.append(pid)
-    good = True
-    for _ in children:
-        _, status = os.wait()
-        if status != 0 and good:
-            good = False
-            for pid in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, 15)
-    return good
-
-
-def main(cases: dict[str, dict[str, Any]] = CASES) -> int:
-    """Run all cases in turn; exit status 0 only if all of them ended well."""
     torch.set_num_threads(1)
     results = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name, case in cases.items():
-            if not run_on_ranks(folder, name, case):
+            if not on_ranks(WORLD, functools.partial(rank_main, folder, name, case)):
                 return 1
             results[name] = pickle.loads((folder / "result.pickle").read_bytes())
     Path(sys.argv[1]).write_bytes(pickle.dumps(results))

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
-import os
 import pickle
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from megatron.core import num_microbatches_calculator
 from moe_layers import Traced, build, chunked, config_of, data, run_layer
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from benchmarks.ranks import on_ranks
 from megatron_ext.integration.moe_choice import ChosenMoE
 from megatron_ext.moe import cost_file
 from megatron_ext.moe.exchange import Exchange
@@ -394,7 +394,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def rank_main(rank: int, folder: Path, name: str, case: dict[str, Any]) -> None:
+def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
     """One case on one rank; rank 0 gathers and writes."""
     own = folder / name
     own.mkdir(exist_ok=True, parents=True)
@@ -416,33 +416,6 @@ def rank_main(rank: int, folder: Path, name: str, case: dict[str, Any]) -> None:
     dist.barrier()
 
 
-def run_on_ranks(folder: Path, name: str, case: dict[str, Any]) -> bool:
-    """Fork the ranks of one case; true if all of them ended well."""
-    children = []
-    for rank in range(case["world"]):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                rank_main(rank, folder, name, case)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-        children.append(pid)
-    good = True
-    for _ in children:
-        _, status = os.wait()
-        if status != 0 and good:
-            good = False
-            for pid in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, 15)
-    return good
-
-
 def main() -> int:
     """Run the cases that are named, or all; exit status 0 only if all of them ended well."""
     torch.set_num_threads(1)
@@ -452,7 +425,7 @@ def main() -> int:
         for name, case in CASES.items():
             if sys.argv[2:] and name not in sys.argv[2:]:
                 continue
-            if not run_on_ranks(folder, name, case):
+            if not on_ranks(case["world"], functools.partial(rank_main, folder, name, case)):
                 return 1
             results[name] = pickle.loads((folder / "result.pickle").read_bytes())
     Path(sys.argv[1]).write_bytes(pickle.dumps(results))
