@@ -44,7 +44,8 @@ class ChosenMoE:
     ) -> None:
         self._space, self._sets, self._costs = space, sets, costs
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._chooser = Chooser(space, budget_bytes, self._load, _say)
+        self._chooser = Chooser(space, budget_bytes, self._load, self._say)
+        self._speaks: bool | None = None
         atexit.register(self.close)
 
     @property
@@ -72,7 +73,7 @@ class ChosenMoE:
                 _require_same(cost_file.dump(self._costs), exchange.groups.tp_ep)
                 return self._costs
             found = measure(region, shape, count, rows.dtype, probs.dtype)
-            _say(f"{name}, measured for {count} rows on a rank: {cost_file.dump(found)}")
+            self._say(f"{name}, measured for {count} rows on a rank: {cost_file.dump(found)}")
             return found
 
         return self._chooser.layer(name, measured)
@@ -85,7 +86,19 @@ class ChosenMoE:
         """See ``Policy``; says what ran."""
         atexit.unregister(self.close)
         for line in self.summary():
-            _say(f"over the run {line}")
+            self._say(f"over the run {line}")
+
+    def _say(self, text: str) -> None:
+        """One line for each stage of the pipeline."""
+        if self._speaks is None:  # known now; at the end Megatron may have forgotten its groups
+            from megatron.core import parallel_state
+
+            self._speaks = (
+                parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+                and parallel_state.get_tensor_model_parallel_rank() == 0
+            )
+        if self._speaks:
+            logger.warning("megatron_ext: %s", text)
 
     def _load(self) -> tuple[int, int]:
         from megatron.core import parallel_state
@@ -109,19 +122,6 @@ def _require_same(text: str, group: Any) -> None:
             f"--moe-pipeline-costs has other numbers on rank {ranks[other]} than on rank "
             f"{ranks[0]}; give all ranks the same file"
         )
-
-
-def _say(text: str) -> None:
-    """One line for each stage of the pipeline."""
-    from megatron.core import parallel_state
-
-    ready = parallel_state.model_parallel_is_initialized()
-    if ready and (
-        parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        or parallel_state.get_tensor_model_parallel_rank()
-    ):
-        return
-    logger.warning("megatron_ext: %s", text)
 
 
 def layer_shape(config: Any, hidden: int, ranks: int, tp: int, element_bytes: int) -> LayerShape:
