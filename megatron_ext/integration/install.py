@@ -70,6 +70,7 @@ class Installation:
         from .checkpoint import Checkpoints, Layout
         from .forward_backward import ScheduledPipeline
         from .offload import Offloading
+        from .profile import profiler_of
 
         # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
         args.pp_placement = "vee" if choice.vee else "loop"
@@ -86,7 +87,7 @@ class Installation:
             args.pp_trace,
             60.0 * args.distributed_timeout_minutes,
             offloading,
-            getattr(args, "pp_profile_steps", None) or 0,
+            profiler_of(args),
         )
         seams = [
             Seam(
@@ -118,7 +119,7 @@ class Installation:
             "megatron_ext: --pp-schedule %s on megatron-core %s%s\n%s",
             choice.name,
             self.seams.version,
-            f", chosen by auto: {choice.note}" if choice.note else "",
+            choice.about,
             self.seams.report(),
         )
 
@@ -165,9 +166,10 @@ class Installation:
         @functools.wraps(original)
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
             from .checkpoint import choose_formats
+            from .choose import Choice
             from .moe_flags import MoERequest
             from .offload_request import OffloadRequest
-            from .validate import Choice, after_megatron, before_megatron
+            from .validate import after_megatron, before_megatron
 
             if not hasattr(args, "pp_schedule"):
                 raise ConfigError(
