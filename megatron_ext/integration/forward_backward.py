@@ -27,6 +27,7 @@ from ..schedule.schedule import Schedule
 from ..schedule.simulate import peak_sets
 from . import offload_measure, profile
 from .errors import ConfigError
+from .log_line import Meter
 from .offload import Offloading
 from .profile import Profiler
 from .relay import map_tensors, relay_losses
@@ -51,6 +52,7 @@ class ScheduledPipeline:
         timeout_seconds: the watchdog's limit; ``MEGATRON_EXT_WATCHDOG_SECONDS`` overrides it.
         offloading: moves activation sets, or None if all stay.
         profiler: measures the first training steps, after which the order is made anew.
+        meter: is given every training iteration's times, or None.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ScheduledPipeline:
         timeout_seconds: float,
         offloading: Offloading | None = None,
         profiler: Profiler | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._plan, self._placement, self._store = plan, placement, store
         self._trace_directory = trace_directory
@@ -72,6 +75,7 @@ class ScheduledPipeline:
         self._iterations = 0
         self._splitter = Splitter(store)
         self._offloading = offloading
+        self._meter = meter
         self._profile: Profile | None = None
         self._profiler = profiler or Profiler()
         self._profiler.require(int(offloading is not None and offloading.assumed))
@@ -151,6 +155,7 @@ class ScheduledPipeline:
     ) -> tuple[MegatronRunner, list[Any]]:
         """Execute the plan for ``iteration``; returns the runner and what the loss reported."""
         models, forward_only = iteration.models, iteration.forward_only
+        bare = [unwrapped(model) for model in models]
         offloading = None if forward_only else self._offloading
         if offloading is not None:
             offloading.begin(models, group)
@@ -163,15 +168,16 @@ class ScheduledPipeline:
         if any(a.op is Op.W for row in plan.ranks for a in row):
             self._splitter.prepare(models, group, plan.name)
         if plan.placement.is_vee():
-            require_gpt([unwrapped(model) for model in models], plan.name)
+            require_gpt(bare, plan.name)
         rank, device = group.rank(), next(models[0].parameters()).device
         if offloading is not None:
             offloading.start(plan, rank, iteration.config, shape)
         measuring = not forward_only and self._profiler.active
-        sizes = self._profiler.sizes(models, self._store) if measuring else None
+        sizes = self._profiler.sizes(bare, self._store) if measuring else None
         runner = MegatronRunner(iteration, plan.placement, rank, self._store, offloading, sizes)
         channel = Channel(group, shape, iteration.config.pipeline_dtype, device)
-        timed = measuring or self._trace_directory is not None
+        meter = None if forward_only else self._meter
+        timed = measuring or meter is not None or self._trace_directory is not None
         recorder = Recorder(timed, device)
         watchdog = self._watch(rank)
         self._start_param_sync(iteration)
@@ -185,6 +191,8 @@ class ScheduledPipeline:
             if offloading is not None:
                 offloading.clear()
             raise
+        if meter is not None:
+            meter.add(recorder, group)
         self._write_trace(plan, rank, recorder, losses, offloading)
         measured = measuring and self._profiler.add(recorder, plan.placement)
         if offloading is not None:

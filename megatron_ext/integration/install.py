@@ -69,6 +69,7 @@ class Installation:
         from ..runtime.wgrad import WeightGradStore
         from .checkpoint import Checkpoints, Layout
         from .forward_backward import ScheduledPipeline
+        from .log_line import LogLine
         from .offload import Offloading
         from .profile import profiler_of
 
@@ -80,6 +81,8 @@ class Installation:
         if choice.offloads:
             file_link = None if choice.file is None else choice.file.link
             offloading = Offloading(choice.offload, file_link, args.pp_trace is not None)
+        training = "megatron.training" in sys.modules
+        log_line = LogLine() if training else None
         self.pipeline = ScheduledPipeline(
             functools.partial(choice.plan, pp, chunks),
             choice.placement(pp, chunks),
@@ -88,6 +91,7 @@ class Installation:
             60.0 * args.distributed_timeout_minutes,
             offloading,
             profiler_of(args),
+            None if log_line is None else log_line.meter,
         )
         seams = [
             Seam(
@@ -105,8 +109,8 @@ class Installation:
             seams += saved_parameters.seams(offloading.parameter)
         if getattr(args, "pp_cheap_recompute", None):
             seams += recompute.seams()
-        training = "megatron.training" in sys.modules
-        if training:
+        if log_line is not None:
+            seams += log_line.seams()
             seams += Checkpoints(choice.name, Layout.of(args)).seams()
         if choice.vee:
             seams += vee.SEAMS

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -183,7 +183,7 @@ class SetSizes:
         store: of postponed weight gradients.
 
     Attributes:
-        until_b: by chunk, what autograd keeps from F on.
+        until_b: by chunk, what autograd keeps from F on; not there if it cannot be known.
         until_w: by chunk, what the store keeps from B on; not there if it cannot be known.
     """
 
@@ -197,22 +197,13 @@ class SetSizes:
         self.until_b: dict[int, int] = {}
         self.until_w: dict[int, int] = {}
 
-    @contextmanager
-    def saving(self, chunk: int, microbatch: int) -> Iterator[None]:
-        """Around F."""
+    def forward(self, chunk: int, microbatch: int, output: torch.Tensor) -> None:
+        """After F; ``output`` still has its history."""
         if microbatch != 0:
-            yield
             return
-        # Held until the end of F: an address must not be used again meanwhile.
-        kept: list[torch.Tensor] = []
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            kept.append(tensor.detach())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-        self.until_b[chunk] = self._bytes(kept)
+        # A graph that will not be looked into is no reason to end training.
+        with contextlib.suppress(RuntimeError):
+            self.until_b[chunk] = self._bytes(_saved(output))
 
     def postponed(self, chunk: int, microbatch: int) -> None:
         """Between B and W."""
@@ -229,6 +220,28 @@ class SetSizes:
             except (NotImplementedError, RuntimeError):  # has parts (quantised), no storage
                 sizes[id(tensor)] = tensor.nbytes
         return sum(size for pointer, size in sizes.items() if pointer not in self._own)
+
+
+def _saved(output: torch.Tensor) -> list[torch.Tensor]:
+    """What the graph behind ``output`` keeps for backward.
+
+    Not by hooks on what autograd saves: with them a weight comes back as another tensor, and its
+    gradient would go there.
+    """
+    found: list[torch.Tensor] = []
+    todo, seen = [output.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [before for before, _ in node.next_functions]
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                value = getattr(node, name)
+                values = value if isinstance(value, list | tuple) else [value]
+                found += [x for x in values if isinstance(x, torch.Tensor)]
+    return found
 
 
 def pass_seconds(

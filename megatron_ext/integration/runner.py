@@ -112,7 +112,7 @@ class MegatronRunner:
         if x is not None and not it.forward_only:
             x.requires_grad_(True)
         key = (chunk, microbatch)
-        with self._saving(key):
+        with self._mover.saving(key) if self._mover else contextlib.nullcontext():
             y, num_tokens = self._schedules.forward_step(
                 it.forward_step_func,
                 it.data_iterators[chunk],
@@ -131,6 +131,8 @@ class MegatronRunner:
                 is_last_stage=last,
             )
         self.num_tokens += num_tokens
+        if self._sizes is not None and self._mover is None:
+            self._sizes.forward(chunk, microbatch, y)
         if not it.forward_only:
             self._live[key] = ActivationSet(x, y)
             if x is not None and self._mover is not None and self._mover.leaves(key):
@@ -174,12 +176,6 @@ class MegatronRunner:
         if timers is not None:
             timers("backward-compute").stop()
         self._finished(chunk, microbatch)
-
-    def _saving(self, key: tuple[int, int]) -> AbstractContextManager[None]:
-        """Around F: whoever moves the set, or counts its bytes."""
-        if self._mover is not None:
-            return self._mover.saving(key)
-        return contextlib.nullcontext() if self._sizes is None else self._sizes.saving(*key)
 
     def check_finished(self) -> None:
         """Every activation set and weight gradient has been used.

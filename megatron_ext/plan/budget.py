@@ -104,13 +104,12 @@ class Budget:
         """
         stages = self.stages(placement)
         out = []
-        for row in placement.stages:
+        for row, each in zip(placement.stages, self._largest_sets(placement, split_backward)):
             free = self.size - MESSAGES * message_bytes(self.job)
             free -= sum(stages[s].states.total for s in row)
             sets = [stages[s].sets for s in row]
             free -= max(one.again + one.layer + one.logits for one in sets)
-            each = max(max(one.until_b, one.until_w * split_backward) for one in sets)
-            out.append(max(0, free // max(each, 1)))
+            out.append(max(0, free // each))
         return out
 
     def cap(self, placement: Placement, split_backward: bool) -> Fraction:
@@ -167,18 +166,27 @@ class Budget:
         return Fitting(shape, schedule, note)
 
     def describe(self, schedule: Schedule) -> str:
-        """The budget in activation sets, and what ``schedule`` holds of them, in words."""
-        split = GENERATORS[schedule.name].split_backward if schedule.name in GENERATORS else True
-        room = self.sets(schedule.placement, split)
-        binds = min(range(len(room)), key=lambda rank: room[rank])
-        held = peak_sets(schedule.ranks)
-        worst = self.worst(schedule)
+        """The budget in whole activation sets beside those that ``schedule`` holds, in words.
+
+        Of the rank that could hold fewest: what it holds, and as many of its largest as still fit.
+        """
+        made = GENERATORS.get(schedule.name)
+        each = self._largest_sets(schedule.placement, made is None or made.split_backward)
+        ranks, held = self.ranks(schedule), peak_sets(schedule.ranks)
+        room = [h + (self.size - r.total) // e for h, r, e in zip(held, ranks, each)]
+        binds = min(range(len(room)), key=lambda rank: (room[rank], -ranks[rank].total))
         source = "measured" if self.profile and self.profile.set_bytes else "estimated"
         return (
-            f"a cap of {room[binds]} activation sets of {source} size on rank {binds}, which has "
-            f"least room; it holds {held[binds]} there and needs {size_text(worst.total)} on rank "
-            f"{worst.rank}, the fullest"
+            f"a cap of {room[binds]} activation sets ({source}, {size_text(each[binds])} at most) "
+            f"on rank {binds}, which has least room; it holds {held[binds]} there and needs "
+            f"{size_text(ranks[binds].total)}"
         )
+
+    def _largest_sets(self, placement: Placement, split_backward: bool) -> list[int]:
+        """Bytes of each rank's largest set, at its largest."""
+        sets = [stage.sets for stage in self.stages(placement)]
+        size = [max(1, one.until_b, one.until_w * split_backward) for one in sets]
+        return [max(size[s] for s in row) for row in placement.stages]
 
     def _largest(
         self, shapes: Sequence[Shape], pp: int, microbatches: int, costs: Costs
@@ -206,8 +214,9 @@ class Budget:
         least, name = min(small, key=lambda one: one[0].total)
         part, size = least.largest_part()
         return (
-            f"{tried} fits {size_text(self.size)} a rank; the least is {size_text(least.total)} "
-            f"({name}), where rank {least.rank} binds with {size_text(size)} of {part}"
+            f"{tried} fits {size_text(self.size)} a rank; the smallest budget that one fits is "
+            f"{size_text(least.total)} ({name}), where rank {least.rank} binds with "
+            f"{size_text(size)} of {part}"
         )
 
 

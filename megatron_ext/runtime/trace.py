@@ -80,6 +80,16 @@ class Recorder:
         torch.cuda.synchronize()
         return [(action, s.elapsed_time(e) / 1e3) for action, s, e in self._spans]
 
+    def extent(self) -> tuple[float, float, float]:
+        """(seconds of compute, first start, last end), the latter on the wall clock, in seconds
+        since 1970; waits for the device once. Zeros if nothing ran."""
+        zero, events = self.zero_unix_us, self.events()
+        if zero is None or not events:
+            return 0.0, 0.0, 0.0
+        busy = sum(event["end_us"] - event["start_us"] for event in events)
+        ends = min(e["start_us"] for e in events), max(e["end_us"] for e in events)
+        return busy / 1e6, (zero + ends[0]) / 1e6, (zero + ends[1]) / 1e6
+
     @property
     def zero_unix_us(self) -> float | None:
         """Wall clock (microseconds since 1970) at the zero of ``events``; None if not timed.
