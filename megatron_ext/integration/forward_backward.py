@@ -25,6 +25,7 @@ from ..schedule.lower import lower
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import peak_sets
+from ..view.recorded import plan_file
 from . import offload_measure, profile
 from .errors import ConfigError
 from .log_line import Meter
@@ -72,7 +73,8 @@ class ScheduledPipeline:
         self._timeout = float(os.environ.get(WATCHDOG_ENVIRONMENT, timeout_seconds))
         self._watchdog: Watchdog | None = None
         self._plans: dict[tuple[int, bool], Schedule] = {}
-        self._iterations = 0
+        self._iterations = {False: 0, True: 0}  # of training, and forward only
+        self._traced: list[Schedule] = []
         self._splitter = Splitter(store)
         self._offloading = offloading
         self._meter = meter
@@ -301,18 +303,25 @@ class ScheduledPipeline:
         offloading: Offloading | None,
     ) -> None:
         forward_only = all(action.op is Op.F for action in plan.ranks[rank] if action.is_compute)
-        if not forward_only:
-            self._iterations += 1
+        self._iterations[forward_only] += 1
         if self._trace_directory is None:
+            return
+        new = not any(plan is known for known in self._traced)
+        if not (new or TraceFile.due(self._iterations[forward_only])):
             return
         if self._trace is None:
             self._trace = TraceFile(self._trace_directory, f"rank{dist.get_rank()}")
+        if new:
+            self._traced.append(plan)
+            if dist.get_rank() == 0 and not forward_only:
+                path = self._trace.directory / plan_file(plan.fingerprint())
+                plan.unlowered().save(path)
         self._trace.write(
             {
                 "schedule": plan.name,
                 "plan": plan.fingerprint(),
                 "pipeline_rank": rank,
-                "iteration": self._iterations,
+                "iteration": self._iterations[False],
                 "microbatches": plan.microbatches,
                 "forward_only": forward_only,
                 "peak_sets": recorder.peak_sets,
