@@ -22,7 +22,6 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -33,6 +32,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from emulated import fork_ranks  # noqa: E402
 
 from megatron_ext.offload.arena import HostArena  # noqa: E402
 from megatron_ext.offload.device import CpuDevice, Direction  # noqa: E402
@@ -304,7 +304,7 @@ def main() -> int:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if not _ranks(args, folder):
+        if not fork_ranks(args.pp, lambda rank: run_rank(rank, args, folder)):
             return 1
         rows = json.loads((folder / "rows.json").read_text())
     about = {
@@ -322,26 +322,6 @@ def main() -> int:
     target.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     (args.output / "offload.md").write_text(page(rows, about))
     return 0
-
-
-def _ranks(args: argparse.Namespace, folder: Path) -> bool:
-    """Fork the ranks; true if all of them ended well."""
-    children = []
-    for rank in range(args.pp):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                run_rank(rank, args, folder)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-        children.append(pid)
-    statuses = [os.waitpid(pid, 0)[1] for pid in children]
-    return not any(statuses)
 
 
 if __name__ == "__main__":
