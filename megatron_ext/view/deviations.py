@@ -19,7 +19,6 @@ class Deviation(NamedTuple):
         producer: the pass whose result it takes, or None if it takes none.
         of: that pass's rank.
         ended: how long before the action's start the producer had ended.
-        idle: how long the rank was idle before the action.
     """
 
     rank: int
@@ -28,7 +27,6 @@ class Deviation(NamedTuple):
     producer: Action | None
     of: int
     ended: float
-    idle: float
 
     def text(self, unit: str) -> str:
         """One sentence."""
@@ -37,8 +35,9 @@ class Deviation(NamedTuple):
             return f"{start} than planned, for no other pass: its rank or its data came late"
         whose = f"{self.producer} of rank {self.of}"
         ago = f"{decimal(self.ended, 2)} {unit} before"
-        if self.of == self.rank or self.ended >= self.idle:
-            return f"{start} than planned; {whose} had ended {ago}, so not for that pass"
+        if self.ended >= self.longer:
+            came = "the rank" if self.of == self.rank else "the message or the rank"
+            return f"{start} than planned; {whose} had ended {ago}, so {came} came late"
         return f"{start} than planned, for {whose}, which ended {ago}"
 
 
@@ -58,15 +57,16 @@ def largest(planned: Timeline, measured: Timeline, count: int = 3) -> list[Devia
         for box, gap in _gaps(row):
             longer = gap - gaps.get(box.action, 0.0)
             if longer > 0:
-                found.append((longer, rank, box, gap))
-    found.sort(key=lambda one: (-one[0], one[1], one[2].start))
+                found.append((longer, rank, box))
+    # Of equal ones the first is the cause of the others.
+    found.sort(key=lambda one: (-round(one[0], 6), one[2].start, one[1]))
     out = []
-    for longer, rank, box, gap in found[:count]:
+    for longer, rank, box in found[:count]:
         made = [where[a] for a in _producers(box.action, measured) if a in where]
         of, producer = made[0] if made else (rank, None)
         ended = 0.0 if producer is None else box.start - producer.end
         action = None if producer is None else producer.action
-        out.append(Deviation(rank, box.action, longer, action, of, ended, gap))
+        out.append(Deviation(rank, box.action, longer, action, of, ended))
     return out
 
 

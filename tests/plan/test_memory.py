@@ -18,7 +18,8 @@ from megatron_ext.schedule.simulate import simulate
 
 PLAIN = (
     "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --fp16 "
-    "--vocab-size 1024 --transformer-impl local --hidden-dropout 0 --attention-dropout 0"
+    "--vocab-size 1024 --transformer-impl local --attention-backend flash --hidden-dropout 0 "
+    "--attention-dropout 0"
 )
 
 
@@ -61,11 +62,12 @@ def test_bytes_of_a_layer(flags, held, bsh):
 
 
 def test_attention_scores_without_flash_attention():
-    """5as/h with fused softmax, whose output has 16 bits; unfused it is there in fp32 too."""
+    """5as/h with a softmax in 16 bits; in fp32 its output is there too before it is cast."""
     flags = "--attention-dropout 0.1 --attention-backend unfused"
-    quadratic = per_bsh(job(flags)) - per_bsh(job())
     heads, s, h = 32, 4096, 4096
-    assert quadratic * h / (heads * s) == pytest.approx(5 + 4, rel=0.01)
+    for more, size in (("", 5), ("--attention-softmax-in-fp32", 9)):
+        quadratic = per_bsh(job(flags, more)) - per_bsh(job())
+        assert quadratic * h / (heads * s) == pytest.approx(size, rel=0.01)
     selective = per_bsh(job(flags, "--recompute-activations"))
     assert selective == pytest.approx(32, rel=0.005), "arXiv 2205.05198, equation 6, less masks"
 
@@ -130,7 +132,7 @@ def figure_15(p, each, h, heads, s, v):
     line = f"--num-layers {p * each - 2} --hidden-size {h} --num-attention-heads {heads} "
     line += f"--group-query-attention --num-query-groups 8 --seq-length {s} --fp16 "
     line += "--hidden-dropout 0 --attention-dropout 0 --pp-cheap-recompute "
-    line += "--transformer-impl local --vocab-size 1024"
+    line += "--transformer-impl local --attention-backend flash --vocab-size 1024"
     this = job_of(read(line.split())[0])
     counts = [each // v] * (p * v)
     counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1

@@ -67,6 +67,7 @@ def config_of(job: Job) -> TransformerConfig:
         "qk_layernorm": job.qk_layernorm,
         "hidden_dropout": job.hidden_dropout,
         "attention_dropout": job.attention_dropout,
+        "attention_softmax_in_fp32": job.attention_softmax_in_fp32,
         "bias_activation_fusion": not job.squared_relu,
         "recompute_granularity": job.recompute_granularity or ("selective" if modules else None),
         "recompute_modules": modules or None,
