@@ -83,31 +83,6 @@ def test_profile_of_a_file(tmp_path: Path) -> None:
     assert "a file's order is fixed; drop --pp-profile-steps 2" in text
 
 
-class TestReplanning:
-    """``--pp-profile-steps``: the order for measured costs, where it is faster under them."""
-
-    HEAVY = Costs.of(stages=[[2, 2, 2]] * 7 + [[3, 3, 3]])
-
-    def test_a_better_order_is_taken(self) -> None:
-        choice = Choice("v-zb")
-        former = choice.plan(4, 2, 16)
-        plan = choice.plan(4, 2, 16, costs=self.HEAVY, reorder=True)
-        assert plan.ranks != former.ranks
-        before = simulate(former, self.HEAVY).makespan
-        after = simulate(plan).makespan
-        assert after < before
-        assert plan.note == (
-            f"re-planned for measured times: {float(1 - after / before):.2%} less time a step"
-        )
-
-    def test_an_order_that_is_no_better_is_not(self) -> None:
-        choice = Choice("1f1b")
-        costs = Costs.of(stages=[[2, 2, 2]] * 3 + [[3, 3, 3]])
-        plan = choice.plan(4, 1, 16, costs=costs, reorder=True)
-        assert plan.ranks == choice.plan(4, 1, 16).ranks
-        assert plan.note == "the order stays: made for measured times it would take as long"
-
-
 @needs_megatron
 @pytest.mark.parametrize(
     ("flags", "layout"),
