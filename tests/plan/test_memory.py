@@ -122,6 +122,7 @@ FIGURE_15 = [
     (8, 5, 5120, 40, 16384, {"gis-h": 32, "1f1b": 48}),
     (16, 3, 6144, 48, 4096, {"interleaved": 24, "gis": 19, "gis-h": 13, "1f1b": 18}),
     (16, 3, 6144, 48, 8192, {"interleaved": 49, "gis": 38, "gis-h": 25, "1f1b": 37}),
+    (16, 3, 6144, 48, 16384, {"gis-h": 51}),
     (32, 2, 8192, 64, 4096, {"interleaved": 49, "gis": 34, "gis-h": 25, "1f1b": 33}),
     (32, 2, 8192, 64, 8192, {"gis-h": 51}),
 ]
@@ -154,27 +155,32 @@ def test_figure_15(p, each, h, heads, s, published):
         assert found == pytest.approx(gb, rel=0.10, abs=0.5), name
 
 
-# The same figure's PO-H and PO-F, and k from figure 1.
+# The same figure's PO-H and PO-F (None: not in it) by sequence length, and k of figure 1.
 OFFLOADED = [
-    (8, 5, 5120, 40, 8192, 1.23, "half", 6),
-    (8, 5, 5120, 40, 16384, 1.0, "full", 9),
-    (16, 3, 6144, 48, 8192, 1.07, "half", 8),
-    (32, 2, 8192, 64, 4096, 0.92, "half", 10),
+    (8, 5, 5120, 40, {4096: (1.40, 3, None), 8192: (1.23, 6, None), 16384: (1.0, 12, 9)}),
+    (8, 5, 5120, 40, {32768: (0.72, 24, 14)}),
+    (16, 3, 6144, 48, {4096: (1.19, 4, None), 8192: (1.07, 8, None), 16384: (0.88, 15, 9)}),
+    (16, 3, 6144, 48, {32768: (0.66, 27, 15)}),
+    (32, 2, 8192, 64, {4096: (0.92, 10, 5), 8192: (0.84, 20, 8), 16384: (0.72, 41, 12)}),
 ]
 
 
-@pytest.mark.parametrize(("p", "each", "h", "heads", "s", "k", "what", "gb"), OFFLOADED)
-def test_figure_15_with_offload(p, each, h, heads, s, k, what, gb):
-    """Below the figure, by 12 to 27 % for half of the chunks and by more for all.
+@pytest.mark.parametrize(("p", "each", "h", "heads", "rows"), OFFLOADED)
+def test_figure_15_with_offload(p, each, h, heads, rows):
+    """Below the figure, by 12 to 27 % for half of the chunks and by 25 to 69 % for all.
 
     Ours is another placement of the copies, under which fewer sets are on the device at once, and
     the figure is measured, with the temporaries of F and B in it.
     """
-    this, stages = figure_15(p, each, h, heads, s, each)
-    plan = offload(generate("po", p, 2 * p, each), Link.of(p, round(k * 32) / 64), what)
-    found = most_kept(plan.schedule, stages, this)
-    assert not plan.stall
-    assert (0.7 if what == "half" else 0.3) * gb < found < gb
+    for s, (k, half, full) in rows.items():
+        this, stages = figure_15(p, each, h, heads, s, each)
+        for what, gb, low, high in (("half", half, 0.73, 0.88), ("full", full, 0.30, 0.76)):
+            if gb is None:
+                continue
+            plan = offload(generate("po", p, 2 * p, each), Link.of(p, round(k * 32) / 64), what)
+            found = most_kept(plan.schedule, stages, this)
+            assert not plan.stall
+            assert low * gb < found < high * gb, (s, what)
 
 
 def test_a_peak_is_counted_from_sets():
