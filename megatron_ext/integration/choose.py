@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
-from ..plan.budget import Budget, parse_bytes
+from ..plan.budget import Budget, parse_bytes, size_text
 from ..plan.layout import Split
 from ..plan.model import PlanError
 from ..plan.profile import Profile
 from ..schedule.check import check
 from ..schedule.costs import Costs
 from ..schedule.generators import AUTO, GENERATORS, NAMES, generate
-from ..schedule.generators.auto import auto, costs_for, family_options
+from ..schedule.generators.auto import costs_for
 from ..schedule.link import Link
 from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.offload_cap import (
@@ -29,58 +29,10 @@ from ..schedule.offload_cap import (
 )
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule, ScheduleError
-from ..schedule.simulate import simulate
+from ..schedule.simulate import peak_sets, simulate
 from .errors import ConfigError
+from .families import ONE_CHUNK, choose
 from .offload_request import OffloadRequest
-
-ONE_CHUNK: tuple[str, ...] = tuple(
-    name
-    for name, made in GENERATORS.items()
-    if made.placement == "loop" and made.default_chunks == 1 and not made.any_chunks
-)
-ANY_CHUNKS: tuple[str, ...] = tuple(name for name, made in GENERATORS.items() if made.any_chunks)
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What auto chose, and what its generator needs for other numbers of microbatches.
-
-    Attributes:
-        schedule: for the full number of microbatches, with the reason in ``note``.
-        group_size, memory_cap: options of its generator (the cap in activation sets), or None.
-    """
-
-    schedule: Schedule
-    group_size: int | None = None
-    memory_cap: int | None = None
-
-
-def choose(
-    pp: int,
-    microbatches: int,
-    costs: Costs,
-    cap: Fraction | None,
-    names: Sequence[str] = NAMES,
-    chunks: int = 2,
-) -> Chosen:
-    """The fastest schedule that fits and that the model can be placed for.
-
-    Args:
-        pp, microbatches, costs: as ``generate``.
-        cap: most activation on a rank, as a fraction of 1F1B's peak; None: that peak.
-        names: of the schedules that are possible; all of them, or a part with ``chunks`` chunks.
-        chunks: of those that take any number.
-
-    Raises:
-        ValueError: nothing fits.
-    """
-    sets = cap_sets(Fraction(1) if cap is None else cap, pp, chunks)
-    schedule = auto(generate, pp, microbatches, chunks, costs, sets, "makespan", names)
-    if set(names) != set(NAMES):
-        note = f"{schedule.note}; only these suit this model's layers and flags"
-        schedule = replace(schedule, note=note)
-    options = family_options(schedule.name, pp, microbatches, chunks, Fraction(sets, chunks)) or {}
-    return Chosen(schedule, options.get("group_size"), options.get("memory_cap"))
 
 
 class Choice:
@@ -220,8 +172,7 @@ class Choice:
         try:
             if self.offload is not None:
                 self._cap = self._budget.cap(placement, self.splits_backward)
-                count = self._cap * placement.num_stages
-                self.note = f"--pp-memory-cap {self.cap_bytes} bytes: {count} activation sets"
+                self.note = self._cap_in_sets(placement)
             elif self.file is None and GENERATORS[self.name].takes_memory_cap:
                 fitting = self._budget.fastest(pp, microbatches, chunks, self._costs, [self.name])
                 self._cap_sets, self.note = fitting.shape.memory_cap, fitting.note
@@ -274,7 +225,19 @@ class Choice:
         except ValueError as error:
             raise ConfigError(f"--pp-schedule auto: {error}; raise --pp-memory-cap") from None
         self.undecided, self.name, self.note = False, schedule.name, schedule.note
+        if self._budget is not None and self._cap is not None:
+            self.note += f"; {self._cap_in_sets(schedule.placement)}"
         self.vee = schedule.placement.is_vee()
+
+    def _cap_in_sets(self, placement: Placement) -> str:
+        """What bytes have become where sets are offloaded, in words."""
+        assert self._budget is not None and self._cap is not None
+        measured = self._budget.profile is not None and self._budget.profile.set_bytes is not None
+        return (
+            f"{size_text(self._budget.size)} a rank are a cap of "
+            f"{cap_sets(self._cap, placement.pp, placement.chunks)} activation sets of "
+            f"{'measured' if measured else 'estimated'} size on a device"
+        )
 
     def _took(self, schedule: Schedule, pp: int, microbatches: int) -> None:
         """Keep what auto has made, under the costs that its number of stages has."""
@@ -370,23 +333,33 @@ class Choice:
         former = self._planned(pp, chunks, microbatches, self._costs, link, costs)
         if costs is None or not reorder:
             return former
-        refused = ""
-        budget = None if self._budget is None or profile is None else self._budget
-        if budget is not None and self.offload is None:
-            budget = replace(budget, profile=profile)
-            try:
+        refused, fits = "", True
+        budget, before_it = None, (self._budget, self._cap)
+        if self._budget is not None and profile is not None:
+            budget = replace(self._budget, profile=profile)
+        try:
+            if budget is not None and self.offload is None:
+                fits = budget.worst(former).total <= budget.size
                 new = self._refitted(budget, pp, chunks, microbatches, costs)
-            except PlanError as error:
-                new, refused = former, f"; by measured bytes {error}"
-        else:
-            new = self._planned(pp, chunks, microbatches, costs, link, costs)
+            else:
+                if budget is not None:
+                    placement, self._budget = former.placement, budget
+                    self._cap = budget.cap(placement, self.splits_backward)
+                    fits = max(peak_sets(former.ranks)) <= self._cap * placement.num_stages
+                new = self._planned(pp, chunks, microbatches, costs, link, costs)
+        except (PlanError, ConfigError) as error:
+            # Training has begun, and what it runs now is no worse than it was.
+            new, refused = former, f"; {'by measured bytes ' * (budget is not None)}{error}"
+            self._budget, self._cap = before_it
         before, after = simulate(former).makespan, simulate(new).makespan
         gain = float(1 - after / before)
-        fits = budget is None or budget.worst(former).total <= budget.size
         if gain > 0 or (not fits and not refused):
             time = f"{gain:.2%} less time" if gain >= 0 else f"{-gain:.2%} more time"
             why = "measured times" if fits else "measured bytes, which the former order exceeds"
-            held = "" if budget is None else f"; {new.name} has {budget.describe(new)}"
+            held = ""
+            if budget is not None:
+                own = f"{new.name} has {budget.describe(new)}"
+                held = f"; {own if self.offload is None else self._cap_in_sets(new.placement)}"
             return replace(new, note=f"re-planned for {why}: {time} a step{held}")
         than = f"{-gain:.2%} longer" if gain else "as long"
         note = f"the order stays: made for measured times it would take {than}{refused}"

@@ -12,8 +12,9 @@ from ..plan.budget import Budget
 from ..plan.model import PlanError
 from ..plan.profile import Profile
 from ..schedule.generators import GENERATORS
-from .choose import ANY_CHUNKS, ONE_CHUNK, Choice
+from .choose import Choice
 from .errors import ConfigError
+from .families import ANY_CHUNKS, ONE_CHUNK
 from .job import job_of_args, splits_of
 from .layout import count_stages, vee_layout_text
 from .rejections import REJECTIONS, require_supported_features

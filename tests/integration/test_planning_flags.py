@@ -84,6 +84,35 @@ class TestReplanning:
         assert plan.placement == former.placement
         assert simulate(plan).makespan < simulate(former, costs).makespan
 
+    @pytest.mark.parametrize(("factor", "kept"), [(1.2, True), (3.0, False)])
+    def test_with_offload_the_cap_is_of_what_stays(self, factor: float, kept: bool) -> None:
+        """In whole sets of the largest size; measured ones, which are larger, make it smaller. If
+        nothing keeps it then, training goes on as it was."""
+        _, budget = self.budgeted("v-cap", 1.0)
+        sizes = (replace(budget, size=n << 20) for n in range(1, 1000))
+        budget = next(b for b in sizes if min(b.sets(Placement.vee(4), True)) == 5)
+        offloading = OffloadRequest("full", ("0.25", "0.25"))
+        choice = Choice("v-half", memory_cap=f"{budget.size}B", offloading=offloading)
+        choice.give_budget(budget)
+        choice.fit(4, 2, 16)
+        link = offloading.link(4)
+        former = choice.plan(4, 2, 16, link)
+        sets = min(budget.sets(former.placement, True))
+        assert max(peak_sets(former.ranks)) <= sets
+        assert f"a rank are a cap of {sets} activation sets of estimated size" in choice.note
+        measured = measured_profile(budget, factor)
+        costs = measured.costs(Split(measured.layers))
+        plan = choice.plan(4, 2, 16, link, costs=costs, reorder=True, profile=measured)
+        fewer = min(replace(budget, profile=measured).sets(former.placement, True))
+        assert fewer < sets
+        if kept:
+            assert max(peak_sets(plan.ranks)) <= fewer
+            assert "by measured bytes" not in plan.note
+        else:
+            assert plan.ranks == former.ranks
+            assert "the order stays" in plan.note and "by measured bytes" in plan.note
+            assert choice.plan(4, 2, 16, link).ranks == former.ranks
+
     @staticmethod
     def budgeted(name: str, share: float) -> tuple[Choice, Budget]:
         """A choice with a cap in bytes, between v-half's peak (0) and v-zb's (1)."""
