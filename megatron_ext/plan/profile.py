@@ -102,6 +102,15 @@ class Profile:
             name: None if data.get(name) is None else float(data[name])
             for name in ("hop", "to_host", "to_device")
         }
+        for name, rate in rates.items():
+            if rate is not None and not (rate > 0 or (name == "hop" and rate == 0)):
+                raise ValueError(f'"{name}" must be > 0, found {rate}')
+        for name, row in sizes.items():
+            if row is not None and min(row) < 0:
+                raise ValueError(f'"{name}" must be >= 0, found {min(row)}')
+        model = {name: int(value) for name, value in data.get("model", {}).items()}
+        if not model.keys() <= set(MODEL):
+            raise ValueError(f'"model" may have {", ".join(MODEL)}, found {", ".join(model)}')
         return cls(
             int(data["micro_batch_size"]),
             layers,
@@ -110,7 +119,7 @@ class Profile:
             sizes["set_bytes"],
             sizes["weight_set_bytes"],
             **rates,
-            model={name: int(data.get("model", {})[name]) for name in data.get("model", {})},
+            model=model,
         )
 
     def to_json(self) -> dict[str, Any]:
