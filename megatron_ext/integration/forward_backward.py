@@ -161,7 +161,7 @@ class ScheduledPipeline:
         offloading = None if forward_only else self._offloading
         if offloading is not None:
             offloading.begin(models, group)
-        plan = self._lowered(iteration.num_microbatches, forward_only, group)
+        plan = self._lowered(iteration.num_microbatches, forward_only)
         if len(models) != plan.chunks:
             raise ConfigError(
                 f"schedule {plan.name} has {plan.chunks} chunks a rank but the model was built "
@@ -234,7 +234,7 @@ class ScheduledPipeline:
             offloading.measured(profile.pass_seconds(durations, min), placement, rank)
         self._plans = {key: kept for key, kept in self._plans.items() if key[1]}
 
-    def _lowered(self, microbatches: int, forward_only: bool, group: Any) -> Schedule:
+    def _lowered(self, microbatches: int, forward_only: bool) -> Schedule:
         """The lowered plan, made and verified once for each number of microbatches."""
         key = (microbatches, forward_only)
         if key not in self._plans:

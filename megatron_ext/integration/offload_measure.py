@@ -28,6 +28,7 @@ from .profile import Seconds, gather
 
 # Bytes each way of one measurement: long enough to hide what starting a copy costs.
 PROBE_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
+_AMPLE = 64  # probes: eight ranks on a host, each with a pinned and a pageable copy, and room
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class TransferSetup:
     """How sets travel in this run.
 
     Attributes:
-        policy: the same on all ranks of the pipeline.
+        policy: the same on all ranks of the job.
         rates: of this rank; None if nothing had to be measured.
         why: of the policy.
         turns: for ``paired`` on devices that need it.
@@ -130,8 +131,13 @@ def ways(setup: TransferSetup) -> tuple[float, float]:
     return rates.to_host, rates.to_device
 
 
-def host_rates(device: torch.device, group: Any) -> tuple[float, float]:
-    """Bytes/s to the host and back where nothing is offloaded; all ranks of ``group`` together."""
+def host_rates(device: torch.device, group: Any) -> tuple[float, float] | None:
+    """Bytes/s to the host and back where nothing is offloaded; all ranks of the job together.
+
+    None if a host has little memory left: only a profile wants to know, which is no reason to fail.
+    """
+    if min(gather(available_host_bytes())) < _AMPLE * PROBE_BYTES[device.type]:
+        return None
     own: Device = CudaDevice(device) if device.type == "cuda" else CpuDevice()
     try:
         rates, _ = _measure(group.rank(), group.size(), False, own, group)

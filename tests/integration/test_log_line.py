@@ -101,11 +101,19 @@ def test_a_bubble_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_the_last_iterations_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no iteration's times are asked for, which would wait for the device, before the line."""
     from megatron_ext.integration import log_line
 
     monkeypatch.setattr(log_line, "gather", lambda value, group: [value])
-    meter = log_line.Meter()
+    meter, asked = log_line.Meter(), []
+
+    def extent(number: int) -> tuple[float, float, float]:
+        asked.append(number)
+        return 1.0, 0.0, 1.0
+
     for number in range(20):
-        busy = 0.0 if number < 12 else 1.0
-        meter.add(SimpleNamespace(peak_sets=number, extent=lambda b=busy: (b, 0.0, 1.0)), None)
+        timed = SimpleNamespace(peak_sets=number, extent=lambda n=number: extent(n))
+        meter.add(timed, None)
+    assert asked == []
     assert meter.read() == (0.0, 19)
+    assert asked == list(range(12, 20))
