@@ -172,7 +172,7 @@ class Choice:
         try:
             if self.offload is not None:
                 self._cap = self._budget.cap(placement, self.splits_backward)
-                self.note = self._cap_in_sets(placement)
+                self.note = "; ".join(filter(None, (self.note, self._cap_in_sets(placement))))
             elif self.file is None and GENERATORS[self.name].takes_memory_cap:
                 fitting = self._budget.fastest(pp, microbatches, chunks, self._costs, [self.name])
                 self._cap_sets, self.note = fitting.shape.memory_cap, fitting.note
