@@ -112,14 +112,17 @@ def _layout(name: str, pp: int) -> str:
     return "|".join(stages)
 
 
+_NOT_STOCKS = ("time", "throughput", "pipeline bubble", "peak activation sets")
+
+
 def logged(outcome: Outcome, world: int) -> list[dict[str, str]]:
-    """What Megatron logged, by iteration: every ``name: value`` that is no time."""
+    """What Megatron logged, by iteration: every ``name: value`` that is no time and not ours."""
     text = outcome.log(world - 1)
     found = []
     for line in text.splitlines():
         if re.search(r"iteration +\d+/", line) or "validation loss" in line:
             pairs = re.findall(r"\| ([^|:]+?)(?: value)?: +(\S+)", line)
-            found.append({k: v for k, v in pairs if "time" not in k and "throughput" not in k})
+            found.append({k: v for k, v in pairs if not any(word in k for word in _NOT_STOCKS)})
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..plan.budget import parse_bytes
 from ..plan.cases import Space
 from ..plan.flags import add_flags, job_of, notes_on, read
 from ..plan.gpu import GPUS, Gpu, gpu_of
@@ -149,24 +149,6 @@ def _tokens(line: str | None) -> list[str]:
         raise PlanError(f"--from-args cannot be split into words: {error}") from None
 
 
-def parse_bytes(text: str) -> int:
-    """``40GiB``, ``80GB``, ``1.5TiB``, or a plain number of bytes.
-
-    Raises:
-        PlanError: it is none of these, or not > 0.
-    """
-    found = re.fullmatch(r"\s*([0-9.]+(?:[eE][0-9]+)?)\s*([KMGT]i?B|B)?\s*", text)
-    unit = found[2] or "B" if found else "B"
-    power = "BKMGT".index(unit[0]) if unit != "B" else 0
-    try:
-        size = int(float(found[1] if found else "") * (1024 if "i" in unit else 1000) ** power)
-    except ValueError:
-        size = 0
-    if size <= 0:
-        raise PlanError(f"a size must be a number of bytes > 0 such as 40GiB, got {text!r}")
-    return size
-
-
 def _gpu(args: argparse.Namespace) -> Gpu:
     there: float | None = None
     back: float | None = None
@@ -218,6 +200,8 @@ def _space(args: argparse.Namespace, job: Job, gpu: Gpu, own_size: bool) -> Spac
     profiles = {}
     for path in args.profile or ():
         profile = Profile.load(path)
+        size, cheap = profile.micro_batch_size, profile.cheap_recompute
+        profile.require(job.with_(micro_batch_size=size, cheap_recompute=cheap))
         profiles[profile.micro_batch_size, profile.cheap_recompute] = profile
     return Space(
         job,

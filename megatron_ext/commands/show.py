@@ -14,7 +14,7 @@ from ..schedule.generators.blocks import Block
 from ..schedule.generators.vee import v_half_block, v_min_block, v_zb_block
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import simulate
-from ..view import page, recorded, svg, text, timeline, trace
+from ..view import deviations, page, recorded, svg, text, timeline, trace
 from .common import (
     InputError,
     Parser,
@@ -58,7 +58,8 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--measured",
         metavar="DIR",
-        help="draw the run that --pp-trace DIR recorded under the planned one",
+        help="draw the run that --pp-trace DIR recorded under the planned one, by default the plan "
+        "that it ran, and name the three longest waits that were not planned",
     )
     parser.add_argument(
         "--iteration", type=positive, metavar="N", help="of --measured; default: the last"
@@ -82,9 +83,11 @@ _RENDERERS: dict[str, Callable[[Sequence[timeline.Timeline]], str]] = {
 
 
 def _show_timeline(args: argparse.Namespace) -> None:
-    if [args.file, args.schedule, args.block].count(None) != 2:
+    given = 3 - [args.file, args.schedule, args.block].count(None)
+    if given > 1 or (not given and args.measured is None):
         raise InputError(
-            "give either a schedule file or --schedule NAME or --block NAME, one of them"
+            "give either a schedule file or --schedule NAME or --block NAME, one of them, or "
+            "--measured DIR alone"
         )
     suffix = Path(args.output).suffix if args.output else None
     if suffix is not None and suffix not in _RENDERERS:
@@ -96,6 +99,7 @@ def _show_timeline(args: argparse.Namespace) -> None:
     if suffix is None:
         width = _terminal_width(args.width)
         print("\n".join(text.render(run, width) for run in runs), end="")
+        _print_deviations(runs)
         return
     with output(args.output):
         Path(args.output).write_text(_RENDERERS[suffix](runs), encoding="utf-8")
@@ -103,13 +107,33 @@ def _show_timeline(args: argparse.Namespace) -> None:
         f"{args.output}: {schedule.name}, pp {schedule.pp}, "
         f"makespan {timeline.decimal(runs[0].makespan)}"
     )
+    _print_deviations(runs)
+
+
+def _print_deviations(runs: Sequence[timeline.Timeline]) -> None:
+    """Where a measured run waits most against the plan."""
+    if len(runs) < 2:
+        return
+    planned, measured = runs
+    plan = planned.scaled_to(measured)
+    print(
+        f"measured {measured.makespan_text}, bubble {100 * measured.bubble:.1f} %; planned "
+        f"{plan.makespan_text}, bubble {100 * plan.bubble:.1f} %"
+    )
+    found = deviations.largest(planned, measured)
+    lines = [one.text(measured.unit) for one in found]
+    print("\n".join(lines or ["no pass waits longer than planned"]))
 
 
 def _runs(args: argparse.Namespace) -> list[timeline.Timeline]:
     """The planned run of a schedule, and the measured one if there is one."""
     if args.squeeze:
         raise InputError("--squeeze is for --block NAME; a schedule is squeezed already")
-    schedule = schedule_of(args, args.file)
+    if args.file is None and args.schedule is None:
+        with user_input():
+            schedule = recorded.plan_of(args.measured, args.iteration)
+    else:
+        schedule = schedule_of(args, args.file)
     runs = [timeline.planned(simulate(schedule))]
     if args.measured is not None:
         with user_input():

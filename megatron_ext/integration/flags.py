@@ -26,8 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pp-memory-cap",
         metavar="X",
         default=None,
-        help="activation cap of v-cap and auto, as a fraction of 1F1B's peak, e.g. 0.6; auto's "
-        "default is 1. With offload, of every schedule: what stays on the device",
+        help="cap of v-cap and auto, as a fraction of 1F1B's peak activation, e.g. 0.6, or as all "
+        "bytes of a rank, e.g. 40GiB; auto's default is 1. With offload, of every schedule: what "
+        "stays on the device",
     )
     group.add_argument(
         "--pp-group-size",
@@ -50,6 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         help="measure F, B, W of every stage and the hop for N steps, then make the order anew for "
         "them, if that is faster",
+    )
+    group.add_argument(
+        "--pp-profile",
+        metavar="FILE",
+        default=None,
+        help="with --pp-profile-steps: write there what was measured, for `megatron-ext plan "
+        "--profile` and later runs; without: plan with what a former run wrote, from the first "
+        "step on",
     )
     group.add_argument(
         "--pp-trace",
@@ -108,6 +117,7 @@ _FLAGS = (
     "--pp-group-size",
     "--pp-cost",
     "--pp-profile-steps",
+    "--pp-profile",
     "--pp-trace",
     "--pp-offload",
     "--pp-offload-chunks",

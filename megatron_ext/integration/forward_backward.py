@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..plan.layout import Split
+from ..plan.profile import Profile
 from ..runtime.channel import Channel
 from ..runtime.executor import Executor
 from ..runtime.trace import Recorder, TraceFile
@@ -18,16 +20,17 @@ from ..runtime.watchdog import Watchdog
 from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
 from ..schedule.check import check
-from ..schedule.costs import Costs
 from ..schedule.generators import forward_only as forward_only_schedule
 from ..schedule.lower import lower
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import peak_sets
-from . import profile
+from ..view.recorded import plan_file
+from . import offload_measure, profile
 from .errors import ConfigError
+from .log_line import Meter
 from .offload import Offloading
-from .profile import Timing
+from .profile import Profiler
 from .relay import map_tensors, relay_losses
 from .runner import Iteration, MegatronRunner, unwrapped
 from .vee import reduce_tied_gradients, require_gpt
@@ -49,8 +52,8 @@ class ScheduledPipeline:
         trace_directory: where measured timelines go, or None.
         timeout_seconds: the watchdog's limit; ``MEGATRON_EXT_WATCHDOG_SECONDS`` overrides it.
         offloading: moves activation sets, or None if all stay.
-        profile_steps: after so many training steps the order is made anew for the times measured in
-            them; 0: never.
+        profiler: measures the first training steps, after which the order is made anew.
+        meter: is given every training iteration's times, or None.
     """
 
     def __init__(
@@ -61,7 +64,8 @@ class ScheduledPipeline:
         trace_directory: str | None,
         timeout_seconds: float,
         offloading: Offloading | None = None,
-        profile_steps: int = 0,
+        profiler: Profiler | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._plan, self._placement, self._store = plan, placement, store
         self._trace_directory = trace_directory
@@ -69,13 +73,14 @@ class ScheduledPipeline:
         self._timeout = float(os.environ.get(WATCHDOG_ENVIRONMENT, timeout_seconds))
         self._watchdog: Watchdog | None = None
         self._plans: dict[tuple[int, bool], Schedule] = {}
-        self._iterations = 0
+        self._iterations = {False: 0, True: 0}  # of training, and forward only
+        self._traced: list[Schedule] = []
         self._splitter = Splitter(store)
         self._offloading = offloading
-        self._profiles = profile_steps > 0
-        self._costs: Costs | None = None
-        assumes = offloading is not None and offloading.assumed
-        self._timing = Timing(max(profile_steps, int(assumes)))
+        self._meter = meter
+        self._profile: Profile | None = None
+        self._profiler = profiler or Profiler()
+        self._profiler.require(int(offloading is not None and offloading.assumed))
 
     def __call__(
         self,
@@ -130,7 +135,7 @@ class ScheduledPipeline:
         if timers is not None:
             barrier = iteration.config.barrier_with_L1_time
             timers("forward-backward", log_level=1).start(barrier=barrier)
-        runner, losses = self._run(iteration, group, shape)
+        runner, losses = self._run(iteration, group, shape, (length, micro_batch_size))
         if not forward_only:
             self._finalize(iteration, runner, pg_collection, force_all_reduce)
         if timers is not None:
@@ -144,14 +149,19 @@ class ScheduledPipeline:
             self._offloading.close()
 
     def _run(
-        self, iteration: Iteration, group: Any, shape: tuple[int, ...] | None
+        self,
+        iteration: Iteration,
+        group: Any,
+        shape: tuple[int, ...] | None,
+        batch: tuple[int, int],
     ) -> tuple[MegatronRunner, list[Any]]:
         """Execute the plan for ``iteration``; returns the runner and what the loss reported."""
         models, forward_only = iteration.models, iteration.forward_only
+        bare = [unwrapped(model) for model in models]
         offloading = None if forward_only else self._offloading
         if offloading is not None:
             offloading.begin(models, group)
-        plan = self._lowered(iteration.num_microbatches, forward_only, group)
+        plan = self._lowered(iteration.num_microbatches, forward_only)
         if len(models) != plan.chunks:
             raise ConfigError(
                 f"schedule {plan.name} has {plan.chunks} chunks a rank but the model was built "
@@ -160,14 +170,16 @@ class ScheduledPipeline:
         if any(a.op is Op.W for row in plan.ranks for a in row):
             self._splitter.prepare(models, group, plan.name)
         if plan.placement.is_vee():
-            require_gpt([unwrapped(model) for model in models], plan.name)
+            require_gpt(bare, plan.name)
         rank, device = group.rank(), next(models[0].parameters()).device
         if offloading is not None:
             offloading.start(plan, rank, iteration.config, shape)
-        runner = MegatronRunner(iteration, plan.placement, rank, self._store, offloading)
+        measuring = not forward_only and self._profiler.active
+        sizes = self._profiler.sizes(bare, self._store) if measuring else None
+        runner = MegatronRunner(iteration, plan.placement, rank, self._store, offloading, sizes)
         channel = Channel(group, shape, iteration.config.pipeline_dtype, device)
-        measuring = not forward_only and self._timing.active
-        timed = measuring or self._trace_directory is not None
+        meter = None if forward_only else self._meter
+        timed = measuring or meter is not None or self._trace_directory is not None
         recorder = Recorder(timed, device)
         watchdog = self._watch(rank)
         self._start_param_sync(iteration)
@@ -181,52 +193,66 @@ class ScheduledPipeline:
             if offloading is not None:
                 offloading.clear()
             raise
+        if meter is not None:
+            meter.add(recorder, group)
         self._write_trace(plan, rank, recorder, losses, offloading)
-        measured = measuring and self._timing.add(
-            [
-                (plan.placement.chunk_of(action.stage), action.op, action.microbatch, seconds)
-                for action, seconds in recorder.durations()
-            ]
-        )
+        measured = measuring and self._profiler.add(recorder, plan.placement)
         if offloading is not None:
             offloading.end(plan, rank, replaced=measured)
         if measured:
-            self._measured(plan, group, shape, iteration.config.pipeline_dtype, device)
+            self._measured(plan, iteration, group, channel, batch)
         return runner, losses
 
     def _measured(
         self,
         plan: Schedule,
+        iteration: Iteration,
         group: Any,
-        shape: tuple[int, ...] | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        channel: Channel,
+        batch: tuple[int, int],
     ) -> None:
-        """Take the times of the first steps into the plans of those that follow."""
-        durations, rank = self._timing.take(), group.rank()
-        hop = profile.hop_seconds(shape, dtype, device, group) if self._profiles else 0.0
-        seconds = profile.pass_seconds(durations)
-        self._costs = profile.costs(plan.placement, rank, seconds, group, hop)
-        if self._offloading is not None:
+        """Take the times and sizes of the first steps into the plans of those that follow."""
+        profiler, rank, placement = self._profiler, group.rank(), plan.placement
+        durations, offloading = profiler.take(), self._offloading
+        hop = profile.hop_seconds(channel, group) if profiler.reorders else 0.0
+        rates = None if offloading is None else offloading.rates
+        if profiler.path is not None and rates is None:
+            rates = offload_measure.host_rates(channel.device, group)
+        self._profile = profiler.agree(
+            placement,
+            rank,
+            profile.pass_seconds(durations),
+            hop,
+            [unwrapped(model) for model in iteration.models],
+            batch,
+            None if offloading is None else offloading.set_bytes,
+            rates,
+        )
+        profiler.save(self._profile)
+        if offloading is not None:
             # A pass may have waited for a copy; that must not make the link look fast.
-            self._offloading.measured(profile.pass_seconds(durations, min), group)
+            offloading.measured(profile.pass_seconds(durations, min), placement, rank)
         self._plans = {key: kept for key, kept in self._plans.items() if key[1]}
 
-    def _lowered(self, microbatches: int, forward_only: bool, group: Any) -> Schedule:
+    def _lowered(self, microbatches: int, forward_only: bool) -> Schedule:
         """The lowered plan, made and verified once for each number of microbatches."""
         key = (microbatches, forward_only)
         if key not in self._plans:
             if forward_only:
                 plan = forward_only_schedule(self._placement, microbatches)
             else:
-                reorder = self._profiles and self._costs is not None
+                measured = self._profile
+                reorder = self._profiler.reorders and measured is not None
                 link = None if self._offloading is None else self._offloading.link
-                plan = self._plan(microbatches, link=link, costs=self._costs, reorder=reorder)
+                costs = None if measured is None else measured.costs(Split(measured.layers))
+                plan = self._plan(
+                    microbatches, link=link, costs=costs, reorder=reorder, profile=measured
+                )
                 if reorder and dist.get_rank() == 0:
                     logger.warning("megatron_ext: %s", plan.note)
             lowered = lower(plan)
             check(lowered, forward_only=forward_only)
-            _require_equal_plans(lowered, group)
+            _require_equal_plans(lowered)
             if self._offloading is not None and not forward_only and dist.get_rank() == 0:
                 logger.warning("megatron_ext: %s", self._offloading.describe(lowered))
             self._plans[key] = lowered
@@ -277,18 +303,25 @@ class ScheduledPipeline:
         offloading: Offloading | None,
     ) -> None:
         forward_only = all(action.op is Op.F for action in plan.ranks[rank] if action.is_compute)
-        if not forward_only:
-            self._iterations += 1
+        self._iterations[forward_only] += 1
         if self._trace_directory is None:
+            return
+        new = not any(plan is known for known in self._traced)
+        if not (new or TraceFile.due(self._iterations[forward_only])):
             return
         if self._trace is None:
             self._trace = TraceFile(self._trace_directory, f"rank{dist.get_rank()}")
+        if new:
+            self._traced.append(plan)
+            if dist.get_rank() == 0 and not forward_only:
+                path = self._trace.directory / plan_file(plan.fingerprint())
+                plan.unlowered().save(path)
         self._trace.write(
             {
                 "schedule": plan.name,
                 "plan": plan.fingerprint(),
                 "pipeline_rank": rank,
-                "iteration": self._iterations,
+                "iteration": self._iterations[False],
                 "microbatches": plan.microbatches,
                 "forward_only": forward_only,
                 "peak_sets": recorder.peak_sets,
@@ -320,14 +353,13 @@ def message_shape(
     return (length, micro_batch_size, config.hidden_size)
 
 
-def _require_equal_plans(plan: Schedule, group: Any) -> None:
-    """All ranks of the pipeline must follow one plan; another's would deadlock or mix data."""
-    mine = plan.fingerprint()
-    every: list[str] = [""] * group.size()
-    dist.all_gather_object(every, mine, group=group)
+def _require_equal_plans(plan: Schedule) -> None:
+    """All ranks must follow one plan. Another one in the pipeline would deadlock or mix data, and
+    another pipeline's would enter tensor- and data-parallel collectives in another order."""
+    every = profile.gather(plan.fingerprint())
     if len(set(every)) != 1:
         raise ConfigError(
-            f"pipeline ranks made different plans for schedule {plan.name}: {every}; start all "
+            f"ranks made different plans for schedule {plan.name}: {every}; start all "
             "ranks with the same flags, schedule file and megatron_ext version"
         )
 

@@ -69,7 +69,9 @@ class Installation:
         from ..runtime.wgrad import WeightGradStore
         from .checkpoint import Checkpoints, Layout
         from .forward_backward import ScheduledPipeline
+        from .log_line import LogLine
         from .offload import Offloading
+        from .profile import profiler_of
 
         # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
         args.pp_placement = "vee" if choice.vee else "loop"
@@ -79,6 +81,8 @@ class Installation:
         if choice.offloads:
             file_link = None if choice.file is None else choice.file.link
             offloading = Offloading(choice.offload, file_link, args.pp_trace is not None)
+        training = "megatron.training" in sys.modules
+        log_line = LogLine() if training else None
         self.pipeline = ScheduledPipeline(
             functools.partial(choice.plan, pp, chunks),
             choice.placement(pp, chunks),
@@ -86,7 +90,8 @@ class Installation:
             args.pp_trace,
             60.0 * args.distributed_timeout_minutes,
             offloading,
-            getattr(args, "pp_profile_steps", None) or 0,
+            profiler_of(args),
+            None if log_line is None else log_line.meter,
         )
         seams = [
             Seam(
@@ -104,8 +109,8 @@ class Installation:
             seams += saved_parameters.seams(offloading.parameter)
         if getattr(args, "pp_cheap_recompute", None):
             seams += recompute.seams()
-        training = "megatron.training" in sys.modules
-        if training:
+        if log_line is not None:
+            seams += log_line.seams()
             seams += Checkpoints(choice.name, Layout.of(args)).seams()
         if choice.vee:
             seams += vee.SEAMS
@@ -118,7 +123,7 @@ class Installation:
             "megatron_ext: --pp-schedule %s on megatron-core %s%s\n%s",
             choice.name,
             self.seams.version,
-            f", chosen by auto: {choice.note}" if choice.note else "",
+            choice.about,
             self.seams.report(),
         )
 
@@ -179,9 +184,10 @@ class Installation:
         @functools.wraps(original)
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
             from .checkpoint import choose_formats
+            from .choose import Choice
             from .moe_flags import MoERequest
             from .offload_request import OffloadRequest
-            from .validate import Choice, after_megatron, before_megatron
+            from .validate import after_megatron, before_megatron
 
             if not hasattr(args, "pp_schedule"):
                 raise ConfigError(

@@ -70,6 +70,25 @@ def vee_layout_text(args: Any, pp: int) -> str:
     return "|".join(texts)
 
 
+def layer_counts(args: Any, stages: int) -> list[int]:
+    """Transformer layers of each of ``stages`` stages, in model order, as Megatron's flags say.
+
+    Raises:
+        ConfigError: the layers do not fit the stages.
+    """
+    given = args.pipeline_model_parallel_layout
+    given = getattr(given, "input_data", given)  # Megatron's validation makes an object of it
+    if given is None:
+        return _counts(args, stages)
+    parsed = _parsed(given)
+    if len(parsed) != stages:
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout {given} has {len(parsed)} stages, but the schedule "
+            f"has {stages}; list {stages}"
+        )
+    return [sum(layer.name == "decoder" for layer in stage) for stage in parsed]
+
+
 def _counts(args: Any, stages: int) -> list[int]:
     """Transformer layers of each stage."""
     first = getattr(args, "decoder_first_pipeline_num_layers", None)
@@ -88,12 +107,11 @@ def _counts(args: Any, stages: int) -> list[int]:
         )
     if layers < 1 or middle < 0 or middle % even or (even and middle // even + min(taken) < 0):
         raise ConfigError(
-            f"--pp-schedule {args.pp_schedule} splits the layers evenly over 2 * pipeline size = "
-            f"{stages} stages, but {middle} layers (--num-layers {args.num_layers}, embedding and "
-            f"loss as asked) are left for {even} of them; make --num-layers a multiple of "
-            f"{stages}, or set --decoder-first-pipeline-num-layers and "
-            "--decoder-last-pipeline-num-layers, or --pipeline-model-parallel-layout with "
-            f"{stages} stages"
+            f"--pp-schedule {args.pp_schedule} splits the layers evenly over {stages} stages, but "
+            f"{middle} layers (--num-layers {args.num_layers}, embedding and loss as asked) are "
+            f"left for {even} of them; make --num-layers a multiple of {stages}, or set "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or "
+            f"--pipeline-model-parallel-layout with {stages} stages"
         )
     counts = [middle // even] * stages
     counts[0] = counts[0] + taken[0] if first is None else first

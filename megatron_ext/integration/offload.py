@@ -26,10 +26,11 @@ from ..offload.store import MIN_BYTES, ActivationStore
 from ..schedule.actions import Op
 from ..schedule.check import CheckReport, check
 from ..schedule.link import Link
+from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
 from . import offload_measure
 from .errors import ConfigError
-from .offload_measure import Transfers
+from .offload_measure import TransferSetup
 from .offload_request import OffloadRequest
 from .profile import Seconds
 from .runner import unwrapped
@@ -60,7 +61,7 @@ class Offloading:
     def __init__(self, request: OffloadRequest | None, link: Link | None, trace: bool) -> None:
         self._request, self._file_link, self._trace = request, link, trace
         self.link = link
-        self._transfers: Transfers | None = None
+        self._transfers: TransferSetup | None = None
         self._store: ActivationStore | None = None
         self._device: Device | None = None
         self._models: Sequence[torch.nn.Module] = ()
@@ -70,7 +71,7 @@ class Offloading:
         self._leaving: frozenset[Key] = frozenset()
         self._saved: set[Key] = set()
         self._steps = self._refused = 0
-        self._known = request is None or request.times is not None
+        self._known = request is None or request.known
 
     # --- once a step, all ranks of the pipeline together ---
 
@@ -91,7 +92,7 @@ class Offloading:
             asked: str | None = self._file_link.policy
         else:
             asked = self._request.policy
-        measured = self._request is not None and self._request.times is None
+        measured = self._request is not None and not self._request.known
         with _as_config_error():
             self._transfers = offload_measure.settle(asked, measured, self._device, group)
         if self._request is not None:
@@ -151,19 +152,32 @@ class Offloading:
             self._enlarge(plan, rank)
         self._refused = self._store.engine.counters.refused
 
-    def measured(self, seconds: Seconds, group: Any) -> None:
+    def measured(self, seconds: Seconds, placement: Placement, rank: int) -> None:
         """Take measured times into the next plans: ``link`` changes if it was assumed.
 
         Args:
             seconds: of this rank's passes, rather too short than too long.
-            group: the pipeline's process group.
+            placement: of the stages.
+            rank: this one's, in the pipeline.
         """
         if self._known:
             return
         assert self._transfers is not None
         bytes_of = {chunk: footprint.host for chunk, footprint in self._footprints.items()}
-        self.link = offload_measure.link(self._transfers, seconds, bytes_of, group)
+        self.link = offload_measure.link(self._transfers, placement, rank, seconds, bytes_of)
         self._known = True
+
+    @property
+    def set_bytes(self) -> dict[int, int]:
+        """By chunk, what a set takes on the device from F to B if it stays."""
+        return {chunk: footprint.here for chunk, footprint in self._footprints.items()}
+
+    @property
+    def rates(self) -> tuple[float, float] | None:
+        """Bytes/s to the host and back; None if they were not measured."""
+        setup = self._transfers
+        known = setup is not None and setup.rates is not None
+        return offload_measure.ways(setup) if setup is not None and known else None
 
     def clear(self) -> None:
         """After an exception: forget all sets."""

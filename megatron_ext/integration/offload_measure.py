@@ -16,28 +16,27 @@ import torch
 import torch.distributed as dist
 
 from ..offload.arena import HostArena
-from ..offload.device import Device
+from ..offload.device import CpuDevice, CudaDevice, Device
 from ..offload.engine import FileTurns, Policy, Turns
 from ..offload.host import available_host_bytes, require_host_memory
 from ..offload.rates import Rates, choose_policy, measure_rates
 from ..schedule.actions import Op
-from ..schedule.link import Link
+from ..schedule.link import Link, travel_time
+from ..schedule.placement import Placement
 from .errors import ConfigError
 from .profile import Seconds, gather
 
 # Bytes each way of one measurement: long enough to hide what starting a copy costs.
 PROBE_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
-# Times are rounded up to this fraction of a chunk's F+B+W: a plan needs small integers, and noise
-# in the last digits should not make another plan of every run.
-_GRAIN = 64
+_AMPLE = 64  # probes: eight ranks on a host, each with a pinned and a pageable copy, and room
 
 
 @dataclass(frozen=True)
-class Transfers:
+class TransferSetup:
     """How sets travel in this run.
 
     Attributes:
-        policy: the same on all ranks of the pipeline.
+        policy: the same on all ranks of the job.
         rates: of this rank; None if nothing had to be measured.
         why: of the policy.
         turns: for ``paired`` on devices that need it.
@@ -49,10 +48,11 @@ class Transfers:
     turns: Turns | None = None
 
 
-def settle(asked: str | None, measured: bool, device: Device, group: Any) -> Transfers:
+def settle(asked: str | None, measured: bool, device: Device, group: Any) -> TransferSetup:
     """Measure the link where that is needed, and agree on the transfer policy.
 
-    All ranks of ``group``, the pipeline's, must call this together.
+    All ranks of ``group``, the pipeline's, must call this together, in all pipelines of the job,
+    which get one policy.
 
     Args:
         asked: the policy that the user or a file wants; None: what measurements speak for.
@@ -76,40 +76,74 @@ def settle(asked: str | None, measured: bool, device: Device, group: Any) -> Tra
     rates, opinion, why = None, asked, "as asked for"
     if measured or asked is None:
         rates, mine = _measure(rank, len(hosts), apart is None, device, group)
-        opinions = gather((mine[0].value, mine[1]), group)
+        opinions = gather((mine[0].value, mine[1]))
         if asked is None:
             opinion = _consensus([choice for choice, _ in opinions])
             first = next(i for i, (choice, _) in enumerate(opinions) if choice == opinion)
             why = f"measured: on rank {first}, {opinions[first][1]}"
     policy = Policy(opinion)
-    return Transfers(policy, rates, why, _turns(policy, device, rank, group))
+    return TransferSetup(policy, rates, why, _turns(policy, device, rank, group))
 
 
-def link(transfers: Transfers, seconds: Seconds, bytes_of: Mapping[int, int], group: Any) -> Link:
-    """The measured link of all ranks, for planning.
+def link(
+    setup: TransferSetup,
+    placement: Placement,
+    rank: int,
+    seconds: Seconds,
+    sizes: Mapping[int, int],
+) -> Link:
+    """The measured link of all ranks, for planning; all ranks of the job call this together.
+
+    Of ranks at the same place in their pipelines the slowest counts: all follow one plan.
 
     Args:
-        transfers: as settled.
+        setup: as settled.
+        placement: of the stages.
+        rank: this one's, in the pipeline.
         seconds: of this rank's passes, by chunk and operation.
-        bytes_of: per chunk, what one set sends.
-        group: the pipeline's process group.
+        sizes: per chunk, what one set sends.
     """
-    rates = transfers.rates
+    assert setup.rates is not None
+    mine = [
+        max(
+            (
+                travel_time(
+                    nbytes, rate, sum(seconds.get((chunk, op), 0.0) for op in (Op.F, Op.B, Op.W))
+                )
+                for chunk, nbytes in sizes.items()
+            ),
+            default=Fraction(1, 64),
+        )
+        for rate in ways(setup)
+    ]
+    there, back = [Fraction(0)] * placement.pp, [Fraction(0)] * placement.pp
+    for at, (one, other) in gather((rank, mine)):
+        there[at], back[at] = max(there[at], one), max(back[at], other)
+    return Link.of(placement.pp, there, back, setup.policy.value)
+
+
+def ways(setup: TransferSetup) -> tuple[float, float]:
+    """Bytes/s to the host and back of this rank, as the policy has them."""
+    rates = setup.rates
     assert rates is not None
-    dual = transfers.policy is Policy.DUAL
-    there = rates.to_host_together if dual else rates.to_host
-    back = rates.to_device_together if dual else rates.to_device
-    mine = [Fraction(1, _GRAIN)] * 2
-    for chunk, nbytes in bytes_of.items():
-        pass_seconds = sum(seconds.get((chunk, op), 0.0) for op in (Op.F, Op.B, Op.W))
-        for way, rate in enumerate((there, back)):
-            part = nbytes / rate / max(pass_seconds, 1e-9)
-            mine[way] = max(mine[way], min(Fraction(int(part * _GRAIN) + 1, _GRAIN), _SLOWEST))
-    every = gather(mine, group)
-    return Link.of(len(every), [m[0] for m in every], [m[1] for m in every], transfers.policy.value)
+    if setup.policy is Policy.DUAL:
+        return rates.to_host_together, rates.to_device_together
+    return rates.to_host, rates.to_device
 
 
-_SLOWEST = Fraction(1000)  # as much as a link may be slower than a chunk
+def host_rates(device: torch.device, group: Any) -> tuple[float, float] | None:
+    """Bytes/s to the host and back where nothing is offloaded; all ranks of the job together.
+
+    None if a host has little memory left: only a profile wants to know, which is no reason to fail.
+    """
+    if min(gather(available_host_bytes())) < _AMPLE * PROBE_BYTES[device.type]:
+        return None
+    own: Device = CudaDevice(device) if device.type == "cuda" else CpuDevice()
+    try:
+        rates, _ = _measure(group.rank(), group.size(), False, own, group)
+    finally:
+        own.close()
+    return rates.to_host, rates.to_device
 
 
 def require_memory_on_hosts(needed_bytes: int, held_bytes: int = 0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from ..schedule.link import POLICIES, Link
@@ -23,11 +24,18 @@ class OffloadRequest:
         times: one set's way to the host and back, as fractions of its chunk's F+B+W; None: to be
             measured in the first step.
         policy: a transfer policy's name; None: what measurements speak for.
+        measured: the same per rank, of a former run's profile, if ``times`` does not say them.
     """
 
     wanted: str
     times: tuple[str, str] | None = None
     policy: str | None = None
+    measured: tuple[Sequence[Fraction], Sequence[Fraction]] | None = None
+
+    @property
+    def known(self) -> bool:
+        """True if nothing has to be measured in the first step to plan."""
+        return self.times is not None or self.measured is not None
 
     @classmethod
     def of(cls, args: Any) -> OffloadRequest | None:
@@ -86,12 +94,14 @@ class OffloadRequest:
         Raises:
             ConfigError: a time is out of range.
         """
-        if self.times is None:
+        times = self.times or self.measured
+        if times is None:
             return None
         try:
-            return Link.of(pp, *self.times, policy or self.policy or POLICIES[0])
+            return Link.of(pp, *times, policy or self.policy or POLICIES[0])
         except ValueError as error:
-            raise ConfigError(f"--pp-offload-time {','.join(self.times)}: {error}") from None
+            said = ",".join(map(str, self.times or ("profile",)))
+            raise ConfigError(f"--pp-offload-time {said}: {error}") from None
 
 
 def _times(text: str | None) -> tuple[str, str] | None:

@@ -15,6 +15,7 @@ from ..offload.blocks import hollow
 from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
+from .profile import SetSizes
 
 
 class Mover(Protocol):
@@ -68,6 +69,7 @@ class MegatronRunner:
         rank: this rank in the pipeline group.
         store: where split backward passes leave their weight gradients.
         mover: of activation sets, or None if they all stay.
+        sizes: counts what sets take, or None.
     """
 
     def __init__(
@@ -77,11 +79,12 @@ class MegatronRunner:
         rank: int,
         store: WeightGradStore,
         mover: Mover | None = None,
+        sizes: SetSizes | None = None,
     ) -> None:
         from megatron.core.pipeline_parallel import schedules
 
         self._it, self.placement, self._rank = iteration, placement, rank
-        self._store, self._mover = store, mover
+        self._store, self._mover, self._sizes = store, mover, sizes
         self._schedules = schedules
         self._backward_takes_model_type = (
             "model_type" in inspect.signature(schedules.backward_step).parameters
@@ -128,6 +131,8 @@ class MegatronRunner:
                 is_last_stage=last,
             )
         self.num_tokens += num_tokens
+        if self._sizes is not None and self._mover is None:
+            self._sizes.forward(chunk, microbatch, y)
         if not it.forward_only:
             self._live[key] = ActivationSet(x, y)
             if x is not None and self._mover is not None and self._mover.leaves(key):
@@ -151,6 +156,8 @@ class MegatronRunner:
             with self._store.collect(key) if split else contextlib.nullcontext():
                 input_grad = self._backward_step(held.x, held.y, grad)
         if split:
+            if self._sizes is not None:
+                self._sizes.postponed(chunk, microbatch)
             # The graph is gone; what W needs is in the store, so the set lives on in there.
             held.x = held.y = None
         else:

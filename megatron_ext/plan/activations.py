@@ -117,11 +117,13 @@ def attention(job: Job) -> list[Kept]:
 def _scores(job: Job, recomputed: bool) -> list[Kept]:
     """The quadratic part, 5as/h of arXiv 2205.05198 with dropout and 16 bits.
 
-    Softmax runs in fp32: at 16 bits both its own output and the one that is cast are there.
+    Where softmax runs in fp32 at 16 bits, both its own output and the one that is cast are there.
     """
     scores = job.tokens * job.seq_length * job.num_attention_heads // job.tensor_model_parallel_size
     e = job.element_bytes
-    size = scores * (e if e == _FLOAT else e + _FLOAT)
+    size = scores * e
+    if job.attention_softmax_in_fp32 and e != _FLOAT:
+        size += scores * _FLOAT
     if job.attention_dropout:
         size += scores * (1 + e)
     return [Kept("attention scores", 0 if recomputed else size, 0, size if recomputed else 0)]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 from ..schedule.generators import GENERATORS, NAMES
+from ..schedule.link import travel_time
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
 from .balance import balanced
@@ -128,8 +127,7 @@ class Space:
     def offload_time(self, case: Case, placement: Placement) -> str:
         """``--offload-time``: of the rank whose sets take longest beside its passes.
 
-        One number for all sets, as the flag has it. In 64ths, rounded up, as training rounds what
-        it measures.
+        One number for all sets, as the flag has it.
         """
         profile = self._profile(case.job)
         rates = [self.gpu.to_host, self.gpu.to_device]
@@ -137,10 +135,12 @@ class Space:
             rates = [profile.to_host or rates[0], profile.to_device or rates[1]]
         work = case.costs.per_rank_work(placement)
         worst = max(
-            sum(case.stages[s].sets.until_b for s in row) / min(rates) * 1e6 / float(work[rank])
+            travel_time(
+                sum(case.stages[s].sets.until_b for s in row), min(rates), float(work[rank]) / 1e6
+            )
             for rank, row in enumerate(placement.stages)
         )
-        return repr(float(Fraction(max(1, math.ceil(worst * 64)), 64)))
+        return repr(float(worst))
 
     def away(self, case: Case, placement: Placement, what: str) -> Away | None:
         """Offload of one kind; None if a set takes longer than is worth trying."""

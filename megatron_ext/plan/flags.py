@@ -34,6 +34,8 @@ FLAGS: dict[str, Any] = {
     "--hidden-dropout": float,
     "--attention-dropout": float,
     "--attention-backend": str,
+    "--attention-softmax-in-fp32": bool,
+    "--apply-query-key-layer-scaling": bool,
     "--use-flash-attn": bool,
     "--transformer-impl": str,
     "--num-experts": int,

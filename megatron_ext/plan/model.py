@@ -45,6 +45,7 @@ class Job:
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     flash_attention: bool = True
+    attention_softmax_in_fp32: bool = False
     transformer_engine: bool = True
     num_experts: int = 0
     moe_router_topk: int = 2
@@ -120,7 +121,11 @@ class Job:
             moe_shared_expert_intermediate_size=given.get("moe_shared_expert_intermediate_size")
             or 0,
             add_bias_linear=not given.get("disable_bias_linear"),
-            flash_attention=given.get("attention_backend", "auto") not in ("unfused", "local"),
+            flash_attention=_flash(given),
+            # Megatron's scaling of queries and keys by the layer's number implies it.
+            attention_softmax_in_fp32=bool(
+                given.get("attention_softmax_in_fp32") or given.get("apply_query_key_layer_scaling")
+            ),
             transformer_engine=given.get("transformer_impl", "transformer_engine") != "local",
             expert_tensor_parallel_size=given.get("expert_tensor_parallel_size", tp),
             params_dtype=_dtype(given),
@@ -227,6 +232,14 @@ def _positive(given: dict[str, Any]) -> None:
         if type(value) is int and value < 1:
             flag = "--" + name.replace("_", "-")
             raise PlanError(f"{flag} must be a whole number >= 1, got {value}")
+
+
+def _flash(given: dict[str, Any]) -> bool:
+    """Left alone, Megatron's local layers do not use flash kernels, Transformer Engine's do."""
+    backend = given.get("attention_backend", "auto")
+    if backend == "auto":
+        return given.get("transformer_impl") != "local"
+    return backend not in ("unfused", "local")
 
 
 def _vocabulary(given: dict[str, Any], tp: int, said: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""A measured profile in place of analytic times and bytes.
+"""A measured profile in place of analytic times and bytes; ``--pp-profile`` writes and reads it.
 
     {"format": "megatron-ext-profile/1",
      "micro_batch_size": 1,
@@ -9,29 +9,42 @@
      "weight_set_bytes": [...],
      "hop": 0.0001,
      "to_host": 2.1e10,
-     "to_device": 2.2e10}
+     "to_device": 2.2e10,
+     "model": {"hidden_size": 4096, "seq_length": 8192, ...}}
 
 ``stages`` are seconds of one microbatch's passes, one row a stage in model order; ``set_bytes``
-are the bytes that one set of each stage keeps from F to B, ``weight_set_bytes`` from B to W. All
-but ``format``, ``micro_batch_size``, ``layers`` and ``stages`` may be left out: the models fill
-them in.
+are the bytes that one set of each stage keeps from F to B, ``weight_set_bytes`` from B to W;
+``hop`` is seconds from a pass's end to its message's arrival, ``to_host`` and ``to_device`` are
+bytes/s; ``model`` is what the profile was measured on, by Megatron's argument names. All but
+``format``, ``micro_batch_size``, ``layers`` and ``stages`` may be left out: the models fill them
+in.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..schedule.costs import Costs
+from ..schedule.link import travel_time
+from ..schedule.placement import Placement
 from .layout import Split
 from .memory import StageBytes
-from .model import PlanError
-from .times import PassTimes
+from .model import Job, PlanError
+from .times import PassTimes, costs_in_parts
 
 FORMAT = "megatron-ext-profile/1"
+# What makes times and bytes others, by the name that Megatron's arguments and Job have for it.
+MODEL = (
+    *("hidden_size", "seq_length", "tensor_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size",),
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,7 @@ class Profile:
     hop: float | None = None
     to_host: float | None = None
     to_device: float | None = None
+    model: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: str) -> Profile:
@@ -88,6 +102,15 @@ class Profile:
             name: None if data.get(name) is None else float(data[name])
             for name in ("hop", "to_host", "to_device")
         }
+        for name, rate in rates.items():
+            if rate is not None and not (rate > 0 or (name == "hop" and rate == 0)):
+                raise ValueError(f'"{name}" must be > 0, found {rate}')
+        for name, row in sizes.items():
+            if row is not None and min(row) < 0:
+                raise ValueError(f'"{name}" must be >= 0, found {min(row)}')
+        model = {name: int(value) for name, value in data.get("model", {}).items()}
+        if not model.keys() <= set(MODEL):
+            raise ValueError(f'"model" may have {", ".join(MODEL)}, found {", ".join(model)}')
         return cls(
             int(data["micro_batch_size"]),
             layers,
@@ -96,7 +119,78 @@ class Profile:
             sizes["set_bytes"],
             sizes["weight_set_bytes"],
             **rates,
+            model=model,
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """The file's content; what is not known is left out."""
+        data = {
+            "format": FORMAT,
+            "micro_batch_size": self.micro_batch_size,
+            "cheap_recompute": self.cheap_recompute,
+            "layers": list(self.layers),
+            "stages": [list(row) for row in self.stages],
+            "set_bytes": self.set_bytes,
+            "weight_set_bytes": self.weight_set_bytes,
+            "hop": self.hop,
+            "to_host": self.to_host,
+            "to_device": self.to_device,
+            "model": self.model or None,
+        }
+        return {name: value for name, value in data.items() if value is not None}
+
+    def save(self, path: str) -> None:
+        """Write the file, at once or not at all: whoever reads it never sees a part.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.{os.getpid()}")
+        part.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+        part.replace(target)
+
+    def require(self, job: Job) -> None:
+        """Refuse a job that this was not measured on.
+
+        Raises:
+            PlanError: the microbatch, the recompute setting, the layers or the model differ.
+        """
+        pairs = [(name, measured, getattr(job, name)) for name, measured in self.model.items()]
+        pairs += [("micro_batch_size", self.micro_batch_size, job.micro_batch_size)]
+        pairs += [("num_layers", sum(self.layers), job.num_layers)]
+        for name, measured, own in pairs:
+            if measured != own:
+                raise PlanError(
+                    f"the profile was measured with --{name.replace('_', '-')} {measured}, but the "
+                    f"job has {own}; measure it anew with --pp-profile-steps"
+                )
+        if self.cheap_recompute != job.cheap_recompute:
+            there, here = ("with", "without") if self.cheap_recompute else ("without", "with")
+            raise PlanError(
+                f"the profile was measured {there} --pp-cheap-recompute, but the job is {here}; "
+                "measure it anew with --pp-profile-steps"
+            )
+
+    def costs(self, split: Split) -> Costs:
+        """Of the stages of ``split``, in 64ths of the mean pass; a hop that is not known is 0."""
+        return costs_in_parts(self.times(split), self.hop or 0.0)
+
+    def link_times(
+        self, split: Split, placement: Placement
+    ) -> tuple[list[Fraction], list[Fraction]] | None:
+        """What a set of each rank takes to the host and back, as ``Link`` has it: of the chunk
+        whose sets take longest. None if bytes or rates were not measured."""
+        if self.set_bytes is None or self.to_host is None or self.to_device is None:
+            return None
+        sizes = self.of_split(self.set_bytes, split)
+        seconds = [sum(row) for row in self.times(split)]
+        there, back = (
+            [max(travel_time(sizes[s], rate, seconds[s]) for s in row) for row in placement.stages]
+            for rate in (self.to_host, self.to_device)
+        )
+        return there, back
 
     def times(self, split: Split) -> list[PassTimes]:
         """Every stage's passes: as measured for the measured split, else layer by layer."""
@@ -111,13 +205,17 @@ class Profile:
         for name, row in (("until_b", self.set_bytes), ("until_w", self.weight_set_bytes)):
             if row is None:
                 continue
-            same = split.counts == self.layers
-            sizes = row if same else _linear(row, self.layers, split)
             out = [
-                stage._replace(sets=stage.sets._replace(**{name: max(0, round(size))}))
-                for stage, size in zip(out, sizes)
+                stage._replace(sets=stage.sets._replace(**{name: size}))
+                for stage, size in zip(out, self.of_split(row, split))
             ]
         return out
+
+    def of_split(self, row: Sequence[int], split: Split) -> list[int]:
+        """Bytes of every stage: as measured for the measured split, else layer by layer."""
+        if split.counts == self.layers:
+            return list(row)
+        return [max(0, round(size)) for size in _linear(row, self.layers, split)]
 
 
 def _linear(measured: Sequence[float], layers: Sequence[int], split: Split) -> list[float]:

@@ -318,6 +318,8 @@ class Search:
         """Kinds of offload that its link can carry; what takes longest to plan only if need be."""
         placement = one.shape.placement(self.space.pp)
         out: list[Away] = []
+        if one.shape.memory_cap is not None:
+            return out  # with offload a cap is of what stays on the device: another point
         for what in self.space.offload:
             away = self.space.away(one.case, placement, what)
             if away is None:

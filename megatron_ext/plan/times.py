@@ -220,6 +220,17 @@ def costs_in_us(stages: Sequence[Sequence[float]], hop: float) -> Costs:
     return Costs.of(1, 1, 1, round(hop * 1e6), rows)
 
 
+def costs_in_parts(stages: Sequence[Sequence[float]], hop: float) -> Costs:
+    """Measured seconds as costs, in 64ths of the mean pass: finer is noise, and plans need small
+    numbers. A pass takes one of them at least."""
+    mean = sum(map(sum, stages)) / (3 * len(stages)) or 1.0
+    rows = [[max(1, round(_PARTS * x / mean)) for x in row] for row in stages]
+    return Costs.of(hop=Fraction(round(_PARTS * hop / mean)), stages=rows)
+
+
+_PARTS = 64
+
+
 def mean_costs(costs: Costs, pp: int) -> Costs:
     """One F, B and W for all ranks: the mean work of a rank, in whole units."""
     assert costs.stages is not None

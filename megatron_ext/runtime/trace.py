@@ -19,6 +19,8 @@ import torch
 
 from ..schedule.actions import Action
 
+EVERY = 50  # iterations
+
 
 class Recorder:
     """Measures one iteration; ``resident`` always, times only with ``timed``.
@@ -80,6 +82,16 @@ class Recorder:
         torch.cuda.synchronize()
         return [(action, s.elapsed_time(e) / 1e3) for action, s, e in self._spans]
 
+    def extent(self) -> tuple[float, float, float]:
+        """(seconds of compute, first start, last end), the latter on the wall clock, in seconds
+        since 1970; waits for the device once. Zeros if nothing ran."""
+        zero, events = self.zero_unix_us, self.events()
+        if zero is None or not events:
+            return 0.0, 0.0, 0.0
+        busy = sum(event["end_us"] - event["start_us"] for event in events)
+        ends = min(e["start_us"] for e in events), max(e["end_us"] for e in events)
+        return busy / 1e6, (zero + ends[0]) / 1e6, (zero + ends[1]) / 1e6
+
     @property
     def zero_unix_us(self) -> float | None:
         """Wall clock (microseconds since 1970) at the zero of ``events``; None if not timed.
@@ -115,14 +127,23 @@ class Recorder:
 class TraceFile:
     """``DIR/rank<R>.jsonl``: one JSON object per iteration, appended as training runs.
 
+    What tracing costs is bounded: after the first ``EVERY`` iterations of a kind only one in
+    ``EVERY`` is written. A written one waits for the device once, at its end, and takes about 80
+    bytes a pass.
+
     Raises:
         OSError: the directory cannot be made or written.
     """
 
     def __init__(self, directory: str | Path, name: str) -> None:
-        path = Path(directory)
-        path.mkdir(parents=True, exist_ok=True)
-        self._file = (path / f"{name}.jsonl").open("w")
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._file = (self.directory / f"{name}.jsonl").open("w")
+
+    @staticmethod
+    def due(iteration: int) -> bool:
+        """True if the iteration of this number, from 1, is to be written."""
+        return iteration <= EVERY or iteration % EVERY == 0
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line and flush it: a run that dies keeps what it measured."""

@@ -7,10 +7,13 @@ of doing it; the W pass of the same (chunk, microbatch) runs it later (ZB, secti
 from __future__ import annotations
 
 import functools
+import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+import torch
 
 Task = Callable[[], None]
 
@@ -137,6 +140,22 @@ class WeightGradStore:
     def at_end(self, task: Task) -> None:
         """Do ``task`` when the B pass that is running ends, however it ends."""
         self._at_end.append(task)
+
+    def tensors(self, key: Hashable) -> list[torch.Tensor] | None:
+        """What the postponed work of ``key`` keeps alive; None if a task does not say."""
+        found: list[torch.Tensor] = []
+        todo: list[Any] = [work.task for work in self._work.get(key, ())]
+        while todo:
+            one = todo.pop()
+            if isinstance(one, torch.Tensor):
+                found.append(one)
+            elif isinstance(one, functools.partial):
+                todo += [*one.args, *one.keywords.values()]
+            elif isinstance(one, list | tuple):
+                todo += one
+            elif isinstance(one, types.FunctionType) and one.__closure__:
+                return None
+        return found
 
     def run(self, key: Hashable) -> None:
         """Do the postponed work of ``key``, in the order in which B postponed it.

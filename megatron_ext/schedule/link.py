@@ -124,6 +124,20 @@ class Link:
         return cls.of(pp, data["to_host"], data["to_device"], str(data["transfer"]))
 
 
+def travel_time(size_bytes: float, rate: float, seconds: float) -> Fraction:
+    """One way of a set as a fraction of its chunk's passes: in 64ths, rounded up, 1000 at most.
+
+    A plan needs small integers, and noise in the last digits should not make another plan.
+
+    Args:
+        size_bytes: of the set.
+        rate: of the link, bytes/s.
+        seconds: of the chunk's F+B+W.
+    """
+    part = size_bytes / rate / max(seconds, 1e-9)
+    return min(Fraction(max(1, math.ceil(part * _PARTS)), _PARTS), Fraction(_LONGEST))
+
+
 def _per_rank(value: Number | Sequence[Number], pp: int) -> tuple[Fraction, ...]:
     if isinstance(value, int | float | str | Fraction):
         return (_time(value),) * pp
@@ -147,4 +161,5 @@ def _time(value: Number) -> Fraction:
     return time
 
 
+_PARTS = 64
 _LONGEST = 1000  # beyond, nothing is worth sending

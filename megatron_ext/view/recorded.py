@@ -10,6 +10,31 @@ from ..schedule.schedule import Schedule
 from . import timeline
 
 
+def plan_of(directory: str | Path, iteration: int | None = None) -> Schedule:
+    """What one iteration was planned as: the schedule file that the run has put beside its traces.
+
+    Args:
+        directory: what ``--pp-trace`` was given.
+        iteration: which training iteration (from 1); default: the last that all ranks have.
+
+    Raises:
+        ValueError: traces or the file are missing or damaged.
+    """
+    line = _chosen(directory, _per_rank(directory), iteration)[0]
+    path = Path(directory) / plan_file(line.get("plan", ""))
+    if not path.is_file():
+        raise ValueError(
+            f"{directory} holds no {path.name}, the plan of iteration {line['iteration']}; give "
+            "the schedule too, a file or --schedule NAME"
+        )
+    return Schedule.load(path)
+
+
+def plan_file(fingerprint: str) -> str:
+    """The name of a plan's file beside the traces, by the fingerprint that they carry."""
+    return f"plan-{fingerprint}.json"
+
+
 def load(
     directory: str | Path, schedule: Schedule, iteration: int | None = None
 ) -> timeline.Timeline:
@@ -26,23 +51,13 @@ def load(
     Raises:
         ValueError: files are missing or damaged, or are of another schedule.
     """
-    per_rank: dict[int, dict[int, Any]] = {}
-    paths = sorted(Path(directory).glob("rank*.jsonl"), key=lambda p: _global_rank(p))
-    for path in paths:
-        for line in _lines(path):
-            if not line["forward_only"]:
-                mine = per_rank.setdefault(line["pipeline_rank"], {})
-                mine.setdefault(line["iteration"], line)
+    per_rank = _per_rank(directory)
     if sorted(per_rank) != list(range(schedule.pp)):
         raise ValueError(
             f"{directory} holds traces of pipeline ranks {sorted(per_rank)}, but the schedule has "
             f"{schedule.pp} ranks; give the directory of one run with this schedule"
         )
-    common = set.intersection(*(set(lines) for lines in per_rank.values()))
-    if not common or (iteration is not None and iteration not in common):
-        there = f"{min(common)} to {max(common)}" if common else "none"
-        raise ValueError(f"{directory}: no iteration {iteration or ''} of all ranks (has {there})")
-    chosen = [per_rank[rank][iteration or max(common)] for rank in range(schedule.pp)]
+    chosen = _chosen(directory, per_rank, iteration)
     for rank, line in enumerate(chosen):
         found = [event["action"] for event in line["events"]]
         if sorted(found) != sorted(str(a) for a in schedule.compute().ranks[rank]):
@@ -53,6 +68,28 @@ def load(
             )
     zero = min(line["zero_unix_us"] for line in chosen)
     return timeline.measured(schedule, [_shifted(line, zero) for line in chosen])
+
+
+def _per_rank(directory: str | Path) -> dict[int, dict[int, Any]]:
+    """Lines of training iterations, by pipeline rank and iteration."""
+    found: dict[int, dict[int, Any]] = {}
+    for path in sorted(Path(directory).glob("rank*.jsonl"), key=_global_rank):
+        for line in _lines(path):
+            if not line["forward_only"]:
+                mine = found.setdefault(line["pipeline_rank"], {})
+                mine.setdefault(line["iteration"], line)
+    return found
+
+
+def _chosen(
+    directory: str | Path, per_rank: dict[int, dict[int, Any]], iteration: int | None
+) -> list[Any]:
+    """One iteration's line of every pipeline rank."""
+    common = set.intersection(*map(set, per_rank.values())) if per_rank else set()
+    if not common or (iteration is not None and iteration not in common):
+        there = f"{min(common)} to {max(common)}" if common else "none"
+        raise ValueError(f"{directory}: no iteration {iteration or ''} of all ranks (has {there})")
+    return [per_rank[rank][iteration or max(common)] for rank in sorted(per_rank)]
 
 
 def _global_rank(path: Path) -> int:

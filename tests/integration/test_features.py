@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,17 @@ def test_losses_are_stocks(
     by_name = {feature.name: feature for feature in FEATURES}
     for cell in run_feature(server, by_name[feature], schedules.split(","), tmp_path):
         assert cell.result == "equal" or cell.result.startswith("~"), cell
+        # In Megatron's line, on the rank that prints it; without our flags nowhere.
+        last = f"rank{by_name[feature].world - 1}.log"
+        logs = [(tmp_path / run / last).read_text() for run in (cell.schedule, "stock")]
+        ours, stocks = (len(re.findall(r" iteration +\d+/", log)) for log in logs)
+        assert len(LOGGED.findall(logs[0])) == ours == stocks > 0
+        assert "pipeline bubble" not in logs[1]
+
+
+LOGGED = re.compile(
+    r" iteration +\d+/.*\| pipeline bubble: -?\d\.\d{3} \| peak activation sets: \d+ \|\n"
+)
 
 
 @pytest.mark.parametrize("server", ["core_v0.19.0"], indirect=True)

@@ -83,31 +83,6 @@ def test_profile_of_a_file(tmp_path: Path) -> None:
     assert "a file's order is fixed; drop --pp-profile-steps 2" in text
 
 
-class TestReplanning:
-    """``--pp-profile-steps``: the order for measured costs, where it is faster under them."""
-
-    HEAVY = Costs.of(stages=[[2, 2, 2]] * 7 + [[3, 3, 3]])
-
-    def test_a_better_order_is_taken(self) -> None:
-        choice = Choice("v-zb")
-        former = choice.plan(4, 2, 16)
-        plan = choice.plan(4, 2, 16, costs=self.HEAVY, reorder=True)
-        assert plan.ranks != former.ranks
-        before = simulate(former, self.HEAVY).makespan
-        after = simulate(plan).makespan
-        assert after < before
-        assert plan.note == (
-            f"re-planned for measured times: {float(1 - after / before):.2%} less time a step"
-        )
-
-    def test_an_order_that_is_no_better_is_not(self) -> None:
-        choice = Choice("1f1b")
-        costs = Costs.of(stages=[[2, 2, 2]] * 3 + [[3, 3, 3]])
-        plan = choice.plan(4, 1, 16, costs=costs, reorder=True)
-        assert plan.ranks == choice.plan(4, 1, 16).ranks
-        assert plan.note == "the order stays: made for measured times it would take as long"
-
-
 @needs_megatron
 @pytest.mark.parametrize(
     ("flags", "layout"),
@@ -483,7 +458,7 @@ def test_flags_are_in_their_own_group_and_off_by_default() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     args = parser.parse_args([])
     ours = ["schedule", "memory_cap", "group_size", "cost", "trace", "cheap_recompute"]
-    ours += ["profile_steps"]
+    ours += ["profile_steps", "profile"]
     ours += ["offload", "offload_chunks", "offload_time", "offload_transfer"]
     moe = ["moe_pipeline_chunks", "moe_memory_reuse", "moe_memory_budget"]
     assert vars(args) == dict.fromkeys([*(f"pp_{name}" for name in ours), *moe])

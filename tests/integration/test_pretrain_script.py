@@ -14,11 +14,21 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext import cli
+from megatron_ext.integration.choose import Choice
+from megatron_ext.plan.budget import Budget, parse_bytes
+from megatron_ext.plan.flags import job_of
+from megatron_ext.plan.flags import read as read_flags
+from megatron_ext.plan.layout import Split, even_split
+from megatron_ext.plan.memory import stage_bytes
+from megatron_ext.plan.profile import Profile
+from megatron_ext.schedule import lower
+
 from .conftest import MAIN_TAG, ROOT, checkout, needs_megatron, run
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from script_server import ScriptServer
+from script_server import Outcome, ScriptServer
 
 CHECKOUT = checkout(MAIN_TAG)
 
@@ -53,19 +63,29 @@ def read(log: str) -> Log:
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Log]]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Outcome]]:
     """Trains under the launcher, on ranks forked from one process that has imported Megatron."""
     folder = tmp_path_factory.mktemp("runs")
     count = itertools.count()
 
     with ScriptServer(CHECKOUT / "pretrain_gpt.py") as server:
 
-        def run_once(*flags: str, ranks: int = 4) -> Log:
-            outcome = server.run([*MODEL.split(), *flags], ranks, folder / str(next(count)))
-            assert outcome.status == "ok", outcome.log(0)[-6000:]
-            return read(outcome.log(ranks - 1))
+        def run_once(*flags: str, ranks: int = 4) -> Outcome:
+            return server.run([*MODEL.split(), *flags], ranks, folder / str(next(count)))
 
         yield run_once
+
+
+@pytest.fixture(scope="module")
+def train(start: Callable[..., Outcome]) -> Callable[..., Log]:
+    """What a run that ends well has logged."""
+
+    def run_once(*flags: str, ranks: int = 4) -> Log:
+        outcome = start(*flags, ranks=ranks)
+        assert outcome.status == "ok", outcome.log(0)[-6000:]
+        return read(outcome.log(ranks - 1))
+
+    return run_once
 
 
 def test_torchrun(weights: list[str], stock: Log) -> None:
@@ -119,3 +139,131 @@ def test_same_losses(
         assert len(trained) == 3
         assert len(lines) > len(trained)  # evaluation ran through the executor too
         assert {line["peak_sets"] for line in trained} == {sets}
+
+
+# Stages that differ: none, one and two layers, and the loss.
+UNEVEN = "E|t|t|t|t|t|t|ttL"
+SPLIT = Split((0, 1, 1, 1, 1, 1, 1, 2))
+LOGGED = re.compile(r"\| pipeline bubble: (0\.\d{3}) \| peak activation sets: (\d+) \|\n")
+
+
+def plans(folder: Path, ranks: int = 4) -> list[list[str]]:
+    """The plans that each rank has run in training, by fingerprint."""
+    lines = [(folder / f"rank{r}.jsonl").read_text().splitlines() for r in range(ranks)]
+    return [[x["plan"] for x in map(json.loads, rank) if not x["forward_only"]] for rank in lines]
+
+
+@pytest.fixture(scope="module")
+def profiled(
+    start: Callable[..., Outcome], weights: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Outcome, Path]:
+    """Two steps are measured, the third one runs the order that was made for them."""
+    folder = tmp_path_factory.mktemp("profiled")
+    flags = ["--pp-profile-steps", "2", "--pp-profile", str(folder / "profile.json")]
+    flags += ["--pipeline-model-parallel-layout", UNEVEN, "--pp-trace", str(folder)]
+    flags += ["--pipeline-model-parallel-size", "4", "--pp-schedule", "v-zb"]
+    outcome = start(*weights, *flags)
+    assert outcome.status == "ok", outcome.log(0)[-6000:]
+    return outcome, folder
+
+
+def test_losses_do_not_change_across_replanning(profiled: tuple[Outcome, Path], stock: Log) -> None:
+    """Bit for bit those of stock, and the third plan is the one that the profile asks for."""
+    outcome, folder = profiled
+    assert read(outcome.log(3)) == stock
+    profile = Profile.load(str(folder / "profile.json"))
+    assert profile.layers == SPLIT.counts
+    planned = Choice("v-zb").plan(4, 2, 8, costs=profile.costs(SPLIT), reorder=True)
+    own = lower(Choice("v-zb").plan(4, 2, 8)).fingerprint()
+    assert plans(folder) == [[own, own, lower(planned).fingerprint()]] * 4
+    assert planned.note in outcome.log(0)
+
+
+def test_measured_bytes_are_the_predicted_ones(profiled: tuple[Outcome, Path]) -> None:
+    """Of every stage, in training, within 2 %; those that wait for W byte for byte."""
+    job = job_of(read_flags([*MODEL.split(), *CPU_KERNELS])[0])
+    profile = Profile.load(str(profiled[1] / "profile.json"))
+    for stage, kept, waiting in zip(
+        stage_bytes(job, SPLIT), profile.set_bytes, profile.weight_set_bytes
+    ):
+        assert kept == pytest.approx(stage.sets.until_b, rel=0.02, abs=256)
+        assert waiting == stage.sets.until_w
+
+
+CPU_KERNELS = ("--transformer-impl", "local")
+
+
+def test_a_profile_of_a_former_run(
+    profiled: tuple[Outcome, Path],
+    start: Callable[..., Outcome],
+    weights: list[str],
+    stock: Log,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The order for it runs from the first step on, and ``plan`` reads it."""
+    path = profiled[1] / "profile.json"
+    flags = ["--pipeline-model-parallel-layout", UNEVEN, "--pp-trace", str(tmp_path)]
+    flags += ["--pipeline-model-parallel-size", "4", "--pp-schedule", "v-zb"]
+    outcome = start(*weights, *flags, "--pp-profile", str(path))
+    assert outcome.status == "ok", outcome.log(0)[-6000:]
+    assert read(outcome.log(3)) == stock
+    profile = Profile.load(str(path))
+    made = Choice("v-zb")
+    made.give_profile(profile, lambda stages: SPLIT)
+    made.fit(4, 2, 8)
+    assert plans(tmp_path) == [[lower(made.plan(4, 2, 8)).fingerprint()] * 3] * 4
+    line = " ".join([*MODEL.split(), *CPU_KERNELS])
+    command = ["plan", "--from-args", line, "--pp", "4", "--profile", str(path), "--json"]
+    assert cli.main([*command, "--schedules", "v-zb", "--offload", "off", "--no-balance"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    measured = sum(map(sum, profile.stages)) * 8 / 4 * 1e3
+    assert chosen["step_ms"] >= measured * 0.8, "no less than the measured passes take"
+
+
+def test_the_log_line(profiled: tuple[Outcome, Path]) -> None:
+    """In Megatron's own line, on its rank; the sets are those of the plan."""
+    outcome, folder = profiled
+    found = LOGGED.findall(outcome.log(3))
+    assert len(found) == 3
+    for (bubble, sets), line in zip(found, range(3)):
+        assert 0 < float(bubble) < 1
+        every = [(folder / f"rank{r}.jsonl").read_text().splitlines() for r in range(4)]
+        trained = [[x for x in map(json.loads, lines) if not x["forward_only"]] for lines in every]
+        assert int(sets) == max(rank[line]["peak_sets"] for rank in trained)
+    assert "pipeline bubble" not in outcome.log(0)
+
+
+def test_a_cap_in_bytes(
+    start: Callable[..., Outcome], weights: list[str], stock: Log, tmp_path: Path
+) -> None:
+    """Nothing fits: the error names the least that does; that trains, with the same losses, and
+    tensor-parallel ranks, whose measurements differ, agree on the plan after a profile."""
+    auto = ["--pp-schedule", "auto", "--pipeline-model-parallel-size", "4", "--pp-memory-cap"]
+    refused = start(*weights, *auto, "1KiB")
+    assert refused.status == "failed"
+    (least,) = set(re.findall(r"smallest budget that one fits is (\S+)", refused.log(0)))
+    assert "raise --pp-memory-cap" in refused.log(0)
+    fits = start(*weights, *auto, least, "--pp-trace", str(tmp_path / "one"))
+    assert fits.status == "ok", fits.log(0)[-6000:]
+    assert read(fits.log(3))["training"] == stock["training"]
+    given = read_flags([*MODEL.split(), *CPU_KERNELS, "--world-size", "4"])[0]
+    job = job_of({**given, "pipeline_model_parallel_size": 4})
+    budget = Budget(job, parse_bytes(least), lambda stages: even_split(8, stages))
+    chosen = budget.fastest(4, 8, 2, Choice("auto")._costs).schedule
+    assert plans(tmp_path / "one") == [[lower(chosen).fingerprint()] * 3] * 4
+    assert f"{chosen.name}, the fastest of " in fits.log(0)
+    assert re.search(r"a cap of \d+ activation sets \(estimated", fits.log(0))
+
+
+def test_all_ranks_agree_on_a_measured_plan(start: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Two pipelines side by side measure different times, and must not follow different orders:
+    their ranks meet in tensor-parallel collectives. With a cap in bytes and offload beside it."""
+    flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    flags += ["--pp-schedule", "auto", "--pp-memory-cap", "8MiB", "--pp-profile-steps", "2"]
+    outcome = start(*flags, "--pp-trace", str(tmp_path))
+    assert outcome.status == "ok", outcome.log(0)[-6000:]
+    every = plans(tmp_path)
+    assert every == [every[0]] * 4
+    note = next(x for x in outcome.log(0).splitlines() if "re-planned" in x or "order stays" in x)
+    assert "order stays" in note or "activation sets (measured" in note

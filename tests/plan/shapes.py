@@ -8,7 +8,7 @@ from __future__ import annotations
 BASE = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --vocab-size 512 "
     "--make-vocab-size-divisible-by 64 --hidden-dropout 0 --attention-dropout 0 "
-    "--transformer-impl local --attention-backend unfused --micro-batch-size 2"
+    "--transformer-impl local --micro-batch-size 2"
 )
 LLAMA = (
     "--swiglu --disable-bias-linear --position-embedding-type rope --group-query-attention "
@@ -20,6 +20,7 @@ SHAPES = {
     "dense tied": "",
     "dense untied": "--untie-embeddings-and-output-weights",
     "dense bf16": "--bf16 --untie-embeddings-and-output-weights",
+    "softmax in fp32": "--bf16 --attention-softmax-in-fp32",
     "dropout": "--hidden-dropout 0.1",
     "llama": LLAMA + " --untie-embeddings-and-output-weights",
     "llama bf16": LLAMA + " --bf16",

@@ -106,3 +106,10 @@ def test_layouts_mean_the_same(measured, text):
     """Also that Megatron takes a first and a last stage without a layer."""
     found = measured["layouts"][text]
     assert list(read_layout(text, sum(found)).counts) == found
+
+
+def test_training_plans_for_the_same_job(measured):
+    """``--pp-memory-cap 40GiB`` reads Megatron's parsed arguments, ``plan`` the command line."""
+    if "arguments" not in measured:
+        pytest.skip("this wheel has no megatron.training")
+    assert measured["arguments"] == dict.fromkeys(SHAPES, "")

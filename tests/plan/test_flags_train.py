@@ -53,7 +53,7 @@ def train(flags, log):
     "options",
     [
         "--schedules v-half --offload off",
-        "--schedules interleaved-zb --chunks 2 --memory-cap 10.95MB",
+        "--schedules interleaved-zb --chunks 2 --memory-cap 11.3MB",
     ],
 )
 def test_planned_flags_train(options, tmp_path, capsys):

@@ -18,7 +18,8 @@ from megatron_ext.schedule.simulate import simulate
 
 PLAIN = (
     "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --fp16 "
-    "--vocab-size 1024 --transformer-impl local --hidden-dropout 0 --attention-dropout 0"
+    "--vocab-size 1024 --transformer-impl local --attention-backend flash --hidden-dropout 0 "
+    "--attention-dropout 0"
 )
 
 
@@ -61,11 +62,12 @@ def test_bytes_of_a_layer(flags, held, bsh):
 
 
 def test_attention_scores_without_flash_attention():
-    """5as/h with fused softmax, whose output has 16 bits; unfused it is there in fp32 too."""
+    """5as/h with a softmax in 16 bits; in fp32 its output is there too before it is cast."""
     flags = "--attention-dropout 0.1 --attention-backend unfused"
-    quadratic = per_bsh(job(flags)) - per_bsh(job())
     heads, s, h = 32, 4096, 4096
-    assert quadratic * h / (heads * s) == pytest.approx(5 + 4, rel=0.01)
+    for more, size in (("", 5), ("--attention-softmax-in-fp32", 9)):
+        quadratic = per_bsh(job(flags, more)) - per_bsh(job())
+        assert quadratic * h / (heads * s) == pytest.approx(size, rel=0.01)
     selective = per_bsh(job(flags, "--recompute-activations"))
     assert selective == pytest.approx(32, rel=0.005), "arXiv 2205.05198, equation 6, less masks"
 
@@ -120,6 +122,7 @@ FIGURE_15 = [
     (8, 5, 5120, 40, 16384, {"gis-h": 32, "1f1b": 48}),
     (16, 3, 6144, 48, 4096, {"interleaved": 24, "gis": 19, "gis-h": 13, "1f1b": 18}),
     (16, 3, 6144, 48, 8192, {"interleaved": 49, "gis": 38, "gis-h": 25, "1f1b": 37}),
+    (16, 3, 6144, 48, 16384, {"gis-h": 51}),
     (32, 2, 8192, 64, 4096, {"interleaved": 49, "gis": 34, "gis-h": 25, "1f1b": 33}),
     (32, 2, 8192, 64, 8192, {"gis-h": 51}),
 ]
@@ -130,7 +133,7 @@ def figure_15(p, each, h, heads, s, v):
     line = f"--num-layers {p * each - 2} --hidden-size {h} --num-attention-heads {heads} "
     line += f"--group-query-attention --num-query-groups 8 --seq-length {s} --fp16 "
     line += "--hidden-dropout 0 --attention-dropout 0 --pp-cheap-recompute "
-    line += "--transformer-impl local --vocab-size 1024"
+    line += "--transformer-impl local --attention-backend flash --vocab-size 1024"
     this = job_of(read(line.split())[0])
     counts = [each // v] * (p * v)
     counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
@@ -152,27 +155,32 @@ def test_figure_15(p, each, h, heads, s, published):
         assert found == pytest.approx(gb, rel=0.10, abs=0.5), name
 
 
-# The same figure's PO-H and PO-F, and k from figure 1.
+# The same figure's PO-H and PO-F (None: not in it) by sequence length, and k of figure 1.
 OFFLOADED = [
-    (8, 5, 5120, 40, 8192, 1.23, "half", 6),
-    (8, 5, 5120, 40, 16384, 1.0, "full", 9),
-    (16, 3, 6144, 48, 8192, 1.07, "half", 8),
-    (32, 2, 8192, 64, 4096, 0.92, "half", 10),
+    (8, 5, 5120, 40, {4096: (1.40, 3, None), 8192: (1.23, 6, None), 16384: (1.0, 12, 9)}),
+    (8, 5, 5120, 40, {32768: (0.72, 24, 14)}),
+    (16, 3, 6144, 48, {4096: (1.19, 4, None), 8192: (1.07, 8, None), 16384: (0.88, 15, 9)}),
+    (16, 3, 6144, 48, {32768: (0.66, 27, 15)}),
+    (32, 2, 8192, 64, {4096: (0.92, 10, 5), 8192: (0.84, 20, 8), 16384: (0.72, 41, 12)}),
 ]
 
 
-@pytest.mark.parametrize(("p", "each", "h", "heads", "s", "k", "what", "gb"), OFFLOADED)
-def test_figure_15_with_offload(p, each, h, heads, s, k, what, gb):
-    """Below the figure, by 12 to 27 % for half of the chunks and by more for all.
+@pytest.mark.parametrize(("p", "each", "h", "heads", "rows"), OFFLOADED)
+def test_figure_15_with_offload(p, each, h, heads, rows):
+    """Below the figure, by 12 to 27 % for half of the chunks and by 25 to 69 % for all.
 
     Ours is another placement of the copies, under which fewer sets are on the device at once, and
     the figure is measured, with the temporaries of F and B in it.
     """
-    this, stages = figure_15(p, each, h, heads, s, each)
-    plan = offload(generate("po", p, 2 * p, each), Link.of(p, round(k * 32) / 64), what)
-    found = most_kept(plan.schedule, stages, this)
-    assert not plan.stall
-    assert (0.7 if what == "half" else 0.3) * gb < found < gb
+    for s, (k, half, full) in rows.items():
+        this, stages = figure_15(p, each, h, heads, s, each)
+        for what, gb, low, high in (("half", half, 0.73, 0.88), ("full", full, 0.30, 0.76)):
+            if gb is None:
+                continue
+            plan = offload(generate("po", p, 2 * p, each), Link.of(p, round(k * 32) / 64), what)
+            found = most_kept(plan.schedule, stages, this)
+            assert not plan.stall
+            assert low * gb < found < high * gb, (s, what)
 
 
 def test_a_peak_is_counted_from_sets():

@@ -53,12 +53,25 @@ def points():
     return found + Search(where, 9 * GIB).run().points
 
 
-def test_every_point_is_what_simulate_says(points, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def hundred(points):
+    """Those, and as many more of the same space at random, with and without offload."""
+    rng = random.Random(1)
+    search = Search(space(), GIB)
+    candidates = search._candidates()
+    found = list(points)
+    while len(found) < 100:
+        one = rng.choice(candidates)
+        away = rng.choice([None, None, *search._offers(one)[:1]])
+        found.append(evaluate(one.shape, one.case, away, search.space.pp))
+    return found
+
+
+def test_every_point_is_what_simulate_says(hundred, tmp_path, capsys):
     path = tmp_path / "stages.json"
-    sample = random.Random(1).sample(points, min(14, len(points)))
-    kinds = {(p.shape.name, p.away is None) for p in points}
+    kinds = {(p.shape.name, p.away is None) for p in hundred}
     assert len(kinds) > 6 and {True, False} <= {away for _, away in kinds}
-    for point in [*sample, *[p for p in points if p.away][:3]]:
+    for point in hundred:
         path.write_text(json.dumps(point.stage_cost()))
         assert cli.main(["simulate", "--json", *point.simulate_arguments(str(path))]) == 0
         said = json.loads(capsys.readouterr().out)
@@ -281,6 +294,10 @@ def test_a_profile_replaces_times_and_bytes():
         ({"format": "x"}, "expected"),
         ({"layers": [1]}, "1 layers for 4 stages"),
         ({"stages": [[0, 1, 1]] * 4}, "times > 0"),
+        ({"to_host": 0}, '"to_host" must be > 0, found 0'),
+        ({"hop": -1}, '"hop" must be > 0, found -1'),
+        ({"set_bytes": [-5] * 4}, '"set_bytes" must be >= 0, found -5'),
+        ({"model": {"colour": 3}}, '"model" may have hidden_size, .* found colour'),
     ],
 )
 def test_profiles_that_are_none(tmp_path, change, words):

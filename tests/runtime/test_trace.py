@@ -90,6 +90,35 @@ def test_reset_starts_a_new_iteration(traced):
     assert all(rank["empty"] == ([], 0.0, 0) for rank in ranks)
 
 
+def test_what_tracing_costs_is_bounded():
+    """All of the first iterations, then one in fifty."""
+    from megatron_ext.runtime.trace import TraceFile
+
+    due = [n for n in range(1, 1001) if TraceFile.due(n)]
+    assert due[:50] == list(range(1, 51))
+    assert due[50:] == list(range(100, 1001, 50))
+
+
+def test_extent_is_on_the_wall_clock():
+    """Compute apart from the time around it; nothing ran, nothing to say."""
+    import time
+
+    import torch
+
+    from megatron_ext.runtime.trace import Recorder
+
+    recorder = Recorder(True, torch.device("cpu"))
+    assert recorder.extent() == (0.0, 0.0, 0.0)
+    before = time.time()
+    for stage in (0, 1):
+        with recorder.measure(Action(Op.F, stage, 0)):
+            time.sleep(0.01)
+        time.sleep(0.005)
+    busy, start, end = recorder.extent()
+    assert busy >= 0.02 and end - start >= busy + 0.005
+    assert before - SLACK_US / 1e6 <= start < end <= time.time() + SLACK_US / 1e6
+
+
 @pytest.mark.gpu
 def test_cuda_events_lie_on_the_wall_clock():
     """The device runs behind the host; its zero is when it gets there, not when it is asked."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ import wgrad_cases
 from megatron_ext.integration import offload, profile
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.device import CpuDevice, Faults
-from megatron_ext.schedule import Costs, generate, offload_pass
+from megatron_ext.plan.times import PassTimes
+from megatron_ext.schedule import generate, offload_pass
 from megatron_ext.schedule.link import Link
 
 
@@ -100,7 +102,7 @@ CASES["v-cap/profiled"] = {
     "cap": "0.75",
     "offload": _request("auto", None, None),
 }
-_HEAVY = Costs.of(stages=[[64, 64, 64]] * 7 + [[96, 96, 96]])
+_HEAVY = (*[PassTimes(0.064, 0.064, 0.064)] * 7, PassTimes(0.096, 0.096, 0.096))
 
 
 def _faulty() -> CpuDevice:
@@ -108,22 +110,24 @@ def _faulty() -> CpuDevice:
     return CpuDevice(faults=Faults(delay=lambda _: rng.random() / 500, poison=True))
 
 
-def _heavy(*args: Any) -> Costs:
-    measured = original_costs(*args)
-    assert measured.stages is not None and len(measured.stages) == 8
-    return _HEAVY
+def _heavy(*args: Any) -> profile.Profile:
+    measured = original_agree(*args)
+    assert len(measured.stages) == 8 and min(map(min, measured.stages)) > 0
+    assert measured.set_bytes is not None and min(measured.set_bytes) > 0
+    return replace(measured, stages=_HEAVY)
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """As the others', with late copies, and the same costs measured every time."""
     with mock.patch.object(offload, "CpuDevice", _faulty):
-        with mock.patch.object(profile, "costs", _heavy if "profile" in case else original_costs):
+        agree = _heavy if "profile" in case else original_agree
+        with mock.patch.object(profile.Profiler, "agree", agree):
             return original_run_case(case, folder)
 
 
 # Not imported here: wgrad_cases has to prepare a module before Megatron is imported.
 gpt_cases = wgrad_cases.gpt_cases
-original_costs, original_run_case = profile.costs, gpt_cases.run_case
+original_agree, original_run_case = profile.Profiler.agree, gpt_cases.run_case
 gpt_cases.run_case = run_case
 
 

@@ -11,6 +11,7 @@ that the weight-gradient store holds between B and W. And layouts as Megatron re
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections import Counter
@@ -67,6 +68,7 @@ def config_of(job: Job) -> TransformerConfig:
         "qk_layernorm": job.qk_layernorm,
         "hidden_dropout": job.hidden_dropout,
         "attention_dropout": job.attention_dropout,
+        "attention_softmax_in_fp32": job.attention_softmax_in_fp32,
         "bias_activation_fusion": not job.squared_relu,
         "recompute_granularity": job.recompute_granularity or ("selective" if modules else None),
         "recompute_modules": modules or None,
@@ -193,6 +195,23 @@ def layers_of(text: str) -> list[int]:
     return counts
 
 
+def from_megatrons_arguments(name: str) -> str:
+    """What differs between the job of a command line and that of Megatron's parsed arguments."""
+    from megatron.training.arguments import parse_args
+
+    from megatron_ext.integration.flags import add_arguments
+    from megatron_ext.integration.job import job_of_args
+
+    more = ["--tensor-model-parallel-size", "1", "--use-distributed-optimizer"]
+    sys.argv = ["pretrain_gpt.py", *tokens(name), *more]
+    ours, theirs = (
+        job_of(read(sys.argv[1:])[0]),
+        job_of_args(parse_args(add_arguments, ignore_unknown_args=False)),
+    )
+    differ = [f for f in vars(ours) if f != "assumptions" and vars(ours)[f] != vars(theirs)[f]]
+    return ", ".join(f"{f}: {vars(ours)[f]} and {vars(theirs)[f]}" for f in differ)
+
+
 def main() -> None:
     """See the module's text."""
     folder = sys.argv[1]
@@ -200,6 +219,8 @@ def main() -> None:
     parallel_state.initialize_model_parallel()
     found: dict[str, Any] = {name: run(name) for name in SHAPES}
     found["layouts"] = {text: layers_of(text) for text in LAYOUTS}
+    if importlib.util.find_spec("megatron.training") is not None:
+        found["arguments"] = {name: from_megatrons_arguments(name) for name in SHAPES}
     print("RESULT " + json.dumps(found))
 
 

@@ -1,0 +1,78 @@
+"""Profile files: what was measured comes back exactly, and is refused for another run."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+
+import pytest
+
+from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.layout import Split
+from megatron_ext.plan.model import PlanError
+from megatron_ext.plan.profile import Profile
+from megatron_ext.plan.times import PassTimes
+from megatron_ext.schedule.placement import Placement
+
+LINE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+JOB = job_of(read(LINE.split())[0])
+SPLIT = Split((1, 1, 1, 1))
+PROFILE = Profile(
+    1,
+    SPLIT.counts,
+    tuple(PassTimes(0.1 + s / 7, 0.2, 0.1 / 3) for s in range(4)),
+    set_bytes=(100, 90, 90, 200),
+    weight_set_bytes=(50, 50, 50, 60),
+    hop=1 / 3000,
+    to_host=1000.0,
+    to_device=2000.0,
+    model={"hidden_size": 64, "seq_length": 32, "tensor_model_parallel_size": 1},
+)
+
+
+def test_a_file_holds_all_of_it_exactly(tmp_path):
+    path = tmp_path / "new" / "profile.json"
+    for profile in (PROFILE, Profile(1, SPLIT.counts, PROFILE.stages)):
+        profile.save(str(path))
+        assert Profile.load(str(path)) == profile
+        # Replaced as a whole: nothing else is left in the folder.
+        assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
+    assert "set_bytes" not in json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"hidden_size": 128}, "--hidden-size 64, but the job has 128"),
+        ({"seq_length": 64}, "--seq-length 32, but the job has 64"),
+        ({"micro_batch_size": 2}, "--micro-batch-size 1, but the job has 2"),
+        ({"num_layers": 8}, "--num-layers 4, but the job has 8"),
+        ({"cheap_recompute": True}, "without --pp-cheap-recompute, but the job is with"),
+    ],
+)
+def test_another_run_is_refused(changed, text):
+    PROFILE.require(JOB)
+    with pytest.raises(PlanError, match=text):
+        PROFILE.require(JOB.with_(**changed))
+
+
+def test_costs_are_in_64ths_of_the_mean_pass():
+    rows = PROFILE.costs(SPLIT).stages
+    mean = sum(map(sum, PROFILE.stages)) / 12
+    for row, seconds in zip(rows, PROFILE.stages):
+        assert row == tuple(Fraction(round(64 * x / mean)) for x in seconds)
+    assert PROFILE.costs(SPLIT).hop == round(64 * PROFILE.hop / mean)
+    # Other seconds, in the same proportions: the same plan.
+    slower = Profile(1, SPLIT.counts, tuple(PassTimes(*(9 * x for x in r)) for r in PROFILE.stages))
+    assert slower.costs(SPLIT).stages == rows
+
+
+def test_transfer_times_are_those_of_the_slowest_chunk():
+    """Rank 0 of the V has stages 0 and 3; set bytes over rate over F+B+W, in 64ths, rounded up."""
+    there, back = PROFILE.link_times(SPLIT, Placement.vee(2))
+    last = 200 / sum(PROFILE.stages[3])
+    first = 100 / sum(PROFILE.stages[0])
+    assert first > 0 and float(there[0]) == pytest.approx(max(first, last) / 1000, abs=1 / 64)
+    assert float(back[0]) == pytest.approx(max(first, last) / 2000, abs=1 / 64)
+    assert all((64 * x).denominator == 1 for x in (*there, *back))
+    assert Profile(1, SPLIT.counts, PROFILE.stages).link_times(SPLIT, Placement.vee(2)) is None

@@ -1,0 +1,114 @@
+"""The waits that were not planned are named: where, before what, for what, and how long."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_ext.cli import main
+from megatron_ext.schedule import Action, Op, generate, lower, simulate
+from megatron_ext.view import deviations, recorded, timeline
+
+SCHEDULE = generate("1f1b", 3, 4)
+
+
+def run_with(late):
+    """A measured run in which every pass starts ``late[action]`` ms later than it could, 1 unit is
+    1 ms, and what depends on it waits."""
+    end, rows = {}, [[] for _ in SCHEDULE.ranks]
+    todo = [list(row) for row in SCHEDULE.ranks]
+    clock = [0.0] * SCHEDULE.pp
+    while any(todo):
+        for rank, row in enumerate(todo):
+            while row:
+                op, stage, microbatch = row[0]
+                needs = Action(Op.F, stage - 1, microbatch) if op is Op.F else None
+                if op is Op.BW and stage < 2:
+                    needs = Action(Op.BW, stage + 1, microbatch)
+                if needs is not None and needs.stage >= 0 and needs not in end:
+                    break
+                start = max(clock[rank], end.get(needs, 0.0)) + late.get(str(row[0]), 0.0)
+                clock[rank] = end[row[0]] = start + (1 if op is Op.F else 2)
+                rows[rank].append(
+                    {"action": str(row[0]), "start_us": 1e3 * start, "end_us": 1e3 * clock[rank]}
+                )
+                row.pop(0)
+    return rows
+
+
+def found(late):
+    planned = timeline.planned(simulate(SCHEDULE))
+    return deviations.largest(planned, timeline.measured(SCHEDULE, run_with(late)))
+
+
+def test_as_planned():
+    assert found({}) == []
+
+
+def test_a_late_message():
+    """BW1.0's input is there 5 ms before it starts; rank 0 waits for it in turn."""
+    first, *others = found({"BW1.0": 5.0})
+    assert (first.rank, str(first.action), first.longer) == (1, "BW1.0", 5.0)
+    assert (str(first.producer), first.of, first.ended) == ("BW2.0", 2, 5.0)
+    assert first.text("ms") == (
+        "rank 1: BW1.0 waits 5 ms longer than planned; BW2.0 of rank 2 had ended 5 ms before, so "
+        "the message or the rank came late"
+    )
+    then = next(one for one in others if one.rank == 0)
+    assert (str(then.action), str(then.producer), then.of) == ("BW0.0", "BW1.0", 1)
+    assert then.text("ms") == (
+        "rank 0: BW0.0 waits 5 ms longer than planned, for BW1.0 of rank 1, which ended 0 ms before"
+    )
+
+
+def test_three_at_most_longest_first():
+    late = {"F0.1": 1.0, "F0.2": 4.0, "F0.3": 2.0, "BW0.3": 3.0}
+    three = found(late)
+    assert len(three) == 3
+    assert [one.longer for one in three] == sorted((one.longer for one in three), reverse=True)
+    assert (str(three[0].action), three[0].producer) == ("F0.2", None)
+    assert three[0].text("ms").endswith("for no other pass: its rank or its data came late")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """What ``--pp-trace`` leaves of that run."""
+    lowered = lower(SCHEDULE)
+    SCHEDULE.save(tmp_path / recorded.plan_file(lowered.fingerprint()))
+    for rank, events in enumerate(run_with({"BW1.0": 5.0})):
+        line = {
+            "schedule": "1f1b",
+            "plan": lowered.fingerprint(),
+            "pipeline_rank": rank,
+            "iteration": 1,
+            "microbatches": 4,
+            "forward_only": False,
+            "zero_unix_us": 1.7e15,
+            "events": events,
+        }
+        (tmp_path / f"rank{rank}.jsonl").write_text(json.dumps(line) + "\n")
+    return tmp_path
+
+
+def test_show_takes_the_plan_from_the_folder(folder, capsys):
+    """Both runs in one picture on one axis, each with its memory curve, and the waits in words."""
+    picture = folder / "both.svg"
+    assert main(["show", "--measured", str(folder), "--output", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "rank 1: BW1.0 waits 5 ms longer than planned" in said
+    assert "planned 18 ms" in said and "measured 23 ms" in said
+    text = picture.read_text()
+    assert text.count("planned") >= 1 and text.count("measured") >= 1
+    trace = folder / "both.json"
+    assert main(["show", "--measured", str(folder), "--output", str(trace)]) == 0
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"activation sets, planned", "activation sets, measured"} <= names
+
+
+def test_show_without_the_plan(folder, capsys):
+    next(folder.glob("plan-*.json")).unlink()
+    assert main(["show", "--measured", str(folder)]) == 2
+    assert "the plan of iteration 1; give the schedule too" in capsys.readouterr().err
+    assert main(["show", "--measured", str(folder / "none")]) == 2
+    assert "no iteration" in capsys.readouterr().err
