@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from megatron_ext.moe import cost_file
+
 from .conftest import MAIN_TAG, ROOT, checkout, needs_megatron
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -108,8 +110,10 @@ def test_what_auto_chooses_trains_as_stock(
     _close((TRAINING.findall(log), EVALUATION.findall(log)), train(*PP))
     for rank, stage in ((0, 0), (2, 1)):
         said = [line for line in outcome.log(rank).splitlines() if "MoE layers of hidden" in line]
-        decided = [line for line in said if "over the run" not in line]
+        costs = [cost_file.parse(line[line.index("{") :]) for line in said if "{" in line]
+        decided = [line for line in said if "over the run" not in line and "{" not in line]
         summary = [line for line in said if "over the run" in line]
+        assert len(costs) == 1  # what --moe-pipeline-costs takes
         assert decided and "ms predicted" in decided[0] and "bytes predicted" in decided[0], stage
         calls = sum(int(CALLS.search(line)[1]) for line in summary)  # type: ignore[index]
         assert calls == 3 * 4 * 2  # steps, microbatches, layers
