@@ -6,11 +6,16 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from script_server import ScriptServer  # noqa: E402
+
 RANKS = Path(__file__).parent / "ranks"
 TAGS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
 MAIN_TAG = TAGS[-1]
@@ -78,3 +83,26 @@ def run(command: list[str], seconds: float, **more_env: str) -> subprocess.Compl
             f"{' '.join(command[:6])} ... did not end within {seconds} s:\n{output[-5000:]}"
         )
     return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+Serve = Callable[[Path | None, str], ScriptServer]
+
+
+@pytest.fixture(scope="session")
+def serve() -> Iterator[Serve]:
+    """``serve(path, tag)``: ``pretrain_gpt.py`` of the checkout of ``tag`` at ``path``, imported
+    once for all tests and ready to fork ranks; skips the test where that cannot be."""
+    servers: dict[Path, ScriptServer] = {}
+
+    def start(path: Path | None, tag: str) -> ScriptServer:
+        if path is None:
+            pytest.skip(f"needs a checkout; run ./scripts/get_megatron.sh {tag}")
+        if tag not in running_here():
+            pytest.skip(f"{tag} needs Python 3.12")
+        if path not in servers:
+            servers[path] = ScriptServer(path / "pretrain_gpt.py")
+        return servers[path]
+
+    yield start
+    for server in servers.values():
+        server.__exit__()

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from .conftest import MAIN_TAG, ROOT, checkout, needs_megatron
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 from features import BASE, MOE
 from script_server import Outcome, ScriptServer
+
+from .conftest import MAIN_TAG, Serve, checkout, needs_megatron
 
 OLDEST_TAG = "core_v0.16.1"
 
@@ -83,22 +80,14 @@ def losses(outcome: Outcome) -> list[float]:
     return [float.fromhex(entry["losses"]["lm loss"]) for entry in outcome.losses()]
 
 
-def served(tag: str, folder: Path) -> Iterator[Runs]:
-    path = checkout(tag)
-    if path is None:
-        pytest.skip(f"needs a checkout; run ./scripts/get_megatron.sh {tag}")
-    with ScriptServer(path / "pretrain_gpt.py") as server:
-        yield Runs(server, folder)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
+    return Runs(serve(checkout(MAIN_TAG), MAIN_TAG), tmp_path_factory.mktemp("main"))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    yield from served(MAIN_TAG, tmp_path_factory.mktemp("main"))
-
-
-@pytest.fixture(scope="module")
-def oldest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    yield from served(OLDEST_TAG, tmp_path_factory.mktemp("oldest"))
+def oldest(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
+    return Runs(serve(checkout(OLDEST_TAG), OLDEST_TAG), tmp_path_factory.mktemp("oldest"))
 
 
 def saved(folder: Path, iteration: int) -> Path:

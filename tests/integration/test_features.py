@@ -6,19 +6,14 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from .conftest import ROOT, cached, needs_megatron, running_here
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 from feature_matrix import run_feature
 from features import FEATURES
 from script_server import ScriptServer
+
+from .conftest import Serve, cached, needs_megatron
 
 pytestmark = [needs_megatron, pytest.mark.timeout(240)]
 
@@ -59,16 +54,9 @@ ROWS = {
 
 
 @pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest) -> Iterator[ScriptServer]:
+def server(request: pytest.FixtureRequest, serve: Serve) -> ScriptServer:
     """``pretrain_gpt.py`` of a checkout, imported and ready to fork ranks."""
-    tag = request.param
-    path = cached(tag)
-    if path is None:
-        pytest.skip(f"needs a checkout; run ./scripts/get_megatron.sh {tag}")
-    if tag not in running_here():
-        pytest.skip(f"{tag} needs Python 3.12")
-    with ScriptServer(path / "pretrain_gpt.py") as running:
-        yield running
+    return serve(cached(request.param), request.param)
 
 
 @pytest.mark.parametrize(

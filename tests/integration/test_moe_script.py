@@ -8,17 +8,14 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
+from script_server import Outcome
 
 from megatron_ext.moe import cost_file
 
-from .conftest import MAIN_TAG, ROOT, checkout, needs_megatron
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from script_server import Outcome, ScriptServer
+from .conftest import MAIN_TAG, Serve, checkout, needs_megatron
 
 CHECKOUT = checkout(MAIN_TAG)
 
@@ -50,10 +47,10 @@ Losses = tuple[list[tuple[str, str]], list[str]]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Outcome]]:
+def start(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Callable[..., Outcome]:
     folder, count = tmp_path_factory.mktemp("runs"), itertools.count()
-    with ScriptServer(CHECKOUT / "pretrain_gpt.py") as server:
-        yield lambda *flags: server.run([*MODEL.split(), *flags], 4, folder / str(next(count)))
+    server = serve(CHECKOUT, MAIN_TAG)
+    return lambda *flags: server.run([*MODEL.split(), *flags], 4, folder / str(next(count)))
 
 
 @pytest.fixture(scope="module")

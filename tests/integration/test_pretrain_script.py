@@ -9,10 +9,11 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from script_server import Outcome
 
 from megatron_ext import cli
 from megatron_ext.integration.choose import Choice
@@ -24,11 +25,7 @@ from megatron_ext.plan.memory import stage_bytes
 from megatron_ext.plan.profile import Profile
 from megatron_ext.schedule import lower
 
-from .conftest import MAIN_TAG, ROOT, checkout, needs_megatron, run
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from script_server import Outcome, ScriptServer
+from .conftest import MAIN_TAG, Serve, checkout, needs_megatron, run
 
 CHECKOUT = checkout(MAIN_TAG)
 
@@ -63,17 +60,15 @@ def read(log: str) -> Log:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Outcome]]:
+def start(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Callable[..., Outcome]:
     """Trains under the launcher, on ranks forked from one process that has imported Megatron."""
     folder = tmp_path_factory.mktemp("runs")
-    count = itertools.count()
+    count, server = itertools.count(), serve(CHECKOUT, MAIN_TAG)
 
-    with ScriptServer(CHECKOUT / "pretrain_gpt.py") as server:
+    def run_once(*flags: str, ranks: int = 4) -> Outcome:
+        return server.run([*MODEL.split(), *flags], ranks, folder / str(next(count)))
 
-        def run_once(*flags: str, ranks: int = 4) -> Outcome:
-            return server.run([*MODEL.split(), *flags], ranks, folder / str(next(count)))
-
-        yield run_once
+    return run_once
 
 
 @pytest.fixture(scope="module")

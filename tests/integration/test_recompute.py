@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from .conftest import RANKS, ROOT, cached, needs_megatron, run, running_here
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 from feature_matrix import command
 from features import MOE, OVERLAP, Feature
 from script_server import ScriptServer
+
+from .conftest import RANKS, ROOT, Serve, cached, needs_megatron, run, running_here
 
 pytestmark = [needs_megatron, pytest.mark.timeout(400)]
 
@@ -102,15 +98,9 @@ def test_nothing_changes(cases: Any, kind: str, way: str) -> None:
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
-def server(request: pytest.FixtureRequest) -> Iterator[ScriptServer]:
+def server(request: pytest.FixtureRequest, serve: Serve) -> ScriptServer:
     """A checkout's ``pretrain_gpt.py``, imported and ready to fork ranks."""
-    path = cached(request.param)
-    if path is None:
-        pytest.skip(f"needs a checkout; run ./scripts/get_megatron.sh {request.param}")
-    if request.param not in running_here():
-        pytest.skip(f"{request.param} needs Python 3.12")
-    with ScriptServer(path / "pretrain_gpt.py") as running:
-        yield running
+    return serve(cached(request.param), request.param)
 
 
 DENSE = Feature("gelu, dropout", run="--hidden-dropout 0.1 --attention-dropout 0.1")
