@@ -29,7 +29,7 @@
 #                    [see set_environment in scripts/training.sh, with reasons]
 
 REPO=${MEGATRON_EXT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
-TRAINING_LIBRARY=${BASH_SOURCE[0]}
+HELP_FILES=("${BASH_SOURCE[0]}") # whose first lines --help shows after the script's own
 LAUNCHER_OPTIONS=()
 
 say() {
@@ -41,12 +41,12 @@ die() {
     exit 2
 }
 
-# help_or_go FILE [ARGUMENTS]: print the header of FILE and of this library, if asked to, and exit.
+# help_or_go FILE [ARGUMENTS]: print the first lines of FILE and of HELP_FILES, if asked to, and exit.
 help_or_go() {
     case ${2:-} in
     -h | --help)
         local file
-        for file in "$1" "$TRAINING_LIBRARY"; do
+        for file in "$1" "${HELP_FILES[@]}"; do
             sed -nE '/^#(!|SBATCH| shellcheck)/d; /^#/!q; s/^# ?//p' "$file"
             echo
         done
@@ -124,6 +124,9 @@ check_settings() {
     whole NODES GPUS_PER_NODE PP TP CP EP NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH MICRO_BATCH \
         GLOBAL_BATCH TRAIN_ITERS SAVE_INTERVAL LOG_INTERVAL
     if [[ -n ${EXIT_MINUTES:-} ]]; then whole EXIT_MINUTES; fi
+    # Absolute, because steps may have another working directory.
+    [[ $CHECKPOINT_DIR == /* ]] || CHECKPOINT_DIR=$PWD/$CHECKPOINT_DIR
+    [[ $MEGATRON_LM == /* || $MEGATRON_LM == installed ]] || MEGATRON_LM=$PWD/$MEGATRON_LM
     if [[ $MEGATRON_LM != installed && ! -f $MEGATRON_LM/pretrain_gpt.py ]]; then
         die "MEGATRON_LM is $MEGATRON_LM, which has no pretrain_gpt.py; scripts/get_megatron.sh" \
             "core_v0.19.0 fetches a checkout and prints its path."
@@ -171,7 +174,7 @@ set_environment() {
     if [[ $MEGATRON_LM == installed ]]; then unset MEGATRON_LM; else export MEGATRON_LM; fi
 }
 
-# own FLAG...: refuse flags that the scripts set themselves, by whichever variable.
+# refuse_owned FLAG...: refuse flags that the scripts set themselves, by whichever variable.
 refuse_owned() {
     local argument
     for argument in "$@"; do
@@ -275,6 +278,23 @@ numa_options() {
         say "this torch has no torchrun --numa-binding, so ranks are not bound near their GPUs and" \
             "copies to the host may be slow; on a cluster, LAUNCH=srun binds without it."
     fi
+}
+
+# wait_for PID: its exit status. A trap that ends `wait` early sets SIGNALLED.
+wait_for() {
+    local now again
+    while true; do
+        SIGNALLED=
+        now=0
+        wait "$1" || now=$?
+        if [[ -z $SIGNALLED ]]; then return "$now"; fi
+        if kill -0 "$1" 2>/dev/null; then continue; fi
+        # It ended meanwhile, and $now may be the signal's. Bash may have forgotten it: 127.
+        again=0
+        wait "$1" || again=$?
+        if ((again == 127)); then again=$now; fi
+        return "$again"
+    done
 }
 
 # one_node [FLAGS]: a run of this machine's ranks under torchrun, in place of this shell.
