@@ -30,7 +30,7 @@
 
 REPO=${MEGATRON_EXT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
 HELP_FILES=("${BASH_SOURCE[0]}") # whose first lines --help shows after the script's own
-LAUNCHER_OPTIONS=()
+SAVING=yes
 
 say() {
     echo "${SCRIPT_NAME:-${0##*/}}: $*" >&2
@@ -202,12 +202,14 @@ build_arguments() {
         --lr "$LR" --min-lr 0 --lr-decay-style cosine --lr-warmup-fraction 0.01
         --weight-decay 0.1 --clip-grad 1.0
         --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-        --save "$CHECKPOINT_DIR" --load "$CHECKPOINT_DIR" --save-interval "$SAVE_INTERVAL"
-        --ckpt-format torch_dist --exit-signal-handler
+        --load "$CHECKPOINT_DIR" --ckpt-format torch_dist --exit-signal-handler
         --log-interval "$LOG_INTERVAL" --log-throughput --eval-interval 1000 --eval-iters 0
     )
     # Sequence parallelism comes with tensor parallelism; its norms need a GPU's libraries.
     if ((TP > 1)) && [[ $DEVICE == cuda ]]; then ARGUMENTS+=(--sequence-parallel); fi
+    if [[ $SAVING == yes ]]; then
+        ARGUMENTS+=(--save "$CHECKPOINT_DIR" --save-interval "$SAVE_INTERVAL")
+    fi
     if [[ -n ${EXIT_MINUTES:-} ]]; then ARGUMENTS+=(--exit-duration-in-mins "$EXIT_MINUTES"); fi
     schedule_arguments
     ARGUMENTS+=("${SCHEDULE_ARGS[@]}" "${extra[@]}")
@@ -261,11 +263,13 @@ schedule_arguments() {
     if [[ -n ${TRACE_DIR:-} ]]; then SCHEDULE_ARGS+=(--pp-trace "$TRACE_DIR"); fi
 }
 
-# launcher OPTIONS: what follows torchrun's own options or `python`, in the array LAUNCHER.
+# launcher: what follows torchrun's own options or `python`, before Megatron's flags, in the array
+# LAUNCHER. LOSS_LOG names a file for exact losses.
 launcher() {
     LAUNCHER=(-m megatron_ext.launch)
     if [[ $DEVICE == cpu ]]; then LAUNCHER+=(--device cpu); fi
-    LAUNCHER+=("$@" pretrain_gpt)
+    if [[ -n ${LOSS_LOG:-} ]]; then LAUNCHER+=(--loss-log "$LOSS_LOG"); fi
+    LAUNCHER+=(pretrain_gpt)
 }
 
 # numa_options: torchrun's option that binds every rank near its GPU, in the array NUMA_OPTIONS.
@@ -297,13 +301,18 @@ wait_for() {
     done
 }
 
-# one_node [FLAGS]: a run of this machine's ranks under torchrun, in place of this shell.
+# one_node [FLAGS]: a training run of this machine's ranks.
 one_node() {
     check_settings 1
     build_arguments "$@"
     set_environment
-    launcher "${LAUNCHER_OPTIONS[@]}"
+    launcher
+    torchrun_here "${LAUNCHER[@]}" "${ARGUMENTS[@]}"
+}
+
+# torchrun_here ARGUMENTS...: this machine's ranks under torchrun.
+torchrun_here() {
     numa_options
-    exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" \
-        "${NUMA_OPTIONS[@]}" "${LAUNCHER[@]}" "${ARGUMENTS[@]}"
+    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" \
+        "${NUMA_OPTIONS[@]}" "$@"
 }

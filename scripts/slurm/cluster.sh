@@ -109,7 +109,7 @@ saved_iteration() {
 train_and_requeue() {
     local before status=0 now
     build_arguments "$@"
-    launcher "${LAUNCHER_OPTIONS[@]}"
+    launcher
     before=$(saved_iteration)
     say "restart ${SLURM_RESTART_COUNT:-0} on $NODES node(s), from iteration $before of $TRAIN_ITERS"
     step "${LAUNCHER[@]}" "${ARGUMENTS[@]}" || status=$?
