@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 STEP = re.compile(r"iteration +(\d+)/ +\d+ \|.*?elapsed time per iteration \(ms\): ([\d.]+)")
-MEMORY = re.compile(r"\[Rank \d+\] \(after \d+ iterations\) memory \(MB\).*?max allocated: ([\d.]+)")
+MEMORY = re.compile(r"\(after \d+ iterations\) memory \(MB\).*?max allocated: ([\d.]+)")
 
 
 def read_run(folder: Path, name: str, steps: int) -> dict[str, Any]:
@@ -63,12 +63,11 @@ def plan_of(name: str, pp: int, microbatches: int) -> tuple[float, Fraction, int
 
 def row_of(name: str, run: dict[str, Any], first: dict[str, Any], options: Any) -> dict[str, Any]:
     """One row: ``run`` against ``first``, the stock run whose losses the others must have."""
-    bubble, peak, chunks = plan_of(name, options.pp, options.microbatches)
-    row = {"schedule": name, "complete": run["complete"], "bubble": bubble}
-    row["stock"] = name.startswith("stock-")
-    row["peak_microbatches"] = float(peak)
+    row = {"schedule": name, "complete": run["complete"], "stock": name.startswith("stock-")}
     if not run["complete"]:
         return row
+    row["bubble"], peak, chunks = plan_of(name, options.pp, options.microbatches)
+    row["peak_microbatches"] = float(peak)
     if run["peak_sets"] is not None:
         row["peak_microbatches"] = run["peak_sets"] / chunks
         row["peak_planned_microbatches"] = float(peak)
@@ -86,9 +85,8 @@ def table(rows: list[dict[str, Any]], best: float) -> list[str]:
     heads = ("schedule", "ms a step", "least..most", "speed", "peak", "GiB", "bubble", "losses")
     cells = [heads]
     for row in sorted(rows, key=lambda row: row.get("median_ms", float("inf"))):
-        bubble = f"{100 * row['bubble']:.1f} %"
         if not row["complete"]:
-            cells.append((row["schedule"], "failed", "", "", "", "", bubble, ""))
+            cells.append((row["schedule"], "failed", "", "", "", "", "", ""))
             continue
         memory, away = row["max_allocated_mib"], row["loss_difference"]
         cells.append(
@@ -99,7 +97,7 @@ def table(rows: list[dict[str, Any]], best: float) -> list[str]:
                 f"{best / row['median_ms']:.3f}",
                 f"{row['peak_microbatches']:g}",
                 f"{memory / 1024:.2f}" if memory else "-",
-                bubble,
+                f"{100 * row['bubble']:.1f} %",
                 "equal" if away == 0 else f"differ by {away:.1e}",
             )
         )

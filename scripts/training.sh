@@ -11,7 +11,7 @@
 #   TOKENIZER_TYPE   [HuggingFaceTokenizer; NullTokenizer for mock data]
 #   VOCAB_SIZE       [32000] for NullTokenizer only
 #   SPLIT            [99,1,0] training, validation, test
-#   PP, TP, CP, EP   [PP: the recipe's; others 1] parallel sizes
+#   PP, TP, CP, EP   [PP and EP: the recipe's; others 1] parallel sizes
 #   NUM_LAYERS, HIDDEN_SIZE, NUM_HEADS, SEQ_LENGTH [the recipe's]
 #   MICRO_BATCH, GLOBAL_BATCH [the recipe's] in sequences
 #   TRAIN_ITERS      [the recipe's] iterations of the whole training, over all restarts
@@ -90,7 +90,7 @@ words() {
 # recipe NAME: the defaults of one kind of run. What is set already stays.
 recipe() {
     RECIPE=$1
-    TP=${TP:-1} CP=${CP:-1} EP=${EP:-1} SEQ_LENGTH=${SEQ_LENGTH:-4096}
+    TP=${TP:-1} CP=${CP:-1} SEQ_LENGTH=${SEQ_LENGTH:-4096}
     NUM_LAYERS=${NUM_LAYERS:-32} HIDDEN_SIZE=${HIDDEN_SIZE:-4096} NUM_HEADS=${NUM_HEADS:-32}
     MICRO_BATCH=${MICRO_BATCH:-1} TRAIN_ITERS=${TRAIN_ITERS:-10000}
     NUM_EXPERTS=${NUM_EXPERTS:-} OFFLOAD=${OFFLOAD:-off} BIND_NUMA=${BIND_NUMA:-0}
@@ -105,12 +105,13 @@ recipe() {
         if [[ ${DEVICE:-cuda} == cuda ]]; then BIND_NUMA=1; fi
         ;;
     mpipemoe)
-        PP=${PP:-1} SCHEDULE=${SCHEDULE:-none} GLOBAL_BATCH=${GLOBAL_BATCH:-256}
+        PP=${PP:-1} EP=${EP:-8} SCHEDULE=${SCHEDULE:-none} GLOBAL_BATCH=${GLOBAL_BATCH:-256}
         NUM_EXPERTS=${NUM_EXPERTS:-8} TOP_K=${TOP_K:-2}
         MOE_CHUNKS=${MOE_CHUNKS:-2} MOE_REUSE=${MOE_REUSE:-none}
         ;;
     *) die "no recipe $RECIPE" ;;
     esac
+    EP=${EP:-1}
 }
 
 # check_settings NODES: everything that can be known to be wrong before a rank starts.
@@ -144,6 +145,8 @@ check_settings() {
     if [[ -n ${NUM_EXPERTS:-} ]]; then
         whole NUM_EXPERTS TOP_K
         ((NUM_EXPERTS % EP == 0)) || die "NUM_EXPERTS=$NUM_EXPERTS is no multiple of EP=$EP; make it one."
+        ((world % (EP * TP * PP) == 0)) ||
+            die "$world ranks are no multiple of EP*TP*PP = $EP*$TP*$PP; change one of them."
     fi
 }
 
@@ -275,7 +278,7 @@ launcher() {
 # numa_options: torchrun's option that binds every rank near its GPU, in the array NUMA_OPTIONS.
 numa_options() {
     NUMA_OPTIONS=()
-    if [[ $BIND_NUMA != 1 ]]; then return; fi
+    if [[ ${BIND_NUMA:-0} != 1 ]]; then return; fi
     if "$PYTHON" -m torch.distributed.run --help 2>/dev/null | grep -q -- --numa-binding; then
         NUMA_OPTIONS=(--numa-binding node)
     else

@@ -47,8 +47,9 @@ cluster_start() {
     MAX_RESTARTS=${MAX_RESTARTS:-20} MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
     whole MAX_RESTARTS MASTER_PORT
     check_settings "${SLURM_JOB_NUM_NODES:-1}"
-    MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" | head -n 1)
-    [[ -n $MASTER_ADDR ]] || die "scontrol named no node for '${SLURM_JOB_NODELIST:-}'."
+    # Not through head: with pipefail it would fail when scontrol has more to say.
+    read -r MASTER_ADDR < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}") ||
+        die "scontrol named no node for '${SLURM_JOB_NODELIST:-}'."
     export MASTER_ADDR MASTER_PORT LAUNCH GPUS_PER_NODE NODES BIND_NUMA PYTHON
     set_environment
     # What a rank gets of the node's cores.

@@ -18,7 +18,7 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 
 # linuxproc: Slurm signals every process of a task, the harder case for scripts that save on a
-# signal; and it needs no control groups. cred_expire shortens the wait before a requeued job starts.
+# signal; and it needs no control groups.
 CONFIGURATION = """\
 ClusterName=loopback
 SlurmctldHost={host}(127.0.0.1)
@@ -27,7 +27,7 @@ SlurmdPort={daemon}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=2
+AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
@@ -125,7 +125,9 @@ def running(folder: Path) -> Iterator[Cluster]:
     cluster = Cluster(folder)
     started: list[subprocess.Popen[bytes]] = []
     try:
-        munge = [f"--{name}={folder}/munge.{name}" for name in ("pid-file", "log-file", "seed-file")]
+        munge = [
+            f"--{name}={folder}/munge.{name}" for name in ("pid-file", "log-file", "seed-file")
+        ]
         munge += ["--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"]
         started.append(_start(cluster, "munged", munge))
         _wait(cluster, lambda: (folder / "munge.socket").exists(), "munged")
