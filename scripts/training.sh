@@ -31,6 +31,8 @@
 REPO=${MEGATRON_EXT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
 HELP_FILES=("${BASH_SOURCE[0]}") # whose first lines --help shows after the script's own
 SAVING=yes
+# shellcheck disable=SC2034  # for scripts/slurm
+TOLD=84 # exit status of a task that was told to stop and did not end well
 
 say() {
     echo "${SCRIPT_NAME:-${0##*/}}: $*" >&2

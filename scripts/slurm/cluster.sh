@@ -16,9 +16,8 @@
 # When the job's time ends, Slurm sends SIGUSR1 (#SBATCH --signal), and by
 # `scancel --signal=USR1 --batch JOBID` so can you. The run then saves between two iterations and
 # ends, and the job goes back into the queue and continues from its checkpoint. It does so too after
-# EXIT_MINUTES. On preemption (SIGTERM) it saves as well; going back into the queue is then Slurm's,
-# by the partition's settings and #SBATCH --requeue. After an error, or where a restart has saved
-# nothing new, it does not go back.
+# EXIT_MINUTES, and on preemption, where Slurm sends SIGTERM to the ranks and grants them some time.
+# After `scancel JOBID`, an error, or a start that has saved nothing new, it does not go back.
 
 # shellcheck disable=SC2034  # read by scripts/training.sh
 SCRIPT_NAME=${SLURM_JOB_NAME:-${0##*/}}
@@ -50,6 +49,9 @@ cluster_start() {
     # Not through head: with pipefail it would fail when scontrol has more to say.
     read -r MASTER_ADDR < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}") ||
         die "scontrol named no node for '${SLURM_JOB_NODELIST:-}'."
+    # If torchrun is told to stop itself, it gives its ranks so many seconds, by default 30: too few
+    # for a checkpoint. Slurm's own limits still hold.
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
     export MASTER_ADDR MASTER_PORT LAUNCH GPUS_PER_NODE NODES BIND_NUMA PYTHON
     set_environment
     # What a rank gets of the node's cores.
@@ -81,7 +83,7 @@ container_options() {
     local names=PYTHONPATH,CUDA_DEVICE_MAX_CONNECTIONS,PYTORCH_CUDA_ALLOC_CONF,OMP_NUM_THREADS
     names+=,NVTE_FWD_LAYERNORM_SM_MARGIN,NVTE_BWD_LAYERNORM_SM_MARGIN
     names+=,TORCH_NCCL_AVOID_RECORD_STREAMS,NCCL_P2P_NET_CHUNKSIZE,NCCL_DEBUG
-    names+=,MASTER_ADDR,MASTER_PORT,TOKENIZERS_PARALLELISM,PYTHONUNBUFFERED
+    names+=,TORCH_ELASTIC_SHUTDOWN_TIMEOUT,MASTER_ADDR,MASTER_PORT,TOKENIZERS_PARALLELISM,PYTHONUNBUFFERED
     if [[ -n ${MEGATRON_LM:-} ]]; then names+=,MEGATRON_LM; fi
     # A Megatron checkout compiles its dataset helpers at first start, enroot's images are read-only.
     STEP+=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts"
@@ -120,11 +122,11 @@ train_and_requeue() {
         exit 0
     fi
     if [[ $STOP == TERM ]]; then
-        say "stopped by SIGTERM at iteration $now of $TRAIN_ITERS; if this was a preemption, Slurm" \
-            "restarts the job"
+        # Of `scancel JOBID`, which means the end; a preemption tells only the tasks.
+        say "stopped by SIGTERM at iteration $now of $TRAIN_ITERS; not restarted"
         exit "$status"
     fi
-    if ((status != 0)) && [[ $STOP != USR1 ]]; then
+    if ((status != 0 && status != TOLD)) && [[ $STOP != USR1 ]]; then
         say "the run failed with status $status at iteration $now of $TRAIN_ITERS; not restarted"
         exit "$status"
     fi

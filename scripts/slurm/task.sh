@@ -3,8 +3,9 @@
 # (LAUNCH=srun), inside the container if there is one. Its arguments are torchrun's script part.
 #
 # SIGUSR1 and SIGTERM become SIGTERM to the ranks, which Megatron's --exit-signal-handler waits for.
-# torchrun itself must not get it: it would give its ranks half a minute, and then kill them while
-# they save.
+# torchrun itself should not get it: it would kill its ranks after a while, and fail. Where Slurm
+# tracks processes without control groups it does get it; so whoever was told to stop, and failed,
+# ends with status TOLD, and the job looks for itself what was saved.
 set -euo pipefail
 
 # shellcheck source=scripts/training.sh
@@ -59,7 +60,8 @@ tell_ranks() {
     kill -TERM "${pids[@]}" 2>/dev/null || true
 }
 
-trap 'SIGNALLED=yes; tell_ranks' USR1 TERM
+told=
+trap 'SIGNALLED=yes told=yes; tell_ranks' USR1 TERM
 # Where Slurm tracks processes without control groups, it signals every process of a task: torchrun
 # must survive the SIGUSR1 that is meant for this shell.
 (
@@ -70,4 +72,5 @@ trap 'SIGNALLED=yes; tell_ranks' USR1 TERM
 child=$!
 status=0
 wait_for "$child" || status=$?
+if [[ -n $told ]] && ((status != 0)); then exit "$TOLD"; fi
 exit "$status"

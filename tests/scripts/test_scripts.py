@@ -47,7 +47,7 @@ def test_the_check_of_all_scripts_covers_them() -> None:
 # Bash's and Slurm's own, what tests replace, and what the scripts set for each other.
 UNDOCUMENTED = re.compile(
     r"SLURM_\w+|BASH_SOURCE|WORDS|PYTHONPATH|SYSFS|SCRIPT_NAME|LOSS_LOG|STOP|WAIT|NUMBER|HOME"
-    r"|NVTE_\w+|NCCL_\w+|TORCH_NCCL_\w+|XDG_CACHE_HOME"
+    r"|NVTE_\w+|NCCL_\w+|TORCH_\w+|XDG_CACHE_HOME"
 )
 
 
@@ -180,7 +180,9 @@ ENDINGS = {
     "killed while it saved": ({"WAIT": "USR1", "SAVED": "40", "STATUS": "137"}, 0, True, "back"),
     "nothing new": ({"WAIT": "USR1", "BEFORE": "40", "SAVED": "40"}, 2, False, "beyond 40"),
     "exit minutes": ({"SAVED": "40"}, 0, True, "back into the queue"),
-    "preempted": ({"WAIT": "TERM", "SAVED": "40"}, 0, False, "Slurm restarts the job"),
+    "preempted": ({"STATUS": "84", "SAVED": "40"}, 0, True, "back into the queue"),
+    "preempted too soon": ({"STATUS": "84"}, 2, False, "beyond 0"),
+    "cancelled": ({"WAIT": "TERM", "SAVED": "40"}, 0, False, "by SIGTERM at iteration 40 of 100"),
     "failed": ({"SAVED": "40", "STATUS": "1"}, 1, False, "failed with status 1 at iteration 40"),
     "enough": (
         {"WAIT": "USR1", "SAVED": "40", "SLURM_RESTART_COUNT": "3", "MAX_RESTARTS": "3"},
@@ -214,7 +216,7 @@ def test_goes_back_into_the_queue(case: str, run: Run, workplace: Path) -> None:
 def test_ranks_get_sigterm_and_torchrun_lives(
     shape: str, signal: str, run: Run, workplace: Path
 ) -> None:
-    """A task hands the signal to its ranks only, waits for them, and has their status."""
+    """A task hands the signal to its ranks only, waits for them, and says that it was told to."""
     rank = """trap 'echo told >>"$RECORD"; exit 7' TERM
 for ((i = 0; i < 400; i++)); do sleep 0.05; done"""
     agent = f"""#!/usr/bin/env bash
@@ -235,7 +237,7 @@ fi
     given = {**settings(workplace), **numbers, "NODES": "1", "GPUS_PER_NODE": "1"}
     given |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LAUNCH": shape}
     done = run("slurm/task.sh", "-m", "megatron_ext.launch", **given)
-    assert done.returncode == 7, done.stderr
+    assert done.returncode == 84, done.stderr
     assert record(workplace) == "told\n"
 
 
