@@ -1,6 +1,6 @@
 """``doctor``: what of this machine, its torch and its Megatron works with us, and what to change.
 
-Runs on a bare interpreter. torch and Megatron are looked at by ``integration/probe.py``, in a
+Runs on a bare interpreter. torch and Megatron are looked at by ``megatron_ext/probe.py``, in a
 process of its own, so that nothing which they do can end this one.
 """
 
@@ -22,7 +22,7 @@ from . import machine
 from .common import InputError, Parser
 
 OK, WARNING, ERROR = "ok", "warning", "error"
-PROBE = Path(__file__).resolve().parent.parent / "integration" / "probe.py"
+PROBE = Path(__file__).resolve().parent.parent / "probe.py"
 PROBE_SECONDS = 180
 _INSTALL = "pip install 'megatron-ext[megatron]', or use an image that has torch and Megatron"
 
@@ -88,7 +88,7 @@ def _heads(findings: list[Finding]) -> list[tuple[str, str]]:
 
 
 def probe(checkout: Path | None) -> dict[str, Any]:
-    """What ``integration/probe.py`` finds out; ``{"error": ...}`` if it does not come to an end."""
+    """What ``megatron_ext/probe.py`` finds out; ``{"error": ...}`` if it comes to no end."""
     command = [sys.executable, *(["-S"] if sys.flags.no_site else []), "-W", "ignore", str(PROBE)]
     if checkout is not None:
         command.append(str(checkout))

@@ -1,9 +1,10 @@
 """What this interpreter's torch and Megatron are, as JSON: ``doctor`` runs this file on its own.
 
 In a process of its own because importing torch or Megatron may fail in any way, a crash included,
-and takes seconds. Nothing is hooked: seams are looked for and not bound.
+and takes seconds. Nothing is hooked: seams are looked for and not bound. Without a GPU, Megatron is
+imported as ``launch --device cpu`` does it.
 
-    python megatron_ext/integration/probe.py [CHECKOUT]
+    python megatron_ext/probe.py [CHECKOUT]
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def library_facts() -> dict[str, Any]:
 
 def main() -> None:
     """Print everything as one JSON object, the last line of standard output."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[1])
     # Python has put this file's folder first, whose modules are no top-level ones.
     sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent]
     sys.path[:0] = [*(os.path.abspath(p) for p in sys.argv[1:]), root]
@@ -177,7 +178,13 @@ def main() -> None:
     with contextlib.redirect_stdout(noise):
         facts: dict[str, Any] = {"torch": torch_facts()}
         if "error" not in facts["torch"]:
-            facts |= {"megatron": megatron_facts(), "libraries": library_facts()}
+            # Before anything replaces functions of torch.
+            facts["libraries"] = library_facts()
+            if not facts["torch"]["devices"]:
+                from megatron_ext import cpu
+
+                cpu.install()
+            facts["megatron"] = megatron_facts()
     sys.stdout.write(json.dumps(facts) + "\n")
 
 
