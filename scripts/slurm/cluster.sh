@@ -17,7 +17,8 @@
 # `scancel --signal=USR1 --batch JOBID` so can you. The run then saves between two iterations and
 # ends, and the job goes back into the queue and continues from its checkpoint. It does so too after
 # EXIT_MINUTES, and on preemption, where Slurm sends SIGTERM to the ranks and grants them some time.
-# After `scancel JOBID`, an error, or a start that has saved nothing new, it does not go back.
+# After `scancel JOBID` or an error it does not go back, nor where its time was too short to save
+# anything new.
 
 # shellcheck disable=SC2034  # read by scripts/training.sh
 SCRIPT_NAME=${SLURM_JOB_NAME:-${0##*/}}
@@ -96,6 +97,8 @@ step() {
     local status=0
     srun "${STEP[@]}" bash "$REPO/scripts/slurm/task.sh" "$@" &
     STEP_PID=$!
+    # A signal may have come before there was someone to pass it to.
+    if [[ -n $STOP ]]; then stop "$STOP"; fi
     wait_for "$STEP_PID" || status=$?
     STEP_PID=
     return "$status"
@@ -130,7 +133,8 @@ train_and_requeue() {
         say "the run failed with status $status at iteration $now of $TRAIN_ITERS; not restarted"
         exit "$status"
     fi
-    ((now > before)) ||
+    # Who was preempted is not to blame for that.
+    ((now > before)) || [[ -z $STOP && $status -eq $TOLD ]] ||
         die "this start has saved no iteration beyond $before, so a restart would repeat it; give" \
             "more time before the end (#SBATCH --signal), or a smaller SAVE_INTERVAL."
     ((${SLURM_RESTART_COUNT:-0} < MAX_RESTARTS)) ||

@@ -52,15 +52,19 @@ fi
 # tell_ranks: parents are read from /proc, because images often lack ps and pgrep.
 # shellcheck disable=SC2329  # called by the trap
 tell_ranks() {
+    if [[ -z $child ]]; then return; fi
     local pids=("$child")
     if [[ $LAUNCH == torchrun ]]; then
         mapfile -t pids < <(grep -lE "^PPid:[[:space:]]+$child\$" /proc/[0-9]*/status 2>/dev/null |
             cut -d / -f 3)
+        # Before there are ranks, nothing is lost by ending torchrun.
+        if ((${#pids[@]} == 0)); then pids=("$child"); fi
     fi
     kill -TERM "${pids[@]}" 2>/dev/null || true
 }
 
 told=
+child=
 trap 'SIGNALLED=yes told=yes; tell_ranks' USR1 TERM
 # Where Slurm tracks processes without control groups, it signals every process of a task: torchrun
 # must survive the SIGUSR1 that is meant for this shell.
@@ -70,6 +74,7 @@ trap 'SIGNALLED=yes told=yes; tell_ranks' USR1 TERM
     exec "${run[@]}"
 ) &
 child=$!
+if [[ -n $told ]]; then tell_ranks; fi
 status=0
 wait_for "$child" || status=$?
 if [[ -n $told ]] && ((status != 0)); then exit "$TOLD"; fi

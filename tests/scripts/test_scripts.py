@@ -181,7 +181,8 @@ ENDINGS = {
     "nothing new": ({"WAIT": "USR1", "BEFORE": "40", "SAVED": "40"}, 2, False, "beyond 40"),
     "exit minutes": ({"SAVED": "40"}, 0, True, "back into the queue"),
     "preempted": ({"STATUS": "84", "SAVED": "40"}, 0, True, "back into the queue"),
-    "preempted too soon": ({"STATUS": "84"}, 2, False, "beyond 0"),
+    "preempted too soon to save": ({"STATUS": "84"}, 0, True, "at iteration 0 of 100; back"),
+    "too late to save": ({"WAIT": "USR1", "STATUS": "84"}, 2, False, "beyond 0"),
     "cancelled": ({"WAIT": "TERM", "SAVED": "40"}, 0, False, "by SIGTERM at iteration 40 of 100"),
     "failed": ({"SAVED": "40", "STATUS": "1"}, 1, False, "failed with status 1 at iteration 40"),
     "enough": (

@@ -16,7 +16,8 @@ from .agent import CHECKOUT, ranks_for
 from .conftest import ROOT
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(
     sys.version_info < (3, 12) or importlib.util.find_spec("torch") is None,
     reason="needs Python 3.12 with torch; run ./scripts/test.sh, it installs it",
@@ -43,7 +44,7 @@ def test_one_command_ends_in_a_table(tmp_path: Path) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=280,
         )
     assert "left out: v=3, since 8 layers are no multiple of 4*3" in done.stderr
     assert "v-triple failed" in done.stderr
