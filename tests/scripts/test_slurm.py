@@ -66,9 +66,10 @@ def test_stops_when_told_to_and_continues(tmp_path: Path) -> None:
         number = slurm.call("sbatch", *options, script, **settings).strip()
         _wait_for(slurm, number, output, lambda: _iterations(output)[-1:] >= [2])
         slurm.call("scancel", "--signal=USR1", "--batch", number)
-        _wait_for(slurm, number, output, lambda: slurm.job(number)["Restarts"] == "1")
-        # Slurm holds a requeued job back for two minutes.
-        slurm.call("scontrol", "update", f"JobId={number}", "StartTime=now")
+        _wait_for(slurm, number, output, lambda: _is_back(slurm.job(number)))
+        # Slurm holds a requeued job back for two minutes, from when the last of it has ended. In
+        # the very second of that end, the node would take its new start for the old one.
+        slurm.call("scontrol", "update", f"JobId={number}", "StartTime=now+3seconds")
         _wait_for(slurm, number, output, lambda: slurm.job(number)["JobState"] == "COMPLETED")
     text = output.read_text()
     assert "exiting program after receiving SIGTERM" in text
@@ -78,6 +79,10 @@ def test_stops_when_told_to_and_continues(tmp_path: Path) -> None:
     assert "--pp-schedule v-half on megatron-core" in text
     # Every iteration once: none was lost, and none was made twice.
     assert _iterations(output) == list(range(1, ITERATIONS + 1))
+
+
+def _is_back(job: dict[str, str]) -> bool:
+    return job["Restarts"] == "1" and job["JobState"] == "PENDING"
 
 
 def _iterations(output: Path) -> list[int]:
