@@ -1,4 +1,4 @@
-"""sweep_schedules: four CPU ranks train under several schedules, and the table at the end."""
+"""sweep_schedules: CPU ranks train under several schedules, and the table at the end."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def test_one_command_ends_in_a_table(tmp_path: Path) -> None:
             "MEGATRON_LM": str(CHECKOUT),
             "SWEEP_DIR": str(tmp_path / "sweep"),
             "STEPS": "4",
+            "GPUS_PER_NODE": "2",  # four by default, which takes twice as long
             "CHUNKS": "1 2 3",
             "SCHEDULES": "v-half v-triple",
         }
@@ -46,7 +47,7 @@ def test_one_command_ends_in_a_table(tmp_path: Path) -> None:
             text=True,
             timeout=280,
         )
-    assert "left out: v=3, since 8 layers are no multiple of 4*3" in done.stderr
+    assert "left out: v=3, since 4 layers are no multiple of 2*3" in done.stderr
     assert "v-triple failed" in done.stderr
     result = json.loads((tmp_path / "sweep" / "table.json").read_text())
     rows = {row["schedule"]: row for row in result["rows"]}
@@ -57,7 +58,7 @@ def test_one_command_ends_in_a_table(tmp_path: Path) -> None:
         assert row["complete"] and row["loss_difference"] == 0, name
         assert re.search(rf"^{name} .* equal$", done.stdout, re.M), done.stdout
     # Counted by the runtime: floor((p + 2)/2) microbatches.
-    assert rows["v-half"]["peak_microbatches"] == 3
+    assert rows["v-half"]["peak_microbatches"] == 2
     assert result["best_stock"] in ("stock-1f1b", "stock-interleaved-v2")
 
 
