@@ -19,6 +19,7 @@ import pytest
 
 from megatron_ext import cli
 from megatron_ext.integration import flags
+from megatron_ext.schedule import generate, simulate
 
 from . import pages
 from .pages import PAGES, ROOT, Command, name_of
@@ -273,3 +274,31 @@ def test_support_page_says_what_the_matrix_has() -> None:
         (row,) = [row for row in rows if row[0].startswith(start)]
         said = [int(n[0]) if (n := re.findall(r"script, (\d+)", cell)) else 0 for cell in row[1:5]]
         assert said == counts[name], row[0]
+
+
+def test_numbers_of_the_choosing_page() -> None:
+    """Its table, simulated anew: peak at m = 32, and the bubble at each m."""
+    text = (ROOT / "docs" / "15-choosing.md").read_text()
+    rows = re.findall(
+        r"(?m)^\| `([a-z0-9-]+)`(?:, `([a-z0-9-]+)`)? \| ([\d.]+).*?\| (.* %) \|$", text
+    )
+    assert len(rows) == 6
+    for first, second, peak, bubbles in rows:
+        for name in filter(None, (first, second)):
+            runs = [simulate(generate(name, 8, m)) for m in (8, 16, 32, 64)]
+            assert float(max(runs[2].peak_activation)) == float(peak), name
+            assert [f"{float(100 * run.bubble):.2f} %" for run in runs] == bubbles.split(" | "), (
+                name
+            )
+    pictures = (ROOT / "docs" / "02-schedules.md").read_text()
+    said = re.findall(
+        r"(?m)^`([a-z-]+)`.*?: ([\d.]+ %)(?: idle)?, peak ([\d.]+)(?: microb.*)?\.$", pictures
+    )
+    said += re.findall(r"(?m)^`(zb-h1)`, W .*: ([\d.]+ %), peak ([\d.]+)\.$", pictures)
+    assert len({name for name, _, _ in said}) == 6
+    for name, bubble, peak in said:
+        run = simulate(generate(name, 4, 8))
+        assert (f"{float(100 * run.bubble):.2f} %", float(max(run.peak_activation))) == (
+            bubble,
+            float(peak),
+        ), name
