@@ -33,7 +33,7 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy
-check shellcheck --external-sources scripts/*.sh .ci/run
+check shellcheck --external-sources scripts/*.sh scripts/slurm/* .ci/run
 
 say "pytest $*"
 status=0

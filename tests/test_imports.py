@@ -16,7 +16,7 @@ PACKAGE = ROOT / "megatron_ext"
 
 _TOOLS = {"schedule", "plan", "view"}
 _ENGINE = {"runtime", "offload", "moe"}
-_ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching"}
+_ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching", "probe"}
 
 # room -> (rooms of this package it may import, packages besides the standard library it may).
 RULES: dict[str, tuple[set[str], set[str]]] = {
@@ -36,6 +36,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "patching": (set(), set()),
     "cli": (_ALL, set()),
     "launch": (_ALL, {"torch", "megatron"}),
+    "probe": (_ALL, {"torch", "megatron"}),
     "__main__": (_ALL, set()),
     "__init__": (_ALL, set()),
 }

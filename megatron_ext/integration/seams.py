@@ -78,6 +78,16 @@ class Seams:
                 self.bindings.pop().undo()
             raise
 
+    def find(self, seam: Seam) -> str:
+        """The target that ``seam`` would bind, which stays as it is.
+
+        Raises:
+            ConfigError: it is missing or has another signature.
+        """
+        target, owner, name = self._resolve(seam)
+        self._check_signature(target, inspect.getattr_static(owner, name), seam)
+        return target
+
     def revert(self) -> None:
         """Undo everything, last seam first."""
         while self.bindings:

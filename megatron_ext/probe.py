@@ -1,0 +1,192 @@
+"""What this interpreter's torch and Megatron are, as JSON: ``doctor`` runs this file on its own.
+
+In a process of its own because importing torch or Megatron may fail in any way, a crash included,
+and takes seconds. Nothing is hooked: seams are looked for and not bound. Without a GPU, Megatron is
+imported as ``launch --device cpu`` does it.
+
+    python megatron_ext/probe.py [CHECKOUT]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+# One run for each group of seams: name -> (schedule, its offload, cheap recompute).
+_RUNS = {
+    "schedules (1f1b, zb-h1, …)": ("zb-h1", None, False),
+    "V placement": ("v-half", None, False),
+    "PipeOffload": ("v-half", "auto", False),
+    "cheap recompute": ("v-half", "auto", True),
+}
+
+
+def torch_facts() -> dict[str, Any]:
+    """Versions, devices and their places on the bus; ``{"error": ...}`` without torch."""
+    try:
+        import torch
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    facts: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda}
+    facts["devices"] = []
+    with contextlib.suppress(Exception):
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+            found = torch.cuda.get_device_properties(index)
+            parts = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+            bus = None if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
+            capability = f"{found.major}.{found.minor}"
+            memory = {"total_bytes": found.total_memory, "pci": bus}
+            facts["devices"].append({"name": found.name, "capability": capability, **memory})
+    with contextlib.suppress(Exception):
+        if torch.version.cuda is not None and torch.distributed.is_nccl_available():
+            facts["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return facts
+
+
+def megatron_facts() -> dict[str, Any]:
+    """Version, place and what of it our seams find; ``{"error": ...}`` without Megatron."""
+    try:
+        from megatron.core import package_info
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    facts: dict[str, Any] = {"version": str(package_info.__version__)}
+    facts["path"] = str(Path(package_info.__file__).resolve().parents[2])
+    from megatron_ext.integration import ConfigError
+    from megatron_ext.integration.versions import require_supported
+
+    try:
+        require_supported(facts["version"])
+    except ConfigError as error:
+        return {**facts, "unsupported": str(error)}
+    try:
+        import megatron.training.training  # noqa: F401
+    except ModuleNotFoundError as error:
+        # The wheels have no training loop before 0.17; then only the core's seams are looked for.
+        facts["training_error"] = str(error)
+    except Exception as error:
+        return {**facts, "training_error": f"{type(error).__name__}: {error}", "seams": {}}
+    facts["seams"] = seams(facts["version"])
+    return facts
+
+
+class _Recorder:
+    """Stands for ``Seams``: what would be bound is looked for and noted."""
+
+    def __init__(self, version: str) -> None:
+        from megatron_ext.integration.seams import Seams
+
+        self.version = version
+        self._seams = Seams(version)
+        self.found: dict[tuple[str, ...], str | None] = {}
+
+    def apply(self, seams: Sequence[Any]) -> None:
+        for seam in seams:
+            try:
+                self._seams.find(seam)
+                self.found[seam.targets] = None
+            except Exception as error:
+                self.found[seam.targets] = str(error)
+
+    def report(self) -> str:
+        return ""
+
+
+class _Arguments(SimpleNamespace):
+    """Megatron's arguments where only a few matter: every other one is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def seams(version: str) -> dict[str, Any]:
+    """Group -> ``{"total": n, "missing": [sentences]}``, as an installation would bind them."""
+    result: dict[str, Any] = {}
+    for group, hook in _groups().items():
+        from megatron_ext.integration import Installation
+
+        installation = Installation()
+        recorder = installation.seams = _Recorder(version)  # type: ignore[assignment]
+        try:
+            hook(installation)
+        except Exception as error:
+            result[group] = {"total": 0, "missing": [f"{type(error).__name__}: {error}"]}
+            continue
+        missing = [error for error in recorder.found.values() if error is not None]
+        result[group] = {"total": len(recorder.found), "missing": missing}
+    return result
+
+
+def _groups() -> dict[str, Callable[[Any], None]]:
+    from megatron_ext.integration.moe_flags import MoERequest
+    from megatron_ext.integration.offload_request import OffloadRequest
+    from megatron_ext.integration.validate import Choice
+
+    def schedule(name: str, offload: str | None, recompute: bool) -> Callable[[Any], None]:
+        def hook(installation: Any) -> None:
+            asked = None if offload is None else OffloadRequest(offload)
+            arguments = _Arguments(
+                rank=1,
+                pipeline_model_parallel_size=2,
+                distributed_timeout_minutes=10,
+                pp_cheap_recompute=recompute,
+            )
+            installation.hook_schedule(arguments, Choice(name, offloading=asked), 2)
+
+        return hook
+
+    groups: dict[str, Callable[[Any], None]] = {"flags": lambda i: i.hook_arguments()}
+    groups |= {name: schedule(*run) for name, run in _RUNS.items()}
+    groups["MPipeMoE"] = lambda i: i.hook_moe(MoERequest(2, "s4"), _Arguments(rank=1))
+    return groups
+
+
+def library_facts() -> dict[str, Any]:
+    """Versions of Transformer Engine and Apex; absent where they cannot be imported."""
+    facts: dict[str, Any] = {}
+    for name in ("transformer_engine", "apex"):
+        try:
+            module = __import__(name)
+            if name == "transformer_engine":
+                __import__("transformer_engine.pytorch")
+            facts[name] = {"version": str(getattr(module, "__version__", "of unknown version"))}
+        except ImportError as error:
+            if getattr(error, "name", None) != name:
+                facts[name] = {"error": str(error)}
+        except Exception as error:
+            facts[name] = {"error": f"{type(error).__name__}: {error}"}
+    with contextlib.suppress(Exception):
+        __import__("fused_weight_gradient_mlp_cuda")
+        facts["fused_wgrad"] = True
+    return facts
+
+
+def main() -> None:
+    """Print everything as one JSON object, the last line of standard output."""
+    root = str(Path(__file__).resolve().parents[1])
+    # Python has put this file's folder first, whose modules are no top-level ones.
+    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent]
+    sys.path[:0] = [*(os.path.abspath(p) for p in sys.argv[1:]), root]
+    noise = io.StringIO()
+    with contextlib.redirect_stdout(noise):
+        facts: dict[str, Any] = {"torch": torch_facts()}
+        if "error" not in facts["torch"]:
+            # Before anything replaces functions of torch.
+            facts["libraries"] = library_facts()
+            if not facts["torch"]["devices"]:
+                from megatron_ext import cpu
+
+                cpu.install()
+            facts["megatron"] = megatron_facts()
+    sys.stdout.write(json.dumps(facts) + "\n")
+
+
+if __name__ == "__main__":
+    main()
