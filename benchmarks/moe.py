@@ -401,7 +401,7 @@ def strategies(rank: int, args: Any) -> list[dict[str, Any]]:
             budget = footprint(shape, load_of(rows), Layout(), Layout()).peak_bytes // 2
             auto = Auto(Space.of("auto", "auto"), budget)
             bench.add("auto", auto)
-            row = choice_row(bench, auto, auto.fitting(bench), args.repeats)
+            row = choice_row(bench, auto, auto.fitting(bench), min(3, args.repeats))
             out.append({"ratio": ratio, "link": link, "budget_bytes": budget, **row})
             bench.close()
             if rank == 0:

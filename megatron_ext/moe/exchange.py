@@ -54,6 +54,14 @@ class Row:
         return [table[:, at : at + size].view(dtype) for at, size, dtype in self._fields]
 
 
+def select_rows(source: torch.Tensor, order: torch.Tensor | None, out: torch.Tensor) -> None:
+    """``out[r] = source[order[r]]``; both may be strided."""
+    if order is None:
+        out.copy_(source)
+    else:
+        torch.index_select(source, 0, order, out=out)
+
+
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to the alignment of fields."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

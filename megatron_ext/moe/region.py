@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from .exchange import Chunk, Exchange, Plan, Row, Transfer, aligned
+from .exchange import Chunk, Exchange, Plan, Row, Transfer, aligned, select_rows
 from .graph import GradientSums, Graph
 from .ring import DEPTH
 from .saved import INPUT, Memory, Record, entered
@@ -223,8 +223,8 @@ class _Call:
         hidden, probs = (t[chunk.start : chunk.end] for t in (self._hidden, self._probs))
         send = self._send_buffer(i, self._row)
         rows, row_probs = self._row.view(send, chunk.sent_rows)
-        torch.index_select(hidden, 0, self._tokens(index), out=rows)
-        own_probs = probs.reshape(-1).index_select(0, index)
+        torch.indexselect_rows(hidden, 0, self._tokens(index), out=rows)
+        own_probs = probs.reshape(-1).indexselect_rows(0, index)
         row_probs.copy_(own_probs.unsqueeze(1))
         if self._resends and self.saves:
             self._sent_probs.append(own_probs)
@@ -272,13 +272,13 @@ class _Call:
         row = Row((self._width, self._dtype))
         order = exchange.order(self._plan, i, inverse=True)
         if exchange.tp_size > 1:
-            y = y if order is None else y.index_select(0, order)
+            y = y if order is None else y.indexselect_rows(0, order)
             wide = torch.promote_types(self._probs_dtype, torch.float32)
             y, order = exchange.reduce(y.contiguous(), chunk, wide), None
         if order is None and y.is_contiguous() and row.nbytes == self._width * y.itemsize:
             return self._post_back(i, row, y.view(torch.uint8).view(-1))
         back = self._take("return", i, chunk.received_rows * row.nbytes)
-        _select(y, order, row.view(back, chunk.received_rows)[0])
+        select_rows(y, order, row.view(back, chunk.received_rows)[0])
         return self._post_back(i, row, back)
 
     def _add_up(self, i: int, arrived: torch.Tensor, out: torch.Tensor) -> None:
@@ -340,9 +340,9 @@ class _Call:
         token = self._tokens(index)
         send = self._send_buffer(i, row)
         fields = row.view(send, chunk.sent_rows)
-        torch.index_select(self._grad[chunk.start : chunk.end], 0, token, out=fields[0])
+        torch.indexselect_rows(self._grad[chunk.start : chunk.end], 0, token, out=fields[0])
         if self._hidden is not None:
-            torch.index_select(self._hidden[chunk.start : chunk.end], 0, token, out=fields[1])
+            torch.indexselect_rows(self._hidden[chunk.start : chunk.end], 0, token, out=fields[1])
             fields[2].copy_(self._sent_probs[i].unsqueeze(1))
         self._transfers[i] = self._post(i, row, send)
 
@@ -357,15 +357,15 @@ class _Call:
             dy = self._take("gradient", i, size)[:size]
         dy = dy.view(self._dtype).view(chunk.rows, self._width)
         order = self._exchange.order(self._plan, i)
-        _select(fields[0], order, dy)
+        select_rows(fields[0], order, dy)
         if self._strategy.input is Restore.KEEP:
             slot = dy  # stands for nothing: the graph has its input
         else:
             slot = record.restored_slot()
             x, p = self._halves(slot, chunk)
             if self._resends:
-                _select(fields[1], order, x)
-                _select(fields[2], order, p.unsqueeze(1))
+                select_rows(fields[1], order, x)
+                select_rows(fields[2], order, p.unsqueeze(1))
         if not self._has_work(i):
             record.finish()
             return dy, dy.new_empty(0, dtype=self._probs_dtype)
@@ -402,12 +402,12 @@ class _Call:
         order = exchange.order(self._plan, i, inverse=True)
         if exchange.tp_size > 1:
             wide = torch.promote_types(self._probs_dtype, torch.float32)
-            dx, dp = (t if order is None else t.index_select(0, order) for t in (dx, dp))
+            dx, dp = (t if order is None else t.indexselect_rows(0, order) for t in (dx, dp))
             dx, dp = (exchange.reduce(t.contiguous(), chunk, wide) for t in (dx, dp))
             order = None
         back = self._take("return", i, chunk.received_rows * self._row.nbytes)
         for part, field in zip((dx, dp), self._row.view(back, chunk.received_rows)):
-            _select(part, order, field)
+            select_rows(part, order, field)
         return self._post_back(i, self._row, back)
 
     def _add_up_gradients(
@@ -454,8 +454,8 @@ class _Call:
         """Bring what has arrived into the experts' order."""
         x, p = self._halves(slot, self._plan.chunks[i])
         order = self._exchange.order(self._plan, i)
-        _select(fields[0], order, x)
-        _select(fields[1], order, p.unsqueeze(1))
+        select_rows(fields[0], order, x)
+        select_rows(fields[1], order, p.unsqueeze(1))
         return x, p
 
     def _has_work(self, i: int) -> bool:
@@ -498,11 +498,3 @@ class _Call:
             return Transfer(table, table, None)
         out = self._back_buffer(i, row).view(-1, row.nbytes)
         return exchange.send(out, table, chunk.received, chunk.sent)
-
-
-def _select(source: torch.Tensor, order: torch.Tensor | None, out: torch.Tensor) -> None:
-    """``out[r] = source[order[r]]``; both may be strided."""
-    if order is None:
-        out.copy_(source)
-    else:
-        torch.index_select(source, 0, order, out=out)
