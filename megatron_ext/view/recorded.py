@@ -88,7 +88,8 @@ def _chosen(
     common = set.intersection(*map(set, per_rank.values())) if per_rank else set()
     if not common or (iteration is not None and iteration not in common):
         there = f"{min(common)} to {max(common)}" if common else "none"
-        raise ValueError(f"{directory}: no iteration {iteration or ''} of all ranks (has {there})")
+        which = "" if iteration is None else f" {iteration}"
+        raise ValueError(f"{directory}: no iteration{which} of all ranks (has {there})")
     return [per_rank[rank][iteration or max(common)] for rank in sorted(per_rank)]
 
 
