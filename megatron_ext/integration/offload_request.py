@@ -8,6 +8,7 @@ from typing import Any
 
 from ..schedule.link import POLICIES, Link
 from ..schedule.offload import wanted_chunks
+from ..schedule.reading import shown
 from .errors import ConfigError
 
 MODES = ("off", "half", "full", "auto")
@@ -91,7 +92,7 @@ class OffloadRequest:
         try:
             return Link.of(pp, *self.times, policy or self.policy or POLICIES[0])
         except ValueError as error:
-            raise ConfigError(f"--pp-offload-time {','.join(self.times)}: {error}") from None
+            raise ConfigError(f"--pp-offload-time: {error}") from None
 
 
 def _times(text: str | None) -> tuple[str, str] | None:
@@ -100,7 +101,7 @@ def _times(text: str | None) -> tuple[str, str] | None:
     parts: Sequence[str] = [part.strip() for part in text.split(",")]
     if len(parts) > 2:
         raise ConfigError(
-            f"--pp-offload-time must be T or T,T2 (to the host, and back), got {text!r}"
+            f"--pp-offload-time must be T or T,T2 (to the host, and back), got {shown(text)}"
         )
     times = (parts[0], parts[-1])
     OffloadRequest("auto", times).link(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ..schedule.reading import shown
 from .model import PlanError
 
 
@@ -21,5 +22,5 @@ def parse_bytes(text: str) -> int:
     except (ValueError, OverflowError):
         size = 0
     if size <= 0:
-        raise PlanError(f"a size must be a number of bytes > 0 such as 40GiB, got {text!r}")
+        raise PlanError(f"a size must be a number of bytes > 0 such as 40GiB, got {shown(text)}")
     return size
