@@ -17,7 +17,8 @@ MOST_BYTES = 64 << 20  # of a file; the largest schedules that are of use have a
 _PART = 1 << 20
 _LONGEST_NUMBER = 60  # characters
 _LARGEST = 10**100  # of a number, and of its inverse: beyond, floats overflow soon
-_EXPONENT = re.compile(r"[eE][+-]?\d{4,}")
+# Exponents of three digits: a longer one would be computed, digit by digit, before any check.
+_NUMBER = re.compile(r"[+-]?(?:\d+/\d+|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)", re.ASCII)
 
 
 def read_text(path: str | Path, encoding: str = "utf-8", most_bytes: int = MOST_BYTES) -> str:
@@ -105,9 +106,9 @@ def fraction(value: int | float | str | Fraction) -> Fraction:
         raise ValueError(f"{shown(value)} is no number")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not finite")
-    text = str(value)
-    if len(text) > _LONGEST_NUMBER or _EXPONENT.search(text):
-        raise ValueError(f"{shown(text)} is too long a number")
+    text = str(value).strip()
+    if len(text) > _LONGEST_NUMBER or _NUMBER.fullmatch(text) is None:
+        raise ValueError(f"{shown(text)} is no number of at most {_LONGEST_NUMBER} characters")
     try:
         number = Fraction(text)
     except ZeroDivisionError:

@@ -35,8 +35,8 @@ def load(
                 mine.setdefault(line["iteration"], line)
     if sorted(per_rank) != list(range(schedule.pp)):
         raise ValueError(
-            f"{directory} holds traces of pipeline ranks {shown(sorted(per_rank))}, but the schedule "
-            f"has {schedule.pp} ranks; give the directory of one run with this schedule"
+            f"{directory} holds traces of pipeline ranks {shown(sorted(per_rank))}, but the "
+            f"schedule has {schedule.pp} ranks; give the directory of one run with this schedule"
         )
     common = set.intersection(*(set(lines) for lines in per_rank.values()))
     if not common or (iteration is not None and iteration not in common):

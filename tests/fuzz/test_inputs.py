@@ -184,7 +184,19 @@ def test_readers_of_numbers_and_json(tmp_path: Path) -> None:
         with pytest.raises(ValueError) as error:
             parse_json(text)
         sentence(str(error.value))
-    for number in ("1e9999999", "-1e-9999999", "1/0", "9" * 61, "1e101", "x", float("nan"), True):
+    for number in (
+        "1e9999999",
+        "-1e-9999999",
+        "1/0",
+        "9" * 61,
+        "1e101",
+        "x",
+        float("nan"),
+        True,
+        "1e1_000_000",
+        "1_0",
+        "١",
+    ):
         with pytest.raises(ValueError):
             fraction(number)
     assert fraction("1/3") * 3 == 1 and fraction(0.1) * 10 == 1 and fraction("1e-3") * 1000 == 1
