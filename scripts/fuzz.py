@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -171,7 +172,7 @@ def main() -> int:
         for name in [n for n in sys.modules if n.startswith(("megatron_ext", "inputs"))]:
             del sys.modules[name]
         with atheris.instrument_imports(include=["megatron_ext"]):
-            known = __import__("inputs").targets()
+            known = importlib.import_module("inputs").targets()
     else:
         known = targets()
     chosen = [known[n] for n in (options.targets or ",".join(known)).split(",")]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..schedule.actions import Action
+from . import files
 
 
 class Recorder:
@@ -120,9 +121,7 @@ class TraceFile:
     """
 
     def __init__(self, directory: str | Path, name: str) -> None:
-        path = Path(directory)
-        path.mkdir(parents=True, exist_ok=True)
-        self._file = (path / f"{name}.jsonl").open("w")
+        self._file = files.create(files.folder(directory) / f"{name}.jsonl")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line and flush it: a run that dies keeps what it measured."""
