@@ -98,6 +98,9 @@ def test_cdpath_leads_nowhere(tmp_path: Path) -> None:
     """An exported CDPATH makes cd go elsewhere, and print where it went."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "patches").mkdir()
+    info = tmp_path / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True)
+    info.write_text("MAJOR = 9\nMINOR = 9\nPATCH = 9\n")
     done = subprocess.run(
         ["bash", "scripts/apply_patches.sh", str(tmp_path)],
         cwd=ROOT,
@@ -107,7 +110,7 @@ def test_cdpath_leads_nowhere(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.returncode == 2
-    assert "is no Megatron-LM checkout" in done.stderr
+    assert "patches for core_v0.16.1 " in done.stderr
 
 
 class TestTraces:
