@@ -258,6 +258,13 @@ def _done(path: Path | None) -> dict[int, Any]:
     return found
 
 
+def _append(path: Path, line: str) -> None:
+    """Add a line, also behind one that was cut off."""
+    cut = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
+    with path.open("a") as file:
+        file.write("\n" * cut + line + "\n")
+
+
 def _record(options: argparse.Namespace, number: int, case: Case, runner: Runner) -> dict[str, Any]:
     """Train one case; what went wrong outside of its ranks is a failure of it, too."""
     try:
@@ -307,8 +314,7 @@ def main() -> int:
             print(f"{number:4} {entry['result']:10} {entry['ours']}  {entry['detail'][:160]}",
                   flush=True)  # fmt: skip
             if options.results is not None:
-                with options.results.open("a") as file:
-                    file.write(json.dumps(entry) + "\n")
+                _append(options.results, json.dumps(entry))
             if options.keep is None:
                 shutil.rmtree(folder / f"case-{number}", ignore_errors=True)
     finally:
