@@ -2,14 +2,15 @@
 """Feeds damaged and hostile input to everything that reads a user's files and flags.
 
     python scripts/fuzz.py --seconds 600 [--seed 1] [--targets schedule,csv] [--json FILE]
-    python scripts/fuzz.py --seconds 600 --targets csv --coverage CORPUS    # pip install atheris
+    python scripts/fuzz.py --seconds 600 --coverage CORPUS    # needs atheris
 
 Without ``--coverage`` inputs are mutated at random, the same ones for the same seed. With it
-atheris chooses what to mutate by which lines an input reaches; it takes one target a run and leaves
-what it found worth keeping in CORPUS. The rule is that of ``tests/fuzz/inputs.py``: an input is
-used, or refused with one sentence. An input that takes longer than ``--patience`` seconds or more
-memory than ``--memory`` counts as a fault. Faulty inputs lie in ``--faults`` afterwards, and the
-exit status is 1; those that hang end the run at once, and lie there as ``running``.
+atheris (``pip install atheris``) chooses what to mutate by which lines an input reaches, one target
+after the other, and leaves what it found worth keeping in CORPUS; its inputs are counted in steps
+of a hundred. The rule is that of ``tests/fuzz/inputs.py``: an input is used, or refused with one
+sentence. An input that takes longer than ``--patience`` seconds or more memory than ``--memory``
+counts as a fault. Faulty inputs lie in ``--faults`` afterwards, and the exit status is 1; one that
+hangs ends the run at once, and lies there as ``running``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fuzz")]
@@ -36,6 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fuzz")]
 from inputs import Target, feed, targets  # noqa: E402
 from mutate import mutated  # noqa: E402
 
+_COUNTED = 100
 _POOL = 200  # accepted inputs that are kept for more mutation, of each target
 
 
@@ -108,29 +110,57 @@ def mutate_at_random(
                         pool[rng.randrange(len(target.seeds), _POOL)] = data
 
 
-def by_coverage(run: Run, target: Target, seconds: float, seed: int, corpus: Path) -> None:
-    """Let atheris choose the inputs; it ends the process itself."""
+def by_coverage(run: Run, names: list[str], options: argparse.Namespace) -> None:
+    """Let atheris choose the inputs of one target after the other, each in a process of its own."""
+    for name in names:
+        counts = run.faults / "counts.json"
+        counts.unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            _atheris(run, name, options.seconds / len(names), options, counts)
+        _, status = os.waitpid(child, 0)
+        # libFuzzer ends the process itself, with 0 when the time is over.
+        ended = json.loads(counts.read_text()) if counts.is_file() else {"inputs": 0, "accepted": 0}
+        run.inputs[name], run.accepted[name] = ended["inputs"], ended["accepted"]
+        run.found.update(ended.get("faults", {}))
+        if status != 0:
+            run.found[f"{name}: the process ended with status {status}"] = "running"
+
+
+def _atheris(
+    run: Run, name: str, seconds: float, options: argparse.Namespace, counts: Path
+) -> NoReturn:
     import atheris
 
-    start = corpus / "seeds"
-    start.mkdir(parents=True, exist_ok=True)
+    # Only what is instrumented when it is imported counts.
+    for module in [n for n in sys.modules if n.startswith(("megatron_ext", "inputs"))]:
+        del sys.modules[module]
+    with atheris.instrument_imports(include=["megatron_ext"]):
+        target = importlib.import_module("inputs").targets()[name]
+    limit_memory(options.memory << 20)
+    start, kept = options.coverage / name / "seeds", options.coverage / name / "kept"
+    for folder in (start, kept):
+        folder.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(target.seeds):
         (start / str(number)).write_bytes(data)
-    kept = corpus / "kept"
-    kept.mkdir(exist_ok=True)
 
     def one(data: bytes) -> None:
+        before = len(run.found)
         run.feed(target, data)
+        if run.inputs[name] % _COUNTED == 0 or len(run.found) != before:
+            state = {"inputs": run.inputs[name], "accepted": run.accepted[name]}
+            counts.write_text(json.dumps({**state, "faults": run.found}))
 
     def half(data: bytes, most: int, number: int) -> bytes:
         if number % 2:
-            return atheris.Mutate(data, most)
+            return bytes(atheris.Mutate(data, most))
         return mutated(data, random.Random(number))[:most]
 
-    arguments = [f"-max_total_time={int(seconds)}", f"-seed={seed}", "-max_len=8192"]
-    arguments += ["-rss_limit_mb=0", "-print_final_stats=1", str(kept), str(start)]
+    arguments = [f"-max_total_time={max(1, int(seconds))}", f"-seed={options.seed}"]
+    arguments += ["-max_len=8192", "-rss_limit_mb=0", "-verbosity=0", str(kept), str(start)]
     atheris.Setup([sys.argv[0], *arguments], one, custom_mutator=half)
     atheris.Fuzz()
+    os._exit(0)
 
 
 def report(run: Run, seconds: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -165,34 +195,17 @@ def main() -> int:
     parser.add_argument("--faults", type=Path, default=Path("fuzz-faults"), help="a folder")
     parser.add_argument("--json", type=Path, help="write the counts there")
     options = parser.parse_args()
-    if options.coverage is not None:
-        import atheris
-
-        # Only what is instrumented when it is imported counts.
-        for name in [n for n in sys.modules if n.startswith(("megatron_ext", "inputs"))]:
-            del sys.modules[name]
-        with atheris.instrument_imports(include=["megatron_ext"]):
-            known = importlib.import_module("inputs").targets()
-    else:
-        known = targets()
-    chosen = [known[n] for n in (options.targets or ",".join(known)).split(",")]
+    names = options.targets.split(",") if options.targets else list(targets())
     run, start = Run(options.faults, options.patience), time.monotonic()
-    limit_memory(options.memory << 20)
-
-    def end() -> None:
-        result = report(run, time.monotonic() - start, options)
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
-
     if options.coverage is not None:
-        import atexit
-
-        atexit.register(end)
-        for target in chosen[:1]:
-            by_coverage(run, target, options.seconds, options.seed, options.coverage)
+        by_coverage(run, names, options)
     else:
+        chosen = [targets()[name] for name in names]
+        limit_memory(options.memory << 20)
         mutate_at_random(run, chosen, options.seconds, options.inputs, options.seed)
-        end()
+    result = report(run, time.monotonic() - start, options)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if run.found else 0
 
 
