@@ -37,7 +37,7 @@ class Installation:
         self.moe: Any = None
         self._store: Any = None
         self._choice: Any = None
-        self._compared = False
+        self._compared = self._moe_chunks = False
 
     def hook_arguments(self) -> None:
         """Add our flags to Megatron's parser and our checks to its validation.
@@ -105,7 +105,7 @@ class Installation:
             # Behind those of W, so around them.
             seams += saved_parameters.seams(offloading.parameter)
         if getattr(args, "pp_cheap_recompute", None):
-            seams += recompute.seams()
+            seams += recompute.seams(experts=not self._moe_chunks)
         training = "megatron.training" in sys.modules
         if training:
             seams += Checkpoints(choice.name, Layout.of(args)).seams()
@@ -231,6 +231,7 @@ class Installation:
             moe = MoERequest.of(args) if self.moe is None else None
             if moe is not None:
                 moe.check(args)
+                self._moe_chunks = not moe.stock
             if getattr(args, "pp_schedule", None) is None:
                 lost = options_without_schedule(args)
                 if lost:
