@@ -8,7 +8,7 @@ from typing import Any
 
 from ..schedule.link import POLICIES, Link
 from ..schedule.offload import wanted_chunks
-from ..schedule.reading import shown
+from ..schedule.reading import plain, shown
 from .errors import ConfigError
 
 MODES = ("off", "half", "full", "auto")
@@ -92,7 +92,7 @@ class OffloadRequest:
         try:
             return Link.of(pp, *self.times, policy or self.policy or POLICIES[0])
         except ValueError as error:
-            raise ConfigError(f"--pp-offload-time: {error}") from None
+            raise ConfigError(f"--pp-offload-time {plain(','.join(self.times))}: {error}") from None
 
 
 def _times(text: str | None) -> tuple[str, str] | None:

@@ -60,6 +60,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
+def plain(text: str) -> str:
+    """``text`` as the user wrote it where that is short and printable, else ``shown``."""
+    return text if len(text) <= _LONGEST_NUMBER and text.isprintable() else shown(text)
+
+
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 60
 _BRIEF.maxlevel = 4
