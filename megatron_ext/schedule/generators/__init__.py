@@ -84,8 +84,9 @@ def generate(
     _check_options(name, generator, pp, group_size, memory_cap)
     vee = generator.placement == "vee"
     placement = Placement.vee(pp) if vee else Placement.loop(pp, chunks)
-    durations = costs.durations(placement).reduced()  # per-stage costs must fit the stages
-    _check_ratio(durations)
+    durations = _bounded(
+        costs.durations(placement).reduced()
+    )  # per-stage costs must fit the stages
     request = Request(placement, microbatches, durations, objective, group_size, memory_cap)
     ranks = generator.orders(request)
     return Schedule(name, placement, microbatches, tuple(tuple(row) for row in ranks), costs)
@@ -104,15 +105,15 @@ def _check_chunks(name: str, generator: Generator, chunks: int) -> None:
         )
 
 
-def _check_ratio(durations: Durations) -> None:
-    """Orders are made by looking at every rank whenever its shortest pass could have ended."""
-    passes = {x for row in durations[:3] for x in row}
-    slowest, fastest = max(*passes, durations.hop), min(passes)
-    if slowest > MOST_RATIO * fastest:
-        raise ValueError(
-            f"the slowest pass or hop costs {slowest / fastest:.3g} times the fastest pass, and "
-            f"orders are made for {MOST_RATIO} times at most; give the fastest one more"
-        )
+def _bounded(durations: Durations) -> Durations:
+    """``durations`` with no pass shorter than 1/``MOST_RATIO`` of the longest.
+
+    Orders are made by looking at every rank whenever its shortest pass could have ended.
+    """
+    *rows, hop, scale = durations
+    least = -(-max(max(row) for row in rows) // MOST_RATIO)
+    f, b, w = (tuple(max(x, least) for x in row) for row in rows)
+    return Durations(f, b, w, hop, scale)
 
 
 def _check_options(
