@@ -144,7 +144,11 @@ def compare(feature: Feature, stock: Outcome, ours: Outcome) -> tuple[str, str]:
         return "DIFFERENT", f"{len(lines)} lines logged, stock {len(wanted)}"
     for a, b in zip(lines, wanted, strict=True):
         for name in a.keys() | b.keys():
-            if name not in a or name not in b or not _same(a[name], b[name]):
+            if (
+                name not in a
+                or name not in b
+                or not _same(a[name], b[name], max(_PRINTED, feature.tolerance))
+            ):
                 return "DIFFERENT", f"log: {name} {a.get(name)}, stock {b.get(name)}"
     return ("equal", "") if worst == 0.0 else (f"~{worst:.0e}", feature.why)
 
@@ -153,9 +157,9 @@ def _relative(a: float, b: float) -> float:
     return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
 
 
-def _same(a: str, b: str) -> bool:
+def _same(a: str, b: str, within: float) -> bool:
     try:
-        return _relative(float(a), float(b)) <= _PRINTED
+        return _relative(float(a), float(b)) <= within
     except ValueError:
         return a == b
 

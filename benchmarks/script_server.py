@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,25 @@ class ScriptServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def run(self, argv: Sequence[str], world: int, folder: Path, timeout: float = 180.0) -> Outcome:
+    def run(
+        self,
+        argv: Sequence[str],
+        world: int,
+        folder: Path,
+        timeout: float = 180.0,
+        *,
+        more: Mapping[int, Sequence[str]] | None = None,
+        environment: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> Outcome:
         """Run the script with ``argv`` on ``world`` ranks; waits for the end.
+
+        Args:
+            argv: the script's arguments.
+            world: ranks.
+            folder: emptied, for logs and losses.
+            timeout: seconds.
+            more: arguments and
+            environment: variables of single ranks alone.
 
         Raises:
             RuntimeError: the server is gone.
@@ -93,6 +110,8 @@ class ScriptServer:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         job = {"argv": list(argv), "world": world, "folder": str(folder), "timeout": timeout}
+        job["more"] = {str(rank): list(own) for rank, own in (more or {}).items()}
+        job["environment"] = {str(rank): dict(own) for rank, own in (environment or {}).items()}
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
@@ -127,6 +146,7 @@ def _rank(script: Path, job: dict[str, Any], rank: int, port: int) -> None:
         LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        **job.get("environment", {}).get(str(rank), {}),
     )
     status = 1
     try:
@@ -136,7 +156,7 @@ def _rank(script: Path, job: dict[str, Any], rank: int, port: int) -> None:
             _keep_writing_here()
 
         own = ["--device", "cpu", "--loss-log", str(folder / "losses.jsonl")]
-        launch.main([*own, str(script), *job["argv"]])
+        launch.main([*own, str(script), *job["argv"], *job.get("more", {}).get(str(rank), [])])
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else (0 if end.code is None else 1)

@@ -110,7 +110,7 @@ def status(checkout: Path, folder: Path | None = None) -> Status:
             f"{checkout} is Megatron {version}, and there are patches for {tags} only; check out "
             "one of these"
         )
-    files = {path: _state(checkout / path, series.files[path]) for path in series.files}
+    files = {path: _state(checkout, path, series.files[path]) for path in series.files}
     states = set(files.values())
     if states <= {NOT_APPLIED, APPLIED}:
         state = states.pop() if len(states) == 1 else PARTIAL
@@ -198,7 +198,10 @@ def _line(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _state(path: Path, hashes: tuple[str, str]) -> str:
+def _state(checkout: Path, name: str, hashes: tuple[str, str]) -> str:
+    path = checkout / name
+    if path.parent.resolve() != (checkout.resolve() / name).parent:
+        return "behind a link"  # what it leads to may be another checkout's
     if path.is_symlink() or not path.is_file():
         return "a link" if path.is_symlink() else "missing"
     found = blob_hash(path.read_bytes())

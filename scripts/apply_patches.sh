@@ -9,6 +9,7 @@
 # of the patches' own index lines.
 set -euo pipefail
 
+unset CDPATH # it would send cd elsewhere
 PATCHES=$(cd "$(dirname "${BASH_SOURCE[0]}")/../patches" && pwd)
 
 die() {
@@ -55,10 +56,16 @@ while read -r first second rest; do
     esac
 done < <(grep -hE '^(diff --git|index) ' "${patches[@]}")
 
+root=$(cd "$checkout" && pwd -P)
+
 hash_of() { git hash-object --no-filters -- "$1"; }
 
 done_files=()
 for file in "${!before[@]}"; do
+    folder=$(dirname "$file")
+    if [[ $(cd "$checkout/$folder" 2>/dev/null && pwd -P) != "$root/$folder" ]]; then
+        die "$file is missing in $checkout, or behind a link, so nothing was changed; $tag has it."
+    fi
     if [[ ! -f $checkout/$file || -L $checkout/$file ]]; then
         die "$file is missing in $checkout, or a link, so nothing was changed; $tag has it."
     fi

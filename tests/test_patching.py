@@ -213,6 +213,10 @@ def refusals(checkout: Path) -> dict[str, Any]:
             target.rename(target.with_name("moved.py")),
             target.symlink_to("moved.py"),
         ),
+        "is behind a link": lambda: (
+            target.parent.rename(checkout.parent / "elsewhere"),
+            target.parent.symlink_to(checkout.parent / "elsewhere"),
+        ),
         "Megatron 9.7.0, and there are patches for core_v9.8.1 only": lambda: info.write_text(
             "MAJOR = 9\nMINOR = 7\nPATCH = 0\n"
         ),

@@ -18,6 +18,7 @@ from ..schedule.generators import AUTO, GENERATORS, NAMES, generate
 from ..schedule.link import DEFAULT_POLICY, POLICIES, Link
 from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.offload_cap import CapNotKept, auto_offloaded, caps_to_try, generate_offloaded
+from ..schedule.reading import shown
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
 from ..view import timeline
@@ -53,7 +54,7 @@ def positive(value: str) -> int:
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {value!r}")
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {shown(value)}")
     return number
 
 

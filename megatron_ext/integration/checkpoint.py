@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..schedule.reading import shown, whole
+from . import checkpoint_metadata
 from .errors import ConfigError
 from .seams import Seam
 
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 # What --dist-ckpt-strictness calls a parameter that the checkpoint lacks is accepted by these.
 _LENIENT = ("log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all")
-_OPTIMIZER_KEY = re.compile(r"(chained_\d+\.)?optimizer\.")
 # Flags that change which parameters a model has: shown where a checkpoint's differ.
 _MODEL_FLAGS = (
     "num_layers",
@@ -70,7 +70,12 @@ class Layout:
         """Layout of a run, from its validated arguments or those in its checkpoint."""
 
         def number(name: str) -> int:
-            return int(getattr(args, name, None) or 1)
+            try:
+                return whole(getattr(args, name, None) or 1, name, 1)
+            except ValueError as error:
+                raise ConfigError(
+                    f"the checkpoint's saved arguments are damaged: {error}"
+                ) from None
 
         layers = [
             f"{name}={getattr(args, name)}"
@@ -88,12 +93,13 @@ class Layout:
             number("tensor_model_parallel_size"),
             number("pipeline_model_parallel_size"),
             number("expert_model_parallel_size"),
-            int(
-                getattr(args, "expert_tensor_parallel_size", None)
-                or number("tensor_model_parallel_size")
+            number(
+                "expert_tensor_parallel_size"
+                if getattr(args, "expert_tensor_parallel_size", None)
+                else "tensor_model_parallel_size"
             ),
             number("virtual_pipeline_model_parallel_size"),
-            str(getattr(args, "pp_placement", None) or "loop"),
+            "vee" if getattr(args, "pp_placement", None) == "vee" else "loop",
             " ".join(layers),
         )
 
@@ -416,25 +422,16 @@ def _shapes_on_disk(folder: str) -> dict[str, tuple[int, ...]]:
     """
     import torch.distributed as dist
     from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         # Megatron's own reader of this makes tensors of it, which new releases of torch refuse.
         try:
-            metadata = _get_filesystem_reader(folder).read_metadata()
+            answer[0] = checkpoint_metadata.model_shapes(
+                _get_filesystem_reader(folder).read_metadata()
+            )
         except Exception as error:  # the other ranks wait for the answer
             answer[1] = f"cannot read the metadata of the checkpoint {folder}: {error}"
-        else:
-            # Where Megatron stored a tensor in another shape, it kept the one it has in the model.
-            original = getattr(metadata, "mcore_data", {})
-            answer[0] = {
-                key: tuple(
-                    original.get(key, {}).get("nd_reformulated_orig_global_shape", entry.size)
-                )
-                for key, entry in metadata.state_dict_metadata.items()
-                if isinstance(entry, TensorStorageMetadata) and not _OPTIMIZER_KEY.match(key)
-            }
     dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
         raise ConfigError(answer[1])
@@ -453,7 +450,8 @@ def _shapes_of(
 def _differing_flags(args: Any, saved: Any) -> str:
     """The model's flags that a checkpoint was saved with and this run has not."""
     values = [
-        f"--{name.replace('_', '-')} {getattr(saved, name)} (here {getattr(args, name, None)})"
+        f"--{name.replace('_', '-')} {shown(getattr(saved, name))} "
+        f"(here {shown(getattr(args, name, None))})"
         for name in _MODEL_FLAGS
         if hasattr(saved, name) and getattr(saved, name) != getattr(args, name, None)
     ]

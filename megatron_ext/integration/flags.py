@@ -169,6 +169,12 @@ def options_without_schedule(args: argparse.Namespace) -> list[str]:
     return [flag for flag in belonging if getattr(args, _attribute(flag), None) is not None]
 
 
+def given(args: argparse.Namespace) -> dict[str, str]:
+    """Our flags that are in use, with their values as text."""
+    values = {flag: getattr(args, _attribute(flag), None) for flag in _FLAGS}
+    return {flag: str(value) for flag, value in values.items() if value is not None}
+
+
 def _attribute(flag: str) -> str:
     """``--pp-cost`` -> ``pp_cost``, its name among Megatron's arguments."""
     return flag.removeprefix("--").replace("-", "_")

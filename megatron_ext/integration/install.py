@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import recompute, saved_parameters, vee, wgrad
+from . import agreement, recompute, saved_parameters, vee, wgrad
 from .errors import ConfigError
 from .flags import add_arguments, defaults, lost_in_yaml, options_without_schedule, wanted
+from .flags import given as flags_given
 from .report import Report
 from .seams import Seam, Seams
 from .versions import megatron_version, require_supported
@@ -36,6 +37,7 @@ class Installation:
         self.moe: Any = None
         self._store: Any = None
         self._choice: Any = None
+        self._compared = self._moe_chunks = False
 
     def hook_arguments(self) -> None:
         """Add our flags to Megatron's parser and our checks to its validation.
@@ -108,7 +110,7 @@ class Installation:
             # Behind those of W, so around them.
             seams += saved_parameters.seams(offloading.parameter)
         if getattr(args, "pp_cheap_recompute", None):
-            seams += recompute.seams()
+            seams += recompute.seams(experts=not self._moe_chunks)
         if log_line is not None:
             seams += log_line.seams()
             seams += Checkpoints(choice.name, Layout.of(args)).seams()
@@ -157,6 +159,43 @@ class Installation:
                 "megatron_ext: %s on megatron-core %s", request.text(args), self.seams.version
             )
 
+    def hook_agreement(self, args: Any, chunks: int = 1) -> None:
+        """Compare what this rank runs with over all ranks, once they are in a process group.
+
+        Args:
+            args: validated.
+            chunks: model chunks a rank, under a schedule.
+
+        Raises:
+            ConfigError: there is a process group, and a rank differs; or the seam is missing.
+        """
+        import torch.distributed as dist
+
+        if self._compared:
+            return
+        self._compared = True
+        facts = functools.partial(self._facts, args, chunks)
+        if dist.is_initialized():
+            agreement.require_agreement(facts())
+        else:
+            self.seams.apply([agreement.seam(facts)])
+
+    def _facts(self, args: Any, chunks: int) -> dict[str, str]:
+        given, choice, plan = flags_given(args), self._choice, None
+        if choice is not None:
+            per_step = args.micro_batch_size * args.data_parallel_size
+            pp, microbatches = args.pipeline_model_parallel_size, args.global_batch_size // per_step
+            link = None if choice.offload is None else choice.offload.link(pp)
+            digest = choice.plan(pp, chunks, microbatches, link).fingerprint()
+            plan = f"{digest} (pp={pp}, {chunks} chunks, {microbatches} microbatches)"
+            if choice.file is not None:
+                given["--pp-schedule"] = agreement.contents(args.pp_schedule)
+        if "--moe-pipeline-costs" in given:
+            given["--moe-pipeline-costs"] = agreement.contents(args.moe_pipeline_costs)
+        if "--pp-trace" in given:
+            given["--pp-trace"] = "a directory"  # of each node's own, as it may be
+        return agreement.facts(given, plan, self.seams.version)
+
     def revert(self) -> None:
         """Give Megatron all its symbols back."""
         if self.pipeline is not None:
@@ -198,6 +237,7 @@ class Installation:
             moe = MoERequest.of(args) if self.moe is None else None
             if moe is not None:
                 moe.check(args)
+                self._moe_chunks = not moe.stock
             if getattr(args, "pp_schedule", None) is None:
                 lost = options_without_schedule(args)
                 if lost:
@@ -205,6 +245,7 @@ class Installation:
                 result = original(args, *rest, **kwargs)
                 if moe is not None:
                     self.hook_moe(moe, args)
+                    self.hook_agreement(args)
                 return result
             first = self.pipeline is None
             choice = self._choice = self._choice or Choice(
@@ -228,6 +269,7 @@ class Installation:
                 self.hook_schedule(args, choice, chunks)
             if moe is not None:
                 self.hook_moe(moe, args)
+            self.hook_agreement(args, chunks)
             if notice is not None and args.rank == 0:
                 logger.warning(notice)
             return result

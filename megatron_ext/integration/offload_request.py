@@ -9,6 +9,7 @@ from typing import Any
 
 from ..schedule.link import POLICIES, Link
 from ..schedule.offload import wanted_chunks
+from ..schedule.reading import plain, shown
 from .errors import ConfigError
 
 MODES = ("off", "half", "full", "auto")
@@ -101,7 +102,7 @@ class OffloadRequest:
             return Link.of(pp, *times, policy or self.policy or POLICIES[0])
         except ValueError as error:
             said = ",".join(map(str, self.times or ("profile",)))
-            raise ConfigError(f"--pp-offload-time {said}: {error}") from None
+            raise ConfigError(f"--pp-offload-time {plain(said)}: {error}") from None
 
 
 def _times(text: str | None) -> tuple[str, str] | None:
@@ -110,7 +111,7 @@ def _times(text: str | None) -> tuple[str, str] | None:
     parts: Sequence[str] = [part.strip() for part in text.split(",")]
     if len(parts) > 2:
         raise ConfigError(
-            f"--pp-offload-time must be T or T,T2 (to the host, and back), got {text!r}"
+            f"--pp-offload-time must be T or T,T2 (to the host, and back), got {shown(text)}"
         )
     times = (parts[0], parts[-1])
     OffloadRequest("auto", times).link(1)

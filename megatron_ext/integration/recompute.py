@@ -76,14 +76,19 @@ def ask_megatron(args: Any) -> None:
         )
 
 
-def seams() -> tuple[Seam, ...]:
-    """The seams that make up what Megatron lacks."""
+def seams(experts: bool = True) -> tuple[Seam, ...]:
+    """The seams that make up what Megatron lacks.
+
+    Args:
+        experts: also inside MoE layers' experts. Those of ours, in chunks, have passes of their own
+            that Megatron's recomputation refuses to run in; ``--moe-memory-reuse`` is for them.
+    """
     from megatron.core.tensor_parallel import random
 
     found = [
         Seam(
             ("megatron.core.transformer.mlp:MLP.forward",),
-            _mlp_forward,
+            functools.partial(_mlp_forward, experts=experts),
             ("self", "hidden_states", "per_token_scale"),
             "the activation function's output would be kept",
         )
@@ -109,12 +114,14 @@ def _without_fp8(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _mlp_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+def _mlp_forward(original: Callable[..., Any], experts: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(
         self: Any, hidden_states: torch.Tensor, per_token_scale: Any = None, **kwargs: Any
     ) -> Any:
-        if not _pays(self, per_token_scale):
+        # Only an expert's output is scaled by its router's probabilities.
+        kept = per_token_scale is not None and not experts
+        if kept or not _pays(self, per_token_scale):
             return original(self, hidden_states, per_token_scale, **kwargs)
         from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 

@@ -16,14 +16,14 @@ copies. ``kept_bytes`` is what the experts keep for backward per row besides the
 from __future__ import annotations
 
 import json
-import math
-from pathlib import Path
 from typing import Any
 
+from ..schedule.reading import parse_json, read_text, shown
 from .costs import LayerCosts, Line
 from .decide import Measured
 
 FORMAT = "megatron-ext-moe-costs/1"
+_LARGEST = 1e15  # ms or bytes: beyond, sums of them overflow
 LINES = ("message", "experts", "experts_backward", "to_host", "to_device")
 
 
@@ -63,7 +63,7 @@ def load(path: str) -> Measured:
         ValueError: it cannot be read or is not of the form above.
     """
     try:
-        return parse(Path(path).read_text(encoding="utf-8"))
+        return parse(read_text(path))
     except OSError as error:
         raise ValueError(f"cannot read MoE costs {path}: {error.strerror}") from None
     except ValueError as error:
@@ -76,12 +76,12 @@ def parse(text: str) -> Measured:
     Raises:
         ValueError: it is not of the form above.
     """
-    data = json.loads(text)
+    data = parse_json(text)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f'expected an object with "format": "{FORMAT}"')
     unknown = sorted(set(data) - {"format", "kept_bytes", *LINES})
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is not known")
+        raise ValueError(f"{shown(unknown[0])} is not known")
     lines = {name: Line(beta, alpha, least) for name in LINES
              for alpha, beta, least in [_numbers(data, name)]}  # fmt: skip
     (kept,) = _numbers({"kept_bytes": [data.get("kept_bytes")]}, "kept_bytes", 1)
@@ -93,8 +93,8 @@ def _numbers(data: dict[str, Any], name: str, count: int = 3) -> list[float]:
     good = isinstance(values, list) and len(values) == count
     for value in values if good and isinstance(values, list) else ():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        good = good and number and math.isfinite(value) and value >= 0
+        good = good and number and 0 <= value <= _LARGEST
     if not good:
         what = "a number" if count == 1 else "a list of three numbers"
-        raise ValueError(f"{name!r} must be {what} >= 0, got {values!r}")
+        raise ValueError(f"{name!r} must be {what} >= 0 and <= {_LARGEST:g}, got {shown(values)}")
     return [float(value) for value in values or ()]

@@ -58,7 +58,8 @@ def measure(
     exchanged = [shape.exchange_bytes(size) for size in sizes]
     copied = [float(size * shape.hidden * dtype.itemsize) for size in sizes]
     found = (
-        Line.through(list(zip(volumes, column)))
+        # Where the experts are not spread over ranks, no message leaves one.
+        Line.through(list(zip(volumes, column))) if any(volumes) else Line(0.0, 0.0, min(column))
         for volumes, column in zip((exchanged, sizes, sizes, copied, copied), columns)
     )
     return measured(dict(zip(LINES, found)), kept_column[0])

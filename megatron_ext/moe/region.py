@@ -223,8 +223,8 @@ class _Call:
         hidden, probs = (t[chunk.start : chunk.end] for t in (self._hidden, self._probs))
         send = self._send_buffer(i, self._row)
         rows, row_probs = self._row.view(send, chunk.sent_rows)
-        torch.indexselect_rows(hidden, 0, self._tokens(index), out=rows)
-        own_probs = probs.reshape(-1).indexselect_rows(0, index)
+        torch.index_select(hidden, 0, self._tokens(index), out=rows)
+        own_probs = probs.reshape(-1).index_select(0, index)
         row_probs.copy_(own_probs.unsqueeze(1))
         if self._resends and self.saves:
             self._sent_probs.append(own_probs)
@@ -272,7 +272,7 @@ class _Call:
         row = Row((self._width, self._dtype))
         order = exchange.order(self._plan, i, inverse=True)
         if exchange.tp_size > 1:
-            y = y if order is None else y.indexselect_rows(0, order)
+            y = y if order is None else y.index_select(0, order)
             wide = torch.promote_types(self._probs_dtype, torch.float32)
             y, order = exchange.reduce(y.contiguous(), chunk, wide), None
         if order is None and y.is_contiguous() and row.nbytes == self._width * y.itemsize:
@@ -340,9 +340,9 @@ class _Call:
         token = self._tokens(index)
         send = self._send_buffer(i, row)
         fields = row.view(send, chunk.sent_rows)
-        torch.indexselect_rows(self._grad[chunk.start : chunk.end], 0, token, out=fields[0])
+        torch.index_select(self._grad[chunk.start : chunk.end], 0, token, out=fields[0])
         if self._hidden is not None:
-            torch.indexselect_rows(self._hidden[chunk.start : chunk.end], 0, token, out=fields[1])
+            torch.index_select(self._hidden[chunk.start : chunk.end], 0, token, out=fields[1])
             fields[2].copy_(self._sent_probs[i].unsqueeze(1))
         self._transfers[i] = self._post(i, row, send)
 
@@ -402,7 +402,7 @@ class _Call:
         order = exchange.order(self._plan, i, inverse=True)
         if exchange.tp_size > 1:
             wide = torch.promote_types(self._probs_dtype, torch.float32)
-            dx, dp = (t if order is None else t.indexselect_rows(0, order) for t in (dx, dp))
+            dx, dp = (t if order is None else t.index_select(0, order) for t in (dx, dp))
             dx, dp = (exchange.reduce(t.contiguous(), chunk, wide) for t in (dx, dp))
             order = None
         back = self._take("return", i, chunk.received_rows * self._row.nbytes)

@@ -13,6 +13,7 @@ from ..schedule.generators import GENERATORS, NAMES
 from ..schedule.generators.auto import costs_for, simplest_first
 from ..schedule.generators.cap import v_cap_limits
 from ..schedule.placement import Placement
+from ..schedule.reading import shown
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import peak_sets, simulate
 from .layout import Split
@@ -38,7 +39,7 @@ def parse_bytes(text: str) -> int:
     except (ValueError, OverflowError):
         size = 0
     if size <= 0:
-        raise PlanError(f"a size must be a number of bytes > 0 such as 40GiB, got {text!r}")
+        raise PlanError(f"a size must be a number of bytes > 0 such as 40GiB, got {shown(text)}")
     return size
 
 

@@ -6,7 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..schedule.reading import shown
 from .model import Job, PlanError
+
+_LONGEST = 100_000  # characters
 
 
 @dataclass(frozen=True)
@@ -53,28 +56,27 @@ def read_layout(text: str, layers: int) -> Split:
     Raises:
         PlanError: it is no such string, or lists another number of layers.
     """
+    flag = f"--pipeline-model-parallel-layout {shown(text)}"
     plain = text.replace(",", "").replace(" ", "")
     # One layer's repetitions first, then those of what stands in brackets.
     for pattern in (r"([^()*\d])\*(\d+)", r"\(([^()*]*)\)\*(\d+)"):
         while (found := re.search(pattern, plain)) is not None:
+            if len(plain) + len(found[1]) * int(found[2][:9]) > _LONGEST:
+                raise PlanError(
+                    f"{flag} stands for more than "
+                    f"{_LONGEST} layers and stages; --num-layers is {layers}"
+                )
             plain = plain[: found.start()] + found[1] * int(found[2]) + plain[found.end() :]
     if re.search(r"[^EtL|]", plain) or not plain.startswith("E") or not plain.endswith("L"):
-        raise PlanError(
-            f"--pipeline-model-parallel-layout {text!r}: plan reads E, t, L, | and repetitions, "
-            "E first and L last"
-        )
+        raise PlanError(f"{flag}: plan reads E, t, L, | and repetitions, E first and L last")
     stages = plain.split("|")
     if any("E" in stage for stage in stages[1:]) or any("L" in stage for stage in stages[:-1]):
         raise PlanError(
-            f"--pipeline-model-parallel-layout {text!r}: plan expects the embedding on the first "
-            "and the loss on the last stage"
+            f"{flag}: plan expects the embedding on the first and the loss on the last stage"
         )
     counts = tuple(stage.count("t") for stage in stages)
     if sum(counts) != layers:
-        raise PlanError(
-            f"--pipeline-model-parallel-layout {text!r} has {sum(counts)} layers, but --num-layers "
-            f"is {layers}"
-        )
+        raise PlanError(f"{flag} has {sum(counts)} layers, but --num-layers is {layers}")
     return Split(counts)
 
 

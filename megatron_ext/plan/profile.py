@@ -34,6 +34,7 @@ from typing import Any
 from ..schedule.costs import Costs
 from ..schedule.link import travel_time
 from ..schedule.placement import Placement
+from ..schedule.reading import parse_json, read_text, real, shown, whole
 from .layout import Split
 from .memory import StageBytes
 from .model import Job, PlanError
@@ -70,10 +71,10 @@ class Profile:
             PlanError: it cannot be read or is not of the form above.
         """
         try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_json(parse_json(read_text(path)))
         except OSError as error:
             raise PlanError(f"cannot read profile {path}: {error.strerror}") from None
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
             raise PlanError(f"profile {path}: {what}") from None
 
@@ -86,33 +87,33 @@ class Profile:
             KeyError, TypeError: something is missing or of another kind.
         """
         if data["format"] != FORMAT:
-            raise ValueError(f'expected "format": "{FORMAT}", found {data["format"]!r}')
-        stages = tuple(PassTimes(*map(float, row)) for row in data["stages"])
-        layers = tuple(int(x) for x in data["layers"])
+            raise ValueError(f'expected "format": "{FORMAT}", found {shown(data["format"])}')
+        stages = tuple(PassTimes(*(real(x, "a time") for x in row)) for row in data["stages"])
+        layers = tuple(whole(x, "a number of layers") for x in data["layers"])
         sizes: dict[str, tuple[int, ...] | None] = {}
         for name in ("set_bytes", "weight_set_bytes"):
             given = data.get(name)
-            sizes[name] = None if given is None else tuple(int(x) for x in given)
+            sizes[name] = (
+                None if given is None else tuple(whole(x, name, 0, 1 << 60) for x in given)
+            )
         for what, row in (("layers", layers), *sizes.items()):
             if row is not None and len(row) != len(stages):
                 raise ValueError(f"{len(row)} {what} for {len(stages)} stages")
         if not stages or min(min(row) for row in stages) <= 0 or len(stages) < 2:
             raise ValueError("needs two stages or more, and times > 0")
         rates = {
-            name: None if data.get(name) is None else float(data[name])
+            name: None
+            if data.get(name) is None
+            else real(data[name], name, 1e18, positive=name != "hop")
             for name in ("hop", "to_host", "to_device")
         }
-        for name, rate in rates.items():
-            if rate is not None and not (rate > 0 or (name == "hop" and rate == 0)):
-                raise ValueError(f'"{name}" must be > 0, found {rate}')
-        for name, row in sizes.items():
-            if row is not None and min(row) < 0:
-                raise ValueError(f'"{name}" must be >= 0, found {min(row)}')
-        model = {name: int(value) for name, value in data.get("model", {}).items()}
+        model = {name: whole(value, name, 1) for name, value in data.get("model", {}).items()}
         if not model.keys() <= set(MODEL):
-            raise ValueError(f'"model" may have {", ".join(MODEL)}, found {", ".join(model)}')
+            raise ValueError(
+                f'"model" may have {", ".join(MODEL)}, found {shown(", ".join(model))}'
+            )
         return cls(
-            int(data["micro_batch_size"]),
+            whole(data["micro_batch_size"], "micro_batch_size", 1),
             layers,
             stages,
             bool(data.get("cheap_recompute", False)),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..schedule.actions import Action
+from . import files
 
 EVERY = 50  # iterations
 
@@ -136,9 +137,8 @@ class TraceFile:
     """
 
     def __init__(self, directory: str | Path, name: str) -> None:
-        self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._file = (self.directory / f"{name}.jsonl").open("w")
+        self.directory = files.folder(directory)
+        self._file = files.create(self.directory / f"{name}.jsonl")
 
     @staticmethod
     def due(iteration: int) -> bool:

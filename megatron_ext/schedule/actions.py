@@ -19,6 +19,8 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
+from .reading import shown
+
 
 class Op(str, Enum):
     """One operation; its value is the text form's prefix."""
@@ -44,7 +46,7 @@ COMPUTE_OPS = frozenset({Op.F, Op.B, Op.W, Op.BW})
 COMMUNICATION_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 OFFLOAD_OPS = frozenset({Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD})
 
-_TEXT = re.compile(r"([A-Z_]*[A-Z])(\d+)\.(\d+)")
+_TEXT = re.compile(r"([A-Z_]*[A-Z])(\d{1,9})\.(\d{1,9})", re.ASCII)
 
 
 class Action(NamedTuple):
@@ -72,13 +74,13 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
             raise ValueError(
-                f"not an action: {text!r}; expected e.g. 'F3.1' (op, stage.microbatch)"
+                f"not an action: {shown(text)}; expected e.g. 'F3.1' (op, stage.microbatch)"
             )
         try:
             op = Op(match[1])
         except ValueError:
             known = ", ".join(o.value for o in Op)
             raise ValueError(
-                f"unknown operation {match[1]!r} in {text!r}; known: {known}"
+                f"unknown operation {shown(match[1])} in {shown(text)}; known: {known}"
             ) from None
         return cls(op, int(match[2]), int(match[3]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .placement import Placement
+from .reading import fraction, parse_json, read_text, shown
 
 Number = int | float | str | Fraction
 
@@ -38,10 +38,11 @@ class Durations(NamedTuple):
 
 def _number(value: Number, what: str, *, positive: bool) -> Fraction:
     try:
-        # str() first: 0.1 means one tenth here, not the nearest binary float.
-        number = value if isinstance(value, Fraction) else Fraction(str(value))
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"cost {what} must be a finite number, got {value!r}") from None
+        number = fraction(value)
+    except ValueError:
+        raise ValueError(
+            f"cost {what} must be a finite number, from 1e-100 to 1e100, got {shown(value)}"
+        ) from None
     if number < 0 or (positive and number == 0):
         raise ValueError(f"cost {what} must be {'> 0' if positive else '>= 0'}, got {value}")
     return number
@@ -79,8 +80,8 @@ class Costs:
         if stages is not None:
             rows = []
             for s, row in enumerate(stages):
-                if len(row) != 3:
-                    raise ValueError(f"stage {s} needs three costs F,B,W, got {list(row)}")
+                if isinstance(row, str) or len(row) != 3:
+                    raise ValueError(f"stage {s} needs three costs F,B,W, got {shown(row)}")
                 f, b, w = (
                     _number(x, f"{n} of stage {s}", positive=True) for x, n in zip(row, "FBW")
                 )
@@ -102,7 +103,9 @@ class Costs:
         """
         parts = [part.strip() for part in text.split(",")]
         if len(parts) not in (3, 4):
-            raise ValueError(f"costs must be F,B,W or F,B,W,HOP, got {text!r}; e.g. 1,1,1,0.05")
+            raise ValueError(
+                f"costs must be F,B,W or F,B,W,HOP, got {shown(text)}; e.g. 1,1,1,0.05"
+            )
         last: Number = hop if hop is not None else (parts[3] if len(parts) == 4 else 0)
         return cls.of(parts[0], parts[1], parts[2], last)
 
@@ -113,9 +116,8 @@ class Costs:
             ValueError: the file cannot be read or is not of that form.
         """
         try:
-            data = json.loads(Path(path).read_text())
-            rows = data["stages"]
-            stages = [[str(x) for x in row] for row in rows]
+            rows = parse_json(read_text(path))["stages"]
+            stages = [list(row) for row in rows]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f'stage costs {path}: {error}; expected JSON {{"stages": [[F, B, W], ...]}}'
@@ -172,12 +174,17 @@ class Costs:
         Raises:
             ValueError: a value is no number, or out of range.
         """
+        if not isinstance(data, dict):
+            raise ValueError(f'"cost" must be an object, got {shown(data)}')
+        rows = data.get("stages")
+        if rows is not None and not isinstance(rows, list):
+            raise ValueError(f'"stages" of "cost" must be a list, got {shown(rows)}')
         return cls.of(
             data.get("forward", 1),
             data.get("backward_input", 1),
             data.get("backward_weight", 1),
             data.get("hop", 0),
-            data.get("stages"),
+            rows,
         )
 
 

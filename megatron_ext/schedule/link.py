@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from .costs import Durations, Number, number_to_json
 from .placement import Placement
+from .reading import fraction, shown
 
 POLICIES = ("single", "dual", "paired")
 DEFAULT_POLICY = "single"
@@ -58,7 +59,7 @@ class Link:
         if policy not in POLICIES:
             raise ValueError(
                 f"the transfer policy must be {', '.join(POLICIES[:-1])} or {POLICIES[-1]}, "
-                f"got {policy!r}"
+                f"got {shown(policy)}"
             )
         there = _per_rank(to_host, pp)
         return cls(there, there if to_device is None else _per_rank(to_device, pp), policy)
@@ -149,14 +150,13 @@ def _per_rank(value: Number | Sequence[Number], pp: int) -> tuple[Fraction, ...]
 
 def _time(value: Number) -> Fraction:
     try:
-        # str() first, as for costs: 0.1 means one tenth.
-        time = value if isinstance(value, Fraction) else Fraction(str(value))
-    except (ValueError, ZeroDivisionError):
+        time = fraction(value)
+    except ValueError:
         time = Fraction(0)
     if not 0 < time <= _LONGEST:
         raise ValueError(
             "an offload time must be a number > 0 (and <= 1000), the fraction of a chunk's F+B+W "
-            f"that one activation set travels one way, got {value!r}"
+            f"that one activation set travels one way, got {shown(value)}"
         )
     return time
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from .reading import fraction, shown
+
 _NEAR = Fraction(1, 10**6)  # sets; 0.3333333 of 6 is meant as 2
 
 
@@ -14,13 +16,13 @@ def parse_cap(text: str) -> Fraction:
         ValueError: it is not a number > 0.
     """
     try:
-        cap = Fraction(text)
-    except (ValueError, ZeroDivisionError):
+        cap = fraction(text)
+    except ValueError:
         cap = Fraction(0)
     if cap <= 0:
         raise ValueError(
             f"a memory cap must be a fraction of 1F1B's peak, a number > 0 such as 0.5, "
-            f"got {text!r}"
+            f"got {shown(text)}"
         )
     return cap
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .reading import shown
+
 
 class Placement:
     """A one-to-one map between stages 0..p*v-1 and (rank, chunk).
@@ -19,13 +21,19 @@ class Placement:
     def __init__(self, stages: Sequence[Sequence[int]]) -> None:
         rows = tuple(tuple(row) for row in stages)
         if not rows or not rows[0] or len({len(row) for row in rows}) != 1:
-            raise ValueError(f"placement needs equally many chunks on every rank, got {rows}")
+            raise ValueError(
+                f"placement needs equally many chunks on every rank, got {shown(rows)}"
+            )
         flat = sorted(stage for row in rows for stage in row)
         if flat != list(range(len(flat))):
-            raise ValueError(f"placement must hold every stage 0..{len(flat) - 1} once, got {rows}")
+            raise ValueError(
+                f"placement must hold every stage 0..{len(flat) - 1} once, got {shown(rows)}"
+            )
         for rank, row in enumerate(rows):
             if list(row) != sorted(row):
-                raise ValueError(f"stages of rank {rank} must increase with the chunk, got {row}")
+                raise ValueError(
+                    f"stages of rank {rank} must increase with the chunk, got {shown(row)}"
+                )
         self.stages = rows
         self._where = {s: (r, c) for r, row in enumerate(rows) for c, s in enumerate(row)}
 

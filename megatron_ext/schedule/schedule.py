@@ -13,6 +13,7 @@ from .actions import COMMUNICATION_OPS, OFFLOAD_OPS, Action
 from .costs import Costs
 from .link import Link
 from .placement import Placement
+from .reading import parse_json, read_text, shown, whole
 
 FILE_FORMAT = "megatron-ext-schedule/1"
 
@@ -138,31 +139,32 @@ class Schedule:
         """
         if not isinstance(data, dict) or data.get("format") != FILE_FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ScheduleError(f'expected "format": "{FILE_FORMAT}", found {found!r}')
+            raise ScheduleError(f'expected "format": "{FILE_FORMAT}", found {shown(found)}')
         missing = [
             k for k in ("pp", "chunks", "microbatches", "placement", "ranks") if k not in data
         ]
         if missing:
             raise ScheduleError(f"schedule file lacks {', '.join(missing)}")
         try:
-            placement = Placement(data["placement"])
-            ranks = tuple(tuple(Action.parse(text) for text in row) for row in data["ranks"])
+            placement = Placement(
+                [[whole(s, "a stage") for s in row] for row in _rows(data, "placement")]
+            )
+            ranks = tuple(tuple(map(Action.parse, row)) for row in _rows(data, "ranks"))
             costs = Costs.from_json(data.get("cost", {}))
-            microbatches = int(data["microbatches"])
+            microbatches = whole(data["microbatches"], "microbatches", 1)
+            sizes = [whole(data[key], key, 1) for key in ("pp", "chunks")]
+            name = _name(data.get("name", "file"))
             way = data.get("offload")
             link = None if way is None else Link.from_json(way, placement.pp)
         except (TypeError, ValueError, AttributeError) as error:
             raise ScheduleError(f"schedule file: {error}") from None
-        if (placement.pp, placement.chunks) != (data["pp"], data["chunks"]):
+        if [placement.pp, placement.chunks] != sizes:
             raise ScheduleError(
                 f"placement is for pp={placement.pp}, chunks={placement.chunks} but the file says "
-                f"pp={data['pp']}, chunks={data['chunks']}"
+                f"pp={sizes[0]}, chunks={sizes[1]}"
             )
         if len(ranks) != placement.pp:
             raise ScheduleError(f"{len(ranks)} action lists for pp={placement.pp}; give one a rank")
-        if microbatches < 1:
-            raise ScheduleError(f"microbatches must be >= 1, got {microbatches}")
-        name = str(data.get("name", "file"))
         return cls(name, placement, microbatches, ranks, costs, link=link)
 
     @classmethod
@@ -174,17 +176,19 @@ class Schedule:
         """
         try:
             # -sig: spreadsheets begin what they save with a byte order mark.
-            text = Path(path).read_text(encoding="utf-8-sig")
+            text = read_text(path, "utf-8-sig")
         except OSError as error:
             raise ScheduleError(f"cannot read schedule file {path}: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise ScheduleError(f"schedule file {path} is not text: {error}") from None
+        except ValueError as error:
+            raise ScheduleError(f"schedule file {path}: {error}") from None
         try:
             if is_csv(path):
                 from .torch_csv import from_csv
 
                 return from_csv(text)
-            data = json.loads(text)
+            data = parse_json(text)
         except ScheduleError as error:
             raise ScheduleError(f"{path}: {error}") from None
         except ValueError as error:
@@ -193,3 +197,23 @@ class Schedule:
             return cls.from_json(data)
         except ScheduleError as error:
             raise ScheduleError(f"{path}: {error}") from None
+
+
+def _rows(data: dict[str, Any], key: str) -> list[list[Any]]:
+    rows = data[key]
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ValueError(f'"{key}" must be a list of lists, one a rank, got {shown(rows)}')
+    return rows
+
+
+def _name(value: object) -> str:
+    """A name is printed and drawn, so it must not do anything to a terminal or a log."""
+    if not isinstance(value, str) or len(value) > _LONGEST_NAME or not value.isprintable():
+        raise ValueError(
+            f'"name" must be printable text of at most {_LONGEST_NAME} characters, got '
+            f"{shown(value)}"
+        )
+    return value
+
+
+_LONGEST_NAME = 200

@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from .actions import Action, Op
 from .costs import Durations
 from .placement import Placement
+from .reading import shown
 from .schedule import Schedule, ScheduleError
 from .simulate import run_times
 
 _LETTERS = {Op.F: "F", Op.B: "I", Op.W: "W", Op.BW: "B"}
 _OPS = {letter: op for op, letter in _LETTERS.items()}
-_CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})")
+_CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})", re.ASCII)
 _OTHER = re.compile(r"\d+[A-Z_]{2,}\d*|\(.*\).*")  # what torch's other forms hold
 _EXPECTED = "expected stage, F, I, W or B, microbatch, e.g. 0F0, or nothing for idle"
 
@@ -73,7 +74,7 @@ def from_csv(text: str) -> Schedule:
         for column, cell in enumerate(row, 1):
             if not cell.strip():
                 continue
-            where = f"row {number}, column {column}, cell {cell.strip()!r}"
+            where = f"row {number}, column {column}, cell {shown(cell.strip())}"
             action = _parse(cell.strip(), where)
             if owner.setdefault(action.stage, number) != number:
                 raise ScheduleError(
@@ -121,7 +122,7 @@ def _placement(owner: dict[int, int], pp: int) -> Placement:
     for number, stages in enumerate(held, 1):
         if len(stages) != len(held[0]):
             raise ScheduleError(
-                f"row {number} holds {len(stages)} stages {stages}, but row 1 holds "
-                f"{len(held[0])} {held[0]}; every rank needs equally many"
+                f"row {number} holds {len(stages)} stages {shown(stages)}, but row 1 holds "
+                f"{len(held[0])} {shown(held[0])}; every rank needs equally many"
             )
     return Placement(held)

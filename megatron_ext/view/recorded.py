@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from ..schedule.reading import parse_json, read_text, real, shown, whole
 from ..schedule.schedule import Schedule
 from . import timeline
 
@@ -54,16 +54,16 @@ def load(
     per_rank = _per_rank(directory)
     if sorted(per_rank) != list(range(schedule.pp)):
         raise ValueError(
-            f"{directory} holds traces of pipeline ranks {sorted(per_rank)}, but the schedule has "
-            f"{schedule.pp} ranks; give the directory of one run with this schedule"
+            f"{directory} holds traces of pipeline ranks {shown(sorted(per_rank))}, but the "
+            f"schedule has {schedule.pp} ranks; give the directory of one run with this schedule"
         )
     chosen = _chosen(directory, per_rank, iteration)
     for rank, line in enumerate(chosen):
         found = [event["action"] for event in line["events"]]
         if sorted(found) != sorted(str(a) for a in schedule.compute().ranks[rank]):
             raise ValueError(
-                f"{directory}: rank {rank} ran schedule {line['schedule']} with "
-                f"{line['microbatches']} microbatches, not {schedule.name} with "
+                f"{directory}: rank {rank} ran schedule {shown(line.get('schedule'))} with "
+                f"{shown(line.get('microbatches'))} microbatches, not {schedule.name} with "
                 f"{schedule.microbatches}"
             )
     zero = min(line["zero_unix_us"] for line in chosen)
@@ -102,19 +102,55 @@ def _global_rank(path: Path) -> int:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     lines = []
-    for number, text in enumerate(path.read_text().splitlines(), 1):
+    try:
+        texts = read_text(path, most_bytes=_MOST_BYTES).splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; not a --pp-trace file") from None
+    for number, text in enumerate(texts, 1):
         try:
-            line = json.loads(text)
-            fields = ("forward_only", "pipeline_rank", "iteration", "events", "zero_unix_us")
-            missing = [field for field in fields if field not in line]
-        except (ValueError, TypeError):
-            missing = ["JSON"]
-        if missing:
-            raise ValueError(
-                f"{path}, line {number}: no {', '.join(missing)}; not a --pp-trace file"
-            )
+            line = parse_json(text)
+        except ValueError:
+            line = None
+        fault = "no JSON" if line is None else _fault(line)
+        if fault:
+            raise ValueError(f"{path}, line {number}: {fault}; not a --pp-trace file")
         lines.append(line)
     return lines
+
+
+def _fault(line: Any) -> str:
+    """What a line of a trace lacks, or has of another kind; empty if nothing."""
+    fields = ("forward_only", "pipeline_rank", "iteration", "events", "zero_unix_us")
+    missing = [field for field in fields if not isinstance(line, dict) or field not in line]
+    if missing:
+        return f"no {', '.join(missing)}"
+    try:
+        for field in ("pipeline_rank", "iteration"):
+            whole(line[field], field)
+        _time(line, "zero_unix_us")
+        if not isinstance(line["events"], list):
+            return f"events are no list but {shown(line['events'])}"
+        for event in line["events"]:
+            if not isinstance(event, dict) or not isinstance(event.get("action"), str):
+                return f"an event names no action: {shown(event)}"
+            for field in ("start_us", "end_us"):
+                _time(event, field)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _time(holder: dict[str, Any], field: str) -> None:
+    """Every rank's zero is its own, so times before it are right."""
+    value = holder.get(field)
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    real(abs(value) if good else value, field, _LATEST_US)  # type: ignore[arg-type]
+
+
+_LATEST_US = 1e16  # since 1970: the year 2286
+_MOST_BYTES = 1 << 30  # of one rank's file
 
 
 def _shifted(line: dict[str, Any], zero: float) -> list[dict[str, Any]]:

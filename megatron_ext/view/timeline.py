@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ..schedule.actions import Action, Op
 from ..schedule.generators.blocks import Block
+from ..schedule.reading import shown
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
 
@@ -164,7 +165,7 @@ def _boxes(schedule: Schedule, rank: int, events: Sequence[Mapping[str, Any]]) -
             start, end = float(event["start_us"]) / 1000, float(event["end_us"]) / 1000
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"rank {rank}: bad event {event!r} ({error}); expected "
+                f"rank {rank}: bad event {shown(event)} ({error}); expected "
                 '{"action": "F3.1", "start_us": 0.0, "end_us": 1.0}'
             ) from None
         if not (math.isfinite(start) and math.isfinite(end) and start <= end):

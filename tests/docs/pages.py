@@ -78,8 +78,7 @@ NOT_RUN = {
     r"ruff check": "scripts/test.sh runs it",
     r"export (MEGATRON_LM|DATA_PATH|CONTAINER_IMAGE)=": "of a cluster's file system",
     r"(LAUNCH=srun TP=2 )?sbatch ": "needs a cluster; tests/scripts runs the jobs",
-    r"megatron-ext show --measured TRACES": "needs a run of eight ranks; page "
-    "16 draws one of two",
+    r"megatron-ext show --measured TRACES": "needs a run of eight ranks; page 16 draws one of two",
 }
 
 

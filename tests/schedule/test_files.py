@@ -61,8 +61,8 @@ def good() -> dict[str, Any]:
     [
         ({"format": "other/1"}, 'expected "format": "megatron-ext-schedule/1", found \'other/1\''),
         ({"pp": 3}, "placement is for pp=2, chunks=1 but the file says pp=3, chunks=1"),
-        ({"microbatches": 0}, "microbatches must be >= 1, got 0"),
-        ({"microbatches": "x"}, "schedule file: invalid literal"),
+        ({"microbatches": 0}, "microbatches must be a whole number from 1 to 1000000000, got 0"),
+        ({"microbatches": "x"}, "must be a whole number from 1 to 1000000000, got 'x'"),
         ({"placement": [[0], [2]]}, "placement must hold every stage 0..1 once"),
         ({"placement": [[0, 1], [2]]}, "equally many chunks"),
         ({"ranks": [["F0.0"]]}, "1 action lists for pp=2; give one a rank"),
@@ -138,7 +138,7 @@ def test_costs_from_text() -> None:
     for text, message in (
         ("1,1", "costs must be F,B,W or F,B,W,HOP, got '1,1'"),
         ("1,1,1,1,1", "costs must be F,B,W"),
-        ("1,x,1", "cost B must be a finite number, got 'x'"),
+        ("1,x,1", "cost B must be a finite number, from 1e-100 to 1e100, got 'x'"),
         ("1,1,inf", "cost W must be a finite number"),
         ("0,1,1", "cost F must be > 0, got 0"),
         ("1,1,1,-1", "cost hop must be >= 0, got -1"),

@@ -461,3 +461,11 @@ def test_colliding_block_and_too_small_cap() -> None:
     block = v_zb_block(4)
     with pytest.raises(ValueError, match="keeps 8 activation sets, more than the cap of 6"):
         squeeze(block.stamp(8), block.placement, cap=6)
+
+
+def test_passes_of_very_different_length_take_no_time_to_order() -> None:
+    """Looking whenever the shortest pass could have ended would take 2^64 looks."""
+    for name in NAMES:
+        schedule = generate(name, 3, 4, costs=Costs.of(1, 2**64, "0.5"))
+        check(schedule)
+        assert schedule.costs.backward_input == 2**64  # what is simulated stays as it was given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..costs import Costs
+from ..costs import Costs, Durations
 from ..placement import Placement
 from ..schedule import Schedule
 from .auto import auto
@@ -13,6 +13,9 @@ from .request import Objective, Request
 
 __all__ = ["AUTO", "GENERATORS", "NAMES", "Generator", "Objective", "forward_only", "generate"]
 
+# Beyond these, making an order takes minutes and gigabytes. Sets are those of all ranks.
+MOST_RATIO = 10_000
+MOST_SETS = 1 << 22
 AUTO = "auto"  # not a schedule of its own: the fastest of ``NAMES`` that fits
 
 _EQUAL = Costs()
@@ -61,6 +64,13 @@ def generate(
         raise ValueError(f"{name} needs at least 2 pipeline ranks, got pp={pp}")
     if microbatches < 1:
         raise ValueError(f"{name} needs at least 1 microbatch, got {microbatches}")
+    sets = pp * microbatches * (chunks or 1)
+    if sets > MOST_SETS:
+        raise ValueError(
+            f"{name} at pp={pp}, {microbatches} microbatches and chunks={chunks or 1} has {sets} "
+            f"activation sets, and orders of more than {MOST_SETS} are not made; give fewer "
+            "microbatches"
+        )
     if objective not in ("makespan", "span"):
         raise ValueError(f"objective must be makespan or span, got {objective!r}")
     if generator is None:
@@ -74,7 +84,9 @@ def generate(
     _check_options(name, generator, pp, group_size, memory_cap)
     vee = generator.placement == "vee"
     placement = Placement.vee(pp) if vee else Placement.loop(pp, chunks)
-    durations = costs.durations(placement).reduced()  # per-stage costs must fit the stages
+    durations = _bounded(
+        costs.durations(placement).reduced()
+    )  # per-stage costs must fit the stages
     request = Request(placement, microbatches, durations, objective, group_size, memory_cap)
     ranks = generator.orders(request)
     return Schedule(name, placement, microbatches, tuple(tuple(row) for row in ranks), costs)
@@ -91,6 +103,17 @@ def _check_chunks(name: str, generator: Generator, chunks: int) -> None:
             f"{name} has exactly {least} chunk{plural} per rank, got {chunks}; "
             f"give chunks={least} or leave it out"
         )
+
+
+def _bounded(durations: Durations) -> Durations:
+    """``durations`` with no pass shorter than 1/``MOST_RATIO`` of the longest.
+
+    Orders are made by looking at every rank whenever its shortest pass could have ended.
+    """
+    *rows, hop, scale = durations
+    least = -(-max(max(row) for row in rows) // MOST_RATIO)
+    f, b, w = (tuple(max(x, least) for x in row) for row in rows)
+    return Durations(f, b, w, hop, scale)
 
 
 def _check_options(

@@ -1,0 +1,123 @@
+"""Reading what users give us: files and numbers of any size and shape, refused in one sentence.
+
+Nothing here evaluates what it reads. Sizes are limited before anything is allocated for them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import reprlib
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NoReturn
+
+MOST_BYTES = 64 << 20  # of a file; the largest schedules that are of use have a tenth of it
+_PART = 1 << 20
+_LONGEST_NUMBER = 60  # characters
+_LARGEST = 10**100  # of a number, and of its inverse: beyond, floats overflow soon
+# Exponents of three digits: a longer one would be computed, digit by digit, before any check.
+_NUMBER = re.compile(r"[+-]?(?:\d+/\d+|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)", re.ASCII)
+
+
+def read_text(path: str | Path, encoding: str = "utf-8", most_bytes: int = MOST_BYTES) -> str:
+    """The text of a file; a device or a pipe is read up to the limit, too.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it has more than ``most_bytes``, or is not of this encoding.
+    """
+    data = bytearray()
+    with Path(path).open("rb") as file:
+        # By parts: one call for so many bytes would allocate them all at once.
+        while part := file.read(_PART):
+            data += part
+            if len(data) > most_bytes:
+                raise ValueError(f"it has more than the {most_bytes >> 20} MiB that are read")
+    return data.decode(encoding)
+
+
+def parse_json(text: str) -> Any:
+    """What a JSON text says; NaN and infinities, which JSON has not, are refused.
+
+    Raises:
+        ValueError: it is no JSON, or nested more deeply than anything of ours.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def shown(value: object) -> str:
+    """``repr`` of whatever was found in place of what was expected, a short part of it."""
+    text = _BRIEF.repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def plain(text: str) -> str:
+    """``text`` as the user wrote it where that is short and printable, else ``shown``."""
+    return text if len(text) <= _LONGEST_NUMBER and text.isprintable() else shown(text)
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 60
+_BRIEF.maxlevel = 4
+_LONGEST_SHOWN = 300  # characters
+
+
+def whole(value: object, what: str, least: int = 0, most: int = 10**9) -> int:
+    """``value`` as an int; a float only if it is whole, a bool never.
+
+    Raises:
+        ValueError: it is none, or not in ``least`` to ``most``; the text names ``what``.
+    """
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    if not good or not (least <= value <= most and value == int(value)):  # type: ignore[operator, call-overload]
+        raise ValueError(
+            f"{what} must be a whole number from {least} to {most}, got {shown(value)}"
+        )
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def real(value: object, what: str, most: float = 1e15, *, positive: bool = False) -> float:
+    """``value`` as a float from 0, or above 0, to ``most``.
+
+    Raises:
+        ValueError: it is no such number; the text names ``what``.
+    """
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    if not good or not 0 <= value <= most or (positive and value == 0):  # type: ignore[operator]
+        least = "> 0" if positive else ">= 0"
+        raise ValueError(f"{what} must be a number {least} and <= {most:g}, got {shown(value)}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def fraction(value: int | float | str | Fraction) -> Fraction:
+    """The exact number: ``0.1`` is one tenth, ``"1/3"`` a third.
+
+    Raises:
+        ValueError: it is no number, or one beyond 1e100 (or below 1e-100) that would take
+            unreasonable time and memory.
+    """
+    if isinstance(value, Fraction):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"{shown(value)} is no number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is not finite")
+    text = str(value).strip()
+    if len(text) > _LONGEST_NUMBER or _NUMBER.fullmatch(text) is None:
+        raise ValueError(f"{shown(text)} is no number of at most {_LONGEST_NUMBER} characters")
+    try:
+        number = Fraction(text)
+    except ZeroDivisionError:
+        raise ValueError(f"{shown(text)} divides by zero") from None
+    if number and not Fraction(1, _LARGEST) <= abs(number) <= _LARGEST:
+        raise ValueError(f"{shown(text)} is not between 1e-100 and 1e100")
+    return number

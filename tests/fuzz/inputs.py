@@ -1,0 +1,305 @@
+"""What is fuzzed: every reader of what a user gives us, with the rule that its answer must keep.
+
+A target takes bytes. It either uses them or refuses them with a ``ValueError`` of one sentence;
+anything else is a fault, and so is an accepted input that later steps cannot live with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_ext.commands.common import Parser, add_schedule_options, verify
+from megatron_ext.moe import cost_file
+from megatron_ext.plan.budget import parse_bytes
+from megatron_ext.plan.layout import Split, read_layout
+from megatron_ext.plan.profile import Profile
+from megatron_ext.schedule import Costs, Link, Schedule, generate, lower, offload_pass, simulate
+from megatron_ext.schedule.generators import MOST_SETS
+from megatron_ext.schedule.memory_cap import cap_sets, parse_cap
+from megatron_ext.schedule.reading import parse_json
+from megatron_ext.schedule.torch_csv import to_csv
+from megatron_ext.view import recorded
+
+LONGEST_SENTENCE = 1000  # characters, the path of the file included
+
+
+class Fault(AssertionError):
+    """An input that was answered against the rules; the text says how."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One reader.
+
+    Attributes:
+        name: as in a report.
+        seeds: inputs that it accepts, to start from.
+        use: reads one input, and uses what it has read; raises ``ValueError`` to refuse it.
+    """
+
+    name: str
+    seeds: tuple[bytes, ...]
+    use: Callable[[bytes], None]
+
+
+def feed(target: Target, data: bytes) -> bool:
+    """One input; True if it was accepted.
+
+    Raises:
+        Fault: it was answered against the rules. Whatever else is raised is a fault too.
+    """
+    try:
+        target.use(data)
+    except ValueError as error:
+        sentence(str(error))
+        return False
+    return True
+
+
+def sentence(text: str) -> None:
+    """Check that a refusal is one sentence; a schedule's fault is followed by a picture of it."""
+    first = text.split("\n", 1)[0]
+    if not first.strip():
+        raise Fault("the refusal says nothing")
+    if len(first) > LONGEST_SENTENCE:
+        raise Fault(f"the refusal has {len(first)} characters: {first[:200]}...")
+    if not first.isprintable():
+        raise Fault(f"the refusal holds control characters: {first!r}")
+    text.encode()  # lone surrogates could not be written to a log
+
+
+@cache
+def _folder() -> Path:
+    """Where inputs lie while they are read: in memory, where the system has such a place."""
+    shared = Path("/dev/shm")
+    own = tempfile.TemporaryDirectory(
+        prefix="fuzz-", dir=shared if os.access(shared, os.W_OK) else None
+    )
+    _KEPT.append(own)
+    return Path(own.name)
+
+
+_KEPT: list[Any] = []
+
+
+def _file(name: str, data: bytes) -> str:
+    path = _folder() / name
+    path.write_bytes(data)
+    return str(path)
+
+
+def _schedule(path: str) -> None:
+    """As ``check``, ``show`` and ``--pp-schedule`` use a file."""
+    schedule = Schedule.load(path)
+    verify(schedule)
+    again = Schedule.from_json(json.loads(json.dumps(schedule.to_json())))
+    if again.fingerprint() != schedule.fingerprint():
+        raise Fault("written and read again, the schedule is another one")
+    lowered = lower(schedule.unlowered())
+    if simulate(lowered).makespan <= 0:
+        raise Fault("the schedule takes no time")
+
+
+def _json(data: bytes) -> None:
+    _schedule(_file("schedule.json", data))
+
+
+def _csv(data: bytes) -> None:
+    _schedule(_file("schedule.csv", data))
+
+
+def _stage_costs(data: bytes) -> None:
+    costs = Costs().with_stage_file(_file("costs.json", data))
+    if costs.stages is not None and len(costs.stages) == 4:
+        simulate(generate("zb-h1", 4, 3, costs=costs))
+
+
+def _profile(data: bytes) -> None:
+    profile = Profile.load(_file("profile.json", data))
+    stages = len(profile.layers)
+    for times in profile.times(Split(tuple(profile.layers))):
+        if not all(0 < x < float("inf") for x in times):
+            raise Fault(f"stage times {times} of {stages} stages")
+    profile.times(Split((1,) * stages))
+    if profile.micro_batch_size < 1:
+        raise Fault(f"microbatches of {profile.micro_batch_size}")
+
+
+def _moe_costs(data: bytes) -> None:
+    found = cost_file.load(_file("moe.json", data))
+    for volume in (0.0, 1.0, 1e9):
+        if not 0 <= found.costs.fc1(volume) < float("inf"):
+            raise Fault(f"{volume} rows take {found.costs.fc1(volume)} ms")
+    cost_file.parse(cost_file.dump(found))
+
+
+def _traces(data: bytes) -> None:
+    """Both ranks' files in one input, with a line of three dashes between them."""
+    folder = _folder() / "traces"
+    folder.mkdir(exist_ok=True)
+    for rank, part in enumerate(data.split(b"\n---\n", 1)):
+        (folder / f"rank{rank}.jsonl").write_bytes(part)
+    run = recorded.load(folder, generate("1f1b", 2, 2))
+    if not 0 <= run.makespan < float("inf"):
+        raise Fault(f"a run of {run.makespan} ms")
+
+
+def _flags(data: bytes) -> None:
+    """First line: which flag; the rest: its value."""
+    name, _, value = data.decode("utf-8", "surrogateescape").partition("\n")
+    if name == "cost":
+        simulate(generate("zb-h1", 2, 2, costs=Costs.parse(value)))
+    elif name == "cap":
+        if cap_sets(parse_cap(value), 4, 2) < 1:
+            raise Fault("a cap of less than one set")
+    elif name == "bytes":
+        if parse_bytes(value) <= 0:
+            raise Fault("a budget of nothing")
+    elif name == "time":
+        link = Link.of(4, *value.split(",", 1))
+        plan = offload_pass(generate("po", 4, 8), link, "auto")
+        simulate(plan.schedule)
+    elif name == "layout":
+        read_layout(value, 8)
+    elif name == "request":
+        _offload_request(value)
+    else:
+        _command_line(value)
+
+
+def _offload_request(value: str) -> None:
+    from megatron_ext.integration.offload_request import OffloadRequest
+
+    args = dict.fromkeys(("pp_offload_chunks", "pp_offload_transfer"))
+    request = OffloadRequest.of(
+        argparse.Namespace(pp_offload="half", pp_offload_time=value, **args)
+    )
+    if request is None or request.link(4) is None:
+        raise Fault("a time was given and lost")
+
+
+def _command_line(value: str) -> None:
+    """Numbers as argparse takes them; sizes that no machine has must be refused, not tried."""
+    parser = Parser(prog="fuzz", exit_on_error=False)
+    add_schedule_options(parser)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            args = parser.parse_args(["--schedule", "gis", *value.split(" ")])
+    except (SystemExit, argparse.ArgumentError) as error:
+        raise ValueError(str(error) or "argparse refused it") from None
+    pp, m = args.pp or 2, args.microbatches or 2
+    if 64 < pp * m * (args.chunks or 2) <= 2 * MOST_SETS:
+        return  # it works, and takes its time
+    generate("gis", pp, m, args.chunks, group_size=args.group_size)
+
+
+def _checkpoint(data: bytes) -> None:
+    """What a checkpoint says of itself: the saved arguments, and the tensors it holds."""
+    from megatron_ext.integration.checkpoint import Layout, _differing_flags
+    from megatron_ext.integration.checkpoint_metadata import model_shapes
+
+    text = parse_json(data.decode("utf-8"))
+    if not isinstance(text, dict):
+        raise ValueError("no case")
+    saved = text.get("args")
+    if isinstance(saved, dict):
+        held = SimpleNamespace(**saved)
+        sentence(f"saved with {Layout.of(held)}")
+        sentence(_differing_flags(SimpleNamespace(), held) or "nothing differs")
+    metadata = SimpleNamespace(state_dict_metadata=_entries(text.get("tensors")))
+    if "mcore" in text:
+        metadata.mcore_data = text["mcore"]
+    for key, shape in model_shapes(metadata).items():
+        if not isinstance(key, str) or not all(isinstance(n, int) for n in shape):
+            raise Fault(f"{key!r} has the shape {shape!r}")
+
+
+def _entries(described: Any) -> Any:
+    """Torch's entries with sizes as they were described; anything else as it is."""
+    from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
+    if not isinstance(described, dict):
+        return described
+    return {
+        key: TensorStorageMetadata(TensorProperties(), size, []) if "o" not in key else size
+        for key, size in described.items()
+    }
+
+
+def _bytes(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _trace_seed() -> bytes:
+    schedule = generate("1f1b", 2, 2)
+    run, parts = simulate(schedule), []
+    for rank, row in enumerate(run.schedule.ranks):
+        events = [
+            {"action": str(action), "start_us": 10.0 * start, "end_us": 10.0 * end}
+            for action, start, end in zip(row, run.start[rank], run.end[rank])
+        ]
+        line = {"schedule": "1f1b", "pipeline_rank": rank, "microbatches": 2, "iteration": 1}
+        line |= {"forward_only": False, "zero_unix_us": 1.7e15, "events": events, "plan": "ab12"}
+        parts.append(json.dumps(line) + "\n" + json.dumps({**line, "iteration": 2}))
+    return "\n---\n".join(parts).encode()
+
+
+def targets() -> dict[str, Target]:
+    """Every target by name; those that need torch are left out where there is none."""
+    offloaded = offload_pass(generate("po", 2, 4), Link.of(2, "0.2", "0.3"), "full").schedule
+    orders = [generate("1f1b", 2, 2), lower(generate("v-half", 2, 3)), offloaded]
+    profile = {
+        "format": "megatron-ext-profile/1",
+        "micro_batch_size": 1,
+        "layers": [4, 5],
+        "stages": [[1e-3, 2e-3, 1e-3]] * 2,
+        "set_bytes": [1000, 2000],
+        "hop": 1e-4,
+        "to_host": 2.1e10,
+        "model": {"hidden_size": 64},
+    }
+    moe = {name: [0.02, 2.1e-08, 0.03] for name in cost_file.LINES}
+    args = {"pipeline_model_parallel_size": 2, "num_layers": 8, "hidden_size": 32}
+    tensors = {"decoder.layers.weight": [8, 32, 32], "optimizer.state.exp_avg": [3]}
+    mcore = {"decoder.layers.weight": {"nd_reformulated_orig_global_shape": [8, 1024]}}
+    flags = ("cost\n1,0.98,1/2,1e-3", "cap\n0.5", "bytes\n1.5GiB", "time\n0.25,0.3")
+    flags += (
+        "request\n0.25",
+        "line\n--pp 2 --microbatches 3 --group-size 1",
+        "layout\nE(t*2)*2|tttt,L",
+    )
+    found = [
+        Target("schedule", tuple(_bytes(order.to_json()) for order in orders), _json),
+        Target("csv", tuple(to_csv(o.compute()).encode() for o in orders), _csv),
+        Target("stage-costs", (_bytes({"stages": [[1, 2, 0.5]] * 4}),), _stage_costs),
+        Target("profile", (_bytes(profile),), _profile),
+        Target(
+            "moe-costs",
+            (_bytes({"format": cost_file.FORMAT, **moe, "kept_bytes": 12288}),),
+            _moe_costs,
+        ),
+        Target("traces", (_trace_seed(),), _traces),
+    ]
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        flags = tuple(flag for flag in flags if not flag.startswith("request"))
+    else:
+        seed = _bytes({"args": args, "tensors": tensors, "mcore": mcore})
+        found.append(Target("checkpoint", (seed,), _checkpoint))
+    found.append(Target("flags", tuple(flag.encode() for flag in flags), _flags))
+    return {target.name: target for target in found}
+
+
+__all__ = ["Fault", "Target", "feed", "sentence", "targets"]
