@@ -34,7 +34,7 @@ ANCHOR = '''def parse_args(extra_args_provider=None, ignore_unknown_args=False):
 '''
 # Prefixes rather than names: flags that megatron_ext gains must not need new patches. No flag of
 # Megatron's own begins so in any supported version (a test looks).
-PREFIXES = ("--pp-", "--moe-pipeline-chunks", "--moe-memory-")
+PREFIXES = ("--pp-", "--moe-pipeline-", "--moe-memory-")
 INSERTED = f"""    # megatron_ext: only if one of its flags is on the command line.
     import sys
     ours = {PREFIXES!r}

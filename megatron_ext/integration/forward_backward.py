@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..plan.layout import Split
 from ..plan.profile import Profile
+from ..runtime import files
 from ..runtime.channel import Channel
 from ..runtime.executor import Executor
 from ..runtime.trace import Recorder, TraceFile
@@ -315,6 +316,7 @@ class ScheduledPipeline:
             self._traced.append(plan)
             if dist.get_rank() == 0 and not forward_only:
                 path = self._trace.directory / plan_file(plan.fingerprint())
+                files.create(path).close()  # its own, whatever lay there
                 plan.unlowered().save(path)
         self._trace.write(
             {

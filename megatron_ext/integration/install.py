@@ -192,6 +192,8 @@ class Installation:
                 given["--pp-schedule"] = agreement.contents(args.pp_schedule)
         if "--moe-pipeline-costs" in given:
             given["--moe-pipeline-costs"] = agreement.contents(args.moe_pipeline_costs)
+        if "--pp-profile" in given and "--pp-profile-steps" not in given:
+            given["--pp-profile"] = agreement.contents(args.pp_profile)
         if "--pp-trace" in given:
             given["--pp-trace"] = "a directory"  # of each node's own, as it may be
         return agreement.facts(given, plan, self.seams.version)

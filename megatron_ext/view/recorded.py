@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,13 @@ def plan_of(directory: str | Path, iteration: int | None = None) -> Schedule:
 
 
 def plan_file(fingerprint: str) -> str:
-    """The name of a plan's file beside the traces, by the fingerprint that they carry."""
+    """The name of a plan's file beside the traces, by the fingerprint that they carry.
+
+    Raises:
+        ValueError: it is none, so the name might lead anywhere.
+    """
+    if not isinstance(fingerprint, str) or not re.fullmatch("[0-9a-f]{1,64}", fingerprint):
+        raise ValueError(f"a plan's fingerprint is hexadecimal, found {shown(fingerprint)}")
     return f"plan-{fingerprint}.json"
 
 

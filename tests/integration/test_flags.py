@@ -460,6 +460,6 @@ def test_flags_are_in_their_own_group_and_off_by_default() -> None:
     ours = ["schedule", "memory_cap", "group_size", "cost", "trace", "cheap_recompute"]
     ours += ["profile_steps", "profile"]
     ours += ["offload", "offload_chunks", "offload_time", "offload_transfer"]
-    moe = ["moe_pipeline_chunks", "moe_memory_reuse", "moe_memory_budget"]
+    moe = ["moe_pipeline_chunks", "moe_memory_reuse", "moe_memory_budget", "moe_pipeline_costs"]
     assert vars(args) == dict.fromkeys([*(f"pp_{name}" for name in ours), *moe])
     assert GROUP in parser.format_help()
