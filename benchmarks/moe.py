@@ -15,7 +15,8 @@ strategies  the same for what auto chose within a budget that rules keeping ever
 memory      most bytes that exist at once while one layer runs forward and backward, counted by
             tensor storage, with real experts: stock, chunks, every strategy
 
-Every way runs in turn in one process group. Writes results/DATE-moe.json and moe.md.
+Every way runs in turn in one process group. Writes results/DATE-moe-PART.json and moe.md,
+which has the parts of that date.
 """
 
 from __future__ import annotations
@@ -478,53 +479,72 @@ def batch(rank: int) -> torch.Tensor:
     return torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
 
 
-def page(about: dict[str, Any], found: dict[str, Any]) -> str:
-    """The results in Markdown."""
+def page(parts: dict[str, Any]) -> str:
+    """The results in Markdown; each part with its run."""
     lines = [
         "# MoE layers in chunks, emulated",
         "",
-        f"`python benchmarks/moe.py`, {about['date']}: {about['ranks']} gloo ranks with "
-        f"{EXPERTS} experts, top {TOP_K}, {TOKENS} tokens a rank; experts take "
-        f"{about['compute_ms']:g} ms forward and twice that backward, every message and expert "
-        f"call {ALPHA_MS} ms more. Median of {about['repeats']} alternating rounds, slowest rank; "
-        f"{about['machine']}, load {about['load']}. Megatron-core {about['megatron']}.",
-        "",
-        "A way is *chunks strategy dispatches-ahead*. The simulator's costs are those that auto "
-        "measured itself, before its first call.",
+        "`python benchmarks/moe.py`: Megatron's own MoE layer, stock and ours, on gloo ranks. "
+        f"{EXPERTS} experts, top {TOP_K}, {TOKENS} tokens a rank; experts and messages sleep. A way is "
+        "*chunks strategy dispatches-ahead*. The simulator's costs are those that auto measured "
+        "itself before its first call.",
     ]
-    if "speed" in found:
-        lines += ["", "## Nothing restored", ""]
-        lines += [
-            "| communication / computation | stock | `2` | `4` | dispatch-first, best n | chosen | "
-            "best of all | bound | stock / chosen | chosen / best | predicted / measured |",
-            "|--:|--:|--:|--:|--:|---|---|--:|--:|--:|--:|",
-        ]
-        lines += [_speed_line(row) for row in found["speed"]]
-    if "strategies" in found:
-        lines += ["", "## Half the memory", ""]
-        lines += [
-            f"Budget: half of what stock keeps for {IN_FLIGHT} microbatches in flight. *Link* is a "
-            "copy of the experts' input over their forward pass; what lies inside takes "
-            f"{KAPPA} times as long.",
-            "",
-            "| communication / computation | link | stock, over the budget | chosen | best that "
-            "fits | worst that fits | chosen / best | predicted / measured |",
-            "|--:|--:|--:|---|---|---|--:|--:|",
-        ]
-        lines += [_strategy_line(row) for row in found["strategies"]]
-    if "memory" in found:
-        lines += ["", "## Most bytes at once", ""]
-        lines += [
-            "Real experts with F = 4M, forward and backward of one layer; everything but "
-            "parameters, by storage, the shared buffers included. Less than: `none` in as many "
-            "chunks.",
-            "",
-            "| chunks | strategy | bytes | of them shared buffers | on the host | less than stock "
-            "| less than `none` |",
-            "|--:|---|--:|--:|--:|--:|--:|",
-        ]
-        lines += _memory_lines(found["memory"])
+    for part, (title, table) in TABLES.items():
+        if part in parts:
+            about = parts[part]
+            lines += ["", f"## {title}", "", _run_text(about), "", *table(about["rows"])]
     return "\n".join(lines) + "\n"
+
+
+def _run_text(about: dict[str, Any]) -> str:
+    return (
+        f"{about['date']}, {about['ranks']} ranks, experts {about['compute_ms']:g} ms forward and "
+        f"twice that backward, {ALPHA_MS} ms more for every message and expert call; median of "
+        f"{about['repeats']} alternating rounds (strategies: 3 at most), slowest rank; "
+        f"{about['machine']}, load {about['load']}; torch {about['torch']}, megatron-core "
+        f"{about['megatron']}."
+    )
+
+
+def _speed_table(rows: list[dict[str, Any]]) -> list[str]:
+    return [
+        "| communication / computation | stock | `2` | `4` | dispatch-first, best n | chosen | "
+        "best of all | bound | stock / chosen | chosen / best | predicted / measured |",
+        "|--:|--:|--:|--:|--:|---|---|--:|--:|--:|--:|",
+        *map(_speed_line, rows),
+    ]
+
+
+def _strategy_table(rows: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"The budget is half of what stock keeps for {IN_FLIGHT} microbatches in flight. *Link* is "
+        "a copy of the experts' input over their forward pass; what lies inside takes "
+        f"{KAPPA} times as long.",
+        "",
+        "| communication / computation | link | stock, over the budget | chosen | best that "
+        "fits | worst that fits | chosen / best | predicted / measured |",
+        "|--:|--:|--:|---|---|---|--:|--:|",
+        *map(_strategy_line, rows),
+    ]
+
+
+def _memory_table(rows: list[dict[str, Any]]) -> list[str]:
+    return [
+        "Real experts with F = 4M, forward and backward of one layer; everything but parameters, "
+        "by storage, the shared buffers included. Less than: `none` in as many chunks.",
+        "",
+        "| chunks | strategy | bytes | of them shared buffers | on the host | less than stock "
+        "| less than `none` |",
+        "|--:|---|--:|--:|--:|--:|--:|",
+        *_memory_lines(rows),
+    ]
+
+
+TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
+    "speed": ("Nothing restored", _speed_table),
+    "strategies": ("Half the memory", _strategy_table),
+    "memory": ("Most bytes at once", _memory_table),
+}
 
 
 def _ms(row: dict[str, Any], name: str) -> str:
@@ -613,9 +633,14 @@ def main() -> int:
     }
     results = args.output / "results"
     results.mkdir(parents=True, exist_ok=True)
-    target = results / f"{args.date}-moe.json"
-    target.write_text(json.dumps({**about, **found}, indent=1) + "\n")
-    (args.output / "moe.md").write_text(page(about, found))
+    parts = {}
+    for part in TABLES:
+        target = results / f"{args.date}-moe-{part}.json"
+        if part in found:
+            target.write_text(json.dumps({**about, "rows": found[part]}, indent=1) + "\n")
+        if target.exists():
+            parts[part] = json.loads(target.read_text())
+    (args.output / "moe.md").write_text(page(parts))
     return 0
 
 
