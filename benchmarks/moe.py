@@ -485,9 +485,9 @@ def page(parts: dict[str, Any]) -> str:
         "# MoE layers in chunks, emulated",
         "",
         "`python benchmarks/moe.py`: Megatron's own MoE layer, stock and ours, on gloo ranks. "
-        f"{EXPERTS} experts, top {TOP_K}, {TOKENS} tokens a rank; experts and messages sleep. A "
-        "way is *chunks strategy dispatches-ahead*. The simulator's costs are those that auto measured "
-        "itself before its first call.",
+        f"{EXPERTS} experts, top {TOP_K}, {TOKENS} tokens a rank; experts and messages sleep. "
+        "A way is *chunks strategy dispatches-ahead*. The simulator's costs are those that auto "
+        "measured itself before its first call.",
     ]
     for part, (title, table) in TABLES.items():
         if part in parts:
