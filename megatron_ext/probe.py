@@ -10,6 +10,7 @@ imported as ``launch --device cpu`` does it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -153,9 +154,9 @@ def library_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for name in ("transformer_engine", "apex"):
         try:
-            module = __import__(name)
+            module = importlib.import_module(name)
             if name == "transformer_engine":
-                __import__("transformer_engine.pytorch")
+                importlib.import_module("transformer_engine.pytorch")
             facts[name] = {"version": str(getattr(module, "__version__", "of unknown version"))}
         except ImportError as error:
             if getattr(error, "name", None) != name:
@@ -163,7 +164,7 @@ def library_facts() -> dict[str, Any]:
         except Exception as error:
             facts[name] = {"error": f"{type(error).__name__}: {error}"}
     with contextlib.suppress(Exception):
-        __import__("fused_weight_gradient_mlp_cuda")
+        importlib.import_module("fused_weight_gradient_mlp_cuda")
         facts["fused_wgrad"] = True
     return facts
 

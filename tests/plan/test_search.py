@@ -294,10 +294,10 @@ def test_a_profile_replaces_times_and_bytes():
         ({"format": "x"}, "expected"),
         ({"layers": [1]}, "1 layers for 4 stages"),
         ({"stages": [[0, 1, 1]] * 4}, "times > 0"),
-        ({"to_host": 0}, '"to_host" must be > 0, found 0'),
-        ({"hop": -1}, '"hop" must be > 0, found -1'),
-        ({"set_bytes": [-5] * 4}, '"set_bytes" must be >= 0, found -5'),
-        ({"model": {"colour": 3}}, '"model" may have hidden_size, .* found colour'),
+        ({"to_host": 0}, "to_host must be a number > 0 .* got 0"),
+        ({"hop": -1}, "hop must be a number >= 0 .* got -1"),
+        ({"set_bytes": [-5] * 4}, "set_bytes must be a whole number from 0 .* got -5"),
+        ({"model": {"colour": 3}}, '"model" may have hidden_size, .* found .colour.'),
     ],
 )
 def test_profiles_that_are_none(tmp_path, change, words):
