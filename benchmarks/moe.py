@@ -23,13 +23,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
-import os
-import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -49,11 +45,21 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from benchmarks.ranks import on_ranks  # noqa: E402
+from benchmarks.moe_emulated import (  # noqa: E402
+    EXPERTS,
+    FFN,
+    HIDDEN,
+    IN_FLIGHT,
+    TOKENS,
+    TOP_K,
+    Network,
+    PausingExperts,
+    Peak,
+    real_all_to_all,
+)
+from benchmarks.moe_page import TABLES, page  # noqa: E402
+from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
 from megatron_ext.integration.moe import PipelinedMoE, Policy  # noqa: E402
 from megatron_ext.integration.moe_choice import layer_shape  # noqa: E402
 from megatron_ext.integration.seams import Seams  # noqa: E402
@@ -70,89 +76,13 @@ from megatron_ext.moe.settings import Decides, Settings, Way  # noqa: E402
 from megatron_ext.moe.simulate import lower_bound_ms  # noqa: E402
 from megatron_ext.offload.device import CpuDevice, Direction  # noqa: E402
 
-HIDDEN, FFN, EXPERTS, TOP_K = 64, 64, 8, 2
-TOKENS = 4096  # of a rank
-KAPPA = 4  # bytes inside the experts over those of their input
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 LINKS = (0.5, 2.0)  # a copy of the experts' input over their forward pass
-ALPHA_MS = 0.3  # of a message, and of an expert call
-
-IN_FLIGHT = 4  # microbatches that the budget is for
-
-_real_all_to_all = dist.all_to_all_single
 
 
 def load_of(rows: int) -> Load:
     """Of one layer, for the budget."""
     return Load(rows, 1, IN_FLIGHT, messages=MESSAGES)
-
-
-class Network:
-    """Makes all-to-alls take ``ALPHA_MS`` and ``ms_per_byte``, one after the other."""
-
-    def __init__(self, ms_per_byte: float) -> None:
-        self._ms_per_byte, self._free = ms_per_byte, 0.0
-
-    def __call__(self, out: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        wants = kwargs.pop("async_op", False)
-        world = dist.get_world_size(kwargs.get("group"))
-        nbytes = max(out.numel(), given.numel()) * given.element_size() * (world - 1) / world
-        work = _real_all_to_all(out, given, *args, async_op=True, **kwargs)
-        start = max(time.perf_counter(), self._free)
-        self._free = start + (ALPHA_MS + self._ms_per_byte * nbytes) / 1e3
-        message = Message(work, self._free)
-        return message if wants else message.wait()
-
-
-class Message:
-    """An all-to-all that is over when both the real one and the network are."""
-
-    def __init__(self, work: Any, end: float) -> None:
-        self._work, self._end = work, end
-
-    def wait(self) -> bool:
-        """Sleep as long as it takes."""
-        self._work.wait()
-        time.sleep(max(0.0, self._end - time.perf_counter()))
-        return True
-
-
-class Pause(torch.autograd.Function):
-    """Takes time forward, twice as much backward, and keeps its input ``KAPPA`` times over."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
-        """The input times the weight."""
-        until = time.perf_counter() + seconds
-        inside = x.repeat(1, KAPPA)
-        ctx.seconds = seconds
-        ctx.save_for_backward(x, weight, inside)
-        y = x * weight
-        time.sleep(max(0.0, until - time.perf_counter()))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Both gradients."""
-        until = time.perf_counter() + 2 * ctx.seconds
-        x, weight, _ = ctx.saved_tensors
-        gradients = grad * weight, (grad * x).sum(0)
-        time.sleep(max(0.0, until - time.perf_counter()))
-        return *gradients, None
-
-
-class PausingExperts(torch.nn.Module):
-    """In place of Megatron's: so many milliseconds a row."""
-
-    def __init__(self, ms_per_row: float) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(HIDDEN))
-        self.ms_per_row = ms_per_row
-
-    def forward(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> Any:
-        """Megatron's interface."""
-        seconds = (ALPHA_MS + self.ms_per_row * len(rows)) / 1e3
-        return Pause.apply(rows, self.weight, seconds), None
 
 
 class Auto:
@@ -410,31 +340,9 @@ def strategies(rank: int, args: Any) -> list[dict[str, Any]]:
     return out
 
 
-class Peak(TorchDispatchMode):
-    """Most bytes of tensors made inside the context that exist at once, by storage."""
-
-    def __init__(self, without: set[int]) -> None:
-        super().__init__()
-        self._without, self._live = without, dict[int, tuple[StorageWeakRef, int]]()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run, look, sum up."""
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._without:
-                    self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
-        total = sum(nbytes for _, nbytes in self._live.values())
-        self.nbytes = max(self.nbytes, total)
-        return result
-
-
 def memory(rank: int, args: Any) -> list[dict[str, Any]]:
     """Real experts with F = 4M; what is there anyway (parameters, input, gradients) apart."""
-    dist.all_to_all_single = _real_all_to_all
+    dist.all_to_all_single = real_all_to_all
     hidden, tokens = 64, 1024
     layer = build(
         args.ranks,
@@ -479,117 +387,6 @@ def batch(rank: int) -> torch.Tensor:
     return torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
 
 
-def page(parts: dict[str, Any]) -> str:
-    """The results in Markdown; each part with its run."""
-    lines = [
-        "# MoE layers in chunks, emulated",
-        "",
-        "`python benchmarks/moe.py`: Megatron's own MoE layer, stock and ours, on gloo ranks. "
-        f"{EXPERTS} experts, top {TOP_K}, {TOKENS} tokens a rank; experts and messages sleep. "
-        "A way is *chunks strategy dispatches-ahead*. The simulator's costs are those that auto "
-        "measured itself before its first call.",
-    ]
-    for part, (title, table) in TABLES.items():
-        if part in parts:
-            about = parts[part]
-            lines += ["", f"## {title}", "", _run_text(about), "", *table(about["rows"])]
-    return "\n".join(lines) + "\n"
-
-
-def _run_text(about: dict[str, Any]) -> str:
-    return (
-        f"{about['date']}, {about['ranks']} ranks, experts {about['compute_ms']:g} ms forward and "
-        f"twice that backward, {ALPHA_MS} ms more for every message and expert call; median of "
-        f"{about['repeats']} alternating rounds (strategies: 3 at most), slowest rank; "
-        f"{about['machine']}, load {about['load']}; torch {about['torch']}, megatron-core "
-        f"{about['megatron']}."
-    )
-
-
-def _speed_table(rows: list[dict[str, Any]]) -> list[str]:
-    return [
-        "| communication / computation | stock | `2` | `4` | dispatch-first, best n | chosen | "
-        "best of all | bound | stock / chosen | chosen / best | predicted / measured |",
-        "|--:|--:|--:|--:|--:|---|---|--:|--:|--:|--:|",
-        *map(_speed_line, rows),
-    ]
-
-
-def _strategy_table(rows: list[dict[str, Any]]) -> list[str]:
-    return [
-        f"The budget is half of what stock keeps for {IN_FLIGHT} microbatches in flight. *Link* is "
-        "a copy of the experts' input over their forward pass; what lies inside takes "
-        f"{KAPPA} times as long.",
-        "",
-        "| communication / computation | link | stock, over the budget | chosen | best that "
-        "fits | worst that fits | chosen / best | predicted / measured |",
-        "|--:|--:|--:|---|---|---|--:|--:|",
-        *map(_strategy_line, rows),
-    ]
-
-
-def _memory_table(rows: list[dict[str, Any]]) -> list[str]:
-    return [
-        "Real experts with F = 4M, forward and backward of one layer; everything but parameters, "
-        "by storage, the shared buffers included. Less than: `none` in as many chunks.",
-        "",
-        "| chunks | strategy | bytes | of them shared buffers | on the host | less than stock "
-        "| less than `none` |",
-        "|--:|---|--:|--:|--:|--:|--:|",
-        *_memory_lines(rows),
-    ]
-
-
-TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
-    "speed": ("Nothing restored", _speed_table),
-    "strategies": ("Half the memory", _strategy_table),
-    "memory": ("Most bytes at once", _memory_table),
-}
-
-
-def _ms(row: dict[str, Any], name: str) -> str:
-    return f"{row['median_ms'][name]:.0f}"
-
-
-def _off(row: dict[str, Any]) -> str:
-    """How far the simulator is from what was measured: the chosen way, and the worst of all."""
-    ratios = {name: ms / row["median_ms"][name] - 1 for name, ms in row["predicted_ms"].items()}
-    worst = max(ratios.values(), key=abs)
-    return f"{ratios[row['chosen']]:+.0%}, worst {worst:+.0%}"
-
-
-def _speed_line(row: dict[str, Any]) -> str:
-    median, best, chosen = row["median_ms"], row["best"], row["chosen"]
-    first = min((n for n in median if n in ("4 none 4", "8 none 8")), key=lambda n: median[n])
-    cells = [f"{row['ratio']:g}", *(_ms(row, n) for n in ("stock", "2 none 2", "4 none 2", first))]
-    cells += [f"{_ms(row, 'auto')} ({chosen})", f"{_ms(row, best)} ({best})"]
-    cells += [f"{row['bound_ms']:.0f}", f"{median['stock'] / median['auto']:.2f}"]
-    cells += [f"{median['auto'] / median[best]:.3f}", _off(row)]
-    return f"| {' | '.join(cells)} |"
-
-
-def _strategy_line(row: dict[str, Any]) -> str:
-    median, best, chosen = row["median_ms"], row["best"], row["chosen"]
-    worst = max(row["predicted_ms"], key=lambda name: median[name])
-    cells = [f"{row['ratio']:g}", f"{row['link']:g}", _ms(row, "stock")]
-    cells += [f"{_ms(row, 'auto')} ({chosen})", f"{_ms(row, best)} ({best})"]
-    cells += [f"{_ms(row, worst)} ({worst})", f"{median['auto'] / median[best]:.3f}", _off(row)]
-    return f"| {' | '.join(cells)} |"
-
-
-def _memory_lines(rows: list[dict[str, Any]]) -> list[str]:
-    peak = {row["way"]: row["peak_bytes"] for row in rows}
-    lines = []
-    for row in rows:
-        chunks, strategy = ("1 stock" if row["way"] == "stock" else row["way"]).split()
-        like = peak["stock" if chunks == "1" else f"{chunks} none"]
-        cells = [chunks, strategy, f"{row['peak_bytes']:,}", f"{row['buffers_bytes']:,}"]
-        cells += [f"{row['host_bytes']:,}", f"{1 - row['peak_bytes'] / peak['stock']:.0%}"]
-        cells += [f"{1 - row['peak_bytes'] / like:.0%}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
 def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     """All parts on one rank; rank 0 writes what came out."""
     torch.set_num_threads(1)
@@ -600,7 +397,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     model_parallel_cuda_manual_seed(1)
     found = {part: PARTS[part](rank, args) for part in args.parts.split(",")}
     if rank == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / "rows.json").write_text(json.dumps(found))
     dist.barrier()
 
 
@@ -611,35 +408,17 @@ def main() -> int:
     parser.add_argument("--compute-ms", type=float, default=120.0, help="of the experts' forward")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--output", type=Path, default=HERE, metavar="DIR")
-    parser.add_argument("--date", default=datetime.date.today().isoformat())
-    parser.add_argument("--machine", default=f"{os.cpu_count()} shared cores", help="in words")
+    add_arguments(parser)
     args = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        if not on_ranks(args.ranks, lambda rank: run_rank(rank, args, folder)):
-            return 1
-        found = json.loads((folder / "found.json").read_text())
-    about = {
-        "date": args.date,
-        "machine": args.machine,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "megatron": package_info.__version__,
-        "load": f"{load:.1f} before and {os.getloadavg()[0]:.1f} after",
-        **{key: getattr(args, key) for key in ("ranks", "compute_ms", "repeats")},
-    }
-    results = args.output / "results"
-    results.mkdir(parents=True, exist_ok=True)
-    parts = {}
-    for part in TABLES:
-        target = results / f"{args.date}-moe-{part}.json"
-        if part in found:
-            target.write_text(json.dumps({**about, "rows": found[part]}, indent=1) + "\n")
-        if target.exists():
-            parts[part] = json.loads(target.read_text())
+    found = measured(args, args.ranks, run_rank, ("ranks", "compute_ms", "repeats"))
+    if found is None:
+        return 1
+    rows, about = found
+    about["megatron"] = package_info.__version__
+    for part in rows:
+        save(args, f"moe-{part}", rows[part], about)
+    targets = {part: args.output / "results" / f"{args.date}-moe-{part}.json" for part in TABLES}
+    parts = {part: json.loads(one.read_text()) for part, one in targets.items() if one.exists()}
     (args.output / "moe.md").write_text(page(parts))
     return 0
 

@@ -14,13 +14,9 @@ activation that comes back is checked. Writes results/DATE-offload.json and offl
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -33,7 +29,7 @@ sys.path.insert(0, str(HERE.parent))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks.ranks import on_ranks  # noqa: E402
+from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
 from megatron_ext.offload.arena import HostArena  # noqa: E402
 from megatron_ext.offload.device import CpuDevice, Direction  # noqa: E402
 from megatron_ext.offload.engine import Engine  # noqa: E402
@@ -296,30 +292,15 @@ def main() -> int:
     parser.add_argument("--policy", default="single", choices=("single", "dual"))
     parser.add_argument("--pass-ms", type=float, default=10.0, help="of one chunk's F")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=HERE, metavar="DIR")
-    parser.add_argument("--date", default=datetime.date.today().isoformat())
-    parser.add_argument("--machine", default=f"{os.cpu_count()} shared cores", help="in words")
+    add_arguments(parser)
     args = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        if not on_ranks(args.pp, lambda rank: run_rank(rank, args, folder)):
-            return 1
-        rows = json.loads((folder / "rows.json").read_text())
-    about = {
-        "date": args.date,
-        "machine": args.machine,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load": f"{load:.1f} before and {os.getloadavg()[0]:.1f} after",
-        **{key: getattr(args, key) for key in ("pp", "microbatches", "policy", "repeats")},
-        "pass_ms": args.pass_ms,
-    }
-    results = args.output / "results"
-    results.mkdir(parents=True, exist_ok=True)
-    target = results / f"{args.date}-offload.json"
-    target.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    found = measured(
+        args, args.pp, run_rank, ("pp", "microbatches", "policy", "repeats", "pass_ms")
+    )
+    if found is None:
+        return 1
+    rows, about = found
+    save(args, "offload", rows, about)
     (args.output / "offload.md").write_text(page(rows, about))
     return 0
 

@@ -15,13 +15,9 @@ bit for bit. Writes results/DATE-replan.json and replan.md.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +30,7 @@ sys.path.insert(0, str(HERE.parent))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks.ranks import on_ranks  # noqa: E402
+from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
 from megatron_ext.integration import profile as measuring  # noqa: E402
 from megatron_ext.integration.choose import Choice  # noqa: E402
 from megatron_ext.plan.layout import Split  # noqa: E402
@@ -289,30 +285,14 @@ def main() -> int:
     parser.add_argument("--passes", default="120,200,100", help="F,B,W of a stage, in ms")
     parser.add_argument("--heavy", type=float, default=1.5, help="times that, the last stage")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=HERE, metavar="DIR")
-    parser.add_argument("--date", default=datetime.date.today().isoformat())
-    parser.add_argument("--machine", default=f"{os.cpu_count()} shared cores", help="in words")
+    add_arguments(parser)
     args = parser.parse_args()
     args.milliseconds = [float(x) for x in args.passes.split(",")]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        if not on_ranks(args.pp, lambda rank: run_rank(rank, args, folder)):
-            return 1
-        rows = json.loads((folder / "rows.json").read_text())
-    about = {
-        "date": args.date,
-        "machine": args.machine,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load": f"{load:.1f} before and {os.getloadavg()[0]:.1f} after",
-        **{key: getattr(args, key) for key in ("pp", "microbatches", "passes", "heavy", "rounds")},
-    }
-    results = args.output / "results"
-    results.mkdir(parents=True, exist_ok=True)
-    target = results / f"{args.date}-replan.json"
-    target.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    found = measured(args, args.pp, run_rank, ("pp", "microbatches", "passes", "heavy", "rounds"))
+    if found is None:
+        return 1
+    rows, about = found
+    save(args, "replan", rows, about)
     (args.output / "replan.md").write_text(page(rows, about))
     return 0
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from ..moe import cost_file
 from ..moe.costs import LayerShape
-from ..moe.decide import Chooser, Measured, Name, unfit
+from ..moe.decide import Chooser, Measured, Name, load_of
 from ..moe.region import Region
-from ..moe.select import Space
+from ..moe.select import BudgetError, Space, what_fits
 from ..moe.settings import Decides
 from ..schedule.generators import generate
 from ..schedule.simulate import peak_sets
@@ -180,9 +180,10 @@ def check_budget(args: Any, space: Space, budget_bytes: int, sets: Sets) -> None
     # Of an even split; a first or last stage may have more, which is then told while it runs.
     layers = max(1, int(args.num_layers * share / (pp * chunks)))
     in_flight = max(sets(chunks, microbatches))
-    error = unfit(shape, rows, layers, in_flight, budget_bytes, space)
-    if error is not None:
+    try:
+        what_fits(shape, load_of(rows, layers, in_flight), budget_bytes, space)
+    except BudgetError as error:
         raise ConfigError(
             f"--moe-memory-budget: {error} ({layers} MoE layers, {in_flight} passes in flight, "
             f"{rows} rows a call if routing is balanced)"
-        )
+        ) from None

@@ -32,6 +32,11 @@ NEAR = 1.1  # predicted times over the least that make another order worth a tri
 _BOTH = "forward and backward"
 
 
+def load_of(rows: int, layers: int, in_flight: int) -> Load:
+    """What the runtime keeps: its messages have buffers of their own."""
+    return Load(rows, layers, in_flight, messages=MESSAGES)
+
+
 class Measured(NamedTuple):
     """What one layer costs; the same on all ranks of its groups.
 
@@ -303,8 +308,7 @@ class _Layer:
     def _choose(self, rows: int, space: Space, budget: int | None) -> Choice:
         assert self._costs is not None
         layers, in_flight = self._chooser.load()
-        load = Load(rows, layers, in_flight, messages=MESSAGES)
-        return choose(self._shape, load, self._costs, budget, space)
+        return choose(self._shape, load_of(rows, layers, in_flight), self._costs, budget, space)
 
     # --- what people read ---
 
@@ -349,20 +353,3 @@ class _Layer:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def unfit(
-    shape: LayerShape, rows: int, layers: int, in_flight: int, budget_bytes: int, space: Space
-) -> BudgetError | None:
-    """Whether no way at all keeps the budget, before anything was measured."""
-    some = _any_time
-    free = LayerCosts(some, some, some, some, some, some)
-    try:
-        choose(shape, Load(rows, layers, in_flight, messages=MESSAGES), free, budget_bytes, space)
-    except BudgetError as error:
-        return error
-    return None
-
-
-def _any_time(volume: float) -> float:
-    return 1.0

@@ -8,7 +8,7 @@ same. A layer call does, on every rank and in the same order::
 
     for timing in agreed.incoming(pairs):             # of all ranks, beside the counts
         search.feed(timing)
-    decision = search.decide(signature, most_received(counts, local), "forward", step)
+    decision = search.decide(signature, counted.rows, "forward", step)
     ...                                               # runs with decision.chunks
     if decision.ticket:
         agreed.measured(decision.ticket, time_us)     # when known, at the latest long after
@@ -100,23 +100,6 @@ def largest(number: int) -> int:
     octave, eighth = divmod(number, 8)
     # Where an octave has fewer than eight numbers, some of its buckets are empty.
     return max(1, (((9 + eighth) << octave) - 1) // 8)
-
-
-def most_received(counts: Sequence[Sequence[int]], local_experts: int) -> int:
-    """The most rows that any rank receives.
-
-    Args:
-        counts: ``[source rank][expert]``, as all ranks have exchanged them.
-        local_experts: per rank, in the order of the ranks.
-
-    Raises:
-        ValueError: the experts are not as many on every rank.
-    """
-    experts = len(counts[0])
-    if local_experts < 1 or experts % local_experts or any(len(row) != experts for row in counts):
-        raise ValueError(f"{experts} experts do not lie on ranks by {local_experts}")
-    total: list[int] = [sum(column) for column in zip(*counts)]
-    return max(sum(total[i : i + local_experts]) for i in range(0, experts, local_experts))
 
 
 class Agreed:
@@ -218,7 +201,8 @@ class Search:
         """Every rank must give the same.
 
         Args:
-            candidates: numbers of chunks.
+            candidates: numbers of chunks, or numbers that stand for ways to run, in the order of
+                their chunks.
             method: ``exhaustive`` times all for every key. ``interval`` is MPMoE's: it takes n to
                 rise with the rows, so a key between two of the same n needs no trial, and any other
                 only those between its neighbours' n; and times to have one least.
@@ -254,7 +238,7 @@ class Search:
 
         Args:
             signature, phase: see ``Key``.
-            rows: the most that any rank receives, see ``most_received``.
+            rows: the most that any rank receives.
             step: of the training run.
             timed: whether the call may be timed.
         """

@@ -191,16 +191,7 @@ def choose(
     """
     space = Space() if space is None else space
     timer = _Timer(shape, load.rows, costs)
-    pairs = list(_pairs(space))
-    prints = [footprint(shape, load, *pair) for pair in pairs]
-    fitting = [
-        (pair, needs)
-        for pair, needs in zip(pairs, prints)
-        if _keeps(needs.peak_bytes, budget_bytes) and _keeps(needs.host_bytes, host_budget_bytes)
-    ]
-    if not fitting:
-        raise _too_little(pairs, prints, budget_bytes, host_budget_bytes)
-    fitting.sort(key=lambda one: _simplicity(*one[0]))
+    fitting = what_fits(shape, load, budget_bytes, space, host_budget_bytes)
     best = fastest([pair for pair, _ in fitting], timer.bound, timer.time)
     pair, needs = fitting[best]
     plain = Layout()
@@ -215,6 +206,30 @@ def choose(
 
 
 Pair = tuple[Layout, Layout]
+
+
+def what_fits(
+    shape: LayerShape,
+    load: Load,
+    budget_bytes: int | None,
+    space: Space,
+    host_budget_bytes: int | None = None,
+) -> list[tuple[Pair, Footprint]]:
+    """All layouts that keep the budgets, the simpler ones first; arguments as of ``choose``.
+
+    Raises:
+        BudgetError: there is none.
+    """
+    pairs = list(_pairs(space))
+    prints = [footprint(shape, load, *pair) for pair in pairs]
+    fitting = [
+        (pair, needs)
+        for pair, needs in zip(pairs, prints)
+        if _keeps(needs.peak_bytes, budget_bytes) and _keeps(needs.host_bytes, host_budget_bytes)
+    ]
+    if not fitting:
+        raise _too_little(pairs, prints, budget_bytes, host_budget_bytes)
+    return sorted(fitting, key=lambda one: _simplicity(*one[0]))
 
 
 def fastest(

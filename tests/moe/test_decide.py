@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from megatron_ext.moe.costs import LayerCosts, LayerShape, Line
-from megatron_ext.moe.decide import MESSAGES, Chooser, Measured, Name, code, unfit
+from megatron_ext.moe.decide import Chooser, Measured, Name, code, load_of
 from megatron_ext.moe.layout import Layout
 from megatron_ext.moe.memory import Load, footprint
 from megatron_ext.moe.search import Settings, bucket, largest
-from megatron_ext.moe.select import Space, choose
+from megatron_ext.moe.select import BudgetError, Space, choose, what_fits
 from megatron_ext.moe.settings import Way
 
 SHAPE = LayerShape(64, 128, "swiglu", top_k=2, ranks=4)
@@ -144,13 +144,13 @@ def test_every_way_keeps_the_budget() -> None:
         used.add(way.strategy.value)
         space = Space.of(way.chunks, way.strategy.value)
         layout = next(one for one in space.layouts(way.strategy.value) if one.ahead == way.ahead)
-        load = Load(largest(bucket(rows)), 2, 2, messages=MESSAGES)
+        load = load_of(largest(bucket(rows)), 2, 2)
         assert footprint(shape, load, layout, layout).peak_bytes <= budget
     assert "none" not in used
 
 
 def test_a_budget_that_routing_exceeds_is_told_and_training_goes_on() -> None:
-    load = Load(largest(bucket(1000)), 2, 2, messages=MESSAGES)
+    load = load_of(largest(bucket(1000)), 2, 2)
     least = Layout(8, "s4")
     budget = footprint(replace(SHAPE, kept_per_ffn=6.0), load, least, least).peak_bytes * 2
     job = Job(Space.of("auto", "auto"), budget)
@@ -192,8 +192,11 @@ def test_codes_tell_layouts_apart() -> None:
 
 
 def test_a_budget_that_nothing_keeps() -> None:
-    space = Space.of("auto", "auto")
-    error = unfit(SHAPE, 1000, 2, 2, 1000, space)
-    assert error is not None
-    assert unfit(SHAPE, 1000, 2, 2, error.needed_bytes, space) is None
-    assert unfit(SHAPE, 1000, 2, 2, error.needed_bytes - 1, space) is not None
+    """Known before anything is measured."""
+    space, load = Space.of("auto", "auto"), load_of(1000, 2, 2)
+    with pytest.raises(BudgetError) as error:
+        what_fits(SHAPE, load, 1000, space)
+    least = error.value.needed_bytes
+    assert len(what_fits(SHAPE, load, least, space)) >= 1
+    with pytest.raises(BudgetError):
+        what_fits(SHAPE, load, least - 1, space)

@@ -247,7 +247,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
             with watched():
                 y, _ = layer(x.clone().requires_grad_())
             ours.memory.departures.flush()
-            ring = {s.memory.untyped_storage()._cdata for s in ours.memory.ring._slots.values()}
+            ring = ours.memory.ring.storages()
             inside = [entry for cdata, entry in watched.inside.items() if cdata not in ring]
             found["worst", way] = watched.worst
             found[way] = {
