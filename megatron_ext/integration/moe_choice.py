@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..moe import cost_file
 from ..moe.costs import LayerShape
@@ -69,8 +68,7 @@ class ChosenMoE:
         def measured(count: int) -> Measured:
             from ..moe.measure import measure
 
-            if self._costs is not None:
-                _require_same(cost_file.dump(self._costs), exchange.groups.tp_ep)
+            if self._costs is not None:  # the same on all ranks: agreement.py has compared the file
                 return self._costs
             found = measure(region, shape, count, rows.dtype, probs.dtype)
             self._say(f"{name}, measured for {count} rows on a rank: {cost_file.dump(found)}")
@@ -108,20 +106,6 @@ class ChosenMoE:
         rank = parallel_state.get_pipeline_model_parallel_rank()
         sets = self._sets(chunks, get_num_microbatches())[rank]
         return max(1, -(-len(self._layers) // chunks)), sets
-
-
-def _require_same(text: str, group: Any) -> None:
-    """Raise where another rank of ``group`` has another ``text``: ranks that decide by different
-    costs would wait for each other forever."""
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, text, group=group)
-    if len(set(every)) > 1:
-        other = next(rank for rank, one in enumerate(every) if one != every[0])
-        ranks = dist.get_process_group_ranks(group)
-        raise ConfigError(
-            f"--moe-pipeline-costs has other numbers on rank {ranks[other]} than on rank "
-            f"{ranks[0]}; give all ranks the same file"
-        )
 
 
 def layer_shape(config: Any, hidden: int, ranks: int, tp: int, element_bytes: int) -> LayerShape:
