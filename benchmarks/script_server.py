@@ -18,6 +18,7 @@ import json
 import os
 import queue
 import random
+import runpy
 import shutil
 import signal
 import socket
@@ -93,6 +94,7 @@ class ScriptServer:
         *,
         more: Mapping[int, Sequence[str]] | None = None,
         environment: Mapping[int, Mapping[str, str]] | None = None,
+        prepare: tuple[Path, Any] | None = None,
     ) -> Outcome:
         """Run the script with ``argv`` on ``world`` ranks; waits for the end.
 
@@ -103,6 +105,8 @@ class ScriptServer:
             timeout: seconds.
             more: arguments and
             environment: variables of single ranks alone.
+            prepare: a Python file, and what its ``prepare(value, rank, folder)`` gets as value in
+                every rank before the launcher runs; JSON.
 
         Raises:
             RuntimeError: the server is gone.
@@ -112,6 +116,7 @@ class ScriptServer:
         job = {"argv": list(argv), "world": world, "folder": str(folder), "timeout": timeout}
         job["more"] = {str(rank): list(own) for rank, own in (more or {}).items()}
         job["environment"] = {str(rank): dict(own) for rank, own in (environment or {}).items()}
+        job["prepare"] = None if prepare is None else [str(prepare[0]), prepare[1]]
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
@@ -155,6 +160,9 @@ def _rank(script: Path, job: dict[str, Any], rank: int, port: int) -> None:
         if "--async-save" not in job["argv"]:
             _keep_writing_here()
 
+        if job.get("prepare") is not None:
+            path, value = job["prepare"]
+            runpy.run_path(path)["prepare"](value, rank, folder)
         own = ["--device", "cpu", "--loss-log", str(folder / "losses.jsonl")]
         launch.main([*own, str(script), *job["argv"], *job.get("more", {}).get(str(rank), [])])
         status = 0

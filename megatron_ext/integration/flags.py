@@ -9,6 +9,8 @@ from ..schedule import generators
 from . import moe_flags
 from .errors import ConfigError
 
+# Iterations; gradients that had to be clipped once will soon be again.
+PATIENCE = 10
 GROUP = "pipeline schedules (megatron_ext)"
 
 
@@ -67,6 +69,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="write each rank's measured timeline and peak resident activation sets here",
     )
     group.add_argument(
+        "--pp-post-validation",
+        type=int,
+        nargs="?",
+        const=PATIENCE,
+        default=None,
+        metavar="N",
+        help="step the optimizer, and begin the next iteration, before the gradient norm of all "
+        "pipeline ranks is known, and undo that where it was wrong; from the (N+1)th iteration in "
+        f"a row on whose gradients need no clipping (default {PATIENCE})",
+    )
+    group.add_argument(
         "--pp-cheap-recompute",
         action="store_true",
         default=None,
@@ -119,6 +132,7 @@ _FLAGS = (
     "--pp-profile-steps",
     "--pp-profile",
     "--pp-trace",
+    "--pp-post-validation",
     "--pp-offload",
     "--pp-offload-chunks",
     "--pp-offload-time",

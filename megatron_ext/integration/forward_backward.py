@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,9 @@ import torch.distributed as dist
 
 from ..plan.layout import Split
 from ..plan.profile import Profile
-from ..runtime import files
 from ..runtime.channel import Channel
-from ..runtime.executor import Executor
-from ..runtime.trace import Recorder, TraceFile
+from ..runtime.executor import Executor, StepValidator
+from ..runtime.trace import Recorder
 from ..runtime.watchdog import Watchdog
 from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
@@ -25,21 +25,64 @@ from ..schedule.generators import forward_only as forward_only_schedule
 from ..schedule.lower import lower
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
-from ..schedule.simulate import peak_sets
-from ..view.recorded import plan_file
 from . import offload_measure, profile
 from .errors import ConfigError
 from .log_line import Meter
 from .offload import Offloading
 from .profile import Profiler
-from .relay import map_tensors, relay_losses
+from .relay import Relay
+from .rewind import Replays, Rewind
 from .runner import Iteration, MegatronRunner, unwrapped
+from .traces import Traces
 from .vee import reduce_tied_gradients, require_gpt
 from .wgrad_split import Splitter
 
 logger = logging.getLogger(__name__)
 
 WATCHDOG_ENVIRONMENT = "MEGATRON_EXT_WATCHDOG_SECONDS"
+
+
+@dataclass
+class _Call:
+    """What one call of the forward-backward function asks for.
+
+    Attributes:
+        iteration: its arguments.
+        group: the pipeline's.
+        shape: of what travels between stages.
+        batch: (tokens, samples) of a microbatch.
+    """
+
+    iteration: Iteration
+    group: Any
+    shape: tuple[int, ...] | None
+    batch: tuple[int, int]
+
+    def is_as(self, other: _Call) -> bool:
+        """True if an iteration that was begun for one can go on for the other."""
+        one, two = self.iteration, other.iteration
+        same = ("forward_step_func", "num_microbatches", "forward_only", "collect_non_loss_data")
+        return (
+            (self.group, self.shape, self.batch) == (other.group, other.shape, other.batch)
+            and all(getattr(one, name) == getattr(two, name) for name in same)
+            and all(a is b for a, b in zip(one.models, two.models))
+            and all(a is b for a, b in zip(one.data_iterators, two.data_iterators))
+        )
+
+
+@dataclass
+class _Run:
+    """An iteration that has begun."""
+
+    call: _Call
+    plan: Schedule
+    runner: MegatronRunner
+    channel: Channel
+    recorder: Recorder
+    executor: Executor
+    offloading: Offloading | None
+    measuring: bool
+    rewind: Rewind | None = None
 
 
 class ScheduledPipeline:
@@ -55,6 +98,7 @@ class ScheduledPipeline:
         offloading: moves activation sets, or None if all stay.
         profiler: measures the first training steps, after which the order is made anew.
         meter: is given every training iteration's times, or None.
+        validated: the lowered plans hold optimizer post-validation.
     """
 
     def __init__(
@@ -67,21 +111,24 @@ class ScheduledPipeline:
         offloading: Offloading | None = None,
         profiler: Profiler | None = None,
         meter: Meter | None = None,
+        validated: bool = False,
     ) -> None:
         self._plan, self._placement, self._store = plan, placement, store
-        self._trace_directory = trace_directory
-        self._trace: TraceFile | None = None
+        self._traces = Traces(trace_directory)
         self._timeout = float(os.environ.get(WATCHDOG_ENVIRONMENT, timeout_seconds))
         self._watchdog: Watchdog | None = None
         self._plans: dict[tuple[int, bool], Schedule] = {}
-        self._iterations = {False: 0, True: 0}  # of training, and forward only
-        self._traced: list[Schedule] = []
         self._splitter = Splitter(store)
         self._offloading = offloading
         self._meter = meter
         self._profile: Profile | None = None
         self._profiler = profiler or Profiler()
         self._profiler.require(int(offloading is not None and offloading.assumed))
+        self._relay = Relay()
+        self._validated = validated
+        self._replays = Replays()
+        self._last: _Call | None = None  # of training
+        self._head: _Run | None = None  # of the next training iteration
 
     def __call__(
         self,
@@ -116,9 +163,12 @@ class ScheduledPipeline:
         from megatron.core.utils import get_model_config
 
         models = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if self._validated and not forward_only:
+            iterators = self._replays.of(iterators)
         iteration = Iteration(
             forward_step_func,
-            data_iterator if isinstance(data_iterator, list) else [data_iterator],
+            iterators,
             models,
             get_model_config(models[0]),
             num_microbatches,
@@ -136,9 +186,14 @@ class ScheduledPipeline:
         if timers is not None:
             barrier = iteration.config.barrier_with_L1_time
             timers("forward-backward", log_level=1).start(barrier=barrier)
-        runner, losses = self._run(iteration, group, shape, (length, micro_batch_size))
+        call = _Call(iteration, group, shape, (length, micro_batch_size))
+        if self._head is not None and not self._head.call.is_as(call):
+            self.drop_head()
+        run, self._head = self._head or self._begin(call), None
+        losses = self._complete(run, call)
         if not forward_only:
-            self._finalize(iteration, runner, pg_collection, force_all_reduce)
+            self._last = call
+            self._finalize(iteration, run.runner, pg_collection, force_all_reduce)
         if timers is not None:
             timers("forward-backward").stop()
         return losses
@@ -149,14 +204,74 @@ class ScheduledPipeline:
         if self._offloading is not None:
             self._offloading.close()
 
-    def _run(
-        self,
-        iteration: Iteration,
-        group: Any,
-        shape: tuple[int, ...] | None,
-        batch: tuple[int, int],
-    ) -> tuple[MegatronRunner, list[Any]]:
-        """Execute the plan for ``iteration``; returns the runner and what the loss reported."""
+    @property
+    def can_run_head(self) -> bool:
+        """True if the next training iteration can be begun before Megatron asks for it: it will
+        be as the last one, by the same plan."""
+        return self._last is not None and not self._profiler.active
+
+    @property
+    def group(self) -> Any:
+        """The process group of the last training iteration's pipeline."""
+        assert self._last is not None
+        return self._last.group
+
+    @property
+    def device(self) -> torch.device:
+        """Where the last training iteration's model lies."""
+        assert self._last is not None
+        device: torch.device = next(self._last.iteration.models[0].parameters()).device
+        return device
+
+    def run_head(self, validator: StepValidator) -> None:
+        """Begin the next training iteration, after the step before it, up to its validation.
+
+        The next call goes on from there, if it is as the last one was; else, or if anything else
+        comes first, ``drop_head`` has to be called, on all ranks.
+
+        Args:
+            validator: of that step.
+        """
+        call = self._last
+        assert call is not None and self._head is None
+        rewind = Rewind(call.iteration.models, call.iteration.data_iterators)
+        run = self._begin(call, validator)
+        run.rewind = rewind
+        try:
+            with self._watch(call.group.rank()).armed():
+                run.executor.run_head()
+        except BaseException:
+            self._forget(run)
+            raise
+        rewind.pause()
+        self._head = run
+
+    def drop_head(self, parameters_changed: bool = False) -> None:
+        """Undo the begin of an iteration, if there is one; the next call begins it again.
+
+        Args:
+            parameters_changed: what it has gathered of other data-parallel ranks is outdated.
+        """
+        run, self._head = self._head, None
+        if run is None:
+            return
+        with self._watch(run.call.group.rank()).armed():
+            run.executor.drop()
+        self._forget(run)
+        assert run.rewind is not None
+        run.rewind.undo()
+        if parameters_changed:
+            for model in run.call.iteration.models:
+                _forget_gathered(model)
+
+    def _forget(self, run: _Run) -> None:
+        self._store.clear()
+        if run.offloading is not None:
+            run.offloading.clear()
+
+    def _begin(self, call: _Call, validator: StepValidator | None = None) -> _Run:
+        """Everything before the first pass."""
+        iteration, group, shape = call.iteration, call.group, call.shape
         models, forward_only = iteration.models, iteration.forward_only
         bare = [unwrapped(model) for model in models]
         offloading = None if forward_only else self._offloading
@@ -180,29 +295,42 @@ class ScheduledPipeline:
         runner = MegatronRunner(iteration, plan.placement, rank, self._store, offloading, sizes)
         channel = Channel(group, shape, iteration.config.pipeline_dtype, device)
         meter = None if forward_only else self._meter
-        timed = measuring or meter is not None or self._trace_directory is not None
+        timed = measuring or meter is not None or self._traces.directory is not None
         recorder = Recorder(timed, device)
         watchdog = self._watch(rank)
-        self._start_param_sync(iteration)
+        executor = Executor(plan, rank, runner, channel, watchdog, recorder, validator)
+        if validator is None:
+            self.start_param_sync(call)
+        return _Run(call, plan, runner, channel, recorder, executor, offloading, measuring)
+
+    def _complete(self, run: _Run, call: _Call) -> list[Any]:
+        """The passes that are left, and what is to be done with their times; returns what the loss
+        reported."""
+        plan, runner, recorder, offloading = run.plan, run.runner, run.recorder, run.offloading
+        group, rank, iteration = call.group, call.group.rank(), call.iteration
+        watchdog = self._watch(rank)
+        if run.rewind is not None:
+            run.rewind.go_on()
         try:
             with watchdog.armed():
-                Executor(plan, rank, runner, channel, watchdog, recorder).run()
+                run.executor.run()
                 runner.check_finished()
-                losses = relay_losses(plan.placement, group, runner, device, watchdog)
+                losses = self._relay.losses(
+                    plan.placement, group, runner, run.channel.device, watchdog
+                )
         except BaseException:
-            self._store.clear()
-            if offloading is not None:
-                offloading.clear()
+            self._forget(run)
             raise
+        meter = None if iteration.forward_only else self._meter
         if meter is not None:
             meter.add(recorder, group)
-        self._write_trace(plan, rank, recorder, losses, offloading)
-        measured = measuring and self._profiler.add(recorder, plan.placement)
+        self._traces.write(plan, rank, recorder, losses, offloading, self._splitter.summary())
+        measured = run.measuring and self._profiler.add(recorder, plan.placement)
         if offloading is not None:
             offloading.end(plan, rank, replaced=measured)
         if measured:
-            self._measured(plan, iteration, group, channel, batch)
-        return runner, losses
+            self._measured(plan, iteration, group, run.channel, call.batch)
+        return losses
 
     def _measured(
         self,
@@ -251,7 +379,7 @@ class ScheduledPipeline:
                 )
                 if reorder and dist.get_rank() == 0:
                     logger.warning("megatron_ext: %s", plan.note)
-            lowered = lower(plan)
+            lowered = lower(plan, validated=self._validated and not forward_only)
             check(lowered, forward_only=forward_only)
             _require_equal_plans(lowered)
             if self._offloading is not None and not forward_only and dist.get_rank() == 0:
@@ -265,12 +393,18 @@ class ScheduledPipeline:
             self._watchdog = Watchdog(name, self._timeout)
         return self._watchdog
 
-    def _start_param_sync(self, iteration: Iteration) -> None:
-        """Start gathering parameters ahead of the first forward passes, if Megatron overlaps it."""
-        sync = iteration.config.param_sync_func
-        if sync is None or iteration.forward_only:
+    def start_param_sync(self, call: _Call | None = None) -> None:
+        """Start gathering parameters ahead of the first forward passes, if Megatron overlaps it.
+
+        Args:
+            call: of the iteration; None: one like the last.
+        """
+        call = call or self._last
+        assert call is not None
+        sync = call.iteration.config.param_sync_func
+        if sync is None or call.iteration.forward_only:
             return
-        for chunk, chunk_model in enumerate(iteration.models):
+        for chunk, chunk_model in enumerate(call.iteration.models):
             start = sync[chunk] if isinstance(sync, list) else sync
             start(chunk_model.parameters())
 
@@ -294,48 +428,6 @@ class ScheduledPipeline:
         )
         if runner.placement.is_vee():
             reduce_tied_gradients([unwrapped(m) for m in iteration.models])
-
-    def _write_trace(
-        self,
-        plan: Schedule,
-        rank: int,
-        recorder: Recorder,
-        losses: list[Any],
-        offloading: Offloading | None,
-    ) -> None:
-        forward_only = all(action.op is Op.F for action in plan.ranks[rank] if action.is_compute)
-        self._iterations[forward_only] += 1
-        if self._trace_directory is None:
-            return
-        new = not any(plan is known for known in self._traced)
-        if not (new or TraceFile.due(self._iterations[forward_only])):
-            return
-        if self._trace is None:
-            self._trace = TraceFile(self._trace_directory, f"rank{dist.get_rank()}")
-        if new:
-            self._traced.append(plan)
-            if dist.get_rank() == 0 and not forward_only:
-                path = self._trace.directory / plan_file(plan.fingerprint())
-                files.create(path).close()  # its own, whatever lay there
-                plan.unlowered().save(path)
-        self._trace.write(
-            {
-                "schedule": plan.name,
-                "plan": plan.fingerprint(),
-                "pipeline_rank": rank,
-                "iteration": self._iterations[False],
-                "microbatches": plan.microbatches,
-                "forward_only": forward_only,
-                "peak_sets": recorder.peak_sets,
-                "peak_sets_planned": 0 if forward_only else peak_sets(plan.ranks)[rank],
-                "zero_unix_us": recorder.zero_unix_us,
-                "waited_us": recorder.waited_us,
-                "wgrad": self._splitter.summary(),
-                "losses": map_tensors(losses, _exact),
-                "offload": None if offloading is None else offloading.summary(plan, rank),
-                "events": recorder.events(),
-            }
-        )
 
 
 def message_shape(
@@ -366,6 +458,14 @@ def _require_equal_plans(plan: Schedule) -> None:
         )
 
 
-def _exact(tensor: torch.Tensor) -> list[str]:
-    """A tensor's values as hexadecimal floats: comparable bit for bit."""
-    return [float(x).hex() for x in tensor.detach().flatten().tolist()]
+def _forget_gathered(model: Any) -> None:
+    """Parameters will be gathered again before they are used, where Megatron overlaps that."""
+    groups = [
+        *getattr(model, "bucket_groups", ()),
+        *getattr(model, "expert_parallel_bucket_groups", ()),
+    ]
+    for bucket_group in groups:
+        if bucket_group.param_gather_handle is not None:
+            bucket_group.param_gather_handle.wait()
+            bucket_group.param_gather_handle = None
+        bucket_group.param_gather_dispatched = False

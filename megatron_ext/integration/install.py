@@ -73,6 +73,7 @@ class Installation:
         from .forward_backward import ScheduledPipeline
         from .log_line import LogLine
         from .offload import Offloading
+        from .post_validation import PostValidation
         from .profile import profiler_of
 
         # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
@@ -84,6 +85,9 @@ class Installation:
             file_link = None if choice.file is None else choice.file.link
             offloading = Offloading(choice.offload, file_link, args.pp_trace is not None)
         training = "megatron.training" in sys.modules
+        validation = None
+        if args.pp_post_validation is not None:
+            validation = PostValidation(args.pp_post_validation)
         log_line = LogLine() if training else None
         self.pipeline = ScheduledPipeline(
             functools.partial(choice.plan, pp, chunks),
@@ -94,6 +98,7 @@ class Installation:
             offloading,
             profiler_of(args),
             None if log_line is None else log_line.meter,
+            validated=validation is not None,
         )
         seams = [
             Seam(
@@ -114,6 +119,10 @@ class Installation:
         if log_line is not None:
             seams += log_line.seams()
             seams += Checkpoints(choice.name, Layout.of(args)).seams()
+        if validation is not None:
+            # Around those of checkpoints: first of all, nothing is left begun.
+            validation.attach(self.pipeline)
+            seams += validation.seams()
         if choice.vee:
             seams += vee.SEAMS
             if training:

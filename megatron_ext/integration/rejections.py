@@ -6,6 +6,7 @@ sentence says what was set, why that cannot work, and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ class Rejection:
 
     Attributes:
         flag: as the user wrote it.
-        off: value of the argument that means "not in use"; anything false means so too.
+        off: value of the argument that means "not in use", or several; anything false means so too.
         reason: why, and what to do instead; completes "X does not support FLAG: ...".
         vee_only: it concerns V placement, not the schedules with Megatron's own placement.
     """
@@ -35,8 +36,9 @@ class Rejection:
 
     def applies(self, args: Any, vee: bool) -> bool:
         """True if ``args`` use the feature."""
-        value = getattr(args, self.attribute, self.off)
-        return bool(value) and value != self.off and (vee or not self.vee_only)
+        off = self.off if isinstance(self.off, tuple) else (self.off,)
+        value = getattr(args, self.attribute, None)
+        return bool(value) and value not in off and (vee or not self.vee_only)
 
 
 _ORDER = "it works out what comes next from the order of stock's schedules; drop it"
@@ -113,22 +115,25 @@ REJECTIONS = (
 )
 
 
-def require_supported_features(args: Any, name: str, vee: bool) -> None:
-    """Refuse a run that uses something of ``REJECTIONS``.
+def require_supported_features(
+    args: Any, name: str, vee: bool, rules: Sequence[Rejection] = REJECTIONS
+) -> None:
+    """Refuse a run that uses something of ``rules``.
 
     Args:
         args: Megatron's arguments, before its own validation.
-        name: the schedule, for the sentence.
+        name: the flag that does not go with it, for the sentence.
         vee: it has V placement.
+        rules: every schedule's, or those of a feature.
 
     Raises:
         ConfigError: the first rule that applies.
     """
-    for rule in REJECTIONS:
+    for rule in rules:
         if rule.applies(args, vee):
             value = getattr(args, rule.attribute)
             raise ConfigError(
-                f"--pp-schedule {name} does not support {rule.flag} (set to {value}): {rule.reason}"
+                f"{name} does not support {rule.flag} (set to {value}): {rule.reason}"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,37 +14,54 @@ from ..schedule.placement import Placement
 from .runner import MegatronRunner
 
 
-def relay_losses(
-    placement: Placement,
-    group: Any,
-    runner: MegatronRunner,
-    device: torch.device,
-    watchdog: Watchdog,
-) -> list[Any]:
-    """Send losses, token count and multi-token-prediction metrics to the last pipeline rank.
+class Relay:
+    """Sends losses, token count and multi-token-prediction metrics to the last pipeline rank.
 
-    Returns:
-        On that rank and on the one that computed the losses: the losses; elsewhere an empty list.
+    The sender does not wait for that rank, which may end the iteration later (post-validation).
     """
-    source = placement.rank_of(placement.num_stages - 1)
-    target, rank = group.size() - 1, group.rank()
-    if source == target or rank not in (source, target):
-        return runner.losses
-    ranks = dist.get_process_group_ranks(group)
-    if rank == source:
-        # Unpickling a CUDA tensor would put it on the sender's device index.
-        parts = (runner.losses, int(runner.num_tokens), _take_mtp_metrics())
-        message = [map_tensors(parts, lambda t: t.detach().cpu())]
-        dist.send_object_list(message, dst=ranks[target], group=group, device=device)
-        return runner.losses
-    message = [None]
-    watchdog.waiting(f"for the losses from pipeline rank {source}", list)
-    dist.recv_object_list(message, src=ranks[source], group=group, device=device)
-    losses, tokens, metrics = map_tensors(message[0], lambda t: t.to(device))
-    runner.num_tokens.fill_(tokens)
-    _add_mtp_metrics(metrics)
-    result: list[Any] = losses
-    return result
+
+    def __init__(self) -> None:
+        self._sending: list[tuple[Any, torch.Tensor]] = []
+
+    def losses(
+        self,
+        placement: Placement,
+        group: Any,
+        runner: MegatronRunner,
+        device: torch.device,
+        watchdog: Watchdog,
+    ) -> list[Any]:
+        """One iteration's, on all ranks of the pipeline.
+
+        Returns:
+            On the last rank and on the one that computed the losses: the losses; elsewhere an
+            empty list.
+        """
+        source = placement.rank_of(placement.num_stages - 1)
+        target, rank = group.size() - 1, group.rank()
+        if source == target or rank not in (source, target):
+            return runner.losses
+        ranks = dist.get_process_group_ranks(group)
+        if rank == source:
+            watchdog.waiting(f"for pipeline rank {target} to take the former losses", list)
+            for work, _ in self._sending:
+                work.wait()
+            # Unpickling a CUDA tensor would put it on the sender's device index.
+            parts = (runner.losses, int(runner.num_tokens), _take_mtp_metrics())
+            body = pickle.dumps(map_tensors(parts, lambda t: t.detach().cpu()))
+            # As send_object_list, whose other end is below, but without waiting.
+            data = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(device)
+            size = torch.tensor([len(body)], dtype=torch.int64, device=device)
+            self._sending = [(dist.isend(t, ranks[target], group), t) for t in (size, data)]
+            return runner.losses
+        message = [None]
+        watchdog.waiting(f"for the losses from pipeline rank {source}", list)
+        dist.recv_object_list(message, src=ranks[source], group=group, device=device)
+        losses, tokens, metrics = map_tensors(message[0], lambda t: t.to(device))
+        runner.num_tokens.fill_(tokens)
+        _add_mtp_metrics(metrics)
+        result: list[Any] = losses
+        return result
 
 
 def _tracker() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ..plan.budget import Budget
 from ..plan.model import PlanError
 from ..plan.profile import Profile
 from ..schedule.generators import GENERATORS
+from . import post_validation
 from .choose import Choice
 from .errors import ConfigError
 from .families import ANY_CHUNKS, ONE_CHUNK
@@ -51,11 +52,14 @@ def before_megatron(args: Any, choice: Choice) -> None:
                 args.pp_memory_cap,
                 "; ".join(job.assumptions),
             )
+    flag = f"--pp-schedule {choice.name}"
+    if getattr(args, "pp_post_validation", None) is not None:
+        _require_post_validation(args)
     if choice.undecided:
-        require_supported_features(args, choice.name, False)
+        require_supported_features(args, flag, False)
         _decide(args, choice, pp)
         return
-    require_supported_features(args, choice.name, choice.vee)
+    require_supported_features(args, flag, choice.vee)
     if choice.file is not None and choice.file.pp != pp:
         raise ConfigError(
             f"schedule file {choice.name} is for pp={choice.file.pp} but "
@@ -79,6 +83,16 @@ def before_megatron(args: Any, choice: Choice) -> None:
             f"--pp-schedule {choice.name} has one model chunk a rank, but virtual stages are set "
             f"({asked}); remove that flag or use --pp-schedule interleaved"
         )
+
+
+def _require_post_validation(args: Any) -> None:
+    patience = args.pp_post_validation
+    if patience < 0:
+        raise ConfigError(
+            f"--pp-post-validation {patience}: the number of iterations without clipping before a "
+            "step is taken ahead cannot be negative; give 0 or more"
+        )
+    require_supported_features(args, "--pp-post-validation", False, post_validation.REJECTIONS)
 
 
 def _profile(args: Any, choice: Choice) -> Profile | None:

@@ -11,6 +11,7 @@ import torch
 
 from ..schedule.actions import OFFLOAD_OPS, Action, Op
 from ..schedule.schedule import Schedule
+from ..schedule.validation import head_length, without_validation
 from .channel import Channel, Receipt
 from .trace import Recorder
 from .watchdog import Watchdog
@@ -43,8 +44,25 @@ class StageRunner(Protocol):
         """Activation sets on the device at this moment."""
 
 
+class StepValidator(Protocol):
+    """What the executor asks of the optimizer under post-validation: the step before."""
+
+    channel: Channel
+
+    def prefix(self, before: torch.Tensor | None) -> torch.Tensor:
+        """Run PREFIX: gradient statistics of this rank and those ``before`` it (None: the first
+        rank); shape and dtype are the channel's."""
+
+    def step(self) -> None:
+        """Run STEP, as far as that is right by the statistics so far."""
+
+    def validate(self, state: torch.Tensor | None) -> torch.Tensor:
+        """Run VALIDATE with all ranks' statistics (None on the last rank, which has them); the
+        result goes to the rank before."""
+
+
 class Executor:
-    """Runs ``schedule`` on one pipeline rank, once per call of ``run``.
+    """Runs one iteration of ``schedule`` on one pipeline rank.
 
     Args:
         schedule: lowered (with communication actions), for the number of ranks of the channel.
@@ -53,6 +71,8 @@ class Executor:
         channel: messages to and from the other pipeline ranks.
         watchdog: is told what is being waited for.
         recorder: takes the measured times and resident sets.
+        validator: of the step before this iteration; None: the optimizer has stepped as usual, and
+            the schedule's post-validation is left out, on all ranks.
     """
 
     def __init__(
@@ -63,10 +83,15 @@ class Executor:
         channel: Channel,
         watchdog: Watchdog,
         recorder: Recorder,
+        validator: StepValidator | None = None,
     ) -> None:
         self._placement = schedule.placement
         self._microbatches = schedule.microbatches
         self._actions = schedule.ranks[rank]
+        self._validator, self._next = validator, 0
+        self._head = head_length(self._actions) if validator is not None else 0
+        if validator is None:
+            self._actions = without_validation(self._actions)
         self._rank = rank
         self._runner, self._channel = runner, channel
         self._watchdog, self._recorder = watchdog, recorder
@@ -85,17 +110,54 @@ class Executor:
             Op.RECV_F: lambda a: self._receive(a, Op.F, a.stage - 1),
             Op.RECV_B: lambda a: self._receive(a, Op.B, a.stage + 1),
             **dict.fromkeys(OFFLOAD_OPS, self._move),
+            Op.PREFIX: self._prefix,
+            Op.STEP: lambda _: self._steps().step(),
+            Op.VALIDATE: self._validate,
+            Op.SEND_PREFIX: lambda a: self._send_validation(a, Op.PREFIX, 1),
+            Op.RECV_PREFIX: lambda a: self._receive_validation(a, Op.PREFIX, -1),
+            Op.SEND_STATE: lambda a: self._send_validation(a, Op.VALIDATE, -1),
+            Op.RECV_STATE: lambda a: self._receive_validation(a, Op.VALIDATE, 1),
         }
 
     def run(self) -> None:
-        """One iteration.
+        """The iteration, or what is left of it after ``run_head``.
 
         Raises:
             RuntimeError: a message or an activation set is left over, which means that the
                 schedule and the model disagree.
         """
+        self._run_until(len(self._actions))
+        self._finish_messages()
+        if self._inbox or self._outbox:
+            left = ", ".join(map(str, [*self._inbox, *self._outbox]))
+            raise RuntimeError(f"pipeline rank {self._rank} ended with messages left over: {left}")
+
+    def run_head(self) -> None:
+        """The step before the iteration, and of the iteration what comes before its validation.
+
+        Nothing that concerns another rank is left to be done then, so ``run`` may come later, or
+        ``drop`` in its place.
+        """
+        self._run_until(self._head)
+
+    def drop(self) -> None:
+        """Forget an iteration of which only the head has run, on all ranks."""
+        for message in self._inbox.values():
+            if isinstance(message, Receipt):
+                message.wait()
+        self._inbox.clear()
+        self._finish_messages()
+
+    def _finish_messages(self) -> None:
+        self._watchdog.waiting("for its last messages to be taken", self._channel.sending_to)
+        self._channel.finish()
+        if self._validator is not None:
+            self._validator.channel.finish()
+
+    def _run_until(self, end: int) -> None:
         total = len(self._actions)
-        for position, action in enumerate(self._actions):
+        for position in range(self._next, end):
+            action = self._actions[position]
             self._watchdog.at(action, position, total, self._channel.sending_to)
             if self._verbose:
                 line = f"[megatron_ext] rank {self._rank} {position}/{total} {action}\n"
@@ -105,11 +167,7 @@ class Executor:
                     self._handlers[action.op](action)
             else:
                 self._handlers[action.op](action)
-        self._watchdog.waiting("for its last messages to be taken", self._channel.sending_to)
-        self._channel.finish()
-        if self._inbox or self._outbox:
-            left = ", ".join(map(str, [*self._inbox, *self._outbox]))
-            raise RuntimeError(f"pipeline rank {self._rank} ended with messages left over: {left}")
+        self._next = end
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -186,6 +244,39 @@ class Executor:
         self._watchdog.waiting(f"posting a receive from pipeline rank {peer}")
         receipt = self._channel.receive(peer, tag)
         self._inbox[Action(op, action.stage, action.microbatch)] = receipt
+
+    def _steps(self) -> StepValidator:
+        assert self._validator is not None
+        return self._validator
+
+    def _prefix(self, action: Action) -> None:
+        before = self._take(action) if action in self._inbox else None
+        self._watchdog.waiting("for gradient statistics of its stage")
+        self._outbox[action] = self._steps().prefix(before)
+        if self._rank == self._placement.pp - 1:
+            del self._outbox[action]
+
+    def _validate(self, action: Action) -> None:
+        state = self._take(action) if action in self._inbox else None
+        self._outbox[action] = self._steps().validate(state)
+        if self._rank == 0:
+            del self._outbox[action]
+
+    def _send_validation(self, action: Action, op: Op, step: int) -> None:
+        tensor = self._outbox.pop(action._replace(op=op))
+        peer = self._rank + step
+        self._watchdog.waiting(f"sending to pipeline rank {peer}")
+        self._steps().channel.send(tensor, peer, self._validation_tag(op, peer))
+
+    def _receive_validation(self, action: Action, op: Op, step: int) -> None:
+        peer = self._rank + step
+        self._watchdog.waiting(f"posting a receive from pipeline rank {peer}")
+        receipt = self._steps().channel.receive(peer, self._validation_tag(op, self._rank))
+        self._inbox[action._replace(op=op)] = receipt
+
+    def _validation_tag(self, op: Op, receiver: int) -> int:
+        behind_passes = self._placement.num_stages * self._microbatches * 2
+        return behind_passes + 2 * receiver + (op is Op.VALIDATE)
 
     def _tag(self, op: Op, consumer_stage: int, microbatch: int) -> int:
         # gloo matches by tag, so a wrong order could not even deliver wrong data; NCCL matches by

@@ -7,6 +7,12 @@ The stage is always the one that lives on the rank executing the action:
   receives it as the input of ``F4.1``.
 - ``SEND_B3.1`` sends the input gradient computed by ``B3.1`` to the rank of stage 2; there
   ``RECV_B2.1`` receives it as the output gradient that ``B2.1`` needs.
+- ``PREFIX2.0``, ``STEP2.0`` and ``VALIDATE2.0`` (optimizer post-validation, see ``lower``)
+  belong to a rank and the step before this iteration; they name its first stage and microbatch 0.
+  ``PREFIX`` adds the rank's part to the gradient statistics of the ranks before it
+  (``RECV_PREFIX``), which ``SEND_PREFIX`` hands to the next rank; ``STEP`` updates the parameters
+  by what is known so far; ``VALIDATE`` compares that with the statistics of all ranks, which come
+  back from the last rank (``RECV_STATE``, ``SEND_STATE``).
 - ``OFFLOAD3.1`` starts the copy to the host of what ``F3.1`` kept, ``RELEASE3.1`` waits for that
   copy's end and drops the device's, ``PREPARE3.1`` allocates on the device again, ``RELOAD3.1``
   starts the copy back, for whose end ``B3.1`` waits (PipeOffload, section 4). All four are points
@@ -37,13 +43,25 @@ class Op(str, Enum):
     RELEASE = "RELEASE"
     PREPARE = "PREPARE"
     RELOAD = "RELOAD"
+    PREFIX = "PREFIX"
+    STEP = "STEP"
+    VALIDATE = "VALIDATE"
+    SEND_PREFIX = "SEND_PREFIX"
+    RECV_PREFIX = "RECV_PREFIX"
+    SEND_STATE = "SEND_STATE"
+    RECV_STATE = "RECV_STATE"
 
     # Enum's own hash is a Python call; actions are hashed by the hundred thousand.
     __hash__ = str.__hash__
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.W, Op.BW})
-COMMUNICATION_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+# What one rank does for post-validation, and its messages.
+VALIDATION_OPS = frozenset({Op.PREFIX, Op.STEP, Op.VALIDATE})
+VALIDATION_MESSAGES = frozenset({Op.SEND_PREFIX, Op.RECV_PREFIX, Op.SEND_STATE, Op.RECV_STATE})
+SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B, Op.SEND_PREFIX, Op.SEND_STATE})
+RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_PREFIX, Op.RECV_STATE})
+COMMUNICATION_OPS = SEND_OPS | RECV_OPS
 OFFLOAD_OPS = frozenset({Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD})
 
 _TEXT = re.compile(r"([A-Z_]*[A-Z])(\d{1,9})\.(\d{1,9})", re.ASCII)

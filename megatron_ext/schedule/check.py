@@ -7,10 +7,20 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from . import grid
-from .actions import COMMUNICATION_OPS, OFFLOAD_OPS, Action, Op
+from .actions import (
+    COMMUNICATION_OPS,
+    OFFLOAD_OPS,
+    RECV_OPS,
+    SEND_OPS,
+    VALIDATION_MESSAGES,
+    Action,
+    Op,
+)
 from .costs import Costs
+from .messages import peer_of
 from .schedule import Schedule, ScheduleError
 from .simulate import Simulation, Transfers, inputs, peak_sets, simulate
+from .validation import check_validation
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,10 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     ranks sent and received in the same order, and an execution in which every SEND blocks until
     the peer stands at the matching RECV finishes. With offload also: every OFFLOAD has its RELEASE,
     PREPARE and RELOAD, between its F and its B and in this order, and in simulated time no copy
-    starts before what it needs or meets another one on what they share (see ``Link.uses``).
+    starts before what it needs or meets another one on what they share (see ``Link.uses``). With
+    post-validation also: on every rank what ``lower`` says, in this order, with nothing but
+    messages and forward passes of first chunks in between, and none of those messages under way
+    when the ranks validate.
 
     Args:
         schedule: lowered or not.
@@ -59,6 +72,8 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     simulate(schedule, Costs())
     if schedule.is_lowered:
         _check_transfers(schedule, where)
+        if schedule.is_validated:
+            check_validation(schedule)
         _check_message_order(schedule)
         _check_rendezvous(schedule)
     sets = peak_sets(schedule.ranks)
@@ -191,7 +206,7 @@ def _check_transfers(schedule: Schedule, where: _Where) -> None:
                 text = f"{Action(receive, consumer.stage, j)} stands after {consumer}"
                 raise _fault(schedule, *arrival, f"{text}; a RECV must come before its consumer")
     for rank, position, action in schedule.actions():
-        if action.op in COMMUNICATION_OPS and action not in needed:
+        if action.op in COMMUNICATION_OPS - VALIDATION_MESSAGES and action not in needed:
             text = f"{action} is not needed: no pass on another rank is at its other end"
             raise _fault(schedule, rank, position, text)
 
@@ -264,28 +279,16 @@ def _check_copies(run: Simulation) -> Transfers:
     return transfers
 
 
-def _peer(schedule: Schedule, action: Action) -> tuple[int, Action]:
-    """Rank on the other end of a SEND or RECV, and the matching action there."""
-    op, stage, j = action
-    other, matching = {
-        Op.SEND_F: (stage + 1, Op.RECV_F),
-        Op.RECV_F: (stage - 1, Op.SEND_F),
-        Op.SEND_B: (stage - 1, Op.RECV_B),
-        Op.RECV_B: (stage + 1, Op.SEND_B),
-    }[op]
-    return schedule.placement.rank_of(other), Action(matching, other, j)
-
-
 def _check_message_order(schedule: Schedule) -> None:
     """Point-to-point calls between two ranks match by order, not by content."""
     sent: dict[tuple[int, int], list[Action]] = {}
     for rank, _, action in schedule.actions():
-        if action.op in (Op.SEND_F, Op.SEND_B):
-            sent.setdefault((rank, _peer(schedule, action)[0]), []).append(action)
+        if action.op in SEND_OPS:
+            sent.setdefault((rank, peer_of(schedule, action)[0]), []).append(action)
     taken = dict.fromkeys(sent, 0)
     for rank, position, action in schedule.actions():
-        if action.op in (Op.RECV_F, Op.RECV_B):
-            source, send = _peer(schedule, action)
+        if action.op in RECV_OPS:
+            source, send = peer_of(schedule, action)
             actual = sent[source, rank][taken[source, rank]]
             taken[source, rank] += 1
             if actual != send:
@@ -307,7 +310,7 @@ def _check_rendezvous(schedule: Schedule) -> None:
             at[rank] += 1
         if at[rank] == len(row):
             continue
-        peer, matching = _peer(schedule, row[at[rank]])
+        peer, matching = peer_of(schedule, row[at[rank]])
         if at[peer] < len(schedule.ranks[peer]) and schedule.ranks[peer][at[peer]] == matching:
             at[rank] += 1
             at[peer] += 1
@@ -325,7 +328,7 @@ def _deadlock(schedule: Schedule, at: list[int]) -> ScheduleError:
             reasons.append("done")
             peers.append(None)
         else:
-            peer, matching = _peer(schedule, row[position])
+            peer, matching = peer_of(schedule, row[position])
             reasons.append(f"{row[position]} waits for {matching} of rank {peer}")
             peers.append(peer)
     circle = grid.wait_cycle(peers)

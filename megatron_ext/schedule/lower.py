@@ -9,9 +9,10 @@ from .actions import OFFLOAD_OPS, Action, Op
 from .costs import Costs
 from .schedule import Schedule
 from .simulate import simulate
+from .validation import steps, validations
 
 
-def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+def lower(schedule: Schedule, costs: Costs | None = None, *, validated: bool = False) -> Schedule:
     """Insert SEND and RECV actions into every rank's list, deadlock-free by construction.
 
     The passes of all ranks are put in one total order by simulated end, and each transfer stands
@@ -30,10 +31,18 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     Offload actions stay behind the pass that they stand behind, after what that pass sends. They
     concern one rank and wait for nothing but its own copies, which end without anybody's help.
 
+    Optimizer post-validation (ZB, section 4) puts the step of the *former* iteration first: the
+    ranks' PREFIX from first to last, each with its STEP behind. The ranks' VALIDATE, from last to
+    first, stand in the total order behind all passes that have ended when the first one begins
+    that is not an F of a rank's first chunk. At that one point, whatever has been sent has been
+    received: an iteration can be begun so far, and then be left for something else, or be dropped
+    and begun again.
+
     Args:
         schedule: compute and offload actions are kept in their order; transfers between ranks are
             dropped and made anew.
         costs: used to predict which pass is running when data arrives; default ``schedule.costs``.
+        validated: add optimizer post-validation; not for a forward-only schedule.
 
     Returns:
         The schedule with transfers; its ``costs`` are the given ones.
@@ -51,11 +60,18 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
         for action, begin in zip(row, begins)
     }
     behind, out = _offloads(schedule)
+    cut = _head_ends(start, schedule) if validated else None
+    if cut is not None:
+        out = [[*own, *before] for own, before in zip(steps(schedule.placement), out)]
     by_end: dict[int, list[Action]] = {}
     for row, ends in zip(run.schedule.ranks, run.end):
         for action, end in zip(row, ends):
             by_end.setdefault(end, []).append(action)
     for end in sorted(by_end):
+        if cut is not None and end > cut:
+            cut = None
+            for rank, more in enumerate(validations(schedule.placement)):
+                out[rank] += more
         for action in _tie_order(by_end[end], start, rank_of):
             mine = out[rank_of[action.stage]]
             mine.append(action)
@@ -65,6 +81,12 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
                     out[rank_of[transfer.stage]].append(transfer)
             mine += behind.get(action, ())
     return replace(schedule.with_ranks(out), costs=costs)
+
+
+def _head_ends(start: dict[Action, int], schedule: Schedule) -> int:
+    """When the first pass begins that is not an F of a rank's first chunk."""
+    first = {row[0] for row in schedule.placement.stages}
+    return min(at for a, at in start.items() if a.op is not Op.F or a.stage not in first)
 
 
 def _offloads(schedule: Schedule) -> tuple[dict[Action, list[Action]], list[list[Action]]]:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .actions import COMMUNICATION_OPS, OFFLOAD_OPS, Action
+from .actions import COMMUNICATION_OPS, OFFLOAD_OPS, VALIDATION_MESSAGES, VALIDATION_OPS, Action
 from .costs import Costs
 from .link import Link
 from .placement import Placement
 from .reading import parse_json, read_text, shown, whole
 
+_ADDED = COMMUNICATION_OPS | VALIDATION_OPS  # by ``lower``
 FILE_FORMAT = "megatron-ext-schedule/1"
 
 
@@ -61,8 +62,14 @@ class Schedule:
 
     @property
     def is_lowered(self) -> bool:
-        """True if the lists hold communication actions."""
-        return any(action.op in COMMUNICATION_OPS for row in self.ranks for action in row)
+        """True if the lists hold what ``lower`` adds."""
+        return any(action.op in _ADDED for row in self.ranks for action in row)
+
+    @property
+    def is_validated(self) -> bool:
+        """True if the lists hold optimizer post-validation."""
+        added = VALIDATION_OPS | VALIDATION_MESSAGES
+        return any(action.op in added for row in self.ranks for action in row)
 
     @property
     def has_offload(self) -> bool:
@@ -75,8 +82,8 @@ class Schedule:
         return replace(self.with_ranks(rows), link=None)
 
     def unlowered(self) -> Schedule:
-        """This schedule without its communication actions."""
-        rows = [[a for a in row if a.op not in COMMUNICATION_OPS] for row in self.ranks]
+        """This schedule without what ``lower`` adds: transfers and post-validation."""
+        rows = [[a for a in row if a.op not in _ADDED] for row in self.ranks]
         return self.with_ranks(rows)
 
     def with_ranks(self, ranks: Sequence[Sequence[Action]]) -> Schedule:
