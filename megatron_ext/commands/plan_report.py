@@ -9,6 +9,7 @@ from ..plan import memory, times
 from ..plan.cases import Space
 from ..plan.memory import RankBytes
 from ..plan.point import Point
+from ..plan.post_validation import Validated, with_post_validation
 from ..plan.search import Result
 from ..schedule.costs import number_to_json
 from .common import short
@@ -47,6 +48,7 @@ def report_json(
             "flags": best.flags(file),
             "step_ms_by_name": number_to_json(best.as_named() / 1000) if not best.away else None,
             "ranks": [rank_json(rank) for rank in best.ranks],
+            "post_validation": _validated_json(with_post_validation(best)),
         }
     else:
         least = result.smallest
@@ -81,6 +83,14 @@ def point_json(point: Point) -> dict[str, Any]:
         "peak_host_activation": [number_to_json(x) for x in point.peak_host_activation],
         "simulate": point.simulate_arguments(STAGE_FILE),
         "stage_cost": point.stage_cost(),
+    }
+
+
+def _validated_json(validated: Validated) -> dict[str, Any]:
+    return {
+        "step_ms": number_to_json(validated.step_us / 1000),
+        "copies_bytes": max(validated.copies),
+        "peak_bytes": validated.worst,
     }
 
 
@@ -122,7 +132,8 @@ def report_text(
     if best is None:
         lines += _nothing_fits(result)
     else:
-        lines += [*_front(result.front), "", *_chosen(best, file), "", *_ranks(best.ranks)]
+        lines += [*_front(result.front), "", *_chosen(best, file)]
+        lines += [_validated(best, result.budget), "", *_ranks(best.ranks)]
     if ignored:
         lines += ["", "ignored flags: " + " ".join(ignored)]
     lines += ["", "what the numbers rest on:"]
@@ -192,6 +203,22 @@ def _chosen(best: Point, file: str | None) -> list[str]:
                 "--pp-schedule FILE.json)"
             )
     return lines
+
+
+def _validated(best: Point, budget: int) -> str:
+    """What ``--pp-post-validation`` would change."""
+    validated = with_post_validation(best)
+    gain = float(1 - validated.step_us / best.makespan_us)
+    if gain < 0.0005:
+        return "  (--pp-post-validation would gain nothing)"
+    more = validated.worst - best.worst.total
+    peak = f"{gib(more)} more at the peak" if more > 0 else "no more at the peak"
+    if validated.worst > budget:
+        peak += ", which is over the budget"
+    return (
+        f"  (--pp-post-validation: a step takes {float(validated.step_us) / 1000:.1f} ms, "
+        f"{gain:.1%} less; copies take up to {gib(max(validated.copies))} for a while, {peak})"
+    )
 
 
 def _ranks(ranks: Sequence[RankBytes]) -> list[str]:

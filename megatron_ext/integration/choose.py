@@ -15,7 +15,8 @@ from ..plan.profile import Profile
 from ..schedule.check import check
 from ..schedule.costs import Costs
 from ..schedule.generators import AUTO, GENERATORS, NAMES, generate
-from ..schedule.generators.auto import costs_for
+from ..schedule.generators.auto import costs_for, time_taken
+from ..schedule.generators.request import Objective
 from ..schedule.link import Link
 from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.offload_cap import (
@@ -45,6 +46,7 @@ class Choice:
             for schedules at any cap; with offload, for all.
         group_size: for schedules in groups.
         offloading: what leaves the device, or None.
+        objective: what the order makes short, as ``generate``.
 
     Attributes:
         name: ``text``, or what auto decided for.
@@ -66,8 +68,9 @@ class Choice:
         memory_cap: str | None = None,
         group_size: int | None = None,
         offloading: OffloadRequest | None = None,
+        objective: Objective = "makespan",
     ) -> None:
-        self.name, self.offload = text, offloading
+        self.name, self.offload, self._objective = text, offloading, objective
         self.file: Schedule | None = None
         self.undecided, self.note = text == AUTO, ""
         self._group_size = group_size
@@ -174,7 +177,9 @@ class Choice:
                 self._cap = self._budget.cap(placement, self.splits_backward)
                 self.note = "; ".join(filter(None, (self.note, self._cap_in_sets(placement))))
             elif self.file is None and GENERATORS[self.name].takes_memory_cap:
-                fitting = self._budget.fastest(pp, microbatches, chunks, self._costs, [self.name])
+                fitting = self._budget.fastest(
+                    pp, microbatches, chunks, self._costs, [self.name], self._objective
+                )
                 self._cap_sets, self.note = fitting.shape.memory_cap, fitting.note
                 self._plans[pp, chunks, microbatches, self._costs] = fitting.schedule
         except PlanError as error:
@@ -210,7 +215,9 @@ class Choice:
             if link is not None:
                 schedule = self._decide_offloaded(pp, microbatches, names, chunks, link)
             elif self._budget is not None and self.offload is None:
-                fitting = self._budget.fastest(pp, microbatches, chunks, self._costs, names)
+                fitting = self._budget.fastest(
+                    pp, microbatches, chunks, self._costs, names, self._objective
+                )
                 schedule = replace(fitting.schedule, note=fitting.note)
                 self._group_size, self._cap_sets = (
                     fitting.shape.group_size,
@@ -218,7 +225,9 @@ class Choice:
                 )
                 self._took(schedule, pp, microbatches)
             else:
-                chosen = choose(pp, microbatches, self._costs, self._cap, names, chunks)
+                chosen = choose(
+                    pp, microbatches, self._costs, self._cap, names, chunks, self._objective
+                )
                 schedule, self._cap = chosen.schedule, None
                 self._group_size, self._cap_sets = chosen.group_size, chosen.memory_cap
                 self._took(schedule, pp, microbatches)
@@ -272,6 +281,7 @@ class Choice:
             self.offload.wanted,
             cap=self._cap,
             names=names,
+            objective=self._objective,
         ).schedule
 
     @property
@@ -351,7 +361,7 @@ class Choice:
             # Training has begun, and what it runs now is no worse than it was.
             new, refused = former, f"; {'by measured bytes ' * (budget is not None)}{error}"
             self._budget, self._cap = before_it
-        before, after = simulate(former).makespan, simulate(new).makespan
+        before, after = (time_taken(simulate(one), self._objective) for one in (former, new))
         gain = float(1 - after / before)
         if gain > 0 or (not fits and not refused):
             time = f"{gain:.2%} less time" if gain >= 0 else f"{-gain:.2%} more time"
@@ -382,7 +392,7 @@ class Choice:
                 if (made.placement, made.split_backward) == (own.placement, own.split_backward)
                 and (chunks if made.any_chunks else made.default_chunks) == chunks
             ]
-        return budget.fastest(pp, microbatches, chunks, costs, names).schedule
+        return budget.fastest(pp, microbatches, chunks, costs, names, self._objective).schedule
 
     def _planned(
         self,
@@ -423,11 +433,13 @@ class Choice:
     ) -> tuple[Make, Sequence[int | None]]:
         """How the order is made that offload starts from, and the caps to make it for."""
         if self._auto_offloads:
-            return family(self.name, pp, microbatches, chunks, costs, self._cap)
+            return family(self.name, pp, microbatches, chunks, costs, self._cap, self._objective)
         if self.file is not None or not GENERATORS[self.name].takes_memory_cap or not self._cap:
             base = self.file or self._generated(pp, chunks, microbatches, costs)
             return (lambda _: base), NO_CAP
-        made = partial(generate, self.name, pp, microbatches, chunks, costs)
+        made = partial(
+            generate, self.name, pp, microbatches, chunks, costs, objective=self._objective
+        )
         return (lambda sets: made(memory_cap=sets)), caps_to_try(self.name, pp, self._cap)
 
     def _generated(self, pp: int, chunks: int, microbatches: int, costs: Costs) -> Schedule:
@@ -445,6 +457,7 @@ class Choice:
                     costs,
                     group_size=self._group_size,
                     memory_cap=cap,
+                    objective=self._objective,
                 )
             except ValueError as error:
                 raise ConfigError(f"--pp-schedule {self.name}: {error}") from None

@@ -9,6 +9,7 @@ from fractions import Fraction
 from ..schedule.costs import Costs
 from ..schedule.generators import GENERATORS, NAMES, generate
 from ..schedule.generators.auto import auto, family_options
+from ..schedule.generators.request import Objective
 from ..schedule.memory_cap import cap_sets
 from ..schedule.schedule import Schedule
 
@@ -41,11 +42,12 @@ def choose(
     cap: Fraction | None,
     names: Sequence[str] = NAMES,
     chunks: int = 2,
+    objective: Objective = "makespan",
 ) -> Chosen:
     """The fastest schedule that fits and that the model can be placed for.
 
     Args:
-        pp, microbatches, costs: as ``generate``.
+        pp, microbatches, costs, objective: as ``generate``.
         cap: most activation on a rank, as a fraction of 1F1B's peak; None: that peak.
         names: of the schedules that are possible; all of them, or a part with ``chunks`` chunks.
         chunks: of those that take any number.
@@ -54,7 +56,7 @@ def choose(
         ValueError: nothing fits.
     """
     sets = cap_sets(Fraction(1) if cap is None else cap, pp, chunks)
-    schedule = auto(generate, pp, microbatches, chunks, costs, sets, "makespan", names)
+    schedule = auto(generate, pp, microbatches, chunks, costs, sets, objective, names)
     if set(names) != set(NAMES):
         note = f"{schedule.note}; only these suit this model's layers and flags"
         schedule = replace(schedule, note=note)

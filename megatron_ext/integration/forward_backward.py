@@ -25,6 +25,7 @@ from ..schedule.generators import forward_only as forward_only_schedule
 from ..schedule.lower import lower
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
+from ..schedule.steady import describe_gain
 from . import offload_measure, profile
 from .errors import ConfigError
 from .log_line import Meter
@@ -382,6 +383,8 @@ class ScheduledPipeline:
             lowered = lower(plan, validated=self._validated and not forward_only)
             check(lowered, forward_only=forward_only)
             _require_equal_plans(lowered)
+            if lowered.is_validated and dist.get_rank() == 0:
+                logger.warning("megatron_ext: %s", describe_gain(lowered))
             if self._offloading is not None and not forward_only and dist.get_rank() == 0:
                 logger.warning("megatron_ext: %s", self._offloading.describe(lowered))
             self._plans[key] = lowered

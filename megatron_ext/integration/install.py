@@ -265,6 +265,7 @@ class Installation:
                 args.pp_memory_cap,
                 args.pp_group_size,
                 OffloadRequest.of(args),
+                "makespan" if args.pp_post_validation is None else "span",
             )
             notice = None
             if first:

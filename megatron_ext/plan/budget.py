@@ -10,8 +10,9 @@ from fractions import Fraction
 
 from ..schedule.costs import Costs
 from ..schedule.generators import GENERATORS, NAMES
-from ..schedule.generators.auto import costs_for, simplest_first
+from ..schedule.generators.auto import costs_for, simplest_first, time_taken
 from ..schedule.generators.cap import v_cap_limits
+from ..schedule.generators.request import Objective
 from ..schedule.placement import Placement
 from ..schedule.reading import shown
 from ..schedule.schedule import Schedule
@@ -137,11 +138,12 @@ class Budget:
         chunks: int,
         costs: Costs,
         names: Sequence[str] = NAMES,
+        objective: Objective = "makespan",
     ) -> Fitting:
         """The fastest of ``names`` that fits, the simpler one of those equally fast.
 
         Args:
-            pp, microbatches, costs: as ``generate``.
+            pp, microbatches, costs, objective: as ``generate``.
             chunks: of the families that take any number.
 
         Raises:
@@ -154,11 +156,11 @@ class Budget:
             family = costs_for(costs, pp * shapes[0].chunks) if shapes else None
             if family is None:
                 continue
-            found = self._largest(shapes, pp, microbatches, family)
+            found = self._largest(shapes, pp, microbatches, family, objective)
             if isinstance(found, RankBytes):
                 small.append((found, name))
             else:
-                fitting.append((simulate(found[1]).makespan, *found))
+                fitting.append((time_taken(simulate(found[1]), objective), *found))
         if not fitting:
             raise PlanError(self._nothing_fits(small, names))
         _, shape, schedule = min(fitting, key=lambda one: one[0])  # the first of the fastest
@@ -190,19 +192,24 @@ class Budget:
         return [max(size[s] for s in row) for row in placement.stages]
 
     def _largest(
-        self, shapes: Sequence[Shape], pp: int, microbatches: int, costs: Costs
+        self,
+        shapes: Sequence[Shape],
+        pp: int,
+        microbatches: int,
+        costs: Costs,
+        objective: Objective,
     ) -> tuple[Shape, Schedule] | RankBytes:
         """The last of ``shapes``, which grow, that fits; or the bytes of the first."""
         few = min(microbatches, 2 * pp)  # as many as peaks need
         low, high = 0, len(shapes) - 1
         while low < high:
             middle = (low + high + 1) // 2
-            if self.worst(shapes[middle].make(pp, few, costs)).total <= self.size:
+            if self.worst(shapes[middle].make(pp, few, costs, objective)).total <= self.size:
                 low = middle
             else:
                 high = middle - 1
         for shape in shapes[low::-1]:
-            schedule = shape.make(pp, microbatches, costs)
+            schedule = shape.make(pp, microbatches, costs, objective)
             worst = self.worst(schedule)
             if worst.total <= self.size:
                 return shape, schedule

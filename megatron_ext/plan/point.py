@@ -9,6 +9,7 @@ from typing import Any
 
 from ..schedule.costs import Costs, number_to_json
 from ..schedule.generators import GENERATORS, generate
+from ..schedule.generators.request import Objective
 from ..schedule.link import Link
 from ..schedule.offload import offload
 from ..schedule.placement import Placement
@@ -41,8 +42,10 @@ class Shape:
             return Placement.vee(pp)
         return Placement.loop(pp, self.chunks)
 
-    def make(self, pp: int, microbatches: int, costs: Costs) -> Schedule:
-        """The schedule."""
+    def make(
+        self, pp: int, microbatches: int, costs: Costs, objective: Objective = "makespan"
+    ) -> Schedule:
+        """The schedule; arguments as of ``generate``."""
         return generate(
             self.name,
             pp,
@@ -51,6 +54,7 @@ class Shape:
             costs,
             group_size=self.group_size,
             memory_cap=self.memory_cap,
+            objective=objective,
         )
 
 
@@ -121,9 +125,9 @@ class Point:
         """What the front compares: time, bytes on the device, bytes on the host."""
         return self.makespan_us, self.worst.total, self.host_bytes
 
-    def schedule(self) -> Schedule:
+    def schedule(self, objective: Objective = "makespan") -> Schedule:
         """The schedule itself, with its offload, made anew."""
-        return _scheduled(self.shape, self.case, self.away, self.pp)
+        return _scheduled(self.shape, self.case, self.away, self.pp, objective)
 
     def as_named(self) -> Fraction:
         """Microseconds if the order is made for the mean costs of a rank, as ``--pp-cost`` has it.
@@ -195,8 +199,10 @@ def cap_text(shape: Shape, pp: int) -> str:
     return str(Fraction(shape.memory_cap, pp * shape.chunks))
 
 
-def _scheduled(shape: Shape, case: Case, away: Away | None, pp: int) -> Schedule:
-    schedule = shape.make(pp, case.microbatches, case.costs)
+def _scheduled(
+    shape: Shape, case: Case, away: Away | None, pp: int, objective: Objective = "makespan"
+) -> Schedule:
+    schedule = shape.make(pp, case.microbatches, case.costs, objective)
     if away is None:
         return schedule
     return offload(schedule, Link.of(pp, away.time, None, away.policy), away.what).schedule

@@ -1,0 +1,56 @@
+"""What optimizer post-validation takes and gives: copies of optimizer state, a shorter iteration.
+
+From a rank's step until it is validated, what the step has changed is there twice: main parameters
+and optimizer state (and parameters, where they are the main ones). The only activation sets then
+are those of the passes that have begun the next iteration, so the copies often fit beneath a peak
+that is there anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ..schedule.actions import Op
+from ..schedule.lower import lower
+from ..schedule.steady import steady_time
+from ..schedule.validation import head_length
+from .memory import MESSAGES, message_bytes
+from .point import Point
+
+
+@dataclass(frozen=True)
+class Validated:
+    """One point under ``--pp-post-validation``.
+
+    Attributes:
+        step_us: from one iteration to the next, in microseconds.
+        copies: bytes of every rank's copies.
+        peaks: bytes of every rank's peak.
+    """
+
+    step_us: Fraction
+    copies: tuple[int, ...]
+    peaks: tuple[int, ...]
+
+    @property
+    def worst(self) -> int:
+        """Of the rank with most bytes."""
+        return max(self.peaks)
+
+
+def with_post_validation(point: Point) -> Validated:
+    """``point`` with its order made for the longest rank, and its optimizer stepping ahead."""
+    case, job = point.case, point.case.job
+    schedule = point.schedule("span")
+    lowered = lower(schedule, validated=True)
+    copies, peaks = [], []
+    for usual, row in zip(point.ranks, lowered.ranks):
+        own = job.params_dtype == "fp32"
+        copied = usual.states.optimizer + (usual.states.parameters if own else 0)
+        begun = [a for a in row[: head_length(row)] if a.op is Op.F]
+        kept = sum(case.stages[a.stage].sets.until_b for a in begun)
+        doubt = usual.states.total + copied + kept + MESSAGES * message_bytes(job)
+        copies.append(copied)
+        peaks.append(max(usual.total, doubt))
+    return Validated(steady_time(lowered), tuple(copies), tuple(peaks))
