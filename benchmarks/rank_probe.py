@@ -20,8 +20,8 @@ def prepare(value: dict[str, Any], rank: int, folder: Path) -> None:
 
     Args:
         value: ``faults``: a list of ``{"iteration", "rank", "factor"}``, to multiply gradients of
-            that pipeline rank by a factor, "inf" or "nan"; with ``"kill"`` in place of the factor
-            the rank is killed there. ``pace``: least milliseconds of F, B and W of a chunk.
+            that pipeline rank by a factor, "inf" or "nan"; in place of the factor ``"kill"``: true,
+            to kill the rank there, or ``"signal"``, to send it one. ``pace``: least milliseconds of F, B and W of a chunk.
         rank: of this process.
         folder: of the job; ``rankN.state`` gets a line an iteration: digests of main parameters
             and optimizer state, loss scale, wall clock.
@@ -60,6 +60,9 @@ def _inject(fault: dict[str, Any], model: Any) -> None:
         return
     if fault.get("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if "signal" in fault:
+        os.kill(os.getpid(), fault["signal"])
+        return
     for parameter in list(model[-1].parameters())[:2]:
         with torch.no_grad():
             parameter.main_grad.mul_(float(fault["factor"]))
