@@ -21,7 +21,8 @@ def prepare(value: dict[str, Any], rank: int, folder: Path) -> None:
     Args:
         value: ``faults``: a list of ``{"iteration", "rank", "factor"}``, to multiply gradients of
             that pipeline rank by a factor, "inf" or "nan"; in place of the factor ``"kill"``: true,
-            to kill the rank there, or ``"signal"``, to send it one. ``pace``: least milliseconds of F, B and W of a chunk.
+            to kill the rank there, or ``"signal"``, to send it one. ``pace``: least milliseconds
+            of F, B and W of a chunk.
         rank: of this process.
         folder: of the job; ``rankN.state`` gets a line an iteration: digests of main parameters
             and optimizer state, loss scale, wall clock.

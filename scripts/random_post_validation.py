@@ -46,8 +46,8 @@ OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 EXACT = "--attention-dropout 0 --hidden-dropout 0"
 FP16 = "--fp16 --initial-loss-scale 1024 --loss-scale-window 5 --hysteresis 1"
-MOE = """--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-aux-loss-coeff 0.01
---moe-router-load-balancing-type aux_loss"""
+MOE = """--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2
+--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss"""
 # With dropout only where the order of the passes does not depend on what it makes short.
 SETTINGS = {
     "bf16, distributed optimizer": f"{PP4} --bf16 {SHARDED} {EXACT} --pp-schedule v-zb",

@@ -25,7 +25,7 @@ sys.path.append(str(ROOT / "scripts"))
 import random_post_validation as script  # noqa: E402
 
 OLDEST_TAG = "core_v0.16.1"
-CLIPPED = {"iteration": 5, "rank": 1, "factor": 1000}
+CLIPPED = {"iteration": 5, "rank": 1, "factor": 1e6}
 REFUSED = {"iteration": 3, "rank": 0, "factor": "inf"}
 needs_checkout = pytest.mark.skipif(
     checkout(MAIN_TAG) is None or sys.version_info < (3, 12),
@@ -47,8 +47,8 @@ def compare(serve: Serve, tag: str, folder: Path, setting: str, **case: Any) -> 
     ("setting", "faults"),
     [
         ("bf16, distributed optimizer", (CLIPPED,)),
-        ("fp32, plain", (CLIPPED, {"iteration": 2, "rank": 3, "factor": 100})),
-        ("experts, overlaps", (CLIPPED, {"iteration": 2, "rank": 0, "factor": 100})),
+        ("fp32, plain", (CLIPPED, {"iteration": 2, "rank": 3, "factor": 1e6})),
+        ("experts, overlaps", (CLIPPED, {"iteration": 2, "rank": 0, "factor": 1e6})),
         ("bf16, overlaps, dropout", (CLIPPED,)),
         ("fp16, plain, dropout", (REFUSED, {"iteration": 6, "rank": 2, "factor": "nan"})),
     ],
@@ -149,6 +149,12 @@ def test_draws_are_repeatable_and_various() -> None:
     assert case == script.draw(3, 5, 12) != script.draw(3, 6, 12)
     settings = {script.draw(1, n, 12).setting for n in range(60)}
     assert settings == set(script.SETTINGS)
+
+
+def test_documented() -> None:
+    page = (ROOT / "docs" / "21-post-validation.md").read_text()
+    for rule in REJECTIONS:
+        assert f"| `{rule.flag}` | {rule.reason} |" in page
 
 
 class TestRejections:
