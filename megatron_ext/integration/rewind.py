@@ -56,19 +56,18 @@ class Replay:
 
 
 class Replays:
-    """The data iterators of all calls, each with its own ``Replay``."""
+    """The data iterators of the last call, each with its own ``Replay``."""
 
     def __init__(self) -> None:
         self._known: dict[int, Replay] = {}
 
     def of(self, iterators: Sequence[Any]) -> list[Any]:
         """``iterators``, with those that are there in ``Replay``; the same ones each time."""
-        return [None if it is None else self._replay(it) for it in iterators]
-
-    def _replay(self, source: Any) -> Replay:
-        found = self._known.setdefault(id(source), Replay(source))
-        assert found.source is source  # which lives as long as we hold it
-        return found
+        former = self._known
+        self._known = {
+            id(it): former.get(id(it)) or Replay(it) for it in iterators if it is not None
+        }
+        return [None if it is None else self._known[id(it)] for it in iterators]
 
 
 class Rewind:

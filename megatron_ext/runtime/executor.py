@@ -49,6 +49,9 @@ class StepValidator(Protocol):
 
     channel: Channel
 
+    def statistics(self) -> None:
+        """Before PREFIX: this stage's part of them, which waits for the stage's ranks only."""
+
     def prefix(self, before: torch.Tensor | None) -> torch.Tensor:
         """Run PREFIX: gradient statistics of this rank and those ``before`` it (None: the first
         rank); shape and dtype are the channel's."""
@@ -250,8 +253,9 @@ class Executor:
         return self._validator
 
     def _prefix(self, action: Action) -> None:
-        before = self._take(action) if action in self._inbox else None
         self._watchdog.waiting("for gradient statistics of its stage")
+        self._steps().statistics()
+        before = self._take(action) if action in self._inbox else None
         self._outbox[action] = self._steps().prefix(before)
         if self._rank == self._placement.pp - 1:
             del self._outbox[action]
