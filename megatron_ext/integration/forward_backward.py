@@ -247,12 +247,8 @@ class ScheduledPipeline:
         rewind.pause()
         self._head = run
 
-    def drop_head(self, parameters_changed: bool = False) -> None:
-        """Undo the begin of an iteration, if there is one; the next call begins it again.
-
-        Args:
-            parameters_changed: what it has gathered of other data-parallel ranks is outdated.
-        """
+    def drop_head(self) -> None:
+        """Undo the begin of an iteration, if there is one; the next call begins it again."""
         run, self._head = self._head, None
         if run is None:
             return
@@ -261,9 +257,8 @@ class ScheduledPipeline:
         self._forget(run)
         assert run.rewind is not None
         run.rewind.undo()
-        if parameters_changed:
-            for model in run.call.iteration.models:
-                _forget_gathered(model)
+        for model in run.call.iteration.models:
+            _forget_gathered(model)
 
     def _forget(self, run: _Run) -> None:
         self._store.clear()
@@ -462,7 +457,8 @@ def _require_equal_plans(plan: Schedule) -> None:
 
 
 def _forget_gathered(model: Any) -> None:
-    """Parameters will be gathered again before they are used, where Megatron overlaps that."""
+    """Parameters will be gathered again before they are used, where Megatron overlaps that: what
+    has begun for the dropped passes may be of a step that is undone now."""
     groups = [
         *getattr(model, "bucket_groups", ()),
         *getattr(model, "expert_parallel_bucket_groups", ()),

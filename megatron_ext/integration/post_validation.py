@@ -174,7 +174,7 @@ class PostValidation:
         assert attempt.state is not None
         if attempt.step_of.is_plain(attempt.state):
             return attempt.step_of.accept(attempt.state)
-        self._pipeline.drop_head(parameters_changed=True)
+        self._pipeline.drop_head()
         self.undone += 1
         result = attempt.step_of.redo(original, attempt.state)
         self._plain = 0

@@ -75,8 +75,8 @@ NOT_RUN = {
     r"pip install": "needs a package index",
     r"\./scripts/(demo|test)\.sh": "takes minutes; continuous integration runs test.sh itself",
     r"pytest": "is this",
-    r"python scripts/(fuzz|random_equivalence)\.py": "runs as long as it is told; tests/fuzz and "
-    "tests/integration/test_random_cases.py are its short forms",
+    r"python scripts/(fuzz|random_equivalence|random_post_validation)\.py": "runs as long as it is "
+    "told; tests/fuzz, test_random_cases.py and test_post_validation.py are the short forms",
     r"ruff check": "scripts/test.sh runs it",
     r"export (MEGATRON_LM|DATA_PATH|CONTAINER_IMAGE)=": "of a cluster's file system",
     r"(LAUNCH=srun TP=2 )?sbatch ": "needs a cluster; tests/scripts runs the jobs",
