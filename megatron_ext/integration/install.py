@@ -12,6 +12,7 @@ from . import agreement, recompute, saved_parameters, vee, wgrad
 from .errors import ConfigError
 from .flags import add_arguments, defaults, lost_in_yaml, options_without_schedule, wanted
 from .flags import given as flags_given
+from .job import full_batch
 from .report import Report
 from .seams import Seam, Seams
 from .versions import megatron_version, require_supported
@@ -193,7 +194,8 @@ class Installation:
         given, choice, plan = flags_given(args), self._choice, None
         if choice is not None:
             per_step = args.micro_batch_size * args.data_parallel_size
-            pp, microbatches = args.pipeline_model_parallel_size, args.global_batch_size // per_step
+            pp, batch = args.pipeline_model_parallel_size, full_batch(args)
+            microbatches = (batch or per_step) // per_step
             link = None if choice.offload is None else choice.offload.link(pp)
             digest = choice.plan(pp, chunks, microbatches, link).fingerprint()
             plan = f"{digest} (pp={pp}, {chunks} chunks, {microbatches} microbatches)"

@@ -19,6 +19,7 @@ from ..moe.settings import Decides
 from ..schedule.generators import generate
 from ..schedule.simulate import peak_sets
 from .errors import ConfigError
+from .job import full_batch
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,8 @@ def check_budget(args: Any, space: Space, budget_bytes: int, sets: Sets) -> None
         ConfigError: with the least that would do.
     """
     pp, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
-    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    per_step = args.micro_batch_size * args.data_parallel_size
+    microbatches = (full_batch(args) or per_step) // per_step
     etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     shards = args.context_parallel_size * args.tensor_model_parallel_size
     rows = args.seq_length * args.micro_batch_size * args.moe_router_topk * etp // shards

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -140,12 +141,12 @@ def _metrics() -> list[dict[str, Any]]:
 
 
 def _random_states() -> dict[str, Any]:
-    import numpy
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+    numpy = sys.modules.get("numpy")
     states = {
         "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
     }
@@ -158,11 +159,11 @@ def _random_states() -> dict[str, Any]:
 
 
 def _set_random_states(states: dict[str, Any]) -> None:
-    import numpy
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     random.setstate(states["python"])
-    numpy.random.set_state(states["numpy"])
+    if states["numpy"] is not None:
+        sys.modules["numpy"].random.set_state(states["numpy"])
     torch.set_rng_state(states["cpu"])
     torch.cuda.set_rng_state(states["cuda"])
     get_cuda_rng_tracker().set_states(states["tracker"])

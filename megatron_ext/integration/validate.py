@@ -16,7 +16,7 @@ from . import post_validation
 from .choose import Choice
 from .errors import ConfigError
 from .families import ANY_CHUNKS, ONE_CHUNK
-from .job import job_of_args, splits_of
+from .job import full_batch, job_of_args, splits_of
 from .layout import count_stages, vee_layout_text
 from .rejections import REJECTIONS, require_supported_features
 
@@ -181,7 +181,7 @@ def _full_microbatches(args: Any, pp: int) -> int:
     """Microbatches of the full batch, before Megatron has derived its data-parallel size."""
     ranks = args.tensor_model_parallel_size * pp * args.context_parallel_size
     per_step = args.micro_batch_size * max(args.world_size // ranks, 1)
-    return max((args.global_batch_size or per_step) // per_step, 1)
+    return max((full_batch(args) or per_step) // per_step, 1)
 
 
 def after_megatron(args: Any, choice: Choice) -> int:
@@ -199,12 +199,15 @@ def after_megatron(args: Any, choice: Choice) -> int:
             f"--pp-schedule {choice.name} has {expected} model chunks a rank but the flags make "
             f"{chunks}; remove the virtual-stage flags"
         )
-    if choice.file is not None and getattr(args, "rampup_batch_size", None) is not None:
-        raise ConfigError(
-            "a schedule file has a fixed number of microbatches and cannot be used with "
-            "--rampup-batch-size; use a schedule name"
-        )
-    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    for flag in ("rampup_batch_size", "step_batch_size_schedule"):
+        if choice.file is not None and getattr(args, flag, None) is not None:
+            raise ConfigError(
+                "a schedule file has a fixed number of microbatches and cannot be used with "
+                f"--{flag.replace('_', '-')}; use a schedule name"
+            )
+    batch = full_batch(args)
+    assert batch is not None  # Megatron has set it
+    microbatches = batch // (args.micro_batch_size * args.data_parallel_size)
     # Made (and kept) here, so that options which do not fit end the run before it starts.
     pp, link = args.pipeline_model_parallel_size, None
     choice.fit(pp, chunks, microbatches)
