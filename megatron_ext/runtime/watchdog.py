@@ -70,7 +70,10 @@ class Watchdog:
 
     @contextmanager
     def armed(self) -> Iterator[None]:
-        """Watch inside the block; an exception that leaves it is reported and passed on."""
+        """Watch inside the block; an exception that leaves it is reported and passed on.
+
+        So is ``sys.exit`` inside of it: a pass that ends its process ends the others', too.
+        """
         if self._thread is None:
             self._start()
         self._action, self._detail, self._sending = None, "before its first action", list
@@ -78,7 +81,7 @@ class Watchdog:
         self._armed = True
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self._ending.locked():
                 _never_return()
             self._report(f"failed: {type(error).__name__}: {error}")
