@@ -14,6 +14,7 @@ import ast
 import datetime
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import shutil
@@ -104,9 +105,10 @@ def describe(held: Any) -> dict[str, str]:
         return {"signature": signature, "body": ""}
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-            if isinstance(body[0].value, ast.Constant) and isinstance(body[0].value.value, str):
-                body[0].value.value = ""
+        first = body[0] if isinstance(body, list) and body else None
+        text = first.value if isinstance(first, ast.Expr) else None
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            text.value = ""
     digest = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
     return {"signature": signature, "body": digest[:12]}
 
@@ -284,7 +286,7 @@ def page(entries: list[dict[str, Any]]) -> str:
     lines += [f"- {line}" for line in wrong] or ["Nothing."]
     lines += ["", "## What moved, from each to the next", ""]
     rows = [e for e in entries if e["error"] is None and e["name"] != INSTALLED]
-    for old, new in zip(rows, rows[1:]):
+    for old, new in itertools.pairwise(rows):
         lines.append(f"{old['name']} to {new['name']}:")
         lines += ["", *(f"- {line}" for line in moved(old, new) or ["nothing"]), ""]
     return "\n".join(lines).rstrip() + "\n"

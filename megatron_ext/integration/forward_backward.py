@@ -138,7 +138,10 @@ class ScheduledPipeline:
             timers("forward-backward", log_level=1).start(barrier=barrier)
         runner, losses = self._run(iteration, group, shape, (length, micro_batch_size))
         if not forward_only:
-            self._finalize(iteration, runner, pg_collection, force_all_reduce)
+            watchdog = self._watch(group.rank())
+            with watchdog.armed():
+                watchdog.waiting(f"for gradients to be reduced over {_gradient_ranks()}", list)
+                self._finalize(iteration, runner, pg_collection, force_all_reduce)
         if timers is not None:
             timers("forward-backward").stop()
         return losses
@@ -353,6 +356,14 @@ def message_shape(
     if config.sequence_parallel:
         length //= config.tensor_model_parallel_size
     return (length, micro_batch_size, config.hidden_size)
+
+
+def _gradient_ranks() -> str:
+    """Who takes part in reducing this rank's gradients."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return f"global ranks {dist.get_process_group_ranks(group)} and the embeddings' ranks"
 
 
 def _require_equal_plans(plan: Schedule) -> None:

@@ -1,0 +1,254 @@
+"""Accidents in the stock ``pretrain_gpt.py``: all ranks end, say why, and a restart goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from features import BASE
+from script_server import Outcome, ScriptServer
+
+from megatron_ext.checkpoints import folder as saved
+
+from .conftest import MAIN_TAG, RANKS, Serve, checkout, needs_megatron
+
+pytestmark = [
+    needs_megatron,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(sys.version_info < (3, 12), reason="core_v0.19 needs Python 3.12"),
+]
+
+# scripts/faults.py has every kind of action, on the executor alone.
+campaign = pytest.mark.skipif(
+    os.environ.get("MEGATRON_EXT_FAULTS") != "all",
+    reason="takes minutes; run with MEGATRON_EXT_FAULTS=all",
+)
+LIMIT = 3
+ITERATIONS, EVERY = 6, 2
+FLAGS = [
+    *BASE.split(),
+    *("--num-layers", "4", "--global-batch-size", "4", "--train-iters", str(ITERATIONS)),
+    *("--save-interval", str(EVERY), "--pipeline-model-parallel-size", "2", "--bf16"),
+    *("--pp-schedule", "v-half"),
+]
+DATA_PARALLEL = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
+OFFLOAD = ["--pp-offload", "full", "--pp-offload-time", "0.25"]
+REPORT = re.compile(
+    r"^\[megatron_ext\] pipeline rank \d \(global rank (\d)\) .+\n  it was (.+)$", re.M
+)
+
+
+class Runs:
+    """Runs that save to folders of their own and know what an uninterrupted one computes."""
+
+    def __init__(self, server: ScriptServer, folder: Path) -> None:
+        self.server, self.folder = server, folder
+        self._good: dict[tuple[str, ...], list[Any]] = {}
+
+    def run(
+        self, name: str, *more: str, world: int = 2, injury: dict[int, Any] | None = None,
+        save: Path | None = None, timeout: float = 120.0,
+    ) -> Outcome:  # fmt: skip
+        """Train, from the last checkpoint of ``name`` if there is one."""
+        place = str(save or self.folder / name)
+        environment = {rank: {"MEGATRON_EXT_WATCHDOG_SECONDS": str(LIMIT)} for rank in range(world)}
+        for rank, what in (injury or {}).items():
+            environment[rank]["INJURY"] = json.dumps(what)
+        return self.server.run(
+            [*FLAGS, *more, "--save", place, "--load", place], world,
+            self.folder / f"{name}-log", timeout, environment=environment,
+            prelude=RANKS / "injured.py", grace=LIMIT + 12.0,
+        )  # fmt: skip
+
+    def good(self, *more: str, world: int = 2) -> list[Any]:
+        """Losses of a run without accident."""
+        key = (*more, str(world))
+        if key not in self._good:
+            outcome = self.run(f"good-{len(self._good)}", *more, world=world)
+            assert outcome.status == "ok", logs(outcome, world)
+            self._good[key] = outcome.losses()
+        return self._good[key]
+
+    def continues(self, name: str, first: int, *more: str, world: int = 2, **where: Any) -> Outcome:
+        """A restart goes on behind iteration ``first`` as if nothing had happened."""
+        outcome = self.run(name, *more, world=world, **where)
+        assert outcome.status == "ok", logs(outcome, world)
+        assert outcome.losses() == self.good(*more, world=world)[first:]
+        return outcome
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
+    return Runs(serve(checkout(MAIN_TAG), MAIN_TAG), tmp_path_factory.mktemp("faults"))
+
+
+def logs(outcome: Outcome, world: int = 2) -> str:
+    return "\n".join(f"--- {rank}\n{outcome.log(rank)[-3000:]}" for rank in range(world))
+
+
+def all_failed(outcome: Outcome, world: int = 2) -> None:
+    """Every rank ended by itself (who is stopped or killed: by a signal), none with status 0."""
+    assert outcome.status == "failed", logs(outcome, world)
+    assert 0 not in outcome.exits and outcome.orphans == 0, (outcome, logs(outcome, world))
+
+
+def reports(outcome: Outcome, rank: int) -> list[str]:
+    return [found[2] for found in REPORT.finditer(outcome.log(rank)) if int(found[1]) == rank]
+
+
+# (name, accident of rank 1, more flags, exit status of rank 1, in every default run)
+ACCIDENTS = [
+    ("killed in B", {"do": "kill", "at": "B"}, [], -9, False),
+    ("stopped in F", {"do": "stop", "at": "F"}, [], -9, True),
+    ("exception in W", {"do": "raise", "at": "W"}, [], 1, False),
+    ("out of memory in F", {"do": "memory", "at": "F"}, [], 1, False),
+    ("out of memory in B", {"do": "memory", "at": "B"}, [], 1, False),
+    ("out of memory in reload", {"do": "memory", "at": "PREPARE"}, OFFLOAD, 1, True),
+    ("killed in RELOAD", {"do": "kill", "at": "RELOAD"}, OFFLOAD, -9, False),
+    ("hang in SEND_B", {"do": "hang", "at": "SEND_B"}, [], 75, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "injury", "more", "status"),
+    [pytest.param(*case[:4], id=case[0], marks=() if case[4] else campaign) for case in ACCIDENTS],
+)
+def test_accident_in_a_pass(
+    runs: Runs, name: str, injury: dict[str, Any], more: list[str], status: int
+) -> None:
+    """In iteration 5, behind the checkpoint of iteration 4."""
+    outcome = runs.run(name, *more, injury={1: {**injury, "iteration": 5}})
+    all_failed(outcome)
+    assert outcome.exits[1] == status, logs(outcome)
+    assert outcome.exits[0] in (1, 75), logs(outcome)
+    (other,) = reports(outcome, 0)
+    assert re.search(r"in [A-Z_]+\d+\.\d+ .*pipeline rank 1", other)
+    if status > 0:
+        (own,) = reports(outcome, 1)
+        assert re.search(rf"in {injury['at']}\d+\.\d+ ", own)
+    runs.continues(name, 4, *more)
+
+
+@campaign
+@pytest.mark.parametrize("do", ["kill", "stop"])
+def test_accident_while_gradients_are_reduced(runs: Runs, do: str) -> None:
+    """Two pipelines; the other one has no part in the accident and waits for its replica."""
+    injury = {3: {"do": do, "at": "finalize", "iteration": 5}}
+    outcome = runs.run(f"reduce-{do}", *DATA_PARALLEL, world=4, injury=injury)
+    all_failed(outcome, 4)
+    said = [text for rank in (0, 1, 2) for text in reports(outcome, rank)]
+    assert any("gradients" in text for text in said), logs(outcome, 4)
+    runs.continues(f"reduce-{do}", 4, *DATA_PARALLEL, world=4)
+
+
+@pytest.mark.parametrize(
+    ("at", "what"),
+    [
+        pytest.param("data", ".metadata, which is written after all data, is missing",
+                     marks=campaign),
+        ("metadata", ".metadata, which is written after all data, is missing"),
+        pytest.param("config", "metadata.json, written last, is missing", marks=campaign),
+    ],
+)  # fmt: skip
+def test_killed_while_saving(runs: Runs, at: str, what: str) -> None:
+    """Iteration 4 is half saved: that is said, and training goes on from iteration 2."""
+    name = f"save-{at}"
+    outcome = runs.run(name, injury={0: {"do": "kill", "at": at, "iteration": 4}})
+    all_failed(outcome)
+    assert saved.tracked(runs.folder / name) == 2
+    assert saved.problem(saved.saved(runs.folder / name)[4]) == what
+    again = runs.continues(name, 2)
+    line = "saving iteration 4 to "
+    assert f"{line}{runs.folder / name / 'iter_0000004'} was interrupted ({what})" in again.log(0)
+    assert "training goes on from 2" in again.log(0)
+    assert saved.problem(saved.saved(runs.folder / name)[4]) is None
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that one checkpoint fits on, and not three."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(folder)]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_full_disk(runs: Runs, small_disk: Path) -> None:
+    """The save that does not fit ends the run; what was saved before is whole and goes on."""
+    outcome = runs.run("disk", save=small_disk)
+    all_failed(outcome)
+    assert "No space left on device" in logs(outcome)
+    last = saved.tracked(small_disk)
+    assert isinstance(last, int) and 0 < last < ITERATIONS
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    assert saved.problem(saved.saved(small_disk)[last]) is None
+    runs.continues("disk", last, save=small_disk)
+
+
+@campaign
+def test_sigterm_saves_and_a_restart_goes_on(runs: Runs) -> None:
+    """What a batch system does before it puts a job back into the queue."""
+    more = ["--exit-signal-handler"]
+    injury = {rank: {"do": "term", "at": "F", "iteration": 3} for rank in range(2)}
+    outcome = runs.run("term", *more, injury=injury)
+    assert outcome.exits == (0, 0) and outcome.orphans == 0, logs(outcome)
+    assert saved.tracked(runs.folder / "term") == 3
+    runs.continues("term", 3, *more)
+
+
+def test_saving_in_the_background(runs: Runs) -> None:
+    """With --async-save: same losses, whole checkpoints, loaded by another placement."""
+    more = ["--async-save"]
+    outcome = runs.run("async", *more)
+    assert outcome.status == "ok" and outcome.losses() == runs.good(), logs(outcome)
+    found = saved.saved(runs.folder / "async")
+    assert list(found) == [2, 4, 6] and saved.tracked(runs.folder / "async") == 6
+    assert [saved.problem(path) for path in found.values()] == [None] * 3
+
+
+@campaign
+def test_killed_while_saving_in_the_background(runs: Runs) -> None:
+    injury = {1: {"do": "kill", "at": "F", "iteration": 5}}
+    outcome = runs.run("async-killed", "--async-save", injury=injury)
+    all_failed(outcome)
+    last = saved.tracked(runs.folder / "async-killed")
+    assert last in (None, 2, 4)
+    runs.continues("async-killed", last or 0)
+
+
+def test_what_is_not_whole_is_refused(runs: Runs) -> None:
+    """One sentence: which iteration, what is missing, which one is whole, what to do."""
+    runs.good()
+    folder = runs.folder / "good-0"
+    (folder / saved.TRACKER).write_text("")
+    victim = max(saved.saved(folder)[6].glob("*.distcp"))
+    size = victim.stat().st_size
+    os.truncate(victim, size // 2)
+    for text, wanted in (
+        ("", f"{folder / saved.TRACKER} holds '', and no iteration"),
+        (
+            "6",
+            rf"iteration 6 in {folder} is not whole \({victim.name} has {size // 2} of \d+ bytes",
+        ),
+        ("5", f"iteration 5 in {folder} is not whole (its folder is missing"),
+    ):
+        (folder / saved.TRACKER).write_text(text)
+        outcome = runs.run("good-0")
+        assert outcome.status == "failed" and outcome.exits == (2, 2), logs(outcome)
+        assert outcome.losses() == []
+        (line,) = re.findall(r"^megatron_ext: (?!--device)(.*)$", outcome.log(0), re.M)[-1:]
+        assert re.match(wanted.replace("(its", r"\(its"), line), line
+        assert "the last whole one is 4: write 4 into" in line
+    (folder / saved.TRACKER).write_text("6")
+    outcome = runs.run("good-0", "--ckpt-step", "4")
+    assert outcome.status == "ok" and outcome.losses() == runs.good()[4:], logs(outcome)
