@@ -122,6 +122,12 @@ class Checkpoints:
                 ("load_dir", "args", "rank0", "sharded_state_dict"),
                 "an optimizer state of another layout would end in a shape exception",
             ),
+            Seam(
+                (f"{module}:save_checkpoint",),
+                checkpoint_whole.telling,
+                ("iteration",),
+                "a save that fails would not say what a restart goes on from",
+            ),
         )
 
     def _load_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +97,37 @@ def look(
         )
     newer = _unfinished_after(found, wanted) if step is None and isinstance(wanted, int) else None
     return metadata, None if newer is None else f"{newer}; training goes on from {wanted}"
+
+
+def telling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``save_checkpoint`` that says, where it fails, what a restart will find."""
+
+    @functools.wraps(original)
+    def save_checkpoint(iteration: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(iteration, *args, **kwargs)
+        except Exception as error:
+            from megatron.training import get_args
+
+            with contextlib.suppress(Exception):  # the error itself is what must come out
+                logger.error("megatron_ext: %s", failed_save(iteration, get_args().save, error))
+            raise
+
+    return save_checkpoint
+
+
+def failed_save(iteration: Any, place: Any, error: Exception) -> str:
+    """One sentence: what failed, how full the disk is, and which iteration is the last good one."""
+    root = Path(place)
+    free = shutil.disk_usage(root).free
+    last = saved.tracked(root)
+    rest = "nothing is saved yet" if last is None else f"a restart goes on from iteration {last}"
+    text = str(error).strip().splitlines()
+    what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return (
+        f"saving iteration {iteration} to {root} failed ({what}); {free / (1 << 20):.1f} MiB are "
+        f"free there; {rest}"
+    )
 
 
 def _torch_metadata(folder: Path) -> Any:

@@ -30,7 +30,7 @@ campaign = pytest.mark.skipif(
     os.environ.get("MEGATRON_EXT_FAULTS") != "all",
     reason="takes minutes; run with MEGATRON_EXT_FAULTS=all",
 )
-LIMIT = 3
+LIMIT = 6  # seconds; a busy machine must not look like a hang
 ITERATIONS, EVERY = 6, 2
 FLAGS = [
     *BASE.split(),
@@ -110,7 +110,7 @@ ACCIDENTS = [
     ("exception in W", {"do": "raise", "at": "W"}, [], 1, False),
     ("out of memory in F", {"do": "memory", "at": "F"}, [], 1, False),
     ("out of memory in B", {"do": "memory", "at": "B"}, [], 1, False),
-    ("out of memory in reload", {"do": "memory", "at": "PREPARE"}, OFFLOAD, 1, True),
+    ("out of memory in reload", {"do": "memory", "at": "PREPARE"}, OFFLOAD, 1, False),
     ("killed in RELOAD", {"do": "kill", "at": "RELOAD"}, OFFLOAD, -9, False),
     ("hang in SEND_B", {"do": "hang", "at": "SEND_B"}, [], 75, False),
 ]
@@ -176,7 +176,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system that one checkpoint fits on, and not three."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1700k", "tmpfs", str(folder)]
     if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("needs the right to mount a small file system")
     yield folder
@@ -187,9 +187,13 @@ def test_full_disk(runs: Runs, small_disk: Path) -> None:
     """The save that does not fit ends the run; what was saved before is whole and goes on."""
     outcome = runs.run("disk", save=small_disk)
     all_failed(outcome)
-    assert "No space left on device" in logs(outcome)
     last = saved.tracked(small_disk)
-    assert isinstance(last, int) and 0 < last < ITERATIONS
+    assert isinstance(last, int) and 0 < last < ITERATIONS, logs(outcome)
+    assert re.search(
+        rf"saving iteration {last + EVERY} to {small_disk} failed \(.+\); \d\.\d MiB are free there; "
+        rf"a restart goes on from iteration {last}",
+        outcome.log(0),
+    ), logs(outcome)
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     assert saved.problem(saved.saved(small_disk)[last]) is None
     runs.continues("disk", last, save=small_disk)
@@ -230,25 +234,18 @@ def test_what_is_not_whole_is_refused(runs: Runs) -> None:
     """One sentence: which iteration, what is missing, which one is whole, what to do."""
     runs.good()
     folder = runs.folder / "good-0"
-    (folder / saved.TRACKER).write_text("")
     victim = max(saved.saved(folder)[6].glob("*.distcp"))
     size = victim.stat().st_size
     os.truncate(victim, size // 2)
-    for text, wanted in (
-        ("", f"{folder / saved.TRACKER} holds '', and no iteration"),
-        (
-            "6",
-            rf"iteration 6 in {folder} is not whole \({victim.name} has {size // 2} of \d+ bytes",
-        ),
-        ("5", f"iteration 5 in {folder} is not whole (its folder is missing"),
-    ):
-        (folder / saved.TRACKER).write_text(text)
-        outcome = runs.run("good-0")
-        assert outcome.status == "failed" and outcome.exits == (2, 2), logs(outcome)
-        assert outcome.losses() == []
-        (line,) = re.findall(r"^megatron_ext: (?!--device)(.*)$", outcome.log(0), re.M)[-1:]
-        assert re.match(wanted.replace("(its", r"\(its"), line), line
-        assert "the last whole one is 4: write 4 into" in line
-    (folder / saved.TRACKER).write_text("6")
+    outcome = runs.run("good-0")
+    assert outcome.status == "failed" and outcome.exits == (2, 2), logs(outcome)
+    assert outcome.losses() == []
+    line = outcome.log(0).strip().splitlines()[-1]
+    assert re.fullmatch(
+        rf"megatron_ext: iteration 6 in {folder} is not whole \({victim.name} has {size // 2} of "
+        rf"{size} bytes\); the last whole one is 4: write 4 into {folder / saved.TRACKER}, or add "
+        "--ckpt-step 4",
+        line,
+    ), line
     outcome = runs.run("good-0", "--ckpt-step", "4")
     assert outcome.status == "ok" and outcome.losses() == runs.good()[4:], logs(outcome)
