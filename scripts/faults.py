@@ -367,9 +367,11 @@ def main() -> int:
     failed = sum(bool(entry["wrong"]) for entry in entries)
     seconds = time.monotonic() - start
     longest = max((entry["seconds"] for entry in entries), default=0.0)
-    print(f"{len(entries)} accidents, {failed} faults, {seconds:.0f} s, {repeated} repeated; the "
-          f"longest time from an accident to the last rank's end was {longest:.1f} s (limit "
-          f"{LIMIT_SECONDS:g} s); shared memory {'was' if shared else 'could not be'} looked at")  # fmt: skip
+    print(
+        f"{len(entries)} accidents, {failed} faults, {seconds:.0f} s, {repeated} repeated; the "
+        f"longest time from an accident to the last rank's end was {longest:.1f} s (limit "
+        f"{LIMIT_SECONDS:g} s); shared memory {'was' if shared else 'could not be'} looked at"
+    )
     if options.json is not None:
         about = {"seed": options.seed, "seconds": round(seconds), "faults": failed,
                  "repeated": repeated, "longest_seconds": longest, "limit_seconds": LIMIT_SECONDS,

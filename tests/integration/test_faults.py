@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from script_server import Outcome, ScriptServer
 
 from megatron_ext.checkpoints import folder as saved
 
-from .conftest import MAIN_TAG, RANKS, Serve, checkout, needs_megatron
+from .conftest import MAIN_TAG, RANKS, Serve, checkout, environment, needs_megatron
 
 pytestmark = [
     needs_megatron,
@@ -58,12 +61,12 @@ class Runs:
     ) -> Outcome:  # fmt: skip
         """Train, from the last checkpoint of ``name`` if there is one."""
         place = str(save or self.folder / name)
-        environment = {rank: {"MEGATRON_EXT_WATCHDOG_SECONDS": str(LIMIT)} for rank in range(world)}
+        variables = {rank: {"MEGATRON_EXT_WATCHDOG_SECONDS": str(LIMIT)} for rank in range(world)}
         for rank, what in (injury or {}).items():
-            environment[rank]["INJURY"] = json.dumps(what)
+            variables[rank]["INJURY"] = json.dumps(what)
         return self.server.run(
             [*FLAGS, *more, "--save", place, "--load", place], world,
-            self.folder / f"{name}-log", timeout, environment=environment,
+            self.folder / f"{name}-log", timeout, environment=variables,
             prelude=RANKS / "injured.py", grace=LIMIT + 12.0,
         )  # fmt: skip
 
@@ -190,8 +193,8 @@ def test_full_disk(runs: Runs, small_disk: Path) -> None:
     last = saved.tracked(small_disk)
     assert isinstance(last, int) and 0 < last < ITERATIONS, logs(outcome)
     assert re.search(
-        rf"saving iteration {last + EVERY} to {small_disk} failed \(.+\); \d\.\d MiB are free there; "
-        rf"a restart goes on from iteration {last}",
+        rf"saving iteration {last + EVERY} to {small_disk} failed \(.+\); \d\.\d MiB are free "
+        rf"there; a restart goes on from iteration {last}",
         outcome.log(0),
     ), logs(outcome)
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
@@ -249,3 +252,57 @@ def test_what_is_not_whole_is_refused(runs: Runs) -> None:
     ), line
     outcome = runs.run("good-0", "--ckpt-step", "4")
     assert outcome.status == "ok" and outcome.losses() == runs.good()[4:], logs(outcome)
+
+
+@campaign
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_under_torchrun(tmp_path: Path, number: int) -> None:
+    """torchrun itself ends with status 1, and none of its processes is left."""
+    path = checkout(MAIN_TAG)
+    if path is None:
+        pytest.skip(f"needs a checkout; run ./scripts/get_megatron.sh {MAIN_TAG}")
+    log = tmp_path / "log"
+    launcher = ["-m", "megatron_ext.launch", "--device", "cpu", str(path / "pretrain_gpt.py")]
+    flags = [*FLAGS, "--train-iters", "5000", "--save-interval", "9000"]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+             "--master-port", "0", *launcher, *flags],
+            stdout=file, stderr=file, start_new_session=True,
+            env={**environment(), "MEGATRON_EXT_WATCHDOG_SECONDS": str(LIMIT)},
+        )  # fmt: skip
+    ranks: dict[str, int] = {}
+    try:
+        _wait(lambda: "iteration        3/" in log.read_text(), 200, log)
+        ranks = _ranks_of(process.pid)
+        os.kill(ranks["1"], number)
+        # torchrun itself waits 30 s for a rank that does not react to SIGTERM.
+        _wait(lambda: process.poll() is not None, LIMIT + 60, log)
+        assert process.returncode == 1
+        assert "in " in log.read_text() and "pipeline rank 1" in log.read_text()
+        assert [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()] == []
+    finally:
+        for pid in (process.pid, *ranks.values()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait(done: Callable[[], bool], seconds: float, log: Path) -> None:
+    limit = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < limit, log.read_text()[-3000:]
+        time.sleep(0.1)
+
+
+def _ranks_of(parent: int) -> dict[str, int]:
+    """Rank -> process, of the children of torchrun."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (folder / "stat").read_text().rsplit(")", 1)[1].split()[1] != str(parent):
+                continue
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            rank = [v[5:].decode() for v in variables if v.startswith(b"RANK=")]
+            found.update({rank[0]: int(folder.name)} if rank else {})
+    return found
