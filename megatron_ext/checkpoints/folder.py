@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..schedule.reading import shown, whole
-from .pickles import Made, Name, Stored, read_pickle, read_saved
+from .pickles import BROKEN_ARCHIVE, Made, Name, Stored, read_pickle, read_saved
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -130,7 +130,16 @@ def contents(folder: Path) -> Contents:
     Raises:
         ValueError: it is damaged, too large, or not what Megatron writes.
     """
-    metadata = read_pickle(read_bytes(folder / METADATA, MOST_METADATA_BYTES))
+    return read_contents(read_bytes(folder / METADATA, MOST_METADATA_BYTES))
+
+
+def read_contents(data: bytes) -> Contents:
+    """What the bytes of a ``.metadata`` list.
+
+    Raises:
+        ValueError: they are damaged, or not what Megatron writes.
+    """
+    metadata = read_pickle(data)
     fields = metadata.values if isinstance(metadata, Made) else {}
     entries, places = fields.get("state_dict_metadata"), fields.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(places, dict):
@@ -205,8 +214,8 @@ def _saved_file(path: Path) -> Any:
                 raise ValueError(f"{path.name} is not what torch.save writes")
             with archive.open(names[0]) as file:
                 data = file.read(MOST_COMMON_BYTES + 1)
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError, EOFError) as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from None
+    except BROKEN_ARCHIVE as error:
+        raise ValueError(f"{path.name} cannot be read: {shown(str(error))}") from None
     if len(data) > MOST_COMMON_BYTES:
         raise ValueError(f"{path.name} describes more than {MOST_COMMON_BYTES >> 20} MiB")
     return read_pickle(data)

@@ -9,10 +9,20 @@ from __future__ import annotations
 
 import io
 import pickletools
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from ..schedule.reading import shown
+
+# What Python's zipfile answers damaged archives with.
+BROKEN_ARCHIVE = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, NotImplementedError),
+    *(OSError, EOFError, OverflowError),
+)
 
 
 class Name(NamedTuple):
@@ -64,7 +74,7 @@ def read_pickle(data: bytes) -> Any:
                 return reader.stack[-1]
             reader.step(opcode.name, argument)
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"it is no intact pickle ({error})") from None
+        raise ValueError(f"it is no intact pickle ({shown(str(error))})") from None
     raise ValueError("it is no intact pickle (it has no end)")
 
 
@@ -81,8 +91,8 @@ def read_saved(data: bytes, most_bytes: int) -> Any:
                 raise ValueError("it is not what torch.save writes")
             with archive.open(names[0]) as file:
                 content = file.read(most_bytes + 1)
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError, EOFError) as error:
-        raise ValueError(f"it is not what torch.save writes ({error})") from None
+    except BROKEN_ARCHIVE as error:
+        raise ValueError(f"it is not what torch.save writes ({shown(str(error))})") from None
     if len(content) > most_bytes:
         raise ValueError(f"its description takes more than {most_bytes >> 20} MiB")
     return read_pickle(content)
