@@ -18,6 +18,7 @@ import inspect
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,8 @@ _CPU_SWITCHES = (
 _REPORT_DELAY_S = 2.0
 
 
+# How often a spawned process looks whether its rank is still there.
+_PARENT_POLL_S = 1.0
 # Tells processes that the script spawns how it was started: JSON with device and script.
 _STARTED = "MEGATRON_EXT_STARTED"
 _THIS_MODULE = "megatron_ext.launch"
@@ -289,12 +292,21 @@ def _execute(script: Path, name: str) -> dict[str, Any]:
 
 def _become_spawned() -> None:
     """Make this module, in a process spawned by multiprocessing, what the script would be there."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     started = json.loads(os.environ[_STARTED])
     _prepare_device(started["device"])
     own = sys.modules[__name__]
     defined = _execute(Path(started["script"]), __name__)
     sys.modules[__name__] = own
     globals().update({k: v for k, v in defined.items() if not k.startswith("__")})
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process when the rank that spawned it is gone, however that ended: a writer of
+    checkpoints waits for its next task for ever."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_S)
+    os._exit(1)
 
 
 def _rank() -> int:

@@ -106,7 +106,7 @@ def telling(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_checkpoint(iteration: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(iteration, *args, **kwargs)
-        except Exception as error:
+        except BaseException as error:  # torch's CheckpointException is no Exception
             from megatron.training import get_args
 
             with contextlib.suppress(Exception):  # the error itself is what must come out
@@ -116,7 +116,7 @@ def telling(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_checkpoint
 
 
-def failed_save(iteration: Any, place: Any, error: Exception) -> str:
+def failed_save(iteration: Any, place: Any, error: BaseException) -> str:
     """One sentence: what failed, how full the disk is, and which iteration is the last good one."""
     root = Path(place)
     free = shutil.disk_usage(root).free

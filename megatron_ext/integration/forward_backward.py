@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -34,6 +35,7 @@ from .offload import Offloading
 from .profile import Profiler
 from .relay import map_tensors, relay_losses
 from .runner import Iteration, MegatronRunner, unwrapped
+from .seams import Seam
 from .vee import reduce_tied_gradients, require_gpt
 from .wgrad_split import Splitter
 
@@ -138,13 +140,35 @@ class ScheduledPipeline:
             timers("forward-backward", log_level=1).start(barrier=barrier)
         runner, losses = self._run(iteration, group, shape, (length, micro_batch_size))
         if not forward_only:
-            watchdog = self._watch(group.rank())
-            with watchdog.armed():
-                watchdog.waiting(f"for gradients to be reduced over {_gradient_ranks()}", list)
+            detail = f"for gradients to be reduced over {_gradient_ranks()}"
+            with self._watch(group.rank()).armed(detail):
                 self._finalize(iteration, runner, pg_collection, force_all_reduce)
         if timers is not None:
             timers("forward-backward").stop()
         return losses
+
+    def seams(self) -> tuple[Seam, ...]:
+        """The seam around Megatron's training step, of which the passes are a part."""
+        return (
+            Seam(
+                ("megatron.training.training:train_step",),
+                self._watched_step,
+                ("forward_step_func", "optimizer"),
+                "a rank that waits before or behind its passes would not be watched",
+            ),
+        )
+
+    def _watched_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            from megatron.core import parallel_state
+
+            rank = parallel_state.get_pipeline_model_parallel_rank()
+            detail = "for other ranks before or behind its passes (optimizer, checks of all ranks)"
+            with self._watch(rank).armed(detail, quiet=(ConfigError,)):
+                return original(*args, **kwargs)
+
+        return train_step
 
     def release(self) -> None:
         """Give the model its own weight-gradient stores back, and the host its memory."""

@@ -113,6 +113,7 @@ class Installation:
             seams += recompute.seams(experts=not self._moe_chunks)
         if log_line is not None:
             seams += log_line.seams()
+            seams += self.pipeline.seams()
             seams += Checkpoints(choice.name, Layout.of(args)).seams()
         if choice.vee:
             seams += vee.SEAMS
