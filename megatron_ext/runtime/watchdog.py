@@ -76,7 +76,7 @@ class Watchdog:
     ) -> Iterator[None]:
         """Watch inside the block; an exception that leaves it is reported and passed on.
 
-        So is ``sys.exit`` with another status than 0: a pass that ends its process ends the others',
+        So is ``sys.exit`` with a status that is not 0: a pass that ends its process ends others,
         too. Blocks may be nested: an exception is reported by the innermost.
 
         Args:
