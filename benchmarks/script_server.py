@@ -235,7 +235,7 @@ def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
 def _left_behind(rank: int) -> bool:
     """True if a rank that has ended left a process behind (a checkpoint writer, say), which is
     killed after a moment to end by itself."""
-    for _ in range(100):
+    for _ in range(500):
         try:
             os.killpg(rank, 0)
         except (ProcessLookupError, PermissionError):
