@@ -43,9 +43,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import fault_ranks  # noqa: E402
 import torch  # noqa: E402
 import torch.fx.experimental.symbolic_shapes  # noqa: E402  (else every rank does, in B)
-import fault_ranks  # noqa: E402
 from fault_ranks import Case, plan, run  # noqa: E402
 
 from megatron_ext.runtime.watchdog import (  # noqa: E402
@@ -373,7 +373,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=4, help="pipelines at a time")
     parser.add_argument("--json", type=Path, help="write the results")
     options = parser.parse_args()
-    fault_ranks.LIMIT_SECONDS = options.limit or fault_ranks.LIMIT_SECONDS
+    limit = fault_ranks.LIMIT_SECONDS = options.limit or fault_ranks.LIMIT_SECONDS
     cases = systematic() + drawn(options.seed, options.random)
     cases = [c for c in cases if re.search(options.only, f"{c.kind} {c.action} {c.schedule}")]
     torch.set_num_threads(1)
@@ -393,11 +393,11 @@ def main() -> int:
     print(
         f"{len(entries)} accidents, {failed} faults, {seconds:.0f} s, {repeated} repeated; the "
         f"longest time from an accident to the last rank's end was {longest:.1f} s (limit "
-        f"{fault_ranks.LIMIT_SECONDS:g} s); shared memory {'was' if shared else 'could not be'} looked at"
+        f"{limit:g} s); shared memory {'was' if shared else 'could not be'} looked at"
     )
     if options.json is not None:
         about = {"seed": options.seed, "seconds": round(seconds), "faults": failed,
-                 "repeated": repeated, "longest_seconds": longest, "limit_seconds": fault_ranks.LIMIT_SECONDS,
+                 "repeated": repeated, "longest_seconds": longest, "limit_seconds": limit,
                  "shared_memory_watched": shared, "python": platform.python_version(),
                  "torch": torch.__version__, "cases": entries}  # fmt: skip
         options.json.write_text(json.dumps(about, indent=1) + "\n")
