@@ -97,7 +97,7 @@ class Trainer:
         value = {"faults": faults, "pace": [ms / chunks for ms in args.milliseconds]}
         probe = HERE / "rank_probe.py"
         outcome = self.server.run(
-            flags.split(), args.pp, self.folder / "run", 600.0, prepare=(probe, value)
+            flags.split(), args.pp, self.folder / "run", 600.0, prelude=probe, value=value
         )
         if outcome.status != "ok":
             raise SystemExit(f"{name} {outcome.status}:\n{outcome.log(0)[-4000:]}")

@@ -1,4 +1,4 @@
-"""Runs in every rank of a ``ScriptServer`` job before training: changes gradients at given
+"""A ``ScriptServer`` job's prelude, run in every rank before training: changes gradients at given
 iterations, makes passes take a given time, and notes after each iteration the time and what the
 optimizer holds, so that two runs can be compared.
 """

@@ -18,7 +18,6 @@ import json
 import os
 import queue
 import random
-import runpy
 import shutil
 import signal
 import socket
@@ -37,11 +36,21 @@ MOST_RANKS = 16
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: ``ok``, ``failed`` (a rank's exit status was not 0) or ``hung``."""
+    """How a job ended.
+
+    Attributes:
+        status: ``ok``, ``failed`` (a rank's exit status was not 0) or ``hung``.
+        seconds: it took.
+        folder: with logs and losses.
+        exits: exit status by rank, minus the signal that killed it.
+        orphans: how many ranks left processes behind that were still there when all had ended.
+    """
 
     status: str
     seconds: float
     folder: Path
+    exits: tuple[int, ...] = ()
+    orphans: int = 0
 
     def log(self, rank: int) -> str:
         """What a rank printed."""
@@ -94,7 +103,9 @@ class ScriptServer:
         *,
         more: Mapping[int, Sequence[str]] | None = None,
         environment: Mapping[int, Mapping[str, str]] | None = None,
-        prepare: tuple[Path, Any] | None = None,
+        prelude: Path | None = None,
+        value: Any = None,
+        grace: float = 5.0,
     ) -> Outcome:
         """Run the script with ``argv`` on ``world`` ranks; waits for the end.
 
@@ -105,8 +116,11 @@ class ScriptServer:
             timeout: seconds.
             more: arguments and
             environment: variables of single ranks alone.
-            prepare: a Python file, and what its ``prepare(value, rank, folder)`` gets as value in
-                every rank before the launcher runs; JSON.
+            prelude: a Python file that every rank runs first, in the environment of its own; for
+                tests that injure a rank. Its ``prepare(value, rank, folder)``, if it has one, is
+                called then, with
+            value: as it is (JSON).
+            grace: seconds that the other ranks have to end when one has failed.
 
         Raises:
             RuntimeError: the server is gone.
@@ -114,9 +128,11 @@ class ScriptServer:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         job = {"argv": list(argv), "world": world, "folder": str(folder), "timeout": timeout}
+        job["grace"] = grace
         job["more"] = {str(rank): list(own) for rank, own in (more or {}).items()}
         job["environment"] = {str(rank): dict(own) for rank, own in (environment or {}).items()}
-        job["prepare"] = None if prepare is None else [str(prepare[0]), prepare[1]]
+        job["prelude"] = None if prelude is None else str(prelude)
+        job["value"] = value
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
@@ -124,7 +140,9 @@ class ScriptServer:
         if not line:
             raise RuntimeError("the script server ended; its messages stand above")
         answer = json.loads(line)
-        return Outcome(answer["status"], answer["seconds"], folder)
+        return Outcome(
+            answer["status"], answer["seconds"], folder, tuple(answer["exits"]), answer["orphans"]
+        )
 
 
 def _free_port() -> int:
@@ -159,10 +177,11 @@ def _rank(script: Path, job: dict[str, Any], rank: int, port: int) -> None:
 
         if "--async-save" not in job["argv"]:
             _keep_writing_here()
-
-        if job.get("prepare") is not None:
-            path, value = job["prepare"]
-            runpy.run_path(path)["prepare"](value, rank, folder)
+        if job.get("prelude"):
+            # Not by ``runpy``: what it defines has to live as long as the rank.
+            defined = launch._execute(Path(job["prelude"]), "prelude")
+            if "prepare" in defined:
+                defined["prepare"](job["value"], rank, folder)
         own = ["--device", "cpu", "--loss-log", str(folder / "losses.jsonl")]
         launch.main([*own, str(script), *job["argv"], *job.get("more", {}).get(str(rank), [])])
         status = 0
@@ -196,14 +215,14 @@ def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         running[pid] = rank
-    status, ranks = "ok", list(running)
+    status, ranks, exits = "ok", list(running), [0] * job["world"]
     while running:
         pid, code = os.waitpid(-1, os.WNOHANG)
         if pid in running:
-            del running[pid]
+            exits[running.pop(pid)] = os.waitstatus_to_exitcode(code)
             if code != 0 and status == "ok":
                 # As torchrun: one rank's failure ends the others, after they could report.
-                status, job["timeout"] = "failed", time.monotonic() - start + 5.0
+                status, job["timeout"] = "failed", time.monotonic() - start + job["grace"]
         elif time.monotonic() - start > job["timeout"]:
             status = "hung" if status == "ok" else status
             for left in running:
@@ -213,11 +232,23 @@ def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
             job["timeout"] = float("inf")
         else:
             time.sleep(0.01)
-    for rank in ranks:
-        # What a rank left behind, e.g. checkpoint writers of a rank that failed.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(rank, signal.SIGKILL)
-    return {"status": status, "seconds": time.monotonic() - start}
+    seconds = time.monotonic() - start
+    orphans = sum(_left_behind(rank) for rank in ranks)
+    return {"status": status, "seconds": seconds, "exits": exits, "orphans": orphans}
+
+
+def _left_behind(rank: int) -> bool:
+    """True if a rank that has ended left a process behind (a checkpoint writer, say), which is
+    killed after a moment to end by itself."""
+    for _ in range(500):
+        try:
+            os.killpg(rank, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank, signal.SIGKILL)
+    return True
 
 
 def main() -> None:

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import check, compare, doctor, patch, plan, schedule, show, simulate
+from .commands import check, checkpoint, compare, doctor, patch, plan, schedule, show, simulate
 from .commands.common import InputError, Parser
 
-_COMMANDS = (simulate, schedule, compare, plan, check, show, patch, doctor)
+_COMMANDS = (simulate, schedule, compare, plan, check, show, checkpoint, patch, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,6 +18,7 @@ import inspect
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,9 @@ _CPU_SWITCHES = (
 _REPORT_DELAY_S = 2.0
 
 
-# Tells processes that the script spawns how it was started: JSON with device and script.
+# How often a spawned process looks whether its rank is still there.
+_PARENT_POLL_S = 1.0
+# Tells processes that the script spawns how it was started: JSON with device, script and process.
 _STARTED = "MEGATRON_EXT_STARTED"
 _THIS_MODULE = "megatron_ext.launch"
 
@@ -67,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(str(error))
     _set_path(script)
     _set_tools_path()
-    os.environ[_STARTED] = json.dumps({"device": options.device, "script": str(script)})
+    started = {"device": options.device, "script": str(script), "pid": os.getpid()}
+    os.environ[_STARTED] = json.dumps(started)
     _prepare_device(options.device)
     _run(script, args, options.loss_log)
     if options.device == "cpu":
@@ -290,11 +294,23 @@ def _execute(script: Path, name: str) -> dict[str, Any]:
 def _become_spawned() -> None:
     """Make this module, in a process spawned by multiprocessing, what the script would be there."""
     started = json.loads(os.environ[_STARTED])
+    threading.Thread(target=_end_with_rank, args=(started["pid"],), daemon=True).start()
     _prepare_device(started["device"])
     own = sys.modules[__name__]
     defined = _execute(Path(started["script"]), __name__)
     sys.modules[__name__] = own
     globals().update({k: v for k, v in defined.items() if not k.startswith("__")})
+
+
+def _end_with_rank(pid: int) -> None:
+    """End this process when the rank that spawned it is gone, however that ended: a writer of
+    checkpoints waits for its next task for ever."""
+    while True:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            os._exit(1)
+        time.sleep(_PARENT_POLL_S)
 
 
 def _rank() -> int:

@@ -2,16 +2,17 @@
 """Random training runs under random schedules, compared with stock Megatron; runs for hours.
 
     python scripts/random_equivalence.py path/to/Megatron-LM --results FILE [--seed 1]
-        [--cases 300] [--hours 8] [--steps 10]
+        [--first 0] [--cases 300] [--hours 8] [--steps 10]
     python scripts/random_equivalence.py path/to/Megatron-LM --seed 1 --only 17 --keep FOLDER
 
-Each case draws pipeline and data-parallel size, schedule, chunks, microbatches, an even or uneven
-split of the layers, dtype, recomputation, offload, MoE layers, costs, caps and overlaps. The
-checkout's ``pretrain_gpt.py`` then trains on CPU ranks from one checkpoint, once with stock 1F1B
-and once with the schedule, and every step's exact losses are compared: bit for bit, except where
-the tolerance in the case's line says why not. A line of FILE is one case, with the command that
-repeats it; a run that is started again goes on behind the last one. Results are those of
-benchmarks/feature_matrix.py; DIFFERENT, FAILED and HUNG are defects, and then the exit status is 1.
+Each case draws pipeline, data-, tensor- and context-parallel size, schedule, chunks, microbatches,
+an even or uneven split of the layers, dtype, recomputation, offload, MoE layers, multi-token
+prediction, costs, caps (fractions and bytes) and overlaps. The checkout's ``pretrain_gpt.py`` then
+trains on CPU ranks from one checkpoint, once with stock 1F1B and once with the schedule, and every
+step's exact losses are compared: bit for bit, except where the tolerance in the case's line says
+why not. A line of FILE is one case, with the command that repeats it; a run that is started again
+goes on behind the last one. Results are those of benchmarks/feature_matrix.py; DIFFERENT, FAILED
+and HUNG are defects, and then the exit status is 1.
 """
 
 from __future__ import annotations
@@ -49,6 +50,17 @@ _RECOMPUTE = (
 _TIED = "gradients of tied embeddings are added in another order"
 _CLIP = "the norm that clipping divides by is summed per rank, so in another order"
 _CHUNKS = "the experts' weight gradients are summed chunk by chunk"
+_SUM = "two summands of a gradient are added in another order"
+# More ways to lay gradients and parameters out, and to move them, beside those of ``OVERLAP``.
+_DATA_PARALLEL = (
+    "",
+    "",
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+    OVERLAP,
+    OVERLAP + " --no-align-grad-reduce --no-align-param-gather",
+    "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 2000",
+)
 
 
 @dataclass(frozen=True)
@@ -76,12 +88,14 @@ def draw(seed: int, number: int, steps: int) -> Case:
     """Case ``number``, the same one wherever it is drawn."""
     rng = random.Random(f"{seed}/{number}")
     pp = rng.choice((2, 2, 3, 4))
-    dp = rng.choice((1, 2)) if pp == 2 else 1
+    dp, inner, inner_flags = _widths(rng, pp)
     name = rng.choice(SCHEDULES.split(","))
-    chunks = 2 if name.startswith("v-") else rng.choice((2, 2, 3)) if name in _LOOPED else 1
+    chunks = 2 if name.startswith("v-") else rng.choice((2, 2, 3, 4)) if name in _LOOPED else 1
     dtype = rng.choice(("", "--bf16", "--bf16", "--fp16 --initial-loss-scale 65536"))
-    moe = rng.random() < 0.3
-    model, run, why = [dtype], [f"--pipeline-model-parallel-size {pp}"], []
+    moe = rng.random() < 0.3 and inner == 1
+    model, run, why = [dtype], [f"--pipeline-model-parallel-size {pp}", inner_flags], []
+    if "tensor" in inner_flags:
+        why.append(_SUM)
     ours = [f"--pp-schedule {name}"]
     layers, stock, placed = _layers(rng, pp, chunks, name)
     model.append(f"--num-layers {layers}")
@@ -89,8 +103,13 @@ def draw(seed: int, number: int, steps: int) -> Case:
     if moe:
         model.append(MOE)
         run += ["--expert-model-parallel-size 2"] * (dp == 2 and rng.random() < 0.7)
-    if rng.random() < 0.25:
+    rope = rng.random() < 0.25
+    if rope:
         model.append("--swiglu --normalization RMSNorm --position-embedding-type rope")
+        model.append("--group-query-attention --num-query-groups 2" * (rng.random() < 0.5))
+    if rng.random() < 0.08 and not placed and name not in ("auto", *_LOOPED) and inner == 1:
+        model.append("--mtp-num-layers 1" + " --position-embedding-type rope" * (not rope))
+        why.append(_SUM)
     if rng.random() < 0.2:
         model.append("TIED")
         why.append(_TIED)
@@ -100,22 +119,33 @@ def draw(seed: int, number: int, steps: int) -> Case:
     micro = rng.choice((1, 1, 2))
     run.append(f"--micro-batch-size {micro} --global-batch-size {micro * dp * _microbatches(rng)}")
     run.append(f"--train-iters {steps}")
-    run.append(rng.choice(("", "", "--use-distributed-optimizer", OVERLAP)))
+    run.append(rng.choice(_DATA_PARALLEL))
+    run.append("--calculate-per-token-loss" * (rng.random() < 0.1))
     run.append(rng.choice(_RECOMPUTE) if rng.random() < 0.5 else "")
     if rng.random() < 0.2:
         run.append("--eval-iters 1 --eval-interval 4")
     ours += _options(rng, name, pp)
     if moe and rng.random() < 0.5:
-        ours.append(f"--moe-pipeline-chunks {rng.choice('124')}")
-        ours.append(f"--moe-memory-reuse {rng.choice(('none', 's1', 's2', 's3', 's4'))}")
+        ours.append(f"--moe-pipeline-chunks {rng.choice(('1', '2', '4', 'auto'))}")
+        ours.append(f"--moe-memory-reuse {rng.choice(('none', 's1', 's2', 's3', 's4', 'auto'))}")
         why.append(_CHUNKS)
     tolerance = 0.0 if not why else 1e-4 if not dtype else 2e-2
     texts = [" ".join(filter(None, part)) for part in (model, run, stock, ours)]
-    return Case(*texts, pp * dp, tolerance, "; ".join(why))
+    return Case(*texts, pp * dp * inner, tolerance, "; ".join(why))
+
+
+def _widths(rng: random.Random, pp: int) -> tuple[int, int, str]:
+    """(data-parallel size, ranks inside a stage, flags of these): eight ranks at most."""
+    dp = rng.choice((1, 2)) if pp == 2 else 2 if pp == 3 and rng.random() < 0.25 else 1
+    kind = rng.choice(("--tensor-model-parallel-size 2", "--context-parallel-size 2"))
+    if pp > 2 or dp > 1 or rng.random() < 0.6:
+        return dp, 1, ""
+    sequence = "tensor" in kind and rng.random() < 0.5
+    return dp, 2, kind + " --sequence-parallel" * sequence
 
 
 def _microbatches(rng: random.Random) -> int:
-    return rng.choice((1, 2, 3, 4, 5, 6, 8, 11))
+    return rng.choice((1, 2, 3, 4, 5, 6, 8, 11, 16))
 
 
 def _layers(
@@ -153,6 +183,8 @@ def _options(rng: random.Random, name: str, pp: int) -> list[str]:
         flags.append(f"--pp-memory-cap {rng.choice(('0.75', '0.9', '1')) if pp > 2 else '1'}")
     elif name == "auto" and rng.random() < 0.5:
         flags.append(f"--pp-memory-cap {rng.choice(('0.9', '1', '1.5'))}")
+    elif rng.random() < 0.06:
+        flags.append(f"--pp-memory-cap {rng.choice(('256KiB', '1MiB', '4MiB'))}")
     if name == "gis":
         flags.append(f"--pp-group-size {rng.randint(-(-pp // 2), pp)}")
     if rng.random() < 0.4:
@@ -164,6 +196,8 @@ def _options(rng: random.Random, name: str, pp: int) -> list[str]:
         flags.append("--pp-cheap-recompute")
     if rng.random() < 0.3:
         flags.append(f"--pp-offload {rng.choice(('half', 'full', 'auto'))}")
+        if name not in ("v-cap", "auto") and rng.random() < 0.2:
+            flags.append(f"--pp-memory-cap {rng.choice(('0.6', '0.8', '1'))}")
         if rng.random() < 0.7:
             flags.append(f"--pp-offload-time {rng.choice(('0.1', '0.25', '0.2,0.4', '1'))}")
         if rng.random() < 0.7:
@@ -290,7 +324,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("checkout", type=Path, help="a Megatron-LM checkout")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first")
+    parser.add_argument("--cases", type=int, default=300, help="how many, from there")
     parser.add_argument("--hours", type=float, default=1000.0, help="start no case later than this")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", type=int, metavar="N", help="repeat one case")
@@ -302,7 +337,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = options.keep or Path(tempfile.mkdtemp(prefix="random-equivalence-"))
     done = _done(options.results)
-    todo = [options.only] if options.only is not None else range(options.cases)
+    drawn = range(options.first, options.first + options.cases)
+    todo = [options.only] if options.only is not None else drawn
     runner, start = Runner(options.checkout, folder, options.python), time.monotonic()
     counts = Counter(entry["result"].split("~")[0] or "~" for entry in done.values())
     try:

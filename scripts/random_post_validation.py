@@ -128,7 +128,8 @@ class Runner:
                 RANKS,
                 self._folder / name,
                 120.0 + 4.0 * self._steps,
-                prepare=(PROBE, value),
+                prelude=PROBE,
+                value=value,
             )
             outcomes.append(outcome)
             if outcome.status != "ok":

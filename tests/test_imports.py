@@ -17,6 +17,7 @@ PACKAGE = ROOT / "megatron_ext"
 _TOOLS = {"schedule", "plan", "view"}
 _ENGINE = {"runtime", "offload", "moe"}
 _ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching", "probe"}
+_ALL |= {"checkpoints"}
 
 # room -> (rooms of this package it may import, packages besides the standard library it may).
 RULES: dict[str, tuple[set[str], set[str]]] = {
@@ -27,11 +28,12 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "offload": (_TOOLS | _ENGINE, {"torch", "numpy"}),
     "moe": (_TOOLS | _ENGINE, {"torch"}),
     "integration": (
-        _TOOLS | _ENGINE | {"integration"},
+        _TOOLS | _ENGINE | {"integration", "checkpoints"},
         # Apex' kernel, which Megatron's own linear layers use where it is installed.
         {"torch", "megatron", "fused_weight_gradient_mlp_cuda"},
     ),
     "cpu": ({"cpu"}, {"torch", "megatron", "numpy"}),
+    "checkpoints": ({"schedule", "checkpoints"}, set()),
     "commands": (_ALL, set()),
     "patching": (set(), set()),
     "cli": (_ALL, set()),
@@ -42,7 +44,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
 }
 
 # Rooms whose modules load neither torch nor numpy nor megatron, not even indirectly.
-BARE = ["schedule", "view", "plan", "commands"]
+BARE = ["schedule", "view", "plan", "checkpoints", "commands"]
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80

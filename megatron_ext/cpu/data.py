@@ -1,19 +1,23 @@
-"""Data loading: no page-locked memory."""
+"""Data loading: no page-locked memory, and no say in what dropout draws."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, dataloader
 
 
 def install() -> None:
-    """Make DataLoader ignore ``pin_memory``. Call once, from ``megatron_ext.cpu``.
+    """Adapt DataLoader. Call once, from ``megatron_ext.cpu``."""
+    _ignore_pin_memory()
+    _keep_random_state()
 
-    Megatron always asks for it. The pinning thread would look for an accelerator's current
-    device, which raises on a CUDA build of torch without a driver.
-    """
+
+def _ignore_pin_memory() -> None:
+    """Megatron always asks for it. The pinning thread would look for an accelerator's current
+    device, which raises on a CUDA build of torch without a driver."""
     loader_init = DataLoader.__init__
 
     @functools.wraps(loader_init)
@@ -23,3 +27,21 @@ def install() -> None:
         loader_init(self, *args, **kwargs)
 
     DataLoader.__init__ = init
+
+
+def _keep_random_state() -> None:
+    """An iterator's seed comes from the CPU's generator, from which dropout draws here, too: a
+    restart, which makes its iterators behind the loading of the random state, would go on with
+    other masks than a run that was never interrupted."""
+    base: Any = dataloader._BaseDataLoaderIter
+    iterator_init = base.__init__
+
+    @functools.wraps(iterator_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        state = torch.get_rng_state()
+        try:
+            iterator_init(self, *args, **kwargs)
+        finally:
+            torch.set_rng_state(state)
+
+    base.__init__ = init

@@ -12,11 +12,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from ..schedule.reading import shown, whole
-from . import checkpoint_metadata
+from ..checkpoints.layout import Layout
+from ..schedule.reading import shown
+from . import checkpoint_metadata, checkpoint_whole
 from .errors import ConfigError
 from .seams import Seam
 
@@ -44,69 +44,6 @@ _MODEL_FLAGS = (
     "transformer_impl",
 )
 _SHOWN = 4
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What decides which parameters lie on which rank, in which chunk.
-
-    Attributes:
-        tp, pp, ep, etp: tensor, pipeline, expert and expert-tensor parallel sizes.
-        chunks: model chunks a rank.
-        placement: ``loop`` (Megatron's) or ``vee``.
-        layers: what else the flags say of the layers of each stage, as text.
-    """
-
-    tp: int
-    pp: int
-    ep: int
-    etp: int
-    chunks: int
-    placement: str
-    layers: str
-
-    @classmethod
-    def of(cls, args: Any) -> Layout:
-        """Layout of a run, from its validated arguments or those in its checkpoint."""
-
-        def number(name: str) -> int:
-            try:
-                return whole(getattr(args, name, None) or 1, name, 1)
-            except ValueError as error:
-                raise ConfigError(
-                    f"the checkpoint's saved arguments are damaged: {error}"
-                ) from None
-
-        layers = [
-            f"{name}={getattr(args, name)}"
-            for name in (
-                "num_layers",
-                "pipeline_model_parallel_layout",
-                "decoder_first_pipeline_num_layers",
-                "decoder_last_pipeline_num_layers",
-                "account_for_embedding_in_pipeline_split",
-                "account_for_loss_in_pipeline_split",
-            )
-            if getattr(args, name, None)
-        ]
-        return cls(
-            number("tensor_model_parallel_size"),
-            number("pipeline_model_parallel_size"),
-            number("expert_model_parallel_size"),
-            number(
-                "expert_tensor_parallel_size"
-                if getattr(args, "expert_tensor_parallel_size", None)
-                else "tensor_model_parallel_size"
-            ),
-            number("virtual_pipeline_model_parallel_size"),
-            "vee" if getattr(args, "pp_placement", None) == "vee" else "loop",
-            " ".join(layers),
-        )
-
-    def __str__(self) -> str:
-        placed = "V placement" if self.placement == "vee" else "Megatron's placement"
-        experts = f", EP {self.ep}" if self.ep > 1 else ""
-        return f"TP {self.tp}, PP {self.pp}{experts}, {self.chunks} chunks a rank in {placed}"
 
 
 def choose_formats(args: Any, name: str, vee: bool) -> str | None:
@@ -167,6 +104,7 @@ class Checkpoints:
         self._name, self._layout = name, layout
         self._chunks: list[Any] | None = None
         self._found: tuple[dict[str, Any], str] | None = None
+        self._metadata: dict[str, Any] = {}
 
     def seams(self) -> tuple[Seam, ...]:
         """The seams around Megatron's loading."""
@@ -184,6 +122,12 @@ class Checkpoints:
                 ("load_dir", "args", "rank0", "sharded_state_dict"),
                 "an optimizer state of another layout would end in a shape exception",
             ),
+            Seam(
+                (f"{module}:save_checkpoint",),
+                checkpoint_whole.telling,
+                ("iteration",),
+                "a save that fails would not say what a restart goes on from",
+            ),
         )
 
     def _load_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,6 +144,7 @@ class Checkpoints:
                 return result
             finally:
                 self._chunks = self._found = None
+                self._metadata = {}
 
         return load_checkpoint
 
@@ -218,6 +163,8 @@ class Checkpoints:
 
             if self._chunks is None:  # only the arguments are read
                 return load()
+            if rank0:
+                self._metadata = checkpoint_whole.require_whole(load_dir, args)
             if not rank0 and sharded_state_dict is not None and self._found is not None:
                 self._require_same_parameters(args, sharded_state_dict)
             result = load()
@@ -251,10 +198,10 @@ class Checkpoints:
         """A checkpoint with one file a rank must be of this very layout, and complete."""
         self._require_placement(folder)
         saved = state.get("args")
-        if saved is not None and Layout.of(saved) != self._layout:
+        if saved is not None and _saved_layout(saved) != self._layout:
             raise ConfigError(
                 f"--pp-schedule {self._name} cannot load {folder}: files in the format torch fit "
-                f"only the layout that saved them ({Layout.of(saved)}), and this run has "
+                f"only the layout that saved them ({_saved_layout(saved)}), and this run has "
                 f"{self._layout}; save it with --ckpt-format torch_dist instead"
             )
         assert self._chunks is not None
@@ -283,7 +230,7 @@ class Checkpoints:
         saved = state.get("args")
         if saved is None:
             return
-        theirs = Layout.of(saved)
+        theirs = _saved_layout(saved)
         if kind == "LOCAL" and theirs != self._layout:
             raise ConfigError(
                 f"--pp-schedule {self._name} cannot load the local checkpoint {folder}: it was "
@@ -326,7 +273,7 @@ class Checkpoints:
         dist.all_gather_object(every, (requested, self._uncovered(wanted)), group=group)
         uncovered = [name for _, names in every for name in names]
         model = {key: shape for shapes, _ in every for key, shape in shapes.items()}
-        held = _shapes_on_disk(folder)
+        held = _shapes_on_disk(folder, self._metadata.get(folder))
         absent = sorted(set(model) - set(held))
         other = sorted(
             key
@@ -392,6 +339,13 @@ class Checkpoints:
         ]
 
 
+def _saved_layout(args: Any) -> Layout:
+    try:
+        return Layout.of(args)
+    except ValueError as error:
+        raise ConfigError(f"the checkpoint's saved arguments are damaged: {error}") from None
+
+
 def _entries(chunks: int) -> list[str]:
     """Megatron's names of the model's parts in a state dict."""
     return ["model"] if chunks == 1 else [f"model{i}" for i in range(chunks)]
@@ -414,8 +368,12 @@ def _shapes(part: Any) -> dict[str, tuple[tuple[int, ...], bool]]:
     return found
 
 
-def _shapes_on_disk(folder: str) -> dict[str, tuple[int, ...]]:
+def _shapes_on_disk(folder: str, metadata: Any) -> dict[str, tuple[int, ...]]:
     """Global shapes of the model's tensors in a checkpoint; read by one rank for all.
+
+    Args:
+        folder: the iteration's.
+        metadata: of that folder, where this rank has it already.
 
     Raises:
         ConfigError: it cannot be read.
@@ -427,9 +385,9 @@ def _shapes_on_disk(folder: str) -> dict[str, tuple[int, ...]]:
     if dist.get_rank() == 0:
         # Megatron's own reader of this makes tensors of it, which new releases of torch refuse.
         try:
-            answer[0] = checkpoint_metadata.model_shapes(
-                _get_filesystem_reader(folder).read_metadata()
-            )
+            if metadata is None:
+                metadata = _get_filesystem_reader(folder).read_metadata()
+            answer[0] = checkpoint_metadata.model_shapes(metadata)
         except Exception as error:  # the other ranks wait for the answer
             answer[1] = f"cannot read the metadata of the checkpoint {folder}: {error}"
     dist.broadcast_object_list(answer, src=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -33,7 +34,8 @@ from .offload import Offloading
 from .profile import Profiler
 from .relay import Relay
 from .rewind import Replays, Rewind
-from .runner import Iteration, MegatronRunner, unwrapped
+from .runner import Call, Iteration, MegatronRunner, unwrapped
+from .seams import Seam
 from .traces import Traces
 from .vee import reduce_tied_gradients, require_gpt
 from .wgrad_split import Splitter
@@ -44,38 +46,10 @@ WATCHDOG_ENVIRONMENT = "MEGATRON_EXT_WATCHDOG_SECONDS"
 
 
 @dataclass
-class _Call:
-    """What one call of the forward-backward function asks for.
-
-    Attributes:
-        iteration: its arguments.
-        group: the pipeline's.
-        shape: of what travels between stages.
-        batch: (tokens, samples) of a microbatch.
-    """
-
-    iteration: Iteration
-    group: Any
-    shape: tuple[int, ...] | None
-    batch: tuple[int, int]
-
-    def is_as(self, other: _Call) -> bool:
-        """True if an iteration that was begun for one can go on for the other."""
-        one, two = self.iteration, other.iteration
-        same = ("forward_step_func", "num_microbatches", "forward_only", "collect_non_loss_data")
-        return (
-            (self.group, self.shape, self.batch) == (other.group, other.shape, other.batch)
-            and all(getattr(one, name) == getattr(two, name) for name in same)
-            and all(a is b for a, b in zip(one.models, two.models))
-            and all(a is b for a, b in zip(one.data_iterators, two.data_iterators))
-        )
-
-
-@dataclass
 class _Run:
     """An iteration that has begun."""
 
-    call: _Call
+    call: Call
     plan: Schedule
     runner: MegatronRunner
     channel: Channel
@@ -128,7 +102,7 @@ class ScheduledPipeline:
         self._relay = Relay()
         self._validated = validated
         self._replays = Replays()
-        self._last: _Call | None = None  # of training
+        self._last: Call | None = None  # of training
         self._head: _Run | None = None  # of the next training iteration
 
     def __call__(
@@ -187,17 +161,42 @@ class ScheduledPipeline:
         if timers is not None:
             barrier = iteration.config.barrier_with_L1_time
             timers("forward-backward", log_level=1).start(barrier=barrier)
-        call = _Call(iteration, group, shape, (length, micro_batch_size))
+        call = Call(iteration, group, shape, (length, micro_batch_size))
         if self._head is not None and not self._head.call.is_as(call):
             self.drop_head()
         run, self._head = self._head or self._begin(call), None
         losses = self._complete(run, call)
         if not forward_only:
             self._last = call
-            self._finalize(iteration, run.runner, pg_collection, force_all_reduce)
+            detail = f"for gradients to be reduced over {_gradient_ranks()}"
+            with self._watch(group.rank()).armed(detail):
+                self._finalize(iteration, run.runner, pg_collection, force_all_reduce)
         if timers is not None:
             timers("forward-backward").stop()
         return losses
+
+    def seams(self) -> tuple[Seam, ...]:
+        """The seam around Megatron's training step, of which the passes are a part."""
+        return (
+            Seam(
+                ("megatron.training.training:train_step",),
+                self._watched_step,
+                ("forward_step_func", "optimizer"),
+                "a rank that waits before or behind its passes would not be watched",
+            ),
+        )
+
+    def _watched_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            from megatron.core import parallel_state
+
+            rank = parallel_state.get_pipeline_model_parallel_rank()
+            detail = "for other ranks before or behind its passes (optimizer, checks of all ranks)"
+            with self._watch(rank).armed(detail, quiet=(ConfigError,)):
+                return original(*args, **kwargs)
+
+        return train_step
 
     def release(self) -> None:
         """Give the model its own weight-gradient stores back, and the host its memory."""
@@ -265,7 +264,7 @@ class ScheduledPipeline:
         if run.offloading is not None:
             run.offloading.clear()
 
-    def _begin(self, call: _Call, validator: StepValidator | None = None) -> _Run:
+    def _begin(self, call: Call, validator: StepValidator | None = None) -> _Run:
         """Everything before the first pass."""
         iteration, group, shape = call.iteration, call.group, call.shape
         models, forward_only = iteration.models, iteration.forward_only
@@ -299,7 +298,7 @@ class ScheduledPipeline:
             self.start_param_sync(call)
         return _Run(call, plan, runner, channel, recorder, executor, offloading, measuring)
 
-    def _complete(self, run: _Run, call: _Call) -> list[Any]:
+    def _complete(self, run: _Run, call: Call) -> list[Any]:
         """The passes that are left, and what is to be done with their times; returns what the loss
         reported."""
         plan, runner, recorder, offloading = run.plan, run.runner, run.recorder, run.offloading
@@ -391,7 +390,7 @@ class ScheduledPipeline:
             self._watchdog = Watchdog(name, self._timeout)
         return self._watchdog
 
-    def start_param_sync(self, call: _Call | None = None) -> None:
+    def start_param_sync(self, call: Call | None = None) -> None:
         """Start gathering parameters ahead of the first forward passes, if Megatron overlaps it.
 
         Args:
@@ -443,6 +442,14 @@ def message_shape(
     if config.sequence_parallel:
         length //= config.tensor_model_parallel_size
     return (length, micro_batch_size, config.hidden_size)
+
+
+def _gradient_ranks() -> str:
+    """Who takes part in reducing this rank's gradients."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return f"global ranks {dist.get_process_group_ranks(group)} and the embeddings' ranks"
 
 
 def _require_equal_plans(plan: Schedule) -> None:

@@ -119,6 +119,7 @@ class Installation:
             seams += recompute.seams(experts=not self._moe_chunks)
         if log_line is not None:
             seams += log_line.seams()
+            seams += self.pipeline.seams()
             seams += Checkpoints(choice.name, Layout.of(args)).seams()
         if validation is not None:
             # Around those of checkpoints: first of all, nothing is left begun.

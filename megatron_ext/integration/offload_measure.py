@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import shutil
 import socket
 import tempfile
@@ -240,5 +239,8 @@ def _turns(policy: Policy, device: Device, rank: int, group: Any) -> Turns | Non
     if rank % 2 == 0:
         memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         folder = tempfile.mkdtemp(prefix="megatron-ext-turns-", dir=memory)
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return FileTurns(Path(gather(folder, group)[rank // 2 * 2]))
+    turns = FileTurns(Path(gather(folder, group)[rank // 2 * 2]))
+    gather(None, group)  # both of a pair have their files
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    return turns

@@ -60,6 +60,34 @@ class Iteration:
     first_val_step: bool | None
 
 
+@dataclass
+class Call:
+    """What one call of the forward-backward function asks for.
+
+    Attributes:
+        iteration: its arguments.
+        group: the pipeline's.
+        shape: of what travels between stages.
+        batch: (tokens, samples) of a microbatch.
+    """
+
+    iteration: Iteration
+    group: Any
+    shape: tuple[int, ...] | None
+    batch: tuple[int, int]
+
+    def is_as(self, other: Call) -> bool:
+        """True if an iteration that was begun for one can go on for the other."""
+        one, two = self.iteration, other.iteration
+        same = ("forward_step_func", "num_microbatches", "forward_only", "collect_non_loss_data")
+        return (
+            (self.group, self.shape, self.batch) == (other.group, other.shape, other.batch)
+            and all(getattr(one, name) == getattr(two, name) for name in same)
+            and all(a is b for a, b in zip(one.models, two.models))
+            and all(a is b for a, b in zip(one.data_iterators, two.data_iterators))
+        )
+
+
 class MegatronRunner:
     """Runs Megatron's own ``forward_step`` and ``backward_step`` for single actions.
 

@@ -15,6 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
+from .versions import SUPPORTED
+
+_ADVICE = (
+    f"use an unmodified megatron-core {SUPPORTED[-1]}, or drop our flags; scripts/upgrade_check.sh "
+    "shows what moved in a version, for a report"
+)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,7 @@ class Seams:
         wanted = " or ".join(seam.targets)
         raise ConfigError(
             f"megatron-core {self.version} has no {wanted}, which megatron_ext must hook "
-            f"({seam.why}); please report this version"
+            f"({seam.why}); {_ADVICE}"
         )
 
     def _check_signature(self, target: str, original: Any, seam: Seam) -> None:
@@ -146,7 +152,7 @@ class Seams:
         if missing:
             raise ConfigError(
                 f"{target} of megatron-core {self.version} has parameters {found}, but "
-                f"megatron_ext expects {missing} among them; please report this version"
+                f"megatron_ext expects {missing} among them ({seam.why}); {_ADVICE}"
             )
 
 

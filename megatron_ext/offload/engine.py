@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 
@@ -49,31 +49,35 @@ class Turns(Protocol):
 class FileTurns:
     """``Turns`` between processes of one host: a locked file for each direction.
 
+    The files are open from the start, so their folder may be removed once all ranks have them:
+    then nothing is left of them, however the ranks end.
+
     Args:
         folder: of this host (``/dev/shm/...``), the same for the ranks that share a link.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self._files = {d: (folder / d.value).open("w") for d in Direction}
 
     def turn(self, direction: Direction) -> AbstractContextManager[Any]:
         """See ``Turns``; only the copy thread waits here, never the host's."""
-        return _FileLock(self._folder / direction.value)
+        return _FileLock(self._files[direction])
 
 
 class _FileLock:
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
 
     def __enter__(self) -> None:
         import fcntl  # Not on every system; only this policy needs it.
 
-        self._file = self._path.open("w")
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        import fcntl
+
+        fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 @dataclass(eq=False)

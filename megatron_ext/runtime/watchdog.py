@@ -52,6 +52,8 @@ class Watchdog:
         self._sending: Callable[[], list[int]] = list
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
         self._ending = threading.Lock()
+        # The exception on its way through nested blocks that has been reported.
+        self._told: int | None = None
 
     def at(
         self, action: Action, position: int, total: int, sending: Callable[[], list[int]]
@@ -69,22 +71,39 @@ class Watchdog:
         self._steps += 1
 
     @contextmanager
-    def armed(self) -> Iterator[None]:
-        """Watch inside the block; an exception that leaves it is reported and passed on."""
+    def armed(
+        self, detail: str = "before its first action", quiet: tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
+        """Watch inside the block; an exception that leaves it is reported and passed on.
+
+        So is ``sys.exit`` with a status that is not 0: a pass that ends its process ends others,
+        too. Blocks may be nested: an exception is reported by the innermost.
+
+        Args:
+            detail: what the rank does at first.
+            quiet: exceptions that speak for themselves.
+        """
         if self._thread is None:
             self._start()
-        self._action, self._detail, self._sending = None, "before its first action", list
+        outer, before = self._armed, self._detail
+        self._action, self._detail, self._sending = None, detail, list
         self._steps += 1
         self._armed = True
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self._ending.locked():
                 _never_return()
-            self._report(f"failed: {type(error).__name__}: {error}")
+            orderly = isinstance(error, SystemExit) and not error.code
+            if self._told != id(error) and not orderly and not isinstance(error, quiet):
+                self._report(f"failed: {type(error).__name__}: {error}")
+            self._told = id(error) if outer else None
             raise
         finally:
-            self._armed = False
+            self._armed = outer
+            if outer:
+                self._action, self._detail, self._sending = None, before, list
+                self._steps += 1
 
     def _start(self) -> None:
         in_main_thread = threading.current_thread() is threading.main_thread()

@@ -11,7 +11,9 @@ import contextlib
 import io
 import json
 import os
+import pickle
 import tempfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_ext.checkpoints.folder import elements, read_contents
+from megatron_ext.checkpoints.pickles import read_saved
 from megatron_ext.commands.common import Parser, add_schedule_options, verify
 from megatron_ext.moe import cost_file
 from megatron_ext.plan.budget import parse_bytes
@@ -225,6 +229,44 @@ def _checkpoint(data: bytes) -> None:
             raise Fault(f"{key!r} has the shape {shape!r}")
 
 
+class Metadata:
+    """By this and the next names, classes of torch stand in the pickles of checkpoints."""
+
+
+class TensorStorageMetadata(Metadata):
+    """A tensor."""
+
+
+def _pickle_seeds() -> tuple[bytes, ...]:
+    def given(kind: type[Metadata], **values: Any) -> Metadata:
+        made = kind()
+        made.__dict__.update(values)
+        return made
+
+    entry = given(TensorStorageMetadata, size=(4, 8), properties=given(Metadata))
+    place = given(Metadata, relative_path="__0_0.distcp", offset=0, length=9)
+    stored = {given(Metadata, fqn=key): place for key in ("a.weight", "common_state/shard_0_1")}
+    whole = given(Metadata, state_dict_metadata={"a.weight": entry}, storage_data=stored)
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        state = {"args": SimpleNamespace(num_layers=2), "iteration": 3}
+        file.writestr("archive/data.pkl", pickle.dumps([state], 2))
+    return (*(pickle.dumps(whole, protocol) for protocol in (2, 4)), archive.getvalue())
+
+
+def _pickle(data: bytes) -> None:
+    """A checkpoint's ``.metadata``, or the archive with its arguments."""
+    if data[:2] == b"PK":
+        read_saved(data, 1 << 20)
+        return
+    contents = read_contents(data)
+    for key, (shape, dtype) in contents.tensors.items():
+        if not isinstance(key, str) or not isinstance(dtype, str) or elements(shape) < 0:
+            raise Fault(f"{key!r} has the shape {shape!r}")
+    if any(name[:1] == "/" or least < 0 for name, least in contents.files.items()):
+        raise Fault(f"files {contents.files!r}")
+
+
 def _entries(described: Any) -> Any:
     """Torch's entries with sizes as they were described; anything else as it is."""
     from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
@@ -290,6 +332,7 @@ def targets() -> dict[str, Target]:
             _moe_costs,
         ),
         Target("traces", (_trace_seed(),), _traces),
+        Target("pickle", _pickle_seeds(), _pickle),
     ]
     try:
         import torch  # noqa: F401

@@ -36,7 +36,7 @@ FAST = settings(
     suppress_health_check=list(HealthCheck),
 )
 TARGETS = targets()
-JSON = [name for name in TARGETS if name not in ("csv", "traces", "flags")]
+JSON = [name for name in TARGETS if name not in ("csv", "traces", "flags", "pickle")]
 
 hostile = st.one_of(
     st.sampled_from(NUMBERS),

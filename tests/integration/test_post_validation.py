@@ -82,8 +82,9 @@ class TestOneRun:
         if sizes is not None:
             at = words.index("--global-batch-size")
             words[at : at + 2] = ["--step-batch-size-schedule", sizes]
-        probe = (script.PROBE, {"faults": list(faults)})
-        return serve(found, MAIN_TAG).run(words, 4, folder, 180.0, prepare=probe)
+        value = {"faults": list(faults)}
+        server = serve(found, MAIN_TAG)
+        return server.run(words, 4, folder, 180.0, prelude=script.PROBE, value=value)
 
     def test_beside_offload_evaluation_and_another_batch(
         self, serve: Serve, tmp_path: Path

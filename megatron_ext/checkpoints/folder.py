@@ -1,0 +1,283 @@
+"""Which iterations a folder of checkpoints holds, which of them are whole, and what saved them.
+
+Megatron writes an iteration's files, then ``.metadata``, then ``metadata.json``, and names the
+iteration in ``latest_checkpointed_iteration.txt`` last. What an interruption leaves out says how
+far it came.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ..schedule.reading import shown, whole
+from .pickles import BROKEN_ARCHIVE, Made, Name, Stored, read_pickle, read_saved
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+CONFIG, METADATA, COMMON = "metadata.json", ".metadata", "common.pt"
+MOST_METADATA_BYTES = 1 << 30
+MOST_COMMON_BYTES = 64 << 20
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_COMMON_KEY = "common_state/shard_0_1"
+_LISTED = 3
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What ``.metadata`` lists.
+
+    Attributes:
+        tensors: name -> (shape, name of the dtype).
+        files: file -> bytes that it must at least have.
+        common: (file, offset, length) of what is no tensor (arguments, iteration, …); None: in
+            ``common.pt``, as Megatron before 0.19 saves it.
+    """
+
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    files: Mapping[str, int]
+    common: tuple[str, int, int] | None
+
+
+def tracked(root: Path) -> int | str | None:
+    """The iteration (or ``release``) that a run would load; None: there is no tracker file.
+
+    Raises:
+        ValueError: the tracker names none.
+    """
+    try:
+        with (root / TRACKER).open(errors="replace") as file:
+            text = file.read(100).strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{root / TRACKER} cannot be read: {error.strerror}") from None
+    if text == RELEASE:
+        return RELEASE
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise ValueError(
+            f"{root / TRACKER} holds {shown(text)}, and no iteration: writing it was interrupted"
+        )
+    return int(text)
+
+
+def saved(root: Path) -> dict[int | str, Path]:
+    """The folders of iterations, by iteration, rising; ``release`` last."""
+    found: dict[int | str, Path] = {}
+    if root.is_dir():
+        for path in sorted(root.iterdir()):
+            match = _ITERATION.fullmatch(path.name)
+            if match and path.is_dir():
+                found[int(match[1])] = path
+        if (root / RELEASE).is_dir():
+            found[RELEASE] = root / RELEASE
+    return dict(sorted(found.items(), key=lambda item: (item[0] == RELEASE, item[0])))
+
+
+def by_rank(folder: Path) -> bool:
+    """True for the format ``torch``: one folder a rank."""
+    return any(path.name.startswith("mp_rank_") for path in folder.iterdir())
+
+
+def unfinished(folder: Path) -> str | None:
+    """What an interrupted save has left out, from the names and sizes of files only."""
+    if not folder.is_dir():
+        return "its folder is missing"
+    if by_rank(folder):
+        for path in sorted(folder.glob("mp_rank_*")):
+            if not any(zipfile.is_zipfile(file) for file in path.glob("model_optim_rng.pt")):
+                return f"{path.name}/model_optim_rng.pt is missing or cut off"
+        return None
+    for name, last in ((METADATA, "which is written after all data"), (CONFIG, "written last")):
+        path = folder / name
+        if not path.is_file() or not path.stat().st_size:
+            return f"{name}, {last}, is {'empty' if path.is_file() else 'missing'}"
+    try:
+        with (folder / CONFIG).open(errors="replace") as file:
+            config = json.loads(file.read(4096))
+        if not isinstance(config, dict):
+            raise ValueError
+    except (ValueError, RecursionError):
+        return f"{CONFIG} is damaged"
+    common = folder / COMMON
+    return f"{COMMON} is cut off" if common.exists() and not zipfile.is_zipfile(common) else None
+
+
+def missing(folder: Path, files: Mapping[str, int]) -> str | None:
+    """Which of ``files`` (name -> least bytes) are not there or too short."""
+    wrong = []
+    for name, least in sorted(files.items()):
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            wrong.append(f"{name} is missing")
+        elif size < least:
+            wrong.append(f"{name} has {size} of {least} bytes")
+    more = f", and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+    return "; ".join(wrong[:_LISTED]) + more if wrong else None
+
+
+def contents(folder: Path) -> Contents:
+    """What ``.metadata`` lists.
+
+    Raises:
+        ValueError: it is damaged, too large, or not what Megatron writes.
+    """
+    return read_contents(read_bytes(folder / METADATA, MOST_METADATA_BYTES))
+
+
+def read_contents(data: bytes) -> Contents:
+    """What the bytes of a ``.metadata`` list.
+
+    Raises:
+        ValueError: they are damaged, or not what Megatron writes.
+    """
+    metadata = read_pickle(data)
+    fields = metadata.values if isinstance(metadata, Made) else {}
+    entries, places = fields.get("state_dict_metadata"), fields.get("storage_data")
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        raise ValueError(f"{METADATA} does not list tensors and files by name; it is damaged")
+    original = fields.get("mcore_data")
+    kept = original if isinstance(original, dict) else {}
+    tensors = {}
+    for key, entry in entries.items():
+        if isinstance(entry, Made) and _called(entry, "TensorStorageMetadata"):
+            tensors[str(key)] = _shape(str(key), entry, kept.get(key)), _dtype(entry)
+    files: dict[str, int] = {}
+    common = None
+    for index, place in places.items():
+        where = place.values if isinstance(place, Made) else {}
+        name = where.get("relative_path")
+        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{METADATA} names the file {shown(name)}; it is damaged")
+        start = whole(where.get("offset"), "an offset", 0, 1 << 60)
+        length = whole(where.get("length"), "a length", 0, 1 << 60)
+        files[name] = max(files.get(name, 0), start + length)
+        key = index.values.get("fqn") if isinstance(index, Made) else None
+        if key == _COMMON_KEY:
+            common = name, start, length
+    return Contents(tensors, files, common)
+
+
+def problem(folder: Path) -> str | None:
+    """Why a run could not load this iteration; None: all its files are there, whole."""
+    found = unfinished(folder)
+    if found is not None or by_rank(folder):
+        return found
+    try:
+        return missing(folder, contents(folder).files)
+    except ValueError as error:
+        return f"{METADATA}: {error}"
+
+
+def common(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors: arguments (a namespace), iteration, …
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if by_rank(folder):
+        path = next(iter(sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))), None)
+        if path is None:
+            raise ValueError("it holds no model_optim_rng.pt")
+        state = _saved_file(path)
+    elif (folder / COMMON).is_file():
+        state = _saved_file(folder / COMMON)
+    else:
+        place = contents(folder).common
+        if place is None:
+            raise ValueError("it holds no arguments")
+        name, start, length = place
+        state = read_saved(
+            read_bytes(folder / name, MOST_COMMON_BYTES, start, length), MOST_COMMON_BYTES
+        )
+    if isinstance(state, list) and len(state) == 1:
+        state = state[0]
+    if not isinstance(state, dict):
+        raise ValueError("what it holds besides tensors is no mapping; it is damaged")
+    return {**state, "args": _namespace(state.get("args"))}
+
+
+def _saved_file(path: Path) -> Any:
+    """The description in a file of ``torch.save``, whose tensors are not read."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [n for n in archive.namelist() if n.split("/")[-1] == "data.pkl"]
+            if len(names) != 1:
+                raise ValueError(f"{path.name} is not what torch.save writes")
+            with archive.open(names[0]) as file:
+                data = file.read(MOST_COMMON_BYTES + 1)
+    except BROKEN_ARCHIVE as error:
+        raise ValueError(f"{path.name} cannot be read: {shown(str(error))}") from None
+    if len(data) > MOST_COMMON_BYTES:
+        raise ValueError(f"{path.name} describes more than {MOST_COMMON_BYTES >> 20} MiB")
+    return read_pickle(data)
+
+
+def read_bytes(path: Path, most: int, start: int = 0, length: int | None = None) -> bytes:
+    """A part of a file, or all of it.
+
+    Raises:
+        ValueError: it cannot be read, or is larger than ``most``.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            wanted = most + 1 if length is None else min(length, most + 1)
+            data = file.read(wanted)
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error.strerror}") from None
+    if len(data) > most:
+        raise ValueError(f"{path.name} is larger than {most >> 20} MiB")
+    return data
+
+
+def _called(made: Made, name: str) -> bool:
+    return isinstance(made.of, Name) and made.of.name == name
+
+
+def _shape(key: str, entry: Made, kept: Any) -> tuple[int, ...]:
+    size = entry.values.get("size")
+    if isinstance(size, Made) and isinstance(size.args, tuple) and size.args:
+        size = size.args[0]
+    # Where Megatron stored a tensor in another shape, it kept the one that it has in the model.
+    if isinstance(kept, dict):
+        size = kept.get("nd_reformulated_orig_global_shape", size)
+        size = size.args[0] if isinstance(size, Made) and size.args else size
+    if not isinstance(size, list | tuple):
+        raise ValueError(f"it gives {shown(key)} no shape; the file is damaged")
+    return tuple(whole(n, f"a size of {shown(key)}", 0, 1 << 60) for n in size)
+
+
+def _dtype(entry: Made) -> str:
+    properties = entry.values.get("properties")
+    state = properties.state if isinstance(properties, Made) else None
+    first = state[0] if isinstance(state, tuple) and state else None
+    return first.name if isinstance(first, Name) else "?"
+
+
+def _namespace(args: Any) -> SimpleNamespace | None:
+    """Saved arguments, with enumerations and dtypes as text; None: there are none."""
+    if not isinstance(args, Made):
+        return None
+    return SimpleNamespace(**{str(k): _plain(v) for k, v in args.values.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Name):
+        return value.name
+    if isinstance(value, Made):
+        return f"{value.of.name if isinstance(value.of, Name) else '?'}{value.args!r:.60}"
+    return "a tensor" if isinstance(value, Stored) else value
+
+
+def elements(shape: tuple[int, ...]) -> int:
+    """Elements of a tensor of this shape."""
+    return math.prod(shape)

@@ -1,0 +1,70 @@
+"""What decides which parameters of a model lie on which rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..schedule.reading import whole
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides which parameters lie on which rank, in which chunk.
+
+    Attributes:
+        tp, pp, ep, etp: tensor, pipeline, expert and expert-tensor parallel sizes.
+        chunks: model chunks a rank.
+        placement: ``loop`` (Megatron's) or ``vee``.
+        layers: what else the flags say of the layers of each stage, as text.
+    """
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+    chunks: int
+    placement: str
+    layers: str
+
+    @classmethod
+    def of(cls, args: Any) -> Layout:
+        """Layout of a run, from its validated arguments or those in its checkpoint.
+
+        Raises:
+            ValueError: a size is no whole number.
+        """
+
+        def number(name: str) -> int:
+            return whole(getattr(args, name, None) or 1, name, 1)
+
+        layers = [
+            f"{name}={getattr(args, name)}"
+            for name in (
+                "num_layers",
+                "pipeline_model_parallel_layout",
+                "decoder_first_pipeline_num_layers",
+                "decoder_last_pipeline_num_layers",
+                "account_for_embedding_in_pipeline_split",
+                "account_for_loss_in_pipeline_split",
+            )
+            if getattr(args, name, None)
+        ]
+        return cls(
+            number("tensor_model_parallel_size"),
+            number("pipeline_model_parallel_size"),
+            number("expert_model_parallel_size"),
+            number(
+                "expert_tensor_parallel_size"
+                if getattr(args, "expert_tensor_parallel_size", None)
+                else "tensor_model_parallel_size"
+            ),
+            number("virtual_pipeline_model_parallel_size"),
+            "vee" if getattr(args, "pp_placement", None) == "vee" else "loop",
+            " ".join(layers),
+        )
+
+    def __str__(self) -> str:
+        placed = "V placement" if self.placement == "vee" else "Megatron's placement"
+        experts = f", EP {self.ep}" if self.ep > 1 else ""
+        return f"TP {self.tp}, PP {self.pp}{experts}, {self.chunks} chunks a rank in {placed}"

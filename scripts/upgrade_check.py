@@ -1,0 +1,322 @@
+"""What ``scripts/upgrade_check.sh`` runs: seams and patches on one Megatron after the other.
+
+    python scripts/upgrade_check.py [--page FILE] [--json FILE] -- installed= NAME=CHECKOUT ...
+
+Each Megatron is looked at in a process of its own: every seam of every feature is found, bound and
+taken back, the patches are applied to a copy and reverted. ``main`` has no patches of its own; it
+is looked whether those for it could be made. Then each is compared with the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import datetime
+import hashlib
+import inspect
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from megatron_ext import patching  # noqa: E402
+
+INSTALLED = "installed"
+SECONDS = 300
+_ADVICE = (
+    "look for what took its place in that version, then give the seam another target or another "
+    "set of parameters in megatron_ext/integration, for this version beside the old ones; until "
+    "then keep this version out of integration/versions.py, which refuses it before training"
+)
+
+
+# --- One Megatron, in a process of its own ------------------------------------------------------
+
+
+class Binder:
+    """Stands for an installation's ``Seams``: notes what each seam finds, binds it, takes it back.
+
+    Args:
+        version: of Megatron.
+        found: by first target; filled here.
+    """
+
+    def __init__(self, version: str, found: dict[str, Any]) -> None:
+        from megatron_ext.integration.seams import Seams
+
+        self.version, self.found, self._seams = version, found, Seams(version)
+        self.before: dict[str, Any] = {}
+
+    def apply(self, seams: Sequence[Any]) -> None:
+        """See ``Seams``; seams that do not fit are noted and left out."""
+        for seam in seams:
+            entry: dict[str, Any] = {"why": seam.why, "needs": list(seam.parameters)}
+            self.found[seam.targets[0]] = entry
+            try:
+                target = self._seams.find(seam)
+                held = _held(target)
+                entry |= {"target": target, "error": None, **describe(held)}
+                self.before.setdefault(target, held)
+                self._seams.apply([seam])
+            except Exception as error:
+                entry["error"] = f"{error}"
+
+    def report(self) -> str:
+        """See ``Seams``."""
+        return ""
+
+    def take_back(self) -> list[str]:
+        """Revert; returns targets that did not get their original back, or never were ours."""
+        bound = {binding.target for binding in self._seams.bindings}
+        wrong = [t for t in bound if _held(t) is self.before[t]]
+        self._seams.revert()
+        return wrong + [t for t, held in self.before.items() if _held(t) is not held]
+
+
+def _held(target: str) -> Any:
+    module, _, path = target.partition(":")
+    owner: Any = sys.modules[module]
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return inspect.getattr_static(owner, name)
+
+
+def describe(held: Any) -> dict[str, str]:
+    """Signature and a hash of the code, without comments, documentation and layout."""
+    inner = inspect.unwrap(held) if callable(held) else held
+    try:
+        signature = str(inspect.signature(inner))
+    except (TypeError, ValueError):
+        signature = ""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inner)))
+    except (OSError, TypeError, SyntaxError):
+        return {"signature": signature, "body": ""}
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        first = body[0] if isinstance(body, list) and body else None
+        text = first.value if isinstance(first, ast.Expr) else None
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            text.value = ""
+    digest = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+    return {"signature": signature, "body": digest[:12]}
+
+
+def seams_here() -> dict[str, Any]:
+    """Every seam of every feature, on the Megatron that is importable."""
+    from megatron_ext import cpu, probe
+
+    cpu.install()
+    import megatron.training.training  # noqa: F401
+    from megatron.core import package_info
+
+    from megatron_ext.integration import Installation, install
+    from megatron_ext.integration.versions import ConfigError, require_supported
+
+    version = str(package_info.__version__)
+    result: dict[str, Any] = {"version": version, "seams": {}, "not_restored": []}
+    try:
+        require_supported(version)
+        result["supported"] = True
+    except ConfigError:
+        result["supported"] = False
+    module: Any = sys.modules[install.__module__]
+    module.require_supported = lambda found: (0, 0, 0)  # to look at versions not supported yet
+    for group, hook in probe._groups().items():
+        installation, found = Installation(), dict[str, Any]()
+        binder = Binder(version, found)
+        installation.seams = binder  # type: ignore[assignment]
+        try:
+            hook(installation)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            found[f"({group})"] = {"error": text, "why": "all of it", "needs": []}
+        result["not_restored"] += binder.take_back()
+        for target, entry in found.items():
+            known = result["seams"].setdefault(target, {**entry, "groups": []})
+            known["groups"].append(group)
+    return result
+
+
+def patches_of(checkout: Path) -> dict[str, Any]:
+    """Apply the series to a copy of the files that it touches, and revert it."""
+    from make_patches import ANCHOR, FILE
+
+    source = (checkout / FILE).read_text() if (checkout / FILE).is_file() else ""
+    fits = source.count(ANCHOR) == 1
+    try:
+        series = patching.status(checkout).series
+    except patching.PatchError as error:
+        return {"state": "none", "place": fits, "error": None if fits else f"{FILE}: {error}"}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in (*series.files, patching.PACKAGE_INFO):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(checkout / name, copy / name)
+        before = {name: (copy / name).read_bytes() for name in series.files}
+        try:
+            patching.apply(copy)
+            patching.revert(copy)
+        except patching.PatchError as error:
+            return {"state": "do not fit", "place": fits, "error": str(error)}
+        same = all((copy / name).read_bytes() == data for name, data in before.items())
+    error = None if same else "reverting did not give the original bytes back"
+    return {"state": "applied and reverted", "place": fits, "error": error}
+
+
+# --- All of them --------------------------------------------------------------------------------
+
+
+def look_at(name: str, checkout: str) -> dict[str, Any]:
+    """One Megatron; ``error`` if it cannot be looked at at all."""
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (checkout, str(ROOT))))
+    command = [sys.executable, "-W", "ignore", __file__, "--one"]
+    entry: dict[str, Any] = {"name": name, "commit": _commit(checkout) if checkout else None}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=SECONDS, cwd="/"
+        )
+    except subprocess.TimeoutExpired:
+        return {**entry, "error": f"looking at it took more than {SECONDS} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {**entry, "error": f"it cannot be imported: {last}"}
+    entry |= {**json.loads(lines[-1][7:]), "error": None}
+    if checkout:
+        entry["patches"] = patches_of(Path(checkout))
+    return entry
+
+
+def _commit(checkout: str) -> str | None:
+    done = subprocess.run(
+        ["git", "-C", checkout, "log", "-1", "--format=%h of %cs"], capture_output=True, text=True
+    )
+    return done.stdout.strip() or None
+
+
+def moved(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What differs between two Megatrons in what our seams stand on."""
+    lines = []
+    for target, entry in new["seams"].items():
+        before = old["seams"].get(target)
+        name = target.split(":")[-1]
+        if entry["error"] is not None or before is None or before["error"] is not None:
+            continue
+        if before["target"] != entry["target"]:
+            lines.append(f"`{name}` moved from {before['target']} to {entry['target']}")
+        elif before["signature"] != entry["signature"]:
+            lines.append(f"`{name}`: {_parameters(before['signature'], entry['signature'])}")
+        elif before["body"] != entry["body"]:
+            lines.append(f"`{name}`: other code behind the same signature")
+    return lines
+
+
+def _parameters(old: str, new: str) -> str:
+    names = []
+    for text in (old, new):
+        try:
+            arguments = ast.parse(f"def f{text.split(' ->')[0]}: ...").body[0].args  # type: ignore[attr-defined]
+            names.append({a.arg for a in (*arguments.posonlyargs, *arguments.args,
+                                          *arguments.kwonlyargs)})  # fmt: skip
+        except SyntaxError:
+            return "another signature"
+    gone, come = sorted(names[0] - names[1]), sorted(names[1] - names[0])
+    parts = [f"lost {', '.join(gone)}"] * bool(gone) + [f"gained {', '.join(come)}"] * bool(come)
+    return "signature " + ("; ".join(parts) or "with the same names in another form")
+
+
+def problems(entry: dict[str, Any]) -> list[str]:
+    """Sentences on what does not fit."""
+    name = entry["name"]
+    if entry["error"] is not None:
+        return [f"{name}: {entry['error']}"]
+    found = [
+        f"{name}: {seam['error']}; {_ADVICE}"
+        for seam in entry["seams"].values()
+        if seam["error"] is not None
+    ]
+    found += [f"{name}: {target} was not given back" for target in entry["not_restored"]]
+    patches = entry.get("patches", {})
+    if patches.get("error") and (entry["supported"] or not patches["place"]):
+        found.append(f"{name}: {patches['error']}; make them anew with scripts/make_patches.py")
+    return found
+
+
+def page(entries: list[dict[str, Any]]) -> str:
+    """The result as a page."""
+    lines = [
+        "# Seams and patches on every supported Megatron, and on main",
+        "",
+        f"Run of {datetime.date.today().isoformat()} with `scripts/upgrade_check.sh` (Python "
+        f"{sys.version.split()[0]}).",
+        "",
+        "| Megatron | version | commit | seams that fit | patches |",
+        "|---|---|---|---|---|",
+    ]
+    for entry in entries:
+        if entry["error"] is not None:
+            lines.append(f"| {entry['name']} | | {entry['commit'] or ''} | {entry['error']} | |")
+            continue
+        total = len(entry["seams"])
+        good = sum(seam["error"] is None for seam in entry["seams"].values())
+        patches = entry.get("patches")
+        text = "" if patches is None else patches["state"]
+        if patches is not None and patches["state"] == "none":
+            text = "none yet; the place for them is " + ("there" if patches["place"] else "gone")
+        supported = "" if entry["supported"] else " (not supported)"
+        lines.append(
+            f"| {entry['name']} | {entry['version']}{supported} | {entry['commit'] or ''} | "
+            f"{good} of {total} | {text} |"
+        )
+    wrong = [line for entry in entries for line in problems(entry)]
+    lines += ["", "## What does not fit", ""]
+    lines += [f"- {line}" for line in wrong] or ["Nothing."]
+    lines += ["", "## What moved, from each to the next", ""]
+    rows = [e for e in entries if e["error"] is None and e["name"] != INSTALLED]
+    for old, new in itertools.pairwise(rows):
+        lines.append(f"{old['name']} to {new['name']}:")
+        lines += ["", *(f"- {line}" for line in moved(old, new) or ["nothing"]), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    """Look at all that the command line names; exit status 1 if something does not fit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--page", type=Path, help="write the result as Markdown")
+    parser.add_argument("--json", type=Path, help="write all that was found")
+    parser.add_argument("megatrons", nargs="*", metavar="NAME=CHECKOUT")
+    options = parser.parse_args()
+    if options.one:
+        result = json.dumps(seams_here())
+        print(f"\nRESULT {result}", flush=True)
+        os._exit(0)
+    entries = []
+    for given in options.megatrons:
+        name, _, checkout = given.partition("=")
+        print(f"upgrade_check: {name}", file=sys.stderr, flush=True)
+        entries.append(look_at(name, checkout))
+    text = page(entries)
+    print(text)
+    if options.page is not None:
+        options.page.write_text(text)
+    if options.json is not None:
+        options.json.write_text(json.dumps(entries, indent=1) + "\n")
+    return 1 if any(problems(entry) for entry in entries) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

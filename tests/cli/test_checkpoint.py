@@ -1,0 +1,219 @@
+"""``checkpoint``: layouts, interrupted saves, and pickles that are read without being run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import sys
+import types
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.checkpoints import folder as saved
+from megatron_ext.checkpoints.pickles import Made, Name, read_pickle, read_saved
+from megatron_ext.cli import main
+
+ARGUMENTS = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 4,
+    "virtual_pipeline_model_parallel_size": 2,
+    "pp_placement": "vee",
+    "pp_schedule": "v-half",
+    "num_layers": 8,
+    "world_size": 8,
+    "consumed_train_samples": 80,
+    "use_distributed_optimizer": True,
+}
+
+
+class Fakes:
+    """Classes by the names that torch's have, so that pickles can be made without torch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+
+    def make(self, module: str, name: str) -> Any:
+        holder = sys.modules.get(module) if module in _MADE else None
+        if holder is None:
+            holder = types.ModuleType(module)
+            self._patch.setitem(sys.modules, module, holder)
+            _MADE.add(module)
+        kind = type(name, (), {"__module__": module, "__qualname__": name})
+        setattr(holder, name, kind)
+        return kind
+
+
+_MADE: set[str] = set()
+
+
+def given(kind: Any, **values: Any) -> Any:
+    made = kind()
+    made.__dict__.update(values)
+    return made
+
+
+def torch_saved(value: Any) -> bytes:
+    """As ``torch.save`` writes what holds no tensors."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(value, protocol=2))
+        archive.writestr("archive/version", "3\n")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``write(iteration, sharding)``: a whole iteration, as Megatron 0.19 writes it."""
+    _MADE.clear()
+    fakes = Fakes(monkeypatch)
+    module = "torch.distributed.checkpoint.metadata"
+    metadata, tensor, index, place = (
+        fakes.make(module, name)
+        for name in ("Metadata", "TensorStorageMetadata", "MetadataIndex", "_StorageInfo")
+    )
+    root = tmp_path / "run"
+
+    def make(iteration: int, sharding: str | None = "fully_reshardable") -> Path:
+        folder = root / f"iter_{iteration:07d}"
+        folder.mkdir(parents=True)
+        state = {"args": Namespace(**ARGUMENTS), "iteration": iteration}
+        if sharding is not None:
+            state["content_metadata"] = {"distrib_optim_sharding_type": sharding}
+        common = torch_saved([state])
+        (folder / "__0_0.distcp").write_bytes(b"x" * 100 + common)
+        (folder / "__1_0.distcp").write_bytes(b"y" * 50)
+        keys = ["decoder.weight", "optimizer.state.exp_avg.decoder.weight"]
+        held = {key: given(tensor, size=(4, 8)) for key in keys}
+        spots = [("decoder.weight", 0, 0, 100), ("common_state/shard_0_1", 0, 100, len(common)),
+                 (keys[1], 1, 0, 50)]  # fmt: skip
+        stored = {
+            given(index, fqn=key): given(
+                place, relative_path=f"__{file}_0.distcp", offset=start, length=length
+            )
+            for key, file, start, length in spots
+        }
+        content = given(metadata, state_dict_metadata=held, storage_data=stored)
+        (folder / ".metadata").write_bytes(pickle.dumps(content))
+        (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        (root / saved.TRACKER).write_text(str(iteration))
+        return folder
+
+    return make
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    status = main(["checkpoint", *argv])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_says_what_saved_it(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(10)
+    status, text = run(capsys, str(folder.parent))
+    assert status == 0
+    assert "the next run loads iteration 10" in text and "iter_0000010: whole" in text
+    assert "TP 2, PP 4, 2 chunks a rank in V placement, 8 ranks in all" in text
+    assert "--pp-schedule 'v-half'" in text and "num_layers=8" in text
+    assert "distributed, in the format fully_reshardable" in text
+    assert "32 parameters" in text and "iteration 10, 80 samples" in text
+    assert "every layout and schedule of this model" in text
+    status, text = run(capsys, str(folder), "--json")
+    assert status == 0 and json.loads(text)["layout"]["ranks"] == 8
+
+
+def test_an_optimizer_that_fits_one_layout_only(
+    write: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(10, "dp_reshardable")
+    assert "only the one that saved it" in run(capsys, str(folder.parent))[1]
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("harm", "what"),
+    [
+        (lambda f: (f / ".metadata").unlink(), ".metadata, which is written after all data, is m"),
+        (
+            lambda f: (f / ".metadata").write_bytes(b""),
+            ".metadata, which is written after all data, is e",
+        ),
+        (lambda f: (f / "metadata.json").unlink(), "metadata.json, written last, is missing"),
+        (lambda f: (f / "metadata.json").write_text("{"), "metadata.json is damaged"),
+        (lambda f: _cut(f / ".metadata"), ".metadata: it is no intact pickle"),
+        (lambda f: (f / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+        (lambda f: _cut(f / "__1_0.distcp"), "__1_0.distcp has 25 of 50 bytes"),
+    ],
+)
+def test_an_interrupted_save(
+    write: Any, capsys: pytest.CaptureFixture[str], harm: Any, what: str
+) -> None:
+    write(10)
+    folder = write(20)
+    harm(folder)
+    status, text = run(capsys, str(folder.parent))
+    assert status == 1 and "iter_0000010: whole" in text
+    assert f"iteration 20 is not whole ({what}" in text
+    assert "the last whole one is 10: write 10 into" in text and "iteration 10:" in text
+    (folder.parent / saved.TRACKER).write_text("10")
+    assert run(capsys, str(folder.parent))[0] == 0
+
+
+@pytest.mark.parametrize("content", ["", "twenty", "-1", None, "30"])
+def test_a_tracker_that_names_nothing(
+    write: Any, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    tracker = write(10).parent / saved.TRACKER
+    tracker.unlink()
+    if content is not None:
+        tracker.write_text(content)
+    status, text = run(capsys, str(tracker.parent))
+    assert status == 1 and "write 10 into" in text and "Traceback" not in text
+
+
+def test_wrong_folders(tmp_path: Path, write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, str(tmp_path / "none"))[0] == 2
+    assert "holds no iter_" in run(capsys, str(tmp_path))[1]
+    root = write(10).parent
+    assert "has no iteration 7; it has 10" in run(capsys, str(root), "--iteration", "7")[1]
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /nowhere/at/all",)
+
+
+def test_nothing_that_a_pickle_names_is_run() -> None:
+    found = read_pickle(pickle.dumps({"a": [Bomb(), 1.5], "b": {1, 2}, "c": (None, True)}))
+    bomb = found["a"][0]
+    assert isinstance(bomb, Made) and bomb.of == Name(os.system.__module__, "system")
+    assert found["a"][1] == 1.5 and found["b"] == {1, 2} and found["c"] == (None, True)
+    assert read_saved(torch_saved([{"x": 1}]), 1000) == [{"x": 1}]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"no pickle", b"\x80\x04.", b"\x80\x04K\x01", b"\x80\x04]K\x01s.", b"\x80\x04}](K\x01u.",
+     b"\x80\x04h\x05.", b"\x80\x04X\xff\xff\xff\x7fx.", b"\x80\x04r\xff\xff\xff\x7f.", b"u."],
+)  # fmt: skip
+def test_damaged_pickles_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="no intact pickle"):
+        read_pickle(data)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_every_protocol(protocol: int) -> None:
+    value = {"a": [1, -2, 2**70, 1.25, "ü", b"\0x", None, True], "b": ({"c": ()},), "d": set()}
+    if protocol < 4:
+        del value["d"]  # a call of set() there
+    if protocol < 3:
+        value["a"].remove(b"\0x")  # type: ignore[attr-defined]
+    assert read_pickle(pickle.dumps(value, protocol)) == value

@@ -1,0 +1,106 @@
+"""Run in each rank before the training script: gives the rank that has ``INJURY`` an accident.
+
+``INJURY`` is JSON: ``{"do": "kill", "at": "B", "iteration": 4}``. ``at`` is a kind of action, the
+reduction of gradients (``finalize``), or a moment of saving: ``data`` (files are being written),
+``metadata`` (all data is, ``.metadata`` is not), ``config`` (``metadata.json`` is not).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def _memory() -> None:
+    import torch
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
+    torch.empty(256 << 20, dtype=torch.uint8)
+
+
+def _raise() -> None:
+    raise ValueError("the model is on fire")
+
+
+ACCIDENTS: dict[str, Callable[[], Any]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "raise": _raise,
+    "memory": _memory,
+    "hang": lambda: time.sleep(3600),
+}
+SAVING = {
+    "data": ("torch.distributed.checkpoint.filesystem", "_write_item"),
+    "metadata": ("torch.distributed.checkpoint", "FileSystemWriter.finish"),
+    "config": ("megatron.core.dist_checkpointing.serialization", "save_config"),
+}
+
+
+def _before(owner: Any, name: str, accident: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def injured(*args: Any, **kwargs: Any) -> Any:
+        accident()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, injured)
+
+
+def _injure(injury: dict[str, Any]) -> None:
+    from megatron_ext.integration.forward_backward import ScheduledPipeline
+    from megatron_ext.runtime.executor import Executor
+    from megatron_ext.runtime.watchdog import Watchdog
+
+    state = {"iteration": 0, "done": False}
+    at = injury["at"]
+
+    def count() -> None:
+        state["iteration"] += 1
+
+    def happen() -> None:
+        if state["iteration"] >= injury["iteration"] and not state["done"]:
+            state["done"] = True
+            ACCIDENTS[injury["do"]]()
+
+    _before(Executor, "run", count)
+    if at == "finalize":
+        _before(ScheduledPipeline, "_finalize", happen)
+    elif at in SAVING:
+        import importlib
+
+        module, path = SAVING[at]
+        owner: Any = importlib.import_module(module)
+        *parents, name = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        _before(owner, name, happen)
+        if at == "data":
+            # Megatron's writer has taken it by name.
+            async_writer: Any = sys.modules[
+                "megatron.core.dist_checkpointing.strategies.filesystem_async"
+            ]
+            async_writer._write_item = owner._write_item
+    else:
+        original = Watchdog.at
+
+        def injured(self: Any, action: Any, *args: Any) -> None:
+            original(self, action, *args)
+            if action.op.value == at:
+                happen()
+
+        Watchdog.at = injured  # type: ignore[method-assign]
+
+
+if "INJURY" in os.environ:
+    _injure(json.loads(os.environ["INJURY"]))
