@@ -5,6 +5,7 @@ optimizer holds, so that two runs can be compared.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -32,16 +33,19 @@ def prepare(value: dict[str, Any], rank: int, folder: Path) -> None:
     finalize, train_step = training.finalize_model_grads, training.train_step
     log = (folder / f"rank{rank}.state").open("w", buffering=1)
 
+    # Under their own signatures, by which megatron_ext knows what it hooks.
+    @functools.wraps(finalize)
     def with_faults(model: Any, *args: Any, **kwargs: Any) -> Any:
         result = finalize(model, *args, **kwargs)
         for fault in value.get("faults", ()):
             _inject(fault, model)
         return result
 
+    @functools.wraps(train_step)
     def noted(
-        forward: Any, iterator: Any, model: Any, optimizer: Any, *args: Any, **kw: Any
+        forward_step_func: Any, iterator: Any, model: Any, optimizer: Any, *rest: Any, **more: Any
     ) -> Any:
-        result = train_step(forward, iterator, model, optimizer, *args, **kw)
+        result = train_step(forward_step_func, iterator, model, optimizer, *rest, **more)
         # The time first: digests are work of this probe.
         log.write(json.dumps([time.time(), *_state(optimizer)]) + "\n")
         return result
