@@ -1,4 +1,4 @@
-"""What the parts share: Megatron's own GPT layers, our executor on one rank, stand-ins for peers."""
+"""What the parts share: Megatron's own GPT layers, our executor on a rank, stand-ins for peers."""
 
 from __future__ import annotations
 
@@ -114,6 +114,7 @@ def _layer(config: Any, number: int) -> torch.nn.Module:
     spec.submodules.self_attention.submodules.core_attention = Sdpa
     layer: torch.nn.Module = build_module(spec, config=config, layer_number=number + 1)
     layer.to(DEVICE, torch.bfloat16)
+    layer.number = number
     generator = torch.Generator(DEVICE).manual_seed(1000 + number)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -124,8 +125,8 @@ def _layer(config: Any, number: int) -> torch.nn.Module:
     return layer
 
 
-def config(size: Size, chunks: int) -> TransformerConfig:
-    """Megatron's configuration of such a model."""
+def config(size: Size) -> TransformerConfig:
+    """Megatron's configuration of such layers. It knows no pipeline: layers are numbered here."""
     return TransformerConfig(
         num_layers=size.layers * size.pp,
         hidden_size=size.hidden,
@@ -141,9 +142,6 @@ def config(size: Size, chunks: int) -> TransformerConfig:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
-        pipeline_model_parallel_size=size.pp,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        batch_p2p_comm=False,
         deallocate_pipeline_outputs=True,
     )
 
@@ -225,7 +223,7 @@ class Rank:
         self.plan = lower(plan)
         self.report = check(self.plan)
         self._group = group
-        self._config = config(size, plan.chunks)
+        self._config = config(size)
         per_chunk = size.layers // plan.chunks
         stages = plan.placement.stages[rank]
         self.chunks = [Chunk(self._config, stage * per_chunk, per_chunk) for stage in stages]

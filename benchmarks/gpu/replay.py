@@ -98,7 +98,7 @@ def _measured(
     plan: Schedule,
     known: dict[str, float],
 ) -> dict[str, Any]:
-    name, chunks, offload = case
+    name, _, offload = case
     set_bytes = set_size(rank, size)
     if name == "1f1b":
         known["set_bytes"] = set_bytes / size.layers

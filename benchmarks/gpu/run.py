@@ -5,8 +5,9 @@
         [--output DIR] [--date YYYY-MM-DD]
 
 replay    (a) one rank's list of an 8-stage pipeline with real GPT layers, peers emulated: F, B, W
-          and copy times, peak memory by the allocator and by our count; the step simulated from them
-shared    (b) two and four processes share the GPU: losses and weights bit for bit, offload on and off
+          and copy times, peak memory by the allocator and by our count; from them the whole step
+shared    (b) two and four processes share the GPU: losses and weights bit for bit under every
+          schedule, offload on and off
 rates     (c) copies alone, both ways, while computing; k measured against the formula
 overhead  (d) the executor's host time per action with real kernels; bound by launching or not
 moe       (e) the MoE region with emulated all-to-alls
@@ -20,14 +21,16 @@ on the CPU, to see that it runs: no figure of it says anything about a GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,30 +58,62 @@ def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
     _, limit = PARTS[name]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        command = [sys.executable, __file__, "--only", name, "--into", str(out)]
-        command += ["--tiny"] if args.tiny else []
         started = time.perf_counter()
-        child = subprocess.Popen(command, start_new_session=True)
+        child = _start(name, args, out)
         try:
-            status = child.wait(limit)
-            why = f"exit status {status}"
-        except subprocess.TimeoutExpired:
-            why = f"not done after {limit} s"
+            status = _wait(child, limit)
         finally:
             # It may have started others, which are in its group.
-            _end(child)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
         took = round(time.perf_counter() - started, 1)
-        if not out.exists():
-            return {"failed": why, "seconds": took}
-        return {**json.loads(out.read_text()), "seconds": took}
+        if status == 0:
+            return {**json.loads(out.read_text()), "seconds": took}
+        if status is None:
+            os.waitpid(child, 0)
+            return {"failed": f"not done after {limit} s", "seconds": took}
+        return {"failed": f"exit status {status}", "seconds": took}
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _start(name: str, args: argparse.Namespace, out: Path) -> int:
+    """The process of one part, leader of a group: new with a GPU, whose state cannot be forked;
+    else forked, which saves the imports."""
+    if device()["gpu"] is not None:
+        command = [sys.executable, __file__, "--only", name, "--into", str(out)]
+        command += ["--tiny"] if args.tiny else []
+        return os.posix_spawn(command[0], command, os.environ, setpgroup=0)
+    importlib.import_module("model")
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
     try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    child.wait()
+        os.setpgid(0, 0)
+        part(name, args, out)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _wait(child: int, seconds: float) -> int | None:
+    """Its exit status; None if it runs on."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    return None
+
+
+def part(name: str, args: argparse.Namespace, out: Path) -> None:
+    """Run one part here."""
+    result = importlib.import_module(PARTS[name][0]).run(args)
+    out.write_text(json.dumps(result))
 
 
 def device() -> dict[str, Any]:
@@ -103,16 +138,13 @@ def main() -> int:
     add_arguments(parser)
     args = parser.parse_args()
     if args.only:
-        result = importlib.import_module(PARTS[args.only][0]).run(args)
-        args.into.write_text(json.dumps(result))
+        part(args.only, args, args.into)
         return 0
     about = device()
     if about["gpu"] is None and not args.tiny:
         print("there is no CUDA device; --tiny runs the suite on the CPU, without any figure",
               file=sys.stderr)  # fmt: skip
         return 2
-    from importlib.metadata import version
-
     about |= {"date": args.date, "machine": args.machine, "tiny": args.tiny,
               "megatron": version("megatron-core")}  # fmt: skip
     parts = {}

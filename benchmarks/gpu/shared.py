@@ -13,14 +13,16 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from model import DEVICE, Rank, Size, Staged, start, synchronize
+from model import CUDA, Rank, Size, Staged, start, synchronize
 
+from benchmarks.ranks import on_ranks
 from megatron_ext.integration.profile import gather
 from megatron_ext.schedule import Link, generate, offload_pass
 
@@ -52,22 +54,40 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _world(world: int, args: argparse.Namespace) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--world", str(world), "--folder", folder]
-        command += ["--tiny"] if args.tiny else []
-        environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
-        children = [
-            subprocess.Popen([*command, "--rank", str(rank)], env=environment)
-            for rank in range(world)
-        ]
-        try:
-            codes = [child.wait() for child in children]
-        finally:
-            for child in children:
-                if child.poll() is None:
-                    child.kill()
-        if any(codes):
-            return {"failed": f"exit statuses {codes}"}
+        if CUDA:
+            good = _processes(world, args, folder)
+        else:
+            # Forked: nothing to import again. A GPU's state cannot be forked.
+            good = on_ranks(
+                world,
+                lambda rank: rank_main(
+                    argparse.Namespace(tiny=args.tiny, rank=rank, world=world, folder=folder)
+                ),
+            )
+        if not good:
+            return {"failed": "a process failed; its traceback is in the output"}
         return json.loads((Path(folder) / "rows.json").read_text())
+
+
+def _processes(world: int, args: argparse.Namespace, folder: str) -> bool:
+    """New processes; true if all ended well. The first one that fails ends the others."""
+    command = [sys.executable, __file__, "--world", str(world), "--folder", folder]
+    command += ["--tiny"] if args.tiny else []
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
+    children = [
+        subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(world)
+    ]
+    try:
+        while True:
+            codes = [child.poll() for child in children]
+            if any(codes) or None not in codes:
+                return not any(codes)
+            time.sleep(0.05)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
 
 
 def rank_main(args: argparse.Namespace) -> None:
@@ -129,7 +149,7 @@ def digests(rank: Rank) -> dict[int, str]:
             digest = hashlib.sha256()
             for parameter in layer.parameters():
                 digest.update(parameter.detach().cpu().view(torch.int16).numpy().tobytes())
-            found[int(layer.layer_number)] = digest.hexdigest()
+            found[layer.number] = digest.hexdigest()
     return found
 
 
@@ -139,5 +159,4 @@ if __name__ == "__main__":
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--folder", required=True)
     parser.add_argument("--tiny", action="store_true")
-    assert DEVICE is not None
     rank_main(parser.parse_args())
