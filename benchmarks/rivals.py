@@ -28,6 +28,7 @@ megatron_ext.cpu.install()
 import torch  # noqa: E402
 import torch_lists  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.pipeline_parallel import schedules as stock_schedules  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from torch.distributed import pipelining  # noqa: E402
@@ -87,6 +88,7 @@ class Stage(torch.nn.Module):
     def __init__(self, number: int, stages: int, config: Any, log: list[Action]) -> None:
         super().__init__()
         self.number, self.last, self.config = number, number == stages - 1, config
+        self.model_type = ModelType.encoder_or_decoder  # Megatron asks.
         self.factor = 1.0 + number / 64  # exact in binary
         # What makes the first stage's output need a gradient; nothing is learnt.
         self.weight = torch.nn.Parameter(torch.ones(()))
@@ -321,6 +323,7 @@ class Torch(Way):
         cls, single, vee = TORCH[name]
         placement = Placement.vee(pp) if vee else Placement.loop(pp, 1 if single else 2)
         super().__init__(f"torch {name}", rank, placement, microbatches)
+        self._single = single
         group = parallel_state.get_pipeline_model_parallel_group()
         stages = []
         for stage in self.stages:
@@ -355,7 +358,17 @@ class Torch(Way):
         self.losses = [float(loss.detach()) for loss in losses]
 
     def order(self, logs: list[list[Action]]) -> Schedule:
-        """PyTorch's own list; the stages must have done as much."""
+        """PyTorch's own list; the stages must have done as much.
+
+        Those with one stage a rank run without a list (the one that torch 2.15 gives for 1F1B
+        numbers the last rank's forward passes wrongly): there, what was done, all backward passes
+        being whole.
+        """
+        if self._single:
+            whole = [[a for a in log if a.op is not Op.W] for log in logs]
+            return super().order(
+                [[a._replace(op=Op.BW) if a.op is Op.B else a for a in log] for log in whole]
+            )
         order = torch_lists.order(self.name, self._made, self.microbatches, Costs())
         for rank, (row, log) in enumerate(zip(order.ranks, logs)):
             told = []

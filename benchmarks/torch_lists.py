@@ -62,7 +62,7 @@ def construct(name: str, pp: int, microbatches: int) -> Any:
 
 
 def order(name: str, made: Any, microbatches: int, costs: Costs) -> Schedule:
-    """The order of one of torch's schedule objects, with one or several stages a rank.
+    """The order of one of torch's schedule objects, with several stages a rank.
 
     DualPipeV's overlapped pairs are one forward and one backward at the same time; here, one after
     the other: overlapping compute with compute does not make it cheaper, and the simulator has no
@@ -71,11 +71,10 @@ def order(name: str, made: Any, microbatches: int, costs: Costs) -> Schedule:
     Raises:
         ScheduleError: it is none that can run.
     """
-    rows = getattr(made, "pipeline_order", None) or made._get_pipeline_order()
     lines = []
-    for rank in range(len(rows)):
+    for rank in range(len(made.pipeline_order)):
         cells = []
-        for action in rows[rank]:
+        for action in made.pipeline_order[rank]:
             parts = () if action is None else action.sub_actions or (action,)
             cells += [str(part) for part in parts if part.is_compute_op]
         lines.append(",".join(cells))
