@@ -168,7 +168,7 @@ class ScheduledPipeline:
                 f"schedule {plan.name} has {plan.chunks} chunks a rank but the model was built "
                 f"with {len(models)}"
             )
-        if any(a.op is Op.W for row in plan.ranks for a in row):
+        if plan.splits_backward:
             self._splitter.prepare(models, group, plan.name)
         if plan.placement.is_vee():
             require_gpt(bare, plan.name)

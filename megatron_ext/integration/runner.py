@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -86,9 +87,7 @@ class MegatronRunner:
         self._it, self.placement, self._rank = iteration, placement, rank
         self._store, self._mover, self._sizes = store, mover, sizes
         self._schedules = schedules
-        self._backward_takes_model_type = (
-            "model_type" in inspect.signature(schedules.backward_step).parameters
-        )
+        self._backward_takes_model_type = _takes_model_type(schedules.backward_step)
         self._virtual = placement.chunks > 1
         self._live: dict[tuple[int, int], ActivationSet] = {}
         self.losses: list[Any] = []
@@ -225,6 +224,12 @@ class MegatronRunner:
         if isinstance(sync, list):
             sync = sync[chunk]
         sync(self._it.models[chunk].parameters())
+
+
+@functools.cache
+def _takes_model_type(backward_step: Callable[..., Any]) -> bool:
+    """Whether this Megatron's ``backward_step`` wants to know; asked once, not every iteration."""
+    return "model_type" in inspect.signature(backward_step).parameters
 
 
 def unwrapped(model: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -100,7 +101,8 @@ class Executor:
             if self._verbose:
                 line = f"[megatron_ext] rank {self._rank} {position}/{total} {action}\n"
                 sys.stderr.write(line)
-            if action.is_compute:
+            # Looking costs a hundredth of a range that nobody records.
+            if action.is_compute and torch.autograd._profiler_enabled():
                 with torch.profiler.record_function(f"PP:{action}"):
                     self._handlers[action.op](action)
             else:
@@ -118,7 +120,7 @@ class Executor:
             y = self._runner.forward(self._placement.chunk_of(stage), microbatch, x)
         self._recorder.resident(self._runner.live_sets())
         if stage + 1 < self._placement.num_stages:
-            self._deliver(Action(Op.F, stage, microbatch), Action(Op.F, stage + 1, microbatch), y)
+            self._deliver(action, Action(Op.F, stage + 1, microbatch), y)
         self._let_go(action)
 
     def _backward(self, action: Action) -> None:
@@ -194,7 +196,22 @@ class Executor:
         return (consumer_stage * self._microbatches + microbatch) * 2 + kind
 
 
+# By identities of schedules that are alive; an executor is made for every iteration.
+_TAKEN: dict[tuple[int, int], tuple[weakref.ref[Schedule], dict[Action, tuple[int, int]]]] = {}
+
+
 def _taken_by_then(schedule: Schedule, rank: int) -> dict[Action, tuple[int, int]]:
+    """``_find_taken``, once for each schedule object and rank."""
+    key = id(schedule), rank
+    known = _TAKEN.get(key)
+    if known is None or known[0]() is not schedule:
+        # The identity may be another schedule's later on.
+        forget = weakref.ref(schedule, lambda _: _TAKEN.pop(key, None))
+        known = _TAKEN[key] = forget, _find_taken(schedule, rank)
+    return known[1]
+
+
+def _find_taken(schedule: Schedule, rank: int) -> dict[Action, tuple[int, int]]:
     """For every F or B of ``rank`` with an input from a peer: (the peer, how many messages from
     ``rank`` it had posted receives for before it sent that input).
 
