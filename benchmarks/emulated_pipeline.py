@@ -155,6 +155,14 @@ def machine(args: argparse.Namespace) -> dict[str, float]:
     return {"sleep_late_ms": late_ms, "hop_ms": 1e3 * max(measuring.gather(hop))}
 
 
+def priority() -> str:
+    """Of this process, in words."""
+    policy = os.sched_getscheduler(0)
+    if policy in (os.SCHED_FIFO, os.SCHED_RR):
+        return "real-time priority"
+    return f"nice {os.nice(0)}"
+
+
 def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
     """All sizes on one rank; rank 0 writes what came out."""
     start(rank, args.pp, folder)
@@ -263,8 +271,8 @@ def page(data: dict[str, Any], about: dict[str, Any]) -> str:
         f"one process group, F = B = W = {about['unit_ms']:g} ms of a rank's share of a "
         f"microbatch (a pass of one of two chunks half of it), {about['repeats']} alternating "
         f"rounds after one without pauses; Python {about['python']}, torch {about['torch']}, "
-        f"megatron-core {about['megatron']}, {about['machine']}; load {about['load']} (5-minute "
-        f"load at the end of each size: {loads}). With all ranks at it a sleep ends "
+        f"megatron-core {about['megatron']}, {about['machine']}; ranks at {about['priority']}, "
+        f"load {about['load']} (5-minute load at the end of each size: {loads}). With all ranks at it a sleep ends "
         f"{around['sleep_late_ms']:.2f} ms late and a message takes {around['hop_ms']:.2f} ms.",
         "",
         "*Simulated* has neither of these: passes of exactly that length, messages that take no "
@@ -319,7 +327,7 @@ def main() -> int:
     if found is None:
         return 1
     data, about = found
-    about["megatron"] = version("megatron-core")
+    about |= {"megatron": version("megatron-core"), "priority": priority()}
     save(args, "emulated-pipeline", data, about)
     (args.output / "emulated_pipeline.md").write_text(page(data, about))
     missed = []

@@ -44,14 +44,14 @@ from megatron_ext.schedule.actions import Action, Op  # noqa: E402
 HIDDEN = 8
 SHAPE = (HIDDEN, 1, HIDDEN)  # sequence, microbatch, hidden
 
-# Our name of each of PyTorch's, whether it has one stage a rank, and whether its stages form a V.
+# Of PyTorch's: class, stages a rank, whether they form a V, whether B and W are two passes.
 TORCH = {
-    "GPipe": ("ScheduleGPipe", True, False),
-    "1F1B": ("Schedule1F1B", True, False),
-    "Interleaved1F1B": ("ScheduleInterleaved1F1B", False, False),
-    "InterleavedZeroBubble": ("ScheduleInterleavedZeroBubble", False, False),
-    "ZBVZeroBubble": ("ScheduleZBVZeroBubble", False, True),
-    "DualPipeV": ("ScheduleDualPipeV", False, True),
+    "GPipe": ("ScheduleGPipe", 1, False, False),
+    "1F1B": ("Schedule1F1B", 1, False, False),
+    "Interleaved1F1B": ("ScheduleInterleaved1F1B", 2, False, False),
+    "InterleavedZeroBubble": ("ScheduleInterleavedZeroBubble", 2, False, True),
+    "ZBVZeroBubble": ("ScheduleZBVZeroBubble", 2, True, True),
+    "DualPipeV": ("ScheduleDualPipeV", 2, True, True),
 }
 
 
@@ -314,20 +314,18 @@ def stock(chunks: int, rank: int, pp: int, microbatches: int) -> MegatronWay:
 class Torch(Way):
     """One of PyTorch's schedules, with two stages a rank where it takes several.
 
-    Weight gradients are postponed through ``dw_builder``, its interface for layers that can, so
-    that a stage's B and W cost here what they cost elsewhere. (Without it PyTorch leaves all of the
-    first stage's backward pass to W.)
+    Where B and W are two passes, weight gradients are postponed through ``dw_builder``, PyTorch's
+    interface for layers that can do so: a stage's B and W cost here what they cost elsewhere.
+    (Without it PyTorch leaves all of the first stage's backward pass to W.)
     """
 
     def __init__(self, name: str, rank: int, pp: int, microbatches: int) -> None:
-        cls, single, vee = TORCH[name]
-        placement = Placement.vee(pp) if vee else Placement.loop(pp, 1 if single else 2)
+        cls, chunks, vee, splits = TORCH[name]
+        placement = Placement.vee(pp) if vee else Placement.loop(pp, chunks)
         super().__init__(f"torch {name}", rank, placement, microbatches)
-        self._single = single
-        group = parallel_state.get_pipeline_model_parallel_group()
         stages = []
         for stage in self.stages:
-            stage.postpone = True
+            stage.postpone = splits
             stages.append(
                 PipelineStage(
                     stage,
@@ -336,13 +334,13 @@ class Torch(Way):
                     torch.device("cpu"),
                     input_args=torch.zeros(SHAPE).requires_grad_(stage.number > 0),
                     output_args=torch.zeros(SHAPE).requires_grad_(True),
-                    group=group,
-                    dw_builder=lambda stage=stage: lambda: stage.spend(Op.W),
+                    group=parallel_state.get_pipeline_model_parallel_group(),
+                    dw_builder=_later(stage) if splits else None,
                 )
             )
         made = getattr(pipelining, cls, None) or getattr(pipelining.schedules, cls)
         self._made = made(
-            stages[0] if single else stages, microbatches, loss_fn=lambda y, _: y.sum()
+            stages[0] if chunks == 1 else stages, microbatches, loss_fn=lambda y, _: y.sum()
         )
 
     def run(self) -> None:
@@ -361,23 +359,27 @@ class Torch(Way):
         """PyTorch's own list; the stages must have done as much.
 
         Those with one stage a rank run without a list (the one that torch 2.15 gives for 1F1B
-        numbers the last rank's forward passes wrongly): there, what was done, all backward passes
-        being whole.
+        numbers the last rank's forward passes wrongly): there, what was done.
         """
-        if self._single:
-            whole = [[a for a in log if a.op is not Op.W] for log in logs]
-            return super().order(
-                [[a._replace(op=Op.BW) if a.op is Op.B else a for a in log] for log in whole]
-            )
+        if self.placement.chunks == 1:
+            return super().order(logs)
         order = torch_lists.order(self.name, self._made, self.microbatches, Costs())
         for rank, (row, log) in enumerate(zip(order.ranks, logs)):
             told = []
-            for op, stage, microbatch in row:
-                halves = (Op.B, Op.W) if op is Op.BW else (op,)
-                told += [Action(half, stage, microbatch) for half in halves]
+            for action in row:
+                halves = (Op.B, Op.W) if action.op is Op.BW and self._splits() else (action.op,)
+                told += [action._replace(op=half) for half in halves]
             if told != log:
                 raise RuntimeError(f"{self.name}: rank {rank} did not do what its list says")
         return order
+
+    def _splits(self) -> bool:
+        return self.stages[0].postpone
+
+
+def _later(stage: Stage) -> Callable[[], Callable[[], None]]:
+    """What PyTorch asks after a B pass: the W that is left to do."""
+    return lambda: lambda: stage.spend(Op.W)
 
 
 def start(rank: int, pp: int, folder: Path) -> None:

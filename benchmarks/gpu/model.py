@@ -22,6 +22,7 @@ if not CUDA:
     import megatron_ext.cpu
 
     megatron_ext.cpu.install()
+    torch.set_num_threads(1)
 
 import torch.distributed as dist  # noqa: E402
 from megatron.core import package_info, parallel_state  # noqa: E402

@@ -22,6 +22,9 @@ def page(parts: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
             + ("" if about["gpu"] else ", on the CPU")
             + ": it shows that every part runs to its end. No number below says anything.",
         ]
+    problems = wrong(parts)
+    if problems:
+        lines += ["", "**Wrong**:", "", *(f"- {problem}" for problem in problems)]
     for name, result in parts.items():
         title, tables = SECTIONS[name]
         lines += ["", f"## {title}", "", f"{result['seconds']} s.", ""]
@@ -30,6 +33,27 @@ def page(parts: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
         else:
             lines += tables(result, parts)
     return "\n".join(lines) + "\n"
+
+
+def wrong(parts: dict[str, dict[str, Any]]) -> list[str]:
+    """What must not be, one line each: failures, other results than 1F1B's, other sets than
+    planned. Times are looked at by people."""
+    found = [f"{name}: {part['failed']}" for name, part in parts.items() if "failed" in part]
+    for row in parts.get("replay", {}).get("rows", ()):
+        what = f"replay, h {row['size']['hidden']}: {row['schedule']}"
+        if "failed" in row:
+            found.append(f"{what}: {row['failed']}")
+        elif row["peak_sets"] != row["planned_sets"]:
+            found.append(f"{what}: {row['peak_sets']} sets, planned {row['planned_sets']}")
+    for world, result in parts.get("shared", {}).get("worlds", {}).items():
+        if "failed" in result:
+            found.append(f"shared, {world} processes: {result['failed']}")
+            continue
+        different = [row["schedule"] for row in result["rows"] if not row["equal"]]
+        found += [f"shared, {world} processes: {name} differs from 1f1b" for name in different]
+        if not result["learns"]:
+            found.append(f"shared, {world} processes: the loss never changed")
+    return found
 
 
 def _table(head: str, rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -47,7 +71,8 @@ def _replay(result: dict[str, Any], _: Any) -> list[str]:
     lines = [
         "Of the rank with the most sets. *Work*: its passes alone, by events; *step*: until the "
         "device was done, without a peer to wait for. *Pipeline*: the whole step simulated from "
-        "these passes, messages left out, and its speed against `1f1b`. Bytes in GiB: the "
+        "these passes, messages left out, and its speed against `1f1b`. *Copies*: a set to the "
+        "host and back, at the rates measured before. Bytes in GiB: the "
         "allocator's peak above weights and gradients holds temporaries of a pass too.",
         "",
     ]
@@ -56,15 +81,18 @@ def _replay(result: dict[str, Any], _: Any) -> list[str]:
         size = row["size"]
         name = f"h {size['hidden']}: {row['schedule']}"
         if "failed" in row:
-            rows.append((name, f"failed: {row['failed']}", *[""] * 7))
+            rows.append((name, f"failed: {row['failed']}", *[""] * 8))
             continue
         times = ", ".join(f"{key} {value:.2f}" for key, value in row["passes_ms"].items())
         sets = f"{row['peak_sets']} ({row['planned_sets']})"
         memory = _gib(row["allocator_bytes"]), _gib(row["counted_bytes"])
-        rows.append((name, times, f"{row['work_ms']:.1f}", f"{row['step_ms']:.1f}", sets, *memory,
-                     f"{row['pipeline_ms']:.1f}", f"{row['speed']:.3f}"))  # fmt: skip
-    head = "schedule | passes ms | work ms | step ms | sets (planned) | allocator | counted | "
-    return lines + _table(head + "pipeline ms | speed", rows)
+        copies = " + ".join(f"{ms:.2f}" for ms in row["copy_ms"])
+        speed = "" if row["speed"] is None else f"{row['speed']:.3f}"
+        times_ms = (f"{row[key]:.1f}" for key in ("work_ms", "step_ms"))
+        whole = f"{row['pipeline_ms']:.1f}"
+        rows.append((name, times, copies, *times_ms, sets, *memory, whole, speed))
+    head = "schedule | passes ms | copies ms | work ms | step ms | sets (planned) | allocator | "
+    return lines + _table(head + "counted | pipeline ms | speed", rows)
 
 
 def _shared(result: dict[str, Any], _: Any) -> list[str]:
@@ -77,8 +105,6 @@ def _shared(result: dict[str, Any], _: Any) -> list[str]:
             same = "equal" if row["equal"] else "**different**"
             rows.append((f"{world}: {row['schedule']}", same, row["moved_sets"],
                          f"{row['step_ms']:.0f}"))  # fmt: skip
-        if not found["learns"]:
-            rows.append((f"{world} processes", "**the loss never changed**", "", ""))
     lines = ["Losses of three steps and weights after them, bit for bit against `1f1b`.", ""]
     return lines + _table("schedule | losses and weights | sets moved a step | step ms", rows)
 

@@ -77,6 +77,8 @@ def measure(
     base = generate(name, size.pp, size.microbatches, chunks)
     plan = base
     if offload is not None:
+        if "layer_seconds" not in known:
+            raise RuntimeError("1f1b, which measures what the link is planned with, has failed")
         set_bytes = known["set_bytes"] * size.layers / chunks
         seconds = known["layer_seconds"] * size.layers / chunks
         there, back = (set_bytes / rate / seconds for rate in rates)
@@ -86,7 +88,9 @@ def measure(
     at = peaks.index(max(peaks))
     rank = Rank(size, plan, at, group, None)
     try:
-        return _measured(size, case, rank, plan, known)
+        row = _measured(size, case, rank, plan, known)
+        row["copy_ms"] = [1e3 * row["set_bytes"] / rate for rate in rates]
+        return row
     finally:
         rank.close()
 
@@ -131,7 +135,7 @@ def _measured(
         "allocator_bytes": peak,
         "moved_sets": rank.report.offloaded_sets[rank.rank] if offload else 0,
         "pipeline_ms": 1e3 * step,
-        "speed": known["step"] / step,
+        "speed": known["step"] / step if "step" in known else None,
     }
 
 
