@@ -272,8 +272,9 @@ def page(data: dict[str, Any], about: dict[str, Any]) -> str:
         f"microbatch (a pass of one of two chunks half of it), {about['repeats']} alternating "
         f"rounds after one without pauses; Python {about['python']}, torch {about['torch']}, "
         f"megatron-core {about['megatron']}, {about['machine']}; ranks at {about['priority']}, "
-        f"load {about['load']} (5-minute load at the end of each size: {loads}). With all ranks at it a sleep ends "
-        f"{around['sleep_late_ms']:.2f} ms late and a message takes {around['hop_ms']:.2f} ms.",
+        f"load {about['load']} (5-minute load at the end of each size: {loads}). With all ranks "
+        f"at it a sleep ends {around['sleep_late_ms']:.2f} ms late and a message takes "
+        f"{around['hop_ms']:.2f} ms.",
         "",
         "*Simulated* has neither of these: passes of exactly that length, messages that take no "
         "time. *Error* is the median step over it. *Throughput* is against `stock 1f1b` in the "

@@ -57,11 +57,13 @@ needs_megatron = pytest.mark.skipif(
 )
 
 
-def run(repo_root: Path, tmp_path: Path, script: str, options: str, status: int = 0) -> str:
+def run(
+    repo_root: Path, tmp_path: Path, script: str, options: str, status: int = 0, seconds: int = 110
+) -> str:
     """Run a benchmark; returns what it printed."""
     command = [sys.executable, str(repo_root / "benchmarks" / script), *options.split()]
     command += ["--output", str(tmp_path), "--date", "2026-01-02"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == status, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -135,9 +137,10 @@ def test_executor_overhead(repo_root: Path, tmp_path: Path) -> None:
 
 
 @needs_megatron
+@pytest.mark.timeout(240)  # half a minute of it on a quiet machine
 def test_gpu_suite_on_the_cpu(repo_root: Path, tmp_path: Path) -> None:
     """All its parts run to their ends; what is exact is exact there, too."""
-    run(repo_root, tmp_path, "gpu/run.py", "--tiny")
+    run(repo_root, tmp_path, "gpu/run.py", "--tiny", seconds=220)
     parts = results(repo_root, tmp_path, "gpu-tiny")["rows"]
     assert not any("failed" in part for part in parts.values())
     replay = parts["replay"]["rows"]

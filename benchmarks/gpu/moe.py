@@ -150,7 +150,8 @@ class LocalExperts(torch.nn.Module):
 class Layer:
     """The region with its inputs."""
 
-    def __init__(self, tokens: int, hidden: int, ffn: int, group: Any) -> None:
+    def __init__(self, tokens: int, hidden: int, ffn: int, group: Any, rounds: int) -> None:
+        self._rounds = rounds
         self.experts = LocalExperts(hidden, ffn)
         self._x = torch.randn(tokens, hidden, device=DEVICE).to(torch.bfloat16)
         generator = torch.Generator(DEVICE).manual_seed(7)
@@ -167,7 +168,7 @@ class Layer:
         times = []
         peak = None
         try:
-            for number in range(ROUNDS + 2):
+            for number in range(self._rounds + 2):
                 x = self._x.clone().requires_grad_(True)
                 probs = self._scores.clone().requires_grad_(True)
                 synchronize()
@@ -191,11 +192,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     tokens, hidden, ffn = (256, 64, 128) if args.tiny else (16384, 4096, 8192)
     mirror = Mirror()
     exchange_module.dist = mirror  # type: ignore[assignment]
-    layer = Layer(tokens, hidden, ffn, group)
+    layer = Layer(tokens, hidden, ffn, group, 1 if args.tiny else ROUNDS)
     compute = experts_seconds(layer, tokens * TOP_K, hidden)
     sent = tokens * TOP_K * hidden * 2
     rows = []
-    for ratio in RATIOS:
+    for ratio in RATIOS[:1] if args.tiny else RATIOS:
         mirror.seconds_per_byte = ratio * compute / sent
         base = 0.0
         for chunks, strategy in WAYS:

@@ -30,16 +30,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     group = start()
     sizes = [Size(64, 32, 4, 2, 4)] if args.tiny else [Size(1024, 4096, 4, 4, 16),
                                                        Size(4096, 4096, 4, 4, 16)]  # fmt: skip
-    rows = []
+    rows, rounds = [], 1 if args.tiny else ROUNDS
     for size in sizes:
         short = Size(size.hidden, SHORT, size.layers, size.pp, size.microbatches)
         for name, chunks in CASES:
             plan = generate(name, size.pp, size.microbatches, chunks)
             rank = Rank(short, plan, 0, group, None)
             rank.step()
-            launching = statistics.median(rank.step(timed=False)["issued"] for _ in range(ROUNDS))
-            thread = statistics.median(rank.step(timed=False)["thread"] for _ in range(ROUNDS))
-            alone = statistics.median(direct(rank) for _ in range(ROUNDS))
+            launching = statistics.median(rank.step(timed=False)["issued"] for _ in range(rounds))
+            thread = statistics.median(rank.step(timed=False)["thread"] for _ in range(rounds))
+            alone = statistics.median(direct(rank) for _ in range(rounds))
             actions = len(rank.actions())
             rank.close()
             real = Rank(size, plan, 0, group, None)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -116,8 +117,9 @@ def part(name: str, args: argparse.Namespace, out: Path) -> None:
     out.write_text(json.dumps(result))
 
 
+@functools.cache
 def device() -> dict[str, Any]:
-    """What it runs on."""
+    """What it runs on. Asked before anything else: our CPU stand-in says that it is a GPU."""
     import torch
 
     found = {"torch": torch.__version__, "python": sys.version.split()[0], "gpu": None}
@@ -145,7 +147,7 @@ def main() -> int:
         print("there is no CUDA device; --tiny runs the suite on the CPU, without any figure",
               file=sys.stderr)  # fmt: skip
         return 2
-    about |= {"date": args.date, "machine": args.machine, "tiny": args.tiny,
+    about = about | {"date": args.date, "machine": args.machine, "tiny": args.tiny,
               "megatron": version("megatron-core")}  # fmt: skip
     parts = {}
     for name in args.parts.split(","):
