@@ -2,7 +2,7 @@
 """What the executor itself costs the CPU, per pass, beside Megatron's functions and PyTorch's.
 
     python benchmarks/executor_overhead.py [--pp 4] [--microbatches 16] [--steps 10] [--rounds 9]
-        [--sizes 8x64,32x256] [--check] [--output DIR] [--date YYYY-MM-DD]
+        [--sizes 8x64,16x128] [--check] [--output DIR] [--date YYYY-MM-DD]
 
 The emulated model of ``rivals.py`` without its pauses, on gloo ranks of this machine, executors in
 turn in one process group. Counted is the CPU time of a rank's main thread (and of all its threads)
@@ -215,8 +215,8 @@ def page(data: dict[str, Any], about: dict[str, Any]) -> str:
         f"`python benchmarks/executor_overhead.py`, {about['date']}: {about['pp']} gloo ranks in "
         f"one process group, {about['microbatches']} microbatches, median of {about['rounds']} "
         f"alternating rounds of {about['steps']} steps; Python {about['python']}, torch "
-        f"{about['torch']}, megatron-core {about['megatron']}, {about['machine']}, load "
-        f"{about['load']}.",
+        f"{about['torch']}, megatron-core {about['megatron']}, {about['machine']}, ranks at "
+        f"{about['priority']}, load {about['load']}.",
         "",
         "Microseconds of CPU time per pass (F, B, W or BW) on the busiest rank, without any "
         "compute to speak of: the main thread's, which is what a GPU's kernels are launched from, "
@@ -262,7 +262,7 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--steps", type=int, default=10, help="of one executor before the next")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--sizes", default="8x64,32x256", help="p x m of the schedules made")
+    parser.add_argument("--sizes", default="8x64,16x128", help="p x m of the schedules made")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a claim is missed")
     add_arguments(parser)
     args = parser.parse_args()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,6 @@ class Stage(torch.nn.Module):
 
     Attributes:
         postpone: B leaves the weight's work to a later ``spend(Op.W)``.
-        done: the passes it was made to do, in order.
     """
 
     def __init__(self, number: int, stages: int, config: Any, log: list[Action]) -> None:
@@ -391,26 +390,16 @@ def start(rank: int, pp: int, folder: Path) -> None:
     parallel_state.initialize_model_parallel(1, pp, create_gloo_process_groups=False)
 
 
-def ways(
-    ours: dict[str, int | None], others: bool, rank: int, pp: int, microbatches: int
-) -> list[Way]:
-    """All that is compared.
-
-    Args:
-        ours: schedules of ours with their chunks.
-        others: stock's and PyTorch's as well.
-    """
+def ways(names: Iterable[str], rank: int, pp: int, microbatches: int) -> list[Way]:
+    """All that is compared: stock's, ours by ``names``, PyTorch's."""
     watchdog = Watchdog(f"rank {rank}", 300.0)
-    found: list[Way] = []
-    if others:
-        found += [stock(1, rank, pp, microbatches), stock(2, rank, pp, microbatches)]
-    for name, chunks in ours.items():
+    found: list[Way] = [stock(1, rank, pp, microbatches), stock(2, rank, pp, microbatches)]
+    for name in names:
         cap = 3 * 2 * pp // 4 if name == "v-cap" else None
-        plan = generate(name, pp, microbatches, chunks, memory_cap=cap)
+        plan = generate(name, pp, microbatches, memory_cap=cap)
         found.append(Ours(plan, rank, watchdog))
-    if others:
-        for name in TORCH:
-            if name == "DualPipeV" and microbatches < 2 * pp:
-                continue  # PyTorch refuses it.
+    for name in TORCH:
+        # PyTorch refuses DualPipeV below m = 2p.
+        if name != "DualPipeV" or microbatches >= 2 * pp:
             found.append(Torch(name, rank, pp, microbatches))
     return found

@@ -19,7 +19,6 @@ from ..runtime.executor import Executor
 from ..runtime.trace import Recorder, TraceFile
 from ..runtime.watchdog import Watchdog
 from ..runtime.wgrad import WeightGradStore
-from ..schedule.actions import Op
 from ..schedule.check import check
 from ..schedule.generators import forward_only as forward_only_schedule
 from ..schedule.lower import lower
@@ -196,7 +195,7 @@ class ScheduledPipeline:
             raise
         if meter is not None:
             meter.add(recorder, group)
-        self._write_trace(plan, rank, recorder, losses, offloading)
+        self._write_trace(plan, rank, recorder, losses, offloading, forward_only)
         measured = measuring and self._profiler.add(recorder, plan.placement)
         if offloading is not None:
             offloading.end(plan, rank, replaced=measured)
@@ -302,8 +301,8 @@ class ScheduledPipeline:
         recorder: Recorder,
         losses: list[Any],
         offloading: Offloading | None,
+        forward_only: bool,
     ) -> None:
-        forward_only = all(action.op is Op.F for action in plan.ranks[rank] if action.is_compute)
         self._iterations[forward_only] += 1
         if self._trace_directory is None:
             return

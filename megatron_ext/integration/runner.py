@@ -18,6 +18,8 @@ from ..schedule.actions import Op
 from ..schedule.placement import Placement
 from .profile import SetSizes
 
+_NOTHING = contextlib.nullcontext()
+
 
 class Mover(Protocol):
     """What the runner asks of whoever moves activation sets between the device and the host."""
@@ -111,7 +113,7 @@ class MegatronRunner:
         if x is not None and not it.forward_only:
             x.requires_grad_(True)
         key = (chunk, microbatch)
-        with self._mover.saving(key) if self._mover else contextlib.nullcontext():
+        with self._mover.saving(key) if self._mover else _NOTHING:
             y, num_tokens = self._schedules.forward_step(
                 it.forward_step_func,
                 it.data_iterators[chunk],
@@ -152,7 +154,7 @@ class MegatronRunner:
         key = (chunk, microbatch)
         held = self._live[key]
         with self._sync_only_at_last(chunk, microbatch):
-            with self._store.collect(key) if split else contextlib.nullcontext():
+            with self._store.collect(key) if split else _NOTHING:
                 input_grad = self._backward_step(held.x, held.y, grad)
         if split:
             if self._sizes is not None:
@@ -209,7 +211,7 @@ class MegatronRunner:
             no_sync = no_sync[chunk]
         last = microbatch == self._it.num_microbatches - 1
         if no_sync is None or (last and config.grad_sync_func is None):
-            return contextlib.nullcontext()
+            return _NOTHING
         return no_sync()
 
     def _finished(self, chunk: int, microbatch: int) -> None:

@@ -95,18 +95,21 @@ class Executor:
             RuntimeError: a message or an activation set is left over, which means that the
                 schedule and the model disagree.
         """
-        total = len(self._actions)
+        # What the loop does for every action is on the way to the device's next kernel.
+        total, handlers = len(self._actions), self._handlers
+        at, sending = self._watchdog.at, self._channel.sending_to
+        profiled = torch.autograd._profiler_enabled
         for position, action in enumerate(self._actions):
-            self._watchdog.at(action, position, total, self._channel.sending_to)
+            at(action, position, total, sending)
             if self._verbose:
                 line = f"[megatron_ext] rank {self._rank} {position}/{total} {action}\n"
                 sys.stderr.write(line)
             # Looking costs a hundredth of a range that nobody records.
-            if action.is_compute and torch.autograd._profiler_enabled():
+            if profiled() and action.is_compute:
                 with torch.profiler.record_function(f"PP:{action}"):
-                    self._handlers[action.op](action)
+                    handlers[action.op](action)
             else:
-                self._handlers[action.op](action)
+                handlers[action.op](action)
         self._watchdog.waiting("for its last messages to be taken", self._channel.sending_to)
         self._channel.finish()
         if self._inbox or self._outbox:
