@@ -223,7 +223,8 @@ def page(data: dict[str, Any], about: dict[str, Any]) -> str:
         "and that of all threads (gloo's, the watchdog's). A split pass does less each than a "
         f"whole one. The model alone takes {data['model']:.0f} µs a pass. *In Megatron* is our "
         "forward-backward function with stock's arguments, model and `forward_step`; the other "
-        "rows of ours are the executor over plain autograd, as PyTorch's are.",
+        "rows of ours are the executor over plain autograd, as PyTorch's are. From run to run "
+        "figures differ by some 5 µs.",
         "",
         "| to be shown | measured | |",
         "|---|---|---|",
