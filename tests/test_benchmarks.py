@@ -157,6 +157,41 @@ def test_gpu_suite_on_the_cpu(repo_root: Path, tmp_path: Path) -> None:
     assert "**No GPU figure exists yet.**" in text
 
 
+def test_gpu_suite_says_what_is_wrong(repo_root: Path) -> None:
+    """Each kind of wrong result is found; a good one is not."""
+    code = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from page import wrong
+size = {"hidden": 64}
+good = {"size": size, "schedule": "po", "peak_sets": 2, "planned_sets": 2}
+equal = {"schedule": "po", "equal": True}
+print(json.dumps([
+    wrong({"replay": {"rows": [good]},
+           "shared": {"worlds": {"2": {"rows": [equal], "learns": True}}}}),
+    wrong({"moe": {"failed": "exit status 1"}, "replay": {"rows": [{**good, "peak_sets": 3}]}}),
+    wrong({"replay": {"rows": [{"size": size, "schedule": "po", "failed": "no memory"}]}}),
+    wrong({"shared": {"worlds": {
+        "2": {"rows": [{**equal, "equal": False}], "learns": False}, "4": {"failed": "died"}}}}),
+]))
+"""
+    folder = str(repo_root / "benchmarks" / "gpu")
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, folder], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        [],
+        ["moe: exit status 1", "replay, h 64: po: 3 sets, planned 2"],
+        ["replay, h 64: po: no memory"],
+        [
+            "shared, 2 processes: po differs from 1f1b",
+            "shared, 2 processes: the loss never changed",
+            "shared, 4 processes: died",
+        ],
+    ]
+
+
 @needs_megatron
 def test_gpu_suite_goes_on_after_a_failure(repo_root: Path, tmp_path: Path) -> None:
     """A part that dies, or takes too long, is a line; the exit status tells."""

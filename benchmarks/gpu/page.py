@@ -125,8 +125,6 @@ def _rates(result: dict[str, Any], parts: dict[str, dict[str, Any]]) -> list[str
     measured = [r for r in replay.get("rows", ()) if r["schedule"] == "1f1b" and "failed" not in r]
     rows = []
     for row in measured:
-        from transfers import k_of
-
         k = k_of(row, replay["to_host"], replay["to_device"])
         rows.append((f"h {row['size']['hidden']}", f"{k['measured']:.2f}", f"{k['formula']:.2f}",
                      f"{k['bytes']:.1f}", f"{k['tflops']:.0f}"))  # fmt: skip
@@ -139,6 +137,27 @@ def _rates(result: dict[str, Any], parts: dict[str, dict[str, Any]]) -> list[str
             *_table("layers | k measured | k by formula | bytes | TFLOP/s (formula's)", rows),
         ]
     return lines
+
+
+def k_of(row: dict[str, Any], to_host: float, to_device: float) -> dict[str, float]:
+    """k of a replay's 1F1B row: measured, and by the paper's formula for the measured speeds.
+
+    Formula 1 of PipeOffload: 10 / (3 (6h + s)) x FLOP/s / bytes/s, for the 20 bytes a token and
+    hidden element that are left after its cheap recomputation; ``bytes`` says how many they are
+    here.
+    """
+    size = row["size"]
+    hidden, seq, layers = size["hidden"], size["seq"], size["layers"]
+    seconds = row["work_ms"] / 1e3 / size["microbatches"]
+    flops = layers * 72 * seq * hidden**2 * (1 + seq / (6 * hidden)) / seconds
+    way = 2 / (1 / to_host + 1 / to_device)
+    set_bytes = row["set_bytes"]
+    return {
+        "measured": (set_bytes / to_host + set_bytes / to_device) / seconds,
+        "formula": 10 / (3 * (6 * hidden + seq)) * flops / way,
+        "bytes": set_bytes / (layers * seq * hidden),
+        "tflops": flops / 1e12,
+    }
 
 
 def _overhead(result: dict[str, Any], _: Any) -> list[str]:

@@ -104,24 +104,3 @@ def computing(tiny: bool) -> list[dict[str, Any]]:
         device.close()
         arena.close()
     return rows
-
-
-def k_of(row: dict[str, Any], to_host: float, to_device: float) -> dict[str, float]:
-    """k of a replay's 1F1B row: measured, and by the paper's formula for the measured speeds.
-
-    Formula 1 of PipeOffload: 10 / (3 (6h + s)) x FLOP/s / bytes/s, for the 20 bytes a token and
-    hidden element that are left after its cheap recomputation; ``bytes`` says how many they are
-    here.
-    """
-    size = row["size"]
-    hidden, seq, layers = size["hidden"], size["seq"], size["layers"]
-    seconds = row["work_ms"] / 1e3 / size["microbatches"]
-    flops = layers * 72 * seq * hidden**2 * (1 + seq / (6 * hidden)) / seconds
-    way = 2 / (1 / to_host + 1 / to_device)
-    set_bytes = row["set_bytes"]
-    return {
-        "measured": (set_bytes / to_host + set_bytes / to_device) / seconds,
-        "formula": 10 / (3 * (6 * hidden + seq)) * flops / way,
-        "bytes": set_bytes / (layers * seq * hidden),
-        "tflops": flops / 1e12,
-    }
