@@ -56,6 +56,7 @@ def settings(scope: Scope) -> list[Setting]:
         for cost in scope.costs
         for hop in scope.hops
         for k in scope.factors
+        if p * k * p <= scope.most
     ]
 
 

@@ -30,7 +30,7 @@ import torch_lists  # noqa: E402
 from schedule_claims import TIMES, Claim, against_torch, all_claims, generation_times  # noqa: E402
 from schedule_page import page, plot_settings  # noqa: E402
 from schedule_plot import pareto  # noqa: E402
-from schedule_scope import FULL, MEDIUM, QUICK, SMOKE, Scope  # noqa: E402
+from schedule_scope import FULL, MEDIUM, QUICK, SMOKE, WIDE, Scope  # noqa: E402
 from schedule_sweep import Row, caps_curve, describe, from_json, settings, sweep, to_json  # noqa: E402
 
 # Claims that are known not to hold; docs/02 says so and why.
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="smaller sizes, under a minute")
+    size.add_argument("--wide", action="store_true", help="p = 4 to 32, p x m to 2048, all costs")
     size.add_argument("--medium", action="store_true", help="p = 4 and 8, all costs; minutes")
     size.add_argument("--smoke", action="store_true", help="next to nothing, for the test suite")
     parser.add_argument("--output", type=Path, default=HERE, metavar="DIR")
@@ -55,11 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="keep these results; take only the generation times anew, e.g. on a quieter machine",
     )
     args = parser.parse_args(argv)
-    scope = QUICK if args.quick else MEDIUM if args.medium else SMOKE if args.smoke else FULL
+    sizes = {"quick": QUICK, "wide": WIDE, "medium": MEDIUM, "smoke": SMOKE}
+    scope = next((sizes[name] for name in sizes if getattr(args, name)), FULL)
     version = None if args.no_torch else torch_lists.version()
     if args.times_again is not None:
         earlier = json.loads(args.times_again.read_text())
-        scope = next(s for s in (FULL, MEDIUM, QUICK, SMOKE) if s.name == earlier["scope"])
+        scope = next(s for s in (FULL, *sizes.values()) if s.name == earlier["scope"])
         version, rows, seconds = earlier["torch"], from_json(earlier), earlier["seconds"]
         claims = [Claim(**c) for c in earlier["claims"] if not c["group"].startswith(TIMES)]
     else:
