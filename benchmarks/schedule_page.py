@@ -38,6 +38,7 @@ def page(
             "anything installed:",
             "",
             "    python3 benchmarks/schedules.py            # this page, its plots, results/",
+            "    python3 benchmarks/schedules.py --resume   # go on where it was interrupted",
             "    python3 benchmarks/schedules.py --quick --output DIR   # under a minute",
             "    python3 benchmarks/schedules.py --times-again FILE   # only generation times",
             "",

@@ -46,6 +46,34 @@ def test_schedules(repo_root: Path, tmp_path: Path) -> None:
     plot = ElementTree.parse(tmp_path / "results" / "2026-01-02-pareto-1.svg").getroot()
     assert plot.tag.endswith("svg")
     assert str(repo_root) not in page + json.dumps(data)
+    assert not (tmp_path / "results" / "2026-01-02-schedules.part").exists()
+
+
+def test_schedules_goes_on_where_it_was_interrupted(repo_root: Path, tmp_path: Path) -> None:
+    """What the file of an interrupted run holds is not computed again; the rest is."""
+    code = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from schedules import _table
+from schedule_scope import SMOKE
+part = Path(sys.argv[2])
+first = _table(SMOKE, False, part)
+part.write_text(part.read_text().replace('"v-half"', '"of the file"'))
+names = [row.name for row in _table(replace(SMOKE, factors=(2, 3)), False, part)]
+assert len(names) == 2 * len(first), names
+assert names.count("of the file") == names.count("v-half") == 1, names
+assert [row.name for row in _table(SMOKE, False, Path(sys.argv[3]))] == [r.name for r in first]
+"""
+    files = [str(tmp_path / "one"), str(tmp_path / "two")]
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, str(repo_root / "benchmarks"), *files],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 needs_torch = pytest.mark.skipif(
