@@ -197,7 +197,7 @@ equal = {"schedule": "po", "equal": True}
 print(json.dumps([
     wrong({"replay": {"rows": [good]},
            "shared": {"worlds": {"2": {"rows": [equal], "learns": True}}}}),
-    wrong({"moe": {"failed": "exit status 1"}, "replay": {"rows": [{**good, "peak_sets": 3}]}}),
+    wrong({"moe": {"unfinished": "exit status 1"}, "replay": {"rows": [{**good, "peak_sets": 3}]}}),
     wrong({"replay": {"rows": [{"size": size, "schedule": "po", "failed": "no memory"}]}}),
     wrong({"shared": {"worlds": {
         "2": {"rows": [{**equal, "equal": False}], "learns": False}, "4": {"failed": "died"}}}}),
@@ -231,11 +231,13 @@ class Broken:
     def run(args): raise ValueError("broken")
 class Endless:
     def run(args):
+        args.keep({"rows": [1]})
         while True: pass
 sys.modules["broken"], sys.modules["endless"] = Broken, Endless
-run.PARTS.update(broken=("broken", 20), endless=("endless", 1))
+run.PARTS.update(broken=("broken", 60), endless=("endless", 2))
 print(run.run_part("broken", argparse.Namespace(tiny=True))["failed"])
-print(run.run_part("endless", argparse.Namespace(tiny=True))["failed"])
+endless = run.run_part("endless", argparse.Namespace(tiny=True))
+print(endless["unfinished"], endless["rows"])
 """
     if _has_gpu():
         pytest.skip("its processes are not forked where there is a GPU")
@@ -245,7 +247,9 @@ print(run.run_part("endless", argparse.Namespace(tiny=True))["failed"])
         text=True,
         timeout=110,
     )
-    assert done.stdout.splitlines() == ["exit status 1", "not done after 1 s"], done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["exit status 1", "not done after 2 s [1]"], done.stderr[
+        -2000:
+    ]
 
 
 def _has_gpu() -> bool:

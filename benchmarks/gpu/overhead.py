@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                    "bound_by_launching": launching > device}  # fmt: skip
             rows.append(row)
             print(row, flush=True)
+            args.keep({"rows": rows})
     return {"rows": rows}
 
 

@@ -38,7 +38,12 @@ def page(parts: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
 def wrong(parts: dict[str, dict[str, Any]]) -> list[str]:
     """What must not be, one line each: failures, other results than 1F1B's, other sets than
     planned. Times are looked at by people."""
-    found = [f"{name}: {part['failed']}" for name, part in parts.items() if "failed" in part]
+    found = [
+        f"{name}: {part[key]}"
+        for name, part in parts.items()
+        for key in ("failed", "unfinished")
+        if key in part
+    ]
     for row in parts.get("replay", {}).get("rows", ()):
         what = f"replay, h {row['size']['hidden']}: {row['schedule']}"
         if "failed" in row:

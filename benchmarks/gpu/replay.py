@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             release()
             rows.append({"size": dataclasses.asdict(size), "schedule": what, **row})
             print(f"{size}: {what}: {row}", flush=True)
+            args.keep({"rows": rows, "to_host": to_host, "to_device": to_device})
     return {"rows": rows, "to_host": to_host, "to_device": to_device}
 
 

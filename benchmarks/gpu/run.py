@@ -70,10 +70,13 @@ def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
         took = round(time.perf_counter() - started, 1)
         if status == 0:
             return {**json.loads(out.read_text()), "seconds": took}
+        why = f"exit status {status}"
         if status is None:
             os.waitpid(child, 0)
-            return {"failed": f"not done after {limit} s", "seconds": took}
-        return {"failed": f"exit status {status}", "seconds": took}
+            why = f"not done after {limit} s"
+        if out.exists():  # What it had until then.
+            return {**json.loads(out.read_text()), "unfinished": why, "seconds": took}
+        return {"failed": why, "seconds": took}
 
 
 def _start(name: str, args: argparse.Namespace, out: Path) -> int:
@@ -112,9 +115,20 @@ def _wait(child: int, seconds: float) -> int | None:
 
 
 def part(name: str, args: argparse.Namespace, out: Path) -> None:
-    """Run one part here."""
-    result = importlib.import_module(PARTS[name][0]).run(args)
-    out.write_text(json.dumps(result))
+    """Run one part here. It may call ``args.keep`` with what it has so far."""
+
+    def keep(result: dict[str, Any]) -> None:
+        whole = out.with_suffix(".new")
+        whole.write_text(json.dumps(result))
+        whole.replace(out)
+
+    args.keep = keep
+    keep(importlib.import_module(PARTS[name][0]).run(args))
+
+
+def outcome(result: dict[str, Any]) -> str:
+    """Of a part, in words."""
+    return str(result.get("failed") or result.get("unfinished") or "done")
 
 
 @functools.cache
@@ -152,7 +166,7 @@ def main() -> int:
     parts = {}
     for name in args.parts.split(","):
         parts[name] = run_part(name, args)
-        print(f"{name}: {parts[name].get('failed', 'done')} in {parts[name]['seconds']} s")
+        print(f"{name}: {outcome(parts[name])} in {parts[name]['seconds']} s")
     save(args, "gpu-tiny" if args.tiny else "gpu", parts, about)
     text = page(parts, about)
     print(text)

@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for world in (2,) if args.tiny else (2, 4):
         found[str(world)] = _world(world, args)
+        args.keep({"worlds": found})
     return {"worlds": found}
 
 
