@@ -52,6 +52,14 @@ def on_ranks(count: int, task: Callable[[int], None]) -> bool:
     return good
 
 
+def priority() -> str:
+    """Of this process, in words."""
+    policy = os.sched_getscheduler(0)
+    if policy in (os.SCHED_FIFO, os.SCHED_RR):
+        return "real-time priority"
+    return f"nice {os.nice(0)}"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the results go, and what they say of the run."""
     parser.add_argument("--output", type=Path, default=HERE, metavar="DIR")
@@ -87,6 +95,7 @@ def measured(
         "machine": args.machine,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "priority": priority(),
         "load": f"{load:.1f} before and {os.getloadavg()[0]:.1f} after",
         **{name: getattr(args, name) for name in names},
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from schedule_claims import Claim
 from schedule_scope import ATTENTION, UNIT, Scope
-from schedule_sweep import V_FAMILY, Loss, Row, Setting, dominated, losses
+from schedule_sweep import V_FAMILY, Loss, Row, Setting, dominated, faster_rivals, losses
 
 
 def page(
@@ -38,6 +38,7 @@ def page(
             "anything installed:",
             "",
             "    python3 benchmarks/schedules.py            # this page, its plots, results/",
+            "    python3 benchmarks/schedules.py --resume   # go on where it was interrupted",
             "    python3 benchmarks/schedules.py --quick --output DIR   # under a minute",
             "    python3 benchmarks/schedules.py --times-again FILE   # only generation times",
             "",
@@ -57,6 +58,10 @@ def page(
             "## Losses",
             "",
             *_losses(rows, bool(head["torch"])),
+            "",
+            "## Where a rival is faster at no less memory than ours",
+            "",
+            *_faster(rows),
             "",
             "## Table",
             "",
@@ -129,6 +134,32 @@ def _dominated(rows: Sequence[Row]) -> list[str]:
     ]
     found = sorted(dominated(rows).items(), key=lambda item: item[1][0] / item[1][1])
     return [*lines, *(f"| {name} | {n} of {total} |" for name, (n, total) in found)]
+
+
+def _faster(rows: Sequence[Row]) -> list[str]:
+    """Every cell of the grid that is lost to a rival, worst first for each rival."""
+    found, count = faster_rivals(rows)
+    lines = [
+        "Rivals are stock Megatron's orders (`1f1b`, `interleaved`) and PyTorch's; against each, "
+        "in each setting, stands the fastest of our other schedules that takes no more memory "
+        f"than it. In {count - len(found)} of {count} comparisons ours is at least as fast; these "
+        "are the others, all of them:",
+        "",
+    ]
+    if not found:
+        return [*lines[:1], "", "There is none."]
+    lines += ["| rival | p | m | costs | hop | ours | ours is longer by | memory of both |"]
+    lines += ["|---|--:|--:|---|--:|---|--:|---|"]
+    for one in sorted(found, key=lambda one: (one.rival.name, -one.by)):
+        rival, ours, at = one.rival, one.ours, one.rival.setting
+        cells = (rival.name, at.pp, at.microbatches, ",".join(at.cost), at.hop)
+        if ours is None:
+            cells += ("none takes as little", "", f"{rival.memory:.2f}")
+        else:
+            memory = f"{rival.memory:.2f}, {ours.memory:.2f}"
+            cells += (ours.name, f"{100 * one.by:.2f} %", memory)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
 
 
 def _tables(rows: Sequence[Row]) -> list[str]:

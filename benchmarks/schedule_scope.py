@@ -24,6 +24,7 @@ class Scope:
         costs, hops: the table's.
         timed: (p, m) of the generation times, taken ``timed_rounds`` times, of ``timed_names``
             (empty: of all).
+        most: largest p x m of the table.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Scope:
     timed: tuple[int, int]
     timed_rounds: int
     timed_names: tuple[str, ...] = ()
+    most: int = 1 << 30
 
 
 FULL = Scope(
@@ -50,6 +52,19 @@ FULL = Scope(
     hops=("0", "0.05"),
     timed=(32, 256),
     timed_rounds=3,
+)
+WIDE = Scope(
+    "wide",
+    closed=range(2, 17),
+    caps_all=range(2, 9),
+    caps_some=(12,),
+    ranks=(4, 8, 16, 32),
+    factors=(1, 2, 4, 8),
+    costs=(UNIT, PROFILED, ATTENTION, SKEWED),
+    hops=("0", "0.05"),
+    timed=(32, 256),
+    timed_rounds=1,
+    most=2048,
 )
 MEDIUM = Scope(
     "medium",

@@ -56,6 +56,7 @@ def settings(scope: Scope) -> list[Setting]:
         for cost in scope.costs
         for hop in scope.hops
         for k in scope.factors
+        if p * k * p <= scope.most
     ]
 
 
@@ -156,6 +157,45 @@ def losses(rows: Sequence[Row], loser: str, winners: str) -> Loss:
             where = f"{best.name}, {describe(setting)}"
             memory = best.memory, mine.memory
     return Loss(loser, winners, lost, count, cheap, worst, where, memory)
+
+
+@dataclass(frozen=True)
+class Faster:
+    """A setting in which a rival is faster than anything of ours with no more memory.
+
+    Attributes:
+        rival: the row of Megatron's or PyTorch's order.
+        ours: our fastest that takes no more memory; None if there is none.
+    """
+
+    rival: Row
+    ours: Row | None
+
+    @property
+    def by(self) -> float:
+        """How much longer ours is, as a share; infinite where there is none."""
+        return float("inf") if self.ours is None else self.ours.makespan / self.rival.makespan - 1
+
+
+def is_rival(row: Row) -> bool:
+    """True for PyTorch's orders and those that stock Megatron has."""
+    return row.name == "1f1b" or row.name.startswith(("torch ", "interleaved v="))
+
+
+def faster_rivals(rows: Sequence[Row]) -> tuple[list[Faster], int]:
+    """Where a rival wins at no less memory than ours, and in how many comparisons of all."""
+    by_setting: dict[Setting, list[Row]] = {}
+    for row in rows:
+        by_setting.setdefault(row.setting, []).append(row)
+    found, count = [], 0
+    for here in by_setting.values():
+        for rival in filter(is_rival, here):
+            count += 1
+            fitting = [r for r in here if not is_rival(r) and r.peak <= rival.peak]
+            best = min(fitting, key=lambda row: row.makespan, default=None)
+            if best is None or best.makespan > rival.makespan * (1 + 1e-9):
+                found.append(Faster(rival, best))
+    return found, count
 
 
 def dominated(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:

@@ -2,7 +2,7 @@
 """Checks every claim on the schedules, compares them all, writes results and a short page.
 
     python3 benchmarks/schedules.py [--quick] [--output DIR] [--date YYYY-MM-DD] [--no-torch]
-                                    [--times-again FILE]
+                                    [--wide] [--resume] [--times-again FILE]
 
 Runs on a bare Python; where torch can be imported, torch.distributed.pipelining's own orders are
 compared too. Exit status 1 if a claim, other than a time, does not hold and is no known miss.
@@ -30,7 +30,7 @@ import torch_lists  # noqa: E402
 from schedule_claims import TIMES, Claim, against_torch, all_claims, generation_times  # noqa: E402
 from schedule_page import page, plot_settings  # noqa: E402
 from schedule_plot import pareto  # noqa: E402
-from schedule_scope import FULL, MEDIUM, QUICK, SMOKE, Scope  # noqa: E402
+from schedule_scope import FULL, MEDIUM, QUICK, SMOKE, WIDE, Scope  # noqa: E402
 from schedule_sweep import Row, caps_curve, describe, from_json, settings, sweep, to_json  # noqa: E402
 
 # Claims that are known not to hold; docs/02 says so and why.
@@ -42,11 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="smaller sizes, under a minute")
+    size.add_argument("--wide", action="store_true", help="p = 4 to 32, p x m to 2048, all costs")
     size.add_argument("--medium", action="store_true", help="p = 4 and 8, all costs; minutes")
     size.add_argument("--smoke", action="store_true", help="next to nothing, for the test suite")
     parser.add_argument("--output", type=Path, default=HERE, metavar="DIR")
     parser.add_argument("--date", default=datetime.date.today().isoformat())
     parser.add_argument("--machine", default=_machine(), help="in words, for the page")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the settings that an interrupted run of the same code has left",
+    )
     parser.add_argument("--no-torch", action="store_true", help="our schedules only")
     parser.add_argument(
         "--times-again",
@@ -55,17 +61,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="keep these results; take only the generation times anew, e.g. on a quieter machine",
     )
     args = parser.parse_args(argv)
-    scope = QUICK if args.quick else MEDIUM if args.medium else SMOKE if args.smoke else FULL
+    sizes = {"quick": QUICK, "wide": WIDE, "medium": MEDIUM, "smoke": SMOKE}
+    scope = next((sizes[name] for name in sizes if getattr(args, name)), FULL)
     version = None if args.no_torch else torch_lists.version()
     if args.times_again is not None:
         earlier = json.loads(args.times_again.read_text())
-        scope = next(s for s in (FULL, MEDIUM, QUICK, SMOKE) if s.name == earlier["scope"])
+        scope = next(s for s in (FULL, *sizes.values()) if s.name == earlier["scope"])
         version, rows, seconds = earlier["torch"], from_json(earlier), earlier["seconds"]
         claims = [Claim(**c) for c in earlier["claims"] if not c["group"].startswith(TIMES)]
     else:
         started = time.perf_counter()
         claims = all_claims(scope)
-        rows = _table(scope, version is not None)
+        part = args.output / "results" / f"{args.date}-schedules.part"
+        part.parent.mkdir(parents=True, exist_ok=True)
+        if not args.resume:
+            part.unlink(missing_ok=True)
+        rows = _table(scope, version is not None, part)
         claims += against_torch(rows)
         seconds = round(time.perf_counter() - started)
     before = _load()
@@ -85,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results": f"results/{args.date}-schedules.json",
     }
     _write(args.output, head, claims, rows, scope)
+    (args.output / "results" / f"{args.date}-schedules.part").unlink(missing_ok=True)
     # Times are no reason to fail: they depend on what else the machine does.
     failed = [c for c in claims if c.holds is False and not c.group.startswith(TIMES)]
     wrong = [c for c in failed if c.what not in KNOWN_MISSES]
@@ -92,11 +104,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(wrong))
 
 
-def _table(scope: Scope, with_torch: bool) -> list[Row]:
+def _table(scope: Scope, with_torch: bool, part: Path) -> list[Row]:
+    """Every setting's rows; ``part`` has those of an interrupted run, and grows by the others."""
     rows: list[Row] = []
+    if part.exists():
+        lines = [json.loads(line) for line in part.read_text().splitlines()]
+        rows = from_json({"rows": [row for line in lines for row in line]})
+    known = {row.setting for row in rows}
     for setting in settings(scope):
         print(f"     {describe(setting)}", flush=True)
-        rows += sweep(setting, with_torch)
+        if setting in known:
+            continue
+        new = sweep(setting, with_torch)
+        with part.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(to_json(new)["rows"]) + "\n")
+        # As they are in the file, so that an interruption changes nothing.
+        rows += from_json(to_json(new))
     return rows
 
 

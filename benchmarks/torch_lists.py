@@ -38,9 +38,14 @@ class _Stage:
 def schedule(name: str, pp: int, microbatches: int, costs: Costs) -> Schedule:
     """Torch's order for two stages a rank.
 
-    DualPipeV's overlapped pairs are one forward and one backward at the same time; here, one after
-    the other: overlapping compute with compute does not make it cheaper, and the simulator has no
-    communication inside a pass that could be hidden.
+    Raises:
+        ValueError: torch refuses the sizes.
+    """
+    return order(name, construct(name, pp, microbatches), microbatches, costs)
+
+
+def construct(name: str, pp: int, microbatches: int) -> Any:
+    """Torch's schedule object for two stages a rank; its stages cannot run.
 
     Raises:
         ValueError: torch refuses the sizes.
@@ -53,15 +58,27 @@ def schedule(name: str, pp: int, microbatches: int, costs: Costs) -> Schedule:
     stages: list[Any] = [_Stage(pp, 2 * pp, index) for index in held]
     for stage in stages:
         stage.submod = torch.nn.Identity()  # torch asks whether it has been compiled
-    made = getattr(schedules, cls)(stages, microbatches, loss_fn=lambda *_: None)
+    return getattr(schedules, cls)(stages, microbatches, loss_fn=lambda *_: None)
+
+
+def order(name: str, made: Any, microbatches: int, costs: Costs) -> Schedule:
+    """The order of one of torch's schedule objects, with several stages a rank.
+
+    DualPipeV's overlapped pairs are one forward and one backward at the same time; here, one after
+    the other: overlapping compute with compute does not make it cheaper, and the simulator has no
+    communication inside a pass that could be hidden.
+
+    Raises:
+        ScheduleError: it is none that can run.
+    """
     lines = []
-    for rank in range(pp):
+    for rank in range(len(made.pipeline_order)):
         cells = []
         for action in made.pipeline_order[rank]:
             parts = () if action is None else action.sub_actions or (action,)
             cells += [str(part) for part in parts if part.is_compute_op]
         lines.append(",".join(cells))
     parsed = from_csv("\n".join(lines))
-    order = Schedule(name, parsed.placement, microbatches, parsed.ranks, costs)
-    check(order)
-    return order
+    found = Schedule(name, parsed.placement, microbatches, parsed.ranks, costs)
+    check(found)
+    return found

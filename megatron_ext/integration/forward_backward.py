@@ -20,7 +20,6 @@ from ..runtime.executor import Executor, StepValidator
 from ..runtime.trace import Recorder
 from ..runtime.watchdog import Watchdog
 from ..runtime.wgrad import WeightGradStore
-from ..schedule.actions import Op
 from ..schedule.check import check
 from ..schedule.generators import forward_only as forward_only_schedule
 from ..schedule.lower import lower
@@ -278,7 +277,7 @@ class ScheduledPipeline:
                 f"schedule {plan.name} has {plan.chunks} chunks a rank but the model was built "
                 f"with {len(models)}"
             )
-        if any(a.op is Op.W for row in plan.ranks for a in row):
+        if plan.splits_backward:
             self._splitter.prepare(models, group, plan.name)
         if plan.placement.is_vee():
             require_gpt(bare, plan.name)
@@ -319,7 +318,15 @@ class ScheduledPipeline:
         meter = None if iteration.forward_only else self._meter
         if meter is not None:
             meter.add(recorder, group)
-        self._traces.write(plan, rank, recorder, losses, offloading, self._splitter.summary())
+        self._traces.write(
+            plan,
+            rank,
+            recorder,
+            losses,
+            offloading,
+            self._splitter.summary(),
+            iteration.forward_only,
+        )
         measured = run.measuring and self._profiler.add(recorder, plan.placement)
         if offloading is not None:
             offloading.end(plan, rank, replaced=measured)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,6 +17,8 @@ from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
 from .profile import SetSizes
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Mover(Protocol):
@@ -114,9 +117,7 @@ class MegatronRunner:
         self._it, self.placement, self._rank = iteration, placement, rank
         self._store, self._mover, self._sizes = store, mover, sizes
         self._schedules = schedules
-        self._backward_takes_model_type = (
-            "model_type" in inspect.signature(schedules.backward_step).parameters
-        )
+        self._backward_takes_model_type = _takes_model_type(schedules.backward_step)
         self._virtual = placement.chunks > 1
         self._live: dict[tuple[int, int], ActivationSet] = {}
         self.losses: list[Any] = []
@@ -140,7 +141,7 @@ class MegatronRunner:
         if x is not None and not it.forward_only:
             x.requires_grad_(True)
         key = (chunk, microbatch)
-        with self._mover.saving(key) if self._mover else contextlib.nullcontext():
+        with self._mover.saving(key) if self._mover else _NOTHING:
             y, num_tokens = self._schedules.forward_step(
                 it.forward_step_func,
                 it.data_iterators[chunk],
@@ -181,7 +182,7 @@ class MegatronRunner:
         key = (chunk, microbatch)
         held = self._live[key]
         with self._sync_only_at_last(chunk, microbatch):
-            with self._store.collect(key) if split else contextlib.nullcontext():
+            with self._store.collect(key) if split else _NOTHING:
                 input_grad = self._backward_step(held.x, held.y, grad)
         if split:
             if self._sizes is not None:
@@ -238,7 +239,7 @@ class MegatronRunner:
             no_sync = no_sync[chunk]
         last = microbatch == self._it.num_microbatches - 1
         if no_sync is None or (last and config.grad_sync_func is None):
-            return contextlib.nullcontext()
+            return _NOTHING
         return no_sync()
 
     def _finished(self, chunk: int, microbatch: int) -> None:
@@ -253,6 +254,12 @@ class MegatronRunner:
         if isinstance(sync, list):
             sync = sync[chunk]
         sync(self._it.models[chunk].parameters())
+
+
+@functools.cache
+def _takes_model_type(backward_step: Callable[..., Any]) -> bool:
+    """Whether this Megatron's ``backward_step`` wants to know; asked once, not every iteration."""
+    return "model_type" in inspect.signature(backward_step).parameters
 
 
 def unwrapped(model: Any) -> Any:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from ..runtime import files
 from ..runtime.trace import Recorder, TraceFile
-from ..schedule.actions import Op
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import peak_sets
 from ..view.recorded import plan_file
@@ -38,6 +37,7 @@ class Traces:
         losses: list[Any],
         offloading: Offloading | None,
         wgrad: Any,
+        forward_only: bool,
     ) -> None:
         """One iteration, if it is due.
 
@@ -48,8 +48,8 @@ class Traces:
             losses: what the loss reported.
             offloading: of this iteration, or None.
             wgrad: which layers split their backward pass.
+            forward_only: it is an evaluation.
         """
-        forward_only = all(action.op is Op.F for action in plan.ranks[rank] if action.is_compute)
         self._iterations[forward_only] += 1
         if self.directory is None:
             return

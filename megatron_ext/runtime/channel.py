@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Channel:
         self._global_ranks = dist.get_process_group_ranks(group)
         # By peer. A sent tensor must live until its transfer is over, and so must its work: gloo
         # never delivers a message whose work is gone.
-        self._sending: dict[int, deque[list[tuple[Any, torch.Tensor]]]] = {}
+        self._sending: defaultdict[int, deque[list[tuple[Any, torch.Tensor]]]] = defaultdict(deque)
         self._settled: Counter[int] = Counter()
         self.polls = device.type != "cpu"
 
@@ -65,22 +65,23 @@ class Channel:
             RuntimeError: shape or dtype differ from what the peer expects; sending it all the
                 same would deliver garbage.
         """
-        fits = self.shape is None or tuple(tensor.shape) == self.shape
-        if not fits or tensor.dtype != self.dtype:
+        shape, dtype = self.shape, self.dtype
+        if tensor.dtype != dtype or (shape is not None and tensor.shape != shape):
             raise RuntimeError(
                 f"a stage produced {tuple(tensor.shape)} {tensor.dtype} but the pipeline carries "
-                f"{self.shape} {self.dtype}; sequences of varying length need variable_seq_lengths "
+                f"{shape} {dtype}; sequences of varying length need variable_seq_lengths "
                 "in the model's configuration, and --pipeline-dtype (params dtype) must be the "
                 "dtype of the activations"
             )
         tensor = tensor.contiguous()
-        parts = [tensor] if self.shape is not None else [self._header(tensor.shape), tensor]
+        to, group = self._global_ranks[peer], self.group
         message = []
-        for number, part in enumerate(parts):
-            to = self._global_ranks[peer]
-            work = dist.isend(part, to, group=self.group, tag=2 * tag + number)
-            message.append((work, part))
-        self._sending.setdefault(peer, deque()).append(message)
+        if shape is None:
+            header = self._header(tensor.shape)
+            message.append((dist.isend(header, to, group=group, tag=2 * tag), header))
+        number = 2 * tag + len(message)
+        message.append((dist.isend(tensor, to, group=group, tag=number), tensor))
+        self._sending[peer].append(message)
         if self.polls:
             for queue in self._sending.values():
                 while queue and all(work.is_completed() for work, _ in queue[0]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -93,7 +94,7 @@ class Executor:
         self._actions = schedule.ranks[rank]
         self._validator, self._next = validator, 0
         self._head = head_length(self._actions) if validator is not None else 0
-        if validator is None:
+        if validator is None and schedule.is_validated:
             self._actions = without_validation(self._actions)
         self._rank = rank
         self._runner, self._channel = runner, channel
@@ -158,18 +159,22 @@ class Executor:
             self._validator.channel.finish()
 
     def _run_until(self, end: int) -> None:
-        total = len(self._actions)
+        # What the loop does for every action is on the way to the device's next kernel.
+        total, handlers = len(self._actions), self._handlers
+        at, sending = self._watchdog.at, self._channel.sending_to
+        profiled = torch.autograd._profiler_enabled
         for position in range(self._next, end):
             action = self._actions[position]
-            self._watchdog.at(action, position, total, self._channel.sending_to)
+            at(action, position, total, sending)
             if self._verbose:
                 line = f"[megatron_ext] rank {self._rank} {position}/{total} {action}\n"
                 sys.stderr.write(line)
-            if action.is_compute:
+            # Looking costs a hundredth of a range that nobody records.
+            if profiled() and action.is_compute:
                 with torch.profiler.record_function(f"PP:{action}"):
-                    self._handlers[action.op](action)
+                    handlers[action.op](action)
             else:
-                self._handlers[action.op](action)
+                handlers[action.op](action)
         self._next = end
 
     def _forward(self, action: Action) -> None:
@@ -179,7 +184,7 @@ class Executor:
             y = self._runner.forward(self._placement.chunk_of(stage), microbatch, x)
         self._recorder.resident(self._runner.live_sets())
         if stage + 1 < self._placement.num_stages:
-            self._deliver(Action(Op.F, stage, microbatch), Action(Op.F, stage + 1, microbatch), y)
+            self._deliver(action, Action(Op.F, stage + 1, microbatch), y)
         self._let_go(action)
 
     def _backward(self, action: Action) -> None:
@@ -289,7 +294,22 @@ class Executor:
         return (consumer_stage * self._microbatches + microbatch) * 2 + kind
 
 
+# By identities of schedules that are alive; an executor is made for every iteration.
+_TAKEN: dict[tuple[int, int], tuple[weakref.ref[Schedule], dict[Action, tuple[int, int]]]] = {}
+
+
 def _taken_by_then(schedule: Schedule, rank: int) -> dict[Action, tuple[int, int]]:
+    """``_find_taken``, once for each schedule object and rank."""
+    key = id(schedule), rank
+    known = _TAKEN.get(key)
+    if known is None or known[0]() is not schedule:
+        # The identity may be another schedule's later on.
+        forget = weakref.ref(schedule, lambda _: _TAKEN.pop(key, None))
+        known = _TAKEN[key] = forget, _find_taken(schedule, rank)
+    return known[1]
+
+
+def _find_taken(schedule: Schedule, rank: int) -> dict[Action, tuple[int, int]]:
     """For every F or B of ``rank`` with an input from a peer: (the peer, how many messages from
     ``rank`` it had posted receives for before it sent that input).
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,20 @@ from ..schedule.actions import Action
 from . import files
 
 EVERY = 50  # iterations
+_NOTHING = nullcontext()
+
+
+class _Waits:
+    """Adds up the time inside it. One object for all: it is entered for every message."""
+
+    def __init__(self) -> None:
+        self.seconds = self._start = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._start
 
 
 class Recorder:
@@ -36,13 +50,14 @@ class Recorder:
     def __init__(self, timed: bool, device: torch.device) -> None:
         self._timed = timed
         self._cuda = timed and device.type == "cuda"
+        self._waits = _Waits()
         self.reset()
 
     def reset(self) -> None:
         """Start a new iteration."""
         self.peak_sets = 0
         self._spans: list[tuple[Action, Any, Any]] = []
-        self._waited = 0.0
+        self._waits.seconds = 0.0
         self._zero_unix = time.time()
         self._zero = self._now() if self._timed else None
 
@@ -50,22 +65,19 @@ class Recorder:
         """Note how many activation sets the rank holds now."""
         self.peak_sets = max(self.peak_sets, sets)
 
-    @contextmanager
-    def measure(self, action: Action) -> Iterator[None]:
+    def measure(self, action: Action) -> AbstractContextManager[None]:
         """Time ``action``."""
-        if not self._timed:
-            yield
-            return
+        return self._measure(action) if self._timed else _NOTHING
+
+    @contextmanager
+    def _measure(self, action: Action) -> Iterator[None]:
         start = self._now()
         yield
         self._spans.append((action, start, self._now()))
 
-    @contextmanager
-    def wait(self) -> Iterator[None]:
+    def wait(self) -> AbstractContextManager[None]:
         """Time spent blocked on a message (host time)."""
-        start = time.perf_counter()
-        yield
-        self._waited += time.perf_counter() - start
+        return self._waits
 
     def events(self) -> list[dict[str, Any]]:
         """``[{"action", "start_us", "end_us"}]`` since ``reset``; waits for the device once."""
@@ -110,7 +122,7 @@ class Recorder:
     def waited_us(self) -> float:
         """Host time this rank was blocked on messages. NCCL blocks the stream, not the host, so
         there the gaps between ``events`` show it and this does not."""
-        return round(self._waited * 1e6, 1)
+        return round(self._waits.seconds * 1e6, 1)
 
     def _now(self) -> Any:
         if not self._cuda:

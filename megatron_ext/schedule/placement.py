@@ -72,7 +72,9 @@ class Placement:
 
     def is_vee(self) -> bool:
         """True if this is the V placement of ``vee``."""
-        return self.chunks == 2 and self == Placement.vee(self.pp)
+        # Row by row, without making another: this is asked every iteration.
+        last = 2 * self.pp - 1
+        return all(row == (rank, last - rank) for rank, row in enumerate(self.stages))
 
     def is_loop(self) -> bool:
         """True if this is Megatron's own placement."""

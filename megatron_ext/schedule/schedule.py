@@ -6,10 +6,11 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .actions import COMMUNICATION_OPS, OFFLOAD_OPS, VALIDATION_MESSAGES, VALIDATION_OPS, Action
+from .actions import COMMUNICATION_OPS, OFFLOAD_OPS, VALIDATION_MESSAGES, VALIDATION_OPS, Action, Op
 from .costs import Costs
 from .link import Link
 from .placement import Placement
@@ -65,7 +66,7 @@ class Schedule:
         """True if the lists hold what ``lower`` adds."""
         return any(action.op in _ADDED for row in self.ranks for action in row)
 
-    @property
+    @cached_property
     def is_validated(self) -> bool:
         """True if the lists hold optimizer post-validation."""
         added = VALIDATION_OPS | VALIDATION_MESSAGES
@@ -75,6 +76,11 @@ class Schedule:
     def has_offload(self) -> bool:
         """True if the lists hold offload actions."""
         return any(action.op in OFFLOAD_OPS for row in self.ranks for action in row)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """True if some weight gradients have passes of their own. Looked up every iteration."""
+        return any(action.op is Op.W for row in self.ranks for action in row)
 
     def compute(self) -> Schedule:
         """This schedule with its compute actions only."""

@@ -103,6 +103,12 @@ def test_a_stage_that_produces_nothing_is_an_error(pool):
     )
 
 
+def test_profilers_see_passes(pool):
+    first, second = pool.run("profiled", 2)
+    assert first == ["PP:F0.0", "PP:B0.0", "PP:W0.0"]
+    assert second == ["PP:F1.0", "PP:B1.0", "PP:W1.0"]
+
+
 def test_every_action_can_be_logged(pool):
     first, second = pool.run("verbose", 2)
     actions = ["F0.0", "SEND_F0.0", "RECV_B0.0", "BW0.0"]

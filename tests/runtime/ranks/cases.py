@@ -226,6 +226,16 @@ def verbose(context: Context) -> list[str]:
     return [line for line in text.getvalue().splitlines() if not line.startswith("<")]
 
 
+def profiled(context: Context) -> list[str]:
+    """Names of the ranges that torch's profiler sees in an iteration, in order of time."""
+    runner, pipe = SleepyRunner(0, context.rank), channel(context)
+    lowered, recorder = plan("zb-h1", context.size, 1), Recorder(False, CPU)
+    with torch.autograd.profiler.profile() as profile:
+        Executor(lowered, context.rank, runner, pipe, quiet(), recorder).run()
+    found = [event for event in profile.function_events if event.name.startswith("PP:")]
+    return [event.name for event in sorted(found, key=lambda event: event.time_range.start)]
+
+
 # --- Channel ------------------------------------------------------------------------------------
 
 

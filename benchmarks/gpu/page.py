@@ -1,0 +1,204 @@
+"""The results of the GPU suite as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def page(parts: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
+    """Markdown."""
+    where = about["gpu"] or "no GPU"
+    lines = [
+        "# One GPU",
+        "",
+        f"`python benchmarks/gpu/run.py`, {about['date']}: {where}; Python {about['python']}, "
+        f"torch {about['torch']}, megatron-core {about['megatron']}, {about['machine']}.",
+    ]
+    if about["tiny"]:
+        lines += [
+            "",
+            "**No GPU figure exists yet.** This is the suite with next to nothing to compute"
+            + ("" if about["gpu"] else ", on the CPU")
+            + ": it shows that every part runs to its end. No number below says anything.",
+        ]
+    problems = wrong(parts)
+    if problems:
+        lines += ["", "**Wrong**:", "", *(f"- {problem}" for problem in problems)]
+    for name, result in parts.items():
+        title, tables = SECTIONS[name]
+        lines += ["", f"## {title}", "", f"{result['seconds']} s.", ""]
+        if "failed" in result:
+            lines.append(f"**Failed**: {result['failed']}.")
+        else:
+            lines += tables(result, parts)
+    return "\n".join(lines) + "\n"
+
+
+def wrong(parts: dict[str, dict[str, Any]]) -> list[str]:
+    """What must not be, one line each: failures, other results than 1F1B's, other sets than
+    planned. Times are looked at by people."""
+    found = [
+        f"{name}: {part[key]}"
+        for name, part in parts.items()
+        for key in ("failed", "unfinished")
+        if key in part
+    ]
+    for row in parts.get("replay", {}).get("rows", ()):
+        what = f"replay, h {row['size']['hidden']}: {row['schedule']}"
+        if "failed" in row:
+            found.append(f"{what}: {row['failed']}")
+        elif row["peak_sets"] != row["planned_sets"]:
+            found.append(f"{what}: {row['peak_sets']} sets, planned {row['planned_sets']}")
+    for world, result in parts.get("shared", {}).get("worlds", {}).items():
+        if "failed" in result:
+            found.append(f"shared, {world} processes: {result['failed']}")
+            continue
+        different = [row["schedule"] for row in result["rows"] if not row["equal"]]
+        found += [f"shared, {world} processes: {name} differs from 1f1b" for name in different]
+        if not result["learns"]:
+            found.append(f"shared, {world} processes: the loss never changed")
+    return found
+
+
+def _table(head: str, rows: Sequence[Sequence[Any]]) -> list[str]:
+    """``head``: the columns, ``|`` between them; all but the first right-aligned."""
+    count = head.count("|") + 1
+    lines = [f"| {head} |", "|---|" + "--:|" * (count - 1)]
+    return lines + [f"| {' | '.join(map(str, row))} |" for row in rows]
+
+
+def _gib(nbytes: float | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 2**30:.2f}"
+
+
+def _replay(result: dict[str, Any], _: Any) -> list[str]:
+    lines = [
+        "Of the rank with the most sets. *Work*: its passes alone, by events; *step*: until the "
+        "device was done, without a peer to wait for. *Pipeline*: the whole step simulated from "
+        "these passes, messages left out, and its speed against `1f1b`. *Copies*: a set to the "
+        "host and back, at the rates measured before. Bytes in GiB: the "
+        "allocator's peak above weights and gradients holds temporaries of a pass too.",
+        "",
+    ]
+    rows = []
+    for row in result["rows"]:
+        size = row["size"]
+        name = f"h {size['hidden']}: {row['schedule']}"
+        if "failed" in row:
+            rows.append((name, f"failed: {row['failed']}", *[""] * 8))
+            continue
+        times = ", ".join(f"{key} {value:.2f}" for key, value in row["passes_ms"].items())
+        sets = f"{row['peak_sets']} ({row['planned_sets']})"
+        memory = _gib(row["allocator_bytes"]), _gib(row["counted_bytes"])
+        copies = " + ".join(f"{ms:.2f}" for ms in row["copy_ms"])
+        speed = "" if row["speed"] is None else f"{row['speed']:.3f}"
+        times_ms = (f"{row[key]:.1f}" for key in ("work_ms", "step_ms"))
+        whole = f"{row['pipeline_ms']:.1f}"
+        rows.append((name, times, copies, *times_ms, sets, *memory, whole, speed))
+    head = "schedule | passes ms | copies ms | work ms | step ms | sets (planned) | allocator | "
+    return lines + _table(head + "counted | pipeline ms | speed", rows)
+
+
+def _shared(result: dict[str, Any], _: Any) -> list[str]:
+    rows = []
+    for world, found in result["worlds"].items():
+        if "failed" in found:
+            rows.append((f"{world} processes", f"failed: {found['failed']}", "", ""))
+            continue
+        for row in found["rows"]:
+            same = "equal" if row["equal"] else "**different**"
+            rows.append((f"{world}: {row['schedule']}", same, row["moved_sets"],
+                         f"{row['step_ms']:.0f}"))  # fmt: skip
+    lines = ["Losses of three steps and weights after them, bit for bit against `1f1b`.", ""]
+    return lines + _table("schedule | losses and weights | sets moved a step | step ms", rows)
+
+
+def _rates(result: dict[str, Any], parts: dict[str, dict[str, Any]]) -> list[str]:
+    rates = result["gb_per_s"]
+    lines = _table("GB/s | alone | both ways at once", [
+        ("to the host", f"{rates['to_host']:.1f}", f"{rates['to_host_together']:.1f}"),
+        ("to the device", f"{rates['to_device']:.1f}", f"{rates['to_device_together']:.1f}"),
+    ])  # fmt: skip
+    rows = []
+    for row in result["computing"]:
+        rate = row["gb_per_s_each_way"]
+        shown = "" if rate is None else f"{rate:.1f}"
+        rows.append((row["case"], f"{row['ms']:.1f}", f"{row['tflops']:.1f}", shown))
+    lines += ["", *_table("matrix products | ms | TFLOP/s | GB/s each way", rows)]
+    replay = parts.get("replay", {})
+    measured = [r for r in replay.get("rows", ()) if r["schedule"] == "1f1b" and "failed" not in r]
+    rows = []
+    for row in measured:
+        k = k_of(row, replay["to_host"], replay["to_device"])
+        rows.append((f"h {row['size']['hidden']}", f"{k['measured']:.2f}", f"{k['formula']:.2f}",
+                     f"{k['bytes']:.1f}", f"{k['tflops']:.0f}"))  # fmt: skip
+    if rows:
+        lines += [
+            "",
+            "k: the way of a set there and back over F+B+W of its chunk; by the formula for the "
+            "measured speeds and 20 bytes a token and hidden element.",
+            "",
+            *_table("layers | k measured | k by formula | bytes | TFLOP/s (formula's)", rows),
+        ]
+    return lines
+
+
+def k_of(row: dict[str, Any], to_host: float, to_device: float) -> dict[str, float]:
+    """k of a replay's 1F1B row: measured, and by the paper's formula for the measured speeds.
+
+    Formula 1 of PipeOffload: 10 / (3 (6h + s)) x FLOP/s / bytes/s, for the 20 bytes a token and
+    hidden element that are left after its cheap recomputation; ``bytes`` says how many they are
+    here.
+    """
+    size = row["size"]
+    hidden, seq, layers = size["hidden"], size["seq"], size["layers"]
+    seconds = row["work_ms"] / 1e3 / size["microbatches"]
+    flops = layers * 72 * seq * hidden**2 * (1 + seq / (6 * hidden)) / seconds
+    way = 2 / (1 / to_host + 1 / to_device)
+    set_bytes = row["set_bytes"]
+    return {
+        "measured": (set_bytes / to_host + set_bytes / to_device) / seconds,
+        "formula": 10 / (3 * (6 * hidden + seq)) * flops / way,
+        "bytes": set_bytes / (layers * seq * hidden),
+        "tflops": flops / 1e12,
+    }
+
+
+def _overhead(result: dict[str, Any], _: Any) -> list[str]:
+    lines = [
+        "Microseconds per action of a rank's list, messages included. *Host*: issuing a step of "
+        "16 tokens under the executor; *alone*: the same layers in a plain loop, F and BW; "
+        "*device*: the passes at the real sequence.",
+        "",
+    ]
+    rows = []
+    for row in result["rows"]:
+        bound = "yes" if row["bound_by_launching"] else "no"
+        rows.append((f"h {row['hidden']}, seq {row['seq']}: {row['schedule']}", row["actions"],
+                     *(f"{row[k]:.0f}" for k in ("host_us", "thread_us", "alone_us", "device_us")),
+                     bound))  # fmt: skip
+    head = "schedule | actions | host | of it CPU | alone | device | bound by launching"
+    return lines + _table(head, rows)
+
+
+def _moe(result: dict[str, Any], _: Any) -> list[str]:
+    lines = [
+        f"{result['tokens']} tokens, hidden {result['hidden']}, ffn {result['ffn']}; the experts' "
+        f"forward pass takes {result['experts_ms']:.2f} ms. *Ratio*: an all-to-all over it.",
+        "",
+    ]
+    rows = []
+    for row in result["rows"]:
+        name = f"{row['ratio']:g}: n = {row['chunks']}, {row['strategy']}"
+        rows.append((name, f"{row['ms']:.2f}", f"{row['speed']:.3f}", _gib(row["peak_bytes"])))
+    return lines + _table("ratio and way | ms | speed against n = 1 | peak GiB", rows)
+
+
+SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any], Any], list[str]]]] = {
+    "replay": ("One rank of a pipeline", _replay),
+    "shared": ("Processes that share the GPU", _shared),
+    "rates": ("Transfers", _rates),
+    "overhead": ("Executor overhead with real kernels", _overhead),
+    "moe": ("MoE region with emulated messages", _moe),
+}
