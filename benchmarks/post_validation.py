@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Optimizer post-validation: what it gains, beside what the simulator says, and what it costs.
 
-    python benchmarks/post_validation.py [--schedules v-zb,zb-h2,v-half] [--pp 4] [--microbatches 8]
-        [--passes 60,60,60] [--iterations 16] [--rounds 3] [--output DIR] [--date YYYY-MM-DD]
+    python benchmarks/post_validation.py [--schedules v-zb,zb-h2] [--sizes 4x8,8x16]
+        [--passes 100,100,100] [--iterations 16] [--rounds 3] [--output DIR] [--date YYYY-MM-DD]
 
 Trains a tiny GPT with ``pretrain_gpt.py`` of a stock checkout (``$MEGATRON_LM`` or the user cache)
 on gloo ranks of this machine. A pass of a microbatch takes ``--passes`` milliseconds of F, B and W
@@ -37,7 +37,7 @@ from megatron_ext.schedule.generators import GENERATORS, generate  # noqa: E402
 from megatron_ext.schedule.steady import steady_time  # noqa: E402
 
 TAG = "core_v0.19.0"
-MODEL = """--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+MODEL = """--hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --micro-batch-size 1 --lr 1e-3 --lr-decay-style constant --mock-data
 --tokenizer-type NullTokenizer --vocab-size 127 --split 90,5,5 --eval-iters 1 --eval-interval 1000
 --log-interval 100 --attention-dropout 0 --hidden-dropout 0 --ckpt-format torch_dist
@@ -52,6 +52,7 @@ class Row:
 
     Attributes:
         schedule: its name.
+        pp, microbatches: of the pipeline.
         usual, ahead: seconds of an iteration, medians over rounds of each run's median.
         simulated_usual, simulated_ahead: what the simulator says.
         gain: share of an iteration that is saved, median of the rounds' ratios.
@@ -61,6 +62,8 @@ class Row:
     """
 
     schedule: str
+    pp: int
+    microbatches: int
     usual: float
     ahead: float
     simulated_usual: float
@@ -83,27 +86,30 @@ class Trainer:
     def __init__(self, server: ScriptServer, args: argparse.Namespace, folder: Path) -> None:
         self.server, self.args, self.folder = server, args, folder
 
-    def run(self, name: str, ahead: bool, fault: int | None = None) -> tuple[list[float], Any]:
+    def run(
+        self, name: str, pp: int, microbatches: int, ahead: bool, fault: int | None = None
+    ) -> tuple[list[float], Any]:
         """Seconds of every settled iteration, and everything that was computed."""
         args = self.args
         chunks = 2 if GENERATORS[name].any_chunks else GENERATORS[name].default_chunks
-        flags = f"{MODEL} --pipeline-model-parallel-size {args.pp} --pp-schedule {name}"
-        flags += f" --global-batch-size {args.microbatches} --train-iters {args.iterations}"
+        flags = f"{MODEL} --pipeline-model-parallel-size {pp} --pp-schedule {name}"
+        flags += f" --num-layers {2 * pp} --global-batch-size {microbatches}"
+        flags += f" --train-iters {args.iterations}"
         if GENERATORS[name].any_chunks:
             flags += f" --num-virtual-stages-per-pipeline-rank {chunks}"
         if ahead:
             flags += " --pp-post-validation 0"
-        faults = [] if fault is None else [{"iteration": fault, "rank": args.pp - 1, "factor": 99}]
+        faults = [] if fault is None else [{"iteration": fault, "rank": pp - 1, "factor": 1e6}]
         value = {"faults": faults, "pace": [ms / chunks for ms in args.milliseconds]}
         probe = HERE / "rank_probe.py"
         outcome = self.server.run(
-            flags.split(), args.pp, self.folder / "run", 600.0, prelude=probe, value=value
+            flags.split(), pp, self.folder / "run", 600.0, prelude=probe, value=value
         )
         if outcome.status != "ok":
             raise SystemExit(f"{name} {outcome.status}:\n{outcome.log(0)[-4000:]}")
         ranks = [
             [json.loads(line) for line in (outcome.folder / f"rank{r}.state").open()]
-            for r in range(args.pp)
+            for r in range(pp)
         ]
         # The last rank is the last to come to the end of an iteration's step.
         clock = [line[0] for line in ranks[-1]]
@@ -112,28 +118,28 @@ class Trainer:
         losses = [entry["losses"] for entry in outcome.losses()]
         return seconds, (states, losses)
 
-    def compare(self, name: str) -> Row:
+    def compare(self, name: str, pp: int, microbatches: int) -> Row:
         """With and without, in turn; and once with a step that has to be undone."""
         args = self.args
         medians: dict[bool, list[float]] = {False: [], True: []}
         results = []
         for _ in range(args.rounds):
             for ahead, own in medians.items():
-                seconds, result = self.run(name, ahead)
+                seconds, result = self.run(name, pp, microbatches, ahead)
                 # The last iteration is never followed by one that could begin before its end.
                 own.append(statistics.median(seconds[:-1]))
                 results.append(result)
         at = args.iterations // 2
-        clipped = [self.run(name, ahead, fault=at) for ahead in (False, True)]
+        clipped = [self.run(name, pp, microbatches, ahead, at) for ahead in (False, True)]
         # Without clipping these would take a median each.
         lost = sum(clipped[1][0]) - statistics.median(clipped[1][0]) * len(clipped[1][0])
         same = all(r == results[0] for r in results) and clipped[0][1] == clipped[1][1]
         costs = Costs.parse(args.passes)
         simulated = [
-            simulate(generate(name, args.pp, args.microbatches, costs=costs)).makespan,
+            simulate(generate(name, pp, microbatches, costs=costs)).makespan,
             steady_time(
                 lower(
-                    generate(name, args.pp, args.microbatches, costs=costs, objective="span"),
+                    generate(name, pp, microbatches, costs=costs, objective="span"),
                     validated=True,
                 )
             ),
@@ -142,6 +148,8 @@ class Trainer:
         gains = [1 - b / a for a, b in zip(medians[False], medians[True])]
         return Row(
             name,
+            pp,
+            microbatches,
             usual,
             ahead,
             float(simulated[0]) / 1e3,
@@ -159,18 +167,19 @@ def page(rows: list[Row], about: dict[str, Any]) -> str:
         "# Optimizer post-validation",
         "",
         f"{about['date']}, {about['machine']}; load {about['load']}. "
-        f"`python benchmarks/post_validation.py`: {about['pp']} gloo ranks, "
-        f"{about['microbatches']} microbatches, F, B, W of a microbatch {about['passes']} ms, "
-        f"{about['iterations']} iterations, {about['rounds']} rounds. The time from one iteration "
-        f"to the next, in the training loop of Megatron {about['megatron']}.",
+        f"`python benchmarks/post_validation.py`: gloo ranks, F, B, W of a microbatch "
+        f"{about['passes']} ms, {about['iterations']} iterations, {about['rounds']} rounds. The "
+        "time from one iteration to the next, in the training loop of Megatron "
+        f"{about['megatron']}.",
         "",
-        "| schedule | without, s | simulated | with, s | simulated | gain | simulated | an undone "
-        "step costs | bit for bit |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| schedule | p | m | without, s | simulated | with, s | simulated | gain | simulated | an "
+        "undone step costs | bit for bit |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
     ]
     for row in rows:
         lines.append(
-            f"| {row.schedule} | {row.usual:.3f} | {row.simulated_usual:.3f} | {row.ahead:.3f} | "
+            f"| {row.schedule} | {row.pp} | {row.microbatches} | {row.usual:.3f} | "
+            f"{row.simulated_usual:.3f} | {row.ahead:.3f} | "
             f"{row.simulated_ahead:.3f} | {row.gain:.2%} | {row.simulated_gain:.2%} | "
             f"{row.undone:.2f} iterations | {'yes' if row.same else '**no**'} |"
         )
@@ -186,11 +195,10 @@ def page(rows: list[Row], about: dict[str, Any]) -> str:
 def main() -> None:
     """Run and save."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--schedules", default="v-zb,zb-h2,v-half")
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--passes", default="60,60,60", help="milliseconds of F, B, W")
-    parser.add_argument("--iterations", type=int, default=16)
+    parser.add_argument("--schedules", default="v-zb,zb-h2")
+    parser.add_argument("--sizes", default="4x8,8x16", help="ranks x microbatches")
+    parser.add_argument("--passes", default="100,100,100", help="milliseconds of F, B, W")
+    parser.add_argument("--iterations", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     add_arguments(parser)
     args = parser.parse_args()
@@ -204,11 +212,13 @@ def main() -> None:
         ScriptServer(script / "pretrain_gpt.py") as server,
     ):
         trainer = Trainer(server, args, Path(folder))
-        for name in args.schedules.split(","):
-            rows.append(trainer.compare(name))
-            print(asdict(rows[-1]), flush=True)
-            load.append(os.getloadavg()[0])
-    names = ("pp", "microbatches", "passes", "iterations", "rounds")
+        for size in args.sizes.split(","):
+            pp, microbatches = map(int, size.split("x"))
+            for name in args.schedules.split(","):
+                rows.append(trainer.compare(name, pp, microbatches))
+                print(asdict(rows[-1]), flush=True)
+                load.append(os.getloadavg()[0])
+    names = ("passes", "iterations", "rounds")
     about = {"date": args.date, "machine": args.machine, "python": platform.python_version()}
     about |= {"megatron": TAG, "load": f"{min(load):.1f} to {max(load):.1f}"}
     about |= {name: getattr(args, name) for name in names}
