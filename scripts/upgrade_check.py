@@ -278,7 +278,7 @@ def page(entries: list[dict[str, Any]]) -> str:
             text = "none yet; the place for them is " + ("there" if patches["place"] else "gone")
         supported = "" if entry["supported"] else " (not supported)"
         lines.append(
-            f"| {entry['name']} | {entry['version']}{supported} | {entry['commit'] or ''} | "
+            f"| {entry['name']} | {entry['version'].split('+')[0]}{supported} | {entry['commit'] or ''} | "
             f"{good} of {total} | {text} |"
         )
     wrong = [line for entry in entries for line in problems(entry)]
