@@ -258,6 +258,7 @@ def test_what_is_not_whole_is_refused(runs: Runs) -> None:
 
 
 @campaign
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_under_torchrun(tmp_path: Path, number: int) -> None:
     """torchrun itself ends with status 1, and none of its processes is left."""
@@ -276,7 +277,7 @@ def test_under_torchrun(tmp_path: Path, number: int) -> None:
         )  # fmt: skip
     ranks: dict[str, int] = {}
     try:
-        _wait(lambda: "iteration        3/" in log.read_text(), 200, log)
+        _wait(lambda: "iteration        3/" in log.read_text(), 500, log)
         ranks = _ranks_of(process.pid)
         os.kill(ranks["1"], number)
         # torchrun itself waits 30 s for a rank that does not react to SIGTERM.
