@@ -288,6 +288,7 @@ def test_under_torchrun(tmp_path: Path, number: int) -> None:
         assert re.search(r"in [A-Z_]+\d.* pipeline rank 1|behind its passes|gradients", said)
         assert [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()] == []
     finally:
+        ranks = ranks or _ranks_of(process.pid)
         for pid in (process.pid, *ranks.values()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
