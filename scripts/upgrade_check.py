@@ -277,10 +277,8 @@ def page(entries: list[dict[str, Any]]) -> str:
         if patches is not None and patches["state"] == "none":
             text = "none yet; the place for them is " + ("there" if patches["place"] else "gone")
         supported = "" if entry["supported"] else " (not supported)"
-        lines.append(
-            f"| {entry['name']} | {entry['version']}{supported} | {entry['commit'] or ''} | "
-            f"{good} of {total} | {text} |"
-        )
+        version, commit = entry["version"].split("+")[0] + supported, entry["commit"] or ""
+        lines.append(f"| {entry['name']} | {version} | {commit} | {good} of {total} | {text} |")
     wrong = [line for entry in entries for line in problems(entry)]
     lines += ["", "## What does not fit", ""]
     lines += [f"- {line}" for line in wrong] or ["Nothing."]

@@ -42,6 +42,7 @@ from .wgrad_split import Splitter
 logger = logging.getLogger(__name__)
 
 WATCHDOG_ENVIRONMENT = "MEGATRON_EXT_WATCHDOG_SECONDS"
+_LISTED = 16
 
 
 @dataclass
@@ -455,8 +456,13 @@ def _gradient_ranks() -> str:
     """Who takes part in reducing this rank's gradients."""
     from megatron.core import parallel_state
 
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return f"global ranks {dist.get_process_group_ranks(group)} and the embeddings' ranks"
+    try:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    except AssertionError:  # the groups came with the call
+        return "the data-parallel ranks"
+    ranks = dist.get_process_group_ranks(group)
+    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
+    return f"global ranks {ranks[:_LISTED]}{more}, and the embeddings' ranks"
 
 
 def _require_equal_plans(plan: Schedule) -> None:

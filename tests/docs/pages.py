@@ -76,7 +76,6 @@ NOT_RUN = {
     r"\./scripts/(demo|test)\.sh": "takes minutes; continuous integration runs test.sh itself",
     r"pytest": "is this",
     r"megatron-ext checkpoint": "needs a checkpoint; tests/cli makes some",
-    r"(\S+=\S+ )*pytest .*test_faults": "is this, and takes minutes",
     r"python scripts/faults\.py": "takes minutes; tests/runtime/test_faults.py is its short form",
     r"scripts/upgrade_check\.sh": "needs a network; tests/scripts has its decisions",
     r"python scripts/(fuzz|random_equivalence|random_post_validation)\.py": "runs as long as it is "
