@@ -101,7 +101,7 @@ def draw(seed: int, number: int, steps: int) -> Case:
 def plain(number: int) -> Case:
     """The settings in turn, with clipping in many steps."""
     setting = list(SETTINGS)[number % len(SETTINGS)]
-    return Case(setting, 1.8, 0, ())
+    return Case(setting, 1.2, 0, ())
 
 
 class Runner:
