@@ -29,7 +29,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from benchmarks.ranks import add_arguments, save  # noqa: E402
+from benchmarks.ranks import add_arguments, priority, save  # noqa: E402
 from benchmarks.script_server import ScriptServer  # noqa: E402
 from megatron_ext.schedule import lower, simulate  # noqa: E402
 from megatron_ext.schedule.costs import Costs  # noqa: E402
@@ -166,7 +166,8 @@ def page(rows: list[Row], about: dict[str, Any]) -> str:
     lines = [
         "# Optimizer post-validation",
         "",
-        f"{about['date']}, {about['machine']}; load {about['load']}. "
+        f"{about['date']}, {about['machine']}; load {about['load']}, ranks at "
+        f"{about['priority']}. "
         f"`python benchmarks/post_validation.py`: gloo ranks, F, B, W of a microbatch "
         f"{about['passes']} ms, {about['iterations']} iterations, {about['rounds']} rounds. The "
         "time from one iteration to the next, in the training loop of Megatron "
@@ -220,7 +221,11 @@ def main() -> None:
                 load.append(os.getloadavg()[0])
     names = ("passes", "iterations", "rounds")
     about = {"date": args.date, "machine": args.machine, "python": platform.python_version()}
-    about |= {"megatron": TAG, "load": f"{min(load):.1f} to {max(load):.1f}"}
+    about |= {
+        "megatron": TAG,
+        "priority": priority(),
+        "load": f"{min(load):.1f} to {max(load):.1f}",
+    }
     about |= {name: getattr(args, name) for name in names}
     save(args, "post-validation", [asdict(row) for row in rows], about)
     (args.output / "post_validation.md").write_text(page(rows, about))
