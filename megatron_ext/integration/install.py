@@ -87,7 +87,7 @@ class Installation:
             offloading = Offloading(choice.offload, file_link, args.pp_trace is not None)
         training = "megatron.training" in sys.modules
         validation = None
-        if args.pp_post_validation is not None:
+        if getattr(args, "pp_post_validation", None) is not None:
             validation = PostValidation(args.pp_post_validation)
         log_line = LogLine() if training else None
         self.pipeline = ScheduledPipeline(
