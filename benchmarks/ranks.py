@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import os
 import platform
@@ -14,7 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 
@@ -28,15 +29,7 @@ def on_ranks(count: int, task: Callable[[int], None]) -> bool:
     for rank in range(count):
         pid = os.fork()
         if pid == 0:
-            status = 1
-            try:
-                task(rank)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+            run_and_leave(functools.partial(task, rank))
         children.append(pid)
     good = True
     while children:
@@ -50,6 +43,19 @@ def on_ranks(count: int, task: Callable[[int], None]) -> bool:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other, signal.SIGTERM)
     return good
+
+
+def run_and_leave(task: Callable[[], None]) -> NoReturn:
+    """Run ``task`` in a forked process and end it; the exit status is 1 if it raised."""
+    status = 1
+    try:
+        task()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def priority() -> str:

@@ -133,7 +133,8 @@ class Runner:
             )
             outcomes.append(outcome)
             if outcome.status != "ok":
-                return {"result": f"{name} {outcome.status}", **asdict(case)}
+                ends = [outcome.log(rank)[-2000:] for rank in range(RANKS)]
+                return {"result": f"{name} {outcome.status}", **asdict(case), "logs": ends}
         differences = [
             name
             for name, one, other in zip(("states", "losses", "log"), *map(computed, outcomes))

@@ -30,7 +30,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ for folder in (HERE.parents[1], HERE):
 
 from page import page, wrong  # noqa: E402
 
-from benchmarks.ranks import add_arguments, save  # noqa: E402
+from benchmarks.ranks import add_arguments, run_and_leave, save  # noqa: E402
 
 # Part: its module and the seconds it may take; together less than eight minutes.
 PARTS = {
@@ -91,16 +90,8 @@ def _start(name: str, args: argparse.Namespace, out: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
-    status = 1
-    try:
-        os.setpgid(0, 0)
-        part(name, args, out)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    os.setpgid(0, 0)
+    run_and_leave(lambda: part(name, args, out))
 
 
 def _wait(child: int, seconds: float) -> int | None:

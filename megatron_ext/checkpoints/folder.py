@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..schedule.reading import shown, whole
-from .pickles import BROKEN_ARCHIVE, Made, Name, Stored, read_pickle, read_saved
+from .pickles import Made, Name, Stored, read_pickle, read_saved
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -208,17 +208,9 @@ def common(folder: Path) -> dict[str, Any]:
 def _saved_file(path: Path) -> Any:
     """The description in a file of ``torch.save``, whose tensors are not read."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = [n for n in archive.namelist() if n.split("/")[-1] == "data.pkl"]
-            if len(names) != 1:
-                raise ValueError(f"{path.name} is not what torch.save writes")
-            with archive.open(names[0]) as file:
-                data = file.read(MOST_COMMON_BYTES + 1)
-    except BROKEN_ARCHIVE as error:
-        raise ValueError(f"{path.name} cannot be read: {shown(str(error))}") from None
-    if len(data) > MOST_COMMON_BYTES:
-        raise ValueError(f"{path.name} describes more than {MOST_COMMON_BYTES >> 20} MiB")
-    return read_pickle(data)
+        return read_saved(path, MOST_COMMON_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
 
 
 def read_bytes(path: Path, most: int, start: int = 0, length: int | None = None) -> bytes:

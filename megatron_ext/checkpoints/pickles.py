@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..schedule.reading import shown
@@ -78,19 +79,20 @@ def read_pickle(data: bytes) -> Any:
     raise ValueError("it is no intact pickle (it has no end)")
 
 
-def read_saved(data: bytes, most_bytes: int) -> Any:
-    """What ``torch.save`` has written: the pickle in a zip archive.
+def read_saved(source: bytes | Path, most_bytes: int) -> Any:
+    """What ``torch.save`` has written, a file or its bytes: the pickle in a zip archive.
 
     Raises:
         ValueError: it is something else, is damaged, or the pickle takes more than ``most_bytes``.
     """
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        with zipfile.ZipFile(file) as archive:
             names = [n for n in archive.namelist() if n.split("/")[-1] == "data.pkl"]
             if len(names) != 1:
                 raise ValueError("it is not what torch.save writes")
-            with archive.open(names[0]) as file:
-                content = file.read(most_bytes + 1)
+            with archive.open(names[0]) as inside:
+                content = inside.read(most_bytes + 1)
     except BROKEN_ARCHIVE as error:
         raise ValueError(f"it is not what torch.save writes ({shown(str(error))})") from None
     if len(content) > most_bytes:

@@ -242,10 +242,10 @@ class Copies:
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        self._owners = [part.optimizer for part in parts if part.optimizer is not None]
+        owners = [part.optimizer for part in parts if part.optimizer is not None]
         self._tensors: list[torch.Tensor] = []
         self._others: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        for owner in self._owners:
+        for owner in owners:
             for group in owner.param_groups:
                 self._keep({k: v for k, v in group.items() if k != "params"}, group)
                 for parameter in group["params"]:
@@ -254,11 +254,6 @@ class Copies:
                         self._keep(owner.state[parameter], owner.state[parameter])
         self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
         _copy(self._copies, self._tensors)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all copies."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._copies)
 
     def restore(self) -> None:
         """Put everything back, bit for bit."""

@@ -152,7 +152,7 @@ class TestTime:
             steady_time(lower(made("v-zb")))
 
 
-def test_a_file_keeps_no_trace_of_it(tmp_path: object) -> None:
+def test_a_file_holds_it_as_it_is() -> None:
     lowered = lower(made("v-half"), validated=True)
     again = Schedule.from_json(lowered.to_json())
     assert again.ranks == lowered.ranks
