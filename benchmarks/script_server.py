@@ -13,7 +13,10 @@ Each rank writes ``rankN.log`` into the folder; ``losses.jsonl`` there holds the
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
+import gc
 import json
 import os
 import queue
@@ -205,6 +208,24 @@ def _keep_writing_here() -> None:
     filesystem_async._results_queue = queue.Queue()
 
 
+def _prepare_for_all() -> None:
+    """Do once what every rank of every job would do for seconds, with the same result."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+    from megatron.core.tokenizers.text import models  # noqa: F401
+    from megatron.training import argument_utils, arguments
+
+    from megatron_ext.integration import install  # noqa: F401
+
+    # Megatron parses its configurations' source to find their help texts.
+    factory = argument_utils.ArgumentGroupFactory
+    blank, find = factory.__new__(factory), factory._get_field_docstrings
+    read = functools.cache(lambda config: find(blank, config))
+    factory._get_field_docstrings = lambda _, config: dict(read(config))
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    # Documents of --mock-data: shuffled in samples of a few tokens, 100,000 take a second.
+    MockGPTLowLevelDataset.size = 2000
+
+
 def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
     start, port = time.monotonic(), _free_port()
     running = {}
@@ -263,10 +284,13 @@ def main() -> None:
     launch._set_tools_path()
     cpu.install()
     launch._execute(script, "preloaded_script")
-    import megatron.training  # noqa: F401
     import torch
 
+    _prepare_for_all()
     torch.set_num_threads(1)
+    # What is there now stays; ranks that never look at it need no copies of its pages.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         print(json.dumps(_run_job(script, json.loads(line))), file=answers, flush=True)
 

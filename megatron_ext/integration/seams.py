@@ -21,6 +21,8 @@ _ADVICE = (
     f"use an unmodified megatron-core {SUPPORTED[-1]}, or drop our flags; scripts/upgrade_check.sh "
     "shows what moved in a version, for a report"
 )
+# Modules that hold nothing of Megatron's, most of those of a process; and ours, which may.
+_NEVER = sys.stdlib_module_names | {"torch", "numpy", "megatron_ext"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Binding:
 
     target: str
     why: str
+    owner: Any
+    name: str
     original: Any
     replacement: Any
     holders: list[tuple[Any, str]] = field(default_factory=list)
@@ -75,14 +79,17 @@ class Seams:
             ConfigError: a target is missing, has another signature, or still has a consumer that
                 holds the original afterwards.
         """
-        before = len(self.bindings)
+        bindings = self._prepared(seams)
         try:
-            for seam in seams:
-                self.bindings.append(self._bind(seam))
+            for binding in bindings:
+                for holder, attribute in binding.holders:
+                    setattr(holder, attribute, binding.replacement)
+            _check_bound(bindings)
         except BaseException:
-            while len(self.bindings) > before:
-                self.bindings.pop().undo()
+            for binding in reversed(bindings):
+                binding.undo()
             raise
+        self.bindings += bindings
 
     def find(self, seam: Seam) -> str:
         """The target that ``seam`` would bind, which stays as it is.
@@ -103,26 +110,29 @@ class Seams:
         """One line a seam: what is bound, and where."""
         return "\n".join(f"  {b.target} -> {', '.join(b.where())}" for b in self.bindings)
 
-    def _bind(self, seam: Seam) -> Binding:
-        target, owner, name = self._resolve(seam)
-        # A class attribute is read without its descriptor, so that revert restores the very object.
-        original = inspect.getattr_static(owner, name)
-        self._check_signature(target, original, seam)
-        replacement = seam.make(original)
-        binding = Binding(target, seam.why, original, replacement)
-        if inspect.ismodule(owner):
-            holders = _modules_holding(original)
-        else:
-            holders = [(owner, name)]
-        for holder, attribute in holders:
-            setattr(holder, attribute, replacement)
-            binding.holders.append((holder, attribute))
-        left = _modules_holding(original) if inspect.ismodule(owner) else []
-        if left or inspect.getattr_static(owner, name) is not replacement:
-            binding.undo()
-            names = ", ".join(_name_of(holder) for holder, _ in left) or target
-            raise ConfigError(f"could not hook {target}: {names} still holds Megatron's original")
-        return binding
+    def _prepared(self, seams: Sequence[Seam]) -> list[Binding]:
+        """What applying ``seams`` will bind, and where; nothing is changed."""
+        bindings: list[Binding] = []
+        latest: dict[tuple[int, str], Binding] = {}  # a later seam of a target wraps the earlier
+        for seam in seams:
+            target, owner, name = self._resolve(seam)
+            before = latest.get((id(owner), name))
+            # A class attribute is read without its descriptor, so that revert restores the very
+            # object.
+            original = before.replacement if before else inspect.getattr_static(owner, name)
+            self._check_signature(target, original, seam)
+            binding = Binding(target, seam.why, owner, name, original, seam.make(original))
+            bindings.append(binding)
+            latest[id(owner), name] = binding
+        # After everything is imported, and once for all seams: a process has thousands of modules.
+        found = _modules_holding([b.original for b in bindings if inspect.ismodule(b.owner)])
+        for binding in bindings:
+            if inspect.ismodule(binding.owner):
+                binding.holders += found[id(binding.original)]
+                found[id(binding.replacement)] = binding.holders
+            else:
+                binding.holders.append((binding.owner, binding.name))
+        return bindings
 
     def _resolve(self, seam: Seam) -> tuple[str, Any, str]:
         """(target, the object that owns it, its attribute name) of the first target that exists."""
@@ -156,18 +166,30 @@ class Seams:
             )
 
 
-def _modules_holding(value: Any) -> list[tuple[Any, str]]:
-    """(module, attribute) of every loaded module with a global that is ``value`` itself."""
-    found = []
+def _check_bound(bindings: Sequence[Binding]) -> None:
+    last = {(id(b.owner), b.name): b for b in bindings}
+    found = _modules_holding([b.original for b in bindings if inspect.ismodule(b.owner)])
+    for binding in bindings:
+        left = found.get(id(binding.original), [])
+        final = last[id(binding.owner), binding.name].replacement
+        if left or inspect.getattr_static(binding.owner, binding.name) is not final:
+            names = ", ".join(_name_of(holder) for holder, _ in left) or binding.target
+            raise ConfigError(
+                f"could not hook {binding.target}: {names} still holds Megatron's original"
+            )
+
+
+def _modules_holding(values: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:
+    """By the identity of each of ``values``: (module, attribute) of every loaded module with a
+    global that is the value itself."""
+    found: dict[int, list[tuple[Any, str]]] = {id(value): [] for value in values}
     for module in list(sys.modules.values()):
+        if str(getattr(module, "__name__", "")).split(".")[0] in _NEVER:
+            continue
         for name, held in list(getattr(module, "__dict__", {}).items()):
-            if held is value and not _is_ours(module):
-                found.append((module, name))
+            if id(held) in found:
+                found[id(held)].append((module, name))
     return found
-
-
-def _is_ours(module: Any) -> bool:
-    return str(getattr(module, "__name__", "")).split(".")[0] == "megatron_ext"
 
 
 def _name_of(holder: Any) -> str:
