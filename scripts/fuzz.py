@@ -24,6 +24,7 @@ import os
 import platform
 import random
 import resource
+import shutil
 import sys
 import time
 import traceback
@@ -124,7 +125,8 @@ def by_coverage(run: Run, names: list[str], options: argparse.Namespace) -> None
         run.inputs[name], run.accepted[name] = ended["inputs"], ended["accepted"]
         run.found.update(ended.get("faults", {}))
         if status != 0:
-            run.found[f"{name}: the process ended with status {status}"] = "running"
+            last = shutil.copy(run.faults / "running", run.faults / f"{name}-ended")
+            run.found[f"{name}: the process ended with status {status}"] = last.name
 
 
 def _atheris(

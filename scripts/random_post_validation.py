@@ -134,7 +134,8 @@ class Runner:
             outcomes.append(outcome)
             if outcome.status != "ok":
                 ends = [outcome.log(rank)[-2000:] for rank in range(RANKS)]
-                return {"result": f"{name} {outcome.status}", **asdict(case), "logs": ends}
+                ended = {"exits": outcome.exits, "logs": ends}
+                return {"result": f"{name} {outcome.status}", **asdict(case), **ended}
         differences = [
             name
             for name, one, other in zip(("states", "losses", "log"), *map(computed, outcomes))

@@ -266,7 +266,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Name):
         return value.name
     if isinstance(value, Made):
-        return f"{value.of.name if isinstance(value.of, Name) else '?'}{value.args!r:.60}"
+        return f"{value.of.name if isinstance(value.of, Name) else '?'}{shown(value.args)[:60]}"
     return "a tensor" if isinstance(value, Stored) else value
 
 

@@ -55,11 +55,17 @@ class Made:
         state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
         return state if isinstance(state, dict) else {}
 
+    # Of what is inside no more than a name: a pickle of some bytes may hold one thing twice, in
+    # another one twice, and so on, and printed it would not fit in memory.
+    def __repr__(self) -> str:
+        return f"Made({shown(self.of) if isinstance(self.of, Name) else '...'})"
 
-class Stored(NamedTuple):
+
+@dataclass(eq=False)
+class Stored:
     """A tensor's memory, which lies beside the pickle."""
 
-    identifier: Any
+    identifier: Any = field(repr=False)
 
 
 def read_pickle(data: bytes) -> Any:
@@ -115,6 +121,7 @@ _LITERALS = {
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BINSTRING", "SHORT_BINSTRING", "STRING"),
 }
 _NOTHING = ("PROTO", "FRAME")
+_MOST_PARTS = 1000
 
 
 @dataclass
@@ -180,10 +187,10 @@ class _Reader:
 
     def _dict(self) -> None:
         items = self._since_mark()
-        self.stack.append(dict(zip(items[::2], items[1::2], strict=True)))
+        self.stack.append(dict(zip(_keys(items[::2]), items[1::2], strict=True)))
 
     def _frozenset(self) -> None:
-        self.stack.append(frozenset(self._since_mark()))
+        self.stack.append(frozenset(_keys(self._since_mark())))
 
     def _append(self) -> None:
         self._extend([self.stack.pop()])
@@ -195,7 +202,7 @@ class _Reader:
         items = self._since_mark()
         if not isinstance(self.stack[-1], set):
             raise ValueError("items of no set")
-        self.stack[-1].update(items)
+        self.stack[-1].update(_keys(items))
 
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -220,7 +227,7 @@ class _Reader:
             target = target.items
         if not isinstance(target, dict):
             raise ValueError("items of no mapping")
-        target.update(zip(items[::2], items[1::2], strict=True))
+        target.update(zip(_keys(items[::2]), items[1::2], strict=True))
 
     def _global(self, text: str) -> None:
         module, name = text.split(" ", 1)
@@ -228,7 +235,9 @@ class _Reader:
 
     def _stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
-        self.stack.append(Name(str(module), str(name)))
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise ValueError("a name that is no text")
+        self.stack.append(Name(module, name))
 
     def _reduce(self) -> None:
         args, function = self.stack.pop(), self.stack.pop()
@@ -251,3 +260,18 @@ class _Reader:
 
     def _persid(self, identifier: str) -> None:
         self.stack.append(Stored(identifier))
+
+
+def _keys(items: list[Any]) -> list[Any]:
+    """``items``, if they can be keys: Python looks into all parts of a tuple, however often one
+    thing is in it."""
+    for item in items:
+        parts, found = [item], 0
+        while parts:
+            part = parts.pop()
+            if isinstance(part, tuple | frozenset):
+                found += len(part)
+                if found > _MOST_PARTS:
+                    raise ValueError(f"a key of more than {_MOST_PARTS} parts")
+                parts.extend(part)
+    return items

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoints import folder as saved
+from megatron_ext.checkpoints.folder import _plain
 from megatron_ext.checkpoints.pickles import Made, Name, read_pickle, read_saved
 from megatron_ext.cli import main
 
@@ -207,6 +208,36 @@ def test_nothing_that_a_pickle_names_is_run() -> None:
 def test_damaged_pickles_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="no intact pickle"):
         read_pickle(data)
+
+
+# A list (protocol 4: "]", remembered: memo 0) or tuple, twice in the next one, and so on: 2**60 of
+# them for whoever prints, compares or hashes it.
+DOUBLED = b"".join(b"h%ch%c\x86\x940" % (i, i) for i in range(60)) + b"h\x3c"
+LISTS, TUPLES = b"]\x940" + DOUBLED, b"K\x01\x85\x940" + DOUBLED
+NAMED = b"\x8c\x01m\x8c\x01n\x93"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "data",
+    [TUPLES + b"\x8c\x01n\x93.", b"}" + TUPLES + b"K\x01s.", b"(" + TUPLES + b"K\x01d.",
+     b"\x8f(" + TUPLES + b"\x90.", b"(" + TUPLES + b"\x91."],
+)  # fmt: skip
+def test_what_is_too_long_to_hash_or_print_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="no text|more than 1000 parts"):
+        read_pickle(b"\x80\x04" + data)
+
+
+@pytest.mark.timeout(20)
+def test_what_is_made_of_one_thing_many_times_is_named_briefly() -> None:
+    for parts in (LISTS + b"\x85", TUPLES):
+        assert (
+            repr(read_pickle(b"\x80\x04" + NAMED + parts + b"R."))
+            == "Made(Name(module='m', name='n'))"
+        )
+        assert len(repr(read_pickle(b"\x80\x04" + parts + b"Q."))) < 100
+    saved = b"\x80\x04" + NAMED + b")R}\x8c\x01a" + NAMED + LISTS + b"\x85Rsb."
+    assert _plain(read_pickle(saved).values["a"]).startswith("n(")
 
 
 @pytest.mark.parametrize("protocol", range(6))
