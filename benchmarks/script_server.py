@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import functools
 import gc
 import json
@@ -165,6 +166,7 @@ def _rank(script: Path, job: dict[str, Any], rank: int, port: int) -> None:
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
+    faulthandler.enable()  # where it was, if the process crashes
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

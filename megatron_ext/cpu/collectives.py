@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -127,9 +128,39 @@ def _patch_send() -> None:
     _rebind("isend", isend)
 
 
+def _patch_workers() -> None:
+    """One worker thread a process group, in place of two.
+
+    Torch 2.15 notes the name of the last collective of a group in a string that its
+    workers write without a lock. Where two collectives of a group run at once, as under
+    ``--overlap-param-gather``, that corrupts the heap: one run in a hundred ends in ``malloc``.
+    """
+    gloo = dist.ProcessGroupGloo
+
+    # A class, since torch asks whether a group is one.
+    class OneWorker(gloo):  # type: ignore[misc,valid-type]
+        """``ProcessGroupGloo`` whose collectives run one after the other, in the order of calls."""
+
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any, **_: Any) -> None:
+            # As torch reads it.
+            named = os.environ.get("GLOO_SOCKET_IFNAME")
+            options = gloo._Options()
+            options._timeout = timeout
+            options._threads = 1
+            options._devices = (
+                [gloo.create_device(interface=name) for name in named.split(",")]
+                if named
+                else [gloo.create_default_device()]
+            )
+            super().__init__(store, rank, size, options)
+
+    _rebind("ProcessGroupGloo", OneWorker)
+
+
 def install() -> None:
     """Rebind torch.distributed's functions. Call once, from ``megatron_ext.cpu``."""
     _patch_init()
+    _patch_workers()
     # Groups: device_id binds a group to a GPU, pg_options are NCCL's.
     _without("new_group", "device_id", "pg_options")
     # gloo's barrier refuses device_ids.

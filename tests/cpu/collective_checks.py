@@ -29,6 +29,10 @@ def main(rank: int, store: str) -> None:
     dist.barrier(device_ids=[torch.cuda.current_device()])
     group = dist.new_group([0, 1], device_id=torch.device("cuda:0"))
 
+    # Two workers of a group corrupt the heap.
+    for each in (dist.group.WORLD, group):
+        assert each._get_backend(torch.device("cpu")).options._threads == 1
+
     x = torch.full((4,), float(rank), device="cuda")
     dist.all_reduce(x, op=dist.ReduceOp.AVG)
     assert x.tolist() == [0.5] * 4, x
