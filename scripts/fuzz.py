@@ -159,7 +159,8 @@ def _atheris(
         return mutated(data, random.Random(number))[:most]
 
     arguments = [f"-max_total_time={max(1, int(seconds))}", f"-seed={options.seed}"]
-    arguments += ["-max_len=8192", "-rss_limit_mb=0", "-verbosity=0", str(kept), str(start)]
+    arguments += ["-max_len=8192", "-rss_limit_mb=0", "-verbosity=0"]
+    arguments += [f"-artifact_prefix={run.faults}/", str(kept), str(start)]
     atheris.Setup([sys.argv[0], *arguments], one, custom_mutator=half)
     atheris.Fuzz()
     os._exit(0)

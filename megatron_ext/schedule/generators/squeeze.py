@@ -101,15 +101,15 @@ def squeeze(
         rank = ranks[at]
         if time < rank.clock or rank.following[-1] == rank.size:
             continue
-        index, again = rank.choose(time)
+        index = rank.choose(time)
+        # A rank that finds nothing, or gives way to a pass that is expected, looks again when it is
+        # fed: until then that pass comes ever nearer, or stays as far away as its producer takes.
         if index is not None:
             feeds = rank.run(index, time)
             clock = rank.clock
             heapq.heappush(wakes, clock * pp + at)
             if feeds is not None:
                 heapq.heappush(wakes, (clock + feeds[1]) * pp + feeds[0])
-        elif again is not None:
-            heapq.heappush(wakes, again * pp + at)
     return [rank.done for rank in ranks]
 
 
@@ -151,7 +151,7 @@ class _Rank:
         self.queue = [number[op, stage] for op, stage, _ in order]
         self.size = len(order)
         # Entry ``size``, also reached as -1, is the ring's joint: before the first, after the last.
-        self.following = [*range(1, self.size + 1), 0]
+        self.following: list[int] = [*range(1, self.size + 1), 0]
         self.previous = [self.size, *range(self.size)]
         self.count = [0] * len(names)  # passes of each lane that have run
         total = Counter(self.queue)
@@ -193,27 +193,26 @@ class _Rank:
             op is Op.W,
         )
 
-    def choose(self, time: int) -> tuple[int | None, int | None]:
-        """(index of the pass to start at ``time``, or None: stay idle; when to look again if
-        something could run but gives way)."""
+    def choose(self, time: int) -> int | None:
+        """Index of the pass to start at ``time``, or None: stay idle."""
         head = self.following[-1]
         number = self.queue[head]
         lane = self.lanes[number]
         # Nearly always the first pass can run.
         if self.forwards or not lane.only_w:
             if lane.gate is None:
-                return head, None
+                return head
             ends, hop = lane.gate
             microbatch = self.count[number]
             if len(ends) > microbatch and ends[microbatch] + hop <= time:
-                return head, None
+                return head
         return self._overtaker(time, head)
 
-    def _overtaker(self, time: int, index: int) -> tuple[int | None, int | None]:
+    def _overtaker(self, time: int, index: int) -> int | None:
         queue, lanes, following, count = self.queue, self.lanes, self.following, self.count
         ready_lanes = self._ready_lanes(time)
         if not ready_lanes:
-            return None, None
+            return None
         size, cap = self.size, self.cap
         num, den = self.waits[self.forwards == 0]
         sets = peak = self.sets  # resident now, and the most up to this place of the queue
@@ -221,7 +220,7 @@ class _Rank:
         free = len(lanes)
         spare: int | None = None
         soonest: int | None = None  # when a pass that comes first may be able to run
-        gave_way = full = False
+        full = False
         while index != size and free:
             number = queue[index]
             lane = lanes[number]
@@ -233,19 +232,18 @@ class _Rank:
                         ready = end + hop
                 if ready <= time:
                     ready_lanes -= 1
-                    if soonest is not None and (soonest - time) * den < lane.duration * num:
-                        gave_way = True
-                    elif self.forwards or not lane.only_w:
-                        return index, None
-                    elif spare is None:
+                    gives_way = soonest is not None and (soonest - time) * den < lane.duration * num
+                    if not gives_way and (self.forwards or not lane.only_w):
+                        return index
+                    if not gives_way and spare is None:
                         spare = index
                 elif soonest is None or ready < soonest:
                     soonest = ready
                 # What cannot run now blocks the later microbatches of its lane.
                 blocked[number] = True
                 free -= 1
-                if not ready_lanes and spare is None and not gave_way:
-                    return None, None
+                if not ready_lanes and spare is None:
+                    return None
             sets += lane.sets
             if sets > peak:
                 peak = sets
@@ -262,8 +260,8 @@ class _Rank:
             and soonest is not None
             and (soonest - time) * den < lanes[queue[spare]].duration * num
         ):
-            return None, soonest
-        return spare, soonest if gave_way else None
+            return None
+        return spare
 
     def _ready_lanes(self, time: int) -> int:
         """Number of lanes whose next pass has its inputs."""
