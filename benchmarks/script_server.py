@@ -212,7 +212,6 @@ def _keep_writing_here() -> None:
 
 def _prepare_for_all() -> None:
     """Do once what every rank of every job would do for seconds, with the same result."""
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
     from megatron.core.tokenizers.text import models  # noqa: F401
     from megatron.training import argument_utils, arguments
 
@@ -224,8 +223,6 @@ def _prepare_for_all() -> None:
     read = functools.cache(lambda config: find(blank, config))
     factory._get_field_docstrings = lambda _, config: dict(read(config))
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    # Documents of --mock-data: shuffled in samples of a few tokens, 100,000 take a second.
-    MockGPTLowLevelDataset.size = 2000
 
 
 def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
