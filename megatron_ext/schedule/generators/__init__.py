@@ -13,8 +13,8 @@ from .request import Objective, Request
 
 __all__ = ["AUTO", "GENERATORS", "NAMES", "Generator", "Objective", "forward_only", "generate"]
 
-# Beyond these, making an order takes minutes and gigabytes. Sets are those of all ranks.
 MOST_RATIO = 10_000
+# Of all ranks. Beyond, making an order takes minutes and gigabytes.
 MOST_SETS = 1 << 22
 AUTO = "auto"  # not a schedule of its own: the fastest of ``NAMES`` that fits
 
@@ -108,7 +108,8 @@ def _check_chunks(name: str, generator: Generator, chunks: int) -> None:
 def _bounded(durations: Durations) -> Durations:
     """``durations`` with no pass shorter than 1/``MOST_RATIO`` of the longest.
 
-    Orders are made by looking at every rank whenever its shortest pass could have ended.
+    More unequal costs have the orders of this ratio. Squeezing does not need the bound: it looks at
+    a rank when something has happened.
     """
     *rows, hop, scale = durations
     least = -(-max(max(row) for row in rows) // MOST_RATIO)
