@@ -66,7 +66,7 @@ def test_the_ranks_lie_on_one_clock(traced):
             assert end[before] <= begin[op, stage, j] + SLACK_US, (before, (op, stage, j))
     # The first rank slept before its zero; on its own clock that would not show.
     zeros = [line["zero_unix_us"] for line, _ in lines]
-    assert zeros[0] - max(zeros[1:]) > 100_000
+    assert zeros[0] - max(zeros[1:]) > 200_000 - SLACK_US
 
 
 def test_the_timeline_can_be_drawn(traced):

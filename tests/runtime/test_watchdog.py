@@ -95,7 +95,8 @@ def test_sigterm_while_blocked_in_cpp(launch, name):
         special={"rank": 0, "pass": 1, "do": "sleep"},
     )
     ranks.wait_for(0, "<pass 1>")
-    time.sleep(0.5)
+    ranks.wait_for(2, "<iteration 1>")
+    time.sleep(1)
     start = time.monotonic()
     ranks.kill(2, signal.SIGTERM)
     assert ranks.wait(SLACK, [2]) == [143]
@@ -183,7 +184,7 @@ def test_a_stopped_rank_makes_the_others_give_up(early):
     assert statuses == [75, 75], ranks.outputs()
     for rank, stuck_in in enumerate(("BW0.0", "BW1.0")):
         what, action, detail = report_of(ranks, rank)
-        assert re.fullmatch(r"made no progress for [23]\.\d s \(limit 2 s\), giving up", what)
+        assert re.fullmatch(r"made no progress for [2-9]\.\d s \(limit 2 s\), giving up", what)
         assert action == stuck_in
         assert detail == f"waiting for a message from pipeline rank {rank + 1}"
         output = ranks.output(rank)

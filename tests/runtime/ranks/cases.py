@@ -254,8 +254,9 @@ def wrong_messages(context: Context) -> list[str]:
 def drained(context: Context) -> dict[str, Any]:
     """The first rank sends (non-contiguous tensors too), the second takes them late."""
     pipe = channel(context)
+    dist.barrier(context.group)
     if context.rank == 1:
-        time.sleep(0.3)
+        time.sleep(1)
         return {"got": [pipe.receive(0, tag).wait().tolist() for tag in (7, 5, 6)]}
     wide = torch.arange(float(toy.ROWS * toy.HIDDEN)).view(toy.HIDDEN, toy.ROWS)
     sent = [torch.full(toy.SHAPE, 5.0), torch.full(toy.SHAPE, 6.0), wide.t()]
@@ -304,8 +305,12 @@ def trace(context: Context, name: str, microbatches: int, directory: str) -> dic
     runner = SleepyRunner(0.01, context.rank)
     before = time.time()
     if context.rank == 0:
-        time.sleep(0.2)  # Zeros differ between ranks.
+        # Zeros differ between ranks: the first rank's comes after all others'.
+        dist.barrier(context.group)
+        time.sleep(0.2)
     recorder = Recorder(True, CPU)
+    if context.rank != 0:
+        dist.barrier(context.group)
     Executor(lowered, context.rank, runner, channel(context), quiet(), recorder).run()
     file = TraceFile(directory, f"rank{context.rank}")
     for iteration in (1, 2):
