@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_RANKS = 16
+MOST_SAMPLE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,9 @@ class ScriptServer:
         env["GLOO_SOCKET_IFNAME"] = "lo"
         # The CPU device is prepared once for all jobs, so for the most ranks that any may have.
         env["LOCAL_WORLD_SIZE"] = str(MOST_RANKS)
+        # Megatron shuffles 100,000 mock documents in samples of a few tokens: a second a rank. Here
+        # one rank does it, for all jobs whose samples are the same.
+        self._samples = tempfile.TemporaryDirectory(prefix="samples-")
         self._process = subprocess.Popen(
             [python, str(Path(__file__).resolve()), str(script)],
             stdin=subprocess.PIPE,
@@ -97,6 +102,7 @@ class ScriptServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._samples.cleanup()
 
     def run(
         self,
@@ -131,7 +137,11 @@ class ScriptServer:
         """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        job = {"argv": list(argv), "world": world, "folder": str(folder), "timeout": timeout}
+        samples = Path(self._samples.name)
+        if sum(file.stat().st_size for file in samples.iterdir()) > MOST_SAMPLE_BYTES:
+            self._forget_samples()
+        argv = [*argv, "--data-cache-path", str(samples)]
+        job = {"argv": argv, "world": world, "folder": str(folder), "timeout": timeout}
         job["grace"] = grace
         job["more"] = {str(rank): list(own) for rank, own in (more or {}).items()}
         job["environment"] = {str(rank): dict(own) for rank, own in (environment or {}).items()}
@@ -144,9 +154,15 @@ class ScriptServer:
         if not line:
             raise RuntimeError("the script server ended; its messages stand above")
         answer = json.loads(line)
+        if answer["status"] != "ok":
+            self._forget_samples()  # It may have ended while it wrote them.
         return Outcome(
             answer["status"], answer["seconds"], folder, tuple(answer["exits"]), answer["orphans"]
         )
+
+    def _forget_samples(self) -> None:
+        for file in Path(self._samples.name).iterdir():
+            file.unlink()
 
 
 def _free_port() -> int:
