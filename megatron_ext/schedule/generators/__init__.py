@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..costs import Costs, Durations
+from ..costs import Costs
 from ..placement import Placement
 from ..schedule import Schedule
 from .auto import auto
@@ -13,7 +13,6 @@ from .request import Objective, Request
 
 __all__ = ["AUTO", "GENERATORS", "NAMES", "Generator", "Objective", "forward_only", "generate"]
 
-MOST_RATIO = 10_000
 # Of all ranks. Beyond, making an order takes minutes and gigabytes.
 MOST_SETS = 1 << 22
 AUTO = "auto"  # not a schedule of its own: the fastest of ``NAMES`` that fits
@@ -84,9 +83,7 @@ def generate(
     _check_options(name, generator, pp, group_size, memory_cap)
     vee = generator.placement == "vee"
     placement = Placement.vee(pp) if vee else Placement.loop(pp, chunks)
-    durations = _bounded(
-        costs.durations(placement).reduced()
-    )  # per-stage costs must fit the stages
+    durations = costs.durations(placement).reduced()  # per-stage costs must fit the stages
     request = Request(placement, microbatches, durations, objective, group_size, memory_cap)
     ranks = generator.orders(request)
     return Schedule(name, placement, microbatches, tuple(tuple(row) for row in ranks), costs)
@@ -103,18 +100,6 @@ def _check_chunks(name: str, generator: Generator, chunks: int) -> None:
             f"{name} has exactly {least} chunk{plural} per rank, got {chunks}; "
             f"give chunks={least} or leave it out"
         )
-
-
-def _bounded(durations: Durations) -> Durations:
-    """``durations`` with no pass shorter than 1/``MOST_RATIO`` of the longest.
-
-    More unequal costs have the orders of this ratio. Squeezing does not need the bound: it looks at
-    a rank when something has happened.
-    """
-    *rows, hop, scale = durations
-    least = -(-max(max(row) for row in rows) // MOST_RATIO)
-    f, b, w = (tuple(max(x, least) for x in row) for row in rows)
-    return Durations(f, b, w, hop, scale)
 
 
 def _check_options(
