@@ -34,13 +34,19 @@ _READ_SECONDS = 5.0
 _rounds = 0
 
 
-def facts(flags: Mapping[str, str], plan: str | None, megatron: str) -> dict[str, str]:
+def facts(
+    flags: Mapping[str, str],
+    plan: str | None,
+    megatron: str,
+    megatrons_flags: Mapping[str, str] | None = None,
+) -> dict[str, str]:
     """What this rank runs with, in the order in which a difference is reported.
 
     Args:
         flags: those of ours that were given, with their values as text.
         plan: hash and size of the schedule; None without one.
         megatron: version of megatron-core.
+        megatrons_flags: those of Megatron and the training script, as ``flags``.
     """
     import torch
 
@@ -58,6 +64,7 @@ def facts(flags: Mapping[str, str], plan: str | None, megatron: str) -> dict[str
         "torch": str(torch.__version__),
         "megatron_ext": __version__,
         "megatron_ext's source files": _sources(),
+        **{f"Megatron's {flag}": value for flag, value in (megatrons_flags or {}).items()},
         **({} if plan is None else {"the plan": plan}),
     }
 

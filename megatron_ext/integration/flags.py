@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import enum
+import os
 from collections.abc import Mapping, Sequence
 
 from ..schedule import generators
@@ -187,6 +189,42 @@ def given(args: argparse.Namespace) -> dict[str, str]:
     """Our flags that are in use, with their values as text."""
     values = {flag: getattr(args, _attribute(flag), None) for flag in _FLAGS}
     return {flag: str(value) for flag, value in values.items() if value is not None}
+
+
+def given_to_megatron(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Megatron's own options, and the training script's, whose values are not their defaults.
+
+    What every rank may have of its own is left out: its number, and where on its node something
+    lies, of which only counts that it was given.
+
+    Args:
+        args: as parsed, not yet validated.
+        parser: that has parsed them.
+    """
+    ours = {_attribute(flag) for flag in _FLAGS}
+    found = {}
+    for option in parser._actions:
+        if option.dest in (*ours, "local_rank") or not hasattr(args, option.dest):
+            continue
+        value = getattr(args, option.dest)
+        # Of a switch and its opposite, the one that sets this value.
+        sets_it = option.nargs != 0 or option.const in (value, None)
+        text = "given" if option.nargs == 0 and option.const is not None else _text(value)
+        if value != parser.get_default(option.dest) and sets_it and text is not None:
+            found[(option.option_strings or [option.dest])[0]] = text
+    return found
+
+
+def _text(value: object) -> str | None:
+    """A value that was given on a command line; None if it is something else."""
+    if isinstance(value, (list, tuple)):
+        parts = [_text(part) for part in value]
+        return " ".join(part for part in parts if part is not None)
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, str):
+        return "a path" if os.sep in value else value
+    return str(value) if value is None or isinstance(value, (bool, int, float)) else None
 
 
 def _attribute(flag: str) -> str:

@@ -10,7 +10,14 @@ from typing import Any
 
 from . import agreement, recompute, saved_parameters, vee, wgrad
 from .errors import ConfigError
-from .flags import add_arguments, defaults, lost_in_yaml, options_without_schedule, wanted
+from .flags import (
+    add_arguments,
+    defaults,
+    given_to_megatron,
+    lost_in_yaml,
+    options_without_schedule,
+    wanted,
+)
 from .flags import given as flags_given
 from .job import full_batch
 from .report import Report
@@ -39,6 +46,8 @@ class Installation:
         self._store: Any = None
         self._choice: Any = None
         self._compared = self._moe_chunks = False
+        self._parser: Any = None
+        self._megatrons_flags: dict[str, str] = {}
 
     def hook_arguments(self) -> None:
         """Add our flags to Megatron's parser and our checks to its validation.
@@ -208,7 +217,7 @@ class Installation:
             given["--pp-profile"] = agreement.contents(args.pp_profile)
         if "--pp-trace" in given:
             given["--pp-trace"] = "a directory"  # of each node's own, as it may be
-        return agreement.facts(given, plan, self.seams.version)
+        return agreement.facts(given, plan, self.seams.version, self._megatrons_flags)
 
     def revert(self) -> None:
         """Give Megatron all its symbols back."""
@@ -227,7 +236,7 @@ class Installation:
                     f"{lost} would be lost, because --yaml-cfg takes the place of the whole "
                     f"command line; give Megatron's options as flags, or drop {lost}"
                 )
-            parser = add_arguments(original(parser, *args, **kwargs))
+            self._parser = parser = add_arguments(original(parser, *args, **kwargs))
             parser.set_defaults(**self._defaults)
             return parser
 
@@ -248,6 +257,8 @@ class Installation:
                     "added its flags to (parsed before megatron_ext.apply(), or from --yaml-cfg); "
                     "call it before Megatron parses, and give flags on the command line"
                 )
+            if not self._compared and self._parser is not None:
+                self._megatrons_flags = given_to_megatron(args, self._parser)
             moe = MoERequest.of(args) if self.moe is None else None
             if moe is not None:
                 moe.check(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import re
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.integration import agreement
+from megatron_ext.integration.flags import add_arguments, given_to_megatron
 from megatron_ext.schedule import generate
 
 from .conftest import MAIN_TAG, RANKS, ROOT, checkout, needs_megatron, run
@@ -51,6 +53,30 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "No such file" in agreement.contents(str(tmp_path / "none"))
 
 
+def test_what_counts_of_megatrons_flags() -> None:
+    """What was given, once; of paths that they were, of a rank's own number nothing."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--betas", type=float, nargs=2, default=[0.9, 0.99])
+    parser.add_argument("--data-path", nargs="*")
+    parser.add_argument("--local-rank", type=int, default=0)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--no-fusion", action="store_false", dest="fusion")
+    parser.add_argument("--fusion", action="store_true", default=True)
+    parser.add_argument("--align", action=argparse.BooleanOptionalAction, default=True)
+    add_arguments(parser)
+
+    def given(line: str) -> dict[str, str]:
+        return given_to_megatron(parser.parse_args(line.split()), parser)
+
+    assert given("--local-rank 3 --pp-schedule v-half --pp-cost 1,1,1") == {}
+    assert given("--lr 1e-3") == given("--lr 0.001") == {"--lr": "0.001"}
+    assert given("--betas 1 0") == {"--betas": "1.0 0.0"}
+    assert given("--data-path 0.3 /a/b 0.7 c") == {"--data-path": "0.3 a path 0.7 c"}
+    assert given("--bf16 --no-fusion") == {"--bf16": "given", "--no-fusion": "given"}
+    assert given("--no-align") == {"--align": "False"}
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Outcome]]:
     folder, count = tmp_path_factory.mktemp("runs"), itertools.count()
@@ -83,6 +109,7 @@ class TestOnRanks:
             generate("zb-h1", 4, 8).save(tmp_path / f"{rank}.json")
             own[rank] = ["--pp-schedule", str(tmp_path / f"{rank}.json")]
             own[rank] += ["--pp-trace", str(tmp_path / f"traces{rank}")]
+            own[rank] += ["--merge-file", str(tmp_path / f"{rank}.txt")]
         outcome = start(more=own)
         assert outcome.status == "ok", outcome.log(0)[-3000:]
         assert len(outcome.losses()) == 1
@@ -90,6 +117,11 @@ class TestOnRanks:
     def test_another_flag(self, start: Callable[..., Outcome]) -> None:
         said = _said(start("--pp-schedule", "zb-h1", more={2: ["--pp-cost", "1,2,1"]}))
         assert said.startswith("rank 2 runs with --pp-cost 1,2,1, but 3 of 4 ranks with not given")
+
+    def test_another_flag_of_megatrons(self, start: Callable[..., Outcome]) -> None:
+        said = _said(start("--pp-schedule", "zb-h1", more={3: ["--lr", "2e-3"]}))
+        assert said.startswith("rank 3 runs with Megatron's --lr 0.002, but 3 of 4 ranks with 0.00")
+        assert "differ in" not in said
 
     def test_another_plan_in_a_file_of_the_same_name(
         self, start: Callable[..., Outcome], tmp_path: Path
