@@ -50,6 +50,7 @@ _RECOMPUTE = (
 _TIED = "gradients of tied embeddings are added in another order"
 _CLIP = "the norm that clipping divides by is summed per rank, so in another order"
 _CHUNKS = "the experts' weight gradients are summed chunk by chunk"
+_NORM = "gradients of an RMSNorm's input, three in fp32, are added in another order if recomputed"
 _SUM = "two summands of a gradient are added in another order"
 # More ways to lay gradients and parameters out, and to move them, beside those of ``OVERLAP``.
 _DATA_PARALLEL = (
@@ -125,6 +126,8 @@ def draw(seed: int, number: int, steps: int) -> Case:
     if rng.random() < 0.2:
         run.append("--eval-iters 1 --eval-interval 4")
     ours += _options(rng, name, pp)
+    if rope and not dtype and "--pp-cheap-recompute" in ours:
+        why.append(_NORM)
     if moe and rng.random() < 0.5:
         ours.append(f"--moe-pipeline-chunks {rng.choice(('1', '2', '4', 'auto'))}")
         ours.append(f"--moe-memory-reuse {rng.choice(('none', 's1', 's2', 's3', 's4', 'auto'))}")

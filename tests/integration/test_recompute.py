@@ -42,7 +42,10 @@ NUMBERS = {
     # Megatron recomputes the whole MLP.
     "mlp too": (REST + NORMS, REST),
 }
-KINDS = (*NUMBERS, "experts", "frozen fc1")
+KINDS = (*NUMBERS, "rmsnorm", "rmsnorm bf16", "experts", "frozen fc1")
+# torch's RMSNorm is several operations on a CPU, two of whose gradients and the residual's are
+# added up in another order where the norm is recomputed. In 16 bits they meet in one cast to fp32.
+ROUNDED = "rmsnorm"
 
 
 @pytest.fixture(scope="module", params=["installed", *VERSIONS])
@@ -93,7 +96,8 @@ def test_bytes_of_experts(cases: Any) -> None:
 @pytest.mark.parametrize("way", ["fused", "split", "moved", "evaluation"])
 def test_nothing_changes(cases: Any, kind: str, way: str) -> None:
     """All gradients are bit for bit those without recompute, whenever W comes."""
-    assert cases[kind][way] is True
+    rounding = 1e-6 if kind == ROUNDED and way != "evaluation" else 0
+    assert cases[kind][way] <= rounding
     assert cases["moved_bytes"] > 0
 
 
