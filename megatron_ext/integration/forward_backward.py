@@ -200,9 +200,12 @@ class ScheduledPipeline:
 
     def release(self) -> None:
         """Give the model its own weight-gradient stores back, and the host its memory."""
-        self._splitter.release()
-        if self._offloading is not None:
-            self._offloading.close()
+        try:
+            self._relay.finish()
+        finally:
+            self._splitter.release()
+            if self._offloading is not None:
+                self._offloading.close()
 
     @property
     def can_run_head(self) -> bool:
@@ -241,7 +244,7 @@ class ScheduledPipeline:
             with self._watch(call.group.rank()).armed():
                 run.executor.run_head()
         except BaseException:
-            self._forget(run)
+            self._fail(run)
             raise
         rewind.pause()
         self._head = run
@@ -258,6 +261,10 @@ class ScheduledPipeline:
         run.rewind.undo()
         for model in run.call.iteration.models:
             _forget_gathered(model)
+
+    def _fail(self, run: _Run) -> None:
+        self._forget(run)
+        self._relay = Relay()  # Whoever would take the former losses may be gone.
 
     def _forget(self, run: _Run) -> None:
         self._store.clear()
@@ -311,10 +318,10 @@ class ScheduledPipeline:
                 run.executor.run()
                 runner.check_finished()
                 losses = self._relay.losses(
-                    plan.placement, group, runner, run.channel.device, watchdog
+                    plan.placement, group, runner, run.channel.device, watchdog, plan.is_validated
                 )
         except BaseException:
-            self._forget(run)
+            self._fail(run)
             raise
         meter = None if iteration.forward_only else self._meter
         if meter is not None:

@@ -221,11 +221,13 @@ class Installation:
 
     def revert(self) -> None:
         """Give Megatron all its symbols back."""
-        if self.pipeline is not None:
-            self.pipeline.release()
-        if self.moe is not None:
-            self.moe.release()
-        self.seams.revert()
+        try:
+            if self.pipeline is not None:
+                self.pipeline.release()
+            if self.moe is not None:
+                self.moe.release()
+        finally:
+            self.seams.revert()
 
     def _with_flags(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -15,10 +15,7 @@ from .runner import MegatronRunner
 
 
 class Relay:
-    """Sends losses, token count and multi-token-prediction metrics to the last pipeline rank.
-
-    The sender does not wait for that rank, which may end the iteration later (post-validation).
-    """
+    """Sends losses, token count and multi-token-prediction metrics to the last pipeline rank."""
 
     def __init__(self) -> None:
         self._sending: list[tuple[Any, torch.Tensor]] = []
@@ -30,8 +27,13 @@ class Relay:
         runner: MegatronRunner,
         device: torch.device,
         watchdog: Watchdog,
+        ahead: bool,
     ) -> list[Any]:
         """One iteration's, on all ranks of the pipeline.
+
+        Args:
+            ahead: the sender does not wait for the last rank, which ends the iteration later
+                (post-validation). ``finish`` has to be called before the sender leaves.
 
         Returns:
             On the last rank and on the one that computed the losses: the losses; elsewhere an
@@ -43,9 +45,8 @@ class Relay:
             return runner.losses
         ranks = dist.get_process_group_ranks(group)
         if rank == source:
-            watchdog.waiting(f"for pipeline rank {target} to take the former losses", list)
-            for work, _ in self._sending:
-                work.wait()
+            watchdog.waiting(f"for pipeline rank {target} to take the losses", list)
+            self.finish()
             # Unpickling a CUDA tensor would put it on the sender's device index.
             parts = (runner.losses, int(runner.num_tokens), _take_mtp_metrics())
             body = pickle.dumps(map_tensors(parts, lambda t: t.detach().cpu()))
@@ -53,6 +54,8 @@ class Relay:
             data = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(device)
             size = torch.tensor([len(body)], dtype=torch.int64, device=device)
             self._sending = [(dist.isend(t, ranks[target], group), t) for t in (size, data)]
+            if not ahead:
+                self.finish()
             return runner.losses
         message = [None]
         watchdog.waiting(f"for the losses from pipeline rank {source}", list)
@@ -62,6 +65,13 @@ class Relay:
         _add_mtp_metrics(metrics)
         result: list[Any] = losses
         return result
+
+    def finish(self) -> None:
+        """Wait until the last rank has taken everything: gloo never delivers a message whose work
+        is gone, and nothing is delivered by a process that has ended."""
+        sending, self._sending = self._sending, []
+        for work, _ in sending:
+            work.wait()
 
 
 def _tracker() -> dict[str, Any]:
