@@ -1,4 +1,4 @@
-"""Losses reach the last pipeline rank, however late it is and however soon the other one is done."""
+"""Losses reach the last pipeline rank, however late it is and however soon the other is done."""
 
 from __future__ import annotations
 
