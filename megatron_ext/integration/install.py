@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -221,13 +222,13 @@ class Installation:
 
     def revert(self) -> None:
         """Give Megatron all its symbols back."""
-        try:
-            if self.pipeline is not None:
-                self.pipeline.release()
+        # In reverse, and all of it, whatever one of them raises.
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.seams.revert)
             if self.moe is not None:
-                self.moe.release()
-        finally:
-            self.seams.revert()
+                undo.callback(self.moe.release)
+            if self.pipeline is not None:
+                undo.callback(self.pipeline.release)
 
     def _with_flags(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
