@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Real execution with emulated costs: step times beside the simulated ones, rivals in the same run.
 
-    python benchmarks/emulated_pipeline.py [--pp 4] [--microbatches 8,16] [--unit-ms 150]
+    python -m benchmarks.emulated_pipeline [--pp 4] [--microbatches 8,16] [--unit-ms 150]
         [--repeats 5] [--schedules v-zb,...] [--check] [--output DIR] [--date YYYY-MM-DD]
 
 Runs our executor under each schedule, Megatron's stock 1F1B and interleaved functions and
@@ -27,17 +27,16 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from benchmarks.ranks import add_arguments, measured, save
+from benchmarks.rivals import SHAPE, Way, parallel_state, start, ways
+from megatron_ext.integration import profile as measuring
+from megatron_ext.runtime.channel import Channel
+from megatron_ext.schedule import Costs, simulate
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
-from benchmarks.rivals import SHAPE, Way, parallel_state, start, ways  # noqa: E402
-from megatron_ext.integration import profile as measuring  # noqa: E402
-from megatron_ext.runtime.channel import Channel  # noqa: E402
-from megatron_ext.schedule import Costs, simulate  # noqa: E402
 
 SCHEDULES = "1f1b,interleaved,gis,gis-h,po,zb-h1,zb-h2,interleaved-zb,v-min,v-half,v-zb,v-cap"
 BASE = "stock 1f1b"
@@ -262,7 +261,7 @@ def page(data: dict[str, Any], about: dict[str, Any]) -> str:
     lines = [
         "# Executors with emulated costs",
         "",
-        f"`python benchmarks/emulated_pipeline.py`, {about['date']}: {about['pp']} gloo ranks in "
+        f"`python -m benchmarks.emulated_pipeline`, {about['date']}: {about['pp']} gloo ranks in "
         f"one process group, F = B = W = {about['unit_ms']:g} ms of a rank's share of a "
         f"microbatch (a pass of one of two chunks half of it), {about['repeats']} alternating "
         f"rounds after one without pauses; Python {about['python']}, torch {about['torch']}, "

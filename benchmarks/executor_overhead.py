@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the executor itself costs the CPU, per pass, beside Megatron's functions and PyTorch's.
 
-    python benchmarks/executor_overhead.py [--pp 4] [--microbatches 16] [--steps 10] [--rounds 9]
+    python -m benchmarks.executor_overhead [--pp 4] [--microbatches 16] [--steps 10] [--rounds 9]
         [--sizes 8x64,16x128] [--check] [--output DIR] [--date YYYY-MM-DD]
 
 The emulated model of ``rivals.py`` without its pauses, on gloo ranks of this machine, executors in
@@ -28,19 +28,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from benchmarks import rivals
+from benchmarks.ranks import add_arguments, measured, save
+from benchmarks.rivals import MegatronWay, Ours, Stage, Torch, Way, stock
+from megatron_ext.integration import profile as measuring
+from megatron_ext.integration.forward_backward import ScheduledPipeline
+from megatron_ext.runtime.watchdog import Watchdog
+from megatron_ext.runtime.wgrad import WeightGradStore
+from megatron_ext.schedule import check, generate, lower
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-import torch.distributed as dist  # noqa: E402
-
-from benchmarks import rivals  # noqa: E402
-from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
-from benchmarks.rivals import MegatronWay, Ours, Stage, Torch, Way, stock  # noqa: E402
-from megatron_ext.integration import profile as measuring  # noqa: E402
-from megatron_ext.integration.forward_backward import ScheduledPipeline  # noqa: E402
-from megatron_ext.runtime.watchdog import Watchdog  # noqa: E402
-from megatron_ext.runtime.wgrad import WeightGradStore  # noqa: E402
-from megatron_ext.schedule import check, generate, lower  # noqa: E402
 
 OURS = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "v-half", "v-zb")
 # Ours inside Megatron, called with the same model and functions as stock.
@@ -212,7 +211,7 @@ def page(data: dict[str, Any], about: dict[str, Any]) -> str:
     lines = [
         "# What the executor costs",
         "",
-        f"`python benchmarks/executor_overhead.py`, {about['date']}: {about['pp']} gloo ranks in "
+        f"`python -m benchmarks.executor_overhead`, {about['date']}: {about['pp']} gloo ranks in "
         f"one process group, {about['microbatches']} microbatches, median of {about['rounds']} "
         f"alternating rounds of {about['steps']} steps; Python {about['python']}, torch "
         f"{about['torch']}, megatron-core {about['megatron']}, {about['machine']}, ranks at "

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The feature matrix as a page: python benchmarks/feature_matrix_page.py RESULTS.json ..."""
+"""The feature matrix as a page: python -m benchmarks.feature_matrix_page RESULTS.json ..."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ of every iteration and everything that Megatron logs, times aside.
 - **no stock**: stock itself cannot do this here, for the reason below; nothing is claimed.
 - **DIFFERENT**, **FAILED**, **HUNG**: defects.
 
-Rows of `benchmarks/features.py` and schedules that a table lacks have not been run on that version.
+Rows of `tests/support/features.py` and schedules that a table lacks have not been run on that
+version.
 
 Transformer Engine, Apex and NCCL need a GPU and are not in here. Context and sequence parallelism
 ran on this project's CPU stand-ins for the layers that stock has only in Transformer Engine.
 
-Run it again: `python benchmarks/feature_matrix.py path/to/Megatron-LM --json FILE`, then
-`python benchmarks/feature_matrix_page.py FILE ... > benchmarks/feature-matrix.md`.
+Run it again: `python -m benchmarks.feature_matrix path/to/Megatron-LM --json FILE`, then
+`python -m benchmarks.feature_matrix_page FILE ... > benchmarks/feature-matrix.md`.
 """
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """MoE layers in chunks on an emulated network and emulated experts: times, choices, memory.
 
-    python benchmarks/moe.py [--ranks 4] [--compute-ms 60] [--repeats 5] [--parts speed,memory,...]
+    python -m benchmarks.moe [--ranks 4] [--compute-ms 60] [--repeats 5] [--parts speed,memory,...]
         [--output DIR] [--date YYYY-MM-DD]
 
 Megatron's own MoE layer, stock and with ours, on gloo ranks of this machine. All-to-alls are real
@@ -31,10 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-from megatron_ext import cpu  # noqa: E402
+from megatron_ext import cpu
 
 cpu.install()
 
@@ -75,6 +72,8 @@ from megatron_ext.moe.select import Space, predicted_ms  # noqa: E402
 from megatron_ext.moe.settings import Decides, Settings, Way  # noqa: E402
 from megatron_ext.moe.simulate import lower_bound_ms  # noqa: E402
 from megatron_ext.offload.device import CpuDevice, Direction  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 LINKS = (0.5, 2.0)  # a copy of the experts' input over their forward pass

@@ -13,7 +13,7 @@ def page(parts: dict[str, Any]) -> str:
     lines = [
         "# MoE layers in chunks, emulated",
         "",
-        "`python benchmarks/moe.py`: Megatron's own MoE layer, stock and ours, on gloo ranks. "
+        "`python -m benchmarks.moe`: Megatron's own MoE layer, stock and ours, on gloo ranks. "
         f"{EXPERTS} experts, top {TOP_K}, {TOKENS} tokens a rank; experts and messages sleep. "
         "A way is *chunks strategy dispatches-ahead*. The simulator's costs are those that auto "
         "measured itself before its first call.",

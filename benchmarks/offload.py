@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Offloading on an emulated link: what it saves and what it costs, beside what was planned.
 
-    python benchmarks/offload.py [--schedules v-half,interleaved,po] [--pp 4] [--microbatches 16]
+    python -m benchmarks.offload [--schedules v-half,interleaved,po] [--pp 4] [--microbatches 16]
         [--policy single] [--pass-ms 10] [--repeats 5] [--output DIR] [--date YYYY-MM-DD]
 
 Runs the executor, the activation store and the transfer engine on gloo ranks of this machine. A
@@ -23,25 +23,24 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from benchmarks.ranks import add_arguments, measured, save
+from megatron_ext.offload.arena import HostArena
+from megatron_ext.offload.device import CpuDevice, Direction
+from megatron_ext.offload.engine import Engine
+from megatron_ext.offload.store import ActivationStore
+from megatron_ext.runtime.channel import Channel
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.trace import Recorder
+from megatron_ext.runtime.watchdog import Watchdog
+from megatron_ext.schedule import check, generate, lower, offload_pass, simulate
+from megatron_ext.schedule.actions import Op
+from megatron_ext.schedule.link import Link
+from megatron_ext.schedule.schedule import Schedule
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
-from megatron_ext.offload.arena import HostArena  # noqa: E402
-from megatron_ext.offload.device import CpuDevice, Direction  # noqa: E402
-from megatron_ext.offload.engine import Engine  # noqa: E402
-from megatron_ext.offload.store import ActivationStore  # noqa: E402
-from megatron_ext.runtime.channel import Channel  # noqa: E402
-from megatron_ext.runtime.executor import Executor  # noqa: E402
-from megatron_ext.runtime.trace import Recorder  # noqa: E402
-from megatron_ext.runtime.watchdog import Watchdog  # noqa: E402
-from megatron_ext.schedule import check, generate, lower, offload_pass, simulate  # noqa: E402
-from megatron_ext.schedule.actions import Op  # noqa: E402
-from megatron_ext.schedule.link import Link  # noqa: E402
-from megatron_ext.schedule.schedule import Schedule  # noqa: E402
 
 SET_BYTES = 256 << 10
 MODES = ("none", "half", "full", "auto")
@@ -260,7 +259,7 @@ def page(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     lines = [
         "# Offloading on an emulated link",
         "",
-        f"`python benchmarks/offload.py`, {about['date']}: {about['pp']} gloo ranks, "
+        f"`python -m benchmarks.offload`, {about['date']}: {about['pp']} gloo ranks, "
         f"{about['microbatches']} microbatches, passes of {about['pass_ms']:g} ms, policy "
         f"`{about['policy']}`, median of {about['repeats']} alternating rounds; "
         f"{about['machine']}, load {about['load']}. k = 2T is the time of a set's way there and "

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Optimizer post-validation: what it gains, beside what the simulator says, and what it costs.
 
-    python benchmarks/post_validation.py [--schedules v-zb,zb-h2] [--sizes 4x8,8x16]
+    python -m benchmarks.post_validation [--schedules v-zb,zb-h2] [--sizes 4x8,8x16]
         [--passes 100,100,100] [--iterations 16] [--rounds 3] [--output DIR] [--date YYYY-MM-DD]
 
 Trains a tiny GPT with ``pretrain_gpt.py`` of a stock checkout (``$MEGATRON_LM`` or the user cache)
@@ -20,21 +20,20 @@ import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+from benchmarks.ranks import add_arguments, priority, save
+from megatron_ext.schedule import lower, simulate
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.generators import GENERATORS, generate
+from megatron_ext.schedule.steady import steady_time
+from tests.support import ROOT
+from tests.support.script_server import ScriptServer
 
-from benchmarks.ranks import add_arguments, priority, save  # noqa: E402
-from benchmarks.script_server import ScriptServer  # noqa: E402
-from megatron_ext.schedule import lower, simulate  # noqa: E402
-from megatron_ext.schedule.costs import Costs  # noqa: E402
-from megatron_ext.schedule.generators import GENERATORS, generate  # noqa: E402
-from megatron_ext.schedule.steady import steady_time  # noqa: E402
+HERE = Path(__file__).resolve().parent
 
 TAG = "core_v0.19.0"
 MODEL = """--hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -101,7 +100,7 @@ class Trainer:
             flags += " --pp-post-validation 0"
         faults = [] if fault is None else [{"iteration": fault, "rank": pp - 1, "factor": 1e6}]
         value = {"faults": faults, "pace": [ms / chunks for ms in args.milliseconds]}
-        probe = HERE / "rank_probe.py"
+        probe = ROOT / "tests" / "support" / "rank_probe.py"
         outcome = self.server.run(
             flags.split(), pp, self.folder / "run", 600.0, prelude=probe, value=value
         )
@@ -168,7 +167,7 @@ def page(rows: list[Row], about: dict[str, Any]) -> str:
         "",
         f"{about['date']}, {about['machine']}; load {about['load']}, ranks at "
         f"{about['priority']}. "
-        f"`python benchmarks/post_validation.py`: gloo ranks, F, B, W of a microbatch "
+        f"`python -m benchmarks.post_validation`: gloo ranks, F, B, W of a microbatch "
         f"{about['passes']} ms, {about['iterations']} iterations, {about['rounds']} rounds. The "
         "time from one iteration to the next, in the training loop of Megatron "
         f"{about['megatron']}.",

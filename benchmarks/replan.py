@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Re-planning for measured costs: what it gains, beside what the simulator said it would.
 
-    python benchmarks/replan.py [--schedules v-min,v-zb,...] [--pp 4] [--microbatches 8]
+    python -m benchmarks.replan [--schedules v-min,v-zb,...] [--pp 4] [--microbatches 8]
         [--passes 120,200,100] [--heavy 1.5] [--rounds 3] [--output DIR] [--date YYYY-MM-DD]
 
 Runs the executor on gloo ranks of this machine. A pass is a pause (so two cores are enough for many
@@ -24,26 +24,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from benchmarks.ranks import add_arguments, measured, save
+from megatron_ext.integration import profile as measuring
+from megatron_ext.integration.choose import Choice
+from megatron_ext.plan.layout import Split
+from megatron_ext.plan.profile import Profile
+from megatron_ext.plan.times import costs_in_us
+from megatron_ext.runtime.channel import Channel
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.trace import Recorder
+from megatron_ext.runtime.watchdog import Watchdog
+from megatron_ext.schedule import check, lower, simulate
+from megatron_ext.schedule.actions import Op
+from megatron_ext.schedule.generators import GENERATORS
+from megatron_ext.schedule.schedule import Schedule
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
-from megatron_ext.integration import profile as measuring  # noqa: E402
-from megatron_ext.integration.choose import Choice  # noqa: E402
-from megatron_ext.plan.layout import Split  # noqa: E402
-from megatron_ext.plan.profile import Profile  # noqa: E402
-from megatron_ext.plan.times import costs_in_us  # noqa: E402
-from megatron_ext.runtime.channel import Channel  # noqa: E402
-from megatron_ext.runtime.executor import Executor  # noqa: E402
-from megatron_ext.runtime.trace import Recorder  # noqa: E402
-from megatron_ext.runtime.watchdog import Watchdog  # noqa: E402
-from megatron_ext.schedule import check, lower, simulate  # noqa: E402
-from megatron_ext.schedule.actions import Op  # noqa: E402
-from megatron_ext.schedule.generators import GENERATORS  # noqa: E402
-from megatron_ext.schedule.schedule import Schedule  # noqa: E402
 
 WIDTH = 64
 
@@ -237,7 +236,7 @@ def page(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     lines = [
         "# Re-planning for measured costs",
         "",
-        f"`python benchmarks/replan.py`, {about['date']}: {about['pp']} gloo ranks, "
+        f"`python -m benchmarks.replan`, {about['date']}: {about['pp']} gloo ranks, "
         f"{about['microbatches']} microbatches, emulated passes F {f}, B {b}, W {w} ms, the last "
         f"stage {about['heavy']:g} times as long; medians of {about['rounds']} alternating rounds; "
         f"Python {about['python']}, torch {about['torch']}, {about['machine']}, load "

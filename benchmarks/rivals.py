@@ -9,24 +9,17 @@ stage notes what it was made to do, so that an executor which skips work is foun
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-for folder in (HERE.parent, HERE):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-import megatron_ext.cpu  # noqa: E402
+import megatron_ext.cpu
 
 # Before Megatron is imported: its stock functions ask for a "cuda" tensor.
 megatron_ext.cpu.install()
 
 import torch  # noqa: E402
-import torch_lists  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.pipeline_parallel import schedules as stock_schedules  # noqa: E402
@@ -34,12 +27,15 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from torch.distributed import pipelining  # noqa: E402
 from torch.distributed.pipelining import PipelineStage  # noqa: E402
 
+from benchmarks import torch_lists  # noqa: E402
 from megatron_ext.runtime.channel import Channel  # noqa: E402
 from megatron_ext.runtime.executor import Executor  # noqa: E402
 from megatron_ext.runtime.trace import Recorder  # noqa: E402
 from megatron_ext.runtime.watchdog import Watchdog  # noqa: E402
 from megatron_ext.schedule import Costs, Placement, Schedule, check, generate, lower  # noqa: E402
 from megatron_ext.schedule.actions import Action, Op  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
 
 HIDDEN = 8
 SHAPE = (HIDDEN, 1, HIDDEN)  # sequence, microbatch, hidden

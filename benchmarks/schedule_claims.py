@@ -12,9 +12,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from schedule_scope import ATTENTION, PROFILED, SKEWED, UNIT, Cost, Scope
-from schedule_sweep import Row, describe
-
+from benchmarks.schedule_scope import ATTENTION, PROFILED, SKEWED, UNIT, Cost, Scope
+from benchmarks.schedule_sweep import Row, describe
 from megatron_ext.schedule import Costs, Placement, Schedule, Simulation, generate, simulate
 from megatron_ext.schedule.generators import AUTO, NAMES
 from megatron_ext.schedule.generators.cap import unit_bound, v_cap_limits

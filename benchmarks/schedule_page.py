@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from schedule_claims import Claim
-from schedule_scope import ATTENTION, UNIT, Scope
-from schedule_sweep import V_FAMILY, Loss, Row, Setting, dominated, faster_rivals, losses
+from benchmarks.schedule_claims import Claim
+from benchmarks.schedule_scope import ATTENTION, UNIT, Scope
+from benchmarks.schedule_sweep import V_FAMILY, Loss, Row, Setting, dominated, faster_rivals, losses
 
 
 def page(
@@ -37,10 +37,10 @@ def page(
             "Run it again, from the repository's root; only the comparison with torch needs "
             "anything installed:",
             "",
-            "    python3 benchmarks/schedules.py            # this page, its plots, results/",
-            "    python3 benchmarks/schedules.py --resume   # go on where it was interrupted",
-            "    python3 benchmarks/schedules.py --quick --output DIR   # under a minute",
-            "    python3 benchmarks/schedules.py --times-again FILE   # only generation times",
+            "    python3 -m benchmarks.schedules            # this page, its plots, results/",
+            "    python3 -m benchmarks.schedules --resume   # go on where it was interrupted",
+            "    python3 -m benchmarks.schedules --quick --output DIR   # under a minute",
+            "    python3 -m benchmarks.schedules --times-again FILE   # only generation times",
             "",
             "Times are simulated, in units of F; nothing here was measured on a GPU. A pass of one "
             "of v chunks counts 1/v of its rank's, so what more and smaller passes cost in kernel "

@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Sequence
 
-from schedule_sweep import Row, Setting, describe
+from benchmarks.schedule_sweep import Row, Setting, describe
 
 _WIDTH, _PLOT, _HEIGHT, _TOP, _LEFT = 980, 640, 420, 56, 64
 _FAMILIES = (

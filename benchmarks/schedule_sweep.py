@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import torch_lists
-from schedule_scope import Cost, Scope
-
+from benchmarks import torch_lists
+from benchmarks.schedule_scope import Cost, Scope
 from megatron_ext.schedule import Costs, Schedule, generate, simulate
 from megatron_ext.schedule.generators.cap import v_cap_limits
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks every claim on the schedules, compares them all, writes results and a short page.
 
-    python3 benchmarks/schedules.py [--quick] [--output DIR] [--date YYYY-MM-DD] [--no-torch]
+    python3 -m benchmarks.schedules [--quick] [--output DIR] [--date YYYY-MM-DD] [--no-torch]
                                     [--wide] [--resume] [--times-again FILE]
 
 Runs on a bare Python; where torch can be imported, torch.distributed.pipelining's own orders are
@@ -21,17 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parent):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+from benchmarks import torch_lists
+from benchmarks.schedule_claims import TIMES, Claim, against_torch, all_claims, generation_times
+from benchmarks.schedule_page import page, plot_settings
+from benchmarks.schedule_plot import pareto
+from benchmarks.schedule_scope import FULL, MEDIUM, QUICK, SMOKE, WIDE, Scope
+from benchmarks.schedule_sweep import Row, caps_curve, describe, from_json, settings, sweep, to_json
 
-import torch_lists  # noqa: E402
-from schedule_claims import TIMES, Claim, against_torch, all_claims, generation_times  # noqa: E402
-from schedule_page import page, plot_settings  # noqa: E402
-from schedule_plot import pareto  # noqa: E402
-from schedule_scope import FULL, MEDIUM, QUICK, SMOKE, WIDE, Scope  # noqa: E402
-from schedule_sweep import Row, caps_curve, describe, from_json, settings, sweep, to_json  # noqa: E402
+HERE = Path(__file__).resolve().parent
 
 # Claims that are known not to hold; docs/02 says so and why.
 KNOWN_MISSES = ("above 6m + max(6p - 3k - 1, p - 1), the bound of the smallest pipelines",)

@@ -1,6 +1,6 @@
 """Makes the patch series of one Megatron-LM version: ``patches/<tag>/`` with its manifest.
 
-    python scripts/make_patches.py core_v0.19.0 path/to/unmodified/Megatron-LM
+    python -m scripts.make_patches core_v0.19.0 path/to/unmodified/Megatron-LM
 
 For maintainers, when a Megatron version is added or the inserted text changes. The text is here
 once; it is the same for every version.
@@ -14,10 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from megatron_ext.patching import (  # noqa: E402
+from megatron_ext.patching import (
     FORMAT,
     MANIFEST,
     PatchError,
@@ -26,6 +23,7 @@ from megatron_ext.patching import (  # noqa: E402
     read_version,
 )
 
+ROOT = Path(__file__).resolve().parent.parent
 NAME = "0001-ask-megatron_ext-for-its-flags.patch"
 FILE = "megatron/training/arguments.py"
 # Every training script of every version parses its command line with this function.

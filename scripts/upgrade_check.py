@@ -1,6 +1,6 @@
 """What ``scripts/upgrade_check.sh`` runs: seams and patches on one Megatron after the other.
 
-    python scripts/upgrade_check.py [--page FILE] [--json FILE] -- installed= NAME=CHECKOUT ...
+    python -m scripts.upgrade_check [--page FILE] [--json FILE] -- installed= NAME=CHECKOUT ...
 
 Each Megatron is looked at in a process of its own: every seam of every feature is found, bound and
 taken back, the patches are applied to a copy and reverted. ``main`` has no patches of its own; it
@@ -26,11 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ext import patching
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from megatron_ext import patching  # noqa: E402
-
 INSTALLED = "installed"
 SECONDS = 300
 _ADVICE = (
@@ -151,7 +149,7 @@ def seams_here() -> dict[str, Any]:
 
 def patches_of(checkout: Path) -> dict[str, Any]:
     """Apply the series to a copy of the files that it touches, and revert it."""
-    from make_patches import ANCHOR, FILE
+    from scripts.make_patches import ANCHOR, FILE
 
     source = (checkout / FILE).read_text() if (checkout / FILE).is_file() else ""
     fits = source.count(ANCHOR) == 1
@@ -182,7 +180,7 @@ def look_at(name: str, checkout: str) -> dict[str, Any]:
     """One Megatron; ``error`` if it cannot be looked at at all."""
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (checkout, str(ROOT))))
-    command = [sys.executable, "-W", "ignore", __file__, "--one"]
+    command = [sys.executable, "-W", "ignore", "-m", "scripts.upgrade_check", "--one"]
     entry: dict[str, Any] = {"name": name, "commit": _commit(checkout) if checkout else None}
     try:
         done = subprocess.run(
@@ -251,7 +249,7 @@ def problems(entry: dict[str, Any]) -> list[str]:
     found += [f"{name}: {target} was not given back" for target in entry["not_restored"]]
     patches = entry.get("patches", {})
     if patches.get("error") and (entry["supported"] or not patches["place"]):
-        found.append(f"{name}: {patches['error']}; make them anew with scripts/make_patches.py")
+        found.append(f"{name}: {patches['error']}; make them again with scripts/make_patches.py")
     return found
 
 

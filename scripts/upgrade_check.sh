@@ -44,4 +44,4 @@ git clone --quiet --depth 1 --branch "$BRANCH" -- "$SOURCE" "$scratch/main" </de
     exit 2
 }
 checkouts+=("main=$scratch/main")
-"$PYTHON" "$HERE/upgrade_check.py" "$@" -- "${checkouts[@]}"
+PYTHONPATH=${HERE%/*} "$PYTHON" -m scripts.upgrade_check "$@" -- "${checkouts[@]}"

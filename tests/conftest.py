@@ -1,35 +1,152 @@
-"""Shared by all tests: this checkout is what is tested, and GPU tests skip without a GPU."""
+"""Tiers: which tests a run selects, what it leaves out and why. See tests/README.md.
+
+A test's tier is the folder of its file, or a marker of its own where one test has cheap and dear
+parameters (``matrix``: other Megatron versions and full grids). A plain run has all tiers but
+``matrix`` and ``campaign``; ``--all``, ``-m TIER``, or a path in ``tests/campaigns`` select those.
+"""
 
 from __future__ import annotations
 
-import sys
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support import ROOT
+from tests.support.checkouts import MAIN_TAG, Serve, missing, start_servers
 
-# Works without an installation; in front, so that an installed copy never hides the checkout.
-sys.path.insert(0, str(ROOT))
+# Slowest first: a worker that is done early takes what is left of the faster ones.
+FOLDERS = {
+    "campaigns": "campaign",
+    "checkout": "checkout",
+    "megatron": "megatron",
+    "ranks": "ranks",
+    "gpu": "gpu",
+    "unit": "unit",
+}
+TIERS = ("campaign", "matrix", *list(FOLDERS.values())[1:])
+NOT_BY_DEFAULT = ("matrix", "campaign")
+NEEDS = {"campaigns": "megatron", "checkout": "megatron", "megatron": "megatron",
+         "ranks": "torch", "gpu": "torch"}  # fmt: skip
+
+_left_out: Counter[str] = Counter()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked ``gpu`` on a machine without CUDA; torch is only imported if needed."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--all``."""
+    parser.addoption("--all", action="store_true", help="all tiers, matrix and campaigns too")
+
+
+def _folder(path: Path) -> str:
+    parts = path.relative_to(ROOT / "tests").parts if path.is_relative_to(ROOT / "tests") else ()
+    return parts[0] if parts else ""
+
+
+def _named(config: pytest.Config, path: Path) -> bool:
+    """Whether the command line names ``path`` or a folder of it, below ``tests`` itself."""
+    named = [Path(str(word).split("::")[0]).resolve() for word in config.args]
+    return any(path.is_relative_to(place) for place in named if _folder(place))
+
+
+def _selects_all(config: pytest.Config) -> bool:
+    return bool(config.getoption("--all") or config.getoption("-m"))
+
+
+def _has(package: str) -> bool:
     try:
-        import torch
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
-        available = torch.cuda.is_available()
-    except ImportError:
-        available = False
-    if not available:
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Folders that this run does not select, or whose packages are missing."""
+    folder = _folder(collection_path)
+    if folder == "campaigns" and not _selects_all(config) and not _named(config, collection_path):
+        return True
+    needed = NEEDS.get(folder)
+    if needed and not _has("megatron.core" if needed == "megatron" else needed):
+        _left_out[f"tests/{folder}: needs {needed}; ./scripts/test.sh installs it"] = 0
+        return True
+    return None
+
+
+def tier_of(item: pytest.Item) -> str:
+    """The marker of the test itself, else its folder's."""
+    own = [tier for tier in TIERS if item.get_closest_marker(tier)]
+    return own[0] if own else FOLDERS.get(_folder(item.path), "unit")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark every test with its tier, drop those that are not selected, sort by tier."""
+    tiers = {item: tier_of(item) for item in items}
+    for item, tier in tiers.items():
+        item.add_marker(tier)
+    kept, dropped = [], []
+    for item in items:
+        unwanted = tiers[item] in NOT_BY_DEFAULT and not _selects_all(config)
+        if unwanted and not (tiers[item] == "campaign" and _named(config, item.path)):
+            dropped.append(item)
+        elif reason := _missing_version(item, tiers[item]):
+            _left_out[reason] += 1
+            dropped.append(item)
+        else:
+            kept.append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+    items[:] = sorted(kept, key=lambda item: TIERS.index(tiers[item]))
+    if any(tiers[item] == "gpu" for item in kept) and not _has_gpu():
+        for item in items:
+            if tiers[item] == "gpu":
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _missing_version(item: pytest.Item, tier: str) -> str:
+    marker = item.get_closest_marker("version")
+    if marker is not None:
+        return missing(marker.args[0])
+    return missing(MAIN_TAG) if tier == "checkout" else ""
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist hands on what it left out."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = dict(_left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Every worker leaves out the same."""
+    if hasattr(node, "workeroutput"):
+        for reason, count in node.workeroutput["left_out"].items():
+            _left_out[reason] = max(_left_out[reason], count)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What was left out, and by which command it is added."""
+    for reason, count in _left_out.items():
+        how_many = f"{count} tests" if count else "all tests"
+        terminalreporter.write_line(f"left out {how_many}: {reason}", yellow=True)
 
 
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     """The root of this checkout, where the tools are run from."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def serve() -> Iterator[Serve]:
+    """``serve(tag)``: ``pretrain_gpt.py`` of that version, ready to fork ranks."""
+    yield from start_servers()

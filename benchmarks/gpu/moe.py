@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import torch
-from model import CUDA, DEVICE, release, start, synchronize
 
+from benchmarks.gpu.model import CUDA, DEVICE, release, start, synchronize
 from megatron_ext.moe import exchange as exchange_module
 from megatron_ext.moe.exchange import Exchange, Groups
 from megatron_ext.moe.region import Region

@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from model import Rank, Size, inputs, release, start, synchronize
-
+from benchmarks.gpu.model import Rank, Size, inputs, release, start, synchronize
 from megatron_ext.schedule import generate
 
 CASES = (("1f1b", 1), ("interleaved", 2), ("v-half", 2), ("v-zb", 2))

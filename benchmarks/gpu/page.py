@@ -12,7 +12,7 @@ def page(parts: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
     lines = [
         "# One GPU",
         "",
-        f"`python benchmarks/gpu/run.py`, {about['date']}: {where}; Python {about['python']}, "
+        f"`python -m benchmarks.gpu.run`, {about['date']}: {where}; Python {about['python']}, "
         f"torch {about['torch']}, megatron-core {about['megatron']}, {about['machine']}.",
     ]
     if about["tiny"]:

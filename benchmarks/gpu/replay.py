@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import torch
-from model import CUDA, DEVICE, Rank, Size, release, start
-from transfers import rates_of
 
+from benchmarks.gpu.model import CUDA, DEVICE, Rank, Size, release, start
+from benchmarks.gpu.transfers import rates_of
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.device import CpuDevice, CudaDevice
 from megatron_ext.offload.engine import Engine

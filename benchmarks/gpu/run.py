@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Everything that needs a GPU, on one: times, memory, copies, equality, overhead, MoE.
 
-    python benchmarks/gpu/run.py [--parts replay,shared,...] [--tiny] [--link-gbs 50]
+    python -m benchmarks.gpu.run [--parts replay,shared,...] [--tiny] [--link-gbs 50]
         [--output DIR] [--date YYYY-MM-DD]
 
 replay    (a) one rank's list of an 8-stage pipeline with real GPT layers, peers emulated: F, B, W
@@ -34,22 +34,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.page import page, wrong
+from benchmarks.ranks import add_arguments, run_and_leave, save
+
 HERE = Path(__file__).resolve().parent
-for folder in (HERE.parents[1], HERE):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-from page import page, wrong  # noqa: E402
-
-from benchmarks.ranks import add_arguments, run_and_leave, save  # noqa: E402
 
 # Part: its module and the seconds it may take; together less than eight minutes.
 PARTS = {
-    "replay": ("replay", 225),
-    "shared": ("shared", 100),
-    "rates": ("transfers", 30),
-    "overhead": ("overhead", 60),
-    "moe": ("moe", 50),
+    "replay": ("benchmarks.gpu.replay", 225),
+    "shared": ("benchmarks.gpu.shared", 100),
+    "rates": ("benchmarks.gpu.transfers", 30),
+    "overhead": ("benchmarks.gpu.overhead", 60),
+    "moe": ("benchmarks.gpu.moe", 50),
 }
 
 
@@ -85,7 +81,7 @@ def _start(name: str, args: argparse.Namespace, out: Path) -> int:
         command = [sys.executable, __file__, "--only", name, "--into", str(out)]
         command += ["--tiny"] if args.tiny else []
         return os.posix_spawn(command[0], command, os.environ, setpgroup=0)
-    importlib.import_module("model")
+    importlib.import_module("benchmarks.gpu.model")
     sys.stdout.flush()
     pid = os.fork()
     if pid:

@@ -17,14 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import torch
-from model import CUDA, Rank, Size, Staged, start, synchronize
 
-from benchmarks.ranks import on_ranks
+from benchmarks.gpu.model import CUDA, Rank, Size, Staged, start, synchronize
 from megatron_ext.integration.profile import gather
 from megatron_ext.schedule import Link, generate, offload_pass
+from tests.support.ranks import on_ranks
 
 # (schedule, chunks, offload); the first is what the others are compared with.
 CASES = (
@@ -72,7 +70,15 @@ def _world(world: int, args: argparse.Namespace) -> Any:
 
 def _processes(world: int, args: argparse.Namespace, folder: str) -> bool:
     """New processes; true if all ended well. The first one that fails ends the others."""
-    command = [sys.executable, __file__, "--world", str(world), "--folder", folder]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.shared",
+        "--world",
+        str(world),
+        "--folder",
+        folder,
+    ]
     command += ["--tiny"] if args.tiny else []
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
     children = [

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import torch
-from model import CUDA, DEVICE, synchronize
 
+from benchmarks.gpu.model import CUDA, DEVICE, synchronize
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.device import CpuDevice, CudaDevice, Direction
 from megatron_ext.offload.rates import Rates, measure_rates

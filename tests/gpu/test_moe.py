@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 EXPERTS, WIDTH, FFN, TOKENS = 8, 1024, 2048, 8192
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 MIB = 1 << 20
 HIDDEN, ROWS = 2048, 4096

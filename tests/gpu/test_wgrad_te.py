@@ -5,16 +5,12 @@ pytest tests/gpu -m gpu
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
-CHECKS = Path(__file__).resolve().parents[1] / "integration" / "te_checks.py"
 SHAPE = (64, 128)
 
 
@@ -31,11 +27,9 @@ def te() -> Any:
 @pytest.fixture(scope="module")
 def checks() -> Any:
     """The same body that the stand-ins run on a CPU."""
-    spec = importlib.util.spec_from_file_location("te_checks", CHECKS)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["te_checks"] = module
-    spec.loader.exec_module(module)
-    return module
+    from tests.megatron.cases import te_checks
+
+    return te_checks
 
 
 def _input(microbatch: int) -> Any:

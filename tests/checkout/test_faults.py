@@ -1,0 +1,308 @@
+"""Accidents in the stock ``pretrain_gpt.py``: all ranks end, say why, and a restart goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.checkpoints import folder as saved
+from tests.support import ROOT
+from tests.support.checkouts import MAIN_TAG, Serve, environment, existing
+from tests.support.features import BASE
+from tests.support.script_server import Outcome, ScriptServer
+
+pytestmark = [
+    pytest.mark.timeout(400),
+]
+
+# tests/campaigns/faults.py has every kind of action, on the executor alone.
+LIMIT = 6  # seconds; a busy machine must not look like a hang
+ITERATIONS, EVERY = 6, 2
+FLAGS = [
+    *BASE.split(),
+    *("--num-layers", "4", "--global-batch-size", "4", "--train-iters", str(ITERATIONS)),
+    *("--save-interval", str(EVERY), "--pipeline-model-parallel-size", "2", "--bf16"),
+    *("--pp-schedule", "v-half"),
+]
+DATA_PARALLEL = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
+OFFLOAD = ["--pp-offload", "full", "--pp-offload-time", "0.25"]
+REPORT = re.compile(
+    r"^\[megatron_ext\] pipeline rank \d \(global rank (\d)\) .+\n  it was (.+)$", re.M
+)
+
+
+class Runs:
+    """Runs that save to folders of their own and know what an uninterrupted one computes."""
+
+    def __init__(self, server: ScriptServer, folder: Path) -> None:
+        self.server, self.folder = server, folder
+        self._good: dict[tuple[str, ...], list[Any]] = {}
+
+    def run(
+        self, name: str, *more: str, world: int = 2, injury: dict[int, Any] | None = None,
+        save: Path | None = None, timeout: float = 120.0,
+    ) -> Outcome:  # fmt: skip
+        """Train, from the last checkpoint of ``name`` if there is one."""
+        place = str(save or self.folder / name)
+        variables = {rank: {"MEGATRON_EXT_WATCHDOG_SECONDS": str(LIMIT)} for rank in range(world)}
+        for rank, what in (injury or {}).items():
+            variables[rank]["INJURY"] = json.dumps(what)
+        return self.server.run(
+            [*FLAGS, *more, "--save", place, "--load", place], world,
+            self.folder / f"{name}-log", timeout, environment=variables,
+            prelude=ROOT / "tests" / "support" / "injured.py", grace=LIMIT + 12.0,
+        )  # fmt: skip
+
+    def good(self, *more: str, world: int = 2) -> list[Any]:
+        """Losses of a run without accident."""
+        key = (*more, str(world))
+        if key not in self._good:
+            outcome = self.run(f"good-{len(self._good)}", *more, world=world)
+            assert outcome.status == "ok", logs(outcome, world)
+            self._good[key] = outcome.losses()
+        return self._good[key]
+
+    def continues(self, name: str, first: int, *more: str, world: int = 2, **where: Any) -> Outcome:
+        """A restart goes on behind iteration ``first`` as if nothing had happened."""
+        outcome = self.run(name, *more, world=world, **where)
+        assert outcome.status == "ok", logs(outcome, world)
+        assert outcome.losses() == self.good(*more, world=world)[first:]
+        return outcome
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
+    return Runs(serve(MAIN_TAG), tmp_path_factory.mktemp("faults"))
+
+
+def logs(outcome: Outcome, world: int = 2) -> str:
+    return "\n".join(f"--- {rank}\n{outcome.log(rank)[-3000:]}" for rank in range(world))
+
+
+def all_failed(outcome: Outcome, world: int = 2) -> None:
+    """Every rank ended by itself (who is stopped or killed: by a signal), none with status 0."""
+    assert outcome.status == "failed", logs(outcome, world)
+    assert 0 not in outcome.exits and outcome.orphans == 0, (outcome, logs(outcome, world))
+
+
+def reports(outcome: Outcome, rank: int) -> list[str]:
+    return [found[2] for found in REPORT.finditer(outcome.log(rank)) if int(found[1]) == rank]
+
+
+# (name, accident of rank 1, more flags, exit status of rank 1)
+ACCIDENTS = [
+    ("killed in B", {"do": "kill", "at": "B"}, [], -9),
+    ("stopped in F", {"do": "stop", "at": "F"}, [], -9),
+    ("exception in W", {"do": "raise", "at": "W"}, [], 1),
+    ("out of memory in F", {"do": "memory", "at": "F"}, [], 1),
+    ("out of memory in B", {"do": "memory", "at": "B"}, [], 1),
+    ("out of memory in reload", {"do": "memory", "at": "PREPARE"}, OFFLOAD, 1),
+    ("killed in RELOAD", {"do": "kill", "at": "RELOAD"}, OFFLOAD, -9),
+    ("hang in SEND_B", {"do": "hang", "at": "SEND_B"}, [], 75),
+]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("name", "injury", "more", "status"),
+    [pytest.param(*case, id=case[0]) for case in ACCIDENTS],
+)
+def test_accident_in_a_pass(
+    runs: Runs, name: str, injury: dict[str, Any], more: list[str], status: int
+) -> None:
+    """In iteration 5, behind the checkpoint of iteration 4."""
+    outcome = runs.run(name, *more, injury={1: {**injury, "iteration": 5}})
+    all_failed(outcome)
+    assert outcome.exits[1] == status, logs(outcome)
+    assert outcome.exits[0] in (1, 75), logs(outcome)
+    (other,) = reports(outcome, 0)
+    assert re.search(r"in [A-Z_]+\d+\.\d+ .*pipeline rank 1", other)
+    if status > 0:
+        (own,) = reports(outcome, 1)
+        assert re.search(rf"in {injury['at']}\d+\.\d+ ", own)
+    runs.continues(name, 4, *more)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("do", ["kill", "stop"])
+def test_accident_while_gradients_are_reduced(runs: Runs, do: str) -> None:
+    """Two pipelines; the other one has no part in the accident and waits for its replica, or, if
+    that has sent its gradients already, at the next check of all ranks."""
+    injury = {3: {"do": do, "at": "finalize", "iteration": 5}}
+    outcome = runs.run(f"reduce-{do}", *DATA_PARALLEL, world=4, injury=injury)
+    all_failed(outcome, 4)
+    for rank in (0, 1, 2):
+        (said,) = reports(outcome, rank)
+        where = r"pipeline rank 1|gradients .* over global ranks \[|behind its passes"
+        assert re.search(where, said), logs(outcome, 4)
+    runs.continues(f"reduce-{do}", 4, *DATA_PARALLEL, world=4)
+
+
+@pytest.mark.parametrize(
+    ("at", "what"),
+    [
+        pytest.param("data", ".metadata, which is written after all data, is missing",
+                     marks=pytest.mark.campaign),
+        ("metadata", ".metadata, which is written after all data, is missing"),
+        pytest.param("config", "metadata.json, written last, is missing",
+                     marks=pytest.mark.campaign),
+    ],
+)  # fmt: skip
+def test_killed_while_saving(runs: Runs, at: str, what: str) -> None:
+    """Iteration 4 is half saved: that is said, and training goes on from iteration 2."""
+    name = f"save-{at}"
+    outcome = runs.run(name, injury={0: {"do": "kill", "at": at, "iteration": 4}})
+    all_failed(outcome)
+    assert saved.tracked(runs.folder / name) == 2
+    assert saved.problem(saved.saved(runs.folder / name)[4]) == what
+    again = runs.continues(name, 2)
+    line = "saving iteration 4 to "
+    assert f"{line}{runs.folder / name / 'iter_0000004'} was interrupted ({what})" in again.log(0)
+    assert "training goes on from 2" in again.log(0)
+    assert saved.problem(saved.saved(runs.folder / name)[4]) is None
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that one checkpoint fits on, and not three."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1700k", "tmpfs", str(folder)]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_full_disk(runs: Runs, small_disk: Path) -> None:
+    """The save that does not fit ends the run; what was saved before is whole and goes on."""
+    outcome = runs.run("disk", save=small_disk)
+    all_failed(outcome)
+    last = saved.tracked(small_disk)
+    assert isinstance(last, int) and 0 < last < ITERATIONS, logs(outcome)
+    assert re.search(
+        rf"saving iteration {last + EVERY} to {small_disk} failed \(.+\); \d\.\d MiB are free "
+        rf"there; a restart goes on from iteration {last}",
+        outcome.log(0),
+    ), logs(outcome)
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    assert saved.problem(saved.saved(small_disk)[last]) is None
+    runs.continues("disk", last, save=small_disk)
+
+
+@pytest.mark.campaign
+def test_sigterm_saves_and_a_restart_goes_on(runs: Runs) -> None:
+    """What a batch system does before it puts a job back into the queue."""
+    more = ["--exit-signal-handler"]
+    injury = {rank: {"do": "term", "at": "F", "iteration": 3} for rank in range(2)}
+    outcome = runs.run("term", *more, injury=injury)
+    assert outcome.exits == (0, 0) and outcome.orphans == 0, logs(outcome)
+    assert saved.tracked(runs.folder / "term") == 3
+    runs.continues("term", 3, *more)
+
+
+def test_saving_in_the_background(runs: Runs) -> None:
+    """With --async-save: same losses, whole checkpoints, loaded by another placement."""
+    more = ["--async-save"]
+    outcome = runs.run("async", *more)
+    assert outcome.status == "ok" and outcome.losses() == runs.good(), logs(outcome)
+    found = saved.saved(runs.folder / "async")
+    assert list(found) == [2, 4, 6] and saved.tracked(runs.folder / "async") == 6
+    assert [saved.problem(path) for path in found.values()] == [None] * 3
+
+
+@pytest.mark.campaign
+def test_killed_while_saving_in_the_background(runs: Runs) -> None:
+    injury = {1: {"do": "kill", "at": "F", "iteration": 5}}
+    outcome = runs.run("async-killed", "--async-save", injury=injury)
+    all_failed(outcome)
+    last = saved.tracked(runs.folder / "async-killed")
+    assert last in (None, 2, 4)
+    runs.continues("async-killed", last or 0)
+
+
+def test_what_is_not_whole_is_refused(runs: Runs) -> None:
+    """One sentence: which iteration, what is missing, which one is whole, what to do."""
+    runs.good()
+    folder = runs.folder / "good-0"
+    victim = max(saved.saved(folder)[6].glob("*.distcp"))
+    size = victim.stat().st_size
+    os.truncate(victim, size // 2)
+    outcome = runs.run("good-0")
+    assert outcome.status == "failed" and outcome.exits == (2, 2), logs(outcome)
+    assert outcome.losses() == []
+    line = outcome.log(0).strip().splitlines()[-1]
+    assert re.fullmatch(
+        rf"megatron_ext: iteration 6 in {folder} is not whole \({victim.name} has {size // 2} of "
+        rf"{size} bytes\); the last whole one is 4: write 4 into {folder / saved.TRACKER}, or add "
+        "--ckpt-step 4",
+        line,
+    ), line
+    outcome = runs.run("good-0", "--ckpt-step", "4")
+    assert outcome.status == "ok" and outcome.losses() == runs.good()[4:], logs(outcome)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_under_torchrun(tmp_path: Path, number: int) -> None:
+    """torchrun itself ends with status 1, and none of its processes is left."""
+    path = existing(MAIN_TAG)
+    log = tmp_path / "log"
+    launcher = ["-m", "megatron_ext.launch", "--device", "cpu", str(path / "pretrain_gpt.py")]
+    flags = [*FLAGS, "--train-iters", "5000", "--save-interval", "9000"]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+             *launcher, *flags],
+            stdout=file, stderr=file, start_new_session=True,
+            env={**environment(), "MEGATRON_EXT_WATCHDOG_SECONDS": str(LIMIT)},
+        )  # fmt: skip
+    ranks: dict[str, int] = {}
+    try:
+        _wait(lambda: "iteration        3/" in log.read_text(), 300, log)
+        ranks = _ranks_of(process.pid)
+        os.kill(ranks["1"], number)
+        # torchrun itself waits 30 s for a rank that does not react to SIGTERM.
+        _wait(lambda: process.poll() is not None, LIMIT + 60, log)
+        assert process.returncode == 1
+        (said,) = [found[2] for found in REPORT.finditer(log.read_text()) if found[1] == "0"]
+        assert re.search(r"in [A-Z_]+\d.* pipeline rank 1|behind its passes|gradients", said)
+        assert [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()] == []
+    finally:
+        ranks = ranks or _ranks_of(process.pid)
+        for pid in (process.pid, *ranks.values()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait(done: Callable[[], bool], seconds: float, log: Path) -> None:
+    limit = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < limit, log.read_text()[-3000:]
+        time.sleep(0.1)
+
+
+def _ranks_of(parent: int) -> dict[str, int]:
+    """Rank -> process, of the children of torchrun."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (folder / "stat").read_text().rsplit(")", 1)[1].split()[1] != str(parent):
+                continue
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            rank = [v[5:].decode() for v in variables if v.startswith(b"RANK=")]
+            found.update({rank[0]: int(folder.name)} if rank else {})
+    return found

@@ -1,0 +1,113 @@
+"""Rows of the feature matrix: stock's features under our schedules, on unmodified checkouts.
+
+``benchmarks/feature_matrix.py`` runs all of it; here are the rows with seams of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkouts import Serve, version
+from tests.support.feature_runs import run_feature
+from tests.support.features import FEATURES
+from tests.support.script_server import ScriptServer
+
+pytestmark = pytest.mark.timeout(240)
+
+# (version, feature) -> schedules. The oldest and the newest version differ most.
+ROWS = {
+    "core_v0.19.0": {
+        "TP 2, sequence parallel": "zb-h1,v-half",
+        "CP 2": "v-half",
+        "MoE, EP 2, bf16, both overlaps": "interleaved-zb,v-half",
+        "evaluation, other batch": "v-half",
+        "batch-size ramp-up": "v-cap",
+        "fewer first and last layers": "v-half",
+        "layer layout": "zb-h1,gis,v-min",
+        "MTP, bf16, both overlaps": "zb-h1,v-half",
+        "per-token loss": "v-half",
+        "dropout (the same run twice)": "v-half",
+        "offload, half, MoE, EP 2, bf16, both overlaps": "v-zb",
+        "offload, auto, measured, evaluation": "v-half",
+        "offload, full, TP 2, sequence parallel": "zb-h1",
+        "offload, full, recompute selective, ramp-up": "v-half",
+        "offload, full, cheap recompute": "zb-h1",
+    },
+    "core_v0.16.1": {
+        "MoE, EP 2, bf16, both overlaps": "v-half",
+        "tied, bf16, both overlaps": "v-half",
+        "MTP": "v-half",
+        "offload, half, MoE, EP 2, bf16, both overlaps": "v-half",
+    },
+    "core_v0.17.1": {
+        "tied, bf16, both overlaps": "zb-h1,v-half",
+        "offload, full": "v-half",
+    },
+    "core_v0.18.2": {
+        "tied, bf16, both overlaps": "zb-h1,v-half",
+        "offload, full": "v-half",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, serve: Serve) -> ScriptServer:
+    """``pretrain_gpt.py`` of a checkout, imported and ready to fork ranks."""
+    return serve(request.param)
+
+
+@pytest.mark.parametrize(
+    ("server", "feature", "schedules"),
+    [
+        version(tag, tag, name, schedules)
+        for tag, rows in ROWS.items()
+        for name, schedules in rows.items()
+    ],
+    indirect=["server"],
+)
+def test_losses_are_stocks(
+    server: ScriptServer, feature: str, schedules: str, tmp_path: Path
+) -> None:
+    """Bit for bit, or, where another order of summands is unavoidable, as close as stated."""
+    by_name = {feature.name: feature for feature in FEATURES}
+    for cell in run_feature(server, by_name[feature], schedules.split(","), tmp_path):
+        assert cell.result == "equal" or cell.result.startswith("~"), cell
+        # In Megatron's line, on the rank that prints it; without our flags nowhere.
+        last = f"rank{by_name[feature].world - 1}.log"
+        logs = [(tmp_path / run / last).read_text() for run in (cell.schedule, "stock")]
+        ours, stocks = (len(re.findall(r" iteration +\d+/", log)) for log in logs)
+        assert len(LOGGED.findall(logs[0])) == ours == stocks > 0
+        assert "pipeline bubble" not in logs[1]
+
+
+LOGGED = re.compile(
+    r" iteration +\d+/.*\| pipeline bubble: -?\d\.\d{3} \| peak activation sets: \d+ \|\n"
+)
+
+
+@pytest.mark.parametrize("server", ["core_v0.19.0"], indirect=True)
+def test_the_comparison_can_fail(server: ScriptServer, tmp_path: Path) -> None:
+    """Another learning rate is seen as different, a refused feature as rejected."""
+    from dataclasses import replace
+
+    plain = next(feature for feature in FEATURES if feature.name == "fp32")
+    assert run_feature(server, plain, ["1f1b"], tmp_path / "0")[0].result == "equal"
+    original = server.run
+
+    def other_rate(argv: list[str], *args: object, **kwargs: object) -> object:
+        more = ["--lr", "2e-3"] if "--pp-schedule" in argv else []
+        return original([*argv, *more], *args, **kwargs)  # type: ignore[arg-type]
+
+    server.run = other_rate  # type: ignore[method-assign, assignment]
+    try:
+        cell = run_feature(server, plain, ["1f1b"], tmp_path / "1")[0]
+    finally:
+        server.run = original  # type: ignore[method-assign]
+    assert cell.result == "DIFFERENT", cell
+    refused = replace(plain, run="--moe-paged-stash")
+    cell = run_feature(server, refused, ["1f1b"], tmp_path / "2")[0]
+    assert cell.result == "rejected", cell
+    assert "--moe-paged-stash" in cell.detail

@@ -1,0 +1,127 @@
+"""MoE layers in chunks under the unmodified ``pretrain_gpt.py``, by the launcher.
+
+bf16, distributed optimizer, gradient and parameter overlap, experts on two ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+
+import pytest
+
+from megatron_ext.moe import cost_file
+from tests.support.checkouts import MAIN_TAG, Serve
+from tests.support.script_server import Outcome
+
+pytestmark = [
+    pytest.mark.timeout(600),
+]
+
+MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3
+--lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split
+90,5,5 --eval-iters 1 --eval-interval 2 --log-interval 1 --attention-dropout 0 --hidden-dropout 0
+--untie-embeddings-and-output-weights --disable-bias-linear --swiglu --init-method-std 0.1
+--clip-grad 0 --ckpt-format torch_dist --bf16 --use-distributed-optimizer --overlap-grad-reduce
+--overlap-param-gather --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32
+--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss
+--moe-aux-loss-coeff 0.01 --expert-model-parallel-size 2"""
+
+TRAINING = re.compile(r"iteration +\d+/.*?lm loss: (\S+) .*?load_balancing_loss: (\S+)")
+EVALUATION = re.compile(r"validation loss at iteration \d+.*?lm loss value: (\S+)")
+CALLS = re.compile(r"over the run (\d+) calls?")
+PP = ("--pipeline-model-parallel-size", "2")
+
+Losses = tuple[list[tuple[str, str]], list[str]]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Callable[..., Outcome]:
+    folder, count = tmp_path_factory.mktemp("runs"), itertools.count()
+    server = serve(MAIN_TAG)
+    return lambda *flags: server.run([*MODEL.split(), *flags], 4, folder / str(next(count)))
+
+
+@pytest.fixture(scope="module")
+def train(start: Callable[..., Outcome]) -> Callable[..., Losses]:
+    """Trains on four ranks; losses of training and evaluation as Megatron logs them."""
+    known: dict[tuple[str, ...], Losses] = {}
+
+    def run(*flags: str) -> Losses:
+        if flags not in known:
+            outcome = start(*flags)
+            assert outcome.status == "ok", outcome.log(0)[-6000:]
+            log = outcome.log(3).replace("\n", " ")
+            known[flags] = TRAINING.findall(log), EVALUATION.findall(log)
+            assert len(known[flags][0]) == 3 and known[flags][1]
+        return known[flags]
+
+    return run
+
+
+def _close(ours: Losses, stock: Losses) -> None:
+    """bf16 weights take a step each; the first loss comes from the same ones."""
+    assert ours[0][0] == stock[0][0]
+    flat = [[float(x) for x in (*itertools.chain(*a), *b)] for a, b in (ours, stock)]
+    assert flat[0] == pytest.approx(flat[1], rel=2e-3)
+
+
+def test_one_chunk_is_stock(train: Callable[..., Losses]) -> None:
+    assert train("--moe-pipeline-chunks", "1", "--moe-memory-reuse", "s4") == train()
+
+
+def test_chunks_train_as_stock(train: Callable[..., Losses]) -> None:
+    first = train("--moe-pipeline-chunks", "4", "--moe-memory-reuse", "s1")
+    _close(first, train())
+    assert train("--moe-pipeline-chunks", "4") == first
+
+
+def test_chunks_under_a_schedule_that_offloads(train: Callable[..., Losses]) -> None:
+    chunks = (*PP, "--moe-pipeline-chunks", "2")
+    wanted = train(*chunks)
+    _close(wanted, train(*PP))
+    flags = (*chunks, "--moe-memory-reuse", "s2", "--pp-schedule", "zb-h1", "--pp-offload", "full")
+    assert train(*flags) == wanted
+
+
+def test_what_auto_chooses_trains_as_stock(
+    start: Callable[..., Outcome], train: Callable[..., Losses]
+) -> None:
+    """A budget below what stock keeps, under a schedule of ours; the log says what was chosen."""
+    flags = (*PP, "--pp-schedule", "zb-h1", "--moe-pipeline-chunks", "auto")
+    flags += ("--moe-memory-reuse", "auto", "--moe-memory-budget", "32KB")
+    outcome = start(*flags)
+    assert outcome.status == "ok", outcome.log(0)[-6000:]
+    log = outcome.log(3).replace("\n", " ")
+    _close((TRAINING.findall(log), EVALUATION.findall(log)), train(*PP))
+    for rank, stage in ((0, 0), (2, 1)):
+        said = [line for line in outcome.log(rank).splitlines() if "MoE layers of hidden" in line]
+        costs = [cost_file.parse(line[line.index("{") :]) for line in said if "{" in line]
+        decided = [line for line in said if "over the run" not in line and "{" not in line]
+        summary = [line for line in said if "over the run" in line]
+        assert len(costs) == 1  # what --moe-pipeline-costs takes
+        assert decided and "ms predicted" in decided[0] and "bytes predicted" in decided[0], stage
+        calls = sum(int(CALLS.search(line)[1]) for line in summary)  # type: ignore[index]
+        assert calls == 3 * 4 * 2  # steps, microbatches, layers
+        assert all(re.search(r", s[1-4], ", line) for line in summary)
+        assert "measured" in " ".join(summary)
+    assert "MoE layers of hidden" not in outcome.log(1)
+
+
+def test_a_budget_that_nothing_keeps_ends_before_training(start: Callable[..., Outcome]) -> None:
+    flags = ("--moe-pipeline-chunks", "auto", "--moe-memory-reuse", "auto")
+    outcome = start(*flags, "--moe-memory-budget", "1KiB")
+    assert outcome.status == "failed"
+    assert "a budget of 1024 bytes" in outcome.log(0) and "the least is" in outcome.log(0)
+    assert "iteration" not in outcome.log(0).split("end of arguments")[1]
+
+
+def test_conflicts_end_before_training(start: Callable[..., Outcome]) -> None:
+    flags = ("--moe-pipeline-chunks", "2", "--moe-pad-expert-input-to-capacity")
+    outcome = start(*flags, "--moe-expert-capacity-factor", "1.0")
+    assert outcome.status == "failed"
+    said = [line for line in outcome.log(0).splitlines() if "--moe-pad-expert" in line]
+    assert len(said) == 1 and "--moe-pipeline-chunks 2 does not support" in said[0]
+    assert "iteration" not in outcome.log(0)

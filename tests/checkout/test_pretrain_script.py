@@ -1,0 +1,256 @@
+"""The unmodified ``pretrain_gpt.py`` of a stock checkout: same losses as stock, by the launcher.
+
+bf16, distributed optimizer, gradient and parameter overlap, evaluation between training steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import cli
+from megatron_ext.integration.choose import Choice
+from megatron_ext.plan.budget import Budget, parse_bytes
+from megatron_ext.plan.flags import job_of
+from megatron_ext.plan.flags import read as read_flags
+from megatron_ext.plan.layout import Split, even_split
+from megatron_ext.plan.memory import stage_bytes
+from megatron_ext.plan.profile import Profile
+from megatron_ext.schedule import lower
+from tests.support.checkouts import MAIN_TAG, Serve, existing, run
+from tests.support.script_server import Outcome
+
+pytestmark = [
+    pytest.mark.timeout(600),
+]
+
+MODEL = """--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3
+--lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split
+90,5,5 --eval-iters 1 --eval-interval 2 --log-interval 1 --attention-dropout 0 --hidden-dropout 0
+--untie-embeddings-and-output-weights
+--clip-grad 0 --ckpt-format torch_dist --bf16 --use-distributed-optimizer --overlap-grad-reduce
+--overlap-param-gather"""
+
+TRAINING = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+)")
+EVALUATION = re.compile(r"validation loss at iteration (\d+).*?lm loss value: (\S+)")
+
+
+Log = dict[str, list[tuple[str, ...]]]
+
+
+def read(log: str) -> Log:
+    """What Megatron's log says of losses and gradient norms."""
+    log = log.replace("\n", " ")
+    return {"training": TRAINING.findall(log), "evaluation": EVALUATION.findall(log)}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Callable[..., Outcome]:
+    """Trains under the launcher, on ranks forked from one process that has imported Megatron."""
+    folder = tmp_path_factory.mktemp("runs")
+    count, server = itertools.count(), serve(MAIN_TAG)
+
+    def run_once(*flags: str, ranks: int = 4) -> Outcome:
+        return server.run([*MODEL.split(), *flags], ranks, folder / str(next(count)))
+
+    return run_once
+
+
+@pytest.fixture(scope="module")
+def train(start: Callable[..., Outcome]) -> Callable[..., Log]:
+    """What a run that ends well has logged."""
+
+    def run_once(*flags: str, ranks: int = 4) -> Log:
+        outcome = start(*flags, ranks=ranks)
+        assert outcome.status == "ok", outcome.log(0)[-6000:]
+        return read(outcome.log(ranks - 1))
+
+    return run_once
+
+
+def test_torchrun(weights: list[str], stock: Log) -> None:
+    """The same through torchrun, as users start it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "4", "-m", "megatron_ext.launch", "--device", "cpu"]
+    command += [str(existing(MAIN_TAG) / "pretrain_gpt.py"), *MODEL.split(), *weights]
+    command += ["--pipeline-model-parallel-size", "4", "--pp-schedule", "v-half"]
+    done = run(command, 200)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert read(done.stdout) == stock
+
+
+@pytest.fixture(scope="module")
+def weights(train: Callable[..., Log], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags that start a run from the weights that stock, without a pipeline, wrote."""
+    folder = tmp_path_factory.mktemp("weights")
+    train("--train-iters", "1", "--save", str(folder), "--save-interval", "1", ranks=1)
+    load = ["--load", str(folder), "--finetune", "--no-load-optim", "--no-load-rng"]
+    return load
+
+
+@pytest.fixture(scope="module")
+def stock(train: Callable[..., Log], weights: list[str]) -> Log:
+    """Stock 1F1B from these weights, PP 4."""
+    found = train(*weights, "--pipeline-model-parallel-size", "4")
+    assert len(found["training"]) == 3
+    assert len(found["evaluation"]) >= 2
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "sets"), [("v-half", 4, 6), ("v-zb", 4, 8), ("v-half", 2, 4), ("v-zb", 2, 4)]
+)
+def test_same_losses(
+    train: Callable[..., Log],
+    weights: list[str],
+    stock: Log,
+    tmp_path: Path,
+    schedule: str,
+    pp: int,
+    sets: int,
+) -> None:
+    """Training and evaluation, whatever the schedule and the pipeline size."""
+    flags = ["--pipeline-model-parallel-size", str(pp), "--pp-schedule", schedule]
+    assert train(*weights, *flags, "--pp-trace", str(tmp_path), ranks=pp) == stock
+    for rank in range(pp):
+        lines = [json.loads(x) for x in (tmp_path / f"rank{rank}.jsonl").read_text().splitlines()]
+        trained = [line for line in lines if not line["forward_only"]]
+        assert {line["schedule"] for line in trained} == {schedule}
+        assert len(trained) == 3
+        assert len(lines) > len(trained)  # evaluation ran through the executor too
+        assert {line["peak_sets"] for line in trained} == {sets}
+
+
+# Stages that differ: none, one and two layers, and the loss.
+UNEVEN = "E|t|t|t|t|t|t|ttL"
+SPLIT = Split((0, 1, 1, 1, 1, 1, 1, 2))
+LOGGED = re.compile(r"\| pipeline bubble: (0\.\d{3}) \| peak activation sets: (\d+) \|\n")
+
+
+def plans(folder: Path, ranks: int = 4) -> list[list[str]]:
+    """The plans that each rank has run in training, by fingerprint."""
+    lines = [(folder / f"rank{r}.jsonl").read_text().splitlines() for r in range(ranks)]
+    return [[x["plan"] for x in map(json.loads, rank) if not x["forward_only"]] for rank in lines]
+
+
+@pytest.fixture(scope="module")
+def profiled(
+    start: Callable[..., Outcome], weights: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Outcome, Path]:
+    """Two steps are measured, the third one runs the order that was made for them."""
+    folder = tmp_path_factory.mktemp("profiled")
+    flags = ["--pp-profile-steps", "2", "--pp-profile", str(folder / "profile.json")]
+    flags += ["--pipeline-model-parallel-layout", UNEVEN, "--pp-trace", str(folder)]
+    flags += ["--pipeline-model-parallel-size", "4", "--pp-schedule", "v-zb"]
+    outcome = start(*weights, *flags)
+    assert outcome.status == "ok", outcome.log(0)[-6000:]
+    return outcome, folder
+
+
+def test_losses_do_not_change_across_replanning(profiled: tuple[Outcome, Path], stock: Log) -> None:
+    """Bit for bit those of stock, and the third plan is the one that the profile asks for."""
+    outcome, folder = profiled
+    assert read(outcome.log(3)) == stock
+    profile = Profile.load(str(folder / "profile.json"))
+    assert profile.layers == SPLIT.counts
+    planned = Choice("v-zb").plan(4, 2, 8, costs=profile.costs(SPLIT), reorder=True)
+    own = lower(Choice("v-zb").plan(4, 2, 8)).fingerprint()
+    assert plans(folder) == [[own, own, lower(planned).fingerprint()]] * 4
+    assert planned.note in outcome.log(0)
+
+
+def test_measured_bytes_are_the_predicted_ones(profiled: tuple[Outcome, Path]) -> None:
+    """Of every stage, in training, within 2 %; those that wait for W byte for byte."""
+    job = job_of(read_flags([*MODEL.split(), *CPU_KERNELS])[0])
+    profile = Profile.load(str(profiled[1] / "profile.json"))
+    for stage, kept, waiting in zip(
+        stage_bytes(job, SPLIT), profile.set_bytes, profile.weight_set_bytes
+    ):
+        assert kept == pytest.approx(stage.sets.until_b, rel=0.02, abs=256)
+        assert waiting == stage.sets.until_w
+
+
+CPU_KERNELS = ("--transformer-impl", "local")
+
+
+def test_a_profile_of_a_former_run(
+    profiled: tuple[Outcome, Path],
+    start: Callable[..., Outcome],
+    weights: list[str],
+    stock: Log,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The order for it runs from the first step on, and ``plan`` reads it."""
+    path = profiled[1] / "profile.json"
+    flags = ["--pipeline-model-parallel-layout", UNEVEN, "--pp-trace", str(tmp_path)]
+    flags += ["--pipeline-model-parallel-size", "4", "--pp-schedule", "v-zb"]
+    outcome = start(*weights, *flags, "--pp-profile", str(path))
+    assert outcome.status == "ok", outcome.log(0)[-6000:]
+    assert read(outcome.log(3)) == stock
+    profile = Profile.load(str(path))
+    made = Choice("v-zb")
+    made.give_profile(profile, lambda stages: SPLIT)
+    made.fit(4, 2, 8)
+    assert plans(tmp_path) == [[lower(made.plan(4, 2, 8)).fingerprint()] * 3] * 4
+    line = " ".join([*MODEL.split(), *CPU_KERNELS])
+    command = ["plan", "--from-args", line, "--pp", "4", "--profile", str(path), "--json"]
+    assert cli.main([*command, "--schedules", "v-zb", "--offload", "off", "--no-balance"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    measured = sum(map(sum, profile.stages)) * 8 / 4 * 1e3
+    assert chosen["step_ms"] >= measured * 0.8, "no less than the measured passes take"
+
+
+def test_the_log_line(profiled: tuple[Outcome, Path]) -> None:
+    """In Megatron's own line, on its rank; the sets are those of the plan."""
+    outcome, folder = profiled
+    found = LOGGED.findall(outcome.log(3))
+    assert len(found) == 3
+    for (bubble, sets), line in zip(found, range(3)):
+        assert 0 < float(bubble) < 1
+        every = [(folder / f"rank{r}.jsonl").read_text().splitlines() for r in range(4)]
+        trained = [[x for x in map(json.loads, lines) if not x["forward_only"]] for lines in every]
+        assert int(sets) == max(rank[line]["peak_sets"] for rank in trained)
+    assert "pipeline bubble" not in outcome.log(0)
+
+
+def test_a_cap_in_bytes(
+    start: Callable[..., Outcome], weights: list[str], stock: Log, tmp_path: Path
+) -> None:
+    """Nothing fits: the error names the least that does; that trains, with the same losses, and
+    tensor-parallel ranks, whose measurements differ, agree on the plan after a profile."""
+    auto = ["--pp-schedule", "auto", "--pipeline-model-parallel-size", "4", "--pp-memory-cap"]
+    refused = start(*weights, *auto, "1KiB")
+    assert refused.status == "failed"
+    (least,) = set(re.findall(r"smallest budget that one fits is (\S+)", refused.log(0)))
+    assert "raise --pp-memory-cap" in refused.log(0)
+    fits = start(*weights, *auto, least, "--pp-trace", str(tmp_path / "one"))
+    assert fits.status == "ok", fits.log(0)[-6000:]
+    assert read(fits.log(3))["training"] == stock["training"]
+    given = read_flags([*MODEL.split(), *CPU_KERNELS, "--world-size", "4"])[0]
+    job = job_of({**given, "pipeline_model_parallel_size": 4})
+    budget = Budget(job, parse_bytes(least), lambda stages: even_split(8, stages))
+    chosen = budget.fastest(4, 8, 2, Choice("auto")._costs).schedule
+    assert plans(tmp_path / "one") == [[lower(chosen).fingerprint()] * 3] * 4
+    assert f"{chosen.name}, the fastest of " in fits.log(0)
+    assert re.search(r"a cap of \d+ activation sets \(estimated", fits.log(0))
+
+
+def test_all_ranks_agree_on_a_measured_plan(start: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Two pipelines side by side measure different times, and must not follow different orders:
+    their ranks meet in tensor-parallel collectives. With a cap in bytes and offload beside it."""
+    flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    flags += ["--pp-schedule", "auto", "--pp-memory-cap", "8MiB", "--pp-profile-steps", "2"]
+    outcome = start(*flags, "--pp-trace", str(tmp_path))
+    assert outcome.status == "ok", outcome.log(0)[-6000:]
+    every = plans(tmp_path)
+    assert every == [every[0]] * 4
+    note = next(x for x in outcome.log(0).splitlines() if "re-planned" in x or "order stays" in x)
+    assert "order stays" in note or "activation sets (measured" in note

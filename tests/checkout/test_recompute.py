@@ -1,0 +1,71 @@
+"""--pp-cheap-recompute through the unmodified script: losses bit for bit those without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, Serve, version
+from tests.support.feature_runs import command
+from tests.support.features import MOE, OVERLAP, Feature
+from tests.support.script_server import ScriptServer
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module", params=[version(MAIN_TAG), version(OLDEST_TAG)])
+def server(request: pytest.FixtureRequest, serve: Serve) -> ScriptServer:
+    """A checkout's ``pretrain_gpt.py``, imported and ready to fork ranks."""
+    return serve(request.param)
+
+
+DENSE = Feature("gelu, dropout", run="--hidden-dropout 0.1 --attention-dropout 0.1")
+LLAMA = Feature("swiglu", model="--swiglu --normalization RMSNorm --disable-bias-linear --bf16")
+EXPERTS = Feature(
+    "experts",
+    model=MOE + " --swiglu --moe-shared-expert-intermediate-size 32 --bf16",
+    run="--expert-model-parallel-size 2 " + OVERLAP,
+    pp=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [
+        (DENSE, "interleaved"),
+        (LLAMA, "zb-h1"),
+        (EXPERTS, "v-half"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_losses_are_those_without(
+    server: ScriptServer, model: Feature, schedule: str, tmp_path: Path
+) -> None:
+    """Through the real script, dropout included: the forward pass draws the same masks."""
+    argv = command(model, schedule, tmp_path / "no checkpoint")
+    for flag in ("--finetune", "--no-load-optim", "--no-load-rng"):
+        argv.remove(flag)
+    at = argv.index("--load")
+    del argv[at : at + 2]
+    without = server.run(argv, model.world, tmp_path / "without")
+    assert without.status == "ok", without.log(0)[-5000:]
+    cheap = server.run([*argv, "--pp-cheap-recompute"], model.world, tmp_path / "cheap")
+    assert cheap.status == "ok", cheap.log(0)[-5000:]
+    assert len(cheap.losses()) == 5
+    assert cheap.losses() == without.losses()
+    log = cheap.log(0)
+    assert "megatron.core.transformer.mlp:MLP.forward -> MLP" in log
+    assert "['layernorm']" in log
+    assert "MLP.forward -> MLP" not in without.log(0)
+
+
+def test_refused_before_training(server: ScriptServer, tmp_path: Path) -> None:
+    full = Feature(
+        "full",
+        run="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ours="--pp-cheap-recompute",
+    )
+    outcome = server.run(command(full, "1f1b", tmp_path / "no checkpoint"), 4, tmp_path / "run")
+    assert outcome.status == "failed"
+    assert "--pp-cheap-recompute has nothing to do under --recompute-granularity" in outcome.log(0)

@@ -1,0 +1,316 @@
+"""Runs one small GPT under stock schedules and under ours, on four gloo ranks; see test_numerics.
+
+The parameters are functions of their global names, so every partition starts from the same weights.
+A result is {"losses": [bytes], "gradients": {global name: bytes}, "traces": {rank: text}, ...}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_ext import cpu
+
+cpu.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron_ext.integration.install import Installation  # noqa: E402
+from megatron_ext.integration.validate import Choice  # noqa: E402
+from megatron_ext.schedule import generate  # noqa: E402
+from tests.support.case_server import serve  # noqa: E402
+
+WORLD, LAYERS, HIDDEN, HEADS, SEQUENCE, BATCH, VOCAB = 4, 8, 32, 4, 16, 2, 64
+
+# name -> pp, schedule (None: stock), chunks, and what differs from fp32, m=8, untied.
+CASES: dict[str, dict[str, Any]] = {
+    "stock": {"pp": 4},
+    "stock-interleaved": {"pp": 4, "chunks": 2},
+    "1f1b": {"pp": 4, "schedule": "1f1b"},
+    "interleaved": {"pp": 4, "schedule": "interleaved", "chunks": 2},
+    "zb-h1": {"pp": 4, "schedule": "zb-h1"},
+    "v-half": {"pp": 4, "schedule": "v-half", "chunks": 2},
+    "v-zb": {"pp": 4, "schedule": "v-zb", "chunks": 2},
+    "zb-h2": {"pp": 4, "schedule": "zb-h2"},
+    "interleaved-zb": {"pp": 4, "schedule": "interleaved-zb", "chunks": 2},
+    "gis-h": {"pp": 4, "schedule": "gis-h", "chunks": 2},
+    "po": {"pp": 4, "schedule": "po", "chunks": 2},
+    "v-min": {"pp": 4, "schedule": "v-min", "chunks": 2},
+    "v-cap": {"pp": 4, "schedule": "v-cap", "chunks": 2, "cap": "0.875"},
+    "gis": {"pp": 4, "schedule": "gis", "chunks": 2},
+    # Under this cap and at these costs it is v-half that auto takes.
+    "auto": {"pp": 4, "schedule": "auto", "chunks": 2, "cap": "0.75"},
+    "auto-m3": {"pp": 4, "schedule": "auto", "chunks": 2, "cap": "0.75", "m": 3, "full_m": 8},
+    "file": {"pp": 4, "schedule": "FILE", "chunks": 2},
+    "stock-m3": {"pp": 4, "m": 3},
+    "v-half-m3": {"pp": 4, "schedule": "v-half", "chunks": 2, "m": 3},
+    "interleaved-m3": {"pp": 4, "schedule": "interleaved", "chunks": 2, "m": 3},
+    "stock-forward": {"pp": 4, "forward_only": True},
+    "v-half-forward": {"pp": 4, "schedule": "v-half", "chunks": 2, "forward_only": True},
+    # A file is for one number of microbatches in training, for any in evaluation.
+    "stock-forward-m3": {"pp": 4, "m": 3, "forward_only": True},
+    "file-forward-m3": {
+        "pp": 4,
+        "schedule": "FILE",
+        "chunks": 2,
+        "m": 3,
+        "file_m": 8,
+        "forward_only": True,
+    },
+    "stock-overlap-bf16": {"pp": 2, "bf16": True, "overlap": True},
+    "zb-h1-overlap-bf16": {"pp": 2, "schedule": "zb-h1", "bf16": True, "overlap": True},
+    "v-zb-overlap-bf16": {"pp": 2, "schedule": "v-zb", "chunks": 2, "bf16": True, "overlap": True},
+    "stock-tied": {"pp": 4, "tied": True},
+    "v-half-tied": {"pp": 4, "schedule": "v-half", "chunks": 2, "tied": True},
+    "stock-lengths": {"pp": 4, "lengths": True},
+    "zb-h1-lengths": {"pp": 4, "schedule": "zb-h1", "lengths": True},
+    "v-half-lengths": {"pp": 4, "schedule": "v-half", "chunks": 2, "lengths": True},
+    "stock-recompute": {"pp": 2, "recompute": True},
+    "v-half-recompute": {"pp": 2, "schedule": "v-half", "chunks": 2, "recompute": True},
+}
+
+
+def config_of(case: dict[str, Any]) -> TransformerConfig:
+    """Megatron's configuration of the model in ``case``."""
+    chunks = case.get("chunks", 1)
+    bf16 = case.get("bf16", False)
+    more = {}
+    if case.get("recompute"):
+        more = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        pipeline_model_parallel_size=case["pp"],
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bf16=bf16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        deallocate_pipeline_outputs=True,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        use_cpu_initialization=True,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=chunks > 1,
+        microbatch_group_size_per_vp_stage=case["pp"],
+        variable_seq_lengths=case.get("lengths", False),
+        moe_token_dispatcher_type="alltoall",  # the default refuses sequences of varying length
+        **{"gradient_accumulation_fusion": False, **more, **case.get("config", {})},
+    )
+
+
+def global_names(chunk: GPTModel) -> dict[str, torch.nn.Parameter]:
+    """Parameters of one chunk by names that do not depend on the partition."""
+    numbers = {
+        f"decoder.layers.{i}.": layer.layer_number for i, layer in enumerate(chunk.decoder.layers)
+    }
+    named = {}
+    for name, parameter in chunk.named_parameters():
+        for local, number in numbers.items():
+            if name.startswith(local):
+                name = f"layer{number}." + name[len(local) :]
+        named[name] = parameter
+    return named
+
+
+def _mtp_spec(config: TransformerConfig, spec: Any, chunk: int) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=chunk)
+
+
+def build(case: dict[str, Any], config: TransformerConfig) -> tuple[list[Any], list[GPTModel]]:
+    """This rank's chunks, wrapped as Megatron's training wraps them, and bare."""
+    rank, chunks = parallel_state.get_pipeline_model_parallel_rank(), case.get("chunks", 1)
+    bare, spec = [], get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
+    for chunk in range(chunks):
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            **({"mtp_block_spec": _mtp_spec(config, spec, chunk)} if config.mtp_num_layers else {}),
+            vocab_size=VOCAB,
+            max_sequence_length=SEQUENCE,
+            pre_process=rank == 0 and chunk == 0,
+            post_process=rank == case["pp"] - 1 and chunk == chunks - 1,
+            share_embeddings_and_output_weights=case.get("tied", False),
+            vp_stage=chunk if chunks > 1 else None,
+        )
+        for name, parameter in global_names(model).items():
+            key = (
+                "embedding.word_embeddings.weight"
+                if case.get("tied") and name == "output_layer.weight"
+                else name
+            )
+            seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
+            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            parameter.data.copy_(values / 10 + (1.0 if "layernorm.weight" in name else 0.0))
+        bare.append(model)
+    inner = [Float16Module(config, model) if config.bf16 else model for model in bare]
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=case.get("overlap", False), bucket_size=4000
+    )
+    wrapped = [DistributedDataParallel(config, ddp, model) for model in inner]
+    if case.get("overlap"):
+        config.no_sync_func = [model.no_sync for model in wrapped]
+        if len(wrapped) == 1:
+            config.no_sync_func = config.no_sync_func[0]
+    config.finalize_model_grads_func = finalize_model_grads
+    return wrapped, bare
+
+
+def batches(m: int, lengths: bool) -> Any:
+    """Tokens and labels (BATCH, SEQUENCE) of every microbatch of this data-parallel rank.
+
+    With ``lengths``, each microbatch has another sequence length.
+    """
+    for microbatch in range(m):
+        seed = 1000 * parallel_state.get_data_parallel_rank() + microbatch
+        length = SEQUENCE - 2 * (microbatch % 4) if lengths else SEQUENCE
+        tokens = torch.randint(
+            VOCAB, (BATCH, length + 1), generator=torch.Generator().manual_seed(seed)
+        )
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def forward_step(iterator: Any, model: Any) -> Any:
+    """As pretraining scripts do it."""
+    tokens, labels = next(iterator)
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand(BATCH, -1)
+    mask = torch.triu(torch.ones(1, 1, length, length), diagonal=1).bool()
+    losses = model(tokens, positions, mask, labels=labels)
+
+    def loss_func(output: torch.Tensor) -> Any:
+        loss = output.float().mean()
+        return loss, {"lm loss": loss.detach().clone()}
+
+    return losses, loss_func
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """A tensor's exact content."""
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Two iterations; the second one's gradients, so that state left over would show."""
+    m, chunks, schedule = case.get("m", 8), case.get("chunks", 1), case.get("schedule")
+    forward_only = case.get("forward_only", False)
+    installation = None
+    if schedule is not None:
+        path = folder / "schedule.json"
+        if schedule == "FILE":
+            if dist.get_rank() == 0:
+                case.get("file", generate("v-half", case["pp"], case.get("file_m", m))).save(path)
+            dist.barrier()
+            schedule = str(path)
+        installation = Installation()
+        args = SimpleNamespace(
+            pipeline_model_parallel_size=case["pp"],
+            pp_trace=str(folder),
+            pp_profile_steps=case.get("profile"),
+            distributed_timeout_minutes=1,
+            rank=dist.get_rank(),
+        )
+        choice = Choice(schedule, memory_cap=case.get("cap"), offloading=case.get("offload"))
+        if choice.undecided:
+            choice.decide(case["pp"], case.get("full_m", m))
+        installation.hook_schedule(args, choice, chunks)
+    try:
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=case["pp"],
+            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            **case.get("parallel", {}),
+        )
+        model_parallel_cuda_manual_seed(1)
+        models, bare = build(case, config_of(case))
+        step = schedules.get_forward_backward_func()
+
+        def run(forward_only: bool) -> Any:
+            data = [batches(m, case.get("lengths", False)) for _ in models]
+            return step(
+                forward_step_func=forward_step,
+                data_iterator=data if chunks > 1 else data[0],
+                model=models if chunks > 1 else models[0],
+                num_microbatches=m,
+                seq_length=SEQUENCE,
+                micro_batch_size=BATCH,
+                forward_only=forward_only,
+            )
+
+        for _ in range(case.get("iterations", 2)):
+            if case.get("evaluate"):
+                with torch.no_grad():
+                    run(forward_only=True)
+            for model in models:
+                model.zero_grad_buffer()
+            store = run(forward_only)
+        gradients = {}
+        if not forward_only:
+            for chunk in bare:
+                for name, parameter in global_names(chunk).items():
+                    gradients[name] = to_bytes(parameter.main_grad)
+        last = parallel_state.get_pipeline_model_parallel_rank() == case["pp"] - 1
+        losses = b"".join(to_bytes(x["lm loss"]) for x in store) if last else b""
+        return {
+            "losses": losses,
+            "gradients": gradients,
+            "embedding_ranks": parallel_state._EMBEDDING_GLOBAL_RANKS,
+        }
+    finally:
+        parallel_state.destroy_model_parallel()
+        if installation is not None:
+            installation.revert()
+
+
+def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
+    """One case on one rank; rank 0 gathers and writes."""
+    own = folder / name
+    own.mkdir(exist_ok=True, parents=True)
+    dist.init_process_group("gloo", init_method=f"file://{own}/store", rank=rank, world_size=WORLD)
+    mine = run_case(case, own)
+    every: list[Any] = [None] * WORLD
+    dist.all_gather_object(every, mine)
+    gradients: dict[str, bytes] = {}
+    for part in every:
+        gradients.update(part["gradients"])
+    result = {
+        "losses": [part["losses"] for part in every if part["losses"]],
+        "gradients": gradients,
+        "data_parallel": WORLD // case["pp"],
+        "embedding_ranks": [part["embedding_ranks"] for part in every],
+        "extra": [part.get("extra") for part in every],
+        "traces": {p.stem: p.read_text() for p in own.glob("rank*.jsonl")},
+    }
+    if rank == 0:
+        (folder / "result.pickle").write_bytes(pickle.dumps(result))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    serve(CASES, rank_main, WORLD)

@@ -1,0 +1,224 @@
+"""Megatron's GPT models on CPU tensors: their parameters and what autograd keeps; prints JSON.
+
+    python memory_cases.py FOLDER
+
+Of every shape in ``shapes.py``: how many parameters the model has, by its first module's name, the
+bytes that autograd holds after a forward pass (distinct storages, parameters apart), and the bytes
+that the weight-gradient store holds between B and W. And layouts as Megatron reads them.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+from megatron_ext import cpu
+
+cpu.install()
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ext.integration import recompute, wgrad
+from megatron_ext.integration.seams import Seams
+from megatron_ext.integration.versions import megatron_version
+from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.model import Job
+from megatron_ext.runtime.wgrad import WeightGradStore
+from tests.unit.plan.shapes import LAYOUTS, SHAPES, tokens
+
+
+def config_of(job: Job) -> TransformerConfig:
+    """Megatron's configuration of a job."""
+    modules = list(job.recompute_modules)
+    if job.cheap_recompute:
+        modules.append("layernorm")
+    full = job.recompute_granularity == "full"
+    options: dict[str, Any] = {
+        "num_layers": job.num_layers,
+        "hidden_size": job.hidden_size,
+        "num_attention_heads": job.num_attention_heads,
+        "num_query_groups": job.num_query_groups,
+        "kv_channels": job.kv_channels,
+        "ffn_hidden_size": job.ffn_hidden_size,
+        "normalization": job.normalization,
+        "gated_linear_unit": job.swiglu,
+        "add_bias_linear": job.add_bias_linear,
+        "add_qkv_bias": job.add_qkv_bias,
+        "qk_layernorm": job.qk_layernorm,
+        "hidden_dropout": job.hidden_dropout,
+        "attention_dropout": job.attention_dropout,
+        "attention_softmax_in_fp32": job.attention_softmax_in_fp32,
+        "bias_activation_fusion": not job.squared_relu,
+        "recompute_granularity": job.recompute_granularity or ("selective" if modules else None),
+        "recompute_modules": modules or None,
+        "recompute_method": job.recompute_method if full else None,
+        "recompute_num_layers": job.recompute_num_layers if full else None,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+    }
+    if job.swiglu:
+        options["activation_func"] = torch.nn.functional.silu
+    if job.squared_relu:
+        options["activation_func"] = squared_relu
+    if job.params_dtype == "bf16":
+        options.update(bf16=True, params_dtype=torch.bfloat16)
+    if job.num_experts:
+        options.update(
+            num_moe_experts=job.num_experts,
+            moe_router_topk=job.moe_router_topk,
+            moe_ffn_hidden_size=job.moe_ffn_hidden_size,
+            moe_layer_freq=[int(x) for x in job.moe_layers],
+            moe_token_dispatcher_type="alltoall",
+            moe_shared_expert_intermediate_size=job.moe_shared_expert_intermediate_size or None,
+        )
+    return TransformerConfig(**options)
+
+
+def model_of(job: Job) -> GPTModel:
+    """The whole model on one rank."""
+    config = config_of(job)
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    if job.num_experts:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    else:
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=job.qk_layernorm, normalization=job.normalization
+        )
+    return GPTModel(
+        config,
+        spec,
+        job.padded_vocab_size,
+        job.max_position_embeddings,
+        share_embeddings_and_output_weights=not job.untie_embeddings_and_output_weights,
+        position_embedding_type=job.position_embedding_type,
+    )
+
+
+def run(name: str) -> dict[str, Any]:
+    """One shape."""
+    job = job_of(read(tokens(name))[0])
+    store = WeightGradStore()
+    seams = Seams(megatron_version())
+    seams.apply([*wgrad.seams(store), *(recompute.seams() if job.cheap_recompute else ())])
+    model = model_of(job)
+    counts: Counter[str] = Counter()
+    for parameter_name, parameter in model.named_parameters():
+        counts[parameter_name.split(".")[0]] += parameter.numel()
+    found: dict[int, Any] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            found[storage._cdata] = storage, tuple(tensor.shape), str(tensor.dtype)
+        return tensor
+
+    forward = Float16Module(model.config, model) if model.config.bf16 else model
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    shape = job.micro_batch_size, job.seq_length
+    numbers = torch.arange(shape[0] * shape[1]).reshape(shape) % job.padded_vocab_size
+    mask = torch.ones(1, 1, job.seq_length, job.seq_length, dtype=torch.bool).triu(1)
+    positions = torch.arange(job.seq_length).expand(shape).contiguous()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward(numbers, positions, mask, labels=numbers)
+    items: Counter[str] = Counter()
+    for storage, dims, dtype in found.values():
+        items[f"{dims} {dtype}".replace("torch.", "")] += storage.nbytes()
+    found.clear()
+    with store.collect("1"):
+        loss.float().sum().backward()
+    waiting = waiting_bytes(store, own)
+    store.run("1")
+    seams.revert()
+    return {"parameters": counts, "kept": +items, "waiting": waiting}
+
+
+def waiting_bytes(store: WeightGradStore, own: set[int]) -> int:
+    """Distinct storages that tasks in the store hold, parameters apart."""
+    seen: dict[int, int] = {}
+    todo: list[Any] = list(vars(store).values())
+    visited: set[int] = set()
+    while todo:
+        one = todo.pop()
+        if id(one) in visited:
+            continue
+        visited.add(id(one))
+        if isinstance(one, torch.Tensor):
+            storage = one.untyped_storage()
+            if storage._cdata not in own:
+                seen[storage._cdata] = storage.nbytes()
+        elif isinstance(one, dict):
+            todo += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple | set) or type(one).__name__ == "deque":
+            todo += list(one)
+        elif hasattr(one, "func") and hasattr(one, "args"):
+            todo += [*one.args, *one.keywords.values()]
+        elif getattr(one, "__closure__", None):
+            todo += [cell.cell_contents for cell in one.__closure__]
+        elif hasattr(one, "__dataclass_fields__"):
+            todo += [getattr(one, field) for field in one.__dataclass_fields__]
+        elif hasattr(one, "__slots__"):
+            todo += [getattr(one, slot, None) for slot in one.__slots__]
+    return sum(seen.values())
+
+
+def layers_of(text: str) -> list[int]:
+    """Layers of every stage, as Megatron reads a layout; it raises if it would refuse it."""
+    stages = PipelineParallelLayerLayout.parse_str_to_list(text)
+    counts = [sum(layer.name == "decoder" for layer in stage) for stage in stages]
+    PipelineParallelLayerLayout(stages, len(stages)).validate_layer_layout(sum(counts), None)
+    return counts
+
+
+def from_megatrons_arguments(name: str) -> str:
+    """What differs between the job of a command line and that of Megatron's parsed arguments."""
+    from megatron.training.arguments import parse_args
+
+    from megatron_ext.integration.flags import add_arguments
+    from megatron_ext.integration.job import job_of_args
+
+    more = ["--tensor-model-parallel-size", "1", "--use-distributed-optimizer"]
+    sys.argv = ["pretrain_gpt.py", *tokens(name), *more]
+    ours, theirs = (
+        job_of(read(sys.argv[1:])[0]),
+        job_of_args(parse_args(add_arguments, ignore_unknown_args=False)),
+    )
+    differ = [f for f in vars(ours) if f != "assumptions" and vars(ours)[f] != vars(theirs)[f]]
+    return ", ".join(f"{f}: {vars(ours)[f]} and {vars(theirs)[f]}" for f in differ)
+
+
+def main() -> None:
+    """See the module's text."""
+    folder = sys.argv[1]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    found: dict[str, Any] = {name: run(name) for name in SHAPES}
+    found["layouts"] = {text: layers_of(text) for text in LAYOUTS}
+    if importlib.util.find_spec("megatron.training") is not None:
+        found["arguments"] = {name: from_megatrons_arguments(name) for name in SHAPES}
+    print("RESULT " + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

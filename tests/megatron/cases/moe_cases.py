@@ -1,0 +1,414 @@
+"""MoE layers of megatron-core, stock and in chunks, on gloo ranks; see test_moe.
+
+    python moe_cases.py RESULT.pickle [CASE ...]
+
+Forks ranks once for each case, as gpt_cases does. A case builds one of Megatron's own MoE layers
+and runs it in several ways on the same weights and data; RESULT maps a case to what its ranks
+found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import num_microbatches_calculator
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_ext.integration.moe_choice import ChosenMoE
+from megatron_ext.moe import cost_file
+from megatron_ext.moe.exchange import Exchange
+from megatron_ext.moe.region import Region
+from megatron_ext.moe.saved import Record
+from megatron_ext.moe.select import Space
+from megatron_ext.moe.settings import Settings
+from tests.megatron.cases import moe_layers
+from tests.megatron.cases.moe_layers import Traced, build, chunked, config_of, data, run_layer
+from tests.support.case_server import serve
+
+STRATEGIES = ("none", "s1", "s2", "s3", "s4")
+
+
+def compare(case: dict[str, Any]) -> dict[str, Any]:
+    """Stock, then each (chunks, strategy) of the case's ways."""
+    config = config_of(case)
+    layer = build(config)
+    if case.get("frozen"):
+        layer.experts.local_experts[0].requires_grad_(False)
+    x, dy = data(case, config)
+    if case.get("skew"):
+        # All tokens of all ranks go to the experts 0 and 1, of the first rank.
+        layer.router.weight.data.fill_(-1.0)
+        layer.router.weight.data[:2] = 1.0
+    padding = None
+    if case.get("padding"):
+        padding = torch.zeros(x.shape[1], x.shape[0], dtype=torch.bool)
+        padding[:, -3:] = True
+    results: dict[Any, Any] = {"stock": run_layer(layer, x, dy, padding)}
+    before = moe_layers.shapes(layer)
+    settings = Settings()
+    with chunked(settings, min_bytes=1):
+        for chunks, strategy in case.get("ways", WAYS):
+            settings.set(chunks, strategy)
+            with moe_layers.Traced() as traced:
+                results[chunks, strategy] = run_layer(layer, x, dy, padding)
+            results["trace", chunks, strategy] = traced.calls
+        assert moe_layers.shapes(layer) == before
+        settings.set(4, "none" if layer.moe_layer_recompute else "s1")
+        with torch.no_grad():
+            results["no_grad"] = layer(x, padding_mask=padding)[0]
+    return results
+
+
+class Two(torch.nn.Module):
+    """Two layers behind each other, with residuals."""
+
+    def __init__(self, config: moe_layers.TransformerConfig) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([build(config), build(config)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+def counted(original: Callable[..., Any], counts: list[int], number: int) -> Callable[..., Any]:
+    """``original``, counting its calls."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counts[number] += 1
+        return original(*args, **kwargs)
+
+    return call
+
+
+def train(case: dict[str, Any]) -> dict[str, Any]:
+    """Several steps of two microbatches under Megatron's data parallel reduction, which overlaps,
+    with settings that change every step; stock, then ours."""
+    steps = case["steps"]
+    found: dict[str, Any] = {}
+    for kind in ("stock", "ours"):
+        config = config_of(case)
+        module = Two(config)
+        names = dict(module.named_parameters())
+        ddp = moe_layers.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=not case.get("reduce_in_bf16"),
+            overlap_grad_reduce=True,
+            bucket_size=3000,
+        )
+        model = moe_layers.DistributedDataParallel(config, ddp, module)
+        groups = model.bucket_groups + model.expert_parallel_bucket_groups
+        reduced = [0] * len(groups)
+        for number, group in enumerate(groups):
+            group.start_grad_sync = counted(group.start_grad_sync, reduced, number)
+        settings = Settings()
+        auto = kind == "ours" and case.get("auto")
+        policy = auto_policy(case) if auto else settings
+        with chunked(policy, min_bytes=1) as ours, Traced() as traced:
+            for step, (chunks, strategy) in enumerate(steps):
+                if kind == "ours" and not auto:
+                    settings.set(chunks, strategy)
+                model.zero_grad_buffer()
+                for microbatch in range(2):
+                    x, dy = data({**case, "seed": 10 * step + microbatch}, config)
+                    context = model.no_sync() if microbatch == 0 else contextlib.nullcontext()
+                    with context:
+                        model(x.requires_grad_()).backward(dy)
+                before = list(reduced)
+                model.finish_grad_sync()
+                found[kind, step] = {n: p.main_grad.clone() for n, p in names.items()}
+                found[kind, step, "reduced"] = before, list(reduced)
+                reduced[:] = [0] * len(groups)
+            added = [getattr(p, "grad_added_to_main_grad", False) for p in names.values()]
+            found[kind, "fused"] = sum(added)
+            if ours.memory is not None:
+                found["arena used"] = ours.memory.engine.arena.used_bytes
+            if auto:
+                found["trace"] = traced.calls
+                found["summary"] = policy.summary()
+    return found
+
+
+def auto_policy(case: dict[str, Any]) -> ChosenMoE:
+    """The flags' policy, for a pipeline of one stage with two microbatches in flight."""
+    if num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
+        world = dist.get_world_size()
+        num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2 * world, 1, world)
+    return ChosenMoE(
+        Space.of("auto", "auto"),
+        case["budget"],
+        lambda chunks, microbatches: [microbatches],
+        cost_file.parse(json.dumps(case["costs"])) if "costs" in case else None,
+    )
+
+
+def precision(case: dict[str, Any]) -> dict[str, Any]:
+    """Root mean square errors of the experts' weight gradients in bf16, relative to fp64's."""
+    config = config_of(case)
+    layer = build(config)
+    x, dy = data(case, config)
+    exact = build(config_of({**case, "dtype": torch.float64}))
+    for ours, theirs in zip(exact.parameters(), layer.parameters()):
+        ours.data.copy_(theirs.data)
+    reference = run_layer(exact, x.double(), dy.double())
+    ddp = moe_layers.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model = moe_layers.DistributedDataParallel(config, ddp, layer)
+    settings = Settings()
+    found: dict[str, Any] = {}
+    with chunked(settings):
+        for way in case["ways"]:
+            settings.set(*way)
+            model.zero_grad_buffer()
+            model(x.clone().requires_grad_())[0].backward(dy)
+            errors = []
+            for name, parameter in layer.named_parameters():
+                if "experts" in name:
+                    error = parameter.main_grad.double() - reference[name]
+                    errors.append(float(error.square().mean().sqrt() / reference[name].std()))
+            found[way] = sum(errors) / len(errors)
+    return found
+
+
+class Watched:
+    """Notes, inside the context, what one forward pass of a layer keeps, parameters apart.
+
+    Attributes:
+        kept: storages that autograd keeps for the region, by identity.
+        inside: storages that it wanted to keep for the experts, and their bytes.
+        rows: (experts' rows, rows sent) of each chunk.
+        worst: the plan's.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._parameters = {p.untyped_storage()._cdata for p in layer.parameters()}
+        self.kept: dict[int, Any] = {}
+        self.inside: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.rows: list[tuple[int, int]] = []
+        self.worst: tuple[int, ...] = ()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Any:
+        call, pack, plan = Region.__call__, Record._pack, Exchange.plan
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._parameters:
+                self.kept[storage._cdata] = storage
+            return tensor
+
+        def watched_call(region: Any, *args: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                return call(region, *args)
+
+        def watched_pack(record: Any, residents: Any, tensor: torch.Tensor) -> Any:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._parameters:
+                self.inside[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            return pack(record, residents, tensor)
+
+        def watched_plan(exchange: Any, *args: Any) -> Any:
+            made = plan(exchange, *args)
+            self.rows = [(chunk.rows, chunk.sent_rows) for chunk in made.chunks]
+            self.worst = dataclasses.astuple(made.worst)
+            return made
+
+        with mock.patch.object(Region, "__call__", watched_call):
+            with mock.patch.object(Record, "_pack", watched_pack):
+                with mock.patch.object(Exchange, "plan", watched_plan):
+                    yield
+
+
+def memory(case: dict[str, Any]) -> dict[str, Any]:
+    """What each strategy keeps between forward and backward pass of one layer, in bytes by unique
+    storage, parameters apart."""
+    config = config_of(case)
+    layer = build(config)
+    x, dy = data(case, config)
+    settings = Settings()
+    found: dict[str, Any] = {}
+    with chunked(settings, min_bytes=1) as ours:
+        for way in case["ways"]:
+            settings.set(*way)
+            watched = Watched(layer)
+            with watched():
+                y, _ = layer(x.clone().requires_grad_())
+            ours.memory.departures.flush()
+            ring = ours.memory.ring.storages()
+            inside = [entry for cdata, entry in watched.inside.items() if cdata not in ring]
+            found["worst", way] = watched.worst
+            found[way] = {
+                "kept": sum(storage.nbytes() for storage in watched.kept.values()),
+                "alive inside": sum(n for ref, n in inside if not ref.expired()),
+                "inside": sum(n for _, n in inside),
+                "host": ours.memory.engine.arena.used_bytes,
+                "rows": watched.rows,
+            }
+            watched.kept.clear()
+            y.backward(dy)
+            found[way]["host afterwards"] = ours.memory.engine.arena.used_bytes
+            found[way]["ring"] = ours.memory.ring.nbytes
+            ours.memory.ring.clear()
+    return found
+
+
+WAYS = [(n, strategy) for n in (1, 2, 4) for strategy in STRATEGIES]
+SOME = [(1, "s4"), (3, "none"), (3, "s1"), (3, "s2"), (3, "s3"), (3, "s4")]
+COSTS = {
+    "format": cost_file.FORMAT,
+    **{name: [0.1, 1e-5, 0.0] for name in cost_file.LINES},
+    "kept_bytes": 960,
+}
+AUTO_STEPS = [(0, "auto")] * 12
+STEPS = [(1, "none"), (2, "s1"), (4, "s2"), (1, "s3"), (8, "s4"), (2, "none"), (4, "s1")]
+_CAPACITY = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
+_BIAS = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_topk": 3,
+}
+_ON_INPUT = {
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_apply_probs_on_input": True,
+}
+
+# name -> ranks, parallel sizes, and what differs.
+CASES: dict[str, dict[str, Any]] = {
+    "ep2-fp64": {"world": 2, "ep": 2, "dtype": torch.float64},
+    "ep2-fp32": {"world": 2, "ep": 2},
+    "ep2-bf16": {"world": 2, "ep": 2, "dtype": torch.bfloat16},
+    "ep4-fp64": {"world": 4, "ep": 4, "dtype": torch.float64, "ways": SOME},
+    "ep4-fp32": {"world": 4, "ep": 4},
+    "ep1": {"world": 2, "ep": 1, "ways": SOME},
+    "ep2-dp2": {"world": 4, "ep": 2, "ways": SOME},
+    "one-expert-a-rank": {"world": 4, "ep": 4, "experts": 4, "ways": SOME},
+    "tp2-ep2": {"world": 4, "tp": 2, "ep": 2, "ways": SOME},
+    "etp2": {"world": 2, "tp": 2, "etp": 2, "ep": 1, "ways": SOME},
+    "etp2-ep2": {"world": 4, "tp": 2, "etp": 2, "ep": 2, "ways": SOME},
+    "capacity": {"world": 2, "ep": 2, "ways": SOME, "config": _CAPACITY},
+    "expert-bias": {"world": 2, "ep": 2, "ways": SOME, "config": _BIAS},
+    "shared-experts": {
+        "world": 2,
+        "ep": 2,
+        "ways": SOME,
+        "config": {"moe_shared_expert_intermediate_size": 32},
+    },
+    "probs-on-input": {"world": 2, "ep": 2, "ways": SOME, "config": _ON_INPUT},
+    "relu": {
+        "world": 2,
+        "ep": 2,
+        "ways": SOME,
+        "config": {"gated_linear_unit": False, "activation_func": torch.nn.functional.relu},
+    },
+    "odd-width": {"world": 2, "ep": 2, "ways": SOME, "hidden": 10},
+    "router-fp32": {
+        "world": 2,
+        "ep": 2,
+        "dtype": torch.bfloat16,
+        "ways": SOME,
+        "config": {"moe_router_dtype": "fp32"},
+    },
+    "skew": {"world": 4, "ep": 4, "skew": True, "ways": SOME},
+    "few-tokens": {"world": 4, "ep": 4, "sequence": 1, "ways": [(8, s) for s in STRATEGIES]},
+    "uneven-tokens": {"world": 4, "ep": 4, "uneven": True, "ways": SOME},
+    "padding": {"world": 2, "ep": 2, "padding": True, "ways": SOME},
+    "frozen": {"world": 2, "ep": 2, "frozen": True, "ways": SOME},
+    "recompute": {
+        "world": 2,
+        "ep": 2,
+        "ways": [(1, "none"), (2, "none"), (4, "none")],
+        "config": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    },
+    "precision": {
+        "world": 2,
+        "ep": 2,
+        "run": precision,
+        "dtype": torch.bfloat16,
+        "sequence": 128,
+        "config": {"moe_router_dtype": "fp32"},
+        "ways": [(1, "none"), (2, "none"), (8, "none"), (8, "s4")],
+    },
+    "memory": {
+        "world": 2,
+        "ep": 2,
+        "run": memory,
+        "ways": [way for way in WAYS if way != (1, "none")],
+    },
+    "ddp-fp32": {"world": 4, "ep": 2, "run": train, "steps": STEPS},
+    "ddp-bf16": {
+        "world": 4,
+        "ep": 2,
+        "run": train,
+        "steps": STEPS,
+        "dtype": torch.bfloat16,
+    },
+    "ddp-fusion": {
+        "world": 4,
+        "ep": 2,
+        "run": train,
+        "steps": STEPS,
+        "config": {"gradient_accumulation_fusion": True},
+    },
+    # One group of experts, since each group decides for itself.
+    "auto": {
+        "world": 2,
+        "ep": 2,
+        "run": train,
+        "auto": True,
+        "budget": None,
+        "steps": AUTO_STEPS,
+        "config": {"gradient_accumulation_fusion": True},
+    },
+    "auto-in-a-budget": {
+        "world": 2,
+        "ep": 2,
+        "run": train,
+        "auto": True,
+        "budget": 100_000,
+        "costs": COSTS,
+        "steps": AUTO_STEPS,
+    },
+    "ddp-reduce-in-bf16": {
+        "world": 4,
+        "ep": 2,
+        "run": train,
+        "steps": STEPS,
+        "dtype": torch.bfloat16,
+        "reduce_in_bf16": True,
+    },
+}
+
+
+def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
+    """One case on one rank; rank 0 gathers and writes."""
+    own = folder / name
+    own.mkdir(exist_ok=True, parents=True)
+    world = case["world"]
+    dist.init_process_group("gloo", init_method=f"file://{own}/store", rank=rank, world_size=world)
+    moe_layers.parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.get("tp", 1),
+        expert_model_parallel_size=case["ep"],
+        expert_tensor_parallel_size=case.get("etp", 1),
+    )
+    moe_layers.model_parallel_cuda_manual_seed(1)
+    with moe_layers.uneven_gather():
+        mine = case.get("run", compare)(case)
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, mine)
+    if rank == 0:
+        (folder / "result.pickle").write_bytes(pickle.dumps(every))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    serve(CASES, rank_main, 2)

@@ -1,0 +1,130 @@
+"""Offloads activation sets of small GPTs on four gloo ranks; see test_offload.
+
+As gpt_cases.py and wgrad_cases.py. Every copy starts up to two milliseconds late, at random, and
+device memory that was let go is filled with NaN.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+# Every tensor of these small models may leave.
+os.environ["MEGATRON_EXT_OFFLOAD_MIN_BYTES"] = "1"
+
+from megatron_ext.integration import offload, profile
+from megatron_ext.integration.offload_request import OffloadRequest
+from megatron_ext.offload.device import CpuDevice, Faults
+from megatron_ext.plan.times import PassTimes
+from megatron_ext.schedule import generate, offload_pass
+from megatron_ext.schedule.link import Link
+from tests.megatron.cases import wgrad_cases
+
+
+def _request(wanted: str, policy: str | None, time: str | None = "0.25") -> OffloadRequest:
+    return OffloadRequest(wanted, None if time is None else (time, time), policy)
+
+
+_SEQUENTIAL_MOE = wgrad_cases.CASES["stock/moe"]["config"]
+_FUSED = wgrad_cases.CASES["stock/fusion"]["config"]
+_TWO, _OVERLAP = {"chunks": 2}, {"pp": 2, "bf16": True, "overlap": True}
+
+# What is common to a stock case and those of ours that must equal it.
+_MODELS: dict[str, dict[str, Any]] = {
+    "": {},
+    "interleaved": _TWO,
+    "m3": {"m": 3},
+    "overlap-bf16": _OVERLAP,
+    "tied": {"tied": True},
+    "lengths": {"lengths": True},
+    "recompute": {"recompute": True},
+    "moe": {"config": _SEQUENTIAL_MOE},
+    "fusion": {"config": _FUSED},
+}
+# (schedule, model, how much, policy) with copies of a quarter of F+B+W, and what else differs.
+_OURS: list[tuple[str, str, str, str | None, dict[str, Any]]] = [
+    ("1f1b", "", "full", "single", {}),
+    ("interleaved", "interleaved", "half", "dual", _TWO),
+    ("zb-h1", "", "auto", "single", {}),
+    ("interleaved-zb", "", "full", "dual", _TWO),
+    ("v-min", "", "half", "single", _TWO),
+    ("v-half", "", "full", "paired", _TWO),
+    ("v-zb", "", "full", "single", {**_TWO, "evaluate": True}),
+    ("v-cap", "", "1", "dual", {**_TWO, "cap": "0.875"}),
+    ("gis", "", "1", "single", _TWO),
+    ("gis-h", "", "full", "single", _TWO),
+    ("po", "", "half", "dual", _TWO),
+    ("v-half", "m3", "auto", "single", _TWO),
+    ("1f1b", "fusion", "full", "single", {}),
+    ("v-zb", "fusion", "full", "single", _TWO),
+    ("zb-h1", "overlap-bf16", "full", "dual", {}),
+    ("v-half", "overlap-bf16", "auto", "single", _TWO),
+    ("v-half", "tied", "full", "single", _TWO),
+    ("v-half", "lengths", "full", "dual", _TWO),
+    ("interleaved-zb", "recompute", "full", "single", _TWO),
+    ("v-half", "moe", "full", "single", _TWO),
+]
+
+CASES: dict[str, dict[str, Any]] = {}
+for name, model in _MODELS.items():
+    CASES[f"stock/{name}"] = {"pp": 4, **model, "overlap": False}
+for schedule, name, wanted, policy, more in _OURS:
+    CASES[f"{schedule}/{name}"] = {
+        "pp": 4,
+        **_MODELS[name],
+        "iterations": 3,
+        **more,
+        "schedule": schedule,
+        "offload": _request(wanted, policy),
+    }
+# Nothing is given: policy and times are measured.
+CASES["v-half/measured"] = {**CASES["v-half/"], "offload": _request("auto", None, None)}
+# A file says all.
+_FILE = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
+CASES["file/"] = {"pp": 4, **_TWO, "iterations": 3, "schedule": "FILE", "file": _FILE}
+# The order is made anew after two steps, without offload and with it. What is measured here is
+# noise, so it is replaced: a last stage that takes half as long again.
+_PROFILED = {"pp": 4, **_TWO, "profile": 2, "iterations": 3}
+CASES["v-zb/profiled"] = {**_PROFILED, "schedule": "v-zb"}
+CASES["v-cap/profiled"] = {
+    **_PROFILED,
+    "schedule": "v-cap",
+    "cap": "0.75",
+    "offload": _request("auto", None, None),
+}
+_HEAVY = (*[PassTimes(0.064, 0.064, 0.064)] * 7, PassTimes(0.096, 0.096, 0.096))
+
+
+def _faulty() -> CpuDevice:
+    rng = random.Random(os.getpid())
+    return CpuDevice(faults=Faults(delay=lambda _: rng.random() / 500, poison=True))
+
+
+def _heavy(*args: Any) -> profile.Profile:
+    measured = original_agree(*args)
+    assert len(measured.stages) == 8 and min(map(min, measured.stages)) > 0
+    assert measured.set_bytes is not None and min(measured.set_bytes) > 0
+    return replace(measured, stages=_HEAVY)
+
+
+def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """As the others', with late copies, and the same costs measured every time."""
+    with mock.patch.object(offload, "CpuDevice", _faulty):
+        agree = _heavy if "profile" in case else original_agree
+        with mock.patch.object(profile.Profiler, "agree", agree):
+            return original_run_case(case, folder)
+
+
+# Not imported here: wgrad_cases has to prepare a module before Megatron is imported.
+gpt_cases = wgrad_cases.gpt_cases
+original_agree, original_run_case = profile.Profiler.agree, gpt_cases.run_case
+gpt_cases.run_case = run_case
+
+
+if __name__ == "__main__":
+    gpt_cases.serve(CASES, gpt_cases.rank_main, gpt_cases.WORLD)

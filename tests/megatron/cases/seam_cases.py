@@ -1,0 +1,106 @@
+"""Applies and reverts all seams on the Megatron that is importable; prints one JSON object."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+import types
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_ext import cpu
+from megatron_ext.integration import ConfigError, install
+
+TARGETS = (
+    "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+    "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
+    "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication",
+    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook",
+    "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    "megatron.core.parallel_state:is_pipeline_last_stage",
+    "megatron.core.parallel_state:initialize_model_parallel",
+    "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+    "megatron.core.models.gpt.gpt_model:GPTModel.forward",
+    "megatron.core.transformer.module:Float16Module.forward",
+)
+
+
+def held(target: str) -> Any:
+    """The object that a target is now, without descriptors."""
+    module, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return inspect.getattr_static(owner, name)
+
+
+def megatron_symbols() -> dict[str, int]:
+    """Identity of all globals of all loaded Megatron modules, and of their classes' attributes."""
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        if name.split(".")[0] != "megatron" or module is None:
+            continue
+        for key, value in vars(module).items():
+            found[f"{name}:{key}"] = id(value)
+            if isinstance(value, type) and value.__module__ == name:
+                for attribute, inner in vars(value).items():
+                    found[f"{name}:{key}.{attribute}"] = id(inner)
+    return found
+
+
+def main() -> None:
+    """See the module's text."""
+    out: dict[str, Any] = {}
+    out["installed_without_flags"] = install(
+        ["--num-layers", "2", "--pipeline-model-parallel-size", "4"]
+    )
+    out["megatron_loaded_without_flags"] = "megatron.core" in sys.modules
+    cpu.install()
+    for target in TARGETS:
+        held(target)
+    from megatron.core import parallel_state
+
+    consumer = types.ModuleType("a_training_script")
+    consumer.mpu_last = parallel_state.is_pipeline_last_stage  # type: ignore[attr-defined]
+    sys.modules[consumer.__name__] = consumer
+    from megatron_ext.integration.install import Installation
+    from megatron_ext.integration.seams import Seam
+    from megatron_ext.integration.validate import Choice
+
+    before = {target: held(target) for target in TARGETS}
+    symbols = megatron_symbols()
+    installation = Installation()
+    args = SimpleNamespace(
+        pipeline_model_parallel_size=4, pp_trace=None, distributed_timeout_minutes=1, rank=0
+    )
+    installation.hook_schedule(args, Choice("v-half"), 2)
+    out["changed"] = {t: held(t) is not before[t] for t in TARGETS}
+    out["consumer_rebound"] = consumer.mpu_last is parallel_state.is_pipeline_last_stage  # type: ignore[attr-defined]
+    out["report"] = installation.seams.report()
+    changed = {k for k, v in megatron_symbols().items() if symbols.get(k, v) != v}
+    out["changed_symbols"] = sorted(changed)
+    installation.revert()
+    out["restored"] = {t: held(t) is before[t] for t in TARGETS}
+    out["same_after_revert"] = {
+        k: v for k, v in megatron_symbols().items() if k in symbols
+    } == symbols
+
+    broken = Installation()
+    good = Seam((TARGETS[5],), lambda original: lambda *a, **k: None, ("vp_stage",), "test")
+    for name, bad in {
+        "missing": Seam(("megatron.core.parallel_state:no_such",), lambda o: o, (), "of a test"),
+        "signature": Seam((TARGETS[6],), lambda o: o, ("no_such_parameter",), "of a test"),
+    }.items():
+        try:
+            broken.seams.apply([good, bad])
+        except ConfigError as error:
+            out[f"{name}_error"] = str(error)
+        out[f"{name}_all_or_nothing"] = held(TARGETS[5]) is before[TARGETS[5]]
+    print("RESULT " + json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,459 @@
+"""Every wrong combination of flags: one sentence with the numbers, the rule and the fix."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.integration import ConfigError
+from megatron_ext.integration.flags import (
+    GROUP,
+    add_arguments,
+    defaults,
+    options_without_schedule,
+    wanted,
+)
+from megatron_ext.integration.rejections import REJECTIONS, Rejection, markdown
+from megatron_ext.integration.validate import Choice, after_megatron, before_megatron
+from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
+from megatron_ext.schedule.link import Link
+
+
+def arguments(**changed: Any) -> SimpleNamespace:
+    """Megatron's arguments of a small run, before its own validation."""
+    values: dict[str, Any] = {
+        "pp_schedule": "as given",
+        "pipeline_model_parallel_size": 4,
+        "num_layers": 16,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "pipeline_model_parallel_layout": None,
+        "virtual_pipeline_model_parallel_size": None,
+        "cuda_graph_impl": "none",
+        "overlap_p2p_comm": True,
+        "micro_batch_size": 2,
+        "data_parallel_size": 2,
+        "global_batch_size": 32,
+        "rampup_batch_size": None,
+        "world_size": 8,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+    }
+    return SimpleNamespace(**{**values, **changed})
+
+
+def refusal(schedule: str, **changed: Any) -> str:
+    """The sentence with which a combination is refused before Megatron's validation."""
+    with pytest.raises(ConfigError) as error:
+        before_megatron(arguments(**changed), Choice(schedule))
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def test_unknown_name_lists_the_known() -> None:
+    text = refusal("v-haff")
+    assert "'v-haff' is not known" in text
+    assert all(name in text for name in ("1f1b", "interleaved", "zb-h1", "v-half", "v-zb"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half", "v-zb"])
+def test_one_pipeline_rank(schedule: str) -> None:
+    text = refusal(schedule, pipeline_model_parallel_size=1)
+    assert "--pipeline-model-parallel-size >= 2, got 1" in text
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_profile_of_no_steps(steps: int) -> None:
+    text = refusal("v-half", pp_profile_steps=steps)
+    assert f"--pp-profile-steps must be 1 or more, got {steps}" in text
+
+
+def test_profile_of_a_file(tmp_path: Path) -> None:
+    generate("1f1b", 4, 8).save(tmp_path / "x.json")
+    text = refusal(str(tmp_path / "x.json"), pp_profile_steps=2)
+    assert "a file's order is fixed; drop --pp-profile-steps 2" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        ({"num_layers": 8, "mtp_num_layers": 1}, "Et|t|t|t|t|t|t|tmL"),
+        (
+            {
+                "num_layers": 14,
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
+            "Et|tt|tt|tt|tt|tt|tt|tL",
+        ),
+        (
+            {"num_layers": 9, "decoder_first_pipeline_num_layers": 3},
+            None,  # 6 layers on 7 stages
+        ),
+        (
+            {"num_layers": 9, "decoder_first_pipeline_num_layers": 2},
+            "Ett|t|t|t|t|t|t|tL",
+        ),
+        (
+            {
+                "num_layers": 8,
+                "decoder_first_pipeline_num_layers": 0,
+                "decoder_last_pipeline_num_layers": 2,
+            },
+            "E|t|t|t|t|t|t|ttL",
+        ),
+        (
+            {"num_layers": 16, "pipeline_model_parallel_layout": "E|t|(tt|)*2t*3|(tt|)*2t*4L"},
+            "E|t|(tt|)*2t*3|(tt|)*2t*4L",
+        ),
+        ({"num_layers": 16, "pipeline_model_parallel_layout": "Et*8|t*8L"}, None),
+        ({"num_layers": 12, "pipeline_model_parallel_layout": "E|t|(tt|)*2t*3|(tt|)*2t*4L"}, None),
+        (
+            {
+                "num_layers": 8,
+                "mtp_num_layers": 1,
+                "pipeline_model_parallel_layout": "Et|t|t|t|t|t|tm|tL",
+            },
+            None,
+        ),
+        ({"num_layers": 8, "pipeline_model_parallel_layout": "Ex|t"}, None),
+    ],
+)
+def test_layers_of_the_v(flags: dict[str, Any], layout: str | None) -> None:
+    args = arguments(**flags)
+    if layout is None:
+        with pytest.raises(ConfigError, match=r"stages|layout"):
+            before_megatron(args, Choice("v-half"))
+        return
+    before_megatron(args, Choice("v-half"))
+    assert args.pipeline_model_parallel_layout == layout
+    assert args.decoder_first_pipeline_num_layers is None
+    assert not args.account_for_loss_in_pipeline_split
+
+
+def test_other_models_under_v() -> None:
+    from megatron_ext.integration.vee import require_gpt
+
+    class BertModel:
+        pass
+
+    with pytest.raises(ConfigError, match="this model is a BertModel; use a schedule with Mega"):
+        require_gpt([BertModel()], "v-half")
+
+
+def test_no_inference_under_v() -> None:
+    from megatron_ext.integration.vee import SEAMS
+
+    (seam,) = (s for s in SEAMS if s.targets[0].endswith("GPTModel.forward"))
+    forward = seam.make(lambda self, x, **kwargs: x)
+    assert forward(None, 3, inference_context=None) == 3
+    with pytest.raises(ConfigError, match="start it without --pp-schedule"):
+        forward(None, 3, inference_context=object())
+
+
+def test_layout_of_one_stage_a_rank_suits_plain_schedules() -> None:
+    before_megatron(arguments(pipeline_model_parallel_layout="Et|t|t|t*13L"), Choice("zb-h1"))
+
+
+def test_layers_that_do_not_split_over_the_v() -> None:
+    text = refusal("v-half", num_layers=12)
+    assert "--num-layers 12" in text
+    assert "multiple of 8" in text
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("num_layers_per_virtual_pipeline_stage", 2), ("num_virtual_stages_per_pipeline_rank", 2)],
+)
+def test_virtual_stages_with_v(flag: str, value: int) -> None:
+    text = refusal("v-half", **{flag: value})
+    assert f"remove --{flag.replace('_', '-')} {value}" in text
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
+def test_virtual_stages_with_one_chunk(schedule: str) -> None:
+    text = refusal(schedule, num_virtual_stages_per_pipeline_rank=2)
+    assert "one model chunk a rank" in text
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved-zb", "gis", "gis-h", "po"])
+def test_schedules_of_several_chunks_need_virtual_stages(schedule: str) -> None:
+    assert "--num-virtual-stages-per-pipeline-rank 2" in refusal(schedule)
+    before_megatron(arguments(num_virtual_stages_per_pipeline_rank=2), Choice(schedule))
+
+
+@pytest.mark.parametrize("rule", REJECTIONS, ids=lambda rule: rule.flag)
+def test_features_that_do_not_work_together(rule: Rejection) -> None:
+    used = {rule.attribute: "something"}
+    text = refusal("v-half", **used)
+    assert f"does not support {rule.flag} (set to something): {rule.reason}" in text
+    if rule.vee_only:
+        before_megatron(arguments(**used), Choice("zb-h1"))
+    else:
+        assert rule.reason in refusal("zb-h1", **used)
+    before_megatron(arguments(**{rule.attribute: rule.off}), Choice("v-half"))
+
+
+def test_documentation_has_the_rejections() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "08-features.md"
+    assert markdown() in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "text"),
+    [
+        ("v-cap", {}, "--pp-memory-cap 0.6"),
+        ("v-cap", {"memory_cap": "0.3"}, "takes a memory cap from 4"),
+        ("v-cap", {"memory_cap": "much"}, "got 'much'"),
+        ("v-half", {"memory_cap": "0.5"}, "takes no memory cap"),
+        ("v-half", {"group_size": 2}, "has no group size"),
+        ("v-half", {"cost": "1,2"}, "F,B,W"),
+        ("v-half", {"cost": "1,0,1"}, "must be > 0"),
+    ],
+)
+def test_options_that_do_not_fit(schedule: str, options: dict[str, Any], text: str) -> None:
+    args = arguments(virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(ConfigError) as error:
+        after_megatron(args, Choice(schedule, **options))
+    assert text in str(error.value)
+
+
+def test_cap_and_costs_shape_the_plan() -> None:
+    choice = Choice("v-cap", cost="1,1.2,0.8,0.05", memory_cap="0.8")
+    plan = choice.plan(4, 2, 8)
+    assert max(simulate(plan).peak_sets) <= 6  # 0.8 of 8 sets, rounded down
+    assert plan.costs == Costs.of(1, "1.2", "0.8", "0.05")
+    assert choice.plan(4, 2, 8) is plan
+
+
+def test_v_asks_megatron_for_two_chunks() -> None:
+    args = arguments(overlap_p2p_comm=False)
+    before_megatron(args, Choice("v-half"))
+    assert args.pipeline_model_parallel_layout == "Ett|tt|tt|tt|tt|tt|tt|ttL"
+    assert args.num_virtual_stages_per_pipeline_rank is None
+    assert args.overlap_p2p_comm
+    args.virtual_pipeline_model_parallel_size = 2
+    assert after_megatron(args, Choice("v-half")) == 2
+
+
+class TestAuto:
+    """Decided before Megatron builds the model: pp 4, 8 microbatches."""
+
+    def decided(self, options: dict[str, Any], **changed: Any) -> tuple[Choice, Any]:
+        choice, args = Choice("auto", **options), arguments(**changed)
+        before_megatron(args, choice)
+        return choice, args
+
+    @pytest.mark.parametrize("cap", [None, "1", "0.75", "0.5"])
+    def test_is_what_the_command_line_chooses(self, cap: str | None) -> None:
+        choice, args = self.decided({"memory_cap": cap, "cost": "1,1.1,0.8,0.05"})
+        costs, sets = Costs.of(1, "1.1", "0.8", "0.05"), int(8 * float(cap or 1))
+        expected = generate("auto", 4, 8, 2, costs, memory_cap=sets)
+        assert (choice.name, choice.note) == (expected.name, expected.note)
+        assert choice.vee == expected.placement.is_vee()
+        text = args.pipeline_model_parallel_layout
+        chunks = text.count("|") // 4 + 1 if text else args.num_virtual_stages_per_pipeline_rank
+        assert (chunks or 1) == expected.chunks
+        assert choice.plan(4, chunks, 8).ranks == expected.ranks
+        # Ramp-up and the like: the family, and so the placement, stay.
+        for m in (1, 3, 4, 6):
+            plan = choice.plan(4, chunks, m)
+            assert (plan.name, plan.placement) == (expected.name, expected.placement)
+            assert max(simulate(plan).peak_activation) <= sets / 2
+
+    def test_layers_that_do_not_split_in_two(self) -> None:
+        choice, args = self.decided({}, num_layers=12)
+        assert choice.name == "zb-h1"
+        assert args.num_virtual_stages_per_pipeline_rank is None
+        assert "of 1f1b, zb-h1, zb-h2 that fit in 4 microbatches" in choice.note
+        assert choice.note.endswith("only these suit this model's layers and flags")
+        with pytest.raises(
+            ConfigError,
+            match="none of 1f1b, zb-h1, zb-h2 .* cap of 2 micro.*4 .1f1b.; raise --pp-memory-cap",
+        ):
+            self.decided({"memory_cap": "0.5"}, num_layers=12)
+
+    def test_features_that_exclude_the_v(self) -> None:
+        assert self.decided({}, hybrid_layer_pattern="M-M-")[0].name == "zb-h1"
+        assert self.decided({}, decoder_first_pipeline_num_layers=2)[0].name == "zb-h1"
+
+    def test_virtual_stages_of_the_user(self) -> None:
+        for flags in (
+            {"num_virtual_stages_per_pipeline_rank": 4},
+            {"num_layers_per_virtual_pipeline_stage": 1},
+        ):
+            choice, _ = self.decided({}, **flags)
+            assert choice.name == "interleaved-zb"
+            assert choice.plan(4, 4, 8).chunks == 4
+        choice, _ = self.decided({"memory_cap": "0.875"}, num_virtual_stages_per_pipeline_rank=2)
+        assert choice.name in ("gis", "gis-h", "po")
+        assert max(simulate(choice.plan(4, 2, 8)).peak_sets) <= 7
+        with pytest.raises(ConfigError, match="auto cannot choose under --pipeline-model-parallel"):
+            self.decided({}, pipeline_model_parallel_layout="E|t|t|L")
+
+    def test_group_size(self) -> None:
+        with pytest.raises(ConfigError, match="drop --pp-group-size 3"):
+            Choice("auto", group_size=3)
+
+    def test_what_is_never_supported(self) -> None:
+        assert "--cpu-offloading" in refusal("auto", cpu_offloading=True)
+
+
+class TestCheapRecompute:
+    """--pp-cheap-recompute asks Megatron for its part, or says what excludes it."""
+
+    def modules(self, **changed: Any) -> list[str]:
+        """The modules that Megatron is asked to recompute."""
+        from megatron_ext.integration.recompute import ask_megatron
+
+        args = arguments(rank=0, **changed)
+        ask_megatron(args)
+        assert args.recompute_granularity == "selective"
+        found: list[str] = args.recompute_modules
+        ask_megatron(args)
+        assert args.recompute_modules == found
+        return found
+
+    def test_alone(self) -> None:
+        assert self.modules() == ["layernorm"]
+        assert self.modules(num_experts=8) == ["layernorm"]
+        assert self.modules(num_experts=8, moe_grouped_gemm=True) == ["layernorm", "moe_act"]
+        assert self.modules(num_experts=None, moe_grouped_gemm=True) == ["layernorm"]
+
+    def test_beside_what_the_user_recomputes(self) -> None:
+        selective = {"recompute_granularity": "selective"}
+        assert self.modules(**selective) == ["core_attn", "layernorm"]
+        assert self.modules(recompute_activations=True) == ["core_attn", "layernorm"]
+        mine = ["mlp", "layernorm"]
+        assert self.modules(**selective, recompute_modules=mine) == ["mlp", "layernorm"]
+        assert self.modules(**selective, recompute_modules=[]) == ["layernorm"]
+        assert mine == ["mlp", "layernorm"]
+        experts = {"num_experts": 8, "moe_grouped_gemm": True}
+        assert self.modules(**experts, recompute_modules=["moe"]) == ["moe", "layernorm"]
+
+    @pytest.mark.parametrize(
+        ("flags", "text"),
+        [
+            ({"recompute_granularity": "full"}, "nothing to do under --recompute-granularity full"),
+            ({"recompute_method": "block"}, "--recompute-method (set to block) belongs to"),
+            ({"recompute_num_layers": 2}, "--recompute-num-layers (set to 2) belongs to"),
+            ({"distribute_saved_activations": True}, "--distribute-saved-activations (set to True"),
+            ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
+            ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "use another recipe, e.g. blockwise"),
+        ],
+    )
+    def test_refused(self, flags: dict[str, Any], text: str) -> None:
+        with pytest.raises(ConfigError) as error:
+            self.modules(**flags)
+        assert text in str(error.value)
+        assert str(error.value).startswith("--pp-cheap-recompute ")
+        assert "\n" not in str(error.value)
+
+    def test_fp8_with_another_recipe(self) -> None:
+        assert self.modules(fp8="hybrid", fp8_recipe="blockwise") == ["layernorm"]
+
+    def test_says_what_transformer_engine_keeps(self, caplog: pytest.LogCaptureFixture) -> None:
+        self.modules(transformer_impl="local")
+        assert not caplog.records
+        self.modules(transformer_impl="transformer_engine")
+        assert "keeps the norm's output" in caplog.text
+
+    def test_is_a_switch(self) -> None:
+        assert defaults({"pp_cheap_recompute": True}) == {"pp_cheap_recompute": "True"}
+        assert defaults({"pp_cheap_recompute": False}) == {}
+        with pytest.raises(ConfigError, match="True or False, but got 'no'"):
+            defaults({"pp_cheap_recompute": "no"})
+
+    def test_needs_a_schedule(self) -> None:
+        args = add_arguments(argparse.ArgumentParser()).parse_args(["--pp-cheap-recompute"])
+        assert options_without_schedule(args) == ["--pp-cheap-recompute"]
+        assert wanted(["--pp-cheap-recompute"])
+
+
+class TestFile:
+    def write(self, folder: Path, schedule: Schedule) -> str:
+        path = folder / "schedule.json"
+        schedule.save(path)
+        return str(path)
+
+    def test_unreadable(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="cannot read schedule file"):
+            Choice(str(tmp_path / "none.json"))
+
+    def test_not_json(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.json"
+        path.write_text("{")
+        with pytest.raises(ConfigError, match="is not JSON"):
+            Choice(str(path))
+
+    def test_invalid_order(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path, generate("v-half", 4, 8))
+        data = json.loads(Path(path).read_text())
+        data["ranks"][2].pop()
+        Path(path).write_text(json.dumps(data))
+        with pytest.raises(ConfigError) as error:
+            Choice(path)
+        # Here the checker's grid around the fault follows the sentence.
+        assert "--pp-schedule: " in str(error.value).splitlines()[0]
+
+    def test_placement_that_the_runtime_cannot_make(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path, generate("1f1b", 2, 1))
+        data = json.loads(Path(path).read_text())
+        data["placement"] = [[1], [0]]
+        data["ranks"] = data["ranks"][::-1]
+        Path(path).write_text(json.dumps(data))
+        with pytest.raises(ConfigError, match="neither Megatron's"):
+            Choice(path)
+
+    def test_offload_actions_are_not_dropped(self, tmp_path: Path) -> None:
+        plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
+        assert plan.has_offload
+        choice = Choice(self.write(tmp_path, plan))
+        assert choice.offloads
+        assert choice.plan(4, 2, 8).ranks == plan.ranks
+
+    def test_other_pipeline_size(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path, generate("v-half", 2, 8))
+        assert "pp=2 but --pipeline-model-parallel-size is 4" in refusal(path)
+
+    def test_other_microbatches(self, tmp_path: Path) -> None:
+        choice = Choice(self.write(tmp_path, generate("v-half", 4, 9)))
+        args = arguments(virtual_pipeline_model_parallel_size=2)
+        with pytest.raises(ConfigError, match="for 9 microbatches but the run has 8"):
+            after_megatron(args, choice)
+
+    def test_batch_size_rampup(self, tmp_path: Path) -> None:
+        choice = Choice(self.write(tmp_path, generate("v-half", 4, 8)))
+        args = arguments(virtual_pipeline_model_parallel_size=2, rampup_batch_size=[8, 8, 100])
+        with pytest.raises(ConfigError, match="--rampup-batch-size"):
+            after_megatron(args, choice)
+
+    def test_lowered_and_interleaved_files_are_accepted(self, tmp_path: Path) -> None:
+        from megatron_ext.schedule import lower
+
+        schedule = generate("interleaved", 4, 8, 3)
+        choice = Choice(self.write(tmp_path, lower(schedule)))
+        args = arguments()
+        before_megatron(args, choice)
+        assert args.num_virtual_stages_per_pipeline_rank == 3
+        args.virtual_pipeline_model_parallel_size = 3
+        assert after_megatron(args, choice) == 3
+        assert choice.plan(4, 3, 8).ranks == schedule.ranks
+
+
+def test_flags_are_in_their_own_group_and_off_by_default() -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    args = parser.parse_args([])
+    ours = ["schedule", "memory_cap", "group_size", "cost", "trace", "cheap_recompute"]
+    ours += ["profile_steps", "profile", "post_validation"]
+    ours += ["offload", "offload_chunks", "offload_time", "offload_transfer"]
+    moe = ["moe_pipeline_chunks", "moe_memory_reuse", "moe_memory_budget", "moe_pipeline_costs"]
+    assert vars(args) == dict.fromkeys([*(f"pp_{name}" for name in ours), *moe])
+    assert GROUP in parser.format_help()

@@ -1,0 +1,115 @@
+"""Bubble and peak in Megatron's log line and TensorBoard, beside a stand-in for its logging."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+class Writer:
+    """TensorBoard's, as far as Megatron calls it."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, iteration: int) -> None:
+        self.scalars.append((name, value, iteration))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Megatron's two functions with our seams around them, a log interval of 2."""
+    from megatron_ext.integration.log_line import LogLine
+
+    printed: list[str] = []
+    writer = Writer()
+    training, variables = ModuleType("megatron.training"), ModuleType("global_vars")
+    training.get_args = lambda: SimpleNamespace(log_interval=2)  # type: ignore[attr-defined]
+    variables.get_tensorboard_writer = lambda: writer  # type: ignore[attr-defined]
+    variables.get_wandb_writer = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", variables)
+    line = LogLine()
+    reads: list[Any] = [(0.25, 7), (0.125, 6), None]
+    line.meter.read = lambda: reads.pop(0)  # type: ignore[method-assign]
+
+    def stock_print(message: str) -> None:
+        printed.append(message)
+
+    _, printing = line.seams()
+    print_rank_last = printing.make(stock_print)
+
+    def stock_log(loss: Any, iteration: int, is_first_iteration: bool = False) -> str:
+        print_rank_last("saving a checkpoint")
+        if iteration % 2 == 0 or is_first_iteration:
+            print_rank_last(f" [now] iteration {iteration}/ 9 | loss: 1.0 |")
+            print_rank_last("(after 1 iterations) memory (MB) | allocated: 1 |")
+        return "memory flag"
+
+    made = line.seams()[0].make(stock_log)
+    return SimpleNamespace(training_log=made, printed=printed, writer=writer)
+
+
+def test_once_in_the_line_and_as_scalars(log: SimpleNamespace) -> None:
+    """The first line comes out of turn, and is no point of a curve, as Megatron has it."""
+    assert log.training_log({}, 1, is_first_iteration=True) == "memory flag"
+    assert log.writer.scalars == []
+    assert log.training_log({}, iteration=2) == "memory flag"
+    log.training_log({}, 3)
+    lines = [line for line in log.printed if " iteration " in line]
+    assert lines == [
+        " [now] iteration 1/ 9 | loss: 1.0 | pipeline bubble: 0.250 | peak activation sets: 7 |",
+        " [now] iteration 2/ 9 | loss: 1.0 | pipeline bubble: 0.125 | peak activation sets: 6 |",
+    ]
+    assert not any("bubble" in line for line in log.printed if line not in lines)
+    assert log.writer.scalars == [("pipeline bubble", 0.125, 2), ("peak activation sets", 6, 2)]
+
+
+def test_nothing_measured_nothing_said(log: SimpleNamespace) -> None:
+    for iteration in (2, 4, 6):
+        log.training_log({}, iteration)
+    assert log.printed[-2] == " [now] iteration 6/ 9 | loss: 1.0 |"
+    assert len(log.writer.scalars) == 4
+
+
+def test_a_bubble_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks and two iterations; starts and ends of all ranks count, not each rank's own."""
+    from megatron_ext.integration import log_line
+
+    class Timed:
+        peak_sets = 3
+
+        def __init__(self, *extent: float) -> None:
+            self.extent = lambda: extent
+
+    other = [(6.0, 101.0, 109.0), (5.0, 200.0, 210.0)], 5
+    monkeypatch.setattr(log_line, "gather", lambda value, group: [value, other])
+    meter = log_line.Meter()
+    for timed in (Timed(8.0, 100.0, 110.0), Timed(5.0, 200.0, 210.0)):
+        meter.add(timed, None)  # type: ignore[arg-type]
+    # 1 - (8 + 6) / (2 * 10) = 0.3 and 1 - (5 + 5) / (2 * 10) = 0.5
+    assert meter.read() == (pytest.approx(0.4), 5)
+    assert meter.read() is None
+
+
+def test_only_the_last_iterations_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no iteration's times are asked for, which would wait for the device, before the line."""
+    from megatron_ext.integration import log_line
+
+    monkeypatch.setattr(log_line, "gather", lambda value, group: [value])
+    meter, asked = log_line.Meter(), []
+
+    def extent(number: int) -> tuple[float, float, float]:
+        asked.append(number)
+        return 1.0, 0.0, 1.0
+
+    for number in range(20):
+        timed = SimpleNamespace(peak_sets=number, extent=lambda n=number: extent(n))
+        meter.add(timed, None)
+    assert asked == []
+    assert meter.read() == (0.0, 19)
+    assert asked == list(range(12, 20))

@@ -1,0 +1,282 @@
+"""Megatron's own MoE layers in chunks, under every strategy, against the same layers unchanged."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.case_server import Cases, case_results
+
+pytestmark = pytest.mark.timeout(600)
+
+STRATEGIES = ("none", "s1", "s2", "s3", "s4")
+EXACT = ["ep2-fp64", "ep4-fp64"]
+BF16 = ["ep2-bf16", "router-fp32"]
+SINGLE = [
+    "ep2-fp32",
+    "ep4-fp32",
+    "ep1",
+    "ep2-dp2",
+    "one-expert-a-rank",
+    "tp2-ep2",
+    "etp2",
+    "etp2-ep2",
+    "capacity",
+    "expert-bias",
+    "shared-experts",
+    "probs-on-input",
+    "relu",
+    "odd-width",
+    "skew",
+    "few-tokens",
+    "uneven-tokens",
+    "padding",
+    "frozen",
+    "recompute",
+]
+COMPARED = [*EXACT, *BF16, *SINGLE]
+AUTO = ["auto", "auto-in-a-budget"]
+TRAINED = ["ddp-fp32", "ddp-bf16", "ddp-fusion", "ddp-reduce-in-bf16"]
+# Relative to the largest number of a tensor. bf16 has 8 bits, and each sum is rounded once.
+TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-2}
+
+
+results = case_results("megatron.cases.moe_cases")
+
+
+def _ways(rank: dict[Any, Any]) -> list[tuple[int, str]]:
+    return [key for key in rank if isinstance(key, tuple) and key[0] != "trace"]
+
+
+def _difference(ours: Any, stock: Any) -> float:
+    scale = float(stock.double().abs().max())
+    return float((ours.double() - stock.double()).abs().max()) / (scale or 1.0)
+
+
+def test_every_case_is_compared(results: Cases) -> None:
+    assert set(results) == {*COMPARED, *AUTO, *TRAINED, "precision", "memory"}
+
+
+@pytest.mark.parametrize("case", COMPARED)
+def test_results_are_stocks(results: Cases, case: str) -> None:
+    """Output, gradients of the input, of the router and of the experts, auxiliary losses, and the
+    statistics of the expert bias; one chunk is bitwise the same, whatever is restored."""
+    limit = TOLERANCE["fp64" if case in EXACT else "bf16" if case in BF16 else "fp32"]
+    for rank in results[case]:
+        ways = _ways(rank)
+        assert len(ways) >= 3
+        for way in ways:
+            stock, ours = rank["stock"], rank[way]
+            assert set(ours) == set(stock)
+            for name in stock:
+                if name == "fired":
+                    continue
+                if stock[name] is None:
+                    assert ours[name] is None, f"{way}: {name}"
+                elif way[0] == 1:
+                    assert ours[name].equal(stock[name]), f"{way}: {name}"
+                else:
+                    assert _difference(ours[name], stock[name]) <= limit, f"{way}: {name}"
+        assert _difference(rank["no_grad"], rank["stock"]["output"]) <= limit
+
+
+@pytest.mark.parametrize("case", COMPARED)
+def test_strategies_are_bitwise_the_same(results: Cases, case: str) -> None:
+    """At the same number of chunks a restored number is the number that was there."""
+    compared = 0
+    for rank in results[case]:
+        for chunks, strategy in _ways(rank):
+            if strategy == "none" or (chunks, "none") not in rank:
+                continue
+            compared += 1
+            plain, ours = rank[chunks, "none"], rank[chunks, strategy]
+            assert [n for n in plain if n != "fired" and not _same(plain[n], ours[n])] == []
+    assert compared >= 8 or case == "recompute"
+
+
+def _same(a: Any, b: Any) -> bool:
+    return (a is None and b is None) or bool(a.equal(b))
+
+
+@pytest.mark.parametrize("case", COMPARED)
+def test_each_gradient_is_ready_once(results: Cases, case: str) -> None:
+    for rank in results[case]:
+        trained = [n for n, g in rank["stock"].items() if n.endswith("weight") and g is not None]
+        for way in _ways(rank):
+            assert rank[way]["fired"] == dict.fromkeys(trained, 1)
+
+
+@pytest.mark.parametrize("case", COMPARED)
+def test_all_ranks_make_the_same_calls(results: Cases, case: str) -> None:
+    """Two all-to-alls a chunk and direction, and one exchange of counts, however many rows there
+    are; stock's own forward and backward pass has six calls."""
+    first, *others = results[case]
+    world = {"ep1": 0}.get(case, 1)
+    for key in [key for key in first if key[0] == "trace"]:
+        _, chunks, strategy = key
+        for rank in others:
+            assert rank[key] == first[key], key
+        if "etp" in case or case == "recompute" or (chunks, strategy) == (1, "none"):
+            continue
+        assert len(first[key]) == (4 * chunks + 1) * world, key
+
+
+def test_empty_chunks_and_ranks_are_real(results: Cases) -> None:
+    """Guards the tests above: there are all-to-alls without a byte, and ranks without a row."""
+    sizes = [n for _, n, _ in results["few-tokens"][0]["trace", 8, "none"]]
+    assert sizes.count(0) >= 8
+    for number, rank in enumerate(results["skew"]):
+        idle = [not g.any() for n, g in rank["stock"].items() if "experts" in n]
+        assert len(idle) == 4 and set(idle) == {number > 0}
+
+
+@pytest.mark.parametrize("case", AUTO)
+def test_what_auto_tries_changes_no_result(results: Cases, case: str) -> None:
+    """Measuring included, which runs in the first call and adds nothing to weight gradients; the
+    second case is given its costs."""
+    first, second = results[case]
+    assert first["trace"] == second["trace"] and len(first["trace"]) > 12 * 4 * 5
+    for rank in (first, second):
+        for step in range(12):
+            stock, ours = rank["stock", step], rank["ours", step]
+            for name in stock:
+                assert _difference(ours[name], stock[name]) <= 1e-5, f"{step}: {name}"
+            assert rank["ours", step, "reduced"] == rank["stock", step, "reduced"]
+        assert rank["arena used"] == 0
+        lines = rank["summary"]
+        assert sum(int(line.split()[0]) for line in lines) == 12 * 4
+        kept = any(", none, " in line for line in lines)
+        assert kept == (case == "auto")
+    if case == "auto":
+        assert {int(line.split(": ")[1].split()[0]) for line in first["summary"]} >= {1, 2, 4}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_chunks_may_change_every_step(results: Cases, case: str) -> None:
+    """Under DistributedDataParallel with overlap: what the optimizer gets is what stock's layers
+    give, and every bucket's reduction starts at the same moment, once."""
+    limit = TOLERANCE["bf16" if "bf16" in case else "fp32"]
+    for rank in results[case]:
+        steps = [key[1] for key in rank if len(key) == 2 and key[0] == "ours" and key[1] != "fused"]
+        assert len(steps) == 7
+        for step in steps:
+            stock, ours = rank["stock", step], rank["ours", step]
+            for name in stock:
+                assert _difference(ours[name], stock[name]) <= limit, f"{step}: {name}"
+            if step in (0, 3):  # one chunk
+                assert all(ours[name].equal(stock[name]) for name in stock)
+            assert rank["ours", step, "reduced"] == rank["stock", step, "reduced"]
+            assert set(rank["ours", step, "reduced"][1]) == {1}
+        assert rank["arena used"] == 0
+        assert bool(rank["ours", "fused"]) == (case == "ddp-fusion")
+        assert rank["ours", "fused"] == rank["stock", "fused"]
+
+
+def test_bf16_weight_gradients_are_as_precise_as_stocks(results: Cases) -> None:
+    """Chunks are summed in Megatron's fp32 main_grad, not in bf16."""
+    for rank in results["precision"]:
+        assert 1e-4 < rank[1, "none"] < 1e-2
+        for way, error in rank.items():
+            assert error <= 1.1 * rank[1, "none"], way
+
+
+HIDDEN, FFN, TOKENS, FLOAT, SWIGLU = 24, 40, 26, 4, 6
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_between_forward_and_backward(results: Cases, strategy: str) -> None:
+    """By unique storage, to the byte: docs/11. Unfused SwiGLU keeps six times the FFN's width."""
+    checked = 0
+    for rank in results["memory"]:
+        for way, found in rank.items():
+            if way[1] != strategy or way[0] == "worst":
+                continue
+            checked += 1
+            rows, sent = (sum(x) for x in zip(*found["rows"]))
+            inputs = sum(_aligned(r * HIDDEN * FLOAT) + r * FLOAT for r, _ in found["rows"])
+            inside, index = rows * SWIGLU * FFN * FLOAT, sent * 4
+            resent = TOKENS * HIDDEN * FLOAT + sent * FLOAT  # the layer's input, and probabilities
+            kept = {"none": inputs + inside, "s2": resent, "s4": resent}.get(strategy, 0)
+            assert found["kept"] == index + kept
+            assert found["inside"] == (inside if strategy in ("s1", "s2") else 0)
+            assert found["alive inside"] == 0
+            least = {"s1": inputs + inside, "s2": inside, "s3": inputs}.get(strategy, 0)
+            # Each storage, and each chunk's input, starts at a multiple of 512 bytes on the host.
+            storages = 512 * way[0] * (4 * 8 + 1)
+            assert least <= found["host"] <= (least + storages if least else 0)
+            assert found["host afterwards"] == 0
+    assert checked >= 4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ring_is_as_large_as_the_worst_chunk_of_any_rank(results: Cases, strategy: str) -> None:
+    ranks = results["memory"]
+    for way in [way for way in ranks[0] if way[1] == strategy and way[0] != "worst"]:
+        sent, received, rows = ranks[0]["worst", way]
+        assert [rank["worst", way] for rank in ranks] == [(sent, received, rows)] * len(ranks)
+        assert rows == max(r for rank in ranks for r, _ in rank[way]["rows"])
+        x, row = HIDDEN * FLOAT, HIDDEN * FLOAT + 16
+        there = row + x if strategy in ("s2", "s4") else row
+        slot = (there + row) * (sent + received) + rows * x
+        if strategy != "none":
+            slot += _aligned(rows * x) + rows * FLOAT
+        slots = min(way[0], 2)
+        for rank in ranks:
+            least = rank[way]["ring"] - slots * slot
+            if strategy in ("s1", "s2"):  # and what comes back of the inside
+                assert 0 < least <= slots * (rows * SWIGLU * FFN * FLOAT + 512 * 4 * 8)
+            else:
+                assert least == 0
+
+
+scheduled = case_results("megatron.cases.moe_schedule_cases")
+
+
+SCHEDULED = [
+    "zb-h1-s4/3",
+    "v-half-none/3",
+    "zb-h1-none/3-te",
+    "v-zb-s2/3-te",
+    "zb-h1-none/3-te-fused",
+    "v-half-s3/3-fusion",
+    "zb-h1-s2/3-fusion",
+    "zb-h1-none/3-bf16",
+    "v-half-none-offload/3",
+    "zb-h1-s1-offload/3",
+]
+
+
+@pytest.mark.parametrize("case", SCHEDULED)
+def test_schedules_give_stocks_gradients_bit_for_bit(scheduled: Cases, case: str) -> None:
+    """With W passes of their own or in B, with late copies and let-go memory full of NaN; against
+    stock's schedule with the same chunks."""
+    ours, stock = scheduled[case], scheduled["stock/" + case.partition("/")[2]]
+    assert ours["losses"] == stock["losses"] and any(stock["losses"])
+    assert set(ours["gradients"]) == set(stock["gradients"])
+    assert [n for n, g in stock["gradients"].items() if ours["gradients"][n] != g] == []
+    assert [extra["left"] for extra in ours["extra"]] == [[0]] * 4
+    for rank in ours["extra"]:
+        # From the second iteration on every bucket is reduced while passes run, once.
+        assert all(step == [["passes"]] * rank["groups"] for step in rank["steps"][1:])
+
+
+def test_every_schedule_case_is_compared(scheduled: Cases) -> None:
+    assert {name for name in scheduled if not name.startswith("stock")} == set(SCHEDULED)
+
+
+@pytest.mark.parametrize(
+    ("case", "fused"), [("v-half-none/3", False), ("zb-h1-s4/3", True), ("v-zb-s2/3-te", True)]
+)
+def test_trace_says_what_is_split(scheduled: Cases, case: str, fused: bool) -> None:
+    """Experts whose rows lie in shared buffers compute weight gradients in B, and the report that
+    costs are planned with says so."""
+    for text in scheduled[case]["traces"].values():
+        for line in map(json.loads, text.splitlines()):
+            wgrad = line["wgrad"]
+            assert (wgrad["fused_parameters"] > wgrad["split_parameters"]) == fused

@@ -1,0 +1,152 @@
+"""The MoE flags: what they mean, and one sentence for everything that cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.integration import ConfigError
+from megatron_ext.integration.moe_choice import stock_sets
+from megatron_ext.integration.moe_flags import CONFLICTS, FLAGS, Conflict, MoERequest, markdown
+from megatron_ext.moe import cost_file
+from megatron_ext.moe.cost_file import LINES
+from megatron_ext.moe.costs import Line
+from tests.support.checkouts import ROOT
+
+
+def arguments(**changed: Any) -> SimpleNamespace:
+    values = {
+        "num_experts": 8,
+        "moe_pipeline_chunks": "4",
+        "moe_memory_reuse": None,
+        "moe_memory_budget": None,
+        "moe_pipeline_costs": None,
+        "moe_token_dispatcher_type": "alltoall",
+        "cuda_graph_impl": "none",
+        "mlp_chunks_for_training": 1,
+        "recompute_modules": ["core_attn"],
+    }
+    return SimpleNamespace(**{**values, **changed})
+
+
+def refusal(**changed: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        args = arguments(**changed)
+        request = MoERequest.of(args)
+        assert request is not None
+        request.check(args)
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 300
+    return text
+
+
+def test_off_means_off() -> None:
+    for changed in ({"moe_pipeline_chunks": None}, {"moe_pipeline_chunks": "off"}):
+        assert MoERequest.of(arguments(**changed)) is None
+    assert MoERequest.of(SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize("chunks", ["1", "2", "4", "8"])
+@pytest.mark.parametrize("strategy", [None, "none", "s1", "s2", "s3", "s4"])
+def test_what_is_asked_for(chunks: str, strategy: str | None) -> None:
+    args = arguments(moe_pipeline_chunks=chunks, moe_memory_reuse=strategy)
+    request = MoERequest.of(args)
+    assert request == MoERequest(chunks, strategy or "none")
+    request.check(args)
+
+
+def test_unknown_values_list_the_known() -> None:
+    assert "off, auto, 1, 2, 4, 8, got '3'" in refusal(moe_pipeline_chunks="3")
+    assert "none, s1, s2, s3, s4, auto, got 's5'" in refusal(moe_memory_reuse="s5")
+
+
+def test_flags_that_need_another() -> None:
+    text = refusal(moe_pipeline_chunks=None, moe_memory_reuse="s4")
+    assert "--moe-memory-reuse s4" in text and "add --moe-pipeline-chunks 2" in text
+    text = refusal(moe_pipeline_chunks="off", moe_memory_budget="8GiB")
+    assert "--moe-memory-budget 8GiB" in text
+    assert "--moe-memory-reuse auto" in refusal(moe_memory_budget="8GiB", moe_memory_reuse="s1")
+
+
+def test_what_may_be_chosen() -> None:
+    args = arguments(moe_pipeline_chunks="auto", moe_memory_budget="1.5GiB")
+    request = MoERequest.of(args)
+    assert request == MoERequest("auto", "none", 3 << 29)
+    request.check(args)
+    space = request.space()
+    assert space.chunks == (1, 2, 4, 8) and space.strategies == ("none",)
+    both = MoERequest.of(arguments(moe_memory_reuse="auto", moe_pipeline_chunks="auto"))
+    assert both is not None and both.space().strategies == ("none", "s4", "s3", "s2", "s1")
+    fixed = MoERequest.of(arguments(moe_memory_reuse="auto"))
+    assert fixed is not None and fixed.space().chunks == (4,)
+
+
+def test_budgets_that_make_no_sense() -> None:
+    for wrong in ("8 apples", "0", "-1GiB", "nan"):
+        assert "--moe-memory-budget" in refusal(moe_memory_reuse="auto", moe_memory_budget=wrong)
+
+
+def test_costs_come_from_a_file(tmp_path: Path) -> None:
+    target = tmp_path / "costs.json"
+    target.write_text(cost_file.dump(cost_file.measured(dict.fromkeys(LINES, Line(1e-6)), 8.0)))
+    request = MoERequest.of(arguments(moe_pipeline_chunks="auto", moe_pipeline_costs=str(target)))
+    assert request is not None and request.costs is not None
+    assert request.costs.kept_bytes == 8
+    assert "nothing is to be chosen" in refusal(moe_pipeline_costs=str(target))
+    target.write_text("{}")
+    text = refusal(moe_pipeline_chunks="auto", moe_pipeline_costs=str(target))
+    assert "--moe-pipeline-costs: MoE costs" in text
+
+
+def test_auto_restores_so_it_refuses_what_restoring_refuses() -> None:
+    changed = {"moe_memory_reuse": "auto", "recompute_granularity": "full"}
+    assert "--moe-memory-reuse auto does not support --recompute-granularity full" in refusal(
+        **changed
+    )
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_is_in_flight_under_stocks_schedules(pp: int, chunks: int) -> None:
+    if pp == 1:
+        assert stock_sets(1, chunks, 8) == [1]
+        return
+    sets = stock_sets(pp, chunks, 8)
+    if chunks == 1:
+        assert sets == [min(pp - rank, 8) for rank in range(pp)]
+    else:  # warm-up passes of Megatron's interleaving, and the one that it starts with
+        assert sets == [2 * (pp - rank - 1) + (chunks - 1) * pp + 1 for rank in range(pp)]
+
+
+def test_a_model_without_experts() -> None:
+    assert "--num-experts is not set" in refusal(num_experts=None)
+
+
+def _wrong(rule: Conflict) -> Any:
+    if rule.values:
+        single = rule.flag == "--recompute-granularity"
+        return rule.values[0] if single else ["core_attn", rule.values[0]]
+    names = {"--moe-token-dispatcher-type": "allgather", "--cuda-graph-impl": "local"}
+    numbers = {"--mlp-chunks-for-training": 2, "--cpu-offloading-num-layers": 2}
+    return names.get(rule.flag, numbers.get(rule.flag, True))
+
+
+@pytest.mark.parametrize("rule", CONFLICTS, ids=lambda r: " ".join((r.flag, *r.values)))
+def test_conflicts_are_refused(rule: Conflict) -> None:
+    name = {"--fp8-format": "fp8", "--fp4-format": "fp4"}.get(rule.flag)
+    name = name or rule.flag.removeprefix("--").replace("-", "_")
+    value = "e4m3" if name in ("fp8", "fp4") else _wrong(rule)
+    text = refusal(moe_memory_reuse="s3", **{name: value})
+    assert rule.flag in text and rule.reason in text
+    assert text.startswith("--moe-memory-reuse s3" if rule.restored_only else FLAGS[0] + " 4")
+    if rule.restored_only:
+        request = MoERequest.of(arguments(**{name: value}))
+        assert request is not None
+        request.check(arguments(**{name: value}))
+
+
+def test_the_documentation_has_the_table() -> None:
+    assert markdown() in (ROOT / "docs" / "11-moe.md").read_text()

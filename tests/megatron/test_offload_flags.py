@@ -1,0 +1,327 @@
+"""Offload flags: what they mean, and the sentence for what cannot work."""
+
+from __future__ import annotations
+
+import random
+import socket
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.integration import ConfigError
+from megatron_ext.integration.offload_request import OffloadRequest
+from megatron_ext.integration.validate import Choice, after_megatron, before_megatron
+from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
+from megatron_ext.schedule.link import Link
+
+from .test_flags import arguments
+
+
+def asked(
+    offload: str | None = None,
+    chunks: int | None = None,
+    time: str | None = None,
+    transfer: str | None = None,
+) -> OffloadRequest | None:
+    """What the flags give."""
+    return OffloadRequest.of(
+        SimpleNamespace(
+            pp_offload=offload,
+            pp_offload_chunks=chunks,
+            pp_offload_time=time,
+            pp_offload_transfer=transfer,
+        )
+    )
+
+
+def test_off_is_the_default() -> None:
+    assert asked() is None
+    assert asked("off") is None
+    assert not Choice("v-half").offloads
+
+
+def test_what_is_asked_for() -> None:
+    assert asked("auto") == OffloadRequest("auto")
+    assert asked(chunks=3, transfer="dual") == OffloadRequest("3", None, "dual")
+    full = asked("full", time="0.2, 0.3")
+    assert full == OffloadRequest("full", ("0.2", "0.3"))
+    assert full.link(4) == Link.of(4, "0.2", "0.3", "single")
+    assert asked("half", time="1/4").link(2) == Link.of(2, Fraction(1, 4))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ({"offload": "some"}, ["--pp-offload must be off, half, full, auto", "'some'"]),
+        ({"offload": "full", "chunks": 2}, ["--pp-offload full", "--pp-offload-chunks 2", "one"]),
+        ({"offload": "off", "chunks": 2}, ["--pp-offload off", "--pp-offload-chunks 2"]),
+        ({"chunks": 0}, ["--pp-offload-chunks must be 1 or more, got 0"]),
+        ({"time": "0.2"}, ["--pp-offload-time 0.2", "off", "add --pp-offload auto"]),
+        ({"offload": "off", "transfer": "dual"}, ["--pp-offload-transfer dual", "off"]),
+        ({"offload": "auto", "time": "1,2,3"}, ["--pp-offload-time must be T or T,T2"]),
+        ({"offload": "auto", "time": "0"}, ["--pp-offload-time 0", "> 0"]),
+        ({"offload": "auto", "time": "fast"}, ["--pp-offload-time fast", "'fast'"]),
+        ({"offload": "auto", "transfer": "quad"}, ["single, dual, paired", "'quad'"]),
+    ],
+)
+def test_wrong_flags(flags: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        asked(**flags)
+    text = str(error.value)
+    assert "\n" not in text
+    assert all(part in text for part in parts), text
+
+
+class TestWithASchedule:
+    def test_a_pipeline_of_one(self) -> None:
+        choice = Choice("1f1b", offloading=asked("full"))
+        with pytest.raises(ConfigError, match="--pipeline-model-parallel-size >= 2, got 1"):
+            before_megatron(arguments(pipeline_model_parallel_size=1), choice)
+
+    @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("v-half", 2)])
+    def test_more_chunks_than_there_are(self, name: str, chunks: int) -> None:
+        choice = Choice(name, offloading=asked(chunks=3))
+        virtual = chunks if chunks > 1 else None
+        with pytest.raises(ConfigError, match=f"--pp-offload-chunks 3 is more than the {chunks}"):
+            after_megatron(arguments(virtual_pipeline_model_parallel_size=virtual), choice)
+
+    def test_the_plan_is_the_passs(self) -> None:
+        link = Link.of(4, Fraction(1, 4))
+        choice = Choice("v-half", offloading=asked("full"))
+        wanted = offload_pass(generate("v-half", 4, 8), link, "full").schedule
+        assert choice.plan(4, 2, 8, link).ranks == wanted.ranks
+        assert choice.plan(4, 2, 8).ranks == generate("v-half", 4, 8).ranks
+
+    def test_measured_costs_decide_what_leaves_and_not_the_order(self) -> None:
+        link = Link.of(4, Fraction(1, 2))
+        costs = Costs.of(stages=[[s + 1, 2, 3] for s in range(8)])
+        choice = Choice("v-half", offloading=asked("full"))
+        plan = choice.plan(4, 2, 8, link, costs)
+        assert plan.costs == costs
+        assert plan.compute().ranks == generate("v-half", 4, 8).ranks
+        assert plan.ranks != choice.plan(4, 2, 8, link).ranks
+
+    def test_a_cap_is_of_what_stays(self) -> None:
+        """interleaved holds eleven sets a rank; with offload it fits under six."""
+        link = Link.of(4, Fraction(1, 4))
+        capped = Choice("interleaved", memory_cap="0.75", offloading=asked("auto", time="0.25"))
+        assert max(check(capped.plan(4, 2, 16, link)).peak_sets) <= 6
+        assert max(check(generate("interleaved", 4, 16)).peak_sets) == 11
+
+    def test_a_cap_that_cannot_be_kept(self) -> None:
+        choice = Choice("v-zb", memory_cap="0.13", offloading=asked("auto", time="0.25"))
+        args = arguments(virtual_pipeline_model_parallel_size=2)
+        with pytest.raises(ConfigError, match=r"keeps \d+ .* is 1; raise --pp-memory-cap"):
+            after_megatron(args, choice)
+
+    def test_a_cap_that_measured_times_do_not_keep(self) -> None:
+        """Training has begun then: the closest plan runs."""
+        choice = Choice("v-zb", memory_cap="0.13", offloading=asked("auto"))
+        assert choice.plan(4, 2, 16, Link.of(4, Fraction(1, 4))).has_offload
+
+    def test_v_cap_is_as_large_as_offload_allows(self) -> None:
+        link = Link.of(8, Fraction(1, 4))
+        choice = Choice("v-cap", memory_cap="0.5", offloading=asked("auto", time="0.25"))
+        plan = choice.plan(8, 2, 32, link)
+        assert max(check(plan).peak_sets) <= 8
+        assert max(check(plan.compute()).peak_sets) > 8
+        alone = Choice("v-cap", memory_cap="0.5").plan(8, 2, 32)
+        assert simulate(plan).makespan < simulate(alone).makespan
+
+    def test_auto_counts_what_stays(self) -> None:
+        """With the times given before training it takes what offload brings under the cap."""
+        with_offload = Choice("auto", memory_cap="0.5", offloading=asked("auto", time="0.25"))
+        alone = Choice("auto", memory_cap="0.5")
+        for choice in (with_offload, alone):
+            choice.decide(8, 32)
+        plan = with_offload.plan(8, 2, 32, with_offload.offload.link(8))  # type: ignore[union-attr]
+        assert max(check(plan).peak_sets) <= 4 * plan.chunks
+        assert simulate(plan).makespan < simulate(alone.plan(8, 2, 32)).makespan
+        assert "offload" in with_offload.note
+        # Other numbers of microbatches keep the schedule and the cap.
+        fewer = with_offload.plan(8, 2, 9, with_offload.offload.link(8))  # type: ignore[union-attr]
+        assert fewer.name == plan.name
+        assert max(check(fewer).peak_sets) <= 4 * plan.chunks
+
+    def test_a_file_that_offloads_already(self, tmp_path: Path) -> None:
+        plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
+        plan.save(tmp_path / "x.json")
+        with pytest.raises(ConfigError, match="says already what is offloaded; drop --pp-offload"):
+            Choice(str(tmp_path / "x.json"), offloading=asked("half"))
+
+    def test_a_file_that_does_not(self, tmp_path: Path) -> None:
+        generate("v-half", 4, 8).save(tmp_path / "x.json")
+        choice = Choice(str(tmp_path / "x.json"), offloading=asked("half"))
+        assert choice.plan(4, 2, 8, Link.of(4, Fraction(1, 4))).has_offload
+
+
+class TestOnTheMachine:
+    def test_pairs_on_different_hosts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from megatron_ext.integration import offload_measure
+
+        hosts = ["a", "a", "b", "c"]
+        monkeypatch.setattr(offload_measure, "gather", lambda value, group: hosts)
+        group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 4)
+        device: Any = None
+        with pytest.raises(ConfigError) as error:
+            offload_measure.settle("paired", False, device, group)
+        assert "ranks 2 and 3 are on different hosts (b and c)" in str(error.value)
+
+    def test_too_little_host_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ranks of one host are added up; another host's do not count."""
+        import torch.distributed as dist
+
+        from megatron_ext.integration import offload_measure
+
+        gib = 1 << 30
+        here = socket.gethostname()
+        others = [(here, 6 * gib, 0, 10 * gib), ("elsewhere", 100 * gib, 0, 200 * gib)]
+
+        def gather(every: list[Any], mine: Any) -> None:
+            every[:] = [(mine[0], mine[1], mine[2], 10 * gib), *others]
+
+        monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+        monkeypatch.setattr(dist, "all_gather_object", gather)
+        offload_measure.require_memory_on_hosts(2 * gib)
+        with pytest.raises(ConfigError) as error:
+            offload_measure.require_memory_on_hosts(4 * gib)
+        text = str(error.value)
+        assert f"host {here}: offloading needs 10.00 GiB" in text
+        assert "--pp-offload-chunks" in text
+        # What this rank's present arena gives back counts as available.
+        offload_measure.require_memory_on_hosts(4 * gib, held_bytes=2 * gib)
+
+    def test_least_bytes_of_a_set(self) -> None:
+        """20 bytes per token and hidden element in 16 bits (PipeOffload, section 2), not 34."""
+        import torch
+
+        from megatron_ext.integration.offload_measure import least_set_bytes
+
+        config = SimpleNamespace(
+            pipeline_dtype=torch.bfloat16,
+            recompute_granularity=None,
+            recompute_method=None,
+            recompute_modules=None,
+            tensor_model_parallel_size=1,
+            sequence_parallel=False,
+            num_attention_heads=8,
+            num_query_groups=8,
+            kv_channels=16,
+            ffn_hidden_size=512,
+            gated_linear_unit=False,
+            num_moe_experts=None,
+        )
+        model: Any = SimpleNamespace(decoder=SimpleNamespace(layers=[None] * 3))
+        assert least_set_bytes(model, config, (64, 2, 128)) == 3 * 20 * 64 * 2 * 128
+        config.num_query_groups = 1  # an eighth of keys and values: 16 + 4/8
+        assert least_set_bytes(model, config, (64, 2, 128)) == 3 * 64 * 2 * 128 * 33 // 2
+        config.recompute_granularity = "full"
+        assert least_set_bytes(model, config, (64, 2, 128)) == 2 * 64 * 2 * 128
+        assert least_set_bytes(model, config, None) == 0
+
+    def test_times_of_passes(self) -> None:
+        """The first microbatch does not count, a BW is half B and half W."""
+        from megatron_ext.integration.profile import pass_seconds
+        from megatron_ext.schedule.actions import Op
+
+        seconds = pass_seconds(
+            [
+                (0, Op.F, 0, 9.0),
+                (0, Op.F, 1, 2.0),
+                (0, Op.F, 2, 1.0),
+                (0, Op.BW, 1, 4.0),
+                (1, Op.B, 1, 3.0),
+                (1, Op.W, 1, 5.0),
+            ],
+            min,
+        )
+        assert seconds == {
+            (0, Op.F): 1.0,
+            (0, Op.B): 2.0,
+            (0, Op.W): 2.0,
+            (1, Op.B): 3.0,
+            (1, Op.W): 5.0,
+        }
+        assert pass_seconds([(0, Op.F, 0, 9.0)]) == {(0, Op.F): 9.0}
+
+
+def test_an_arena_of_the_planned_size_is_just_enough() -> None:
+    """Random sets of a few sizes come and go; a byte less and one finds no place."""
+    import torch
+
+    from megatron_ext.offload.arena import ALIGNMENT, HostArena, arena_bytes
+
+    rng = random.Random(5)
+    for _ in range(50):
+        sizes = {key: 100 * rng.randint(1, 40) for key in range(30)}
+        here: list[int] = []
+        moves: list[tuple[int, int]] = []
+        for key in sizes:
+            here.append(key)
+            moves.append((key, sizes[key]))
+            while here and rng.random() < 0.45:
+                gone = here.pop(rng.randrange(len(here)))
+                moves.append((gone, sizes[gone]))
+        needed = arena_bytes(moves)
+        for nbytes, enough in ((needed, True), (needed - ALIGNMENT, False)):
+            arena = HostArena(torch.device("cpu"), nbytes)
+            arena.seal()
+            slots: dict[int, Any] = {}
+            refused = False
+            for key, size in moves:
+                if key in slots:
+                    arena.give(slots.pop(key))
+                else:
+                    slots[key] = arena.take(size)
+                    if slots[key] is None:
+                        refused = True
+                        break
+            assert refused is not enough
+            arena.close()
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_parameters_keep_their_identity_in_backward(wrapped: bool) -> None:
+    """Without the seam a function that marks its weight marks something else."""
+    import torch
+
+    from megatron_ext.integration.saved_parameters import _with_parameters
+    from megatron_ext.offload.arena import HostArena
+    from megatron_ext.offload.device import CpuDevice
+    from megatron_ext.offload.engine import Engine
+    from megatron_ext.offload.store import ActivationStore
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any) -> Any:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            x, weight = ctx.saved_tensors
+            weight.grad_added_to_main_grad = True
+            ctx.seen = True  # written through
+            return grad @ weight, grad.t() @ x
+
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    device = CpuDevice()
+    store = ActivationStore(
+        Engine(device, HostArena(device.torch_device, 4096)), lambda: [weight], min_bytes=1
+    )
+    function = _with_parameters(Linear, store.parameter) if wrapped else Linear
+    x = torch.randn(2, 4, requires_grad=True)
+    with store.saving("set"):
+        y = function.apply(x, weight)
+    store.offload("set")
+    store.release("set")
+    store.prepare("set")
+    store.reload("set")
+    y.sum().backward()
+    assert hasattr(weight, "grad_added_to_main_grad") is wrapped
+    assert torch.equal(weight.grad, torch.ones(2, 3).t() @ x)
+    store.finish("set")
+    device.close()

@@ -1,0 +1,89 @@
+"""--pp-post-validation: which flags it refuses, and when an iteration may begin early."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.integration.errors import ConfigError
+from megatron_ext.integration.post_validation import REJECTIONS, goes_on
+from megatron_ext.integration.rejections import require_supported_features
+from tests.campaigns import random_post_validation as script
+from tests.support import ROOT
+
+
+def test_draws_are_repeatable_and_various() -> None:
+    case = script.draw(3, 5, 12)
+    assert case == script.draw(3, 5, 12) != script.draw(3, 6, 12)
+    settings = {script.draw(1, n, 12).setting for n in range(60)}
+    assert settings == set(script.SETTINGS)
+
+
+def test_documented() -> None:
+    page = (ROOT / "docs" / "21-post-validation.md").read_text()
+    for rule in REJECTIONS:
+        assert f"| `{rule.flag}` | {rule.reason} |" in page
+
+
+class TestRejections:
+    args = SimpleNamespace(
+        rerun_mode="disabled",
+        optimizer="adam",
+        num_distributed_optimizer_instances=1,
+        dataloader_type="single",
+        fp8=None,
+    )
+
+    def refuse(self, **given: Any) -> None:
+        args = SimpleNamespace(**{**vars(self.args), **given})
+        require_supported_features(args, "--pp-post-validation", False, REJECTIONS)
+
+    def test_what_it_supports(self) -> None:
+        self.refuse()
+        self.refuse(optimizer="sgd", dataloader_type="cyclic")
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            ({"rerun_mode": "validate_results"}, "add --rerun-mode disabled"),
+            ({"optimizer": "muon"}, "adam and sgd"),
+            ({"fp8": "hybrid"}, "--fp8 .set to hybrid"),
+            ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
+            ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+            ({"dataloader_type": "external"}, "--dataloader-type"),
+            ({"qk_clip": True}, "behind the optimizer"),
+        ],
+    )
+    def test_what_it_refuses(self, given: dict[str, Any], words: str) -> None:
+        with pytest.raises(ConfigError, match=words) as error:
+            self.refuse(**given)
+        assert "--pp-post-validation does not support" in str(error.value)
+
+
+class TestGoesOn:
+    def goes_on(self, **given: Any) -> bool:
+        args = {"curr_iteration": 8, "train_iters": 20, "iterations_to_skip": [], **given}
+        return goes_on(SimpleNamespace(**args))
+
+    def test_the_next_iteration_follows(self) -> None:
+        assert self.goes_on()
+        assert self.goes_on(save_interval=9, save=None)
+        assert self.goes_on(save_interval=4, save="folder", eval_interval=10, do_valid=True)
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"train_iters": 9},
+            {"save": "folder", "save_interval": 3},
+            {"save": "folder", "non_persistent_save_interval": 9},
+            {"do_valid": True, "eval_interval": 9},
+            {"exit_interval": 3},
+            {"iterations_to_skip": [10]},
+            {"phase_transition_iterations": [9]},
+            {"check_weight_hash_across_dp_replicas_interval": 9},
+        ],
+    )
+    def test_something_comes_between(self, given: dict[str, Any]) -> None:
+        assert not self.goes_on(**given)

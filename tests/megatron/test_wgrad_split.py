@@ -1,0 +1,201 @@
+"""Which layers split B and W, bit for bit as stock; when gradients are reduced; shared weights."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.case_server import Cases, case_results
+
+pytestmark = pytest.mark.timeout(500)
+
+# What wgrad_cases.py runs; which of them must be equal says the part after the slash.
+OURS = [
+    "zb-h1/ce",
+    "zb-h1/fusion",
+    "zb-h1/moe",
+    "v-half/moe",
+    "zb-h1/te",
+    "v-zb/te",
+    "zb-h1/te-fused",
+    "zb-h1/te-recompute",
+    "v-zb/te-moe",
+    "zb-h1/te-moe-fused",
+    "zb-h1/te-forward",
+    "zb-h1/mtp",
+    "zb-h1/mtp-tied",
+    "zb-h1/overlap",
+    "v-half/overlap",
+    "v-zb/overlap",
+    "zb-h1/overlap-fusion",
+    "zb-h1/overlap-moe",
+    "v-zb/overlap-moe",
+    "zb-h1/overlap-te-moe",
+]
+
+
+results = case_results("megatron.cases.wgrad_cases")
+
+
+def _stock(results: Cases, case: str) -> Any:
+    return results["stock/" + case.partition("/")[2]]
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_losses_and_gradients_are_bitwise_stocks(results: Cases, case: str) -> None:
+    """Overlapped reductions are compared with stock's without overlap."""
+    ours, stock = results[case], _stock(results, case)
+    assert ours["losses"] == stock["losses"] and any(stock["losses"])
+    assert set(ours["gradients"]) == set(stock["gradients"])
+    differing = [n for n, g in stock["gradients"].items() if ours["gradients"][n] != g]
+    assert differing == []
+    assert "forward" in case or len(stock["gradients"]) > 100
+
+
+def test_every_case_is_compared(results: Cases) -> None:
+    assert {name for name in results if not name.startswith("stock")} == set(OURS)
+
+
+def test_some_experts_are_idle(results: Cases) -> None:
+    """An expert without a token in a whole iteration has a zero gradient, and is one of many."""
+    experts = {n: g for n, g in results["stock/moe"]["gradients"].items() if "experts" in n}
+    assert len(experts) == 8 * 8 * 2
+    assert sum(any(g) for g in experts.values()) > len(experts) // 2
+
+
+@pytest.mark.parametrize("case", [c for c in OURS if "overlap" in c])
+def test_each_bucket_is_reduced_once_after_its_last_w(results: Cases, case: str) -> None:
+    """Stock learns in the first iteration how often each gradient gets ready; from the second on
+    the last W of a bucket, not the end of the iteration, starts its reduction."""
+    # Megatron cuts only the first pipeline rank's gradients into several buckets.
+    assert max(rank["groups"] for rank in results[case]["extra"]) > 3
+    for rank in results[case]["extra"]:
+        assert len(rank["steps"]) == 3
+        first, *others = rank["steps"]
+        assert first == [["finalize"]] * rank["groups"]
+        assert all(step == [["passes"]] * rank["groups"] for step in others)
+
+
+@pytest.mark.parametrize(
+    ("case", "fused"),
+    [
+        ("zb-h1/fusion", {}),
+        ("zb-h1/te", {}),
+        ("zb-h1/mtp", {}),
+        ("v-half/moe", {"TopKRouter": 512}),
+    ],
+)
+def test_trace_says_what_is_split(results: Cases, case: str, fused: dict[str, int]) -> None:
+    total = 0
+    for text in results[case]["traces"].values():
+        for line in map(json.loads, text.splitlines()):
+            wgrad = line["wgrad"]
+            assert wgrad["fused_modules"] == fused
+            assert wgrad["fused_parameters"] == sum(fused.values())
+        total += sum(v for k, v in wgrad.items() if k.endswith("_parameters"))
+    assert total == sum(len(g) // 4 for g in results[case]["gradients"].values()) or "mtp" in case
+
+
+def test_log_says_once_a_run_what_is_split(results: Cases) -> None:
+    said = [line for line in results.log().splitlines() if "W passes compute" in line]
+    trained = [case for case in OURS if "forward" not in case]
+    assert len(said) == len(trained)
+    moe = [line for line in said if "98.8 %" in line and "TopKRouter (2048)" in line]
+    assert len(moe) == sum("moe" in case for case in OURS)
+
+
+@pytest.fixture
+def toy() -> Callable[..., Any]:
+    """A stage that embeds with a weight and projects with it twice, under Megatron's DDP hook."""
+    import torch
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_ext.integration import wgrad
+    from megatron_ext.runtime.wgrad import WeightGradStore
+
+    class Toy:
+        def __init__(self, split: bool, fused: bool) -> None:
+            self.split, self.fused, self.ready, self.store = split, fused, [], WeightGradStore()
+            generator = torch.Generator().manual_seed(7)
+            self.weight = torch.nn.Parameter(torch.randn(12, 8, generator=generator))
+            self.weight.main_grad = torch.zeros(12, 8)
+            self.weight.grad_added_to_main_grad = False
+            self.weight.zero_out_wgrad = fused
+            self.linear = wgrad._split_linear(
+                layers.LinearWithGradAccumulationAndAsyncCommunication, self.store
+            )
+            hook_seam = wgrad.seams(self.store)[1]
+            hook = hook_seam.make(lambda module, parameter: self._hook)(None, self.weight)
+            self.accumulator = self.weight.expand_as(self.weight).grad_fn.next_functions[0][0]
+            self.accumulator.register_hook(hook)
+
+        def _hook(self, *unused: Any) -> None:
+            weight = self.weight
+            assert weight.grad is not None
+            if not weight.grad_added_to_main_grad or weight.zero_out_wgrad:
+                weight.main_grad.add_(weight.grad)
+            weight.grad = None
+            self.ready.append(len(self.store))
+
+        def loss(self, microbatch: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(microbatch)
+            tokens = torch.randint(12, (6, 1), generator=generator)
+            x = torch.nn.functional.embedding(tokens, self.weight)
+            group = types.SimpleNamespace(size=lambda: 1)
+            total = 0.0
+            for power in (1, 2):
+                arguments = (x**power, self.weight, None, self.fused, False, False, None, 0, group)
+                total = total + self.linear.apply(*arguments, *self._rest()).square().sum()
+            return total
+
+        @staticmethod
+        def _rest() -> tuple[int, ...]:
+            function = layers.LinearWithGradAccumulationAndAsyncCommunication.forward
+            return (1,) if "gtp_remat_size" in inspect.signature(function).parameters else ()
+
+        def backward(self, microbatch: int, postpone: bool) -> None:
+            loss = self.loss(microbatch)
+            if self.split and postpone:
+                with self.store.collect(microbatch):
+                    loss.backward()
+            else:
+                loss.backward()
+
+    return Toy
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_a_weight_that_embeds_and_projects_twice(
+    toy: Callable[..., Any], fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding's part, which B has, waits for W's: same summands in the same order, ready
+    once a microbatch, also when a second B comes before the first W."""
+    import torch
+    from megatron.core.tensor_parallel import layers
+
+    def add(x: Any, grad_output: Any, main_grad: Any) -> None:
+        main_grad.add_(grad_output.t().matmul(x))
+
+    kernels = types.SimpleNamespace(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", kernels)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
+    ours, stock = toy(True, fused), toy(False, fused)
+    for i in range(4):
+        stock.backward(i, False)
+    ours.backward(0, True)
+    ours.backward(1, True)
+    assert ours.ready == [] and ours.weight.grad is None
+    ours.store.run(0)
+    ours.backward(2, True)
+    ours.store.run(1)
+    ours.store.run(2)
+    ours.backward(3, False)
+    assert torch.equal(ours.weight.main_grad, stock.weight.main_grad)
+    assert len(ours.ready) == len(stock.ready) == 4

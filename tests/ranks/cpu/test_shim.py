@@ -1,0 +1,72 @@
+"""The CPU shim, each part in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+HERE = Path(__file__).resolve().parent
+NAMES = re.findall(r"^def (check_\w+)", (HERE / "shim_checks.py").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def results(environment: dict[str, str]) -> dict[str, str | None]:
+    """All checks of ``shim_checks.py``, run in one process."""
+    run = subprocess.run(
+        [sys.executable, HERE / "shim_checks.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 0, run.stderr
+    found: dict[str, str | None] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shim(name: str, results: dict[str, str | None]) -> None:
+    assert results[name] is None, results[name]
+
+
+def test_collectives_of_two_ranks(tmp_path: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, str(HERE / "collective_checks.py")]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+
+
+def test_install_after_megatron_says_so(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
+    program = """
+import sys
+import megatron.core
+import megatron_ext.cpu
+megatron_ext.cpu.install()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 1
+    assert "call it first" in run.stderr

@@ -1,0 +1,132 @@
+"""Runs named cases on forked ranks when a test asks for them, importing torch and Megatron once.
+
+A module of cases ends in ``serve(CASES, rank_main)``. ``Cases`` is the tests' end: a mapping from
+names to results that runs a case at its first use, so a test pays for its own cases only.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkouts import environment
+from tests.support.ranks import on_ranks
+
+START_SECONDS, CASE_SECONDS = 200, 200  # on a busy machine
+
+
+class Cases(Mapping[str, Any]):
+    """Results of ``tests.MODULE`` by case.
+
+    Args:
+        module: below ``tests``, e.g. ``megatron.cases.gpt_cases``.
+        folder: an empty one, for logs and results.
+        environment: of the process.
+    """
+
+    def __init__(self, module: str, folder: Path, environment: Mapping[str, str]) -> None:
+        self._folder, self._results = folder, dict[str, Any]()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"tests.{module}", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(folder / "log").open("w"),
+            text=True,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        self._names: list[str] = self._answer(START_SECONDS)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._results:
+            assert self._process.stdin is not None
+            self._process.stdin.write(name + "\n")
+            self._process.stdin.flush()
+            self._results[name] = pickle.loads(Path(self._answer(CASE_SECONDS)).read_bytes())
+        return self._results[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def log(self) -> str:
+        """What the ranks have printed so far."""
+        return (self._folder / "log").read_text()
+
+    def close(self) -> None:
+        """End the process and its ranks."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _answer(self, seconds: float) -> Any:
+        stream = self._process.stdout
+        assert stream is not None
+        ready, _, _ = select.select([stream], [], [], seconds)
+        line = stream.readline() if ready else ""
+        assert line, f"no answer within {seconds} s, or the process ended:\n{self.log()[-8000:]}"
+        answer = json.loads(line)
+        assert "error" not in answer, f"{answer['error']}:\n{self.log()[-8000:]}"
+        return answer["value"]
+
+
+def case_results(module: str) -> Any:
+    """A fixture that gives the ``Cases`` of ``tests.MODULE`` to one test file."""
+
+    @pytest.fixture(scope="module")
+    def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
+        cases = Cases(module, tmp_path_factory.mktemp("cases"), environment())
+        yield cases
+        cases.close()
+
+    return results
+
+
+def serve(
+    cases: Mapping[str, dict[str, Any]],
+    rank_main: Callable[[Path, str, dict[str, Any], int], None],
+    world: int,
+) -> None:
+    """Answer names on standard input with files of results, until it ends.
+
+    Ranks of its own for each case: a process never gets back the threads of gloo's groups, and
+    thousands of them slow a machine to a crawl.
+
+    Args:
+        cases: by name; ``world`` in one overrides the number of ranks.
+        rank_main: called as ``rank_main(folder, name, case, rank)`` on every rank; rank 0 writes
+            ``folder/result.pickle``.
+        world: ranks.
+    """
+    import torch
+
+    folder = Path(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # else every rank copies what the collector touches
+    print(json.dumps({"value": list(cases)}), file=answers, flush=True)
+    for number, line in enumerate(sys.stdin):
+        name = line.rstrip("\n")
+        own = folder / str(number)
+        own.mkdir()
+        task = functools.partial(rank_main, own, name, cases[name])
+        good = on_ranks(cases[name].get("world", world), task)
+        answer = {"value": str(own / "result.pickle")} if good else {"error": f"{name} failed"}
+        print(json.dumps(answer), file=answers, flush=True)

@@ -1,0 +1,131 @@
+"""Which Megatron there is to test against."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.script_server import ScriptServer
+
+TAGS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
+MAIN_TAG, OLDEST_TAG = TAGS[-1], TAGS[0]
+# The versions whose Python is this one: from 0.17 on they need 3.12.
+RUNNING = TAGS if sys.version_info >= (3, 12) else TAGS[:1]
+
+
+def checkout(tag: str) -> Path | None:
+    """A stock checkout: of the newest version $MEGATRON_LM if that is set, else one from the cache
+    that scripts/get_megatron.sh fills."""
+    named = os.environ.get("MEGATRON_LM")
+    if named and tag == MAIN_TAG and (Path(named) / "pretrain_gpt.py").is_file():
+        return Path(named)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "megatron-ext" / "Megatron-LM" / tag
+    return path if (path / "pretrain_gpt.py").is_file() else None
+
+
+def existing(tag: str) -> Path:
+    """The checkout of a test that is marked with ``tag``."""
+    path = checkout(tag)
+    assert path is not None, f"a test without pytest.mark.version({tag!r}) needs that checkout"
+    return path
+
+
+def version(tag: str, *values: Any, **named: Any) -> Any:
+    """Parameters of a test that needs the checkout of ``tag``; older ones are in tier matrix."""
+    marks = [pytest.mark.version(tag)]
+    if tag != MAIN_TAG:
+        marks.append(pytest.mark.matrix)
+    return pytest.param(*(values or [tag]), marks=marks, **named)
+
+
+def missing(tag: str) -> str:
+    """Why tests with the checkout of ``tag`` cannot run, and what to do; empty if they can."""
+    if tag not in RUNNING:
+        return f"{tag} needs Python 3.12; set PYTHON to one and run ./scripts/test.sh"
+    if checkout(tag) is None:
+        return f"no stock Megatron-LM; add it by ./scripts/get_megatron.sh {tag}"
+    return ""
+
+
+def python_path(tag: str) -> str:
+    """$PYTHONPATH for a process that imports Megatron of ``tag``, or the ``installed`` one."""
+    path = [] if tag == "installed" else [str(existing(tag))]
+    return os.pathsep.join([*path, str(ROOT)])
+
+
+def environment() -> dict[str, str]:
+    """Environment of a test's process: this checkout, one thread, loopback."""
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="1")
+    if sys.platform == "linux":
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    env.pop("MEGATRON_EXT_TRACE", None)
+    return env
+
+
+def run(command: list[str], seconds: float, **more_env: str) -> subprocess.CompletedProcess[str]:
+    """Run to the end or fail the test with the output; never waits longer than ``seconds``."""
+    env = {**environment(), **more_env}
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        pytest.fail(
+            f"{' '.join(command[:6])} ... did not end within {seconds} s:\n{output[-5000:]}"
+        )
+    return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+def run_cases(module: str, *arguments: str, seconds: float, **more_env: str) -> str:
+    """Run ``tests.MODULE`` in a process of its own; fails the test unless it ends well.
+
+    Returns:
+        What it printed.
+    """
+    done = run([sys.executable, "-m", f"tests.{module}", *arguments], seconds, **more_env)
+    assert done.returncode == 0, done.stdout[-8000:]
+    return done.stdout
+
+
+def result(module: str, *arguments: str, tag: str = "installed", seconds: float) -> dict[str, Any]:
+    """The JSON object behind ``RESULT`` in what ``tests.MODULE`` prints on Megatron of ``tag``."""
+    printed = run_cases(module, *arguments, seconds=seconds, PYTHONPATH=python_path(tag))
+    lines = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+    assert lines, printed[-5000:]
+    loaded: dict[str, Any] = json.loads(lines[-1][7:])
+    return loaded
+
+
+Serve = Callable[[str], ScriptServer]
+
+
+def start_servers() -> Iterator[Serve]:
+    """A fixture's body: ``serve(tag)`` gives ``pretrain_gpt.py`` of that version, imported once for
+    all tests and ready to fork ranks."""
+    servers: dict[str, ScriptServer] = {}
+
+    def serve(tag: str) -> ScriptServer:
+        if tag not in servers:
+            servers[tag] = ScriptServer(existing(tag) / "pretrain_gpt.py")
+        return servers[tag]
+
+    yield serve
+    for server in servers.values():
+        server.__exit__()

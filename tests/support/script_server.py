@@ -1,0 +1,316 @@
+"""Runs a Megatron training script many times on CPU ranks, importing torch and Megatron once.
+
+Started as ``python -m tests.support.script_server SCRIPT``: it imports everything that the script
+imports, then reads one job a line (JSON) from standard input, forks the job's ranks, lets each run
+the launcher as torchrun would, and answers one line:
+
+    {"argv": [...], "world": 4, "folder": "...", "timeout": 120}
+    {"status": "ok" | "failed" | "hung", "seconds": 3.2}
+
+Each rank writes ``rankN.log`` into the folder; ``losses.jsonl`` there holds the exact losses.
+``ScriptServer`` is the other end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import functools
+import gc
+import json
+import os
+import queue
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support import ROOT
+
+MOST_RANKS = 16
+MOST_SAMPLE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        status: ``ok``, ``failed`` (a rank's exit status was not 0) or ``hung``.
+        seconds: it took.
+        folder: with logs and losses.
+        exits: exit status by rank, minus the signal that killed it.
+        orphans: how many ranks left processes behind that were still there when all had ended.
+    """
+
+    status: str
+    seconds: float
+    folder: Path
+    exits: tuple[int, ...] = ()
+    orphans: int = 0
+
+    def log(self, rank: int) -> str:
+        """What a rank printed."""
+        path = self.folder / f"rank{rank}.log"
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+    def losses(self) -> list[dict[str, Any]]:
+        """One entry an iteration, floats as hexadecimal, from the launcher's ``--loss-log``."""
+        path = self.folder / "losses.jsonl"
+        return [json.loads(x) for x in path.read_text().splitlines()] if path.is_file() else []
+
+
+class ScriptServer:
+    """A process that has imported ``script`` and forks ranks from there. Use as a context.
+
+    Args:
+        script: a Megatron training script, e.g. ``pretrain_gpt.py`` of a checkout.
+        python: interpreter to run it with.
+    """
+
+    def __init__(self, script: Path, python: str = sys.executable) -> None:
+        env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+        env["PYTHONPATH"] = str(ROOT)
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+        # The CPU device is prepared once for all jobs, so for the most ranks that any may have.
+        env["LOCAL_WORLD_SIZE"] = str(MOST_RANKS)
+        # Megatron shuffles 100,000 mock documents in samples of a few tokens: a second a rank. Here
+        # one rank does it, for all jobs whose samples are the same.
+        self._samples = tempfile.TemporaryDirectory(prefix="samples-")
+        self._process = subprocess.Popen(
+            [python, "-m", "tests.support.script_server", str(Path(script).resolve())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> ScriptServer:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._samples.cleanup()
+
+    def run(
+        self,
+        argv: Sequence[str],
+        world: int,
+        folder: Path,
+        timeout: float = 180.0,
+        *,
+        more: Mapping[int, Sequence[str]] | None = None,
+        environment: Mapping[int, Mapping[str, str]] | None = None,
+        prelude: Path | None = None,
+        value: Any = None,
+        grace: float = 5.0,
+    ) -> Outcome:
+        """Run the script with ``argv`` on ``world`` ranks; waits for the end.
+
+        Args:
+            argv: the script's arguments.
+            world: ranks.
+            folder: emptied, for logs and losses.
+            timeout: seconds.
+            more: arguments and
+            environment: variables of single ranks alone.
+            prelude: a Python file that every rank runs first, in the environment of its own; for
+                tests that injure a rank. Its ``prepare(value, rank, folder)``, if it has one, is
+                called then, with
+            value: as it is (JSON).
+            grace: seconds that the other ranks have to end when one has failed.
+
+        Raises:
+            RuntimeError: the server is gone.
+        """
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        samples = Path(self._samples.name)
+        if sum(file.stat().st_size for file in samples.iterdir()) > MOST_SAMPLE_BYTES:
+            self._forget_samples()
+        argv = [*argv, "--data-cache-path", str(samples)]
+        job = {"argv": argv, "world": world, "folder": str(folder), "timeout": timeout}
+        job["grace"] = grace
+        job["more"] = {str(rank): list(own) for rank, own in (more or {}).items()}
+        job["environment"] = {str(rank): dict(own) for rank, own in (environment or {}).items()}
+        job["prelude"] = None if prelude is None else str(prelude)
+        job["value"] = value
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the script server ended; its messages stand above")
+        answer = json.loads(line)
+        if answer["status"] != "ok":
+            self._forget_samples()  # It may have ended while it wrote them.
+        return Outcome(
+            answer["status"], answer["seconds"], folder, tuple(answer["exits"]), answer["orphans"]
+        )
+
+    def _forget_samples(self) -> None:
+        for file in Path(self._samples.name).iterdir():
+            file.unlink()
+
+
+def _free_port() -> int:
+    """A port below those that the system hands out itself, so that nobody takes it meanwhile."""
+    for port in random.SystemRandom().sample(range(12000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError("found no free port between 12000 and 32000")
+
+
+def _rank(script: Path, job: dict[str, Any], rank: int, port: int) -> None:
+    """Run the launcher in a forked process; never returns."""
+    world, folder = job["world"], Path(job["folder"])
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    faulthandler.enable()  # where it was, if the process crashes
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        **job.get("environment", {}).get(str(rank), {}),
+    )
+    status = 1
+    try:
+        from megatron_ext import launch
+
+        if "--async-save" not in job["argv"]:
+            _keep_writing_here()
+        if job.get("prelude"):
+            # Not by ``runpy``: what it defines has to live as long as the rank.
+            defined = launch._execute(Path(job["prelude"]), "prelude")
+            if "prepare" in defined:
+                defined["prepare"](job["value"], rank, folder)
+        own = ["--device", "cpu", "--loss-log", str(folder / "losses.jsonl")]
+        launch.main([*own, str(script), *job["argv"], *job.get("more", {}).get(str(rank), [])])
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else (0 if end.code is None else 1)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _keep_writing_here() -> None:
+    """Spare each rank that saves a helper process, which would import all of Megatron again.
+
+    Megatron hands the writer's results on through a queue that such a process serves, even where
+    it writes in the same process.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
+
+
+def _prepare_for_all() -> None:
+    """Do once what every rank of every job would do for seconds, with the same result."""
+    from megatron.core.tokenizers.text import models  # noqa: F401
+    from megatron.training import argument_utils, arguments
+
+    from megatron_ext.integration import install  # noqa: F401
+
+    # Megatron parses its configurations' source to find their help texts.
+    factory = argument_utils.ArgumentGroupFactory
+    blank, find = factory.__new__(factory), factory._get_field_docstrings
+    read = functools.cache(lambda config: find(blank, config))
+    factory._get_field_docstrings = lambda _, config: dict(read(config))
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
+    start, port = time.monotonic(), _free_port()
+    running = {}
+    for rank in range(job["world"]):
+        pid = os.fork()
+        if pid == 0:
+            _rank(script, job, rank, port)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        running[pid] = rank
+    status, ranks, exits = "ok", list(running), [0] * job["world"]
+    while running:
+        pid, code = os.waitpid(-1, os.WNOHANG)
+        if pid in running:
+            exits[running.pop(pid)] = os.waitstatus_to_exitcode(code)
+            if code != 0 and status == "ok":
+                # As torchrun: one rank's failure ends the others, after they could report.
+                status, job["timeout"] = "failed", time.monotonic() - start + job["grace"]
+        elif time.monotonic() - start > job["timeout"]:
+            status = "hung" if status == "ok" else status
+            for left in running:
+                for kill in (os.killpg, os.kill):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        kill(left, signal.SIGKILL)
+            job["timeout"] = float("inf")
+        else:
+            time.sleep(0.01)
+    seconds = time.monotonic() - start
+    orphans = sum(_left_behind(rank) for rank in ranks)
+    return {"status": status, "seconds": seconds, "exits": exits, "orphans": orphans}
+
+
+def _left_behind(rank: int) -> bool:
+    """True if a rank that has ended left a process behind (a checkpoint writer, say), which is
+    killed after a moment to end by itself."""
+    for _ in range(500):
+        try:
+            os.killpg(rank, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank, signal.SIGKILL)
+    return True
+
+
+def main() -> None:
+    """Serve jobs for the script on the command line until standard input ends."""
+    # Answers go to the pipe; whatever the script's imports print goes to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from megatron_ext import cpu, launch
+
+    script = Path(sys.argv[1]).resolve()
+    launch._set_path(script)
+    launch._set_tools_path()
+    cpu.install()
+    launch._execute(script, "preloaded_script")
+    import torch
+
+    _prepare_for_all()
+    torch.set_num_threads(1)
+    # What is there now stays; ranks that never look at it need no copies of its pages.
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        print(json.dumps(_run_job(script, json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Whatever a user gives us is used or refused with one sentence.
+
+A fast part of tests/campaigns/fuzz.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.cli import main
+from megatron_ext.moe import cost_file
+from megatron_ext.plan.profile import Profile
+from megatron_ext.schedule import NAMES, Costs, Schedule, ScheduleError, check, generate
+from megatron_ext.schedule.reading import fraction, parse_json, read_text, shown
+from tests.support.fuzz_inputs import Fault, Target, feed, sentence, targets
+from tests.support.fuzz_mutations import NUMBERS, TEXTS, mutated
+
+hypothesis = pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+# Derandomized: a default run must not fail by chance; tests/campaigns/fuzz.py tries others.
+FAST = settings(
+    max_examples=100,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+TARGETS = targets()
+JSON = [name for name in TARGETS if name not in ("csv", "traces", "flags", "pickle")]
+
+hostile = st.one_of(
+    st.sampled_from(NUMBERS),
+    st.sampled_from(TEXTS),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.recursive(st.none(), lambda inner: st.lists(inner, max_size=3), max_leaves=8),
+)
+
+
+def like(value: Any) -> st.SearchStrategy[Any]:
+    """Documents of this form, with what is hostile in some places, and parts left out."""
+    if isinstance(value, dict):
+        whole = st.fixed_dictionaries({key: like(x) for key, x in value.items()})
+        fewer = st.fixed_dictionaries({}, optional={key: like(x) for key, x in value.items()})
+        return st.one_of(whole, whole, whole, fewer, hostile)
+    if isinstance(value, list):
+        rows = st.tuples(*map(like, value[:12])).map(list)
+        return st.one_of(rows, rows, rows, st.just(value), st.permutations(value), hostile)
+    same = st.just(value)
+    return st.one_of(same, same, same, same, same, same, same, hostile)
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_documents(name: str) -> None:
+    @FAST
+    @given(st.one_of(*(like(json.loads(seed)) for seed in TARGETS[name].seeds)))
+    def refused_or_used(document: Any) -> None:
+        feed(TARGETS[name], json.dumps(document).encode())
+
+    refused_or_used()
+
+
+@pytest.mark.parametrize("flag", ["cost", "cap", "bytes", "time", "layout", "request", "line"])
+def test_flag_values(flag: str) -> None:
+    number = st.from_regex(r"-?[0-9]{0,3}[./e]?-?[0-9]{0,3}", fullmatch=True)
+    values = st.one_of(
+        st.lists(number, min_size=1, max_size=4).map(",".join),
+        st.tuples(number, st.sampled_from(["GiB", "B", "kib", ""])).map("".join),
+        st.tuples(st.sampled_from(["--pp", "--microbatches", "--cost"]), number).map(" ".join),
+        st.sampled_from(TEXTS),
+        st.text(),
+    )
+
+    @FAST
+    @given(values)
+    def refused_or_used(value: str) -> None:
+        feed(TARGETS["flags"], f"{flag}\n{value}".encode("utf-8", "surrogatepass"))
+
+    if flag != "request" or "checkpoint" in TARGETS:  # both need torch
+        refused_or_used()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_mutations(name: str) -> None:
+    """The long run's own mutations, the first few hundred of them; some get through."""
+    target, rng = TARGETS[name], random.Random(f"mutations of {name}")
+    assert all(feed(target, seed) for seed in target.seeds)
+    used = sum(feed(target, mutated(rng.choice(target.seeds), rng)) for _ in range(300))
+    assert 5 < used < 295
+
+
+@FAST
+@given(
+    st.sampled_from(NAMES), st.integers(2, 5), st.integers(1, 7), st.sampled_from(["json", "csv"])
+)
+def test_files_hold_the_schedule(name: str, pp: int, m: int, suffix: str) -> None:
+    import tempfile
+
+    schedule = generate(name, pp, m)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"schedule.{suffix}")
+        schedule.save(path)
+        again = Schedule.load(path)
+    assert again.ranks == schedule.ranks
+    assert again.placement == schedule.placement
+    assert again.fingerprint() == schedule.fingerprint()
+
+
+def _valid() -> dict[str, Any]:
+    return generate("1f1b", 2, 2).to_json()
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (Schedule.load, '{"format": "megatron-ext-schedule/1", "pp": 1000000000, "chunks": 1, '
+         '"microbatches": 1000000000, "placement": [[0], [1]], "ranks": [["F0.0"], ["F1.0"]]}'),
+        (Schedule.load, json.dumps({**_valid(), "microbatches": 10**9})),
+        (Schedule.load, json.dumps({**_valid(), "cost": {"hop": "1e999999999"}})),
+        (Profile.load, '{"format": "megatron-ext-profile/1", "micro_batch_size": 1e400}'),
+        (cost_file.load, '{"format": "megatron-ext-moe-costs/1", "message": [1e308, 1, 1]}'),
+        (Costs().with_stage_file, '{"stages": [["1e-999999999", 1, 1]]}'),
+    ],
+)  # fmt: skip
+def test_huge_claims_cost_nothing(read: Callable[[str], Any], text: str, tmp_path: Path) -> None:
+    """What a file says it holds is compared with what it holds before anything is allocated."""
+    path = tmp_path / "claim.json"
+    path.write_text(text)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError) as error:
+            check(read(str(path)))
+        used = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    sentence(str(error.value))
+    assert used < 8 << 20
+
+
+def test_csv_with_a_far_microbatch(tmp_path: Path) -> None:
+    path = tmp_path / "far.csv"
+    path.write_text("0F0,0F999999999\n1F0,1F999999999\n")
+    with pytest.raises(ScheduleError, match=r"F0\.1 is missing"):
+        check(Schedule.load(path), forward_only=True)
+
+
+def test_endless_files_are_read_to_the_limit() -> None:
+    if not Path("/dev/zero").exists():
+        pytest.skip("needs /dev/zero")
+    with pytest.raises(ScheduleError, match="more than the 64 MiB"):
+        Schedule.load("/dev/zero")
+
+
+def test_nothing_is_evaluated(tmp_path: Path) -> None:
+    """Text that is code to Python, YAML, pickle or a shell stays text."""
+    mark = tmp_path / "mark"
+    code = f"__import__('pathlib').Path({str(mark)!r}).touch()"
+    for text in (code, f"$(touch {mark})", f"!!python/object/apply:os.system ['touch {mark}']"):
+        for target in TARGETS.values():
+            if target.name == "flags":
+                for flag in ("cost", "cap", "bytes", "time", "layout", "line"):
+                    assert not feed(target, f"{flag}\n{text}".encode())
+            else:
+                assert not feed(target, text.encode())
+                assert not feed(target, json.dumps({"format": text, "ranks": text}).encode()) or (
+                    target.name == "checkpoint"
+                )
+    assert not mark.exists()
+
+
+def test_readers_of_numbers_and_json(tmp_path: Path) -> None:
+    for text in ("[" * 100_000, '{"a":' * 100_000, "NaN", "[Infinity]", "", "1" * 5000):
+        with pytest.raises(ValueError) as error:
+            parse_json(text)
+        sentence(str(error.value))
+    for number in (
+        "1e9999999",
+        "-1e-9999999",
+        "1/0",
+        "9" * 61,
+        "1e101",
+        "x",
+        float("nan"),
+        True,
+        "1e1_000_000",
+        "1_0",
+        "١",
+    ):
+        with pytest.raises(ValueError):
+            fraction(number)
+    assert fraction("1/3") * 3 == 1 and fraction(0.1) * 10 == 1 and fraction("1e-3") * 1000 == 1
+    assert len(shown([["x" * 10**6] * 1000] * 1000)) < 1000
+    path = tmp_path / "text"
+    path.write_bytes(b"12345")
+    assert read_text(path, most_bytes=5) == "12345"
+    with pytest.raises(ValueError, match="more than"):
+        read_text(path, most_bytes=4)
+
+
+def test_a_name_cannot_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "schedule.json"
+    for name in ("\x1b[2J", "a\nmegatron_ext: all is well", "x" * 5000):
+        path.write_text(json.dumps({**_valid(), "name": name}))
+        assert main(["check", str(path)]) == 2
+        captured = capsys.readouterr()
+        assert "\x1b" not in captured.err
+        assert len(captured.err.splitlines()) == 1
+
+
+def test_the_rule_itself() -> None:
+    """Guards the tests above: what is no sentence, or no ValueError, is seen."""
+    for text in ("", "\n", "a\x1b[2Jb", "x" * 5000):
+        with pytest.raises(Fault):
+            sentence(text)
+
+    def crash(data: bytes) -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        feed(Target("crash", (), crash), b"")
+
+
+def test_the_long_run(tmp_path: Path, repo_root: Path) -> None:
+    """The campaign counts, repeats by its seed, and ends with status 0 where all is well."""
+    answers = []
+    for turn in range(2):
+        result = tmp_path / f"{turn}.json"
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "tests.campaigns.fuzz"),
+                *("--inputs", "400", "--targets", "csv,flags"),
+                *("--faults", str(tmp_path / "faults"), "--json", str(result)),
+            ],
+            cwd=repo_root,
+            env=dict(os.environ, PYTHONPATH=str(repo_root)),
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        answers.append(json.loads(result.read_text()))
+    assert answers[0]["accepted"] == answers[1]["accepted"]
+    assert sum(answers[0]["inputs"].values()) >= 400
+    assert answers[0]["faults"] == {}

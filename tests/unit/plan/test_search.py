@@ -1,0 +1,318 @@
+"""The search: its points are what ``simulate`` says, it finds what trying everything finds."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from itertools import product
+
+import pytest
+
+from megatron_ext import cli
+from megatron_ext.plan.balance import balanced
+from megatron_ext.plan.cases import Space
+from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.gpu import GPUS, gpu_of
+from megatron_ext.plan.layout import Split, even_split, read_layout, split_of
+from megatron_ext.plan.model import PlanError
+from megatron_ext.plan.point import Shape, evaluate, front
+from megatron_ext.plan.profile import FORMAT, Profile
+from megatron_ext.plan.search import Search
+from megatron_ext.plan.times import costs_in_us, stage_times
+from megatron_ext.schedule.placement import Placement
+
+SMALL = (
+    "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --bf16 --swiglu "
+    "--vocab-size 64000 --untie-embeddings-and-output-weights --hidden-dropout 0 "
+    "--attention-dropout 0 --use-distributed-optimizer --pipeline-model-parallel-size 4 "
+    "--world-size 4 --global-batch-size 16"
+)
+GIB = 2**30
+
+
+def space(line=SMALL, **changes):
+    job = job_of(read(line.split())[0])
+    options = {"gpu": gpu_of("A100"), "micro_batch_sizes": (1, 2)}
+    return Space(job, pp=job.pipeline_model_parallel_size, **{**options, **changes})
+
+
+def everything(where):
+    """All points without offload, of all shapes, jobs and splits."""
+    search = Search(where, GIB)
+    return [evaluate(one.shape, one.case, None, where.pp) for one in search._candidates()]
+
+
+@pytest.fixture(scope="module")
+def points():
+    """What several budgets make the search look at, offload among it."""
+    found = []
+    for budget in (9, 11, 14, 30):
+        found += Search(space(), budget * GIB).run().points
+    where = space(offload=("auto",), policy="dual", gpu=gpu_of("H200"))
+    return found + Search(where, 9 * GIB).run().points
+
+
+@pytest.fixture(scope="module")
+def hundred(points):
+    """Those, and as many more of the same space at random, with and without offload."""
+    rng = random.Random(1)
+    search = Search(space(), GIB)
+    candidates = search._candidates()
+    found = list(points)
+    while len(found) < 100:
+        one = rng.choice(candidates)
+        away = rng.choice([None, None, *search._offers(one)[:1]])
+        found.append(evaluate(one.shape, one.case, away, search.space.pp))
+    return found
+
+
+def test_every_point_is_what_simulate_says(hundred, tmp_path, capsys):
+    path = tmp_path / "stages.json"
+    kinds = {(p.shape.name, p.away is None) for p in hundred}
+    assert len(kinds) > 6 and {True, False} <= {away for _, away in kinds}
+    for point in hundred:
+        path.write_text(json.dumps(point.stage_cost()))
+        assert cli.main(["simulate", "--json", *point.simulate_arguments(str(path))]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert said["makespan"] == point.makespan_us
+        assert said["bubble"] == float(point.bubble)
+        assert said["peak_activation"] == [float(x) for x in point.peak_activation]
+        if point.away:
+            assert said["peak_host_activation"] == [float(x) for x in point.peak_host_activation]
+
+
+FEW = space(offload=(), schedules=("1f1b", "zb-h1", "interleaved-zb", "v-half", "v-zb"))
+
+
+@pytest.fixture(scope="module")
+def all_points():
+    """Nothing pruned."""
+    return everything(FEW)
+
+
+@pytest.mark.parametrize("budget", [10, 12, 16, 40])
+def test_pruning_loses_nothing(all_points, budget):
+    """The best of all points without offload is found, or one as fast."""
+    where, every = FEW, [p for p in all_points if p.worst.total <= budget * GIB]
+    result = Search(where, budget * GIB).run()
+    if not every:
+        assert result.best is None
+        return
+    assert result.best is not None
+    assert result.best.makespan_us == min(p.makespan_us for p in every)
+    ends = front(every)[-1], result.front[-1]
+    assert ends[1].worst.total == ends[0].worst.total, "the smallest is on the front too"
+    assert len(result.points) < len(all_points)
+
+
+def test_a_budget_that_nothing_fits_names_the_least():
+    where = space(offload=(), schedules=("1f1b", "v-half", "v-min"))
+    result = Search(where, 2 * GIB).run()
+    assert result.best is None and not result.front
+    assert result.smallest.worst.total == min(p.worst.total for p in everything(where))
+    again = Search(where, result.smallest.worst.total).run()
+    assert again.best is not None
+
+
+def test_more_memory_is_never_slower():
+    times = []
+    for budget in (9, 10, 11, 12, 14, 18):
+        best = Search(space(schedules=("v-min", "v-half", "v-cap", "v-zb")), budget * GIB).run()
+        times.append(best.best.makespan_us if best.best else float("inf"))
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[1]
+
+
+def test_the_same_answer_every_time():
+    first, second = (Search(space(), 11 * GIB).run() for _ in range(2))
+    assert [p.key() for p in first.points] == [p.key() for p in second.points]
+
+
+@pytest.mark.matrix
+def test_large_pipelines_are_answered_within_a_minute():
+    line = SMALL.replace("--num-layers 16", "--num-layers 64").replace("size 4 ", "size 32 ")
+    line = line.replace("--world-size 4", "--world-size 32").replace(
+        "batch-size 16", "batch-size 256"
+    )
+    names = ("1f1b", "interleaved-zb", "v-min", "v-half", "v-zb", "v-cap")
+    where = space(line, schedules=names)
+    assert where.pp == 32
+    started = time.process_time()  # the machine may be busy
+    assert Search(where, 20 * GIB).run().best is not None
+    assert time.process_time() - started < 60
+
+
+@pytest.mark.parametrize(("pp", "v", "vee"), [(4, 1, False), (4, 2, False), (4, 2, True)])
+def test_no_split_is_better_balanced(pp, v, vee):
+    """Against all splits of few layers."""
+    placement = Placement.vee(pp) if vee else Placement.loop(pp, v)
+    stages = placement.num_stages
+    first, last = 0.3, 2.4
+    for layers in range(stages, stages + 3):
+        split = balanced(placement, layers, [1.0] * pp, first, last)
+        assert split is not None and sum(split.counts) == layers
+
+        def heaviest(counts):
+            loads = [sum(counts[s] for s in row) for row in placement.stages]
+            loads[placement.rank_of(0)] += first
+            loads[placement.rank_of(stages - 1)] += last
+            return max(loads)
+
+        low = [0] + [1] * (stages - 2) + [0]
+        extra = layers - sum(low)
+        options = product(range(pp), repeat=extra)
+        best = min(
+            heaviest([n + adds.count(placement.rank_of(s)) * (placement.chunk_of(s) == 0)
+                      for s, n in enumerate(low)])
+            for adds in options
+        )  # fmt: skip
+        assert heaviest(split.counts) == pytest.approx(best)
+
+
+def test_balance_makes_a_v_with_a_large_vocabulary_faster_and_smaller():
+    line = SMALL.replace("64000", "256000")
+    with_, without = (
+        Search(space(line, balance=b, offload=(), schedules=("v-half",)), 40 * GIB).run().best
+        for b in (True, False)
+    )
+    assert with_ is not None and without is not None
+    assert with_.makespan_us < without.makespan_us * 0.95
+    assert without.case.split.even and not with_.case.split.even
+    layout = next(f for f in with_.flags() if "layout" in f).split()[1].strip("'")
+    assert read_layout(layout, 16) == with_.case.split
+
+
+def test_balance_makes_fit_what_does_not():
+    """A V with both ends on rank 0, under a budget below the even split's least."""
+    line = SMALL.replace("64000", "256000")
+    options = {"offload": (), "schedules": ("v-half", "v-min"), "cheap_recompute": (False,)}
+    even = Search(space(line, balance=False, **options), GIB).run().smallest
+    assert even.worst.rank == 0
+    budget = int(even.worst.total * 0.97)
+    best = Search(space(line, **options), budget).run().best
+    assert best is not None and not best.case.split.even
+
+
+def test_layers_that_do_not_divide_get_a_layout():
+    line = SMALL.replace("--num-layers 16", "--num-layers 15")
+    best = Search(space(line), 40 * GIB).run().best
+    assert best is not None and sum(best.case.split.counts) == 15
+    with pytest.raises(PlanError, match="none of v-half is possible with 3 layers"):
+        Search(space(SMALL.replace("layers 16", "layers 3"), schedules=("v-half",)), GIB).run()
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("Et|t|tL", (1, 1, 1)),
+        ("Et*3|(t|)*2tt,L", (3, 1, 1, 2)),
+        ("E|(t*2|)*2L", (0, 2, 2, 0)),
+        ("E|t|tt|L", (0, 1, 2, 0)),
+        ("E|(t|)*3L", (0, 1, 1, 1, 0)),
+    ],
+)
+def test_layouts_are_read(text, counts):
+    assert read_layout(text, sum(counts)) == Split(counts)
+    assert read_layout(Split(counts).text(), sum(counts)).counts == counts
+
+
+@pytest.mark.parametrize("text", ["t|tL", "Et|Em|L", "Et|t", "E|tL|t", "Ett|tL"])
+def test_layouts_that_are_not_the_models(text):
+    with pytest.raises(PlanError, match="layout"):
+        read_layout(text, 2)
+
+
+def test_a_given_layout_stays():
+    job = job_of(
+        read([*SMALL.split(), "--pipeline-model-parallel-layout", "Etttt|t*4|t*4|t*4L"])[0]
+    )
+    assert split_of(job, 8) is None and split_of(job, 4) == even_split(16, 4).__class__((4,) * 4)
+    where = Space(job, gpu_of("A100"), 4)
+    result = Search(where, 40 * GIB).run()
+    assert {p.shape.chunks for p in result.points} == {1}
+
+
+def test_every_device_says_where_its_numbers_are_from():
+    for gpu in GPUS.values():
+        assert {name for name, _ in gpu.sources} >= {"flops", "memory_bytes", "efficiency"}
+        assert gpu.to_host < gpu.bandwidth and gpu.flops > 1e14
+    given = gpu_of("h100").with_(efficiency=0.5)
+    assert dict(given.sources)["efficiency"] == "given"
+    with pytest.raises(PlanError, match="unknown GPU"):
+        gpu_of("Z80")
+
+
+def test_times_follow_the_flops():
+    """PipeOffload's F+B+W of a layer, 12bsh(6h+s) FLOPs uncausal, at large sizes."""
+    line = "--num-layers 10 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096 --bf16 "
+    line += "--hidden-dropout 0 --position-embedding-type rope"
+    job, gpu = job_of(read(line.split())[0]), gpu_of("A100")
+    f, b, w = stage_times(job, Split((0, 10, 0)), gpu)[1]
+    b_s, s, h = job.tokens, 4096, 8192
+    causal = 2 * b_s * s * h  # of one pass: half of the 4bssh
+    dense = 24 * b_s * h * h
+    rate = gpu.flops * gpu.efficiency
+    assert f == pytest.approx(10 * (dense + causal) / rate, rel=0.1)
+    assert b == pytest.approx(10 * (dense + 2.5 * causal) / rate, rel=0.1)
+    assert w == pytest.approx(10 * dense / rate, rel=0.1)
+    costs = costs_in_us([(1e-3, 2e-3, 4e-7)] * 2, 1.6e-5)
+    assert costs.stages is not None and [int(x) for x in costs.stages[0]] == [1000, 2000, 1]
+
+
+PROFILE = {
+    "format": FORMAT,
+    "micro_batch_size": 1,
+    "layers": [4, 4, 4, 4],
+    "stages": [[0.011, 0.02, 0.01], [0.01, 0.02, 0.01], [0.01, 0.02, 0.01], [0.015, 0.025, 0.012]],
+    "set_bytes": [10, 10, 10, 30],
+    "hop": 0.001,
+    "to_host": 1e10,
+    "to_device": 1e10,
+}
+
+
+def test_a_profile_replaces_times_and_bytes():
+    profile = Profile.from_json(PROFILE)
+    where = space(profiles={(1, False): profile}, schedules=("1f1b", "v-half"))
+    assert [(job.micro_batch_size, job.cheap_recompute) for job, _ in where.jobs()] == [(1, False)]
+    job, m = where.jobs()[0]
+    case = where.case(job, m, Split((4, 4, 4, 4)))
+    assert case.costs.stages is not None and case.costs.hop == 1000
+    assert [float(f) for f, _, _ in case.costs.stages] == [11000, 10000, 10000, 15000]
+    assert [stage.sets.until_b for stage in case.stages] == [10, 10, 10, 30]
+    case = where.case(job, m, Split((2,) * 7 + (2,)))
+    assert case.costs.stages is not None
+    assert [float(f) for f, _, _ in case.costs.stages] == [6000, *[5000] * 6, 10000]
+    assert [stage.sets.until_b for stage in case.stages] == [5] * 7 + [25]
+    assert Search(where, 40 * GIB).run().best is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": "x"}, "expected"),
+        ({"layers": [1]}, "1 layers for 4 stages"),
+        ({"stages": [[0, 1, 1]] * 4}, "times > 0"),
+        ({"to_host": 0}, "to_host must be a number > 0 .* got 0"),
+        ({"hop": -1}, "hop must be a number >= 0 .* got -1"),
+        ({"set_bytes": [-5] * 4}, "set_bytes must be a whole number from 0 .* got -5"),
+        ({"model": {"colour": 3}}, '"model" may have hidden_size, .* found .colour.'),
+    ],
+)
+def test_profiles_that_are_none(tmp_path, change, words):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE | change))
+    with pytest.raises(PlanError, match=words):
+        Profile.load(str(path))
+
+
+def test_shapes_are_made_for_their_sizes():
+    shapes = space(schedules=("gis", "v-cap", "1f1b"), chunks=(2, 3)).shapes()
+    assert shapes == [
+        Shape("gis", 2, 4),
+        Shape("gis", 2, 3),
+        Shape("gis", 3, 4),
+        Shape("gis", 3, 3),
+        Shape("1f1b", 1),
+    ]

@@ -1,0 +1,149 @@
+"""What may import what, as one table, and how large and documented things must be."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+PACKAGE = ROOT / "megatron_ext"
+
+_TOOLS = {"schedule", "plan", "view"}
+_ENGINE = {"runtime", "offload", "moe"}
+_ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching", "probe"}
+_ALL |= {"checkpoints"}
+
+# room -> (rooms of this package it may import, packages besides the standard library it may).
+RULES: dict[str, tuple[set[str], set[str]]] = {
+    "schedule": ({"schedule"}, set()),
+    "plan": ({"schedule", "plan"}, {"numpy"}),
+    "view": ({"schedule", "view"}, set()),
+    "runtime": (_TOOLS | _ENGINE, {"torch"}),
+    "offload": (_TOOLS | _ENGINE, {"torch", "numpy"}),
+    "moe": (_TOOLS | _ENGINE, {"torch"}),
+    "integration": (
+        _TOOLS | _ENGINE | {"integration", "checkpoints"},
+        # Apex' kernel, which Megatron's own linear layers use where it is installed.
+        {"torch", "megatron", "fused_weight_gradient_mlp_cuda"},
+    ),
+    "cpu": ({"cpu"}, {"torch", "megatron", "numpy"}),
+    "checkpoints": ({"schedule", "checkpoints"}, set()),
+    "commands": (_ALL, set()),
+    "patching": (set(), set()),
+    "cli": (_ALL, set()),
+    "launch": (_ALL, {"torch", "megatron"}),
+    "probe": (_ALL, {"torch", "megatron"}),
+    "__main__": (_ALL, set()),
+    "__init__": (_ALL, set()),
+}
+
+# Rooms whose modules load neither torch nor numpy nor megatron, not even indirectly.
+BARE = ["schedule", "view", "plan", "checkpoints", "commands"]
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+_ids = [str(path.relative_to(PACKAGE)) for path in FILES]
+
+
+def _room(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything a file imports, inside functions too.
+
+    ``from x import y`` counts as ``x.y``: y may be a module.
+    """
+    package = ("megatron_ext", *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            for alias in node.names:
+                yield node.lineno, ".".join([*base, *filter(None, [node.module]), alias.name])
+
+
+@pytest.mark.parametrize("path", FILES, ids=_ids)
+def test_imports_go_one_way(path):
+    rooms, outside = RULES[_room(path)]
+    for line, name in _imports(path):
+        top, *rest = name.split(".")
+        where = f"{path.relative_to(ROOT)}:{line} imports {name}"
+        if top == "megatron_ext":
+            # Names of the package itself, such as __version__, are nobody's room.
+            if rest and rest[0] in _ALL:
+                assert rest[0] in rooms, f"{where}; {_room(path)} may import {sorted(rooms)}"
+        else:
+            allowed = outside | set(sys.stdlib_module_names)
+            assert top in allowed, f"{where}; {_room(path)} may import {sorted(outside)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=_ids)
+def test_files_are_documented_and_small(path):
+    text = path.read_text()
+    tree = ast.parse(text)
+    name = path.relative_to(ROOT)
+    if tree.body:
+        assert ast.get_docstring(tree), f"{name} has no docstring"
+    lines = len(text.splitlines())
+    assert lines <= MAX_FILE_LINES, f"{name} has {lines} lines"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{name}: {node.name} has {lines} lines"
+
+
+def test_the_table_sees_a_wrong_import(tmp_path, monkeypatch):
+    """Guards the two tests above: relative, nested and plain imports are all found."""
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    path = tmp_path / "schedule" / "generators" / "x.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("def f():\n    from ...runtime import executor\n    import torch.nn\n")
+    assert list(_imports(path)) == [
+        (2, "megatron_ext.runtime.executor"),
+        (3, "torch.nn"),
+    ]
+    assert _room(path) == "schedule"
+
+
+def _modules(room: str) -> list[str]:
+    names = []
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return names
+
+
+def test_the_bare_rooms_load_no_torch():
+    """In a fresh interpreter, whatever this one has loaded; importing the package is free too."""
+    modules = ["megatron_ext", "megatron_ext.cli", *(m for room in BARE for m in _modules(room))]
+    assert len(modules) > 10
+    code = (
+        "import importlib, json, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "print(json.dumps([m for m in ('torch', 'numpy', 'megatron') if m in sys.modules]))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert json.loads(out.stdout) == []
+
+
+def test_runs_on_a_bare_interpreter_from_the_repository_root():
+    """-S: without site-packages, as on a machine with nothing installed."""
+    command = [sys.executable, "-S", "-m", "megatron_ext", "simulate", "--schedule", "1f1b"]
+    command += ["--pp", "4", "--microbatches", "8", "--json"]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(out.stdout)["makespan"] == 33
