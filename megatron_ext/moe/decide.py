@@ -29,8 +29,6 @@ MESSAGES = (
 SETTINGS = Settings(samples=3, max_trials=100, recheck_every=5000)
 NEAR = 1.1  # predicted times over the least that make another order worth a trial
 
-_BOTH = "forward and backward"
-
 
 def load_of(rows: int, layers: int, in_flight: int) -> Load:
     """What the runtime keeps: its messages have buffers of their own."""
@@ -245,7 +243,7 @@ class _Layer:
         # A forward pass that is run again must be cut as it was, so nothing is tried there.
         self._repeats |= not saves
         timed = not self._repeats
-        decision = chooser.search.decide(plan.signature, rows, _BOTH, 0, timed)
+        decision = chooser.search.decide(plan.signature, rows, timed)
         layout = plan.layouts[decision.chunks]
         if not decision.ticket:
             self._say(number, layout)
@@ -264,7 +262,7 @@ class _Layer:
         plan = self._planned
         if plan is None:
             return False
-        return self._chooser.search.settled(plan.signature, rows, _BOTH) is not None
+        return self._chooser.search.settled(plan.signature, rows) is not None
 
     def predicted(self, rows: int) -> int:
         """The code of the layout that simulates fastest; the least of equals."""
