@@ -6,7 +6,6 @@ Names as in MPipeMoE (section III): rows travel T_I -dispatch-> T_DI -fc1-> T_M 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -125,18 +124,6 @@ def _fit(flat: list[tuple[float, float]], rising: list[tuple[float, float]]) -> 
     return Line(beta, t0 - beta * v0, floor)
 
 
-@dataclass(frozen=True)
-class Waves:
-    """A GEMM that runs in whole waves: ``alpha_ms + wave_ms * ceil(rows / wave_rows)``."""
-
-    wave_ms: float
-    wave_rows: int
-    alpha_ms: float = 0.0
-
-    def __call__(self, volume: float) -> float:
-        return self.alpha_ms + self.wave_ms * math.ceil(volume / self.wave_rows)
-
-
 # Elements that megatron-core's experts keep per row and element of the FFN, besides T_DI and the
 # router's probability: the activation's inputs and outputs by unique storage, measured.
 KEPT_PER_FFN = {"swiglu": 6, "fused-swiglu": 3, "gelu": 3, "relu": 2}
@@ -188,10 +175,6 @@ class LayerShape:
     def middle_grad(self) -> float:
         """Elements of T_M's gradients per row: before and after the activation."""
         return (3 if self.gated else 2) * self.ffn
-
-    def rows(self, tokens: int, imbalance: float = 1.0) -> int:
-        """Rows that the busiest rank receives; ``imbalance`` is its share over the mean's."""
-        return math.ceil(tokens * self.top_k * imbalance)
 
     def exchange_bytes(self, rows: float, probabilities: bool = True) -> float:
         """What travels to the busiest rank; the probabilities go in the same exchange."""
@@ -266,31 +249,3 @@ def chunk_times(shape: LayerShape, costs: LayerCosts, rows: int, chunks: int) ->
     parts = chunk_rows(rows, chunks)
     known = {part: costs.times(shape, part) for part in set(parts)}
     return tuple(known[part] for part in parts)
-
-
-class Amounts(NamedTuple):
-    """Work per chunk in the paper's units: b*H*M, b*M and b*M (MPipeMoE, table I)."""
-
-    gemm: float
-    exchange: float
-    copy: float
-
-
-def amounts(strategy: str, direction: str, *, middle: float = 4.0, gated: bool = False) -> Amounts:
-    """What a strategy does in one direction.
-
-    Args:
-        middle: T_M's elements over T_DI's; the paper's H/M = 4.
-        gated: fc1 is twice as wide.
-
-    Raises:
-        ValueError: an unknown strategy or direction.
-    """
-    how, fc1 = restore(strategy), 2 if gated else 1
-    if direction not in DIRECTIONS:
-        raise ValueError(f"the direction must be {' or '.join(DIRECTIONS)}, got {direction!r}")
-    copy = (how.input is How.OFFLOADED) + middle * (how.middle is How.OFFLOADED)
-    if direction == FORWARD:
-        return Amounts(fc1 + 1, 2, copy)
-    again = fc1 * (how.middle is How.REPEATED)
-    return Amounts(2 * (fc1 + 1) + again, 2 + (how.input is How.REPEATED), copy)

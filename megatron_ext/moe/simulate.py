@@ -259,19 +259,6 @@ def _when(event: Event) -> str:
     return f"{event.op} ({event.start:g} to {event.end:g} ms)"
 
 
-def closed_form_ms(chunks: int, dispatch: float, compute: float, combine: float) -> float:
-    """One direction without copies and restores, in the paper's order (MPMoE's paradigm 1).
-
-    Args:
-        chunks: all equal, at least 1.
-        dispatch, compute, combine: milliseconds of one chunk's S, C and R.
-    """
-    if chunks == 1:
-        return dispatch + compute + combine
-    steady = (chunks - 2) * max(dispatch + combine, compute)
-    return dispatch + max(dispatch, compute) + steady + max(combine, compute) + combine
-
-
 def lower_bound_ms(layout: Layout, direction: str, times: Sequence[Times]) -> float:
     """No order and no number of slots makes the layer faster than this.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +16,14 @@ from megatron_ext.moe.simulate import (
     Simulation,
     Stuck,
     check_slots,
-    closed_form_ms,
     lower_bound_ms,
     simulate,
 )
 from megatron_ext.moe.slowdown import Slowdown, Stream
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from papers import closed_form_ms
 
 ALL_SLOTS = Ring(None, None, None)
 
