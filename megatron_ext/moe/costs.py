@@ -12,8 +12,6 @@ from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
-from .slowdown import Slowdown
-
 Cost = Callable[[float], float]  # milliseconds for a volume: bytes, or rows
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -191,7 +189,6 @@ class LayerCosts:
         fc1, fc2: all local experts' GEMMs with what belongs to them, by rows.
         to_host, to_device: copies, by bytes.
         fc1_backward, fc2_backward: both gradients, by rows; None: twice forward's.
-        slowdown: what operations lose while others run beside them; None: nothing.
     """
 
     dispatch: Cost
@@ -202,7 +199,6 @@ class LayerCosts:
     to_device: Cost
     fc1_backward: Cost | None = None
     fc2_backward: Cost | None = None
-    slowdown: Slowdown | None = None
 
     def times(self, shape: LayerShape, rows: float) -> Times:
         """Milliseconds of every operation of a chunk that has ``rows`` on the busiest rank."""

@@ -11,10 +11,17 @@ from enum import Enum
 from typing import NamedTuple
 
 from .costs import BACKWARD, DIRECTIONS, FORWARD, How, Kind, Restore, restore
-from .slowdown import Stream
 
 ALTERNATE, DISPATCH_FIRST = "alternate", "dispatch-first"
 ORDERS = (ALTERNATE, DISPATCH_FIRST)
+
+
+class Stream(Enum):
+    """One of a device's in-order queues."""
+
+    COMM = "comm"
+    COMP = "comp"
+    COPY = "copy"
 
 
 class Buffer(Enum):
@@ -99,8 +106,6 @@ class Layout:
             of k; ``dispatch-first`` is all S, then all R.
         lookahead: 2 is the paper's; more than twice the slots of T_DI and T_DO may get stuck.
         ring: slots, see ``slots``.
-        ascending: backward's chunks in forward's order, as the papers have it. By default they go
-            the other way, as autograd's do: what forward finished last is at hand first.
         packed: what backward dispatches again (s2, s4) travels with the gradients: one latency
             less, but neither is there before both are.
     """
@@ -110,7 +115,6 @@ class Layout:
     order: str = ALTERNATE
     lookahead: int = 2
     ring: Ring = Ring()
-    ascending: bool = False
     packed: bool = False
 
     def __post_init__(self) -> None:
@@ -149,13 +153,15 @@ class Layout:
     def sequence(self, direction: str) -> list[int]:
         """The chunks in the order in which a direction takes them.
 
+        Backward's is descending, as autograd's is: what forward finished last is at hand first.
+
         Raises:
             ValueError: neither ``forward`` nor ``backward``.
         """
         if direction not in DIRECTIONS:
             raise ValueError(f"the direction must be {' or '.join(DIRECTIONS)}, got {direction!r}")
         chunks = list(range(self.chunks))
-        return chunks[::-1] if direction == BACKWARD and not self.ascending else chunks
+        return chunks[::-1] if direction == BACKWARD else chunks
 
     def streams(self, direction: str) -> dict[Stream, list[Op]]:
         """Every stream's operations in the order in which they are issued.

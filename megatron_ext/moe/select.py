@@ -276,7 +276,7 @@ class _Timer:
         key = layout, direction
         if key not in self._known:
             times = self._times(layout.chunks)
-            run = simulate(layout, direction, times, self._costs.slowdown)
+            run = simulate(layout, direction, times)
             self._known[key] = run.makespan_ms
         return self._known[key]
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from papers import WORK, savings
 
-MODULES = ["costs", "layout", "memory", "search", "select", "simulate", "slowdown"]
+MODULES = ["costs", "layout", "memory", "search", "select", "simulate"]
 
 
 def test_the_choice_loads_no_torch(repo_root: Path) -> None:
