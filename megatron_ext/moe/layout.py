@@ -1,7 +1,8 @@
-"""How one MoE layer is cut and run: which operation is in which stream, in which order and slot.
+"""A model of one chunked MoE layer: which operation is in which stream, in which order and slot.
 
-This is data that both the simulator and a runtime can follow, so that what is simulated is what
-runs.
+The selector simulates it. The runtime (``region.py``) does not read it: of the layout that was
+chosen it takes the chunks, the strategy and the lookahead (``settings.Way``), and issues its
+operations with code of its own. Where the two differ, predictions are off; results are not.
 """
 
 from __future__ import annotations
