@@ -107,7 +107,7 @@ class Auto:
             name: settings
             for name, settings in ways(STRATEGIES).items()
             for layout in [layout_of(settings.way)]
-            if footprint(self.decides.shape, load, layout, layout).peak_bytes <= self.budget
+            if footprint(self.decides.shape, load, layout).peak_bytes <= self.budget
         }
 
     def built(self, layer: Any) -> None:
@@ -329,7 +329,7 @@ def strategies(rank: int, args: Any) -> list[dict[str, Any]]:
             bench = Bench(layer, batch(rank), rate)
             # Half of what four microbatches keep if nothing is restored.
             shape = layer_shape(layer.config, HIDDEN, args.ranks, 1, 4)
-            budget = footprint(shape, load_of(rows), Layout(), Layout()).peak_bytes // 2
+            budget = footprint(shape, load_of(rows), Layout()).peak_bytes // 2
             auto = Auto(Space.of("auto", "auto"), budget)
             bench.add("auto", auto)
             row = choice_row(bench, auto, auto.fitting(bench), min(3, args.repeats))

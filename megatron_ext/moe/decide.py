@@ -9,7 +9,6 @@ Plain Python: what touches devices comes from outside.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from .costs import LayerCosts, LayerShape
 from .layout import Layout
 from .memory import Load, saved_bytes
 from .search import Agreed, Search, Settings, bucket, largest
-from .select import BudgetError, Choice, Space, choose, only, predicted_ms
+from .select import BudgetError, Space, choose, predicted_ms, what_fits
 from .settings import Trial, Watch, Way
 from .strategies import Strategy
 
@@ -279,34 +278,28 @@ class _Layer:
     def _plan(self, rows: int) -> _Plan:
         """Strategy and layouts for calls of up to ``rows`` rows."""
         chooser, budget = self._chooser, self._chooser.budget_bytes
+        space, costs, load = chooser.space, self._costs, load_of(rows, *chooser.load())
+        assert costs is not None
         try:
-            best = self._choose(rows, chooser.space, budget)
+            best = choose(self._shape, load, costs, budget, space)
         except BudgetError as error:
             # Routing can send a rank more rows than anyone planned for; that ends no training.
             budget = error.needed_bytes
-            best = self._choose(rows, chooser.space, budget)
+            best = choose(self._shape, load, costs, budget, space)
             chooser.say(f"{self._name}, up to {rows} rows on a rank: {error}; training goes on")
-        strategy = best.strategy
-        fitting: list[Choice] = []
-        for layout in chooser.space.layouts(strategy):
-            with contextlib.suppress(BudgetError):
-                fitting.append(self._choose(rows, only(chooser.space, layout), budget))
+        strategy = best.layout.strategy
+        fitting = what_fits(self._shape, load, budget, replace(space, strategies=(strategy,)))
+        times = {layout: self._predicted(layout, rows) for layout, _ in fitting}
         least: dict[int, float] = {}
-        for one in fitting:
-            n = one.forward.chunks
-            least[n] = min(one.time_ms, least.get(n, one.time_ms))
+        for layout, time in times.items():
+            least[layout.chunks] = min(time, least.get(layout.chunks, time))
         near = min(least.values()) * NEAR
         layouts = {
-            code(one.forward): one.forward
-            for one in fitting
-            if one.time_ms <= max(near, least[one.forward.chunks])
+            code(layout): layout
+            for layout, time in times.items()
+            if time <= max(near, least[layout.chunks])
         }
         return _Plan(rows, strategy, layouts, Signature(self._name, strategy, tuple(layouts)))
-
-    def _choose(self, rows: int, space: Space, budget: int | None) -> Choice:
-        assert self._costs is not None
-        layers, in_flight = self._chooser.load()
-        return choose(self._shape, load_of(rows, layers, in_flight), self._costs, budget, space)
 
     # --- what people read ---
 
