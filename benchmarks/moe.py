@@ -63,7 +63,7 @@ from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
 from megatron_ext.integration.moe import PipelinedMoE, Policy  # noqa: E402
 from megatron_ext.integration.moe_choice import layer_shape  # noqa: E402
 from megatron_ext.integration.seams import Seams  # noqa: E402
-from megatron_ext.moe.costs import BACKWARD, FORWARD, STRATEGIES, chunk_times  # noqa: E402
+from megatron_ext.moe.costs import BACKWARD, FORWARD, chunk_times  # noqa: E402
 from megatron_ext.moe.decide import MESSAGES, Chooser, Measured, Name  # noqa: E402
 from megatron_ext.moe.layout import Layout  # noqa: E402
 from megatron_ext.moe.measure import measure  # noqa: E402
@@ -74,6 +74,7 @@ from megatron_ext.moe.search import bucket, largest  # noqa: E402
 from megatron_ext.moe.select import Space, predicted_ms  # noqa: E402
 from megatron_ext.moe.settings import Decides, Settings, Way  # noqa: E402
 from megatron_ext.moe.simulate import lower_bound_ms  # noqa: E402
+from megatron_ext.moe.strategies import Strategy  # noqa: E402
 from megatron_ext.offload.device import CpuDevice, Direction  # noqa: E402
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -105,7 +106,7 @@ class Auto:
         load = load_of(largest(bucket(self.seen_rows)))
         return {
             name: settings
-            for name, settings in ways(STRATEGIES).items()
+            for name, settings in ways(one.value for one in Strategy).items()
             for layout in [layout_of(settings.way)]
             if footprint(self.decides.shape, load, layout).peak_bytes <= self.budget
         }

@@ -10,47 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import NamedTuple
 
 Cost = Callable[[float], float]  # milliseconds for a volume: bytes, or rows
 
 FORWARD, BACKWARD = "forward", "backward"
 DIRECTIONS = (FORWARD, BACKWARD)
-
-
-class How(Enum):
-    """How backward comes by a tensor of forward."""
-
-    KEPT = "kept"
-    OFFLOADED = "offloaded"
-    REPEATED = "repeated"  # T_DI: dispatched again; T_M: fc1 and the activation run again
-
-
-class Restore(NamedTuple):
-    """How backward comes by T_DI and T_M (MPipeMoE, table I)."""
-
-    input: How
-    middle: How
-
-
-STRATEGIES: dict[str, Restore] = {
-    "none": Restore(How.KEPT, How.KEPT),
-    "s1": Restore(How.OFFLOADED, How.OFFLOADED),
-    "s2": Restore(How.REPEATED, How.OFFLOADED),
-    "s3": Restore(How.OFFLOADED, How.REPEATED),
-    "s4": Restore(How.REPEATED, How.REPEATED),
-}
-
-
-def restore(strategy: str) -> Restore:
-    """The entry of ``STRATEGIES``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"the strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    return STRATEGIES[strategy]
 
 
 class Kind(Enum):

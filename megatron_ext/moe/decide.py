@@ -20,7 +20,6 @@ from .memory import Load, saved_bytes
 from .search import Agreed, Search, Settings, bucket, largest
 from .select import BudgetError, Space, choose, predicted_ms, what_fits
 from .settings import Trial, Watch, Way
-from .strategies import Strategy
 
 MESSAGES = (
     4  # buffers of a chunk's rows for each chunk under way: sent and received, there and back
@@ -249,7 +248,7 @@ class _Layer:
         seen = self._seen.setdefault((number, layout), _Seen())
         seen.calls += saves
         trial = chooser.open(decision.ticket, seen) if decision.ticket else None
-        return Way(layout.chunks, Strategy(layout.strategy), layout.ahead, trial)
+        return Way(layout.chunks, layout.restore, layout.ahead, trial)
 
     @property
     def shape(self) -> LayerShape:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from .costs import BACKWARD, DIRECTIONS, FORWARD, How, Kind, Restore, restore
+from .costs import BACKWARD, DIRECTIONS, FORWARD, Kind
+from .strategies import Restore, Strategy
 
 ALTERNATE, DISPATCH_FIRST = "alternate", "dispatch-first"
 ORDERS = (ALTERNATE, DISPATCH_FIRST)
@@ -119,7 +120,7 @@ class Layout:
     packed: bool = False
 
     def __post_init__(self) -> None:
-        restore(self.strategy)
+        Strategy(self.strategy)
         if self.chunks < 1:
             raise ValueError(f"a layer has at least one chunk, got {self.chunks}")
         if self.order not in ORDERS:
@@ -128,9 +129,9 @@ class Layout:
             raise ValueError(f"the lookahead must be at least 1, got {self.lookahead}")
 
     @property
-    def restore(self) -> Restore:
+    def restore(self) -> Strategy:
         """How T_DI and T_M come back."""
-        return restore(self.strategy)
+        return Strategy(self.strategy)
 
     @property
     def ahead(self) -> int:
@@ -186,20 +187,21 @@ class Layout:
 
 
 def _kinds(
-    how: Restore, direction: str, packed: bool
+    how: Strategy, direction: str, packed: bool
 ) -> tuple[tuple[Kind, ...], tuple[Kind, ...], tuple[Kind, ...], Kind]:
     """Per chunk: dispatches, computation and copies, each in order; and the combine."""
-    input_copied, middle_copied = how.input is How.OFFLOADED, how.middle is How.OFFLOADED
+    input_copied = how.input is Restore.OFFLOAD
+    middle_copied = how.inside is Restore.OFFLOAD
     if direction == FORWARD:
         saves = (Kind.SAVE_INPUT,) * input_copied + (Kind.SAVE_MIDDLE,) * middle_copied
         return (Kind.DISPATCH,), (Kind.FC1, Kind.FC2), saves, Kind.COMBINE
     out: tuple[Kind, ...] = (Kind.GRAD_DISPATCH,)
     comp: tuple[Kind, ...] = (Kind.FC2_BACKWARD, Kind.FC1_BACKWARD)
-    if how.input is How.REPEATED:
+    if how.input is Restore.RESEND:
         again = (Kind.REDISPATCH,)
-        out = again + out if how.middle is How.REPEATED else out + again
+        out = again + out if how.inside is Restore.RECOMPUTE else out + again
         out = (Kind.BOTH_DISPATCH,) if packed else out
-    if how.middle is How.REPEATED:
+    if how.inside is Restore.RECOMPUTE:
         comp = (Kind.REPEAT_FC1, *comp)
     loads = (Kind.LOAD_MIDDLE,) * middle_copied + (Kind.LOAD_INPUT,) * input_copied
     return out, comp, loads, Kind.GRAD_COMBINE

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .costs import BACKWARD, DIRECTIONS, FORWARD, How, LayerShape
+from .costs import BACKWARD, DIRECTIONS, FORWARD, LayerShape
 from .layout import Buffer, Layout
+from .strategies import Restore, Strategy
 
 COPIES = 2  # of the rows: permuted to be sent, and sorted by expert
 
@@ -69,9 +70,9 @@ def saved_bytes(shape: LayerShape, rows: int, strategy: str) -> int:
     it. A strategy that reuses memory leaves the probabilities, R * e; what the layer's own input
     takes is alive anyway, and indices are not counted.
     """
-    how = Layout(strategy=strategy).restore
+    how, keep = Strategy(strategy), Restore.KEEP
     elements = 1.0
-    elements += shape.hidden * (how.input is How.KEPT) + shape.middle * (how.middle is How.KEPT)
+    elements += shape.hidden * (how.input is keep) + shape.middle * (how.inside is keep)
     return round(rows * elements * shape.element_bytes)
 
 

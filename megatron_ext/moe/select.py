@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .costs import DIRECTIONS, STRATEGIES, LayerCosts, LayerShape, Times, chunk_times
+from .costs import DIRECTIONS, LayerCosts, LayerShape, Times, chunk_times
 from .layout import ALTERNATE, DISPATCH_FIRST, ORDERS, Layout, Ring
 from .memory import Footprint, Load, footprint
 from .simulate import lower_bound_ms, simulate
+from .strategies import Strategy
 
 CHUNKS = (1, 2, 4, 8)
 AUTO = "auto"
@@ -26,7 +27,7 @@ class Space:
 
     Attributes:
         chunks: n. Powers of two: GEMM times that go in steps leave other searches in local minima.
-        strategies: of ``STRATEGIES``.
+        strategies: names of ``Strategy``.
         orders: of the all-to-alls. ``dispatch-first`` keeps a slot for every chunk.
         lookaheads: dispatches before the first combine, for ``alternate``; cut to twice the slots,
             beyond which they would wait for themselves.
@@ -49,10 +50,11 @@ class Space:
                 raise ValueError(f"there is nothing to choose from: {name} is empty")
         if min(self.chunks) < 1:
             raise ValueError(f"a layer has at least one chunk, got {min(self.chunks)}")
-        for known, names in ((STRATEGIES, self.strategies), (ORDERS, self.orders)):
-            unknown = [name for name in names if name not in known]
-            if unknown:
-                raise ValueError(f"{unknown[0]!r} is not one of {', '.join(known)}")
+        for strategy in self.strategies:
+            Strategy(strategy)
+        unknown = [order for order in self.orders if order not in ORDERS]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is not one of {', '.join(ORDERS)}")
 
     @classmethod
     def of(cls, chunks: str | int = AUTO, strategy: str = AUTO) -> Space:

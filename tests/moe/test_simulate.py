@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.moe.costs import BACKWARD, DIRECTIONS, FORWARD, STRATEGIES, Kind, Times
+from megatron_ext.moe.costs import BACKWARD, DIRECTIONS, FORWARD, Kind, Times
 from megatron_ext.moe.layout import (
     ACCESS,
     ALTERNATE,
@@ -22,11 +22,13 @@ from megatron_ext.moe.layout import (
     Stream,
 )
 from megatron_ext.moe.simulate import Event, Simulation, Stuck, lower_bound_ms, simulate
+from megatron_ext.moe.strategies import Strategy
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from papers import closed_form_ms
 
+STRATEGIES = tuple(strategy.value for strategy in Strategy)
 ALL_SLOTS = Ring(None, None, None)
 
 
@@ -48,7 +50,7 @@ def random_layout(rng: random.Random) -> Layout:
     depth = rng.choice([1, 2, 3, None])
     return Layout(
         rng.choice([1, 2, 3, 4, 5, 8]),
-        rng.choice(list(STRATEGIES)),
+        rng.choice(STRATEGIES),
         order,
         rng.randint(1, min(4, 2 * (depth or 4))),
         ALL_SLOTS if order == DISPATCH_FIRST else Ring(depth, rng.choice([1, 2, None]), depth),
