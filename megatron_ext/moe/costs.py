@@ -192,8 +192,10 @@ class LayerCosts:
         }
 
 
-def chunk_rows(rows: int, chunks: int) -> tuple[int, ...]:
+def chunk_rows(rows: int, chunks: int) -> list[int]:
     """``rows`` in ``chunks`` parts that differ by one at most; empty ones where there are too few.
+
+    The borders of few parts are among those of many if the one number divides the other.
 
     Raises:
         ValueError: fewer than 0 rows or than 1 chunk.
@@ -201,7 +203,7 @@ def chunk_rows(rows: int, chunks: int) -> tuple[int, ...]:
     if rows < 0 or chunks < 1:
         raise ValueError(f"{rows} rows cannot be cut into {chunks} chunks")
     cuts = [rows * k // chunks for k in range(chunks + 1)]
-    return tuple(after - before for before, after in pairwise(cuts))
+    return [after - before for before, after in pairwise(cuts)]
 
 
 def chunk_times(shape: LayerShape, costs: LayerCosts, rows: int, chunks: int) -> tuple[Times, ...]:

@@ -116,7 +116,7 @@ class _Probe:
         """Forward, backward, and bytes that the experts keep besides their input."""
         exchange, region = self._exchange, self._region
         counts = torch.tensor(chunk_rows(rows, exchange.local_experts))
-        gathered = list(chunk_rows(rows, exchange.tp_size))
+        gathered = chunk_rows(rows, exchange.tp_size)
         chunk = Chunk(0, 0, [], [gathered[exchange.tp_rank]], gathered, counts)
         own = torch.zeros(chunk.received_rows, self._width, dtype=self._dtype, device=self._at)
         p = torch.zeros(rows, dtype=self._probs, device=self._at)

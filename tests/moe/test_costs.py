@@ -66,8 +66,8 @@ def test_samples_that_make_no_line(samples: list[tuple[float, float]]) -> None:
 
 
 def test_chunks_differ_by_one_row_at_most() -> None:
-    assert chunk_rows(10, 4) == (2, 3, 2, 3)
-    assert chunk_rows(2, 4) == (0, 1, 0, 1)
+    assert chunk_rows(10, 4) == [2, 3, 2, 3]
+    assert chunk_rows(2, 4) == [0, 1, 0, 1]
     assert all(
         sum(chunk_rows(r, n)) == r and max(chunk_rows(r, n)) == -(-r // n)
         for r in range(40)
