@@ -60,7 +60,7 @@ from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
 from megatron_ext.integration.moe import PipelinedMoE, Policy  # noqa: E402
 from megatron_ext.integration.moe_choice import layer_shape  # noqa: E402
 from megatron_ext.integration.seams import Seams  # noqa: E402
-from megatron_ext.moe.costs import BACKWARD, FORWARD, STRATEGIES, chunk_times  # noqa: E402
+from megatron_ext.moe.costs import BACKWARD, FORWARD, chunk_times  # noqa: E402
 from megatron_ext.moe.decide import MESSAGES, Chooser, Measured, Name  # noqa: E402
 from megatron_ext.moe.layout import Layout  # noqa: E402
 from megatron_ext.moe.measure import measure  # noqa: E402
@@ -71,6 +71,7 @@ from megatron_ext.moe.search import bucket, largest  # noqa: E402
 from megatron_ext.moe.select import Space, predicted_ms  # noqa: E402
 from megatron_ext.moe.settings import Decides, Settings, Way  # noqa: E402
 from megatron_ext.moe.simulate import lower_bound_ms  # noqa: E402
+from megatron_ext.moe.strategies import Strategy  # noqa: E402
 from megatron_ext.offload.device import CpuDevice, Direction  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
@@ -104,9 +105,9 @@ class Auto:
         load = load_of(largest(bucket(self.seen_rows)))
         return {
             name: settings
-            for name, settings in ways(STRATEGIES).items()
+            for name, settings in ways(one.value for one in Strategy).items()
             for layout in [layout_of(settings.way)]
-            if footprint(self.decides.shape, load, layout, layout).peak_bytes <= self.budget
+            if footprint(self.decides.shape, load, layout).peak_bytes <= self.budget
         }
 
     def built(self, layer: Any) -> None:
@@ -328,7 +329,7 @@ def strategies(rank: int, args: Any) -> list[dict[str, Any]]:
             bench = Bench(layer, batch(rank), rate)
             # Half of what four microbatches keep if nothing is restored.
             shape = layer_shape(layer.config, HIDDEN, args.ranks, 1, 4)
-            budget = footprint(shape, load_of(rows), Layout(), Layout()).peak_bytes // 2
+            budget = footprint(shape, load_of(rows), Layout()).peak_bytes // 2
             auto = Auto(Space.of("auto", "auto"), budget)
             bench.add("auto", auto)
             row = choice_row(bench, auto, auto.fitting(bench), min(3, args.repeats))

@@ -6,54 +6,15 @@ Names as in MPipeMoE (section III): rows travel T_I -dispatch-> T_DI -fc1-> T_M 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import NamedTuple
-
-from .slowdown import Slowdown
 
 Cost = Callable[[float], float]  # milliseconds for a volume: bytes, or rows
 
 FORWARD, BACKWARD = "forward", "backward"
 DIRECTIONS = (FORWARD, BACKWARD)
-
-
-class How(Enum):
-    """How backward comes by a tensor of forward."""
-
-    KEPT = "kept"
-    OFFLOADED = "offloaded"
-    REPEATED = "repeated"  # T_DI: dispatched again; T_M: fc1 and the activation run again
-
-
-class Restore(NamedTuple):
-    """How backward comes by T_DI and T_M (MPipeMoE, table I)."""
-
-    input: How
-    middle: How
-
-
-STRATEGIES: dict[str, Restore] = {
-    "none": Restore(How.KEPT, How.KEPT),
-    "s1": Restore(How.OFFLOADED, How.OFFLOADED),
-    "s2": Restore(How.REPEATED, How.OFFLOADED),
-    "s3": Restore(How.OFFLOADED, How.REPEATED),
-    "s4": Restore(How.REPEATED, How.REPEATED),
-}
-
-
-def restore(strategy: str) -> Restore:
-    """The entry of ``STRATEGIES``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"the strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    return STRATEGIES[strategy]
 
 
 class Kind(Enum):
@@ -125,18 +86,6 @@ def _fit(flat: list[tuple[float, float]], rising: list[tuple[float, float]]) -> 
     return Line(beta, t0 - beta * v0, floor)
 
 
-@dataclass(frozen=True)
-class Waves:
-    """A GEMM that runs in whole waves: ``alpha_ms + wave_ms * ceil(rows / wave_rows)``."""
-
-    wave_ms: float
-    wave_rows: int
-    alpha_ms: float = 0.0
-
-    def __call__(self, volume: float) -> float:
-        return self.alpha_ms + self.wave_ms * math.ceil(volume / self.wave_rows)
-
-
 # Elements that megatron-core's experts keep per row and element of the FFN, besides T_DI and the
 # router's probability: the activation's inputs and outputs by unique storage, measured.
 KEPT_PER_FFN = {"swiglu": 6, "fused-swiglu": 3, "gelu": 3, "relu": 2}
@@ -189,10 +138,6 @@ class LayerShape:
         """Elements of T_M's gradients per row: before and after the activation."""
         return (3 if self.gated else 2) * self.ffn
 
-    def rows(self, tokens: int, imbalance: float = 1.0) -> int:
-        """Rows that the busiest rank receives; ``imbalance`` is its share over the mean's."""
-        return math.ceil(tokens * self.top_k * imbalance)
-
     def exchange_bytes(self, rows: float, probabilities: bool = True) -> float:
         """What travels to the busiest rank; the probabilities go in the same exchange."""
         elements = rows * (self.hidden + probabilities)
@@ -208,7 +153,6 @@ class LayerCosts:
         fc1, fc2: all local experts' GEMMs with what belongs to them, by rows.
         to_host, to_device: copies, by bytes.
         fc1_backward, fc2_backward: both gradients, by rows; None: twice forward's.
-        slowdown: what operations lose while others run beside them; None: nothing.
     """
 
     dispatch: Cost
@@ -219,7 +163,6 @@ class LayerCosts:
     to_device: Cost
     fc1_backward: Cost | None = None
     fc2_backward: Cost | None = None
-    slowdown: Slowdown | None = None
 
     def times(self, shape: LayerShape, rows: float) -> Times:
         """Milliseconds of every operation of a chunk that has ``rows`` on the busiest rank."""
@@ -249,8 +192,10 @@ class LayerCosts:
         }
 
 
-def chunk_rows(rows: int, chunks: int) -> tuple[int, ...]:
+def chunk_rows(rows: int, chunks: int) -> list[int]:
     """``rows`` in ``chunks`` parts that differ by one at most; empty ones where there are too few.
+
+    The borders of few parts are among those of many if the one number divides the other.
 
     Raises:
         ValueError: fewer than 0 rows or than 1 chunk.
@@ -258,7 +203,7 @@ def chunk_rows(rows: int, chunks: int) -> tuple[int, ...]:
     if rows < 0 or chunks < 1:
         raise ValueError(f"{rows} rows cannot be cut into {chunks} chunks")
     cuts = [rows * k // chunks for k in range(chunks + 1)]
-    return tuple(after - before for before, after in pairwise(cuts))
+    return [after - before for before, after in pairwise(cuts)]
 
 
 def chunk_times(shape: LayerShape, costs: LayerCosts, rows: int, chunks: int) -> tuple[Times, ...]:
@@ -266,31 +211,3 @@ def chunk_times(shape: LayerShape, costs: LayerCosts, rows: int, chunks: int) ->
     parts = chunk_rows(rows, chunks)
     known = {part: costs.times(shape, part) for part in set(parts)}
     return tuple(known[part] for part in parts)
-
-
-class Amounts(NamedTuple):
-    """Work per chunk in the paper's units: b*H*M, b*M and b*M (MPipeMoE, table I)."""
-
-    gemm: float
-    exchange: float
-    copy: float
-
-
-def amounts(strategy: str, direction: str, *, middle: float = 4.0, gated: bool = False) -> Amounts:
-    """What a strategy does in one direction.
-
-    Args:
-        middle: T_M's elements over T_DI's; the paper's H/M = 4.
-        gated: fc1 is twice as wide.
-
-    Raises:
-        ValueError: an unknown strategy or direction.
-    """
-    how, fc1 = restore(strategy), 2 if gated else 1
-    if direction not in DIRECTIONS:
-        raise ValueError(f"the direction must be {' or '.join(DIRECTIONS)}, got {direction!r}")
-    copy = (how.input is How.OFFLOADED) + middle * (how.middle is How.OFFLOADED)
-    if direction == FORWARD:
-        return Amounts(fc1 + 1, 2, copy)
-    again = fc1 * (how.middle is How.REPEATED)
-    return Amounts(2 * (fc1 + 1) + again, 2 + (how.input is How.REPEATED), copy)

@@ -9,7 +9,6 @@ Plain Python: what touches devices comes from outside.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +18,14 @@ from .costs import LayerCosts, LayerShape
 from .layout import Layout
 from .memory import Load, saved_bytes
 from .search import Agreed, Search, Settings, bucket, largest
-from .select import BudgetError, Choice, Space, choose, only, predicted_ms
+from .select import BudgetError, Space, choose, predicted_ms, what_fits
 from .settings import Trial, Watch, Way
-from .strategies import Strategy
 
 MESSAGES = (
     4  # buffers of a chunk's rows for each chunk under way: sent and received, there and back
 )
 SETTINGS = Settings(samples=3, max_trials=100, recheck_every=5000)
 NEAR = 1.1  # predicted times over the least that make another order worth a trial
-
-_BOTH = "forward and backward"
 
 
 def load_of(rows: int, layers: int, in_flight: int) -> Load:
@@ -245,14 +241,14 @@ class _Layer:
         # A forward pass that is run again must be cut as it was, so nothing is tried there.
         self._repeats |= not saves
         timed = not self._repeats
-        decision = chooser.search.decide(plan.signature, rows, _BOTH, 0, timed)
+        decision = chooser.search.decide(plan.signature, rows, timed)
         layout = plan.layouts[decision.chunks]
         if not decision.ticket:
             self._say(number, layout)
         seen = self._seen.setdefault((number, layout), _Seen())
         seen.calls += saves
         trial = chooser.open(decision.ticket, seen) if decision.ticket else None
-        return Way(layout.chunks, Strategy(layout.strategy), layout.ahead, trial)
+        return Way(layout.chunks, layout.restore, layout.ahead, trial)
 
     @property
     def shape(self) -> LayerShape:
@@ -264,7 +260,7 @@ class _Layer:
         plan = self._planned
         if plan is None:
             return False
-        return self._chooser.search.settled(plan.signature, rows, _BOTH) is not None
+        return self._chooser.search.settled(plan.signature, rows) is not None
 
     def predicted(self, rows: int) -> int:
         """The code of the layout that simulates fastest; the least of equals."""
@@ -281,34 +277,28 @@ class _Layer:
     def _plan(self, rows: int) -> _Plan:
         """Strategy and layouts for calls of up to ``rows`` rows."""
         chooser, budget = self._chooser, self._chooser.budget_bytes
+        space, costs, load = chooser.space, self._costs, load_of(rows, *chooser.load())
+        assert costs is not None
         try:
-            best = self._choose(rows, chooser.space, budget)
+            best = choose(self._shape, load, costs, budget, space)
         except BudgetError as error:
             # Routing can send a rank more rows than anyone planned for; that ends no training.
             budget = error.needed_bytes
-            best = self._choose(rows, chooser.space, budget)
+            best = choose(self._shape, load, costs, budget, space)
             chooser.say(f"{self._name}, up to {rows} rows on a rank: {error}; training goes on")
-        strategy = best.strategy
-        fitting: list[Choice] = []
-        for layout in chooser.space.layouts(strategy):
-            with contextlib.suppress(BudgetError):
-                fitting.append(self._choose(rows, only(chooser.space, layout), budget))
+        strategy = best.layout.strategy
+        fitting = what_fits(self._shape, load, budget, replace(space, strategies=(strategy,)))
+        times = {layout: self._predicted(layout, rows) for layout, _ in fitting}
         least: dict[int, float] = {}
-        for one in fitting:
-            n = one.forward.chunks
-            least[n] = min(one.time_ms, least.get(n, one.time_ms))
+        for layout, time in times.items():
+            least[layout.chunks] = min(time, least.get(layout.chunks, time))
         near = min(least.values()) * NEAR
         layouts = {
-            code(one.forward): one.forward
-            for one in fitting
-            if one.time_ms <= max(near, least[one.forward.chunks])
+            code(layout): layout
+            for layout, time in times.items()
+            if time <= max(near, least[layout.chunks])
         }
         return _Plan(rows, strategy, layouts, Signature(self._name, strategy, tuple(layouts)))
-
-    def _choose(self, rows: int, space: Space, budget: int | None) -> Choice:
-        assert self._costs is not None
-        layers, in_flight = self._chooser.load()
-        return choose(self._shape, load_of(rows, layers, in_flight), self._costs, budget, space)
 
     # --- what people read ---
 

@@ -13,24 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .costs import chunk_rows
+
 ALIGNMENT = 16  # bytes: rows and fields start where kernels can use their widest loads
-
-
-def bounds(tokens: int, chunks: int) -> list[int]:
-    """Where chunks of ``tokens`` rows start, and the end: by fraction, some may be empty.
-
-    Raises:
-        ValueError: fewer than one chunk.
-    """
-    if chunks < 1:
-        raise ValueError(f"an MoE layer has at least 1 chunk, got {chunks}")
-    return [tokens * number // chunks for number in range(chunks + 1)]
 
 
 class Row:
@@ -197,7 +188,7 @@ class Exchange:
                 number that divides it may become the number of chunks.
             outgoing: integers below 2^31 for the other ranks, as many on every rank.
         """
-        parts = [routing_map[a:b] for a, b in pairwise(bounds(routing_map.shape[0], finest))]
+        parts = routing_map.split(chunk_rows(routing_map.shape[0], finest))
         own = torch.stack([part.sum(dim=0, dtype=torch.int32) for part in parts]).view(-1)
         if outgoing:
             notes = torch.tensor(outgoing, dtype=torch.int32)
@@ -226,8 +217,9 @@ class Exchange:
             counted: the batch.
             chunks: n, the same on every rank of the group, a divisor of the parts counted.
         """
-        edges = bounds(counted.routing_map.shape[0], chunks)
-        parts = [counted.routing_map[a:b] for a, b in pairwise(edges)]
+        sizes = chunk_rows(counted.routing_map.shape[0], chunks)
+        parts = counted.routing_map.split(sizes)
+        edges = [0, *accumulate(sizes)]
         # Borders of few parts are among those of many.
         table, host = (
             t.unflatten(2, (chunks, -1)).sum(3, dtype=t.dtype)

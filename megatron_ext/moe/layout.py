@@ -1,7 +1,8 @@
-"""How one MoE layer is cut and run: which operation is in which stream, in which order and slot.
+"""A model of one chunked MoE layer: which operation is in which stream, in which order and slot.
 
-This is data that both the simulator and a runtime can follow, so that what is simulated is what
-runs.
+The selector simulates it. The runtime (``region.py``) does not read it: of the layout that was
+chosen it takes the chunks, the strategy and the lookahead (``settings.Way``), and issues its
+operations with code of its own. Where the two differ, predictions are off; results are not.
 """
 
 from __future__ import annotations
@@ -10,11 +11,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from .costs import BACKWARD, DIRECTIONS, FORWARD, How, Kind, Restore, restore
-from .slowdown import Stream
+from .costs import BACKWARD, DIRECTIONS, FORWARD, Kind
+from .strategies import Restore, Strategy
 
 ALTERNATE, DISPATCH_FIRST = "alternate", "dispatch-first"
 ORDERS = (ALTERNATE, DISPATCH_FIRST)
+
+
+class Stream(Enum):
+    """One of a device's in-order queues."""
+
+    COMM = "comm"
+    COMP = "comp"
+    COPY = "copy"
 
 
 class Buffer(Enum):
@@ -99,8 +108,6 @@ class Layout:
             of k; ``dispatch-first`` is all S, then all R.
         lookahead: 2 is the paper's; more than twice the slots of T_DI and T_DO may get stuck.
         ring: slots, see ``slots``.
-        ascending: backward's chunks in forward's order, as the papers have it. By default they go
-            the other way, as autograd's do: what forward finished last is at hand first.
         packed: what backward dispatches again (s2, s4) travels with the gradients: one latency
             less, but neither is there before both are.
     """
@@ -110,11 +117,10 @@ class Layout:
     order: str = ALTERNATE
     lookahead: int = 2
     ring: Ring = Ring()
-    ascending: bool = False
     packed: bool = False
 
     def __post_init__(self) -> None:
-        restore(self.strategy)
+        Strategy(self.strategy)
         if self.chunks < 1:
             raise ValueError(f"a layer has at least one chunk, got {self.chunks}")
         if self.order not in ORDERS:
@@ -123,9 +129,9 @@ class Layout:
             raise ValueError(f"the lookahead must be at least 1, got {self.lookahead}")
 
     @property
-    def restore(self) -> Restore:
+    def restore(self) -> Strategy:
         """How T_DI and T_M come back."""
-        return restore(self.strategy)
+        return Strategy(self.strategy)
 
     @property
     def ahead(self) -> int:
@@ -149,13 +155,15 @@ class Layout:
     def sequence(self, direction: str) -> list[int]:
         """The chunks in the order in which a direction takes them.
 
+        Backward's is descending, as autograd's is: what forward finished last is at hand first.
+
         Raises:
             ValueError: neither ``forward`` nor ``backward``.
         """
         if direction not in DIRECTIONS:
             raise ValueError(f"the direction must be {' or '.join(DIRECTIONS)}, got {direction!r}")
         chunks = list(range(self.chunks))
-        return chunks[::-1] if direction == BACKWARD and not self.ascending else chunks
+        return chunks[::-1] if direction == BACKWARD else chunks
 
     def streams(self, direction: str) -> dict[Stream, list[Op]]:
         """Every stream's operations in the order in which they are issued.
@@ -179,20 +187,21 @@ class Layout:
 
 
 def _kinds(
-    how: Restore, direction: str, packed: bool
+    how: Strategy, direction: str, packed: bool
 ) -> tuple[tuple[Kind, ...], tuple[Kind, ...], tuple[Kind, ...], Kind]:
     """Per chunk: dispatches, computation and copies, each in order; and the combine."""
-    input_copied, middle_copied = how.input is How.OFFLOADED, how.middle is How.OFFLOADED
+    input_copied = how.input is Restore.OFFLOAD
+    middle_copied = how.inside is Restore.OFFLOAD
     if direction == FORWARD:
         saves = (Kind.SAVE_INPUT,) * input_copied + (Kind.SAVE_MIDDLE,) * middle_copied
         return (Kind.DISPATCH,), (Kind.FC1, Kind.FC2), saves, Kind.COMBINE
     out: tuple[Kind, ...] = (Kind.GRAD_DISPATCH,)
     comp: tuple[Kind, ...] = (Kind.FC2_BACKWARD, Kind.FC1_BACKWARD)
-    if how.input is How.REPEATED:
+    if how.input is Restore.RESEND:
         again = (Kind.REDISPATCH,)
-        out = again + out if how.middle is How.REPEATED else out + again
+        out = again + out if how.inside is Restore.RECOMPUTE else out + again
         out = (Kind.BOTH_DISPATCH,) if packed else out
-    if how.middle is How.REPEATED:
+    if how.inside is Restore.RECOMPUTE:
         comp = (Kind.REPEAT_FC1, *comp)
     loads = (Kind.LOAD_MIDDLE,) * middle_copied + (Kind.LOAD_INPUT,) * input_copied
     return out, comp, loads, Kind.GRAD_COMBINE

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..offload.device import Device, Direction
+from ..offload.rates import copy_seconds
 from .cost_file import LINES, measured
 from .costs import LayerShape, Line, chunk_rows
 from .decide import Measured
@@ -76,16 +77,22 @@ class _Probe:
         self.device: Device = region.memory.device
 
     def _least(self, task: Callable[[], None]) -> float:
+        def seconds() -> float:
+            started = time.perf_counter()
+            task()
+            self._wait()
+            return time.perf_counter() - started
+
+        return self._least_of(seconds)
+
+    def _least_of(self, seconds: Callable[[], float]) -> float:
         best = float("inf")
         for _ in range(1 + REPEATS):
             self._wait()
             dist.barrier(self._exchange.groups.tp_ep)
             self._wait()
-            started = time.perf_counter()
-            task()
-            self._wait()
             # The first one pays for what is loaded once; then it is only more.
-            best = min(best, time.perf_counter() - started)
+            best = min(best, seconds())
         return max(best * 1000, 1e-4)
 
     def _wait(self) -> None:
@@ -116,7 +123,7 @@ class _Probe:
         """Forward, backward, and bytes that the experts keep besides their input."""
         exchange, region = self._exchange, self._region
         counts = torch.tensor(chunk_rows(rows, exchange.local_experts))
-        gathered = list(chunk_rows(rows, exchange.tp_size))
+        gathered = chunk_rows(rows, exchange.tp_size)
         chunk = Chunk(0, 0, [], [gathered[exchange.tp_rank]], gathered, counts)
         own = torch.zeros(chunk.received_rows, self._width, dtype=self._dtype, device=self._at)
         p = torch.zeros(rows, dtype=self._probs, device=self._at)
@@ -172,10 +179,9 @@ class _Probe:
         near = self.device.allocate(nbytes)
         far = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.pins_host_memory)
 
-        def copy(direction: Direction) -> Callable[[], None]:
-            pair = (far, near) if direction is Direction.TO_HOST else (near, far)
-            stream = int(direction is Direction.TO_DEVICE)
-            ready = self.device.record()
-            return lambda: self.device.copy(stream, direction, [pair], [ready]).synchronize()
+        def least(direction: Direction) -> float:
+            return self._least_of(
+                lambda: copy_seconds(self.device, {direction: (near, far)})[direction]
+            )
 
-        return self._least(copy(Direction.TO_HOST)), self._least(copy(Direction.TO_DEVICE))
+        return least(Direction.TO_HOST), least(Direction.TO_DEVICE)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .costs import BACKWARD, FORWARD, How, LayerShape
+from .costs import BACKWARD, DIRECTIONS, FORWARD, LayerShape
 from .layout import Buffer, Layout
+from .strategies import Restore, Strategy
 
 COPIES = 2  # of the rows: permuted to be sent, and sorted by expert
 
@@ -38,19 +39,17 @@ class Load:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Predicted bytes on the device at the worst moment, by what they are for; and on the host.
+    """Predicted bytes on the device at the worst moment, by what they are for.
 
     Attributes:
         saved_bytes: of all layers and microbatches in flight, between forward and backward.
         ring_bytes: of what exists once per device, while one layer runs.
         temporary_bytes: of permuting and sorting one chunk, and of its messages.
-        host_bytes: pinned, of all layers and microbatches in flight.
     """
 
     saved_bytes: int
     ring_bytes: int
     temporary_bytes: int
-    host_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -71,17 +70,9 @@ def saved_bytes(shape: LayerShape, rows: int, strategy: str) -> int:
     it. A strategy that reuses memory leaves the probabilities, R * e; what the layer's own input
     takes is alive anyway, and indices are not counted.
     """
-    how = Layout(strategy=strategy).restore
+    how, keep = Strategy(strategy), Restore.KEEP
     elements = 1.0
-    elements += shape.hidden * (how.input is How.KEPT) + shape.middle * (how.middle is How.KEPT)
-    return round(rows * elements * shape.element_bytes)
-
-
-def host_bytes(shape: LayerShape, rows: int, strategy: str) -> int:
-    """What one layer call keeps on the host: T_DI with s1 and s3, T_M with s1 and s2."""
-    how = Layout(strategy=strategy).restore
-    offloaded = How.OFFLOADED
-    elements = shape.hidden * (how.input is offloaded) + shape.middle * (how.middle is offloaded)
+    elements += shape.hidden * (how.input is keep) + shape.middle * (how.inside is keep)
     return round(rows * elements * shape.element_bytes)
 
 
@@ -128,37 +119,16 @@ def largest_chunk(rows: int, chunks: int) -> int:
     return -(-rows // chunks)
 
 
-def footprint(shape: LayerShape, load: Load, forward: Layout, backward: Layout) -> Footprint:
+def footprint(shape: LayerShape, load: Load, layout: Layout) -> Footprint:
     """What a rank needs at the worst moment of a step, for its MoE layers alone.
 
     Rings are paid once per device however many layers there are, as one arena serves all; what is
     saved is paid by every layer and microbatch in flight.
-
-    Raises:
-        ValueError: the directions have different strategies.
     """
-    strategy = forward.strategy
-    if backward.strategy != strategy:
-        raise ValueError(
-            f"what {strategy} saves in forward, {backward.strategy} cannot restore in backward"
-        )
     calls = load.layers * load.in_flight
-    rings = [
-        (
-            ring_bytes(shape, load.rows, layout, direction),
-            temporary_bytes(
-                shape,
-                load.rows,
-                layout.chunks,
-                load.copies + load.messages * max(2, layout.ahead),
-            ),
-        )
-        for layout, direction in ((forward, FORWARD), (backward, BACKWARD))
-    ]
-    ring, temporary = max(rings, key=sum)
+    copies = load.copies + load.messages * max(2, layout.ahead)
     return Footprint(
-        calls * saved_bytes(shape, load.rows, strategy),
-        ring,
-        temporary,
-        calls * host_bytes(shape, load.rows, strategy),
+        calls * saved_bytes(shape, load.rows, layout.strategy),
+        max(ring_bytes(shape, load.rows, layout, direction) for direction in DIRECTIONS),
+        temporary_bytes(shape, load.rows, layout.chunks, copies),
     )

@@ -1,14 +1,15 @@
 """Online search for the number of chunks from measured times, the same on every rank.
 
 MPipeMoE searches n while training runs, with the tokens as its key (IPDPS, algorithm 1; MPMoE's
-is algorithm 1 of TPDS). All ranks that exchange rows must choose the same n, or they wait for each
-other forever. So everything here is a function of what they share: the most rows that any rank
-receives, which the exchanged counts tell; step numbers; and times that ``Agreed`` has made the
-same. A layer call does, on every rank and in the same order::
+is algorithm 1 of TPDS). Here every candidate is timed for every key, because GEMM times rise in
+steps and so times over n have several local minima (docs/12 compares both). All ranks that exchange
+rows must choose the same n, or they wait for each other forever. So everything here is a function
+of what they share: the most rows that any rank receives, which the exchanged counts give, and times
+that ``Agreed`` has made the same. A layer call does, on every rank and in the same order::
 
     for timing in agreed.incoming(pairs):             # of all ranks, beside the counts
         search.feed(timing)
-    decision = search.decide(signature, counted.rows, "forward", step)
+    decision = search.decide(signature, counted.rows)
     ...                                               # runs with decision.chunks
     if decision.ticket:
         agreed.measured(decision.ticket, time_us)     # when known, at the latest long after
@@ -17,14 +18,10 @@ same. A layer call does, on every rank and in the same order::
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
-
-EXHAUSTIVE, INTERVAL = "exhaustive", "interval"
-METHODS = (EXHAUSTIVE, INTERVAL)
 
 
 class Key(NamedTuple):
@@ -32,12 +29,10 @@ class Key(NamedTuple):
 
     Attributes:
         signature: all that changes a layer's times but its rows: sizes, dtype, ranks, strategy.
-        phase: ``forward``, ``backward``, or what else is timed.
         bucket: of the rows.
     """
 
     signature: Hashable
-    phase: str
     bucket: int
 
 
@@ -64,7 +59,6 @@ class Settings:
         warmups: of each candidate, before them; their times do not count.
         margin: what another n must be faster by, relative, to replace the one in use.
         max_trials: of one key, for good.
-        first_step, every_steps: trials happen at steps first, first + every, ...
         patience: decisions until a trial whose time has not come is given up.
         recheck_every: decisions of a key until its n and both neighbours are timed again; 0: never.
     """
@@ -73,14 +67,11 @@ class Settings:
     warmups: int = 1
     margin: float = 0.03
     max_trials: int = 48
-    first_step: int = 0
-    every_steps: int = 1
     patience: int = 1000
     recheck_every: int = 0
 
     def __post_init__(self) -> None:
-        least = {"samples": 1, "max_trials": 1, "every_steps": 1, "patience": 1}
-        least |= {"warmups": 0, "first_step": 0, "recheck_every": 0}
+        least = {"samples": 1, "max_trials": 1, "patience": 1, "warmups": 0, "recheck_every": 0}
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}")
@@ -135,30 +126,6 @@ class Agreed:
         return [Timing(ticket, max(time for _, time in pairs))]
 
 
-def next_exhaustive(candidates: Sequence[int], times: Mapping[int, float]) -> int | None:
-    """The first that has no time; None if all have one. Right whatever the times look like."""
-    return next((n for n in candidates if n not in times), None)
-
-
-def next_unimodal(candidates: Sequence[int], times: Mapping[int, float]) -> int | None:
-    """Both ends, then inward from the better one until it gets worse (MPMoE, algorithm 1).
-
-    Right if the times fall to their least and rise again. None: nothing left to try.
-    """
-    for end in (candidates[0], candidates[-1]):
-        if end not in times:
-            return end
-    walk = list(candidates)
-    if times[walk[-1]] < times[walk[0]]:
-        walk.reverse()
-    for here, there in pairwise(walk):
-        if there not in times:
-            return there
-        if times[there] > times[here]:
-            return None
-    return None
-
-
 @dataclass
 class _State:
     """What is known for one key. Times are microseconds per row."""
@@ -170,7 +137,6 @@ class _State:
     taken: dict[int, int] = field(default_factory=dict)
     trials: int = 0
     settled: bool = False
-    rechecks: bool = False
     decisions: int = 0  # since it settled
 
 
@@ -191,10 +157,8 @@ class Search:
     def __init__(
         self,
         candidates: Sequence[int] = (1, 2, 4, 8),
-        method: str = EXHAUSTIVE,
         settings: Settings | None = None,
         *,
-        bucket_of: Callable[[int], int] = bucket,
         prior: Callable[[Hashable, int], int] | None = None,
         allowed: Callable[[Hashable], Sequence[int]] | None = None,
     ) -> None:
@@ -203,46 +167,36 @@ class Search:
         Args:
             candidates: numbers of chunks, or numbers that stand for ways to run, in the order of
                 their chunks.
-            method: ``exhaustive`` times all for every key. ``interval`` is MPMoE's: it takes n to
-                rise with the rows, so a key between two of the same n needs no trial, and any other
-                only those between its neighbours' n; and times to have one least.
             settings: default ``Settings()``.
-            bucket_of: rows to a number that does not fall as they rise.
             prior: signature and rows to the n to use until there are times, for instance the
                 simulator's; default the smallest.
             allowed: signature to those candidates, at least one, that it may have; default all.
 
         Raises:
-            ValueError: no candidates, one below 1, or an unknown method.
+            ValueError: no candidates, or one below 1.
         """
         self._candidates = tuple(sorted(set(candidates)))
         if not self._candidates or self._candidates[0] < 1:
             raise ValueError(f"candidates must be numbers of at least 1, got {list(candidates)}")
-        if method not in METHODS:
-            raise ValueError(f"the method must be {' or '.join(METHODS)}, got {method!r}")
-        self._method, self._settings = method, settings or Settings()
-        self._bucket_of, self._prior, self._allowed = bucket_of, prior, allowed
+        self._settings = settings or Settings()
+        self._prior, self._allowed = prior, allowed
         self._states: dict[Key, _State] = {}
-        self._points: dict[tuple[Hashable, str], list[tuple[int, int]]] = {}
         self._open: _Trial | None = None
         self._waited = 0
         self.trials = 0
 
-    def decide(
-        self, signature: Hashable, rows: int, phase: str, step: int, timed: bool = True
-    ) -> Decision:
+    def decide(self, signature: Hashable, rows: int, timed: bool = True) -> Decision:
         """The n for a call, and whether to time it.
 
         At most one trial is open at a time, over all keys. All ranks must call this with the same
         arguments in the same order.
 
         Args:
-            signature, phase: see ``Key``.
+            signature: see ``Key``.
             rows: the most that any rank receives.
-            step: of the training run.
             timed: whether the call may be timed.
         """
-        key = Key(signature, phase, self._bucket_of(rows))
+        key = Key(signature, bucket(rows))
         state = self._states.get(key)
         if state is None:
             state = self._states[key] = self._begin(key, rows)
@@ -251,13 +205,11 @@ class Search:
             self._open = None
         if state.settled:
             self._maybe_recheck(state)
-        s = self._settings
-        agreed_step = step >= s.first_step and (step - s.first_step) % s.every_steps == 0
-        if state.settled or self._open is not None or not agreed_step or not timed:
+        if state.settled or self._open is not None or not timed:
             return Decision(state.chunks, 0)
         chunks = self._next(state)
         if chunks is None:
-            self._settle(key, state)
+            self._settle(state)
             return Decision(state.chunks, 0)
         self.trials += 1
         state.trials += 1
@@ -277,9 +229,9 @@ class Search:
             time = timing.time_us / trial.rows
             state.times[n] = min(time, state.times.get(n, time))
 
-    def settled(self, signature: Hashable, rows: int, phase: str) -> int | None:
+    def settled(self, signature: Hashable, rows: int) -> int | None:
         """The n that was found, or None while it is being searched for."""
-        state = self._states.get(Key(signature, phase, self._bucket_of(rows)))
+        state = self._states.get(Key(signature, bucket(rows)))
         return state.chunks if state is not None and state.settled else None
 
     def _begin(self, key: Key, rows: int) -> _State:
@@ -287,47 +239,26 @@ class Search:
         if self._allowed is not None:
             allowed = set(self._allowed(key.signature))
             candidates = tuple(n for n in candidates if n in allowed)
-        first = candidates[0]
-        prior = first if self._prior is None else self._prior(key.signature, rows)
-        if self._method == EXHAUSTIVE:
-            return _State(prior, candidates, candidates)
-        points = self._points.get((key.signature, key.phase), [])
-        place = bisect_left(points, (key.bucket, 0))
-        below = points[place - 1][1] if place > 0 else first
-        above = points[place][1] if place < len(points) else candidates[-1]
-        low, high = min(below, above), max(below, above)
-        between = [n for n in candidates if low <= n <= high]
-        if len(between) == 1:
-            return _State(between[0], between, candidates, settled=True)
-        start = below if place > 0 else above if points else prior
-        return _State(start, between, candidates)
+        prior = candidates[0] if self._prior is None else self._prior(key.signature, rows)
+        return _State(prior, candidates, candidates)
 
     def _next(self, state: _State) -> int | None:
         """What to try, or None when enough is known."""
         s = self._settings
         if state.trials >= s.max_trials:
             return None
-        enough = {
-            n: time for n, time in state.times.items() if state.taken[n] >= s.samples + s.warmups
-        }
-        if self._method == INTERVAL and not state.rechecks:
-            return next_unimodal(state.candidates, enough)
-        return next_exhaustive(state.candidates, enough)
+        enough = s.samples + s.warmups
+        return next((n for n in state.candidates if state.taken.get(n, 0) < enough), None)
 
-    def _settle(self, key: Key, state: _State) -> None:
+    def _settle(self, state: _State) -> None:
         used = state.times.get(state.chunks)
-        all_of_them = state.rechecks or self._method == EXHAUSTIVE
         # If trials ended before the n in use had its turn, nothing is known that speaks against it.
-        cut_short = used is None and all_of_them and state.chunks in state.candidates
+        cut_short = used is None and state.chunks in state.candidates
         if state.times and not cut_short:
             best = min(state.times, key=lambda n: (state.times[n], n))
             if used is None or state.times[best] < used * (1 - self._settings.margin):
                 state.chunks = best
         state.settled, state.decisions = True, 0
-        if self._method == INTERVAL:
-            points = self._points.setdefault((key.signature, key.phase), [])
-            points[:] = [point for point in points if point[0] != key.bucket]
-            insort(points, (key.bucket, state.chunks))
 
     def _maybe_recheck(self, state: _State) -> None:
         s = self._settings
@@ -339,5 +270,5 @@ class Search:
         candidates = state.among
         place = bisect_left(candidates, state.chunks)
         near = candidates[max(place - 1, 0) : place + 2]
-        state.candidates, state.rechecks, state.settled = near, True, False
+        state.candidates, state.settled = near, False
         state.times, state.taken = {}, {}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from .costs import BACKWARD, FORWARD, STRATEGIES, LayerCosts, LayerShape, Times, chunk_times
+from .costs import DIRECTIONS, LayerCosts, LayerShape, Times, chunk_times
 from .layout import ALTERNATE, DISPATCH_FIRST, ORDERS, Layout, Ring
 from .memory import Footprint, Load, footprint
 from .simulate import lower_bound_ms, simulate
+from .strategies import Strategy
 
 CHUNKS = (1, 2, 4, 8)
 AUTO = "auto"
@@ -25,14 +27,13 @@ class Space:
 
     Attributes:
         chunks: n. Powers of two: GEMM times that go in steps leave other searches in local minima.
-        strategies: of ``STRATEGIES``.
+        strategies: names of ``Strategy``.
         orders: of the all-to-alls. ``dispatch-first`` keeps a slot for every chunk.
         lookaheads: dispatches before the first combine, for ``alternate``; cut to twice the slots,
             beyond which they would wait for themselves.
         depths: slots of T_DI and T_DO; None: as many as the lookahead, two at least, which is what
             the runtime has. middles: slots of T_M.
         packed: see ``Layout``; not chosen, but what the runtime does.
-        per_direction: forward and backward each have their own n, order and lookahead.
     """
 
     chunks: tuple[int, ...] = CHUNKS
@@ -42,7 +43,6 @@ class Space:
     depths: tuple[int, ...] | None = (2, 3)
     middles: tuple[int, ...] = (1, 2)
     packed: bool = True
-    per_direction: bool = False
 
     def __post_init__(self) -> None:
         for name in ("chunks", "strategies", "orders", "lookaheads", "depths", "middles"):
@@ -50,10 +50,11 @@ class Space:
                 raise ValueError(f"there is nothing to choose from: {name} is empty")
         if min(self.chunks) < 1:
             raise ValueError(f"a layer has at least one chunk, got {min(self.chunks)}")
-        for known, names in ((STRATEGIES, self.strategies), (ORDERS, self.orders)):
-            unknown = [name for name in names if name not in known]
-            if unknown:
-                raise ValueError(f"{unknown[0]!r} is not one of {', '.join(known)}")
+        for strategy in self.strategies:
+            Strategy(strategy)
+        unknown = [order for order in self.orders if order not in ORDERS]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is not one of {', '.join(ORDERS)}")
 
     @classmethod
     def of(cls, chunks: str | int = AUTO, strategy: str = AUTO) -> Space:
@@ -98,68 +99,24 @@ class Space:
                         yield Layout(chunks, strategy, order, most, ring, packed=self.packed)
 
 
-def only(space: Space, layout: Layout) -> Space:
-    """``space`` with nothing in it but ``layout``, which must be one of its own."""
-    return replace(
-        space,
-        chunks=(layout.chunks,),
-        strategies=(layout.strategy,),
-        orders=(layout.order,),
-        lookaheads=(layout.ahead,),
-    )
+class Choice(NamedTuple):
+    """What was chosen: a layout, its simulated time forward and backward, its bytes."""
 
-
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen, and what is predicted for it.
-
-    Attributes:
-        forward, backward: they differ in strategy never, and otherwise only if that was asked for.
-        forward_ms, backward_ms: simulated.
-        footprint: bytes.
-        unpipelined_ms: forward and backward with n = 1 and ``none``.
-        tried: how many layouts were compared.
-    """
-
-    forward: Layout
-    backward: Layout
-    forward_ms: float
-    backward_ms: float
+    layout: Layout
+    time_ms: float
     footprint: Footprint
-    unpipelined_ms: float
-    tried: int
-
-    @property
-    def time_ms(self) -> float:
-        """Forward and backward."""
-        return self.forward_ms + self.backward_ms
-
-    @property
-    def strategy(self) -> str:
-        """Of both directions."""
-        return self.forward.strategy
-
-    def __str__(self) -> str:
-        one, other = self.forward, self.backward
-        chunks = f"{one.chunks}" if one.chunks == other.chunks else f"{one.chunks}/{other.chunks}"
-        return (
-            f"{chunks} chunks, {self.strategy}, {one.order}: {self.time_ms:.3f} ms predicted, "
-            f"unpipelined {self.unpipelined_ms:.3f} ms; {self.footprint.peak_bytes} bytes at peak"
-        )
 
 
 class BudgetError(ValueError):
     """Nothing that may be chosen keeps the budget.
 
     Attributes:
-        needed_bytes: the smallest budget of the kind exceeded that would do, the other kept if it
-            can be.
-        on_host: whether it is the host's.
+        needed_bytes: the smallest budget that would do.
     """
 
-    def __init__(self, text: str, needed_bytes: int, on_host: bool) -> None:
+    def __init__(self, text: str, needed_bytes: int) -> None:
         super().__init__(text)
-        self.needed_bytes, self.on_host = needed_bytes, on_host
+        self.needed_bytes = needed_bytes
 
 
 def choose(
@@ -168,8 +125,6 @@ def choose(
     costs: LayerCosts,
     budget_bytes: int | None = None,
     space: Space | None = None,
-    *,
-    host_budget_bytes: int | None = None,
 ) -> Choice:
     """The fastest layout by simulation whose predicted peak keeps the budget.
 
@@ -184,169 +139,90 @@ def choose(
         load: rows must be the most over the ranks that exchange, so that all choose the same.
         budget_bytes: for the MoE layers of the device; None: no limit.
         space: default all.
-        host_budget_bytes: for what offload keeps on the host.
 
     Raises:
         BudgetError: nothing fits.
     """
     space = Space() if space is None else space
     timer = _Timer(shape, load.rows, costs)
-    fitting = what_fits(shape, load, budget_bytes, space, host_budget_bytes)
-    best = fastest([pair for pair, _ in fitting], timer.bound, timer.time)
-    pair, needs = fitting[best]
-    plain = Layout()
-    return Choice(
-        *pair,
-        timer(pair[0], FORWARD),
-        timer(pair[1], BACKWARD),
-        needs,
-        timer(plain, FORWARD) + timer(plain, BACKWARD),
-        len(fitting),
-    )
-
-
-Pair = tuple[Layout, Layout]
+    fitting = what_fits(shape, load, budget_bytes, space)
+    bounds = [timer.bound(layout) for layout, _ in fitting]
+    least, times = float("inf"), dict[int, float]()
+    for i in sorted(range(len(fitting)), key=lambda k: (bounds[k], k)):
+        if bounds[i] > least * (1 + 2 * _EQUAL):  # neither it nor those after it can win
+            break
+        times[i] = timer.time(fitting[i][0])
+        least = min(least, times[i])
+    best = min(i for i, time in times.items() if time <= least * (1 + _EQUAL))
+    layout, needs = fitting[best]
+    return Choice(layout, times[best], needs)
 
 
 def what_fits(
-    shape: LayerShape,
-    load: Load,
-    budget_bytes: int | None,
-    space: Space,
-    host_budget_bytes: int | None = None,
-) -> list[tuple[Pair, Footprint]]:
-    """All layouts that keep the budgets, the simpler ones first; arguments as of ``choose``.
+    shape: LayerShape, load: Load, budget_bytes: int | None, space: Space
+) -> list[tuple[Layout, Footprint]]:
+    """All layouts that keep the budget, the simpler ones first; arguments as of ``choose``.
 
     Raises:
         BudgetError: there is none.
     """
-    pairs = list(_pairs(space))
-    prints = [footprint(shape, load, *pair) for pair in pairs]
-    fitting = [
-        (pair, needs)
-        for pair, needs in zip(pairs, prints)
-        if _keeps(needs.peak_bytes, budget_bytes) and _keeps(needs.host_bytes, host_budget_bytes)
-    ]
+    layouts = [one for strategy in space.strategies for one in space.layouts(strategy)]
+    found = [(layout, footprint(shape, load, layout)) for layout in layouts]
+    found.sort(key=lambda one: _simplicity(one[0]))
+    fitting = [one for one in found if budget_bytes is None or one[1].peak_bytes <= budget_bytes]
     if not fitting:
-        raise _too_little(pairs, prints, budget_bytes, host_budget_bytes)
-    return sorted(fitting, key=lambda one: _simplicity(*one[0]))
-
-
-def fastest(
-    pairs: Sequence[Pair], bound: Callable[[Pair], float], time: Callable[[Pair], float]
-) -> int:
-    """Index of the first of ``pairs`` that no other beats by more than rounding.
-
-    Args:
-        pairs: the simpler ones first.
-        bound: never more than ``time``, and cheap; those that cannot win are not timed.
-        time: of forward and backward.
-    """
-    least = float("inf")
-    times: dict[int, float] = {}
-    bounds = [bound(pair) for pair in pairs]
-    for i in sorted(range(len(pairs)), key=lambda k: (bounds[k], k)):
-        if bounds[i] > least * (1 + 2 * _EQUAL):
-            break
-        times[i] = time(pairs[i])
-        least = min(least, times[i])
-    return min(i for i, t in times.items() if t <= least * (1 + _EQUAL))
+        raise _too_little(*min(found, key=lambda one: one[1].peak_bytes), budget_bytes)
+    return fitting
 
 
 def predicted_ms(shape: LayerShape, costs: LayerCosts, rows: int, layout: Layout) -> float:
     """Simulated forward and backward of a call with ``rows`` rows on the busiest rank."""
-    return _Timer(shape, rows, costs).time((layout, layout))
+    return _Timer(shape, rows, costs).time(layout)
 
 
 class _Timer:
-    """Simulated times of one layer, each simulated once."""
+    """Simulated times of one layer, forward and backward."""
 
     def __init__(self, shape: LayerShape, rows: int, costs: LayerCosts) -> None:
         self._shape, self._rows, self._costs = shape, rows, costs
         self._chunks: dict[int, tuple[Times, ...]] = {}
-        self._known: dict[tuple[Layout, str], float] = {}
-        self._bounds: dict[tuple[Layout, str], float] = {}
 
     def _times(self, chunks: int) -> tuple[Times, ...]:
         if chunks not in self._chunks:
             self._chunks[chunks] = chunk_times(self._shape, self._costs, self._rows, chunks)
         return self._chunks[chunks]
 
-    def __call__(self, layout: Layout, direction: str) -> float:
-        key = layout, direction
-        if key not in self._known:
-            times = self._times(layout.chunks)
-            run = simulate(layout, direction, times, self._costs.slowdown)
-            self._known[key] = run.makespan_ms
-        return self._known[key]
+    def time(self, layout: Layout) -> float:
+        times = self._times(layout.chunks)
+        return sum(simulate(layout, direction, times).makespan_ms for direction in DIRECTIONS)
 
-    def time(self, pair: Pair) -> float:
-        return self(pair[0], FORWARD) + self(pair[1], BACKWARD)
-
-    def bound(self, pair: Pair) -> float:
-        total = 0.0
-        for layout, direction in zip(pair, (FORWARD, BACKWARD)):
-            key = layout, direction
-            if key not in self._bounds:
-                times = self._times(layout.chunks)
-                self._bounds[key] = lower_bound_ms(layout, direction, times)
-            total += self._bounds[key]
+    def bound(self, layout: Layout) -> float:
+        """Never more than ``time``, and cheap."""
+        times = self._times(layout.chunks)
+        total = sum(lower_bound_ms(layout, direction, times) for direction in DIRECTIONS)
         return total * (1 - 1e-12)  # its sums round differently
 
 
-def _pairs(space: Space) -> Iterator[Pair]:
-    for strategy in space.strategies:
-        layouts = list(space.layouts(strategy))
-        for one in layouts:
-            for other in layouts if space.per_direction else (one,):
-                yield one, other
-
-
-def _simplicity(forward: Layout, backward: Layout) -> tuple[int, ...]:
-    both = (forward, backward)
+def _simplicity(layout: Layout) -> tuple[int, ...]:
+    ring = layout.ring
     return (
-        sum(one.chunks for one in both),
-        max(one.chunks for one in both),
-        SIMPLEST_FIRST.index(forward.strategy),
-        sum(ORDERS.index(one.order) for one in both),
-        sum(one.ahead for one in both),
-        sum((one.ring.input or one.chunks) + (one.ring.output or one.chunks) for one in both),
-        sum(one.ring.middle or one.chunks for one in both),
-        forward.chunks,
+        layout.chunks,
+        SIMPLEST_FIRST.index(layout.strategy),
+        ORDERS.index(layout.order),
+        layout.ahead,
+        (ring.input or layout.chunks) + (ring.output or layout.chunks),
+        ring.middle or layout.chunks,
     )
 
 
-def _keeps(needed: int, budget: int | None) -> bool:
-    return budget is None or needed <= budget
-
-
-def _too_little(
-    pairs: Sequence[Pair],
-    prints: Sequence[Footprint],
-    budget_bytes: int | None,
-    host_budget_bytes: int | None,
-) -> BudgetError:
-    """Says which budget is exceeded, the least that would do, and what takes it."""
-    within = [i for i, one in enumerate(prints) if _keeps(one.host_bytes, host_budget_bytes)]
-    on_host = not within
-    if on_host:  # offload was asked for, and there is no room for it
-        budget, where = host_budget_bytes, "on the host"
-        i = min(range(len(pairs)), key=lambda k: (prints[k].host_bytes, _simplicity(*pairs[k])))
-        needed, what = prints[i].host_bytes, "all of it offloaded"
-        cure = "a strategy that offloads less: s3, s4 or none"
-    else:
-        budget, where = budget_bytes, "on the device"
-        i = min(within, key=lambda k: (prints[k].peak_bytes, _simplicity(*pairs[k])))
-        needed = prints[i].peak_bytes
-        what, cure = _binding(prints[i])
-    one, other = pairs[i]
-    chunks = str(one.chunks) if one.chunks == other.chunks else f"{one.chunks}/{other.chunks}"
+def _too_little(layout: Layout, needs: Footprint, budget_bytes: int | None) -> BudgetError:
+    """Says the least that would do, which is ``layout``'s, and what takes it."""
+    what, cure = _binding(needs)
     return BudgetError(
-        f"a budget of {budget} bytes {where} is too small for the MoE layers: the least is "
-        f"{needed} bytes, with {chunks} chunks and {one.strategy} ({what}); raise it to that, or "
-        f"allow {cure}",
-        needed,
-        on_host,
+        f"a budget of {budget_bytes} bytes on the device is too small for the MoE layers: the "
+        f"least is {needs.peak_bytes} bytes, with {layout.chunks} chunks and {layout.strategy} "
+        f"({what}); raise it to that, or allow {cure}",
+        needs.peak_bytes,
     )
 
 

@@ -1,15 +1,12 @@
-"""When every operation of a chunked MoE layer runs, and whether a log of one kept its slots."""
+"""When every operation of a chunked MoE layer runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .costs import BACKWARD, How, Kind, Times
-from .layout import ACCESS, Buffer, Layout, Op
-from .slowdown import Slowdown, Stream
+from .costs import BACKWARD, Kind, Times
+from .layout import ACCESS, Buffer, Layout, Op, Stream
 
 
 class Event(NamedTuple):
@@ -20,39 +17,23 @@ class Event(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True)
-class Simulation:
+class Simulation(NamedTuple):
     """The simulated run of one layer in one direction.
 
     Attributes:
-        layout, direction: what ran.
-        events: by start; ties in the order of streams.
+        events: by stream, then in order.
         makespan_ms: last end of any operation, copies included.
-        output_ms: end of the last combine, when the next layer could start.
     """
 
-    layout: Layout
-    direction: str
-    events: tuple[Event, ...]
+    events: list[Event]
     makespan_ms: float
-    output_ms: float
-
-    def busy_ms(self, stream: Stream) -> float:
-        """How long a stream works."""
-        return sum(e.end - e.start for e in self.events if ACCESS[e.op.kind].stream is stream)
 
 
 class Stuck(ValueError):
     """The order and the slots wait for each other."""
 
 
-class HazardError(ValueError):
-    """A log in which an operation reads what is not there, or overwrites what is still read."""
-
-
-def simulate(
-    layout: Layout, direction: str, times: Sequence[Times], slowdown: Slowdown | None = None
-) -> Simulation:
+def simulate(layout: Layout, direction: str, times: Sequence[Times]) -> Simulation:
     """Run a layer as early as its streams' orders, its data and its slots allow.
 
     Streams are in order and run one operation at a time. An operation starts when what it reads
@@ -64,7 +45,6 @@ def simulate(
         layout: chunks, strategy, order and slots.
         direction: ``forward`` or ``backward``.
         times: one mapping a chunk; kinds that do not run may be missing.
-        slowdown: what streams lose while others are busy.
 
     Raises:
         Stuck: an operation waits for one that is behind it, e.g. ``dispatch-first`` with fewer
@@ -74,15 +54,9 @@ def simulate(
     if len(times) != layout.chunks:
         raise ValueError(f"times of {len(times)} chunks for a layer of {layout.chunks}")
     streams = layout.streams(direction)
-    waits = _waits(layout, direction, streams)
-    if slowdown is None:
-        run = _run(streams, waits, times)
-    else:
-        run = _run_shared(streams, waits, times, slowdown)
-    events = sorted((Event(op, *when) for op, when in run.items()), key=lambda event: event.start)
-    combine = Kind.GRAD_COMBINE if direction == BACKWARD else Kind.COMBINE
-    output = max(event.end for event in events if event.op.kind is combine)
-    return Simulation(layout, direction, tuple(events), max(event.end for event in events), output)
+    run = _run(streams, _waits(layout, direction, streams), times)
+    events = [Event(op, *run[op]) for ops in streams.values() for op in ops]
+    return Simulation(events, max(event.end for event in events))
 
 
 _Streams = Mapping[Stream, Sequence[Op]]
@@ -135,38 +109,6 @@ def _run(streams: _Streams, waits: _Waits, times: Sequence[Times]) -> dict[Op, t
     return done
 
 
-def _run_shared(
-    streams: _Streams, waits: _Waits, times: Sequence[Times], slowdown: Slowdown
-) -> dict[Op, tuple[float, float]]:
-    """As ``_run``; speeds change whenever a stream starts or ends to work."""
-    done: dict[Op, tuple[float, float]] = {}
-    heads = dict.fromkeys(streams, 0)
-    running: dict[Stream, tuple[Op, float, float]] = {}  # operation, start, work left
-    now = 0.0
-    while True:
-        for stream, ops in streams.items():
-            if stream not in running and heads[stream] < len(ops):
-                op = ops[heads[stream]]
-                if all(other in done for other in waits[op]):
-                    running[stream] = (op, now, times[op.chunk][op.kind])
-                    heads[stream] += 1
-        if not running:
-            break
-        busy = running.keys()
-        speed = {stream: slowdown.speed(stream, busy) for stream in running}
-        left = {stream: work / speed[stream] for stream, (_, _, work) in running.items()}
-        step = min(left.values())
-        now += step
-        for stream, (op, start, work) in list(running.items()):
-            if left[stream] <= step * (1 + 1e-12):  # rounding must not leave a rest
-                done[op] = (start, now)
-                del running[stream]
-            else:
-                running[stream] = (op, start, work - step * speed[stream])
-    _require_all(streams, heads, done, waits)
-    return done
-
-
 def _require_all(
     streams: _Streams, heads: Mapping[Stream, int], done: Mapping[Op, object], waits: _Waits
 ) -> None:
@@ -181,95 +123,6 @@ def _require_all(
             f"the order of the all-to-alls and the slots wait for each other: {text}; give the "
             "rings more slots, or use the order alternate"
         )
-
-
-def check_slots(
-    events: Iterable[Event], layout: Layout, direction: str, tolerance_ms: float = 0.0
-) -> None:
-    """Replay a log, simulated or measured, and find what a runtime must never do.
-
-    Chunk i of a tensor lies in slot i mod its depth. Every read must come after its own chunk's
-    write, with no write to that slot in between or meanwhile; and two writes never meet.
-
-    Args:
-        events: in any order.
-        layout, direction: what was to run.
-        tolerance_ms: how much two events may overlap, for clocks that differ.
-
-    Raises:
-        HazardError: operations are missing, unknown or there twice; a stream runs two at a time;
-            or a slot is read or written as above. Says which, and when.
-    """
-    log = sorted(events, key=lambda event: (event.start, event.end))
-    _check_complete(log, layout, direction)
-    last: dict[Stream, Event] = {}
-    slots: dict[tuple[Buffer, int], tuple[list[Event], list[Event]]] = {}
-    for event in log:
-        access = ACCESS[event.op.kind]
-        former = last.get(access.stream)
-        if former is not None and event.start < former.end - tolerance_ms:
-            raise HazardError(
-                f"{_when(event)} starts in {access.stream.value} before {_when(former)} has ended"
-            )
-        last[access.stream] = event
-        for buffers, is_write in ((access.reads, False), (access.writes, True)):
-            for buffer in buffers:
-                slot = (buffer, event.op.chunk % layout.slots(buffer))
-                slots.setdefault(slot, ([], []))[is_write].append(event)
-    for (buffer, index), (reads, writes) in slots.items():
-        where = f"slot {index} of {buffer.value}"
-        for one, other in pairwise(writes):
-            if other.start < one.end - tolerance_ms:
-                raise HazardError(f"{_when(other)} writes {where} while {_when(one)} does")
-        if writes or not _kept(buffer, layout):
-            for read in reads:
-                _check_read(read, writes, where, tolerance_ms)
-
-
-def _kept(buffer: Buffer, layout: Layout) -> bool:
-    """Backward reads it as forward left it."""
-    how = {Buffer.INPUT: layout.restore.input, Buffer.MIDDLE: layout.restore.middle}
-    return how.get(buffer) is How.KEPT
-
-
-def _check_read(read: Event, writes: list[Event], where: str, tolerance_ms: float) -> None:
-    own = [write for write in writes if write.op.chunk == read.op.chunk]
-    if not own or own[0].end > read.start + tolerance_ms:
-        raise HazardError(f"{_when(read)} reads {where} before its chunk is there")
-    for write in writes:
-        if write is own[0] or write.end <= own[0].start + tolerance_ms:
-            continue
-        if write.start < read.end - tolerance_ms:
-            raise HazardError(f"{_when(write)} overwrites {where} before {_when(read)} has read it")
-
-
-def _check_complete(log: Sequence[Event], layout: Layout, direction: str) -> None:
-    expected = {op for ops in layout.streams(direction).values() for op in ops}
-    seen: set[Op] = set()
-    for event in log:
-        if event.op not in expected or event.op in seen or event.end < event.start:
-            raise HazardError(f"{_when(event)} is not in the plan, there twice, or ends too early")
-        seen.add(event.op)
-    if seen != expected:
-        missing = sorted(map(str, expected - seen))
-        raise HazardError(f"not in the log: {', '.join(missing)}")
-
-
-def _when(event: Event) -> str:
-    return f"{event.op} ({event.start:g} to {event.end:g} ms)"
-
-
-def closed_form_ms(chunks: int, dispatch: float, compute: float, combine: float) -> float:
-    """One direction without copies and restores, in the paper's order (MPMoE's paradigm 1).
-
-    Args:
-        chunks: all equal, at least 1.
-        dispatch, compute, combine: milliseconds of one chunk's S, C and R.
-    """
-    if chunks == 1:
-        return dispatch + compute + combine
-    steady = (chunks - 2) * max(dispatch + combine, compute)
-    return dispatch + max(dispatch, compute) + steady + max(combine, compute) + combine
 
 
 def lower_bound_ms(layout: Layout, direction: str, times: Sequence[Times]) -> float:

@@ -2,12 +2,13 @@
 
 Two things are needed there: the experts' *input* (the rows that this rank received, with their
 probabilities; the paper's T_DI), and what lies *inside* the experts (T_M). Each strategy says for
-both how they are had again (MPipeMoE, table of strategies).
+both how they are had again (MPipeMoE, table I). Both the runtime and the simulator read this table.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import NoReturn
 
 
 class Restore(enum.Enum):
@@ -20,13 +21,22 @@ class Restore(enum.Enum):
 
 
 class Strategy(str, enum.Enum):
-    """A memory-reuse strategy, by the name that ``--moe-memory-reuse`` has for it."""
+    """A memory-reuse strategy, by the name that ``--moe-memory-reuse`` has for it.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
 
     NONE = "none"
     S1 = "s1"
     S2 = "s2"
     S3 = "s3"
     S4 = "s4"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        names = ", ".join(one.value for one in cls)
+        raise ValueError(f"the strategy must be one of {names}, got {value!r}")
 
     @property
     def input(self) -> Restore:

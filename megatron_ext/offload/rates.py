@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,37 @@ class Rates:
         return max(nbytes / self.to_host_together, nbytes / self.to_device_together)
 
 
+def copy_seconds(
+    device: Device, buffers: Mapping[Direction, tuple[torch.Tensor, torch.Tensor]]
+) -> dict[Direction, float]:
+    """How long one copy takes in each direction that has buffers, all of them at once.
+
+    The host waits for them. They are ordered after the work of compute, which should have ended.
+
+    Args:
+        device: with a copy stream for each direction.
+        buffers: (memory of the device, memory of the host) of each direction: 1-D uint8, of one
+            size, pinned where the device is CUDA.
+    """
+    ready = device.record()
+    device.synchronize()
+    started = time.perf_counter()
+    events = []
+    for direction, (near, far) in buffers.items():
+        pair = (far, near) if direction is Direction.TO_HOST else (near, far)
+        stream = int(direction is Direction.TO_DEVICE)
+        events.append((direction, device.copy(stream, direction, [pair], [ready])))
+    took: dict[Direction, float] = {}
+    # Polled, because waiting for the slower one would hide when the faster one ended.
+    while len(took) < len(events):
+        for direction, event in events:
+            if direction not in took and event.query():
+                event.synchronize()
+                took[direction] = time.perf_counter() - started
+        time.sleep(0)
+    return took
+
+
 def measure_rates(
     device: Device,
     host: torch.Tensor,
@@ -47,37 +79,20 @@ def measure_rates(
         repeats: best of so many.
     """
     half = host.numel() // 2
-    parts = {Direction.TO_HOST: host[:half], Direction.TO_DEVICE: host[half : 2 * half]}
-    memory = {direction: device.allocate(half) for direction in Direction}
-
-    def seconds(directions: tuple[Direction, ...]) -> dict[Direction, float]:
-        ready = device.record()
-        device.synchronize()
-        started = time.perf_counter()
-        events = []
-        for direction in directions:
-            near, far = memory[direction], parts[direction]
-            pair = (far, near) if direction is Direction.TO_HOST else (near, far)
-            stream = int(direction is Direction.TO_DEVICE)
-            events.append((direction, device.copy(stream, direction, [pair], [ready])))
-        took: dict[Direction, float] = {}
-        # Polled, because waiting for the slower one would hide when the faster one ended.
-        while len(took) < len(events):
-            for direction, event in events:
-                if direction not in took and event.query():
-                    event.synchronize()
-                    took[direction] = time.perf_counter() - started
-            time.sleep(0)
-        return took
-
     out, back = Direction.TO_HOST, Direction.TO_DEVICE
-    seconds((out, back))  # The first use of a buffer costs more than the copy.
+    parts = {out: host[:half], back: host[half : 2 * half]}
+    buffers = {direction: (device.allocate(half), part) for direction, part in parts.items()}
+
+    def alone(direction: Direction) -> float:
+        return copy_seconds(device, {direction: buffers[direction]})[direction]
+
+    copy_seconds(device, buffers)  # The first use of a buffer costs more than the copy.
     best: dict[str, float] = {}
     for _ in range(repeats):
-        together = seconds((out, back))
+        together = copy_seconds(device, buffers)
         for name, value in (
-            ("to_host", seconds((out,))[out]),
-            ("to_device", seconds((back,))[back]),
+            ("to_host", alone(out)),
+            ("to_device", alone(back)),
             ("to_host_together", together[out]),
             ("to_device_together", together[back]),
         ):

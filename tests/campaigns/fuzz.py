@@ -9,8 +9,8 @@ atheris (``pip install atheris``) chooses what to mutate by which lines an input
 after the other, and leaves what it found worth keeping in CORPUS; its inputs are counted in steps
 of a hundred. The rule is that of ``tests/support/fuzz_inputs.py``: an input is used, or refused
 with one sentence. An input that takes longer than ``--patience`` seconds or more memory than
-``--memory`` counts as a fault. Faulty inputs lie in ``--faults`` afterwards, and the exit status is 1; one that
-hangs ends the run at once, and lies there as ``running``.
+``--memory`` counts as a fault. Inputs at fault are kept in ``--faults``, and the exit status is 1;
+one that hangs ends the run at once, and is there as ``running``.
 """
 
 from __future__ import annotations

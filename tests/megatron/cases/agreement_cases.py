@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 
 import megatron_ext
 from megatron_ext.integration import ConfigError, agreement
+from tests.support.ranks import on_ranks
 
 WORLD = 3
 

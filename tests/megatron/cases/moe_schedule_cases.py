@@ -14,7 +14,10 @@ from unittest import mock
 
 os.environ["MEGATRON_EXT_OFFLOAD_MIN_BYTES"] = "1"
 
-# Which sets Apex's kernel up before it imports Megatron, so gpt_cases must not come first.
+# First: it sets Apex's kernel up before it imports Megatron.
+from tests.megatron.cases import wgrad_cases
+
+# isort: split
 from megatron_ext.integration import offload
 from megatron_ext.integration.moe import PipelinedMoE
 from megatron_ext.integration.offload_request import OffloadRequest
@@ -22,7 +25,6 @@ from megatron_ext.integration.seams import Seams
 from megatron_ext.moe import saved
 from megatron_ext.moe.settings import Settings
 from megatron_ext.offload.device import CpuDevice, Faults
-from tests.megatron.cases import wgrad_cases
 
 gpt_cases = wgrad_cases.gpt_cases
 parallel_state = gpt_cases.parallel_state

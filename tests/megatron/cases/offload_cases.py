@@ -17,13 +17,16 @@ from unittest import mock
 # Every tensor of these small models may leave.
 os.environ["MEGATRON_EXT_OFFLOAD_MIN_BYTES"] = "1"
 
+# First: it sets Apex's kernel up before it imports Megatron.
+from tests.megatron.cases import wgrad_cases
+
+# isort: split
 from megatron_ext.integration import offload, profile
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.device import CpuDevice, Faults
 from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule import generate, offload_pass
 from megatron_ext.schedule.link import Link
-from tests.megatron.cases import wgrad_cases
 
 
 def _request(wanted: str, policy: str | None, time: str | None = "0.25") -> OffloadRequest:

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from megatron.core.transformer import multi_token_prediction  # noqa: F401
-from ranks import on_ranks
 
 from megatron_ext.integration.relay import Relay
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule.placement import Placement
+from tests.support.ranks import on_ranks
 
 WORLD = 2
 LATE_SECONDS = 1.5

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_ext.moe.exchange import Exchange, Groups, Row, bounds
+from megatron_ext.moe.exchange import Exchange, Groups, Row
 from megatron_ext.moe.graph import GradientSums
 from megatron_ext.moe.region import Region
 from megatron_ext.moe.ring import Ring
@@ -264,17 +263,6 @@ def test_settings_are_checked() -> None:
     assert settings.stock
     settings.set(1, "s4")
     assert not settings.stock
-
-
-def test_bounds_cover_all_tokens() -> None:
-    for tokens in (0, 1, 7, 64):
-        for chunks in (1, 2, 3, 8):
-            edges = bounds(tokens, chunks)
-            sizes = [b - a for a, b in pairwise(edges)]
-            assert len(sizes) == chunks and sum(sizes) == tokens
-            assert max(sizes) - min(sizes) <= 1
-    with pytest.raises(ValueError, match="at least 1 chunk"):
-        bounds(4, 0)
 
 
 def test_rows_keep_their_fields_apart() -> None:

@@ -132,7 +132,7 @@ def test_it_starts_with_the_predicted_one() -> None:
     rows = largest(bucket(1000))
     shape = replace(SHAPE, kept_per_ffn=6.0)
     best = choose(shape, Load(rows, 2, 2), COSTS, None, Space.of("auto", "none"))
-    assert found.chunks == best.forward.chunks > 1
+    assert found.chunks == best.layout.chunks > 1
 
 
 def test_every_way_keeps_the_budget() -> None:
@@ -145,14 +145,14 @@ def test_every_way_keeps_the_budget() -> None:
         space = Space.of(way.chunks, way.strategy.value)
         layout = next(one for one in space.layouts(way.strategy.value) if one.ahead == way.ahead)
         load = load_of(largest(bucket(rows)), 2, 2)
-        assert footprint(shape, load, layout, layout).peak_bytes <= budget
+        assert footprint(shape, load, layout).peak_bytes <= budget
     assert "none" not in used
 
 
 def test_a_budget_that_routing_exceeds_is_told_and_training_goes_on() -> None:
     load = load_of(largest(bucket(1000)), 2, 2)
     least = Layout(8, "s4")
-    budget = footprint(replace(SHAPE, kept_per_ffn=6.0), load, least, least).peak_bytes * 2
+    budget = footprint(replace(SHAPE, kept_per_ffn=6.0), load, least).peak_bytes * 2
     job = Job(Space.of("auto", "auto"), budget)
     job.call(1000, FASTEST_4)
     assert not any("too small" in line for line in job.said)

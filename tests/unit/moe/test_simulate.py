@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
-from megatron_ext.moe.costs import BACKWARD, DIRECTIONS, FORWARD, STRATEGIES, Kind, Times
-from megatron_ext.moe.layout import ACCESS, ALTERNATE, DISPATCH_FIRST, ORDERS, Layout, Op, Ring
-from megatron_ext.moe.simulate import (
-    Event,
-    HazardError,
-    Simulation,
-    Stuck,
-    check_slots,
-    closed_form_ms,
-    lower_bound_ms,
-    simulate,
+from megatron_ext.moe.costs import BACKWARD, DIRECTIONS, FORWARD, Kind, Times
+from megatron_ext.moe.layout import (
+    ACCESS,
+    ALTERNATE,
+    DISPATCH_FIRST,
+    ORDERS,
+    Buffer,
+    Layout,
+    Ring,
+    Stream,
 )
-from megatron_ext.moe.slowdown import Slowdown, Stream
+from megatron_ext.moe.simulate import Event, Simulation, Stuck, lower_bound_ms, simulate
+from megatron_ext.moe.strategies import Strategy
+from tests.unit.moe.papers import closed_form_ms
 
+STRATEGIES = tuple(strategy.value for strategy in Strategy)
 ALL_SLOTS = Ring(None, None, None)
 
 
@@ -41,13 +45,42 @@ def random_layout(rng: random.Random) -> Layout:
     depth = rng.choice([1, 2, 3, None])
     return Layout(
         rng.choice([1, 2, 3, 4, 5, 8]),
-        rng.choice(list(STRATEGIES)),
+        rng.choice(STRATEGIES),
         order,
         rng.randint(1, min(4, 2 * (depth or 4))),
         ALL_SLOTS if order == DISPATCH_FIRST else Ring(depth, rng.choice([1, 2, None]), depth),
         rng.random() < 0.5,
-        rng.random() < 0.5,
     )
+
+
+def check_slots(events: Sequence[Event], layout: Layout, direction: str) -> None:
+    """Replay a run. It shares nothing with the simulator but what each operation reads and writes.
+
+    Chunk i of a buffer has slot i mod its depth. Every read comes after its own chunk's write, with
+    no write to that slot in between or meanwhile; two writes never meet, nor two of a stream.
+    """
+    log = sorted(events, key=lambda event: (event.start, event.end))
+    assert {e.op for e in log} == {op for ops in layout.streams(direction).values() for op in ops}
+    free: dict[Stream, float] = {}
+    slots: dict[tuple[Buffer, int], tuple[list[Event], list[Event]]] = {}
+    for event in log:
+        access = ACCESS[event.op.kind]
+        assert event.start >= free.get(access.stream, 0.0), event
+        free[access.stream] = event.end
+        for buffers, is_write in ((access.reads, False), (access.writes, True)):
+            for buffer in buffers:
+                slot = (buffer, event.op.chunk % layout.slots(buffer))
+                slots.setdefault(slot, ([], []))[is_write].append(event)
+    for slot, (reads, writes) in slots.items():
+        assert all(one.end <= other.start for one, other in pairwise(writes)), slot
+        if not writes and direction == BACKWARD:
+            continue  # kept from forward
+        for read in reads:
+            (own,) = (write for write in writes if write.op.chunk == read.op.chunk)
+            assert own.end <= read.start, (slot, read)
+            for write in writes:
+                before, after = write.end <= own.start, write.start >= read.end
+                assert write is own or before or after, (slot, read, write)
 
 
 def test_orders() -> None:
@@ -58,7 +91,6 @@ def test_orders() -> None:
     first = Layout(3, order=DISPATCH_FIRST)
     assert names(first, FORWARD, comm) == "S.0 S.1 S.2 R.0 R.1 R.2"
     assert names(Layout(3), BACKWARD, comm) == "S'.2 S'.1 R'.2 S'.0 R'.1 R'.0"
-    assert names(Layout(3, ascending=True), BACKWARD, comm) == "S'.0 S'.1 R'.0 S'.2 R'.1 R'.2"
     assert names(Layout(2, "s2"), BACKWARD, comm) == "S'.1 S2.1 S'.0 S2.0 R'.1 R'.0"
     assert names(Layout(2, "s4"), BACKWARD, comm) == "S2.1 S'.1 S2.0 S'.0 R'.1 R'.0"
     assert (
@@ -103,7 +135,7 @@ def test_the_closed_form(strategy: str) -> None:
         chunks = rng.randint(1, 12)
         costs = [rng.choice([1.0, 2.0, 4 * rng.random()]) for _ in range(3)]
         run = simulate(Layout(chunks, strategy), FORWARD, [paradigm_1(*costs)] * chunks)
-        assert run.makespan_ms == run.output_ms == pytest.approx(closed_form_ms(chunks, *costs))
+        assert run.makespan_ms == pytest.approx(closed_form_ms(chunks, *costs))
 
 
 @pytest.mark.parametrize(
@@ -129,8 +161,6 @@ def test_dispatch_first_needs_slots() -> None:
     layout = Layout(8, "s4", DISPATCH_FIRST)
     with pytest.raises(Stuck, match=r"S\.5 waits for C1\.3"):
         simulate(layout, FORWARD, [paradigm_1(1, 1, 1)] * 8)
-    with pytest.raises(Stuck):
-        simulate(layout, FORWARD, [paradigm_1(1, 1, 1)] * 8, Slowdown({}, {}))
 
 
 def test_a_lookahead_needs_slots() -> None:
@@ -159,7 +189,7 @@ def test_s1_forward_by_hand() -> None:
         "OUT_M.0": (2, 6), "R.0": (3, 4), "OUT_DI.1": (6, 7), "C1.1": (6, 7), "C2.1": (7, 8),
         "OUT_M.1": (7, 11), "R.1": (8, 9),
     }  # fmt: skip
-    assert (run.makespan_ms, run.output_ms, run.busy_ms(Stream.COPY)) == (11, 9, 10)
+    assert run.makespan_ms == 11
 
 
 def test_s4_backward_by_hand() -> None:
@@ -196,7 +226,7 @@ def test_slots_are_kept_and_bounds_hold() -> None:
         assert run.makespan_ms >= lower_bound_ms(layout, direction, times) - 1e-9
         free = Layout(
             layout.chunks, layout.strategy, layout.order, layout.lookahead, ALL_SLOTS,
-            layout.ascending, layout.packed,
+            layout.packed,
         )  # fmt: skip
         assert simulate(free, direction, times).makespan_ms <= run.makespan_ms + 1e-9
 
@@ -210,8 +240,7 @@ def test_the_checker_needs_no_simulator() -> None:
         run = simulate(Layout(8, strategy, ring=ALL_SLOTS), direction, times)
         try:
             check_slots(run.events, Layout(8, strategy, ring=Ring(1, 1, 1)), direction)
-        except HazardError as error:
-            assert "slot 0 of" in str(error)
+        except AssertionError:
             found += 1
     assert found > 80
 
@@ -227,77 +256,12 @@ def test_every_single_hazard_is_found() -> None:
                 continue
             early = event._replace(start=event.start - 0.01)
             log = [*run.events[:i], early, *run.events[i + 1 :]]
-            with pytest.raises(HazardError):
+            with pytest.raises(AssertionError):
                 check_slots(log, layout, direction)
-            check_slots(log, layout, direction, tolerance_ms=0.02)
-
-
-def test_logs_that_are_not_of_the_plan() -> None:
-    layout = Layout(2)
-    events = list(simulate(layout, FORWARD, [paradigm_1(1, 1, 1)] * 2).events)
-    with pytest.raises(HazardError, match=r"not in the log: R\.1"):
-        check_slots(events[:-1], layout, FORWARD)
-    with pytest.raises(HazardError, match="there twice"):
-        check_slots([*events, events[0]], layout, FORWARD)
-    with pytest.raises(HazardError, match="not in the plan"):
-        check_slots([*events, Event(Op(Kind.REDISPATCH, 0), 9, 10)], layout, FORWARD)
-    with pytest.raises(HazardError, match="too early"):
-        check_slots([events[0]._replace(end=-1.0), *events[1:]], layout, FORWARD)
-
-
-def test_reads_before_the_write_are_found() -> None:
-    layout = Layout(1, "s4")
-    events = simulate(layout, FORWARD, [paradigm_1(1, 1, 1)]).events
-    log = [e._replace(start=0.0, end=0.5) if e.op.kind is Kind.FC1 else e for e in events]
-    with pytest.raises(HazardError, match="T_DI before its chunk is there"):
-        check_slots(log, layout, FORWARD)
 
 
 def test_every_kind_has_a_stream() -> None:
     assert set(ACCESS) == set(Kind)
-
-
-def test_slowdown_of_nothing_changes_nothing() -> None:
-    rng = random.Random(5)
-    for _ in range(100):
-        layout, direction = random_layout(rng), rng.choice(DIRECTIONS)
-        times = random_times(rng, layout.chunks)
-        plain = simulate(layout, direction, times)
-        shared = simulate(layout, direction, times, Slowdown({}, {}))
-        assert spans(shared).keys() == spans(plain).keys()
-        for op, span in spans(plain).items():
-            assert spans(shared)[op] == pytest.approx(span)
-
-
-def test_slowdown_by_hand() -> None:
-    """Computation at half speed while an all-to-all runs."""
-    half = Slowdown({(Stream.COMP, Stream.COMM): 0.5}, {})
-    run = spans(simulate(Layout(2), FORWARD, [paradigm_1(1, 2, 1)] * 2, half))
-    assert (run["C2.0"], run["C2.1"], run["R.1"]) == ((1, 3.5), (3.5, 6), (6, 7))
-
-
-def test_slowdown_speeds() -> None:
-    comm, comp, copy = Stream.COMM, Stream.COMP, Stream.COPY
-    pairs = {(comm, comp): 0.5, (comm, copy): 0.8, (copy, comm): 0.9}
-    slow = Slowdown(pairs, {copy: 0.3})
-    assert slow.speed(comm, {comm}) == slow.speed(comp, {comm, comp, copy}) == 1
-    assert slow.speed(comm, {comm, comp}) == 0.5
-    assert slow.speed(comm, {comm, comp, copy}) == pytest.approx(0.4)
-    assert (slow.speed(copy, {comm, copy}), slow.speed(copy, {comm, comp, copy})) == (0.9, 0.3)
-    with pytest.raises(ValueError, match="0"):
-        Slowdown({(comm, comp): 0.0}, {})
-
-
-def test_a_slowdown_only_slows() -> None:
-    """So the bound holds with one, too; slots are kept."""
-    rng = random.Random(6)
-    slow = Slowdown({(a, b): 0.6 for a in Stream for b in Stream if a is not b}, {})
-    for _ in range(100):
-        layout, direction = random_layout(rng), rng.choice(DIRECTIONS)
-        times = random_times(rng, layout.chunks)
-        run = simulate(layout, direction, times, slow)
-        check_slots(run.events, layout, direction, tolerance_ms=1e-9)
-        assert run.makespan_ms >= lower_bound_ms(layout, direction, times) - 1e-9
 
 
 def test_alternate_is_the_papers() -> None:
