@@ -23,7 +23,7 @@ import torch
 from model import CUDA, Rank, Size, Staged, start, synchronize
 
 from benchmarks.ranks import on_ranks
-from megatron_ext.integration.profile import gather
+from megatron_ext.integration.utils import gather
 from megatron_ext.schedule import Link, generate, offload_pass
 
 # (schedule, chunks, offload); the first is what the others are compared with.

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from ..schedule import generators
 from . import moe_flags
 from .errors import ConfigError
+from .post_validation import PATIENCE
 
-# Iterations; gradients that had to be clipped once will soon be again.
-PATIENCE = 10
 GROUP = "pipeline schedules (megatron_ext)"
 
 

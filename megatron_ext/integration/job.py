@@ -42,23 +42,6 @@ def job_of_args(args: Any) -> Job:
         raise ConfigError(f"--pp-memory-cap {args.pp_memory_cap}: {error}") from None
 
 
-def full_batch(args: Any) -> int | None:
-    """Samples of the largest batch: ``--global-batch-size``, or the largest of a schedule of sizes
-    (``--step-batch-size-schedule``, which Megatron allows only without the former); None where
-    neither says it, before Megatron has set its default."""
-    steps = getattr(args, "step_batch_size_schedule", None)
-    if steps is None:
-        size: int | None = args.global_batch_size
-        return size
-    try:
-        return max(int(step.split(":")[1]) for step in steps.split())
-    except (IndexError, ValueError):
-        raise ConfigError(
-            f"--step-batch-size-schedule {steps!r} is not of the form 'THRESHOLD:SIZE ...'; write "
-            "e.g. '0:768 250B:1536'"
-        ) from None
-
-
 def splits_of(args: Any) -> Callable[[int], Split]:
     """How Megatron's flags divide the layers over a number of stages, in model order."""
 

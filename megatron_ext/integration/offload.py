@@ -33,7 +33,7 @@ from .errors import ConfigError
 from .offload_measure import TransferSetup
 from .offload_request import OffloadRequest
 from .profile import Seconds
-from .runner import unwrapped
+from .utils import unwrapped
 
 logger = logging.getLogger(__name__)
 
