@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from ..schedule.costs import Costs, number_to_json
-from ..schedule.generators import GENERATORS, generate
+from ..schedule.generators import GENERATORS, generate, takers
 from ..schedule.generators.auto import costs_for
 from ..schedule.link import Link
 from ..schedule.memory_cap import cap_sets
@@ -69,7 +69,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_compare)
 
 
-_GROUPED = " and ".join(name for name, made in GENERATORS.items() if made.takes_group_size)
+_GROUPED = " and ".join(takers("takes_group_size"))
 
 
 def _compare(args: argparse.Namespace) -> None:

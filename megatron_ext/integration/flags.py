@@ -18,6 +18,9 @@ GROUP = "pipeline schedules (megatron_ext)"
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the argument group; all defaults leave Megatron as it is."""
     group = parser.add_argument_group(title=GROUP)
+    capped, grouped = (
+        " and ".join(generators.takers(f"takes_{o}")) for o in ("memory_cap", "group_size")
+    )
     group.add_argument(
         "--pp-schedule",
         metavar="NAME|FILE",
@@ -29,16 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pp-memory-cap",
         metavar="X",
         default=None,
-        help="cap of v-cap and auto, as a fraction of 1F1B's peak activation, e.g. 0.6, or as all "
-        "bytes of a rank, e.g. 40GiB; auto's default is 1. With offload, of every schedule: what "
-        "stays on the device",
+        help=f"cap of {capped} and auto, as a fraction of 1F1B's peak activation, e.g. 0.6, or as "
+        "all bytes of a rank, e.g. 40GiB; auto's default is 1. With offload, of every schedule: "
+        "what stays on the device",
     )
     group.add_argument(
         "--pp-group-size",
         type=int,
         metavar="G",
         default=None,
-        help="group size of gis, from half the pipeline size to all of it",
+        help=f"group size of {grouped}, from half the pipeline size to all of it",
     )
     group.add_argument(
         "--pp-cost",
