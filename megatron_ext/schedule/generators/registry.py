@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from ..actions import Orders
 from .cap import v_cap
 from .grouped import gis, gis_peak, interleaved_zb, interleaved_zb_small, po
 from .plain import interleaved, one_f_one_b, zb_h1, zb_h2
 from .request import LONG, Request
-from .squeeze import Orders
 from .vee import v_half, v_half_cap, v_min, v_min_cap, v_zb
 
 
