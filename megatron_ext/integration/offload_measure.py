@@ -17,7 +17,8 @@ import torch.distributed as dist
 from ..offload.arena import HostArena
 from ..offload.device import CpuDevice, CudaDevice, Device
 from ..offload.engine import FileTurns, Policy, Turns
-from ..offload.host import available_host_bytes, require_host_memory
+from ..offload.host import require_host_memory
+from ..offload.host_memory import available_host_bytes
 from ..offload.rates import Rates, choose_policy, measure_rates
 from ..schedule.actions import Op
 from ..schedule.link import Link, travel_time
