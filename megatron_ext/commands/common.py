@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .._input import shown
 from ..schedule.actions import Op
 from ..schedule.check import CheckReport, check
 from ..schedule.costs import Costs, number_to_json
@@ -18,7 +19,6 @@ from ..schedule.generators import AUTO, NAMES, generate, takers
 from ..schedule.link import DEFAULT_POLICY, POLICIES, Link
 from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.offload_cap import CapNotKept, auto_offloaded, caps_to_try, generate_offloaded
-from ..schedule.reading import shown
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
 from ..view import timeline

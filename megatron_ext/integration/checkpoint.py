@@ -14,8 +14,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from .._input import shown
 from ..checkpoints.layout import Layout
-from ..schedule.reading import shown
 from . import checkpoint_metadata, checkpoint_whole
 from .errors import ConfigError
 from .seams import Seam

@@ -7,6 +7,7 @@ import enum
 import os
 from collections.abc import Mapping, Sequence
 
+from .._input import attribute
 from ..schedule import generators
 from . import moe_flags
 from .errors import ConfigError
@@ -157,7 +158,7 @@ def lost_in_yaml(argv: Sequence[str], config: Mapping[str, str]) -> str | None:
     given = _names(argv)
     if "--yaml-cfg" not in given:
         return None
-    return next((f for f in _FLAGS if f in given or _attribute(f) in config), None)
+    return next((f for f in _FLAGS if f in given or attribute(f) in config), None)
 
 
 def _names(argv: Sequence[str]) -> set[str]:
@@ -170,7 +171,7 @@ def defaults(config: Mapping[str, object]) -> dict[str, str]:
     Raises:
         ConfigError: a name that no flag has, or a switch that is neither True nor False.
     """
-    known = [_attribute(flag) for flag in _FLAGS]
+    known = [attribute(flag) for flag in _FLAGS]
     for name in config:
         if name not in known:
             raise ConfigError(f"{name!r} is no option of megatron_ext; it has {', '.join(known)}")
@@ -184,12 +185,12 @@ def defaults(config: Mapping[str, object]) -> dict[str, str]:
 def options_without_schedule(args: argparse.Namespace) -> list[str]:
     """Our flags that were given although ``--pp-schedule``, which they belong to, was not."""
     belonging = [flag for flag in _FLAGS[1:] if flag not in moe_flags.FLAGS]
-    return [flag for flag in belonging if getattr(args, _attribute(flag), None) is not None]
+    return [flag for flag in belonging if getattr(args, attribute(flag), None) is not None]
 
 
 def given(args: argparse.Namespace) -> dict[str, str]:
     """Our flags that are in use, with their values as text."""
-    values = {flag: getattr(args, _attribute(flag), None) for flag in _FLAGS}
+    values = {flag: getattr(args, attribute(flag), None) for flag in _FLAGS}
     return {flag: str(value) for flag, value in values.items() if value is not None}
 
 
@@ -203,7 +204,7 @@ def given_to_megatron(args: argparse.Namespace, parser: argparse.ArgumentParser)
         args: as parsed, not yet validated.
         parser: that has parsed them.
     """
-    ours = {_attribute(flag) for flag in _FLAGS}
+    ours = {attribute(flag) for flag in _FLAGS}
     found = {}
     for option in parser._actions:
         if option.dest in (*ours, "local_rank") or not hasattr(args, option.dest):
@@ -227,8 +228,3 @@ def _text(value: object) -> str | None:
     if isinstance(value, str):
         return "a path" if os.sep in value else value
     return str(value) if value is None or isinstance(value, (bool, int, float)) else None
-
-
-def _attribute(flag: str) -> str:
-    """``--pp-cost`` -> ``pp_cost``, its name among Megatron's arguments."""
-    return flag.removeprefix("--").replace("-", "_")

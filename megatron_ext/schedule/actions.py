@@ -25,7 +25,7 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
-from .reading import shown
+from .._input import shown
 
 
 class Op(str, Enum):

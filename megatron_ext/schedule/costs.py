@@ -9,9 +9,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._input import fraction, parse_json, read_text, shown
 from .actions import Op
 from .placement import Placement
-from .reading import fraction, parse_json, read_text, shown
 
 Number = int | float | str | Fraction
 

@@ -10,12 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .._input import parse_json, read_text, shown, whole
 from . import grid
 from .actions import ALL_VALIDATION_OPS, COMMUNICATION_OPS, OFFLOAD_OPS, VALIDATION_OPS, Action, Op
 from .costs import Costs
 from .link import Link
 from .placement import Placement
-from .reading import parse_json, read_text, shown, whole
 
 _LOWERED = COMMUNICATION_OPS | VALIDATION_OPS  # added by ``lower``
 FILE_FORMAT = "megatron-ext-schedule/1"
