@@ -15,7 +15,8 @@ from .._input import shown
 from ..schedule.actions import Op
 from ..schedule.check import CheckReport, check
 from ..schedule.costs import Costs, number_to_json
-from ..schedule.generators import AUTO, NAMES, generate, takers
+from ..schedule.generators import AUTO, NAMES, generate
+from ..schedule.generators.registry import takers
 from ..schedule.link import DEFAULT_POLICY, POLICIES, Link
 from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.offload_cap import CapNotKept, auto_offloaded, caps_to_try, generate_offloaded

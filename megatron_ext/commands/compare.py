@@ -11,8 +11,9 @@ from fractions import Fraction
 from typing import Any
 
 from ..schedule.costs import Costs, number_to_json
-from ..schedule.generators import GENERATORS, generate, takers
+from ..schedule.generators import GENERATORS, generate
 from ..schedule.generators.auto import costs_for
+from ..schedule.generators.registry import takers
 from ..schedule.link import Link
 from ..schedule.memory_cap import cap_sets
 from ..schedule.offload_cap import CapNotKept, caps_to_try, generate_offloaded

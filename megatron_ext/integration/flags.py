@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from .._input import attribute
 from ..schedule import generators
+from ..schedule.generators.registry import takers
 from . import moe_flags
 from .errors import ConfigError
 from .post_validation import PATIENCE
@@ -19,9 +20,7 @@ GROUP = "pipeline schedules (megatron_ext)"
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the argument group; all defaults leave Megatron as it is."""
     group = parser.add_argument_group(title=GROUP)
-    capped, grouped = (
-        " and ".join(generators.takers(f"takes_{o}")) for o in ("memory_cap", "group_size")
-    )
+    capped, grouped = (" and ".join(takers(f"takes_{o}")) for o in ("memory_cap", "group_size"))
     group.add_argument(
         "--pp-schedule",
         metavar="NAME|FILE",

@@ -9,13 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .actions import (
-    ALL_VALIDATION_OPS,
-    COMMUNICATION_OPS,
-    VALIDATION_MESSAGES,
-    Action,
-    Op,
-)
+from .actions import ALL_VALIDATION_OPS, COMMUNICATION_OPS, VALIDATION_MESSAGES, Action, Op
 from .messages import peer_of
 from .placement import Placement
 from .schedule import Schedule

@@ -8,19 +8,10 @@ from ..schedule import Schedule
 from .auto import auto
 from .cap import v_cap_limits
 from .forward import forward_only
-from .registry import GENERATORS, NAMES, Generator, takers
+from .registry import GENERATORS, NAMES, Generator
 from .request import Objective, Request
 
-__all__ = [
-    "AUTO",
-    "GENERATORS",
-    "NAMES",
-    "Generator",
-    "Objective",
-    "forward_only",
-    "generate",
-    "takers",
-]
+__all__ = ["AUTO", "GENERATORS", "NAMES", "Generator", "Objective", "forward_only", "generate"]
 
 # Of all ranks. Beyond, making an order takes minutes and gigabytes.
 MOST_SETS = 1 << 22
