@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.model import CUDA, Rank, Size, Staged, start, synchronize
-from megatron_ext.integration.profile import gather
+from megatron_ext.integration.utils import gather
 from megatron_ext.schedule import Link, generate, offload_pass
 from tests.support.ranks import on_ranks
 

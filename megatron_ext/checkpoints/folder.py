@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..schedule.reading import shown, whole
+from .._input import shown, whole
 from .pickles import Made, Name, Stored, read_pickle, read_saved
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..schedule.reading import whole
+from .._input import whole
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..schedule.reading import shown
+from .._input import shown
 
 # What Python's zipfile answers damaged archives with.
 BROKEN_ARCHIVE = (

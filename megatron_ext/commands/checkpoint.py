@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .._input import shown
 from ..checkpoints import folder as saved
 from ..checkpoints.layout import Layout
-from ..schedule.reading import shown
 from .common import InputError, Parser
 
 # Optimizer state in these formats fits every layout.

@@ -11,14 +11,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .._input import shown
 from ..schedule.actions import Op
 from ..schedule.check import CheckReport, check
 from ..schedule.costs import Costs, number_to_json
-from ..schedule.generators import AUTO, GENERATORS, NAMES, generate
+from ..schedule.generators import AUTO, NAMES, generate
+from ..schedule.generators.registry import takers
 from ..schedule.link import DEFAULT_POLICY, POLICIES, Link
 from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.offload_cap import CapNotKept, auto_offloaded, caps_to_try, generate_offloaded
-from ..schedule.reading import shown
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
 from ..view import timeline
@@ -168,8 +169,7 @@ _KNOWN = (*NAMES, AUTO)
 
 def _takers(option: str) -> list[str]:
     """The schedules that have an option of ``Generator``'s ``takes_...``."""
-    names = [name for name, generator in GENERATORS.items() if getattr(generator, option)]
-    return [*names, AUTO] if option == "takes_memory_cap" else names
+    return [*takers(option), *([AUTO] if option == "takes_memory_cap" else [])]
 
 
 def _taking(option: str) -> str:
@@ -299,13 +299,13 @@ def _maker(args: argparse.Namespace) -> Callable[[int | None], Schedule]:
     if missing:
         raise InputError(f"--schedule {args.schedule} needs {' and '.join(missing)} too")
     for option in ("memory_cap", "group_size"):
-        takers = _takers(f"takes_{option}")
+        some = _takers(f"takes_{option}")
         if option == "memory_cap" and offloads(args):
             continue  # every schedule has one then
-        if getattr(args, option) is not None and args.schedule not in takers:
+        if getattr(args, option) is not None and args.schedule not in some:
             flag = "--" + option.replace("_", "-")
             raise InputError(
-                f"{flag} {getattr(args, option)} is for {' and '.join(takers)}, and "
+                f"{flag} {getattr(args, option)} is for {' and '.join(some)}, and "
                 f"{args.schedule} has none; leave {flag} out, or give another --schedule"
             )
     costs = costs_of(args, Costs())

@@ -13,6 +13,7 @@ from typing import Any
 from ..schedule.costs import Costs, number_to_json
 from ..schedule.generators import GENERATORS, generate
 from ..schedule.generators.auto import costs_for
+from ..schedule.generators.registry import takers
 from ..schedule.link import Link
 from ..schedule.memory_cap import cap_sets
 from ..schedule.offload_cap import CapNotKept, caps_to_try, generate_offloaded
@@ -69,7 +70,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_compare)
 
 
-_GROUPED = " and ".join(name for name, made in GENERATORS.items() if made.takes_group_size)
+_GROUPED = " and ".join(takers("takes_group_size"))
 
 
 def _compare(args: argparse.Namespace) -> None:

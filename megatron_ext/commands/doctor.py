@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__, patching
+from ..offload.host_memory import GIB, stated_host_bytes
 from . import machine
 from .common import InputError, Parser
 
@@ -284,14 +285,14 @@ def _hardware(root: Path, torch: dict[str, Any]) -> Iterator[Finding]:
             # Not a fault: offload plans for it, if it is told to or measures it.
             text += f"; {len(shared)} share a root port, for --pp-offload-transfer paired"
         yield Finding("pcie", OK, text)
-    available = machine.available_host_bytes(root)
+    available = stated_host_bytes(root)
     if available is None:
         fix = "check by hand that offload's host memory fits"
         yield Finding("host memory", WARNING, "this machine does not say how much is free", fix)
         return
     ranks = max(1, len(torch.get("devices", [])) or len(gpus))
-    each = 0.9 * available / ranks / machine.GIB
-    text = f"{available / machine.GIB:.1f} GiB free, so {each:.1f} GiB a rank to pin"
+    each = 0.9 * available / ranks / GIB
+    text = f"{available / GIB:.1f} GiB free, so {each:.1f} GiB a rank to pin"
     if gpus and each < 8:
         fix = "offload fewer chunks (--pp-offload-chunks), or give the job more memory (--mem=0)"
         yield Finding("host memory", WARNING, text, fix)

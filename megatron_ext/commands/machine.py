@@ -1,4 +1,4 @@
-"""What ``doctor`` reads of a machine without torch: GPUs on the bus, NUMA, memory, environment."""
+"""What ``doctor`` reads of a machine without torch: GPUs on the bus, NUMA, environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-GIB = 1 << 30
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # vendor; first byte of the class: display controllers
 
 
@@ -52,20 +51,6 @@ def numa_nodes(root: Path) -> list[int]:
     """Numbers of the machine's NUMA nodes; empty where the kernel does not say."""
     names = (path.name for path in (root / "sys/devices/system/node").glob("node[0-9]*"))
     return sorted(int(name.removeprefix("node")) for name in names)
-
-
-def available_host_bytes(root: Path) -> int | None:
-    """Host memory that a process could take: the kernel's word and its control group's."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.M)
-    amounts = [int(found[1]) * 1024] if found else []
-    group = re.search(r"^0::(/.*)$", _text(root / "proc/self/cgroup"), re.M)
-    for name in (group[1].strip("/") if group else "", ""):
-        folder = root / "sys/fs/cgroup" / name
-        limit, used = _text(folder / "memory.max"), _text(folder / "memory.current")
-        if limit.isdigit() and used.isdigit():
-            amounts.append(max(0, int(limit) - int(used)))
-            break
-    return min(amounts) if amounts else None
 
 
 def driver() -> tuple[str | None, str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..plan.budget import parse_bytes
+from .._input import parse_bytes
 from ..plan.cases import Space
 from ..plan.flags import add_flags, job_of, notes_on, read
 from ..plan.gpu import GPUS, Gpu, gpu_of

@@ -14,11 +14,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from .._input import shown
 from ..checkpoints.layout import Layout
-from ..schedule.reading import shown
 from . import checkpoint_metadata, checkpoint_whole
 from .errors import ConfigError
 from .seams import Seam
+from .utils import gather, unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +134,6 @@ class Checkpoints:
     def _load_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def load_checkpoint(ddp_model: Any, *args: Any, **kwargs: Any) -> Any:
-            from .runner import unwrapped
-
             models = ddp_model if isinstance(ddp_model, list) else [ddp_model]
             self._chunks, self._found = [unwrapped(m) for m in models], None
             try:
@@ -259,7 +258,6 @@ class Checkpoints:
 
     def _require_same_parameters(self, args: Any, wanted: Mapping[str, Any]) -> None:
         """Compare the model's parameters, over the whole pipeline, with those in the checkpoint."""
-        import torch.distributed as dist
         from megatron.core import parallel_state
 
         assert self._chunks is not None and self._found is not None
@@ -269,8 +267,7 @@ class Checkpoints:
         for name in names:
             requested.update(_shapes(wanted[name]))
         group = parallel_state.get_pipeline_model_parallel_group()
-        every: list[Any] = [None] * group.size()
-        dist.all_gather_object(every, (requested, self._uncovered(wanted)), group=group)
+        every = gather((requested, self._uncovered(wanted)), group)
         uncovered = [name for _, names in every for name in names]
         model = {key: shape for shapes, _ in every for key, shape in shapes.items()}
         held = _shapes_on_disk(folder, self._metadata.get(folder))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..schedule.reading import shown, whole
+from .._input import shown, whole
 
 _OPTIMIZER_KEY = re.compile(r"(chained_\d+\.)?optimizer\.")
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
-from ..plan.budget import Budget, parse_bytes, size_text
+from .._input import parse_bytes, size_text
+from ..plan.budget import Budget
 from ..plan.layout import Split
 from ..plan.model import PlanError
 from ..plan.profile import Profile

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import ConfigError
+from .utils import gather
 
 # Sums along the pipeline and Megatron's reduction round differently. Where the difference could
 # decide whether gradients are clipped, Megatron's is asked.
@@ -42,12 +43,11 @@ class StageGroups:
     def __init__(self, optimizers: Sequence[Any], pipeline: Any) -> None:
         peers = dist.get_process_group_ranks(pipeline)
         mine = pipeline.rank(), [_name(optimizer) for optimizer in optimizers]
-        every: list[Any] = [None] * dist.get_world_size()
         reduced = [
             dist.get_process_group_ranks(optimizer.get_grad_stats_parallel_group())
             for optimizer in optimizers
         ]
-        dist.all_gather_object(every, (*mine, reduced, peers))
+        every = gather((*mine, reduced, peers))
         stages = [entry[0] for entry in every]
         for position, _, ranks, line in every:
             for members in ranks:

@@ -7,18 +7,20 @@ import enum
 import os
 from collections.abc import Mapping, Sequence
 
+from .._input import attribute
 from ..schedule import generators
+from ..schedule.generators.registry import takers
 from . import moe_flags
 from .errors import ConfigError
+from .post_validation import PATIENCE
 
-# Iterations; gradients that had to be clipped once will soon be again.
-PATIENCE = 10
 GROUP = "pipeline schedules (megatron_ext)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the argument group; all defaults leave Megatron as it is."""
     group = parser.add_argument_group(title=GROUP)
+    capped, grouped = (" and ".join(takers(f"takes_{o}")) for o in ("memory_cap", "group_size"))
     group.add_argument(
         "--pp-schedule",
         metavar="NAME|FILE",
@@ -30,16 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pp-memory-cap",
         metavar="X",
         default=None,
-        help="cap of v-cap and auto, as a fraction of 1F1B's peak activation, e.g. 0.6, or as all "
-        "bytes of a rank, e.g. 40GiB; auto's default is 1. With offload, of every schedule: what "
-        "stays on the device",
+        help=f"cap of {capped} and auto, as a fraction of 1F1B's peak activation, e.g. 0.6, or as "
+        "all bytes of a rank, e.g. 40GiB; auto's default is 1. With offload, of every schedule: "
+        "what stays on the device",
     )
     group.add_argument(
         "--pp-group-size",
         type=int,
         metavar="G",
         default=None,
-        help="group size of gis, from half the pipeline size to all of it",
+        help=f"group size of {grouped}, from half the pipeline size to all of it",
     )
     group.add_argument(
         "--pp-cost",
@@ -155,7 +157,7 @@ def lost_in_yaml(argv: Sequence[str], config: Mapping[str, str]) -> str | None:
     given = _names(argv)
     if "--yaml-cfg" not in given:
         return None
-    return next((f for f in _FLAGS if f in given or _attribute(f) in config), None)
+    return next((f for f in _FLAGS if f in given or attribute(f) in config), None)
 
 
 def _names(argv: Sequence[str]) -> set[str]:
@@ -168,7 +170,7 @@ def defaults(config: Mapping[str, object]) -> dict[str, str]:
     Raises:
         ConfigError: a name that no flag has, or a switch that is neither True nor False.
     """
-    known = [_attribute(flag) for flag in _FLAGS]
+    known = [attribute(flag) for flag in _FLAGS]
     for name in config:
         if name not in known:
             raise ConfigError(f"{name!r} is no option of megatron_ext; it has {', '.join(known)}")
@@ -182,12 +184,12 @@ def defaults(config: Mapping[str, object]) -> dict[str, str]:
 def options_without_schedule(args: argparse.Namespace) -> list[str]:
     """Our flags that were given although ``--pp-schedule``, which they belong to, was not."""
     belonging = [flag for flag in _FLAGS[1:] if flag not in moe_flags.FLAGS]
-    return [flag for flag in belonging if getattr(args, _attribute(flag), None) is not None]
+    return [flag for flag in belonging if getattr(args, attribute(flag), None) is not None]
 
 
 def given(args: argparse.Namespace) -> dict[str, str]:
     """Our flags that are in use, with their values as text."""
-    values = {flag: getattr(args, _attribute(flag), None) for flag in _FLAGS}
+    values = {flag: getattr(args, attribute(flag), None) for flag in _FLAGS}
     return {flag: str(value) for flag, value in values.items() if value is not None}
 
 
@@ -201,7 +203,7 @@ def given_to_megatron(args: argparse.Namespace, parser: argparse.ArgumentParser)
         args: as parsed, not yet validated.
         parser: that has parsed them.
     """
-    ours = {_attribute(flag) for flag in _FLAGS}
+    ours = {attribute(flag) for flag in _FLAGS}
     found = {}
     for option in parser._actions:
         if option.dest in (*ours, "local_rank") or not hasattr(args, option.dest):
@@ -225,8 +227,3 @@ def _text(value: object) -> str | None:
     if isinstance(value, str):
         return "a path" if os.sep in value else value
     return str(value) if value is None or isinstance(value, (bool, int, float)) else None
-
-
-def _attribute(flag: str) -> str:
-    """``--pp-cost`` -> ``pp_cost``, its name among Megatron's arguments."""
-    return flag.removeprefix("--").replace("-", "_")

@@ -33,9 +33,10 @@ from .offload import Offloading
 from .profile import Profiler
 from .relay import Relay
 from .rewind import Replays, Rewind
-from .runner import Call, Iteration, MegatronRunner, unwrapped
+from .runner import Call, Iteration, MegatronRunner
 from .seams import Seam
 from .traces import Traces
+from .utils import gather, unwrapped
 from .vee import reduce_tied_gradients, require_gpt
 from .wgrad_split import Splitter
 
@@ -475,7 +476,7 @@ def _gradient_ranks() -> str:
 def _require_equal_plans(plan: Schedule) -> None:
     """All ranks must follow one plan. Another one in the pipeline would deadlock or mix data, and
     another pipeline's would enter tensor- and data-parallel collectives in another order."""
-    every = profile.gather(plan.fingerprint())
+    every = gather(plan.fingerprint())
     if len(set(every)) != 1:
         raise ConfigError(
             f"ranks made different plans for schedule {plan.name}: {every}; start all "

@@ -20,9 +20,9 @@ from .flags import (
     wanted,
 )
 from .flags import given as flags_given
-from .job import full_batch
 from .report import Report
 from .seams import Seam, Seams
+from .utils import full_batch
 from .versions import megatron_version, require_supported
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .._input import attribute
 from ..plan.flags import FLAGS, NOT_MODELLED, job_of
 from ..plan.layout import Split
 from ..plan.model import Job, PlanError
@@ -22,17 +23,17 @@ def job_of_args(args: Any) -> Job:
         ConfigError: the model is not one that is modelled, or its numbers contradict each other.
     """
     for flag, why in NOT_MODELLED.items():
-        if getattr(args, _name(flag), None):
+        if getattr(args, attribute(flag), None):
             raise ConfigError(
                 f"a --pp-memory-cap in bytes needs the model's sizes, but {flag} {why}, which is "
                 "not modelled; give the cap as a fraction of 1F1B's peak"
             )
     given: dict[str, Any] = {}
     for flag, kind in FLAGS.items():
-        value = getattr(args, _name(flag), None)
+        value = getattr(args, attribute(flag), None)
         value = getattr(value, "name", value)  # of an enumeration
         if value is not None and value is not False:
-            given[_name(flag)] = str(value) if kind is str else value
+            given[attribute(flag)] = str(value) if kind is str else value
     given["disable_bias_linear"] = not args.add_bias_linear
     if not given.get("group_query_attention"):
         given.pop("num_query_groups", None)
@@ -42,23 +43,6 @@ def job_of_args(args: Any) -> Job:
         raise ConfigError(f"--pp-memory-cap {args.pp_memory_cap}: {error}") from None
 
 
-def full_batch(args: Any) -> int | None:
-    """Samples of the largest batch: ``--global-batch-size``, or the largest of a schedule of sizes
-    (``--step-batch-size-schedule``, which Megatron allows only without the former); None where
-    neither says it, before Megatron has set its default."""
-    steps = getattr(args, "step_batch_size_schedule", None)
-    if steps is None:
-        size: int | None = args.global_batch_size
-        return size
-    try:
-        return max(int(step.split(":")[1]) for step in steps.split())
-    except (IndexError, ValueError):
-        raise ConfigError(
-            f"--step-batch-size-schedule {steps!r} is not of the form 'THRESHOLD:SIZE ...'; write "
-            "e.g. '0:768 250B:1536'"
-        ) from None
-
-
 def splits_of(args: Any) -> Callable[[int], Split]:
     """How Megatron's flags divide the layers over a number of stages, in model order."""
 
@@ -66,7 +50,3 @@ def splits_of(args: Any) -> Callable[[int], Split]:
         return Split(tuple(layer_counts(args, stages)))
 
     return split
-
-
-def _name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")

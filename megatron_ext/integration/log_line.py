@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..runtime.trace import Recorder
-from .profile import gather
 from .seams import Seam
+from .utils import gather
 
 # Iterations whose times are kept for the next line: enough for a mean, few enough to hold.
 _KEPT = 8

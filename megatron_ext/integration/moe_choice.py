@@ -19,7 +19,7 @@ from ..moe.settings import Decides
 from ..schedule.generators import generate
 from ..schedule.simulate import peak_sets
 from .errors import ConfigError
-from .job import full_batch
+from .utils import full_batch
 
 logger = logging.getLogger(__name__)
 

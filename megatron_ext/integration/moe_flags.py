@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .._input import attribute, parse_bytes
 from ..moe import cost_file
 from ..moe.decide import Measured
 from ..moe.select import AUTO, Space
-from ..plan.budget import parse_bytes
 from .errors import ConfigError
 
 CHUNKS = ("off", "auto", "1", "2", "4", "8")
@@ -252,4 +252,4 @@ def markdown() -> str:
 
 def _attribute(flag: str) -> str:
     renamed = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
-    return renamed.get(flag, flag.removeprefix("--").replace("-", "_"))
+    return renamed.get(flag, attribute(flag))

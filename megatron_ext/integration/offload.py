@@ -20,7 +20,7 @@ from ..offload.arena import HostArena, arena_bytes
 from ..offload.device import CpuDevice, CudaDevice, Device
 from ..offload.engine import Engine
 from ..offload.errors import OffloadConfigError
-from ..offload.host import GIB
+from ..offload.host_memory import GIB
 from ..offload.sets import Footprint
 from ..offload.store import MIN_BYTES, ActivationStore
 from ..schedule.actions import Op
@@ -33,7 +33,7 @@ from .errors import ConfigError
 from .offload_measure import TransferSetup
 from .offload_request import OffloadRequest
 from .profile import Seconds
-from .runner import unwrapped
+from .utils import unwrapped
 
 logger = logging.getLogger(__name__)
 

@@ -17,13 +17,15 @@ import torch.distributed as dist
 from ..offload.arena import HostArena
 from ..offload.device import CpuDevice, CudaDevice, Device
 from ..offload.engine import FileTurns, Policy, Turns
-from ..offload.host import available_host_bytes, require_host_memory
+from ..offload.host import require_host_memory
+from ..offload.host_memory import available_host_bytes
 from ..offload.rates import Rates, choose_policy, measure_rates
 from ..schedule.actions import Op
 from ..schedule.link import Link, travel_time
 from ..schedule.placement import Placement
 from .errors import ConfigError
-from .profile import Seconds, gather
+from .profile import Seconds
+from .utils import gather
 
 # Bytes each way of one measurement: long enough to hide what starting a copy costs.
 PROBE_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
@@ -156,8 +158,7 @@ def require_memory_on_hosts(needed_bytes: int, held_bytes: int = 0) -> None:
         ConfigError: the ranks of one host, whichever, need too much.
     """
     mine = socket.gethostname(), needed_bytes, held_bytes, available_host_bytes()
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    every = gather(mine)
     for host in sorted({entry[0] for entry in every}):
         needs, held, available = zip(*(entry[1:] for entry in every if entry[0] == host))
         try:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from .._input import attribute, plain, shown
 from ..schedule.link import POLICIES, Link
 from ..schedule.offload import wanted_chunks
-from ..schedule.reading import plain, shown
 from .errors import ConfigError
 
 MODES = ("off", "half", "full", "auto")
@@ -55,7 +55,7 @@ class OffloadRequest:
             )
         if chunks is None and mode in (None, "off"):
             for flag in _FLAGS[2:]:
-                value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+                value = getattr(args, attribute(flag))
                 if value is not None:
                     raise ConfigError(
                         f"{flag} {value} is for offloading, which is off; add --pp-offload auto "

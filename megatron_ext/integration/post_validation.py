@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from ..runtime.channel import Channel
 from .eager_step import EagerStep, StageGroups
-from .flags import PATIENCE
 from .rejections import Rejection
 from .seams import Seam
 
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
     from .forward_backward import ScheduledPipeline
 
 logger = logging.getLogger(__name__)
+
+# Iterations; gradients that had to be clipped once will soon be again.
+PATIENCE = 10
 
 _AHEAD = "the next iteration has begun when Megatron comes to it; drop it"
 _HOOKED = "the first passes of an iteration run before Megatron prepares for them; drop it"

@@ -19,6 +19,7 @@ from ..runtime.trace import Recorder
 from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
+from .utils import gather
 
 logger = logging.getLogger(__name__)
 
@@ -296,10 +297,3 @@ def hop_seconds(channel: Channel, group: Any) -> float:
                 best = min(best, (time.perf_counter() - started) / 2)
     dist.barrier(group)
     return best if best < float("inf") else 0.0
-
-
-def gather(value: Any, group: Any = None) -> list[Any]:
-    """Every rank's value, in rank order; without a group, of all ranks of the job."""
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, value, group=group)
-    return every

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .._input import attribute
 from .errors import ConfigError
 
 
@@ -32,7 +33,7 @@ class Rejection:
     @property
     def attribute(self) -> str:
         """The argument's name in Megatron's ``args``."""
-        return self.flag.removeprefix("--").replace("-", "_")
+        return attribute(self.flag)
 
     def applies(self, args: Any, vee: bool) -> bool:
         """True if ``args`` use the feature."""

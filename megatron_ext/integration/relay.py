@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from ..runtime.watchdog import Watchdog
 from ..schedule.placement import Placement
 from .runner import MegatronRunner
+from .utils import map_tensors
 
 
 class Relay:
@@ -98,14 +98,3 @@ def _add_mtp_metrics(metrics: dict[str, torch.Tensor]) -> None:
         tracker["reduce_group"] = None
         # Averaged by the last ranks among themselves, as if they had computed them.
         tracker["avg_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """``value`` with every tensor in its dicts, lists and tuples replaced by ``change`` of it."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {k: map_tensors(v, change) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(v, change) for v in value)
-    return value

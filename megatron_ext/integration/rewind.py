@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .runner import unwrapped
+from .utils import unwrapped
 
 
 class Replay:

@@ -260,10 +260,3 @@ class MegatronRunner:
 def _takes_model_type(backward_step: Callable[..., Any]) -> bool:
     """Whether this Megatron's ``backward_step`` wants to know; asked once, not every iteration."""
     return "model_type" in inspect.signature(backward_step).parameters
-
-
-def unwrapped(model: Any) -> Any:
-    """The model inside Megatron's wrappers (data parallelism, mixed precision)."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model

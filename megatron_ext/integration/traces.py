@@ -13,7 +13,7 @@ from ..schedule.schedule import Schedule
 from ..schedule.simulate import peak_sets
 from ..view.recorded import plan_file
 from .offload import Offloading
-from .relay import map_tensors
+from .utils import map_tensors
 
 
 class Traces:

@@ -16,9 +16,10 @@ from . import post_validation
 from .choose import Choice
 from .errors import ConfigError
 from .families import ANY_CHUNKS, ONE_CHUNK
-from .job import full_batch, job_of_args, splits_of
+from .job import job_of_args, splits_of
 from .layout import count_stages, vee_layout_text
 from .rejections import REJECTIONS, require_supported_features
+from .utils import full_batch
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..runtime.wgrad import WeightGradStore
 from . import wgrad_te
+from .utils import gather
 from .wgrad_report import WgradReport, wgrad_report
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,7 @@ class Splitter:
         if self._said:
             return
         self._said = True
-        every: list[WgradReport] = [WgradReport()] * group.size()
-        dist.all_gather_object(every, self.report, group=group)
+        every: list[WgradReport] = gather(self.report, group)
         if dist.get_rank() == 0:
             logger.warning("megatron_ext: %s", sum(every, WgradReport()).text(schedule))
 

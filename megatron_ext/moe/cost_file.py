@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..schedule.reading import parse_json, read_text, shown
+from .._input import parse_json, read_text, shown
 from .costs import LayerCosts, Line
 from .decide import Measured
 

@@ -17,7 +17,8 @@ import torch
 
 from .device import Event
 from .errors import OffloadConfigError
-from .host import GIB, available_host_bytes, near, pci_bus_id, require_host_memory
+from .host import near, pci_bus_id, require_host_memory
+from .host_memory import GIB, available_host_bytes
 
 ALIGNMENT = 512  # as device allocations are; keeps copies on full PCIe transactions
 

@@ -11,41 +11,10 @@ from pathlib import Path
 import torch
 
 from .errors import OffloadConfigError
+from .host_memory import GIB, read_lines, read_number
 
-GIB = 1 << 30
 # What the rest of the machine needs while training runs: page cache, data loader, checkpoints.
 USABLE_FRACTION = 0.9
-
-
-def available_host_bytes(root: Path = Path("/")) -> int:
-    """Host memory that this process could still take, in bytes.
-
-    The least of what the kernel says is available and what its control groups (versions 1 and 2)
-    still allow. ``root`` is for tests.
-    """
-    amounts = []
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            amounts.append(int(line.split()[1]) * 1024)
-    group = "/"
-    for line in _lines(root / "proc/self/cgroup"):
-        number, controllers, path = line.split(":", 2)
-        if number == "0" or "memory" in controllers.split(","):
-            group = path
-    for folder, limit, used in (
-        ("sys/fs/cgroup", "memory.max", "memory.current"),
-        ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        place = root / folder / group.strip("/")
-        # A container may see its own group as the root of the tree.
-        for at in (place, root / folder):
-            top, now = _number(at / limit), _number(at / used)
-            if top is not None and now is not None:
-                amounts.append(max(0, top - now))
-                break
-    if not amounts:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(amounts)
 
 
 def require_host_memory(needed_bytes: Sequence[int], available_bytes: int) -> None:
@@ -118,11 +87,11 @@ def _choose(bus: str | None, before: frozenset[int], root: Path) -> Nearness:
     if bus is None:
         return Nearness(None, before, "the device's place on the bus is unknown")
     place = root / "sys/bus/pci/devices" / bus
-    node = _number(place / "numa_node")
-    cpus = _cpu_list("".join(_lines(place / "local_cpulist")))
+    node = read_number(place / "numa_node")
+    cpus = _cpu_list("".join(read_lines(place / "local_cpulist")))
     if node is None or node < 0 or not cpus:
         return Nearness(None, before, "the machine does not say which CPUs are near the device")
-    online = _cpu_list("".join(_lines(root / "sys/devices/system/cpu/online")))
+    online = _cpu_list("".join(read_lines(root / "sys/devices/system/cpu/online")))
     if before != online:
         return Nearness(node, before, "the process was bound from outside; that is respected")
     return Nearness(node, cpus & before or before, "bound to the device's node")
@@ -135,18 +104,3 @@ def _cpu_list(text: str) -> frozenset[int]:
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return frozenset(cpus)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file; None if there is none (``max`` means no limit)."""
-    try:
-        return int(path.read_text().strip())
-    except (OSError, ValueError):
-        return None

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from .._input import size_text
 from ..schedule.costs import Costs
 from ..schedule.generators import GENERATORS, NAMES
 from ..schedule.generators.auto import costs_for, simplest_first, time_taken
 from ..schedule.generators.cap import v_cap_limits
 from ..schedule.generators.request import Objective
 from ..schedule.placement import Placement
-from ..schedule.reading import shown
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import peak_sets, simulate
 from .layout import Split
@@ -22,35 +20,6 @@ from .memory import MESSAGES, RankBytes, StageBytes, message_bytes, rank_bytes, 
 from .model import Job, PlanError
 from .point import Shape
 from .profile import Profile
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def parse_bytes(text: str) -> int:
-    """``40GiB``, ``80GB``, ``1.5TiB``, or a plain number of bytes.
-
-    Raises:
-        PlanError: it is none of these, or not > 0.
-    """
-    found = re.fullmatch(r"\s*([0-9.]+(?:[eE][0-9]+)?)\s*([KMGT]i?B|B)?\s*", text)
-    unit = found[2] or "B" if found else "B"
-    power = "BKMGT".index(unit[0]) if unit != "B" else 0
-    try:
-        size = int(float(found[1] if found else "") * (1024 if "i" in unit else 1000) ** power)
-    except (ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise PlanError(f"a size must be a number of bytes > 0 such as 40GiB, got {shown(text)}")
-    return size
-
-
-def size_text(size: int) -> str:
-    """Bytes for people, in the form that ``parse_bytes`` reads; rounded up, to be enough."""
-    power = 0
-    while size >= 1024 ** (power + 1) and power < len(_UNITS) - 1:
-        power += 1
-    hundredths = math.ceil(Fraction(100 * size, 1024**power))
-    return f"{hundredths / 100:g}{_UNITS[power]}"
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Space:
     profiles: dict[tuple[int, bool], Profile] = field(default_factory=dict)
 
     def shapes(self) -> list[Shape]:
-        """Everything but ``v-cap``, whose caps depend on what fits."""
+        """Everything but schedules at any cap, whose caps depend on what fits."""
         out = []
         for name in self.schedules:
             generator = GENERATORS[name]

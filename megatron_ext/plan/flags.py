@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from .._input import attribute
 from .model import Job, PlanError
 
 # Flag -> type of its value; bool is a switch. Names are pretrain_gpt.py's.
@@ -155,14 +156,10 @@ def job_of(given: dict[str, Any]) -> Job:
     Raises:
         PlanError: a flag that is needed is missing, or two of them contradict each other.
     """
-    missing = [f for f in _NEEDED if given.get(_name(f)) is None]
+    missing = [f for f in _NEEDED if given.get(attribute(f)) is None]
     if missing:
         raise PlanError(f"plan needs {', '.join(missing)} too, as pretrain_gpt.py has them")
     return Job.of(dict(given))
 
 
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
-
-
-def _name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")

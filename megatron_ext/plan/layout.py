@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..schedule.reading import shown
+from .._input import shown
 from .model import Job, PlanError
 
 _LONGEST = 100_000  # characters

@@ -31,10 +31,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from .._input import parse_json, read_text, real, shown, whole
 from ..schedule.costs import Costs
 from ..schedule.link import travel_time
 from ..schedule.placement import Placement
-from ..schedule.reading import parse_json, read_text, real, shown, whole
 from .layout import Split
 from .memory import StageBytes
 from .model import Job, PlanError

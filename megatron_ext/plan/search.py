@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from ..schedule.bounds import makespan_bound
 from ..schedule.costs import Costs
+from ..schedule.generators import GENERATORS
 from ..schedule.generators.cap import v_cap_limits
 from ..schedule.offload import wanted_chunks
 from ..schedule.schedule import Schedule
@@ -27,8 +28,7 @@ from .model import Job, PlanError
 from .point import Away, Case, Point, Shape, evaluate, front
 
 EFFORT = 2_200_000  # weighted passes; about half a minute of one core
-# What a pass costs beside one of zb-h1: generators differ, and offload plans take longest.
-_WEIGHTS = {"1f1b": 0.2, "interleaved": 0.3, "po": 0.3, "interleaved-zb": 2.0, "v-cap": 14.0}
+# Of a pass, beside ``Generator.effort``: offload plans take longest.
 _OFFLOAD_WEIGHT, _AUTO_WEIGHT = 6.0, 24.0
 # Offload gets what is left, and this share of all for itself if something is too large without.
 _FOR_OFFLOAD = 0.4
@@ -206,7 +206,7 @@ class Search:
     def _spend(self, shape: Shape, case: Case, away: Away | None, keep: float = 0.0) -> bool:
         """True if one more may be generated; then it is paid for."""
         passes = 3 * self.space.pp * shape.chunks * case.microbatches
-        weight = _WEIGHTS.get(shape.name, 1.0)
+        weight = GENERATORS[shape.name].effort
         if away is not None:
             weight += _AUTO_WEIGHT if away.what == "auto" else _OFFLOAD_WEIGHT
         # The first few are free: there is always an answer.
@@ -256,7 +256,8 @@ class Search:
 
     def _caps(self, candidates: list[Candidate]) -> None:
         """V placement at the largest cap that fits, where v-zb is too large."""
-        if "v-cap" not in self.space.schedules:
+        capped = [name for name in self.space.schedules if GENERATORS[name].takes_memory_cap]
+        if not capped:
             return
         pp, budget = self.space.pp, self.result.budget
         low, high = v_cap_limits(pp)
@@ -264,16 +265,17 @@ class Search:
         seen: set[tuple[Job, tuple[int, ...]]] = set()
         for one in candidates:
             key = one.case.job, one.case.split.counts
-            if one.shape.placement(pp).is_vee() is False or key in seen or tried >= _CAPS:
+            if not one.shape.placement(pp).is_vee() or key in seen or tried >= _CAPS:
                 continue
             seen.add(key)
             large = self._sized(one, Shape("v-zb", 2))
             small = self._sized(one, Shape("v-min", 2))
             if large <= budget or small > budget:
                 continue
-            tried += self._climb(one, (low, small), (high, large))
+            for name in capped:
+                tried += self._climb(name, one, (low, small), (high, large))
 
-    def _climb(self, one: Candidate, low: tuple[int, int], high: tuple[int, int]) -> int:
+    def _climb(self, name: str, one: Candidate, low: tuple[int, int], high: tuple[int, int]) -> int:
         """Look for the largest cap that fits, between two (cap, bytes); 1 if any was tried."""
         placement, budget = one.shape.placement(self.space.pp), self.result.budget
         case = one.case
@@ -284,7 +286,7 @@ class Search:
             best = self.result.best
             if (cap == low[0] and tries) or (best is not None and bound >= best.makespan_us):
                 return int(tries > 0)
-            shape = Shape("v-cap", 2, memory_cap=cap)
+            shape = Shape(name, 2, memory_cap=cap)
             if not self._spend(shape, case, None):
                 self.result.skipped += 1
                 return int(tries > 0)
@@ -400,7 +402,7 @@ class Search:
 _ALWAYS = 3  # points
 _FAR = Fraction(21, 20)  # orders for equal costs are seldom so much slower than those for the costs
 _NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
-_CAPS = 2  # cases for which v-cap is generated
+_CAPS = 2  # cases for which an order at a cap is generated
 _CLIMBS = 3  # caps that are generated for each of them
 _CROWDED = Fraction(9, 8)  # beyond, a link that is asked for more only makes compute wait
 _SMALLEST = 3  # points, each with and without offload

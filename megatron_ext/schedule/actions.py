@@ -25,7 +25,7 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
-from .reading import shown
+from .._input import shown
 
 
 class Op(str, Enum):
@@ -63,6 +63,10 @@ SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B, Op.SEND_PREFIX, Op.SEND_STATE})
 RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_PREFIX, Op.RECV_STATE})
 COMMUNICATION_OPS = SEND_OPS | RECV_OPS
 OFFLOAD_OPS = frozenset({Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD})
+# Everything that post-validation adds to a schedule.
+ALL_VALIDATION_OPS = VALIDATION_OPS | VALIDATION_MESSAGES
+# What an action does to the number of activation sets on the device.
+DEVICE_STEPS = {Op.F: 1, Op.W: -1, Op.BW: -1, Op.RELEASE: -1, Op.PREPARE: 1}
 
 _TEXT = re.compile(r"([A-Z_]*[A-Z])(\d{1,9})\.(\d{1,9})", re.ASCII)
 
@@ -102,3 +106,6 @@ class Action(NamedTuple):
                 f"unknown operation {shown(match[1])} in {shown(text)}; known: {known}"
             ) from None
         return cls(op, int(match[2]), int(match[3]))
+
+
+Orders = list[list[Action]]  # of every rank

@@ -88,11 +88,6 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
 _Where = dict[Action, tuple[int, int]]  # action -> (rank, position)
 
 
-def _fault(schedule: Schedule, rank: int, position: int, text: str) -> ScheduleError:
-    picture = grid.around(schedule.ranks, rank, position)
-    return ScheduleError(f"rank {rank}, position {position}: {text}\n{picture}")
-
-
 def _collect(schedule: Schedule) -> _Where:
     """Where every action stands; each is known, once there, in range and on its stage's rank."""
     if len(schedule.ranks) != schedule.pp:
@@ -103,18 +98,18 @@ def _collect(schedule: Schedule) -> _Where:
         if not 0 <= action.stage < placement.num_stages:
             last = placement.num_stages - 1
             text = f"{action} names stage {action.stage}, but stages go from 0 to {last}"
-            raise _fault(schedule, rank, position, text)
+            raise schedule.fault(rank, position, text)
         if not 0 <= action.microbatch < schedule.microbatches:
             last = schedule.microbatches - 1
             text = f"{action} names microbatch {action.microbatch}, but they go from 0 to {last}"
-            raise _fault(schedule, rank, position, text)
+            raise schedule.fault(rank, position, text)
         owner = placement.rank_of(action.stage)
         if owner != rank:
             text = f"{action} is on the wrong rank: stage {action.stage} lies on rank {owner}"
-            raise _fault(schedule, rank, position, text)
+            raise schedule.fault(rank, position, text)
         if action in where:
             text = f"{action} appears twice, first at position {where[action][1]}"
-            raise _fault(schedule, rank, position, text)
+            raise schedule.fault(rank, position, text)
         where[action] = rank, position
     return where
 
@@ -130,12 +125,12 @@ def _check_complete(schedule: Schedule, where: _Where, forward_only: bool) -> No
                     for action in (b, w, bw):
                         if action in where:
                             text = f"{action} in a forward-only schedule, which holds F only"
-                            raise _fault(schedule, *where[action], text)
+                            raise schedule.fault(*where[action], text)
                 elif bw in where:
                     for action in (b, w):
                         if action in where:
                             text = f"{action} repeats work of {bw}: give B and W, or one BW"
-                            raise _fault(schedule, *where[action], text)
+                            raise schedule.fault(*where[action], text)
                 elif b not in where:
                     raise _missing(schedule, rank, b)
                 elif w not in where:
@@ -153,7 +148,7 @@ def _missing(schedule: Schedule, rank: int, action: Action) -> ScheduleError:
     same = [i for i, a in enumerate(row) if a.stage == action.stage and a.op in (action.op, Op.BW)]
     before = [i for i in same if row[i].microbatch < action.microbatch]
     position = before[-1] + 1 if before else (same[0] if same else len(row))
-    return _fault(schedule, rank, position, f"{action} is missing; {rule} exactly once")
+    return schedule.fault(rank, position, f"{action} is missing; {rule} exactly once")
 
 
 def _check_chunk_order(schedule: Schedule) -> None:
@@ -169,7 +164,7 @@ def _check_chunk_order(schedule: Schedule) -> None:
                         f"{action} comes after {before}; the {kind} passes of one chunk must run "
                         f"in microbatch order"
                     )
-                    raise _fault(schedule, rank, position, text)
+                    raise schedule.fault(rank, position, text)
                 last[kind, action.stage] = action
 
 
@@ -179,7 +174,7 @@ def _check_weight_after_backward(schedule: Schedule, where: _Where) -> None:
             b = Action(Op.B, action.stage, action.microbatch)
             if where[b][1] > position:
                 text = f"{action} stands before {b}; W must come after the B of its microbatch"
-                raise _fault(schedule, rank, position, text)
+                raise schedule.fault(rank, position, text)
 
 
 def _check_transfers(schedule: Schedule, where: _Where) -> None:
@@ -201,14 +196,14 @@ def _check_transfers(schedule: Schedule, where: _Where) -> None:
             arrival = where.get(Action(receive, consumer.stage, j))
             if arrival is None:
                 text = f"{Action(receive, consumer.stage, j)} is missing; {consumer} needs it"
-                raise _fault(schedule, rank, position, text)
+                raise schedule.fault(rank, position, text)
             if arrival[1] > position:
                 text = f"{Action(receive, consumer.stage, j)} stands after {consumer}"
-                raise _fault(schedule, *arrival, f"{text}; a RECV must come before its consumer")
+                raise schedule.fault(*arrival, f"{text}; a RECV must come before its consumer")
     for rank, position, action in schedule.actions():
         if action.op in COMMUNICATION_OPS - VALIDATION_MESSAGES and action not in needed:
             text = f"{action} is not needed: no pass on another rank is at its other end"
-            raise _fault(schedule, rank, position, text)
+            raise schedule.fault(rank, position, text)
 
 
 def _check_behind(schedule: Schedule, where: _Where, send: Action, source: tuple[int, int]) -> None:
@@ -216,10 +211,10 @@ def _check_behind(schedule: Schedule, where: _Where, send: Action, source: tuple
     producer = schedule.ranks[rank][position]
     if send not in where:
         text = f"{send} is missing; another rank needs what {producer} produces"
-        raise _fault(schedule, rank, position, text)
+        raise schedule.fault(rank, position, text)
     if where[send][1] < position:
         text = f"{send} stands before {producer}; a SEND must come after its producer"
-        raise _fault(schedule, *where[send], text)
+        raise schedule.fault(*where[send], text)
 
 
 _JOURNEY = (Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD)
@@ -232,7 +227,7 @@ def _check_offload(schedule: Schedule, where: _Where) -> None:
             continue
         if schedule.link is None:
             text = f"{action} needs to know how sets travel; the schedule lacks it"
-            raise _fault(schedule, rank, position, f'{text} ("offload" in a file)')
+            raise schedule.fault(rank, position, f'{text} ("offload" in a file)')
         _, stage, j = action
         backward = Op.BW if Action(Op.BW, stage, j) in where else Op.B
         before = Action(Op.F, stage, j)
@@ -241,10 +236,10 @@ def _check_offload(schedule: Schedule, where: _Where) -> None:
             if step not in where:
                 text = f"{step} is missing; an offloaded set needs"
                 steps = "OFFLOAD, RELEASE, PREPARE, RELOAD between its F and its B"
-                raise _fault(schedule, rank, position, f"{text} {steps}")
+                raise schedule.fault(rank, position, f"{text} {steps}")
             if where[step][1] < where[before][1]:
                 text = f"{step} stands before {before}; a set's order is F, OFFLOAD, RELEASE,"
-                raise _fault(schedule, *where[step], f"{text} PREPARE, RELOAD, B")
+                raise schedule.fault(*where[step], f"{text} PREPARE, RELOAD, B")
             before = step
 
 
@@ -296,7 +291,7 @@ def _check_message_order(schedule: Schedule) -> None:
                     f"{action} would receive {actual} of rank {source}; messages from rank "
                     f"{source} to rank {rank} match in the order they are sent"
                 )
-                raise _fault(schedule, rank, position, text)
+                raise schedule.fault(rank, position, text)
 
 
 def _check_rendezvous(schedule: Schedule) -> None:

@@ -9,8 +9,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._input import fraction, parse_json, read_text, shown
+from .actions import Op
 from .placement import Placement
-from .reading import fraction, parse_json, read_text, shown
 
 Number = int | float | str | Fraction
 
@@ -26,6 +27,21 @@ class Durations(NamedTuple):
     backward_weight: tuple[int, ...]
     hop: int
     scale: int
+
+    @classmethod
+    def unit(cls, placement: Placement) -> Durations:
+        """F, B and W of every stage take 1, a hop 0."""
+        ones = (1,) * placement.num_stages
+        return cls(ones, ones, ones, 0, 1)
+
+    def of(self, op: Op, stage: int) -> int:
+        """Of one compute action."""
+        if op is Op.F:
+            return self.forward[stage]
+        if op is Op.W:
+            return self.backward_weight[stage]
+        b = self.backward_input[stage]
+        return b if op is Op.B else b + self.backward_weight[stage]
 
     def reduced(self) -> Durations:
         """The same without common factors, for comparing: costs times any number become equal.

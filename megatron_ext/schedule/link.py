@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from .._input import fraction, shown
 from .costs import Durations, Number, number_to_json
 from .placement import Placement
-from .reading import fraction, shown
 
 POLICIES = ("single", "dual", "paired")
 DEFAULT_POLICY = "single"

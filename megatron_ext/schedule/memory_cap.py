@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from .reading import fraction, shown
+from .._input import fraction, shown
 
 _NEAR = Fraction(1, 10**6)  # sets; 0.3333333 of 6 is meant as 2
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from .actions import Action, Op
+from .actions import DEVICE_STEPS, Action, Op
 from .costs import Costs
 from .link import Link, LinkTimes
 from .placing import Passes, Placing, Set_
@@ -319,9 +319,9 @@ def _resident(row: Sequence[Action]) -> list[int]:
     """Sets there are during each pass, without offload."""
     counts, sets = [], 0
     for action in row:
-        sets += action.op is Op.F
-        counts.append(sets)
-        sets -= action.op is Op.W or action.op is Op.BW
+        step = DEVICE_STEPS.get(action.op, 0)
+        counts.append(sets + max(step, 0))
+        sets += step
     return counts
 
 

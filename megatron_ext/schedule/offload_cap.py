@@ -9,8 +9,8 @@ from fractions import Fraction
 from functools import partial
 
 from .costs import Costs
-from .generators import GENERATORS, Objective, generate
-from .generators.auto import FAMILIES, costs_for, simplest_first, time_taken
+from .generators import GENERATORS, NAMES, Objective, generate
+from .generators.auto import costs_for, simplest_first, time_taken
 from .generators.cap import v_cap_limits
 from .link import Link
 from .memory_cap import cap_sets
@@ -164,7 +164,7 @@ def auto_offloaded(
     *,
     cap: Fraction,
     objective: Objective = "makespan",
-    names: Sequence[str] = FAMILIES,
+    names: Sequence[str] = NAMES,
 ) -> OffloadPlan:
     """The fastest of ``names`` that offload brings under ``cap``; of equally fast, the simpler one.
 
@@ -197,7 +197,7 @@ def auto_offloaded(
     best: tuple[Fraction, int, OffloadPlan] | None = None
     # Offload makes nothing faster: the first ones that keep the cap are all there is to plan.
     for time, name, make, caps in sorted(tried, key=lambda one: one[0]):
-        place = FAMILIES.index(name)
+        place = NAMES.index(name)
         if best is not None and (time, place) > best[:2]:
             break
         try:

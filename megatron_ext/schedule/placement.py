@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .reading import shown
+from .._input import shown
 
 
 class Placement:

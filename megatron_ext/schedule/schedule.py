@@ -10,13 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .actions import COMMUNICATION_OPS, OFFLOAD_OPS, VALIDATION_MESSAGES, VALIDATION_OPS, Action, Op
+from .._input import parse_json, read_text, shown, whole
+from . import grid
+from .actions import ALL_VALIDATION_OPS, COMMUNICATION_OPS, OFFLOAD_OPS, VALIDATION_OPS, Action, Op
 from .costs import Costs
 from .link import Link
 from .placement import Placement
-from .reading import parse_json, read_text, shown, whole
 
-_ADDED = COMMUNICATION_OPS | VALIDATION_OPS  # by ``lower``
+_LOWERED = COMMUNICATION_OPS | VALIDATION_OPS  # added by ``lower``
 FILE_FORMAT = "megatron-ext-schedule/1"
 
 
@@ -64,13 +65,12 @@ class Schedule:
     @property
     def is_lowered(self) -> bool:
         """True if the lists hold what ``lower`` adds."""
-        return any(action.op in _ADDED for row in self.ranks for action in row)
+        return any(action.op in _LOWERED for row in self.ranks for action in row)
 
     @cached_property
     def is_validated(self) -> bool:
         """True if the lists hold optimizer post-validation."""
-        added = VALIDATION_OPS | VALIDATION_MESSAGES
-        return any(action.op in added for row in self.ranks for action in row)
+        return any(action.op in ALL_VALIDATION_OPS for row in self.ranks for action in row)
 
     @property
     def has_offload(self) -> bool:
@@ -89,7 +89,7 @@ class Schedule:
 
     def unlowered(self) -> Schedule:
         """This schedule without what ``lower`` adds: transfers and post-validation."""
-        rows = [[a for a in row if a.op not in _ADDED] for row in self.ranks]
+        rows = [[a for a in row if a.op not in _LOWERED] for row in self.ranks]
         return self.with_ranks(rows)
 
     def with_ranks(self, ranks: Sequence[Sequence[Action]]) -> Schedule:
@@ -101,6 +101,11 @@ class Schedule:
         for rank, row in enumerate(self.ranks):
             for position, action in enumerate(row):
                 yield rank, position, action
+
+    def fault(self, rank: int, position: int, text: str) -> ScheduleError:
+        """What is wrong at one place, with a picture of it."""
+        picture = grid.around(self.ranks, rank, position)
+        return ScheduleError(f"rank {rank}, position {position}: {text}\n{picture}")
 
     def fingerprint(self) -> str:
         """Hex digest over placement, microbatches and all actions: equal plans, equal digest."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from . import grid
-from .actions import Action, Op
+from .actions import DEVICE_STEPS, Action, Op
 from .copies import Copies, Copy
 from .costs import Costs, Durations
 from .link import Link
@@ -200,8 +200,7 @@ def _peak(row: Sequence[Action], steps: dict[Op, int]) -> int:
 
 
 _FREES = frozenset({Op.W, Op.BW})
-# What an action does to the number of sets on the device, and on the host.
-DEVICE_STEPS = {Op.F: 1, Op.W: -1, Op.BW: -1, Op.RELEASE: -1, Op.PREPARE: 1}
+# As ``DEVICE_STEPS``, on the host.
 _HOST_STEPS = {Op.OFFLOAD: 1, Op.B: -1, Op.BW: -1}
 
 _Times = list[list[int]]
@@ -259,7 +258,7 @@ def _run(
                 time = max(time, ready + (durations.hop if rank_of[other] != rank else 0))
             else:
                 start[rank].append(time)
-                time += _duration(durations, op, stage)
+                time += durations.of(op, stage)
                 end[rank].append(time)
                 clock[rank], at[rank] = time, position + 1
                 for kind in outputs(op):
@@ -299,16 +298,6 @@ def inputs(op: Op, stage: int, num_stages: int) -> tuple[tuple[int, int], ...]:
     if op is Op.W:
         return ((1, stage),)
     return ((0, stage), (1, stage + 1)) if stage + 1 < num_stages else ((0, stage),)
-
-
-def _duration(durations: Durations, op: Op, stage: int) -> int:
-    if op is Op.F:
-        return durations.forward[stage]
-    if op is Op.B:
-        return durations.backward_input[stage]
-    if op is Op.W:
-        return durations.backward_weight[stage]
-    return durations.backward_input[stage] + durations.backward_weight[stage]
 
 
 def _cannot_progress(

@@ -13,10 +13,10 @@ import csv
 import re
 from collections.abc import Iterator
 
+from .._input import shown
 from .actions import Action, Op
 from .costs import Durations
 from .placement import Placement
-from .reading import shown
 from .schedule import Schedule, ScheduleError
 from .simulate import run_times
 

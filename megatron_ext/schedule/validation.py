@@ -9,19 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from . import grid
-from .actions import (
-    COMMUNICATION_OPS,
-    VALIDATION_MESSAGES,
-    VALIDATION_OPS,
-    Action,
-    Op,
-)
+from .actions import ALL_VALIDATION_OPS, COMMUNICATION_OPS, VALIDATION_MESSAGES, Action, Op
 from .messages import peer_of
 from .placement import Placement
-from .schedule import Schedule, ScheduleError
+from .schedule import Schedule
 
-_ADDED = VALIDATION_OPS | VALIDATION_MESSAGES
 _STEP = (Op.RECV_PREFIX, Op.PREFIX, Op.SEND_PREFIX, Op.STEP)
 _VALIDATE = (Op.RECV_STATE, Op.VALIDATE, Op.SEND_STATE)
 
@@ -47,12 +39,14 @@ def _of(ops: Sequence[Op], placement: Placement, rank: int) -> list[Action]:
 
 def head_length(row: Sequence[Action]) -> int:
     """How many actions of a rank's list come before what follows its validation; 0 without one."""
-    return max((position + 1 for position, a in enumerate(row) if a.op in _ADDED), default=0)
+    return max(
+        (position + 1 for position, a in enumerate(row) if a.op in ALL_VALIDATION_OPS), default=0
+    )
 
 
 def without_validation(row: Sequence[Action]) -> tuple[Action, ...]:
     """A rank's list for an iteration before which the optimizer has stepped as usual."""
-    return tuple(action for action in row if action.op not in _ADDED)
+    return tuple(action for action in row if action.op not in ALL_VALIDATION_OPS)
 
 
 def check_validation(schedule: Schedule) -> None:
@@ -66,12 +60,11 @@ def check_validation(schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.ranks):
         first = steps(placement)[rank]
         last = validations(placement)[rank]
-        found = [action for action in row if action.op in _ADDED]
+        found = [action for action in row if action.op in ALL_VALIDATION_OPS]
         if found != first + last or list(row[: len(first)]) != first:
             expected = " ".join(map(str, first + last))
             got = " ".join(map(str, found)) or "none"
-            raise _fault(
-                schedule,
+            raise schedule.fault(
                 rank,
                 0,
                 f"post-validation is {got}, but a rank's is {expected}, its first "
@@ -79,23 +72,16 @@ def check_validation(schedule: Schedule) -> None:
             )
         if list(row[lengths[rank] - len(last) : lengths[rank]]) != last:
             text = f"{' '.join(map(str, last))} must stand together"
-            raise _fault(schedule, rank, lengths[rank] - 1, text)
+            raise schedule.fault(rank, lengths[rank] - 1, text)
         for position in range(len(first), lengths[rank] - len(last)):
             action = row[position]
             if action.is_compute and action[:2] != (Op.F, placement.stages[rank][0]):
                 text = f"{action} stands before {last[0]}; only forward passes of the rank's first"
-                raise _fault(schedule, rank, position, f"{text} chunk may run on a step in doubt")
+                raise schedule.fault(rank, position, f"{text} chunk may run on a step in doubt")
     where = {action: position for _, position, action in schedule.actions()}
     for rank, position, action in schedule.actions():
         if action.op in COMMUNICATION_OPS - VALIDATION_MESSAGES:
             peer, matching = peer_of(schedule, action)
             if (position < lengths[rank]) != (where[matching] < lengths[peer]):
                 text = f"{action} and {matching} of rank {peer} stand on two sides of VALIDATE; a"
-                raise _fault(
-                    schedule, rank, position, f"{text} message must not be under way there"
-                )
-
-
-def _fault(schedule: Schedule, rank: int, position: int, text: str) -> ScheduleError:
-    picture = grid.around(schedule.ranks, rank, position)
-    return ScheduleError(f"rank {rank}, position {position}: {text}\n{picture}")
+                raise schedule.fault(rank, position, f"{text} message must not be under way there")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..schedule.reading import parse_json, read_text, real, shown, whole
+from .._input import parse_json, read_text, real, shown, whole
 from ..schedule.schedule import Schedule
 from . import timeline
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from .._input import shown
 from ..schedule.actions import Action, Op
 from ..schedule.generators.blocks import Block
-from ..schedule.reading import shown
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
 

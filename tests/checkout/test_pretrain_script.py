@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import cli
+from megatron_ext._input import parse_bytes
 from megatron_ext.integration.choose import Choice
-from megatron_ext.plan.budget import Budget, parse_bytes
+from megatron_ext.plan.budget import Budget
 from megatron_ext.plan.flags import job_of
 from megatron_ext.plan.flags import read as read_flags
 from megatron_ext.plan.layout import Split, even_split

@@ -172,19 +172,15 @@ class TestOnTheMachine:
 
     def test_too_little_host_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ranks of one host are added up; another host's do not count."""
-        import torch.distributed as dist
-
         from megatron_ext.integration import offload_measure
 
         gib = 1 << 30
         here = socket.gethostname()
         others = [(here, 6 * gib, 0, 10 * gib), ("elsewhere", 100 * gib, 0, 200 * gib)]
 
-        def gather(every: list[Any], mine: Any) -> None:
-            every[:] = [(mine[0], mine[1], mine[2], 10 * gib), *others]
-
-        monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-        monkeypatch.setattr(dist, "all_gather_object", gather)
+        monkeypatch.setattr(
+            offload_measure, "gather", lambda mine: [(*mine[:3], 10 * gib), *others]
+        )
         offload_measure.require_memory_on_hosts(2 * gib)
         with pytest.raises(ConfigError) as error:
             offload_measure.require_memory_on_hosts(4 * gib)

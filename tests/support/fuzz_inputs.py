@@ -21,17 +21,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_ext._input import parse_bytes, parse_json
 from megatron_ext.checkpoints.folder import elements, read_contents
 from megatron_ext.checkpoints.pickles import read_saved
 from megatron_ext.commands.common import Parser, add_schedule_options, verify
 from megatron_ext.moe import cost_file
-from megatron_ext.plan.budget import parse_bytes
 from megatron_ext.plan.layout import Split, read_layout
 from megatron_ext.plan.profile import Profile
 from megatron_ext.schedule import Costs, Link, Schedule, generate, lower, offload_pass, simulate
 from megatron_ext.schedule.generators import MOST_SETS
 from megatron_ext.schedule.memory_cap import cap_sets, parse_cap
-from megatron_ext.schedule.reading import parse_json
 from megatron_ext.schedule.torch_csv import to_csv
 from megatron_ext.view import recorded
 

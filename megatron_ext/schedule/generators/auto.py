@@ -11,14 +11,8 @@ from ..schedule import Schedule
 from ..simulate import Simulation, simulate
 from .cap import v_cap_limits
 from .grouped import gis_peak
-from .registry import GENERATORS
+from .registry import GENERATORS, NAMES
 from .request import Objective
-
-# Simple first: whole backward passes, then split ones, then V placement, then searched orders.
-FAMILIES = (
-    *("1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "gis-h", "gis", "po"),
-    *("v-zb", "v-half", "v-min", "v-cap"),
-)
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ def auto(
     costs: Costs,
     memory_cap: int | None,
     objective: Objective,
-    names: Sequence[str] = FAMILIES,
+    names: Sequence[str] = NAMES,
 ) -> Schedule:
     """The fastest of ``names`` whose peak fits, the simpler one of those equally fast.
 
@@ -65,7 +59,7 @@ def auto(
     """
     parts = 2 if chunks is None else chunks
     cap = Fraction(pp) if memory_cap is None else Fraction(memory_cap, parts)
-    some = None if len(names) == len(FAMILIES) else ", ".join(names)
+    some = None if len(names) == len(NAMES) else ", ".join(names)
     fitting: list[Choice] = []
     least: list[tuple[Fraction, str]] = []
     for name in simplest_first(names):
@@ -95,8 +89,8 @@ def auto(
 
 
 def simplest_first(names: Iterable[str]) -> list[str]:
-    """``names`` in the order of ``FAMILIES``."""
-    return sorted(names, key=FAMILIES.index)
+    """``names`` in the order of the registry."""
+    return sorted(names, key=NAMES.index)
 
 
 def time_taken(run: Simulation, objective: Objective) -> Fraction:

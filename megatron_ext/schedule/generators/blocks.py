@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from ..actions import Action, Op
+from ..actions import Action, Op, Orders
 from ..placement import Placement
-from .squeeze import Orders, squeeze
+from .squeeze import squeeze
 
 __all__ = ["Block", "squeeze", "vee_block"]
+
+INTERVAL = 6  # of a V block: F, B and W of two chunks
 
 
 @dataclass(frozen=True)
@@ -106,22 +108,26 @@ def vee_block(
         first, second = rank, 2 * pp - 1 - rank
         f0, f1, b1 = downs[rank], end_f - ups[rank], end_f + loss_turn + b_downs[rank]
         b0 = end_b + b_ups[-1] - b_ups[rank]
-        taken = {f0 % 6, f1 % 6, b1 % 6, b0 % 6}
+        taken = {f0 % INTERVAL, f1 % INTERVAL, b1 % INTERVAL, b0 % INTERVAL}
         if len(taken) != 4:
             raise ValueError(f"passes of rank {rank} collide: F and B at {f0, f1, b1, b0}")
-        free = [x for x in range(6) if x not in taken]
         offsets |= {(Op.F, first): f0, (Op.F, second): f1}
         offsets |= {(Op.B, first): b0, (Op.B, second): b1}
-        # W in the two residues left, so that the longer wait of the two is as short as possible.
-        one, other = free
-        waits = [
-            ((one - b0 - 1) % 6, (other - b1 - 1) % 6),
-            ((other - b0 - 1) % 6, (one - b1 - 1) % 6),
-        ]
-        waits.sort(key=lambda wait: (max(wait), sum(wait)))
-        w0, w1 = waits[late_w]
-        offsets |= {(Op.W, first): b0 + 1 + w0, (Op.W, second): b1 + 1 + w1}
-    return Block(Placement.vee(pp), 6, offsets)
+        offsets[Op.W, first], offsets[Op.W, second] = w_times(taken, b0, b1, late_w)
+    return Block(Placement.vee(pp), INTERVAL, offsets)
+
+
+def w_times(taken: set[int], b0: int, b1: int, late: bool = False) -> tuple[int, int]:
+    """When the W's of a rank's two B's start, in the two residues that F and B do not take.
+
+    Of the two ways the one whose longer wait is as short as possible, or if ``late`` the other.
+    """
+    one, other = (x for x in range(INTERVAL) if x not in taken)
+    ways = [(one, other), (other, one)]
+    waits = [((x - b0 - 1) % INTERVAL, (y - b1 - 1) % INTERVAL) for x, y in ways]
+    waits.sort(key=lambda wait: (max(wait), sum(wait)))
+    w0, w1 = waits[late]
+    return b0 + 1 + w0, b1 + 1 + w1
 
 
 def _times(steps: int | Sequence[int], hops: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import product
 
+from ..actions import Orders
 from ..costs import Durations
 from ..placement import Placement
 from ..schedule import ScheduleError
@@ -22,7 +23,7 @@ from .blocks import Block, vee_block
 from .chain import chains, most_sets
 from .period import Pattern, improve
 from .request import Request
-from .squeeze import Orders, squeeze
+from .squeeze import squeeze
 from .vee import v_half, v_half_block, v_half_cap, v_min, v_min_block, v_min_cap, v_zb, v_zb_block
 
 _STEPS = ((1, 1), (1, 2), (2, 2), (4, 2), (2, 1))  # (down, up) of one hop

@@ -15,10 +15,10 @@ from itertools import product
 from ..actions import Op
 from ..costs import Durations
 from ..placement import Placement
+from .blocks import INTERVAL, w_times
 from .cycles import Graph, Row
 from .period import Pattern, row_peak
 
-INTERVAL = 6
 _TURNS = range(1, 5)
 
 # Waits of one rank: from its first F to its second, from there to the B of the same stage, and from
@@ -170,19 +170,11 @@ def _row(begin: int, state: _State, stages: tuple[int, int]) -> Row | None:
     taken = {begin % INTERVAL, f1 % INTERVAL, b1 % INTERVAL, b0 % INTERVAL}
     if len(taken) != 4:
         return None
-    one, other = (x for x in range(INTERVAL) if x not in taken)
-    # W in the two places left, so that the longer wait of the two is as short as possible.
-    w0, w1 = min(
-        (
-            ((one - b0 - 1) % INTERVAL, (other - b1 - 1) % INTERVAL),
-            ((other - b0 - 1) % INTERVAL, (one - b1 - 1) % INTERVAL),
-        ),
-        key=lambda waits: (max(waits), sum(waits)),
-    )
+    w0, w1 = w_times(taken, b0, b1)
     low, high = stages
     times = (
         *((begin, Op.F, low), (f1, Op.F, high), (b1, Op.B, high), (b0, Op.B, low)),
-        *((b0 + 1 + w0, Op.W, low), (b1 + 1 + w1, Op.W, high)),
+        *((w0, Op.W, low), (w1, Op.W, high)),
     )
     ordered = sorted((at % INTERVAL, op, s, at // INTERVAL) for at, op, s in times)
     return tuple((op, s, lag) for _, op, s, lag in ordered)

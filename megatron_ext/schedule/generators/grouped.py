@@ -11,8 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from ..actions import Action, Op
-from .squeeze import Orders
+from ..actions import Action, Op, Orders
 
 _Unit = tuple[int, int]  # (chunk, microbatch) of a forward; backwards count chunks from the last
 

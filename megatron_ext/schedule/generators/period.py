@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..actions import Action, Op
+from ..actions import DEVICE_STEPS, Action, Op, Orders
 from ..costs import Durations
 from ..placement import Placement
 from .cycles import Graph, Length, Row
-from .squeeze import SETS, Orders
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def row_peak(row: Row) -> int:
         sets += -lag if op is Op.F else lag if op is Op.W else 0
     peak = sets
     for op, _, _ in row:
-        sets += SETS[op]
+        sets += DEVICE_STEPS.get(op, 0)
         peak = max(peak, sets)
     return peak
 

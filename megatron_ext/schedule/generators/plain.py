@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..actions import Action, Op
-from .squeeze import Orders
+from ..actions import Action, Op, Orders
 
 
 def one_f_one_b(pp: int, microbatches: int, chunks: int = 1) -> Orders:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from ..actions import Orders
 from .cap import v_cap
 from .grouped import gis, gis_peak, interleaved_zb, interleaved_zb_small, po
 from .plain import interleaved, one_f_one_b, zb_h1, zb_h2
 from .request import LONG, Request
-from .squeeze import Orders
 from .vee import v_half, v_half_cap, v_min, v_min_cap, v_zb
 
 
@@ -26,7 +26,9 @@ class Generator:
         any_chunks: any number >= ``default_chunks`` is possible, not just that one.
         split_backward: uses B and W, so the runtime must be able to delay weight gradients.
         description: one line for people.
-        takes_group_size, takes_memory_cap: which options it has.
+        takes_group_size, takes_memory_cap: which options it has; a group of ceil(p/2)+1 to p
+            microbatches, a cap of ``v_cap_limits``.
+        effort: what the planner counts for one of its passes; one of zb-h1 is 1.
     """
 
     orders: Callable[[Request], Orders]
@@ -37,6 +39,7 @@ class Generator:
     description: str
     takes_group_size: bool = False
     takes_memory_cap: bool = False
+    effort: float = 1.0
 
 
 def _shaped(fixed: Orders, cap: int | list[int], request: Request) -> Orders:
@@ -107,12 +110,14 @@ def _po(request: Request) -> Orders:
     return po(request.pp, request.microbatches, request.chunks)
 
 
+# Simple first: whole backward passes, then split ones, then V placement, then searched orders. Of
+# equally fast schedules ``auto`` takes the first.
 GENERATORS: dict[str, Generator] = {
     "1f1b": Generator(
-        _one_f_one_b, "loop", 1, False, False, "one forward, one backward; Megatron's default"
+        _one_f_one_b, "loop", 1, False, False, "one forward, one backward; the default", effort=0.2
     ),
     "interleaved": Generator(
-        _interleaved, "loop", 2, True, False, "1F1B over several chunks a rank; more memory"
+        _interleaved, "loop", 2, True, False, "1F1B over several chunks; more memory", effort=0.3
     ),
     "zb-h1": Generator(
         _zb_h1, "loop", 1, False, True, "split backward at 1F1B's memory; a third of its bubble"
@@ -121,27 +126,32 @@ GENERATORS: dict[str, Generator] = {
         _zb_h2, "loop", 1, False, True, "split backward, nearly twice the memory; no idle in a span"
     ),
     "interleaved-zb": Generator(
-        _interleaved_zb, "loop", 2, True, True, "interleaved, split backward, at 1F1B's memory"
+        _interleaved_zb, "loop", 2, True, True, "split backward, at 1F1B's memory", effort=2.0
     ),
-    "v-min": Generator(
-        _v_min, "vee", 2, False, True, "split backward, V placement: about a third of the memory"
+    "gis-h": Generator(
+        _gis_h, "loop", 2, True, True, "gis with groups of p/2: half of interleaved's memory"
     ),
-    "v-half": Generator(
-        _v_half, "vee", 2, False, True, "split backward, V placement: about half of 1F1B's memory"
+    "gis": Generator(_gis, "loop", 2, True, True, "interleaved in groups of --pp-group-size", True),
+    "po": Generator(
+        _po, "loop", 2, True, True, "gis-h's block repeated uniformly, made for offload", effort=0.3
     ),
     "v-zb": Generator(
         _v_zb, "vee", 2, False, True, "split backward, V placement: 1F1B's memory, least bubble"
     ),
+    "v-half": Generator(
+        _v_half, "vee", 2, False, True, "split backward, V placement: about half of 1F1B's memory"
+    ),
+    "v-min": Generator(
+        _v_min, "vee", 2, False, True, "split backward, V placement: about a third of the memory"
+    ),
     "v-cap": Generator(
-        v_cap, "vee", 2, False, True, "V placement at any cap", takes_memory_cap=True
-    ),
-    "gis": Generator(_gis, "loop", 2, True, True, "interleaved in groups of --pp-group-size", True),
-    "gis-h": Generator(
-        _gis_h, "loop", 2, True, True, "gis with groups of p/2: half of interleaved's memory"
-    ),
-    "po": Generator(
-        _po, "loop", 2, True, True, "gis-h's block repeated uniformly, made for offload"
+        v_cap, "vee", 2, False, True, "V placement at any cap", takes_memory_cap=True, effort=14.0
     ),
 }
 
 NAMES: tuple[str, ...] = tuple(GENERATORS)
+
+
+def takers(option: str) -> list[str]:
+    """Names of the schedules that have ``takes_group_size`` or ``takes_memory_cap``."""
+    return [name for name, generator in GENERATORS.items() if getattr(generator, option)]

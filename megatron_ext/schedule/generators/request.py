@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from ..actions import Orders
 from ..costs import Durations
 from ..placement import Placement
-from .squeeze import Orders, Patience, squeeze, unit_durations
+from .squeeze import Patience, squeeze
 from .timing import time_of
 
 Objective = Literal["makespan", "span"]
@@ -77,7 +78,7 @@ class Request:
 
     def unit_squeeze(self, orders: Orders, cap: int | Sequence[int]) -> Orders:
         """``squeeze`` at equal times: the published way, blind to the costs."""
-        return squeeze(orders, self.placement, cap, unit_durations(self.placement))
+        return squeeze(orders, self.placement, cap, Durations.unit(self.placement))
 
     def squeezes(
         self, orders: Orders, cap: int | Sequence[int], *, thorough: bool = False

@@ -8,35 +8,15 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..actions import Action, Op
+from ..actions import DEVICE_STEPS, Action, Op, Orders
 from ..costs import Durations
 from ..placement import Placement
 from ..simulate import inputs, outputs, peak_sets
-
-Orders = list[list[Action]]  # compute actions of every rank
-SETS = {Op.F: 1, Op.B: 0, Op.W: -1, Op.BW: -1}  # change of the resident activation sets
-
 
 # Share of its duration by which a pass may delay what comes first: while its rank has F's left, and
 # after them.
 Patience = tuple[Fraction | int, Fraction | int]
 _Waits = tuple[tuple[int, int], tuple[int, int]]
-
-
-def unit_durations(placement: Placement) -> Durations:
-    """F, B and W of every stage take 1, a hop 0."""
-    ones = (1,) * placement.num_stages
-    return Durations(ones, ones, ones, 0, 1)
-
-
-def duration(durations: Durations, op: Op, stage: int) -> int:
-    """Integer duration of one compute action."""
-    if op is Op.F:
-        return durations.forward[stage]
-    if op is Op.W:
-        return durations.backward_weight[stage]
-    b = durations.backward_input[stage]
-    return b if op is Op.B else b + durations.backward_weight[stage]
 
 
 def squeeze(
@@ -78,7 +58,7 @@ def squeeze(
             raise ValueError(
                 f"this order keeps {need} activation sets, more than the cap of {most}"
             )
-    work = unit_durations(placement) if durations is None else durations
+    work = Durations.unit(placement) if durations is None else durations
     pairs = patience if isinstance(patience, Sequence) else [(patience, patience)] * placement.pp
     waits = [
         (Fraction(first).as_integer_ratio(), Fraction(last).as_integer_ratio())
@@ -171,7 +151,7 @@ class _Rank:
             return work.hop if self.placement.rank_of(other) != self.rank else 0
 
         def producer(kind: int, other: int) -> int:
-            return duration(work, (Op.F, Op.BW if other in self.fused else Op.B)[kind], other)
+            return work.of((Op.F, Op.BW if other in self.fused else Op.B)[kind], other)
 
         after = [
             (ends(kind, other), hop(other), producer(kind, other))
@@ -183,8 +163,8 @@ class _Rank:
         if 0 <= fed <= last and self.placement.rank_of(fed) != self.rank:
             feeds = self.placement.rank_of(fed), hop(fed)
         return _Lane(
-            SETS[op],
-            duration(work, op, stage),
+            DEVICE_STEPS.get(op, 0),
+            work.of(op, stage),
             after,
             after[-1][:2] if after else None,
             [ends(kind, stage) for kind in outputs(op)],

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..actions import Op
+from ..actions import Op, Orders
 from ..costs import Durations
 from ..placement import Placement
 from ..schedule import ScheduleError
 from ..simulate import inputs
-from .squeeze import Orders, duration
 
 _Box = deque[int]  # when the inputs of one lane's next passes arrive
 # Of one lane, i.e. (op, stage): duration, its box, the box it fills elsewhere, the hop there, the
@@ -102,5 +101,5 @@ def _lanes(
                 elsewhere, peer = boxes[name], rank_of(name[1])
                 hop = durations.hop if peer != rank_of(stage) else 0
         box = boxes.get((op, stage))
-        lanes[op, stage] = duration(durations, op, stage), box, elsewhere, hop, peer, own
+        lanes[op, stage] = durations.of(op, stage), box, elsewhere, hop, peer, own
     return lanes

@@ -6,8 +6,9 @@ A named one fixes the memory, its ``k`` activation sets on every rank. Its order
 
 from __future__ import annotations
 
+from ..actions import Orders
 from .blocks import Block, vee_block
-from .squeeze import Orders, squeeze
+from .squeeze import squeeze
 
 
 def v_min_block(pp: int) -> Block:

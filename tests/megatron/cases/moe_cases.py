@@ -18,6 +18,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+# First: it prepares the CPU device before Megatron is imported.
+from tests.megatron.cases import moe_layers
+from tests.megatron.cases.moe_layers import Traced, build, chunked, config_of, data, run_layer
+
+# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
@@ -30,8 +35,6 @@ from megatron_ext.moe.region import Region
 from megatron_ext.moe.saved import Record
 from megatron_ext.moe.select import Space
 from megatron_ext.moe.settings import Settings
-from tests.megatron.cases import moe_layers
-from tests.megatron.cases.moe_layers import Traced, build, chunked, config_of, data, run_layer
 from tests.support.case_server import serve
 
 STRATEGIES = ("none", "s1", "s2", "s3", "s4")

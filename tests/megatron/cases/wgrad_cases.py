@@ -27,11 +27,13 @@ kernels = types.ModuleType("fused_weight_gradient_mlp_cuda")
 kernels.wgrad_gemm_accum_fp32 = kernels.wgrad_gemm_accum_fp16 = _wgrad_gemm  # type: ignore[attr-defined]
 sys.modules[kernels.__name__] = kernels
 
+# First: it prepares the CPU device before Megatron is imported.
+from tests.megatron.cases import fake_te, gpt_cases  # noqa: E402
+
+# isort: split
 from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
 from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
 from megatron.core.transformer.moe import experts  # noqa: E402
-
-from tests.megatron.cases import fake_te, gpt_cases  # noqa: E402
 
 _MOE = {
     "num_moe_experts": 8,

@@ -14,7 +14,8 @@ from megatron_ext.offload.arena import ALIGNMENT, HostArena, padded
 from megatron_ext.offload.device import CpuDevice, Direction, HostEvent
 from megatron_ext.offload.engine import Policy
 from megatron_ext.offload.errors import OffloadConfigError
-from megatron_ext.offload.host import available_host_bytes, near, pci_bus_id, require_host_memory
+from megatron_ext.offload.host import near, pci_bus_id, require_host_memory
+from megatron_ext.offload.host_memory import available_host_bytes
 from megatron_ext.offload.rates import Rates, choose_policy, measure_rates
 
 pytestmark = pytest.mark.timeout(60)

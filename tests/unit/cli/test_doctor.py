@@ -16,6 +16,7 @@ import pytest
 
 from megatron_ext import __version__
 from megatron_ext.commands import doctor, machine
+from megatron_ext.offload.host_memory import stated_host_bytes
 from tests.support import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -185,7 +186,7 @@ def test_a_control_group_limits_memory(tmp_path: Path) -> None:
     (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
     (group / "memory.max").write_text(str(64 << 30))
     (group / "memory.current").write_text(str(24 << 30))
-    assert machine.available_host_bytes(tmp_path) == 40 << 30
+    assert stated_host_bytes(tmp_path) == 40 << 30
 
 
 def test_variables_that_work_against_a_schedule() -> None:

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from megatron_ext._input import fraction, parse_json, read_text, shown
 from megatron_ext.cli import main
 from megatron_ext.moe import cost_file
 from megatron_ext.plan.profile import Profile
 from megatron_ext.schedule import NAMES, Costs, Schedule, ScheduleError, check, generate
-from megatron_ext.schedule.reading import fraction, parse_json, read_text, shown
 from tests.support.fuzz_inputs import Fault, Target, feed, sentence, targets
 from tests.support.fuzz_mutations import NUMBERS, TEXTS, mutated
 

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from megatron_ext.plan.budget import Budget, parse_bytes, size_text
+from megatron_ext._input import parse_bytes, size_text
+from megatron_ext.plan.budget import Budget
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import even_split
 from megatron_ext.plan.memory import MESSAGES, message_bytes, stage_bytes
@@ -133,5 +134,5 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1XB", "0B", "1e400GiB"])
 def test_no_sizes(text):
-    with pytest.raises(PlanError, match="a size must be a number of bytes > 0"):
+    with pytest.raises(ValueError, match="a size must be a number of bytes > 0"):
         parse_bytes(text)

@@ -121,3 +121,38 @@ def fraction(value: int | float | str | Fraction) -> Fraction:
     if number and not Fraction(1, _LARGEST) <= abs(number) <= _LARGEST:
         raise ValueError(f"{shown(text)} is not between 1e-100 and 1e100")
     return number
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def parse_bytes(text: str) -> int:
+    """``40GiB``, ``80GB``, ``1.5TiB``, or a plain number of bytes.
+
+    Raises:
+        ValueError: it is none of these, or not > 0.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:[eE][0-9]+)?)\s*([KMGT]i?B|B)?\s*", text)
+    unit = found[2] or "B" if found else "B"
+    power = "BKMGT".index(unit[0]) if unit != "B" else 0
+    try:
+        size = int(float(found[1] if found else "") * (1024 if "i" in unit else 1000) ** power)
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise ValueError(f"a size must be a number of bytes > 0 such as 40GiB, got {shown(text)}")
+    return size
+
+
+def size_text(size: int) -> str:
+    """Bytes for people, in the form that ``parse_bytes`` reads; rounded up, to be enough."""
+    power = 0
+    while size >= 1024 ** (power + 1) and power < len(_UNITS) - 1:
+        power += 1
+    hundredths = math.ceil(Fraction(100 * size, 1024**power))
+    return f"{hundredths / 100:g}{_UNITS[power]}"
+
+
+def attribute(flag: str) -> str:
+    """Name of a flag's value in parsed arguments: ``--pp-cost`` -> ``pp_cost``."""
+    return flag.removeprefix("--").replace("-", "_")

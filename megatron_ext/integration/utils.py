@@ -1,0 +1,53 @@
+"""Small helpers that several features share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import ConfigError
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside Megatron's wrappers (data parallelism, mixed precision)."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """``value`` with every tensor in its dicts, lists and tuples replaced by ``change`` of it."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {k: map_tensors(v, change) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(v, change) for v in value)
+    return value
+
+
+def gather(value: Any, group: Any = None) -> list[Any]:
+    """Every rank's value, in rank order; without a group, of all ranks of the job."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, value, group=group)
+    return every
+
+
+def full_batch(args: Any) -> int | None:
+    """Samples of the largest batch: ``--global-batch-size``, or the largest of a schedule of sizes
+    (``--step-batch-size-schedule``, which Megatron allows only without the former); None where
+    neither says it, before Megatron has set its default."""
+    steps = getattr(args, "step_batch_size_schedule", None)
+    if steps is None:
+        size: int | None = args.global_batch_size
+        return size
+    try:
+        return max(int(step.split(":")[1]) for step in steps.split())
+    except (IndexError, ValueError):
+        raise ConfigError(
+            f"--step-batch-size-schedule {steps!r} is not of the form 'THRESHOLD:SIZE ...'; write "
+            "e.g. '0:768 250B:1536'"
+        ) from None

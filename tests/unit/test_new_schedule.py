@@ -1,0 +1,125 @@
+"""A schedule added by CONTRIBUTING.md's recipe, in a copy of the package: every tool has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+REGISTRY = "megatron_ext/schedule/generators/registry.py"
+# The recipe: one module, one import, one entry. The first of the registry, so that ``auto`` takes
+# it where it is as fast as v-zb, whose order it has.
+MODULE = '''"""A stand-in for a new schedule."""
+
+from .vee import v_zb
+
+
+def stand_in(request):
+    return v_zb(request.pp, request.microbatches)
+'''
+IMPORT = "from .stand_in import stand_in\n"
+ENTRY = '    "stand-in": Generator(stand_in, "vee", 2, False, True, "as v-zb"),\n'
+SIZES = ("--pp", "4", "--microbatches", "8")
+AUTO = ("--schedule", "auto", *SIZES)
+MODEL = (
+    "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --bf16 "
+    "--vocab-size 64000 --untie-embeddings-and-output-weights"
+)
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run Python on the copy; its standard output."""
+    folder = tmp_path_factory.mktemp("copy")
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "megatron_ext", folder / "megatron_ext", ignore=ignore)
+    (folder / REGISTRY).with_name("stand_in.py").write_text(MODULE)
+    text = (folder / REGISTRY).read_text()
+    for mark, added in (("from .vee", IMPORT), ('    "1f1b": Generator', ENTRY)):
+        assert text.count(mark) == 1
+        text = text.replace(mark, added + mark)
+    (folder / REGISTRY).write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def tool(run: Run) -> Run:
+    return lambda *arguments: run("-m", "megatron_ext", *arguments)
+
+
+def test_by_name(tool: Run, tmp_path: Path) -> None:
+    named, file = ("--schedule", "stand-in", *SIZES), str(tmp_path / "x.json")
+    made = json.loads(tool("simulate", *named, "--json"))
+    as_v_zb = json.loads(tool("simulate", "--schedule", "v-zb", *SIZES, "--json"))
+    assert made["makespan"] == as_v_zb["makespan"]
+    assert "stand-in" in tool("show", *named)
+    tool("schedule", *named, "--output", file)
+    assert json.loads(tool("simulate", "--schedule", file, "--json"))["schedule"] == "stand-in"
+
+
+def test_compare(tool: Run) -> None:
+    rows = json.loads(tool("compare", *SIZES, "--json"))["schedules"]
+    assert rows[0]["schedule"] == "stand-in"  # as fast as v-zb, and simpler
+
+
+@pytest.mark.parametrize("more", [(), ("--memory-cap", "1"), ("--objective", "span")])
+def test_auto(tool: Run, more: tuple[str, ...]) -> None:
+    found = json.loads(tool("simulate", *AUTO, *more, "--json"))
+    assert found["schedule"] == "stand-in"
+    assert "the fastest of" in found["note"]
+
+
+def test_auto_with_offload(tool: Run) -> None:
+    away = ("--offload", "auto", "--offload-time", "0.1", "--memory-cap", "1")
+    assert json.loads(tool("simulate", *AUTO, *away, "--json"))["schedule"] == "stand-in"
+
+
+def test_planner(run: Run, tool: Run) -> None:
+    command = f"plan --gpu A100 {MODEL} --pipeline-model-parallel-size 4 --world-size 4".split()
+    command += ["--global-batch-size", "12", "--offload", "off", "--json"]
+    points = json.loads(tool(*command, "--schedules", "stand-in,v-cap", "--memory-cap", "60GiB"))
+    assert points["front"][0]["schedule"] == "stand-in"
+    code = f"""if True:
+        from megatron_ext.plan.budget import Budget
+        from megatron_ext.plan.flags import job_of, read
+        from megatron_ext.plan.layout import even_split
+        from megatron_ext.schedule import Costs
+        job = job_of(read({MODEL!r}.split())[0])
+        budget = Budget(job, 1 << 40, lambda stages: even_split(16, stages))
+        print(budget.fastest(4, 12, 2, Costs()).schedule.name)
+    """
+    assert run("-c", code) == "stand-in\n"
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_auto_in_training(run: Run) -> None:
+    code = """if True:
+        from megatron_ext.integration.choose import Choice
+        from megatron_ext.integration.families import choose
+        from megatron_ext.schedule import Costs
+        print(choose(4, 8, Costs(), None).schedule.name)
+        choice = Choice("auto")
+        choice.decide(4, 8)
+        print(choice.name, choice.plan(4, 2, 8).name, choice.plan(4, 2, 3).name)
+        print(Choice("stand-in").plan(4, 2, 8).name)
+    """
+    assert run("-c", code).split() == ["stand-in"] * 5
