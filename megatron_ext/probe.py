@@ -40,7 +40,8 @@ def torch_facts() -> dict[str, Any]:
     with contextlib.suppress(Exception):
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
             found = torch.cuda.get_device_properties(index)
-            parts = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+            names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+            parts: list[Any] = [getattr(found, name, None) for name in names]
             bus = None if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
             capability = f"{found.major}.{found.minor}"
             memory = {"total_bytes": found.total_memory, "pci": bus}
@@ -126,9 +127,9 @@ def seams(version: str) -> dict[str, Any]:
 
 
 def _groups() -> dict[str, Callable[[Any], None]]:
+    from megatron_ext.integration.choose import Choice
     from megatron_ext.integration.moe_flags import MoERequest
     from megatron_ext.integration.offload_request import OffloadRequest
-    from megatron_ext.integration.validate import Choice
 
     def schedule(name: str, offload: str | None, recompute: bool) -> Callable[[Any], None]:
         def hook(installation: Any) -> None:
@@ -145,7 +146,7 @@ def _groups() -> dict[str, Callable[[Any], None]]:
 
     groups: dict[str, Callable[[Any], None]] = {"flags": lambda i: i.hook_arguments()}
     groups |= {name: schedule(*run) for name, run in _RUNS.items()}
-    groups["MPipeMoE"] = lambda i: i.hook_moe(MoERequest(2, "s4"), _Arguments(rank=1))
+    groups["MPipeMoE"] = lambda i: i.hook_moe(MoERequest("2", "s4"), _Arguments(rank=1))
     return groups
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 _installed = False
 
@@ -62,6 +63,6 @@ def install() -> None:
 
 def _disable_dynamo() -> None:
     """Switch torch.compile off where torch read its configuration before the variable was set."""
-    config = sys.modules.get("torch._dynamo.config")
+    config: Any = sys.modules.get("torch._dynamo.config")
     if config is not None:
         config.disable = True

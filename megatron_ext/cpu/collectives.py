@@ -135,10 +135,10 @@ def _patch_workers() -> None:
     workers write without a lock. Where two collectives of a group run at once, as under
     ``--overlap-param-gather``, that corrupts the heap: one run in a hundred ends in ``malloc``.
     """
-    gloo = dist.ProcessGroupGloo
+    gloo: Any = dist.ProcessGroupGloo
 
     # A class, since torch asks whether a group is one.
-    class OneWorker(gloo):  # type: ignore[misc,valid-type]
+    class OneWorker(gloo):  # type: ignore[misc]
         """``ProcessGroupGloo`` whose collectives run one after the other, in the order of calls."""
 
         def __init__(self, store: Any, rank: int, size: int, timeout: Any, **_: Any) -> None:

@@ -18,7 +18,8 @@ def install() -> None:
 def _ignore_pin_memory() -> None:
     """Megatron always asks for it. The pinning thread would look for an accelerator's current
     device, which raises on a CUDA build of torch without a driver."""
-    loader_init = DataLoader.__init__
+    loader: Any = DataLoader
+    loader_init = loader.__init__
 
     @functools.wraps(loader_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -26,7 +27,7 @@ def _ignore_pin_memory() -> None:
             kwargs["pin_memory"] = False
         loader_init(self, *args, **kwargs)
 
-    DataLoader.__init__ = init
+    loader.__init__ = init
 
 
 def _keep_random_state() -> None:

@@ -102,29 +102,32 @@ def _patch_factories() -> None:
         setattr(torch.Tensor, name, _device_keyword(getattr(torch.Tensor, name)))
 
     # ``with torch.device('cuda')`` and torch.set_default_device('cuda').
-    context_init = _device.DeviceContext.__init__
+    context: Any = _device.DeviceContext
+    context_init = context.__init__
 
     @functools.wraps(context_init)
     def init(self: Any, device: Any) -> None:
         context_init(self, on_cpu(device))
 
-    _device.DeviceContext.__init__ = init
+    context.__init__ = init
 
 
 def _patch_moves() -> None:
     """Make moves to a GPU of tensors, modules and loaded files stay on the CPU."""
-    torch.Tensor.to = _first_argument(torch.Tensor.to)
-    torch.nn.Module.to = _first_argument(torch.nn.Module.to)
-    torch.nn.Module.to_empty = _device_keyword(torch.nn.Module.to_empty)
+    tensor: Any = torch.Tensor
+    module: Any = torch.nn.Module
+    tensor.to = _first_argument(tensor.to)
+    module.to = _first_argument(module.to)
+    module.to_empty = _device_keyword(module.to_empty)
 
     def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
 
     # ``.cuda()`` of a tensor that is on "the GPU" already returns that tensor.
-    torch.Tensor.cuda = stay
-    torch.nn.Module.cuda = stay
-    torch.Tensor.pin_memory = stay
-    torch.Tensor.record_stream = lambda self, stream: None
+    tensor.cuda = stay
+    module.cuda = stay
+    tensor.pin_memory = stay
+    tensor.record_stream = lambda self, stream: None
 
     load = torch.load
 
@@ -143,12 +146,13 @@ def _patch_types() -> None:
     Megatron's optimizers sort parameters by ``param.type()`` and refuse everything that is not
     one of the three CUDA types.
     """
-    tensor_type = torch.Tensor.type
+    tensor: Any = torch.Tensor
+    tensor_type = tensor.type
 
     @functools.wraps(tensor_type)
     def cuda_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            name = tensor_type(self)
+            name: str = tensor_type(self)
             if name.startswith("torch.") and not name.startswith(_CUDA_TYPE):
                 name = _CUDA_TYPE + name.removeprefix("torch.")
             return name
@@ -156,7 +160,7 @@ def _patch_types() -> None:
             dtype = "torch." + dtype.removeprefix(_CUDA_TYPE)
         return tensor_type(self, dtype, *args, **kwargs)
 
-    torch.Tensor.type = cuda_type
+    tensor.type = cuda_type
     for name in (
         "BFloat16Tensor",
         "BoolTensor",
@@ -173,13 +177,14 @@ def _patch_types() -> None:
 
 def _patch_autocast() -> None:
     """Let ``torch.autocast('cuda')`` be CPU autocast instead of a context that does nothing."""
-    autocast_init = torch.autocast.__init__
+    autocast: Any = torch.autocast
+    autocast_init = autocast.__init__
 
     @functools.wraps(autocast_init)
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         autocast_init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    torch.autocast.__init__ = init
+    autocast.__init__ = init
 
 
 def install() -> None:

@@ -77,7 +77,7 @@ def _create_adam_state(optimizer: torch.optim.Adam) -> None:
             }
 
 
-def _fix_fused_kernels(module: ModuleType) -> None:
+def _fix_fused_kernels(module: Any) -> None:
     """Load no CUDA kernels: core_v0.16.1 looks for nvcc at start, whatever flags are given."""
     module.load = lambda args: None
 
@@ -87,14 +87,14 @@ def _fix_moe_utils(module: ModuleType) -> None:
     module.__dict__.setdefault("te_general_gemm", None)
 
 
-def _fix_recompute(module: ModuleType) -> None:
+def _fix_recompute(module: Any) -> None:
     """Refill discarded outputs by a copy, as core_v0.16.1 does.
 
     Later versions compile a C++ extension that shares the memory instead: a minute, and a compiler,
     in the first backward pass.
     """
     if hasattr(module, "_get_share_storage"):
-        module._get_share_storage = lambda: _copy_storage  # type: ignore[attr-defined]
+        module._get_share_storage = lambda: _copy_storage
 
 
 def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ def _triton_stub() -> Iterator[None]:
         yield
         return
     stubs = {name: _TritonStub(name) for name in ("triton", "triton.language")}
-    stubs["triton"].language = stubs["triton.language"]
+    stubs["triton"].__dict__["language"] = stubs["triton.language"]
     sys.modules.update(stubs)
     try:
         yield
@@ -161,7 +161,8 @@ class _FixingFinder(importlib.abc.MetaPathFinder):
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.loader is None:
             return None
-        execute = spec.loader.exec_module
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
         @functools.wraps(execute)
         def exec_module(module: ModuleType) -> None:
@@ -170,7 +171,7 @@ class _FixingFinder(importlib.abc.MetaPathFinder):
             if fix is not None:
                 fix(module)
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec
 
 

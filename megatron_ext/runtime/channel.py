@@ -108,7 +108,9 @@ class Channel:
         number = 0
         if shape is None:
             header = self._header(())
-            dist.irecv(header, source, group=self.group, tag=2 * tag).wait()
+            arrival = dist.irecv(header, source, group=self.group, tag=2 * tag)
+            assert arrival is not None  # None only outside the group
+            arrival.wait()
             dimensions, *sizes = header.tolist()
             shape, number = tuple(sizes[:dimensions]), 1
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -59,7 +59,7 @@ class Recorder:
         self._spans: list[tuple[Action, Any, Any]] = []
         self._waits.seconds = 0.0
         self._zero_unix = time.time()
-        self._zero = self._now() if self._timed else None
+        self._zero: Any = self._now() if self._timed else None
 
     def resident(self, sets: int) -> None:
         """Note how many activation sets the rank holds now."""
@@ -116,7 +116,8 @@ class Recorder:
         # Events carry no wall clock: stamp a new one when it has happened, and go back from there.
         moment = self._now()
         moment.synchronize()
-        return round(time.time() * 1e6 - self._zero.elapsed_time(moment) * 1e3, 1)
+        since_zero_ms: float = self._zero.elapsed_time(moment)
+        return round(time.time() * 1e6 - since_zero_ms * 1e3, 1)
 
     @property
     def waited_us(self) -> float:
@@ -125,6 +126,7 @@ class Recorder:
         return round(self._waits.seconds * 1e6, 1)
 
     def _now(self) -> Any:
+        # A torch.cuda.Event on CUDA, else seconds as a float.
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -132,9 +134,12 @@ class Recorder:
         return event
 
     def _since_zero(self, moment: Any) -> float:
+        since_us: float
         if self._cuda:
-            return round(self._zero.elapsed_time(moment) * 1e3, 1)
-        return round((moment - self._zero) * 1e6, 1)
+            since_us = self._zero.elapsed_time(moment) * 1e3
+        else:
+            since_us = (moment - self._zero) * 1e6
+        return round(since_us, 1)
 
 
 class TraceFile:
