@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from .._input import whole
 
@@ -28,7 +27,7 @@ class Layout:
     layers: str
 
     @classmethod
-    def of(cls, args: Any) -> Layout:
+    def of(cls, args: object) -> Layout:
         """Layout of a run, from its validated arguments or those in its checkpoint.
 
         Raises:

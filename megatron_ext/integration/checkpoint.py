@@ -17,6 +17,7 @@ from typing import Any
 from .._input import shown
 from ..checkpoints.layout import Layout
 from . import checkpoint_metadata, checkpoint_whole
+from .arguments import MegatronArgs
 from .errors import ConfigError
 from .seams import Seam
 from .utils import gather, unwrapped
@@ -47,7 +48,7 @@ _MODEL_FLAGS = (
 _SHOWN = 4
 
 
-def choose_formats(args: Any, name: str, vee: bool) -> str | None:
+def choose_formats(args: MegatronArgs, name: str, vee: bool) -> str | None:
     """Before Megatron's validation: the formats that a run under ``--pp-schedule`` saves in.
 
     Args:
@@ -61,26 +62,27 @@ def choose_formats(args: Any, name: str, vee: bool) -> str | None:
     Raises:
         ConfigError: checkpoints by rank, which cannot say that layers lie in a V.
     """
-    detect = getattr(args, "auto_detect_ckpt_format", False)
-    saves, loads = getattr(args, "save", None), getattr(args, "load", None)
-    if vee and getattr(args, "ckpt_format", None) == "torch" and (saves or (loads and not detect)):
+    by_rank = args.ckpt_format == "torch"
+    loads = args.load and not args.auto_detect_ckpt_format
+    if vee and by_rank and (args.save or loads):
         raise ConfigError(
             f"--pp-schedule {name} does not support --ckpt-format torch: its files number layers "
             "by rank and chunk, so V placement would exchange layers silently; use --ckpt-format "
             "torch_dist"
         )
-    distributed = getattr(args, "use_distributed_optimizer", False) or getattr(
+    # Before core_v0.18 Megatron lacks the second.
+    distributed = args.use_distributed_optimizer or getattr(
         args, "use_layer_wise_distributed_optimizer", False
     )
     if (
-        not saves
+        not args.save
         or not distributed
-        or getattr(args, "ckpt_format", None) != "torch_dist"
-        or getattr(args, "no_save_optim", False)
-        or getattr(args, "dist_ckpt_optim_fully_reshardable", True)
+        or args.ckpt_format != "torch_dist"
+        or args.no_save_optim
+        or args.dist_ckpt_optim_fully_reshardable
     ):
         return None
-    if getattr(args, "non_persistent_ckpt_type", None) == "local":
+    if args.non_persistent_ckpt_type == "local":
         return (
             "megatron_ext: --non-persistent-ckpt-type local cannot save the distributed optimizer "
             "in its reshardable format, so these checkpoints continue only with the same schedule "
@@ -151,7 +153,7 @@ class Checkpoints:
         @functools.wraps(original)
         def _load_base_checkpoint(
             load_dir: Any,
-            args: Any,
+            args: MegatronArgs,
             rank0: bool = False,
             sharded_state_dict: Any = None,
             *rest: Any,
@@ -220,7 +222,7 @@ class Checkpoints:
             )
 
     def _require_optimizer(
-        self, args: Any, state: Mapping[str, Any], folder: str, release: bool, kind: str
+        self, args: MegatronArgs, state: Mapping[str, Any], folder: str, release: bool, kind: str
     ) -> None:
         """Refuse an optimizer state whose format is tied to another layout."""
         from megatron.core.dist_checkpointing import load_content_metadata
@@ -256,7 +258,7 @@ class Checkpoints:
                 "optimizer"
             )
 
-    def _require_same_parameters(self, args: Any, wanted: Mapping[str, Any]) -> None:
+    def _require_same_parameters(self, args: MegatronArgs, wanted: Mapping[str, Any]) -> None:
         """Compare the model's parameters, over the whole pipeline, with those in the checkpoint."""
         from megatron.core import parallel_state
 
@@ -300,7 +302,7 @@ class Checkpoints:
         self._report_difference(args, folder, absent, extra, differing)
 
     def _report_difference(
-        self, args: Any, folder: str, absent: list[str], extra: list[str], differing: str
+        self, args: MegatronArgs, folder: str, absent: list[str], extra: list[str], differing: str
     ) -> None:
         """Parameters on one side only: refused, or said where the user's flags accept it."""
         lacking = (
@@ -336,7 +338,7 @@ class Checkpoints:
         ]
 
 
-def _saved_layout(args: Any) -> Layout:
+def _saved_layout(args: object) -> Layout:
     try:
         return Layout.of(args)
     except ValueError as error:
@@ -402,7 +404,7 @@ def _shapes_of(
     return _some(f"{key} is {held[key]} there and {model[key][0]} here" for key in keys)
 
 
-def _differing_flags(args: Any, saved: Any) -> str:
+def _differing_flags(args: MegatronArgs, saved: Any) -> str:
     """The model's flags that a checkpoint was saved with and this run has not."""
     values = [
         f"--{name.replace('_', '-')} {shown(getattr(saved, name))} "

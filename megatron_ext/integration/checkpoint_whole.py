@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints import folder as saved
+from .arguments import MegatronArgs
 from .errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
-def require_whole(load_dir: Any, args: Any) -> dict[str, Any]:
+def require_whole(load_dir: Any, args: MegatronArgs) -> dict[str, Any]:
     """Rank 0 looks at the folder for all; called by every rank before Megatron reads anything.
 
     An unfinished save newer than the iteration to load is only mentioned: Megatron names an
@@ -40,7 +41,7 @@ def require_whole(load_dir: Any, args: Any) -> dict[str, Any]:
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            metadata, said = look(Path(load_dir), getattr(args, "ckpt_step", None), _torch_metadata)
+            metadata, said = look(Path(load_dir), args.ckpt_step, _torch_metadata)
             if said is not None:
                 logger.warning("megatron_ext: %s", said)
         except Exception as error:  # the other ranks wait for the answer

@@ -65,7 +65,9 @@ class StageGroups:
             for members in ranks
         }
         wanted |= {tuple(r for r, s in enumerate(stages) if s == stage) for stage in set(stages)}
-        made = {ranks: dist.new_group(list(ranks)) for ranks in sorted(wanted)}
+        made: dict[tuple[int, ...], Any] = {
+            ranks: dist.new_group(list(ranks)) for ranks in sorted(wanted)
+        }
         self.groups = [
             made[tuple(r for r in members if stages[r] == mine[0])] for members in reduced
         ]

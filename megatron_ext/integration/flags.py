@@ -11,6 +11,7 @@ from .._input import attribute
 from ..schedule import generators
 from ..schedule.generators.registry import takers
 from . import moe_flags
+from .arguments import MegatronArgs
 from .errors import ConfigError
 from .post_validation import PATIENCE
 
@@ -181,19 +182,19 @@ def defaults(config: Mapping[str, object]) -> dict[str, str]:
     return {n: str(v) for n, v in given.items() if not (n in _SWITCHES and v is False)}
 
 
-def options_without_schedule(args: argparse.Namespace) -> list[str]:
+def options_without_schedule(args: MegatronArgs) -> list[str]:
     """Our flags that were given although ``--pp-schedule``, which they belong to, was not."""
     belonging = [flag for flag in _FLAGS[1:] if flag not in moe_flags.FLAGS]
     return [flag for flag in belonging if getattr(args, attribute(flag), None) is not None]
 
 
-def given(args: argparse.Namespace) -> dict[str, str]:
+def given(args: MegatronArgs) -> dict[str, str]:
     """Our flags that are in use, with their values as text."""
     values = {flag: getattr(args, attribute(flag), None) for flag in _FLAGS}
     return {flag: str(value) for flag, value in values.items() if value is not None}
 
 
-def given_to_megatron(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, str]:
+def given_to_megatron(args: MegatronArgs, parser: argparse.ArgumentParser) -> dict[str, str]:
     """Megatron's own options, and the training script's, whose values are not their defaults.
 
     What every rank may have of its own is left out: its number, and where on its node something

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import agreement, recompute, saved_parameters, vee, wgrad
+from .arguments import MegatronArgs
 from .errors import ConfigError
 from .flags import (
     add_arguments,
@@ -24,6 +26,13 @@ from .report import Report
 from .seams import Seam, Seams
 from .utils import full_batch
 from .versions import megatron_version, require_supported
+
+if TYPE_CHECKING:
+    from ..runtime.wgrad import WeightGradStore
+    from .choose import Choice
+    from .forward_backward import ScheduledPipeline
+    from .moe import PipelinedMoE
+    from .moe_flags import MoERequest
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +51,12 @@ class Installation:
         require_supported(version)
         self.seams = Seams(version)
         self._defaults = defaults(config or {})
-        self.pipeline: Any = None
-        self.moe: Any = None
-        self._store: Any = None
-        self._choice: Any = None
+        self.pipeline: ScheduledPipeline | None = None
+        self.moe: PipelinedMoE | None = None
+        self._store: WeightGradStore | None = None
+        self._choice: Choice | None = None
         self._compared = self._moe_chunks = False
-        self._parser: Any = None
+        self._parser: argparse.ArgumentParser | None = None
         self._megatrons_flags: dict[str, str] = {}
 
     def hook_arguments(self) -> None:
@@ -73,14 +82,15 @@ class Installation:
             ]
         )
 
-    def hook_schedule(self, args: Any, choice: Any, chunks: int) -> None:
+    def hook_schedule(self, args: MegatronArgs, choice: Choice, chunks: int) -> None:
         """Bring the chosen schedule into force for a run with the validated ``args``.
 
         Raises:
             ConfigError: this Megatron lacks a seam.
         """
+        from ..checkpoints.layout import Layout
         from ..runtime.wgrad import WeightGradStore
-        from .checkpoint import Checkpoints, Layout
+        from .checkpoint import Checkpoints
         from .forward_backward import ScheduledPipeline
         from .log_line import LogLine
         from .offload import Offloading
@@ -97,7 +107,7 @@ class Installation:
             offloading = Offloading(choice.offload, file_link, args.pp_trace is not None)
         training = "megatron.training" in sys.modules
         validation = None
-        if getattr(args, "pp_post_validation", None) is not None:
+        if args.pp_post_validation is not None:
             validation = PostValidation(args.pp_post_validation)
         log_line = LogLine() if training else None
         self.pipeline = ScheduledPipeline(
@@ -125,7 +135,7 @@ class Installation:
         if offloading is not None:
             # Behind those of W, so around them.
             seams += saved_parameters.seams(offloading.parameter)
-        if getattr(args, "pp_cheap_recompute", None):
+        if args.pp_cheap_recompute:
             seams += recompute.seams(experts=not self._moe_chunks)
         if log_line is not None:
             seams += log_line.seams()
@@ -150,7 +160,7 @@ class Installation:
             self.seams.report(),
         )
 
-    def hook_moe(self, request: Any, args: Any) -> None:
+    def hook_moe(self, request: MoERequest, args: MegatronArgs) -> None:
         """Bring MoE layers in chunks into force, with or without a schedule of ours.
 
         Raises:
@@ -180,7 +190,7 @@ class Installation:
                 "megatron_ext: %s on megatron-core %s", request.text(args), self.seams.version
             )
 
-    def hook_agreement(self, args: Any, chunks: int = 1) -> None:
+    def hook_agreement(self, args: MegatronArgs, chunks: int = 1) -> None:
         """Compare what this rank runs with over all ranks, once they are in a process group.
 
         Args:
@@ -201,7 +211,7 @@ class Installation:
         else:
             self.seams.apply([agreement.seam(facts)])
 
-    def _facts(self, args: Any, chunks: int) -> dict[str, str]:
+    def _facts(self, args: MegatronArgs, chunks: int) -> dict[str, str]:
         given, choice, plan = flags_given(args), self._choice, None
         if choice is not None:
             per_step = args.micro_batch_size * args.data_parallel_size
@@ -211,11 +221,11 @@ class Installation:
             digest = choice.plan(pp, chunks, microbatches, link).fingerprint()
             plan = f"{digest} (pp={pp}, {chunks} chunks, {microbatches} microbatches)"
             if choice.file is not None:
-                given["--pp-schedule"] = agreement.contents(args.pp_schedule)
+                given["--pp-schedule"] = agreement.contents(given["--pp-schedule"])
         if "--moe-pipeline-costs" in given:
-            given["--moe-pipeline-costs"] = agreement.contents(args.moe_pipeline_costs)
+            given["--moe-pipeline-costs"] = agreement.contents(given["--moe-pipeline-costs"])
         if "--pp-profile" in given and "--pp-profile-steps" not in given:
-            given["--pp-profile"] = agreement.contents(args.pp_profile)
+            given["--pp-profile"] = agreement.contents(given["--pp-profile"])
         if "--pp-trace" in given:
             given["--pp-trace"] = "a directory"  # of each node's own, as it may be
         return agreement.facts(given, plan, self.seams.version, self._megatrons_flags)
@@ -247,7 +257,7 @@ class Installation:
 
     def _with_validation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        def validate_args(args: MegatronArgs, *rest: Any, **kwargs: Any) -> Any:
             from .checkpoint import choose_formats
             from .choose import Choice
             from .moe_flags import MoERequest
@@ -266,7 +276,7 @@ class Installation:
             if moe is not None:
                 moe.check(args)
                 self._moe_chunks = not moe.stock
-            if getattr(args, "pp_schedule", None) is None:
+            if args.pp_schedule is None:
                 lost = options_without_schedule(args)
                 if lost:
                     raise ConfigError(f"{lost[0]} needs --pp-schedule; add it or drop {lost[0]}")
@@ -307,6 +317,7 @@ class Installation:
 
     def _scheduled(self, original: Callable[..., Any]) -> Callable[..., Any]:
         pipeline = self.pipeline
+        assert pipeline is not None  # hook_schedule has made it
 
         @functools.wraps(original)
         def forward_backward(**kwargs: Any) -> Any:

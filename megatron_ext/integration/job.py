@@ -9,11 +9,12 @@ from .._input import attribute
 from ..plan.flags import FLAGS, NOT_MODELLED, job_of
 from ..plan.layout import Split
 from ..plan.model import Job, PlanError
+from .arguments import MegatronArgs
 from .errors import ConfigError
 from .layout import layer_counts
 
 
-def job_of_args(args: Any) -> Job:
+def job_of_args(args: MegatronArgs) -> Job:
     """What ``megatron-ext plan --from-args`` makes of the same command line.
 
     Args:
@@ -43,7 +44,7 @@ def job_of_args(args: Any) -> Job:
         raise ConfigError(f"--pp-memory-cap {args.pp_memory_cap}: {error}") from None
 
 
-def splits_of(args: Any) -> Callable[[int], Split]:
+def splits_of(args: MegatronArgs) -> Callable[[int], Split]:
     """How Megatron's flags divide the layers over a number of stages, in model order."""
 
     def split(stages: int) -> Split:

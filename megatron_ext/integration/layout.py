@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 from ..schedule.placement import Placement
+from .arguments import MegatronArgs
 from .errors import ConfigError
 
 
@@ -36,7 +37,7 @@ def _parsed(text: str) -> list[list[Any]]:
     return stages
 
 
-def vee_layout_text(args: Any, pp: int) -> str:
+def vee_layout_text(args: MegatronArgs, pp: int) -> str:
     """The layout of a V of ``pp`` ranks that Megatron's flags in ``args`` ask for, in model order.
 
     ``--decoder-first-pipeline-num-layers`` and ``...-last-...`` mean the first and last of the
@@ -66,11 +67,11 @@ def vee_layout_text(args: Any, pp: int) -> str:
     counts = _counts(args, stages)
     texts = ["t" * count for count in counts]
     texts[0] = "E" + texts[0]
-    texts[-1] += "m" * (getattr(args, "mtp_num_layers", None) or 0) + "L"
+    texts[-1] += "m" * (args.mtp_num_layers or 0) + "L"
     return "|".join(texts)
 
 
-def layer_counts(args: Any, stages: int) -> list[int]:
+def layer_counts(args: MegatronArgs, stages: int) -> list[int]:
     """Transformer layers of each of ``stages`` stages, in model order, as Megatron's flags say.
 
     Raises:
@@ -89,13 +90,12 @@ def layer_counts(args: Any, stages: int) -> list[int]:
     return [sum(layer.name == "decoder" for layer in stage) for stage in parsed]
 
 
-def _counts(args: Any, stages: int) -> list[int]:
+def _counts(args: MegatronArgs, stages: int) -> list[int]:
     """Transformer layers of each stage."""
-    first = getattr(args, "decoder_first_pipeline_num_layers", None)
-    last = getattr(args, "decoder_last_pipeline_num_layers", None)
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     taken = [
-        -1 if getattr(args, f"account_for_{end}_in_pipeline_split", False) else 0
-        for end in ("embedding", "loss")
+        -1 if args.account_for_embedding_in_pipeline_split else 0,
+        -1 if args.account_for_loss_in_pipeline_split else 0,
     ]
     layers = args.num_layers or 0
     middle = layers - sum(taken) - (first or 0) - (last or 0)

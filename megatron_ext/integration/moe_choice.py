@@ -18,6 +18,7 @@ from ..moe.select import BudgetError, Space, what_fits
 from ..moe.settings import Decides
 from ..schedule.generators import generate
 from ..schedule.simulate import peak_sets
+from .arguments import MegatronArgs
 from .errors import ConfigError
 from .utils import full_batch
 
@@ -142,7 +143,7 @@ def stock_sets(pp: int, chunks: int, microbatches: int) -> list[int]:
         return [min(sets, chunks * microbatches) for sets in warmup]
 
 
-def check_budget(args: Any, space: Space, budget_bytes: int, sets: Sets) -> None:
+def check_budget(args: MegatronArgs, space: Space, budget_bytes: int, sets: Sets) -> None:
     """Refuse a budget that cannot be kept even where all experts get the same number of rows.
 
     Args:
@@ -157,12 +158,13 @@ def check_budget(args: Any, space: Space, budget_bytes: int, sets: Sets) -> None
     etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     shards = args.context_parallel_size * args.tensor_model_parallel_size
     rows = args.seq_length * args.micro_batch_size * args.moe_router_topk * etp // shards
-    hidden = getattr(args, "moe_latent_size", None) or args.hidden_size
+    hidden = args.moe_latent_size or args.hidden_size
     size = torch.empty(0, dtype=args.params_dtype).element_size()
     shape = layer_shape(args, hidden, args.expert_model_parallel_size, etp, size)
     frequency = args.moe_layer_freq
     pattern = frequency if isinstance(frequency, list) else [1] + [0] * (frequency - 1)
     share = sum(pattern) / len(pattern)
+    assert args.num_layers is not None  # Megatron has set it
     # Of an even split; a first or last stage may have more, which is then told while it runs.
     layers = max(1, int(args.num_layers * share / (pp * chunks)))
     in_flight = max(sets(chunks, microbatches))

@@ -11,6 +11,7 @@ from .._input import attribute, parse_bytes
 from ..moe import cost_file
 from ..moe.decide import Measured
 from ..moe.select import AUTO, Space
+from .arguments import MegatronArgs
 from .errors import ConfigError
 
 CHUNKS = ("off", "auto", "1", "2", "4", "8")
@@ -72,7 +73,7 @@ class MoERequest:
     costs: Measured | None = None
 
     @classmethod
-    def of(cls, args: Any) -> MoERequest | None:
+    def of(cls, args: MegatronArgs) -> MoERequest | None:
         """What ``args`` ask for; None if MoE layers stay Megatron's.
 
         Raises:
@@ -112,22 +113,22 @@ class MoERequest:
         """What may be chosen."""
         return Space.of(self.chunks, self.strategy)
 
-    def text(self, args: Any) -> str:
+    def text(self, args: MegatronArgs) -> str:
         """For the log: what runs, and what of Megatron's has no effect there."""
         what = f"MoE layers in {self.chunks} chunk(s), --moe-memory-reuse {self.strategy}"
         if self.budget_bytes is not None:
             what += f", at most {self.budget_bytes} bytes"
-        if not self.stock and getattr(args, "moe_permute_fusion", False):
+        if not self.stock and args.moe_permute_fusion:
             what += " (they permute rows by index; --moe-permute-fusion has no effect on them)"
         return what
 
-    def check(self, args: Any) -> None:
+    def check(self, args: MegatronArgs) -> None:
         """Refuse what of Megatron cannot work with it; before Megatron's own validation.
 
         Raises:
             ConfigError: the first rule that applies.
         """
-        if not getattr(args, "num_experts", None):
+        if not args.num_experts:
             raise ConfigError(
                 f"{FLAGS[0]} {self.chunks} is for MoE layers, and the model has none "
                 f"(--num-experts is not set); drop {FLAGS[0]}"
@@ -168,7 +169,7 @@ class Conflict:
     off: Any = False
     restored_only: bool = False
 
-    def found(self, args: Any, strategy: str) -> str | None:
+    def found(self, args: MegatronArgs, strategy: str) -> str | None:
         """The value in ``args`` that conflicts, as text; None if there is none."""
         value = getattr(args, _attribute(self.flag), self.off)
         if not value or value == self.off or (self.restored_only and strategy == "none"):

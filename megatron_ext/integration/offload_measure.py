@@ -199,7 +199,8 @@ def least_set_bytes(model: torch.nn.Module, config: Any, shape: tuple[int, ...] 
     if not config.num_moe_experts and "mlp" not in modules:
         inner += config.ffn_hidden_size * (2 if config.gated_linear_unit else 1)
     inner //= config.tensor_model_parallel_size
-    return len(layers) * (tokens * width + full * inner) * size
+    nbytes: int = len(layers) * (tokens * width + full * inner) * size
+    return nbytes
 
 
 def _measure(

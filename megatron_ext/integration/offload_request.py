@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from .._input import attribute, plain, shown
 from ..schedule.link import POLICIES, Link
 from ..schedule.offload import wanted_chunks
+from .arguments import MegatronArgs
 from .errors import ConfigError
 
 MODES = ("off", "half", "full", "auto")
@@ -39,7 +39,7 @@ class OffloadRequest:
         return self.times is not None or self.measured is not None
 
     @classmethod
-    def of(cls, args: Any) -> OffloadRequest | None:
+    def of(cls, args: MegatronArgs) -> OffloadRequest | None:
         """What ``args`` ask for; None if nothing leaves the device.
 
         Raises:
@@ -66,7 +66,7 @@ class OffloadRequest:
             raise ConfigError(
                 f"--pp-offload-chunks must be 1 or more, got {chunks}; drop it to offload nothing"
             )
-        wanted = mode if chunks is None else str(chunks)
+        wanted = mode if mode is not None else str(chunks)
         policy = args.pp_offload_transfer
         if policy is not None and policy not in POLICIES:
             raise ConfigError(
@@ -99,7 +99,8 @@ class OffloadRequest:
         if times is None:
             return None
         try:
-            return Link.of(pp, *times, policy or self.policy or POLICIES[0])
+            to_host, to_device = times
+            return Link.of(pp, to_host, to_device, policy or self.policy or POLICIES[0])
         except ValueError as error:
             said = ",".join(map(str, self.times or ("profile",)))
             raise ConfigError(f"--pp-offload-time {plain(said)}: {error}") from None

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..runtime.channel import Channel
+from .arguments import MegatronArgs
 from .eager_step import EagerStep, StageGroups
 from .rejections import Rejection
 from .seams import Seam
@@ -231,26 +232,22 @@ class Attempt:
         return self.state
 
 
-def goes_on(args: Any) -> bool:
+def goes_on(args: MegatronArgs) -> bool:
     """True if after this iteration the next one follows at once, with nothing in between.
 
     Where that is known beforehand, nothing is begun that would be dropped. What cannot be known
     (a signal, the time limit) drops it.
     """
-
-    def asked(name: str) -> Any:
-        return getattr(args, name, None)
-
     done = args.curr_iteration + 1
-    if done >= args.train_iters or done + 1 in (asked("iterations_to_skip") or ()):
+    if done >= args.train_iters or done + 1 in (args.iterations_to_skip or ()):
         return False
-    if done in (asked("phase_transition_iterations") or ()):
+    if done in (args.phase_transition_iterations or ()):
         return False
-    intervals = [asked("exit_interval"), asked("check_weight_hash_across_dp_replicas_interval")]
-    if asked("do_valid"):
-        intervals.append(asked("eval_interval"))
-    if asked("save"):
-        intervals += [asked("save_interval"), asked("non_persistent_save_interval")]
-    if asked("adlr_autoresume"):
-        intervals.append(asked("adlr_autoresume_interval"))
+    intervals = [args.exit_interval, args.check_weight_hash_across_dp_replicas_interval]
+    if getattr(args, "do_valid", False):  # set where Megatron itself builds the datasets
+        intervals.append(args.eval_interval)
+    if args.save:
+        intervals += [args.save_interval, args.non_persistent_save_interval]
+    if args.adlr_autoresume:
+        intervals.append(args.adlr_autoresume_interval)
     return not any(interval and done % interval == 0 for interval in intervals)

@@ -19,6 +19,7 @@ from ..runtime.trace import Recorder
 from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
+from .arguments import MegatronArgs
 from .utils import gather
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,10 @@ Duration = tuple[int, Op, int, float]
 Sizes = tuple[Mapping[int, int], Mapping[int, int]]
 
 
-def profiler_of(args: Any) -> Profiler:
+def profiler_of(args: MegatronArgs) -> Profiler:
     """What Megatron's arguments ask to be measured."""
-    path = getattr(args, "pp_profile", None)
-    steps = getattr(args, "pp_profile_steps", None) or 0
-    cheap = bool(getattr(args, "pp_cheap_recompute", None))
-    return Profiler(steps, path if steps else None, cheap)
+    steps = args.pp_profile_steps or 0
+    return Profiler(steps, args.pp_profile if steps else None, bool(args.pp_cheap_recompute))
 
 
 class Profiler:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .arguments import MegatronArgs
 from .errors import ConfigError
 from .seams import Seam
 
@@ -24,7 +25,7 @@ FLAG = "--pp-cheap-recompute"
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 
-def ask_megatron(args: Any) -> None:
+def ask_megatron(args: MegatronArgs) -> None:
     """Turn on Megatron's part, beside what the user recomputes; call before its validation.
 
     Args:
@@ -33,8 +34,8 @@ def ask_megatron(args: Any) -> None:
     Raises:
         ConfigError: the recompute that the user asks for, or FP8's recipe, excludes this one.
     """
-    granularity = getattr(args, "recompute_granularity", None)
-    if getattr(args, "recompute_activations", False):
+    granularity = args.recompute_granularity
+    if args.recompute_activations:
         granularity = "selective"  # the short form wins in Megatron too
     if granularity == "full":
         raise ConfigError(
@@ -42,33 +43,34 @@ def ask_megatron(args: Any) -> None:
             "layers; drop one of both"
         )
     for attribute in ("recompute_method", "recompute_num_layers", "distribute_saved_activations"):
-        value = getattr(args, attribute, None)
+        value = getattr(args, attribute)
         if value:
             raise ConfigError(
                 f"{FLAG} recomputes parts of every layer, but --{attribute.replace('_', '-')} "
                 f"(set to {value}) belongs to --recompute-granularity full; drop one of both"
             )
+    # Before core_v0.18 Megatron lacks it.
     if getattr(args, "use_transformer_engine_op_fuser", False):
         raise ConfigError(
             f"{FLAG} does not support --use-transformer-engine-op-fuser: it fuses norm, linear "
             "layers and activation function into one, with nothing between them to discard; drop "
             "one of both"
         )
-    if getattr(args, "fp8", None) and getattr(args, "fp8_recipe", "delayed") == "delayed":
+    if args.fp8 and args.fp8_recipe == "delayed":
         raise ConfigError(
             f"{FLAG} does not support --fp8-recipe delayed (Megatron's default): recomputing would "
             "count a tensor twice in its scaling history; use another recipe, e.g. blockwise"
         )
-    modules = getattr(args, "recompute_modules", None)
+    modules = args.recompute_modules
     if modules is None:
         # What Megatron would take for itself, which --recompute-activations stands for.
         modules = ["core_attn"] if granularity == "selective" else []
-    grouped = getattr(args, "num_experts", None) and getattr(args, "moe_grouped_gemm", False)
+    grouped = args.num_experts and args.moe_grouped_gemm
     # Within "moe" the whole layer is recomputed, and its activation function with it.
     wanted = ["layernorm", *(["moe_act"] if grouped and "moe" not in modules else [])]
     args.recompute_granularity = "selective"
     args.recompute_modules = [*modules, *(name for name in wanted if name not in modules)]
-    if getattr(args, "transformer_impl", None) == "transformer_engine" and args.rank == 0:
+    if args.transformer_impl == "transformer_engine" and args.rank == 0:
         logger.warning(
             "megatron_ext: %s: where Transformer Engine has norm and linear layer in one module, "
             "it keeps the norm's output; norms that are modules of their own are recomputed",

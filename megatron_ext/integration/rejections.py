@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._input import attribute
+from .arguments import MegatronArgs
 from .errors import ConfigError
 
 
@@ -35,7 +36,7 @@ class Rejection:
         """The argument's name in Megatron's ``args``."""
         return attribute(self.flag)
 
-    def applies(self, args: Any, vee: bool) -> bool:
+    def applies(self, args: MegatronArgs, vee: bool) -> bool:
         """True if ``args`` use the feature."""
         off = self.off if isinstance(self.off, tuple) else (self.off,)
         value = getattr(args, self.attribute, None)
@@ -117,7 +118,7 @@ REJECTIONS = (
 
 
 def require_supported_features(
-    args: Any, name: str, vee: bool, rules: Sequence[Rejection] = REJECTIONS
+    args: MegatronArgs, name: str, vee: bool, rules: Sequence[Rejection] = REJECTIONS
 ) -> None:
     """Refuse a run that uses something of ``rules``.
 

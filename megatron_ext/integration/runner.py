@@ -45,7 +45,7 @@ class ActivationSet:
     """What one chunk keeps for one microbatch between its F and its W."""
 
     x: torch.Tensor | None
-    y: torch.Tensor
+    y: torch.Tensor | None
 
 
 @dataclass
@@ -170,7 +170,7 @@ class MegatronRunner:
         if last:
             return None
         # The alias keeps the values alive for the receiver only; the graph keeps its node.
-        result = y.detach()
+        result: torch.Tensor = y.detach()
         if not it.forward_only:
             self._schedules.deallocate_output_tensor(y, it.config.deallocate_pipeline_outputs)
         return result

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .arguments import MegatronArgs
 from .errors import ConfigError
 
 
@@ -36,14 +37,14 @@ def gather(value: Any, group: Any = None) -> list[Any]:
     return every
 
 
-def full_batch(args: Any) -> int | None:
+def full_batch(args: MegatronArgs) -> int | None:
     """Samples of the largest batch: ``--global-batch-size``, or the largest of a schedule of sizes
     (``--step-batch-size-schedule``, which Megatron allows only without the former); None where
     neither says it, before Megatron has set its default."""
-    steps = getattr(args, "step_batch_size_schedule", None)
+    # Before core_v0.18 Megatron lacks it.
+    steps: str | None = getattr(args, "step_batch_size_schedule", None)
     if steps is None:
-        size: int | None = args.global_batch_size
-        return size
+        return args.global_batch_size
     try:
         return max(int(step.split(":")[1]) for step in steps.split())
     except (IndexError, ValueError):

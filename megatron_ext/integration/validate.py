@@ -6,13 +6,13 @@ import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from ..plan.budget import Budget
 from ..plan.model import PlanError
 from ..plan.profile import Profile
 from ..schedule.generators import GENERATORS
 from . import post_validation
+from .arguments import MegatronArgs
 from .choose import Choice
 from .errors import ConfigError
 from .families import ANY_CHUNKS, ONE_CHUNK
@@ -32,7 +32,7 @@ _UNEVEN = (
 )
 
 
-def before_megatron(args: Any, choice: Choice) -> None:
+def before_megatron(args: MegatronArgs, choice: Choice) -> None:
     """Checks that need only the user's flags; sets the virtual stages that the schedule needs.
 
     Raises:
@@ -54,8 +54,8 @@ def before_megatron(args: Any, choice: Choice) -> None:
                 "; ".join(job.assumptions),
             )
     flag = f"--pp-schedule {choice.name}"
-    if getattr(args, "pp_post_validation", None) is not None:
-        _require_post_validation(args)
+    if args.pp_post_validation is not None:
+        _require_post_validation(args, args.pp_post_validation)
     if choice.undecided:
         require_supported_features(args, flag, False)
         _decide(args, choice, pp)
@@ -86,8 +86,7 @@ def before_megatron(args: Any, choice: Choice) -> None:
         )
 
 
-def _require_post_validation(args: Any) -> None:
-    patience = args.pp_post_validation
+def _require_post_validation(args: MegatronArgs, patience: int) -> None:
     if patience < 0:
         raise ConfigError(
             f"--pp-post-validation {patience}: the number of iterations without clipping before a "
@@ -96,13 +95,13 @@ def _require_post_validation(args: Any) -> None:
     require_supported_features(args, "--pp-post-validation", False, post_validation.REJECTIONS)
 
 
-def _profile(args: Any, choice: Choice) -> Profile | None:
+def _profile(args: MegatronArgs, choice: Choice) -> Profile | None:
     """Check the profile's flags, and read a former run's profile if this one is not to measure.
 
     Raises:
         ConfigError: flags that contradict each other, or a profile of another model.
     """
-    steps, path = getattr(args, "pp_profile_steps", None), getattr(args, "pp_profile", None)
+    steps, path = args.pp_profile_steps, args.pp_profile
     if steps is not None and steps < 1:
         raise ConfigError(
             f"--pp-profile-steps must be 1 or more, got {steps}; drop it to keep the order"
@@ -146,7 +145,7 @@ def _profile(args: Any, choice: Choice) -> Profile | None:
     return None
 
 
-def _decide(args: Any, choice: Choice, pp: int) -> None:
+def _decide(args: MegatronArgs, choice: Choice, pp: int) -> None:
     """What auto stands for; asks Megatron for the chunks that it needs."""
     microbatches = _full_microbatches(args, pp)
     asked = _virtual_stages_asked(args)
@@ -154,7 +153,7 @@ def _decide(args: Any, choice: Choice, pp: int) -> None:
     if asked is not None:
         # The user has settled the chunks, and with them that stages lie as Megatron lays them.
         stages = args.num_virtual_stages_per_pipeline_rank
-        per_stage = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
+        per_stage = args.num_layers_per_virtual_pipeline_stage
         if stages is None and per_stage and layers:
             stages = layers // pp // per_stage
         if not stages or stages < 2:
@@ -165,7 +164,7 @@ def _decide(args: Any, choice: Choice, pp: int) -> None:
         choice.decide(pp, microbatches, ANY_CHUNKS, stages)
         return
     even = layers is not None and layers % (2 * pp) == 0
-    uneven = any(getattr(args, attribute, None) not in (None, False) for attribute in _UNEVEN)
+    uneven = any(getattr(args, attribute) not in (None, False) for attribute in _UNEVEN)
     if not even or uneven or any(rule.applies(args, True) for rule in REJECTIONS):
         choice.decide(pp, microbatches, ONE_CHUNK)
         return
@@ -178,14 +177,14 @@ def _decide(args: Any, choice: Choice, pp: int) -> None:
         args.overlap_p2p_comm = True
 
 
-def _full_microbatches(args: Any, pp: int) -> int:
+def _full_microbatches(args: MegatronArgs, pp: int) -> int:
     """Microbatches of the full batch, before Megatron has derived its data-parallel size."""
     ranks = args.tensor_model_parallel_size * pp * args.context_parallel_size
     per_step = args.micro_batch_size * max(args.world_size // ranks, 1)
     return max((full_batch(args) or per_step) // per_step, 1)
 
 
-def after_megatron(args: Any, choice: Choice) -> int:
+def after_megatron(args: MegatronArgs, choice: Choice) -> int:
     """Checks that need Megatron's derived values; returns the model chunks a rank.
 
     Raises:
@@ -201,6 +200,7 @@ def after_megatron(args: Any, choice: Choice) -> int:
             f"{chunks}; remove the virtual-stage flags"
         )
     for flag in ("rampup_batch_size", "step_batch_size_schedule"):
+        # Before core_v0.18 Megatron lacks the second.
         if choice.file is not None and getattr(args, flag, None) is not None:
             raise ConfigError(
                 "a schedule file has a fixed number of microbatches and cannot be used with "
@@ -219,13 +219,13 @@ def after_megatron(args: Any, choice: Choice) -> int:
     return chunks
 
 
-def _place_vee(args: Any, choice: Choice, pp: int) -> None:
+def _place_vee(args: MegatronArgs, choice: Choice, pp: int) -> None:
     """Say the V's stages in Megatron's own words: one layout string with two stages a rank."""
     for attribute in (
         "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank",
     ):
-        value = getattr(args, attribute, None)
+        value = getattr(args, attribute)
         if value is not None:
             raise ConfigError(
                 f"--pp-schedule {choice.name} always has two model chunks a rank; remove "
@@ -238,18 +238,18 @@ def _place_vee(args: Any, choice: Choice, pp: int) -> None:
     args.overlap_p2p_comm = True
 
 
-def _layout_has_one_chunk(args: Any, pp: int) -> bool:
+def _layout_has_one_chunk(args: MegatronArgs, pp: int) -> bool:
     text = args.pipeline_model_parallel_layout
     return text is not None and count_stages(text) == pp
 
 
-def _virtual_stages_asked(args: Any) -> str | None:
+def _virtual_stages_asked(args: MegatronArgs) -> str | None:
     for attribute in (
         "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank",
         "pipeline_model_parallel_layout",
     ):
-        value = getattr(args, attribute, None)
+        value = getattr(args, attribute)
         if value is not None:
             return f"--{attribute.replace('_', '-')} {value}"
     return None

@@ -124,9 +124,7 @@ def _weight_gradient(
         accumulate(weight, grad_output.t().matmul(x))
 
 
-def _accumulate_fused(
-    x: torch.Tensor, grad_output: torch.Tensor, weight: torch.nn.Parameter
-) -> None:
+def _accumulate_fused(x: torch.Tensor, grad_output: torch.Tensor, weight: Any) -> None:
     import fused_weight_gradient_mlp_cuda as kernels  # Apex's; Megatron imports the same
 
     single = weight.main_grad.dtype == torch.float32
@@ -140,7 +138,7 @@ def accumulate(parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
     parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
-def mark_added(parameter: torch.nn.Parameter) -> None:
+def mark_added(parameter: Any) -> None:
     """A kernel has added a gradient into ``parameter.main_grad`` itself."""
     parameter.grad_added_to_main_grad = True
     setattr(parameter, _ADDED, True)
@@ -203,5 +201,6 @@ def _postpone_rest(param: torch.nn.Parameter, store: WeightGradStore) -> None:
         # The layer added it to main_grad and returned what Megatron's hook would ignore.
         task = functools.partial(mark_added, param)
     else:
+        assert grad is not None  # the caller has looked
         task = functools.partial(accumulate, param, grad)
     store.put(param, task, done=finish)

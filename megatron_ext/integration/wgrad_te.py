@@ -54,7 +54,7 @@ def can_split(module: torch.nn.Module) -> bool:
 
 def splittable(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The modules of ``chunk`` that can postpone their weight gradients in this way."""
-    idle = set()
+    idle: set[int] = set()
     for module in chunk.modules():
         # These compute with another module's parameters; the owner's own code never runs.
         has = vars(module)
@@ -86,7 +86,7 @@ class SplitStore:
 
     def detach(self) -> None:
         """Give the module its own store back."""
-        self._module.wgrad_store = self.original  # type: ignore[assignment]
+        self._module.wgrad_store = self.original
 
     def delay_wgrad_compute(self) -> bool:
         """Asked in forward (whether it may come to that), in backward, and by ``backward_dw``."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from .._input import parse_json, read_text, real, shown, whole
 from ..schedule.costs import Costs
@@ -37,7 +37,7 @@ from ..schedule.link import travel_time
 from ..schedule.placement import Placement
 from .layout import Split
 from .memory import StageBytes
-from .model import Job, PlanError
+from .model import PlanError
 from .times import PassTimes, costs_in_parts
 
 FORMAT = "megatron-ext-profile/1"
@@ -46,6 +46,18 @@ MODEL = (
     *("hidden_size", "seq_length", "tensor_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size",),
 )
+
+
+class Measurable(Protocol):
+    """A job, or Megatron's arguments, as far as a profile is compared with them; they have the
+    names in ``Profile.model`` too."""
+
+    @property
+    def micro_batch_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int | None: ...
+    @property
+    def cheap_recompute(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -152,7 +164,7 @@ class Profile:
         part.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
         part.replace(target)
 
-    def require(self, job: Job) -> None:
+    def require(self, job: Measurable) -> None:
         """Refuse a job that this was not measured on.
 
         Raises:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.checkpoints.layout import Layout
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.checkpoint import Checkpoints, Layout, choose_formats
+from megatron_ext.integration.checkpoint import Checkpoints, choose_formats
+from tests.support.stand_ins import megatron_args
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
@@ -28,7 +30,7 @@ def arguments(**changed: Any) -> SimpleNamespace:
         "virtual_pipeline_model_parallel_size": None,
         "num_layers": 8,
     }
-    return SimpleNamespace(**{**values, **changed})
+    return megatron_args(**{**values, **changed})
 
 
 def vee() -> Checkpoints:

@@ -23,6 +23,7 @@ from megatron_ext.integration.rejections import REJECTIONS, Rejection, markdown
 from megatron_ext.integration.validate import Choice, after_megatron, before_megatron
 from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
 from megatron_ext.schedule.link import Link
+from tests.support.stand_ins import megatron_args
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
@@ -36,6 +37,7 @@ def arguments(**changed: Any) -> SimpleNamespace:
         "pipeline_model_parallel_layout": None,
         "virtual_pipeline_model_parallel_size": None,
         "cuda_graph_impl": "none",
+        "fp8_recipe": "delayed",
         "overlap_p2p_comm": True,
         "micro_batch_size": 2,
         "data_parallel_size": 2,
@@ -45,7 +47,7 @@ def arguments(**changed: Any) -> SimpleNamespace:
         "tensor_model_parallel_size": 1,
         "context_parallel_size": 1,
     }
-    return SimpleNamespace(**{**values, **changed})
+    return megatron_args(**{**values, **changed})
 
 
 def refusal(schedule: str, **changed: Any) -> str:

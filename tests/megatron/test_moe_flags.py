@@ -15,6 +15,7 @@ from megatron_ext.moe import cost_file
 from megatron_ext.moe.cost_file import LINES
 from megatron_ext.moe.costs import Line
 from tests.support.checkouts import ROOT
+from tests.support.stand_ins import megatron_args
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
@@ -29,7 +30,7 @@ def arguments(**changed: Any) -> SimpleNamespace:
         "mlp_chunks_for_training": 1,
         "recompute_modules": ["core_attn"],
     }
-    return SimpleNamespace(**{**values, **changed})
+    return megatron_args(**{**values, **changed})
 
 
 def refusal(**changed: Any) -> str:

@@ -12,6 +12,7 @@ from megatron_ext.integration.post_validation import REJECTIONS, goes_on
 from megatron_ext.integration.rejections import require_supported_features
 from tests.campaigns import random_post_validation as script
 from tests.support import ROOT
+from tests.support.stand_ins import megatron_args
 
 
 def test_draws_are_repeatable_and_various() -> None:
@@ -65,7 +66,7 @@ class TestRejections:
 class TestGoesOn:
     def goes_on(self, **given: Any) -> bool:
         args = {"curr_iteration": 8, "train_iters": 20, "iterations_to_skip": [], **given}
-        return goes_on(SimpleNamespace(**args))
+        return goes_on(megatron_args(**args))
 
     def test_the_next_iteration_follows(self) -> None:
         assert self.goes_on()

@@ -234,6 +234,9 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             pipeline_model_parallel_size=case["pp"],
             pp_trace=str(folder),
             pp_profile_steps=case.get("profile"),
+            pp_profile=None,
+            pp_post_validation=None,
+            pp_cheap_recompute=None,
             distributed_timeout_minutes=1,
             rank=dist.get_rank(),
         )

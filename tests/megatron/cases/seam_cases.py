@@ -74,7 +74,14 @@ def main() -> None:
     symbols = megatron_symbols()
     installation = Installation()
     args = SimpleNamespace(
-        pipeline_model_parallel_size=4, pp_trace=None, distributed_timeout_minutes=1, rank=0
+        pipeline_model_parallel_size=4,
+        distributed_timeout_minutes=1,
+        rank=0,
+        pp_trace=None,
+        pp_profile=None,
+        pp_profile_steps=None,
+        pp_post_validation=None,
+        pp_cheap_recompute=None,
     )
     installation.hook_schedule(args, Choice("v-half"), 2)
     out["changed"] = {t: held(t) is not before[t] for t in TARGETS}
