@@ -7,7 +7,7 @@ buffers of its own. Devices and ranks wait for each other, as they never do late
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -58,10 +58,11 @@ def measure(
     *columns, kept_column = table.t().tolist()
     exchanged = [shape.exchange_bytes(size) for size in sizes]
     copied = [float(size * shape.hidden * dtype.itemsize) for size in sizes]
+    axes: tuple[Sequence[float], ...] = (exchanged, sizes, sizes, copied, copied)
     found = (
         # Where the experts are not spread over ranks, no message leaves one.
         Line.through(list(zip(volumes, column))) if any(volumes) else Line(0.0, 0.0, min(column))
-        for volumes, column in zip((exchanged, sizes, sizes, copied, copied), columns)
+        for volumes, column in zip(axes, columns)
     )
     return measured(dict(zip(LINES, found)), kept_column[0])
 

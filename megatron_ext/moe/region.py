@@ -119,7 +119,7 @@ class Region:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> torch.Tensor:
-        out = call.timed(call.forward, inputs[0].detach(), inputs[1].detach())
+        out: torch.Tensor = call.timed(call.forward, inputs[0].detach(), inputs[1].detach())
         if call.saves:
             ctx.call = call
             ctx.save_for_backward(*call.take_saved(inputs[0]))

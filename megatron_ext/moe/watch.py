@@ -32,7 +32,9 @@ class DeviceWatch:
         """See ``settings.Watch``."""
         pairs = list(zip(self._points[::2], self._points[1::2]))
         if not self._cuda:
-            return round(1e6 * sum(end - start for start, end in pairs))
+            seconds: float = sum(end - start for start, end in pairs)
+            return round(1e6 * seconds)
         if not all(event.query() for event in self._points):
             return None
-        return round(1e3 * sum(start.elapsed_time(end) for start, end in pairs))
+        milliseconds: float = sum(start.elapsed_time(end) for start, end in pairs)
+        return round(1e3 * milliseconds)
