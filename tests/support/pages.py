@@ -82,7 +82,8 @@ NOT_RUN = {
     r"scripts/upgrade_check\.sh": "needs a network; tests/campaigns/scripts has its decisions",
     r"python -m tests\.campaigns\.(fuzz|random_equivalence|random_post_validation)": "runs as long "
     "as asked; tests/unit/fuzz, test_random_cases.py and test_post_validation.py are shorter",
-    r"ruff check": "scripts/test.sh runs it",
+    r"make (lint|test-fast|test)": "scripts/test.sh runs the same",
+    r"pre-commit install": "changes the hooks of this clone",
     r"export (MEGATRON_LM|DATA_PATH|CONTAINER_IMAGE)=": "of a cluster's file system",
     r"(LAUNCH=srun TP=2 )?sbatch ": "needs a cluster; tests/campaigns/scripts runs the jobs",
     r"megatron-ext show --measured TRACES": "needs a run of eight ranks; page 16 draws one of two",
