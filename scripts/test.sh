@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Checks everything, on a bare machine too: style, types, tests.
 #
-#   scripts/test.sh                      all of it
-#   scripts/test.sh tests/cpu -k launch  the arguments go to pytest
+#   scripts/test.sh                        style, types and all tests but the slow tiers
+#   scripts/test.sh --all                  the slow tiers too: other Megatron versions, campaigns
+#   scripts/test.sh tests/ranks -k launch  other arguments go to pytest
 #
-# The first run makes a virtual environment beside the repository; see scripts/lib.sh. The last
-# line is pytest's, and the exit status is pytest's, or 1 where style or types are at fault.
+# The first run makes a virtual environment beside the repository (see scripts/lib.sh) and fetches
+# stock Megatron-LM (see scripts/get_megatron.sh): the newest supported version, with --all every
+# one. Without it the tests that need it are left out, and the last lines say how many. The very
+# last line is pytest's, and the exit status is pytest's, or 1 where style or types are at fault.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -25,6 +28,14 @@ if [[ -z ${MEGATRON_EXT_TE_SOURCE:-} && -d $te_files ]]; then
     export MEGATRON_EXT_TE_SOURCE=$te_files
 fi
 
+mapfile -t tags < <(scripts/get_megatron.sh --list)
+if [[ " $* " != *" --all "* ]]; then tags=("${tags[-1]}"); fi
+if [[ -z ${MEGATRON_LM:-} || ${#tags[@]} -gt 1 ]]; then
+    for tag in "${tags[@]}"; do
+        scripts/get_megatron.sh "$tag" >/dev/null || true # pytest says what that leaves out
+    done
+fi
+
 wrong=()
 check() {
     say "$*"
@@ -33,13 +44,15 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy
+check codespell
 check shellcheck --external-sources scripts/*.sh scripts/slurm/* .ci/run
 
 # All of it in several processes: most tests wait for ranks or for imports. A file stays in one
-# process, so what its tests share is made once.
-if [[ $# -eq 0 ]]; then
+# process, so what its tests share is made once; the slowest tiers come first.
+if [[ $# -eq 0 || "$*" == --all ]]; then
     workers=$(($(getconf _NPROCESSORS_ONLN) + 1))
-    set -- -n $((workers < 6 ? workers : 6)) --dist loadfile
+    set -- "$@" -n $((workers < 6 ? workers : 6)) --dist loadfile --no-loadscope-reorder \
+        --durations=25
 fi
 
 say "pytest $*"

@@ -8,6 +8,7 @@ parameters (``matrix``: other Megatron versions and full grids). A plain run has
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,14 +46,16 @@ def _folder(path: Path) -> str:
     return parts[0] if parts else ""
 
 
-def _named(config: pytest.Config, path: Path) -> bool:
-    """Whether the command line names ``path`` or a folder of it, below ``tests`` itself."""
+def _named_campaign(config: pytest.Config, path: Path) -> bool:
+    """Whether the command line names ``path``, or a folder of it, in ``tests/campaigns``."""
     named = [Path(str(word).split("::")[0]).resolve() for word in config.args]
-    return any(path.is_relative_to(place) for place in named if _folder(place))
+    return any(path.is_relative_to(word) for word in named if _folder(word) == "campaigns")
 
 
-def _selects_all(config: pytest.Config) -> bool:
-    return bool(config.getoption("--all") or config.getoption("-m"))
+def _selected(config: pytest.Config, tier: str) -> bool:
+    """Whether this run has ``tier``, if it is none of the default ones: --all, or -m names it."""
+    words = re.findall(r"\w+", config.getoption("-m") or "")
+    return tier not in NOT_BY_DEFAULT or config.getoption("--all") or tier in words
 
 
 def _has(package: str) -> bool:
@@ -65,7 +68,9 @@ def _has(package: str) -> bool:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Folders that this run does not select, or whose packages are missing."""
     folder = _folder(collection_path)
-    if folder == "campaigns" and not _selects_all(config) and not _named(config, collection_path):
+    if folder == "campaigns" and not (
+        _selected(config, "campaign") or _named_campaign(config, collection_path)
+    ):
         return True
     needed = NEEDS.get(folder)
     if needed and not _has("megatron.core" if needed == "megatron" else needed):
@@ -88,8 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(tier)
     kept, dropped = [], []
     for item in items:
-        unwanted = tiers[item] in NOT_BY_DEFAULT and not _selects_all(config)
-        if unwanted and not (tiers[item] == "campaign" and _named(config, item.path)):
+        if not (_selected(config, tiers[item]) or _named_campaign(config, item.path)):
             dropped.append(item)
         elif reason := _missing_version(item, tiers[item]):
             _left_out[reason] += 1

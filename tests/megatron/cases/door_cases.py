@@ -47,7 +47,7 @@ def library() -> None:
     early = parse()
     out["stock_knows_flag"] = hasattr(early, "pp_schedule")
     out["unasked_loaded"] = "megatron_ext.integration" in sys.modules
-    from seam_cases import megatron_symbols
+    from tests.megatron.cases.seam_cases import megatron_symbols
 
     symbols = megatron_symbols()
     out["unknown"] = error_of(lambda: megatron_ext.apply({"pp_shedule": "v-half"}))
@@ -74,7 +74,7 @@ def library() -> None:
 
 def patched() -> None:
     """The inserted lines of a patched checkout."""
-    from seam_cases import megatron_symbols
+    from tests.megatron.cases.seam_cases import megatron_symbols
 
     symbols = megatron_symbols()
     flags = ("--pp-schedule", "v-half")
