@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.support.checkouts import OLDEST_TAG, result, version
+from tests.support.case_server import Cases, case_results
+from tests.support.checkouts import OLDEST_TAG, version
 
 pytestmark = pytest.mark.timeout(400)
-
-# The oldest and the newest version differ most.
 
 # Of recompute_cases.py: tokens, hidden size, heads and length.
 TOKENS, H, HEADS, S, B = 32, 64, 4, 16, 2
@@ -40,11 +37,7 @@ KINDS = (*NUMBERS, "rmsnorm", "rmsnorm bf16", "experts", "frozen fc1")
 ROUNDED = "rmsnorm"
 
 
-@pytest.fixture(scope="module", params=["installed", version(OLDEST_TAG)])
-def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What recompute_cases.py found."""
-    folder = str(tmp_path_factory.mktemp("recompute"))
-    return result("megatron.cases.recompute_cases", folder, tag=request.param, seconds=200)
+cases = case_results("megatron.cases.recompute_cases", "installed", version(OLDEST_TAG))
 
 
 def local_attention_bytes(kind: str) -> int:
@@ -55,7 +48,7 @@ def local_attention_bytes(kind: str) -> int:
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
-def test_bytes_kept(cases: Any, kind: str) -> None:
+def test_bytes_kept(cases: Cases, kind: str) -> None:
     """Distinct storages that autograd holds after a layer's forward pass, parameters apart."""
     size = 2 if kind.endswith("bf16") else 4
     # Mean and reciprocal deviation of both norms; computed again with the norms.
@@ -66,7 +59,7 @@ def test_bytes_kept(cases: Any, kind: str) -> None:
     assert sum(cases[kind]["cheap"].values()) == cheap + attention, cases[kind]["cheap"]
 
 
-def test_bytes_of_experts(cases: Any) -> None:
+def test_bytes_of_experts(cases: Cases) -> None:
     """Two experts a token: of each, all but fc1's output (two factors, product, scaled product)."""
     saved = sum(cases["experts"]["kept"].values()) - sum(cases["experts"]["cheap"].values())
     assert saved == (NORMS + 2 * 4 * F) * TOKENS * 4 + 2 * 2 * TOKENS * 4
@@ -74,8 +67,8 @@ def test_bytes_of_experts(cases: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["fused", "split", "moved", "evaluation"])
-def test_nothing_changes(cases: Any, kind: str, way: str) -> None:
+def test_nothing_changes(cases: Cases, kind: str, way: str) -> None:
     """All gradients are bit for bit those without recompute, whenever W comes."""
     rounding = 1e-6 if kind == ROUNDED and way != "evaluation" else 0
     assert cases[kind][way] <= rounding
-    assert cases["moved_bytes"] > 0
+    assert cases[kind]["moved_bytes"] > 0

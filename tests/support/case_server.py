@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkouts import environment
+from tests.support.checkouts import environment, python_path
 from tests.support.ranks import on_ranks
 
 START_SECONDS, CASE_SECONDS = 200, 200  # on a busy machine
@@ -85,12 +85,20 @@ class Cases(Mapping[str, Any]):
         return answer["value"]
 
 
-def case_results(module: str) -> Any:
-    """A fixture that gives the ``Cases`` of ``tests.MODULE`` to one test file."""
+def case_results(module: str, *versions: Any) -> Any:
+    """A fixture that gives the ``Cases`` of ``tests.MODULE`` to one test file.
 
-    @pytest.fixture(scope="module")
-    def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
-        cases = Cases(module, tmp_path_factory.mktemp("cases"), environment())
+    Args:
+        versions: of Megatron, each a parameter; default: the installed one, without parameter.
+    """
+
+    @pytest.fixture(scope="module", params=versions or None)
+    def results(
+        request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Cases]:
+        tag = request.param if versions else "installed"
+        variables = {**environment(), "PYTHONPATH": python_path(tag)}
+        cases = Cases(module, tmp_path_factory.mktemp("cases"), variables)
         yield cases
         cases.close()
 

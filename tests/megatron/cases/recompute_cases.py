@@ -1,6 +1,4 @@
-"""One transformer layer with and without cheap recompute; prints one JSON object.
-
-    python recompute_cases.py FOLDER
+"""One transformer layer with and without cheap recompute; see test_recompute.
 
 For each kind of layer: the bytes that autograd keeps after its forward pass, item by item, and
 how far the gradients are from those without recompute (0: bit for bit the same), with B and W in
@@ -12,11 +10,11 @@ back.
 
 from __future__ import annotations
 
-import json
-import sys
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from megatron_ext import cpu
@@ -40,6 +38,7 @@ from megatron_ext.offload.device import CpuDevice
 from megatron_ext.offload.engine import Engine
 from megatron_ext.offload.store import ActivationStore
 from megatron_ext.runtime.wgrad import WeightGradStore
+from tests.support.case_server import serve
 
 S, B, H, HEADS = 16, 2, 64, 4
 GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
@@ -219,21 +218,17 @@ def run(kind: str, offload: ActivationStore) -> dict[str, Any]:
     return out
 
 
-def main() -> None:
-    """See the module's text."""
-    folder = sys.argv[1]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
+    """One kind of layer; the result has what went to the host and back, too."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=1)
     parallel_state.initialize_model_parallel()
     device = CpuDevice()
     engine = Engine(device, HostArena(device.torch_device, 0, 1), "single")
-    offload = ActivationStore(engine, min_bytes=1024)
-    out: dict[str, Any] = {}
-    for kind in KINDS:
-        out[kind] = run(kind, offload)
-    out["moved_bytes"] = engine.counters.bytes_to_host
+    found = run(name, ActivationStore(engine, min_bytes=1024))
+    found["moved_bytes"] = engine.counters.bytes_to_host
     engine.close()
-    print("RESULT " + json.dumps(out))
+    (folder / "result.pickle").write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    serve(KINDS, rank_main, 1)
