@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from megatron_ext.integration import flags
 from tests.support import ROOT
 from tests.support.checkouts import (
     MAIN_TAG,
+    Serve,
     existing,
     result,
     run,
@@ -49,11 +49,11 @@ def copy(tag: str, target: Path) -> Path:
 
 
 def tree(folder: Path) -> dict[str, tuple[int, str]]:
-    """Mode and git hash of every file."""
+    """Mode and git hash of every file, but what Megatron compiles at its first start."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mode, patching.blob_hash(path.read_bytes()))
         for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
     }
 
 
@@ -220,15 +220,20 @@ def train(*command: str, ranks: int, **env: str) -> tuple[list[Any], str]:
         env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     done = run([sys.executable, *launcher, *command], 150, **env)
     assert done.returncode == 0, done.stdout[-6000:]
-    log = done.stdout.replace("\n", " ")
+    return read(done.stdout)
+
+
+def read(text: str) -> tuple[list[Any], str]:
+    """Losses and gradient norms in a log, and the log."""
+    log = text.replace("\n", " ")
     found = NUMBERS.findall(log) + EVALUATION.findall(log)
-    assert len(found) >= 3, done.stdout[-6000:]
-    return found, done.stdout
+    assert len(found) >= 3, text[-6000:]
+    return found, text
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[list[Any], str]]]:
-    """The launcher and stock on an unmodified checkout, then the patched one with and without."""
+def runs(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> dict[str, Any]:
+    """The launcher with and without our flags, then the patched script with and without."""
     folder = copy(MAIN_TAG, tmp_path_factory.mktemp("training") / "Megatron-LM")
     hooks = tmp_path_factory.mktemp("hooks")
     (hooks / "sitecustomize.py").write_text(SITECUSTOMIZE)
@@ -236,18 +241,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[l
     tools = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     plain = {"PYTHONPATH": f"{hooks}{os.pathsep}{ROOT}", "PATH": tools}
     script, flags = str(folder / "pretrain_gpt.py"), MODEL.split()
-    launch = ["-m", "megatron_ext.launch", "--device", "cpu"]
-    found = {
-        "launcher": train(*launch, script, *flags, *VEE, ranks=2),
-        "stock": train(script, *flags, ranks=1, **plain),
-    }
+    found, server = {}, serve(MAIN_TAG)
+    for name, more, ranks in (("launcher", VEE, 2), ("stock", [], 1)):
+        outcome = server.run([*flags, *more], ranks, folder / name)
+        assert outcome.status == "ok", outcome.log(0)[-6000:]
+        found[name] = read("".join(map(outcome.log, range(ranks))))
+        shutil.rmtree(folder / name)
     before = tree(folder)
     patching.apply(folder)
     found["patched"] = train(script, *flags, *VEE, ranks=2, **plain)
     found["patched, off"] = train(script, *flags, ranks=1, **plain)
     patching.revert(folder)
     assert tree(folder) == before
-    yield found
+    return found
 
 
 @pytest.mark.timeout(700)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 
 import pytest
 
 from megatron_ext import cli
-from tests.support import ROOT
+from tests.support.checkouts import INSTALLED
 
 pytestmark = pytest.mark.timeout(300)
 MODEL = (
@@ -26,17 +23,11 @@ TRAINING = (
 )
 
 
-def train(flags, log):
-    """Exact losses of two steps."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += ["2", "-m", "megatron_ext.launch", "--device", "cpu", "--loss-log", str(log)]
-    command += ["pretrain_gpt", *shlex.split(f"{MODEL} {TRAINING}"), *flags]
-    env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    if sys.platform == "linux":
-        env["GLOO_SOCKET_IFNAME"] = "lo"
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-    return [json.loads(line)["losses"] for line in log.read_text().splitlines()]
+def train(server, flags, folder):
+    """Exact losses of two steps on two ranks."""
+    outcome = server.run([*shlex.split(f"{MODEL} {TRAINING}"), *flags], 2, folder)
+    assert outcome.status == "ok", outcome.log(0)[-5000:]
+    return [line["losses"] for line in outcome.losses()]
 
 
 # Layers that do not divide; both ends of the model on one rank, and not; with offload.
@@ -47,17 +38,20 @@ def train(flags, log):
         "--schedules interleaved-zb --chunks 2 --memory-cap 11.3MB",
     ],
 )
-def test_planned_flags_train(options, tmp_path, capsys):
+@pytest.mark.version(INSTALLED)
+def test_planned_flags_train(options, serve, tmp_path, capsys):
     plan = f"plan {MODEL} --pp 2 --gpu A100 --micro-batch-sizes 1 --cheap-recompute on --json "
     assert cli.main(shlex.split(plan + options)) == 0
     chosen = json.loads(capsys.readouterr().out)["chosen"]
     assert chosen["layout"] and bool(chosen["offload"]) is ("memory-cap" in options)
     flags = shlex.split(" ".join(chosen["flags"]))
-    losses = train(flags, tmp_path / "named.jsonl")
+    losses = train(serve(INSTALLED), flags, tmp_path / "named")
     assert len(losses) == 2
     path = tmp_path / "plan.json"
     assert cli.main(shlex.split(f"{plan}{options} --output {path}")) == 0
     chosen = json.loads(capsys.readouterr().out)["chosen"]
     flags = shlex.split(" ".join(chosen["flags"]))
     assert str(path) in flags
-    assert train(flags, tmp_path / "file.jsonl") == losses, "another order, the same numbers"
+    assert train(serve(INSTALLED), flags, tmp_path / "file") == losses, (
+        "another order, the same numbers"
+    )

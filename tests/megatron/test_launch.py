@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
-from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, checkout, run
-
-MINIMAL = ROOT / "scripts" / "pretrain_gpt_minimal.py"
+from tests.support.checkouts import INSTALLED, MAIN_TAG, Serve, run
 
 # A model that Megatron accepts; each test breaks one thing.
 FLAGS = shlex.split(
@@ -20,35 +17,6 @@ FLAGS = shlex.split(
     "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
     "--untie-embeddings-and-output-weights"
 )
-
-
-def script() -> Path:
-    """A pretraining script for an installed or checked-out Megatron."""
-    if sys.version_info >= (3, 12):  # whose wheel of megatron-core carries megatron.training
-        return MINIMAL
-    stock = checkout(OLDEST_TAG)
-    if stock is None:
-        pytest.skip(f"needs megatron.training; run scripts/get_megatron.sh {OLDEST_TAG}")
-    return stock / "pretrain_gpt.py"
-
-
-def launch(*flags: str, **environment: str) -> tuple[int, str]:
-    """Exit status and output of one rank of a four-rank job's launcher."""
-    done = run(
-        [
-            sys.executable,
-            "-m",
-            "megatron_ext.launch",
-            "--device",
-            "cpu",
-            str(script()),
-            *FLAGS,
-            *list(flags),
-        ],
-        110,
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", **environment},
-    )
-    return done.returncode, done.stdout
 
 
 @pytest.mark.parametrize(
@@ -72,10 +40,14 @@ def launch(*flags: str, **environment: str) -> tuple[int, str]:
         (["--pp-cost", "1,1,1"], "--pp-cost needs --pp-schedule"),
     ],
 )
-def test_wrong_flags_end_with_one_sentence(flags: list[str], sentence: str) -> None:
-    status, output = launch(*flags)
+@pytest.mark.version(INSTALLED)
+def test_wrong_flags_end_with_one_sentence(
+    serve: Serve, tmp_path: Path, flags: list[str], sentence: str
+) -> None:
+    outcome = serve(INSTALLED).run([*FLAGS, *flags], 4, tmp_path / "run", grace=60)
+    assert outcome.exits == (2, 2, 2, 2), outcome.log(0)
+    output = outcome.log(0)
     ours = [x for x in output.splitlines() if x.startswith("megatron_ext: ") and "adds" not in x]
-    assert status == 2, output[-3000:]
     assert len(ours) == 1, output[-3000:]
     assert sentence in ours[0]
     assert "Traceback" not in output

@@ -17,6 +17,7 @@ from tests.support.script_server import ScriptServer
 
 TAGS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
 MAIN_TAG, OLDEST_TAG = TAGS[-1], TAGS[0]
+INSTALLED = "installed"  # not a version: the wheel of this environment
 # The versions whose Python is this one: from 0.17 on they need 3.12.
 RUNNING = TAGS if sys.version_info >= (3, 12) else TAGS[:1]
 
@@ -49,6 +50,10 @@ def version(tag: str, *values: Any, **named: Any) -> Any:
 
 def missing(tag: str) -> str:
     """Why tests with the checkout of ``tag`` cannot run, and what to do; empty if they can."""
+    if tag == INSTALLED and len(RUNNING) == 1:
+        return "the wheel of megatron-core 0.16 has no training loop; use Python 3.12"
+    if tag == INSTALLED:
+        return ""
     if tag not in RUNNING:
         return f"{tag} needs Python 3.12; set PYTHON to one and run ./scripts/test.sh"
     if checkout(tag) is None:
@@ -58,7 +63,7 @@ def missing(tag: str) -> str:
 
 def python_path(tag: str) -> str:
     """$PYTHONPATH for a process that imports Megatron of ``tag``, or the ``installed`` one."""
-    path = [] if tag == "installed" else [str(existing(tag))]
+    path = [] if tag == INSTALLED else [str(existing(tag))]
     return os.pathsep.join([*path, str(ROOT)])
 
 
@@ -104,7 +109,7 @@ def run_cases(module: str, *arguments: str, seconds: float, **more_env: str) -> 
     return done.stdout
 
 
-def result(module: str, *arguments: str, tag: str = "installed", seconds: float) -> dict[str, Any]:
+def result(module: str, *arguments: str, tag: str = INSTALLED, seconds: float) -> dict[str, Any]:
     """The JSON object behind ``RESULT`` in what ``tests.MODULE`` prints on Megatron of ``tag``."""
     printed = run_cases(module, *arguments, seconds=seconds, PYTHONPATH=python_path(tag))
     lines = [line for line in printed.splitlines() if line.startswith("RESULT ")]
@@ -117,13 +122,15 @@ Serve = Callable[[str], ScriptServer]
 
 
 def start_servers() -> Iterator[Serve]:
-    """A fixture's body: ``serve(tag)`` gives ``pretrain_gpt.py`` of that version, imported once for
-    all tests and ready to fork ranks."""
+    """A fixture's body: ``serve(tag)`` gives ``pretrain_gpt.py`` of that version, or our short
+    script on the ``installed`` megatron-core, imported once and ready to fork ranks."""
     servers: dict[str, ScriptServer] = {}
 
     def serve(tag: str) -> ScriptServer:
         if tag not in servers:
-            servers[tag] = ScriptServer(existing(tag) / "pretrain_gpt.py")
+            installed = ROOT / "scripts" / "pretrain_gpt_minimal.py"
+            script = installed if tag == INSTALLED else existing(tag) / "pretrain_gpt.py"
+            servers[tag] = ScriptServer(script)
         return servers[tag]
 
     yield serve
