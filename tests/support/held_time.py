@@ -22,11 +22,12 @@ class HeldTime:
             reports of others. None: it takes its time.
 
     Attributes:
+        start: that file.
         looks: how often the watchdog has asked for the time, which it does behind everything else.
     """
 
     def __init__(self, start: Path, leave: Path | None = None) -> None:
-        self._start, self._leave = start, leave
+        self.start, self._leave = start, leave
         self._began: float | None = None
         self.looks = 0
 
@@ -40,7 +41,7 @@ class HeldTime:
         """As ``time.monotonic``."""
         self.looks += 1
         if self._began is None:
-            if not self._start.exists():
+            if not self.start.exists():
                 return 0.0
             self._began = time.monotonic()
         return time.monotonic() - self._began

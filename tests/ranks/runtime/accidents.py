@@ -13,6 +13,7 @@ import torch
 
 from tests.ranks.runtime import toy
 from tests.support.held_time import HeldTime, PassTime
+from tests.support.waiting import wait_until
 
 
 class SleepyRunner:
@@ -70,6 +71,10 @@ def _take_long(clock: HeldTime) -> None:
     clock.jump(10_000)
 
 
+def _come_late(clock: HeldTime) -> None:
+    wait_until((clock.start.parent / "go on").exists, "nobody lets the pass go on")
+
+
 def _replace_stderr(_: HeldTime) -> None:
     class Broken:
         def write(self, text: str) -> None:
@@ -112,6 +117,7 @@ ACCIDENTS: dict[str, Callable[[HeldTime], Any]] = {
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "slow pass": _take_long,
+    "late": _come_late,
     "broken stderr": _replace_stderr,
     "own handler": _replace_handler,
     "child": _fork_and_terminate,

@@ -171,6 +171,19 @@ def test_a_broken_stderr_does_not_keep_a_stuck_rank(launch):
     assert "[megatron_ext]" not in ranks.output(0)
 
 
+def test_a_rank_that_has_given_up_does_not_end_as_if_well(launch):
+    """What it waited for comes in the pause before it leaves."""
+    ranks = accident(launch, "late", microbatches=1)
+    ranks.wait_for(0, "<pass 1>")
+    ranks.tell("clock 0")
+    ranks.wait_for(0, "<pause of 2 s>")
+    ranks.tell("go on")
+    ranks.wait_for(0, "<pass 2>")
+    ranks.tell("leave")
+    assert ranks.wait([0]) == [75], ranks.outputs()
+    assert "done>" not in ranks.output(0)
+
+
 def test_a_handler_installed_later_is_respected(launch):
     ranks = accident(launch, "own handler")
     assert ranks.wait([0]) == [0]
