@@ -12,8 +12,8 @@ import pytest
 
 from megatron_ext import cli
 from tests.support import ROOT
+from tests.support.waiting import PATIENCE
 
-pytestmark = pytest.mark.timeout(300)
 MODEL = (
     "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --global-batch-size 6 "
     "--max-position-embeddings 64 --untie-embeddings-and-output-weights --vocab-size 4095 "
@@ -34,7 +34,7 @@ def train(flags, log):
     env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     if sys.platform == "linux":
         env["GLOO_SOCKET_IFNAME"] = "lo"
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return [json.loads(line)["losses"] for line in log.read_text().splitlines()]
 

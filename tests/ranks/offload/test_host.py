@@ -18,8 +18,6 @@ from megatron_ext.offload.host import near, pci_bus_id, require_host_memory
 from megatron_ext.offload.host_memory import available_host_bytes
 from megatron_ext.offload.rates import Rates, choose_policy, measure_rates
 
-pytestmark = pytest.mark.timeout(60)
-
 CPU = torch.device("cpu")
 BUS = "0000:3b:00.0"
 

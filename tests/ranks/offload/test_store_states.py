@@ -16,8 +16,6 @@ from tests.support.gate import Gate
 
 from .store_trips import HIDDEN, KEY, ROWS, come_back, compare, leave, make_store, tensor, trip
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_forward_only_does_nothing(make_engine):
     store = make_store(make_engine)
