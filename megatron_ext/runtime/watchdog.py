@@ -99,6 +99,10 @@ class Watchdog:
                 self._report(f"failed: {type(error).__name__}: {error}")
             self._told = id(error) if outer else None
             raise
+        else:
+            # What it waited for may come when it has given up; then it must not end as if well.
+            if self._ending.locked():
+                _never_return()
         finally:
             self._armed = outer
             if outer:

@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ from megatron_ext.schedule import Schedule, check, generate, lower
 from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.link import Link
 from megatron_ext.schedule.offload import offload
+from tests.support.held_time import HeldTime
+from tests.support.waiting import PATIENCE, wait_until
 
 CPU = torch.device("cpu")
 SHAPE = (16, 32)
@@ -48,7 +51,7 @@ MICROBATCHES = 6
 ITERATIONS = 3
 FAULTY = 1  # the iteration with the accident
 NAP_SECONDS = 0.002
-LIMIT_SECONDS = 2.0  # of the watchdog
+LIMIT_SECONDS = 2.0  # of the watchdog, from the accident on
 # A process that has this much left to take cannot make another tensor of a pass.
 SPARE_BYTES, WANTED_BYTES = 1 << 20, 256 << 20
 
@@ -74,6 +77,11 @@ class Case:
     action: str
     seconds: float = 0.0
     tidy: bool = False
+
+
+def harmless(case: Case) -> bool:
+    """True if the pipeline should go on as if nothing had happened."""
+    return case.kind == "none" or (case.kind == "delayed" and case.seconds < LIMIT_SECONDS)
 
 
 @functools.cache
@@ -137,6 +145,11 @@ class Accident:
         (self._folder / "when").write_text(repr(time.time()))
         return True
 
+    def has_given_up(self) -> bool:
+        """True if a rank has reported that it waits no longer."""
+        logs = self._folder.glob("rank*.log")
+        return any("made no progress" in log.read_text() for log in logs)
+
     def happen(self) -> None:
         """Have the accident, if it is due and one of a whole process."""
         if self.due():
@@ -182,12 +195,12 @@ class Watching(Watchdog):
 class _Later:
     """A message that the network keeps for a while; the sender's buffer is free at once."""
 
-    def __init__(self, seconds: float, send: Any) -> None:
-        self._thread = threading.Thread(target=self._run, args=(seconds, send), daemon=True)
+    def __init__(self, wait: Callable[[], None], send: Any) -> None:
+        self._thread = threading.Thread(target=self._run, args=(wait, send), daemon=True)
         self._thread.start()
 
-    def _run(self, seconds: float, send: Any) -> None:
-        time.sleep(seconds)
+    def _run(self, wait: Callable[[], None], send: Any) -> None:
+        wait()
         with contextlib.suppress(RuntimeError):  # the peer may be gone by then
             send().wait()
 
@@ -209,10 +222,19 @@ class Wire(Channel):
             later = functools.partial(
                 dist.isend, tensor.contiguous(), self._global_ranks[peer], self.group, 2 * tag
             )
-            work = _Later(3600.0 if kind == "lost" else seconds, later)
+            work = _Later(functools.partial(self._delay, kind, seconds), later)
             self._sending.setdefault(peer, deque()).append([(work, tensor)])
             return
         super().send(tensor, peer, tag)
+
+    def _delay(self, kind: str, seconds: float) -> None:
+        """Too late is what comes when a rank has given up."""
+        if kind == "lost":
+            time.sleep(3600)
+        elif seconds < LIMIT_SECONDS:
+            time.sleep(seconds)
+        else:
+            wait_until(self.accident.has_given_up, "no rank gave up")
 
     def receive(self, peer: int, tag: int) -> Any:
         """See ``Channel``."""
@@ -397,13 +419,15 @@ def run(case: Case, rank: int, folder: Path) -> None:
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    # A rank that comes late has not hung. Where nobody has to give up, time never starts.
+    HeldTime(folder / ("never" if harmless(case) else "when")).install()
     status = 0
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=case.pp,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=PATIENCE),
     )
     try:
         train(case, rank, folder)

@@ -22,6 +22,7 @@ from tests.campaigns.scripts import agent
 from tests.support import ROOT, pages
 from tests.support.checkouts import MAIN_TAG, existing
 from tests.support.pages import PAGES, Command, name_of
+from tests.support.waiting import PATIENCE
 
 HOSTED = "https://github.com/NVIDIA/Megatron-LM.git"
 USER_FLAGS = """--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048
@@ -99,7 +100,6 @@ def _run(lines: list[str], folder: Path, env: dict[str, str], seconds: float) ->
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
-@pytest.mark.timeout(250)
 @pytest.mark.parametrize("page", [p for p in PAGES if run_commands(p)], ids=name_of)
 def test_a_page_from_top_to_bottom(page: Path, tmp_path: Path, ranks: Callable[[], Path]) -> None:
     env = _environment(tmp_path)
@@ -114,13 +114,12 @@ def test_a_page_from_top_to_bottom(page: Path, tmp_path: Path, ranks: Callable[[
         if any("path/to/Megatron-LM" in line for line in lines):
             command = ["git", "clone", "--quiet", "--shared", str(existing(MAIN_TAG))]
             target = tmp_path / "path" / "to" / "Megatron-LM"
-            subprocess.run([*command, str(target)], check=True, timeout=60)
+            subprocess.run([*command, str(target)], check=True, timeout=PATIENCE)
     if any("torchrun" in line for line in lines):
         (tmp_path / "bin" / "torchrun").symlink_to(ranks())
     _run(lines, tmp_path, env, 200)
 
 
-@pytest.mark.timeout(200)
 def test_readme_from_a_clone_to_a_run(tmp_path: Path) -> None:
     """The README's run on CPU ranks by torchrun itself, on a checkout that it has patched."""
     for mark in trains:
@@ -155,7 +154,7 @@ def listed() -> list[Command]:
 @pytest.mark.parametrize("command", listed(), ids=lambda c: f"{c.page}:{c.line}")
 def test_what_is_not_run_is_right_as_far_as_can_be_seen(command: Command) -> None:
     text = re.sub(r"<[a-z ]+>", "FLAGS", command.text)
-    assert subprocess.run(["bash", "-n", "-c", text], timeout=10).returncode == 0
+    assert subprocess.run(["bash", "-n", "-c", text], timeout=PATIENCE).returncode == 0
     words = shlex.split(command.bare.replace("…", "FLAGS").replace("<your usual flags>", ""))
     if words[0] == "megatron-ext":
         helped = io.StringIO()

@@ -18,6 +18,7 @@ import pytest
 
 from megatron_ext import __version__
 from tests.support import ROOT
+from tests.support.waiting import PATIENCE
 
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 CONTENTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
@@ -53,7 +54,7 @@ def build(folder: Path, umask: int) -> dict[str, Path]:
         umask=umask,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     (wheel,), (sdist,) = target.glob("*.whl"), target.glob("*.tar.gz")
@@ -116,7 +117,7 @@ def interpreter(version: str) -> Path | None:
     found += sorted(map(str, (root / "versions").glob(f"{version}.*/bin/python3")))
     for path in filter(None, found):
         command = [path, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         if done.returncode == 0 and done.stdout.strip() == version:
             return Path(path)
     return None
@@ -130,17 +131,17 @@ def test_installs_without_torch(version: str, built: dict[str, Path], tmp_path: 
         pytest.skip(f"needs Python {version}; install it, or `pyenv install {version}`")
     pytest.importorskip("pip", "22.3", reason="needs pip 22.3 or later")
     venv = tmp_path / "venv"
-    subprocess.run([python, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    subprocess.run([python, "-m", "venv", "--without-pip", venv], check=True, timeout=PATIENCE)
     pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), "install"]
     pip += ["--quiet", "--disable-pip-version-check", "--no-index", str(built["wheel"])]
-    subprocess.run(pip, check=True, timeout=60)
+    subprocess.run(pip, check=True, timeout=PATIENCE)
 
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MEGATRON"))}
 
     def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(venv / "bin" / "megatron-ext"), *arguments]
         return subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE
         )
 
     sizes = ("--schedule", "v-half", "--pp", "4", "--microbatches", "8")

@@ -39,7 +39,6 @@ def _said(outcome: Outcome) -> str:
     return last.pop()
 
 
-@pytest.mark.timeout(300)
 class TestOnRanks:
     def test_equal_ranks_train(self, start: Callable[..., Outcome], tmp_path: Path) -> None:
         """Paths of files and directories may differ: what they hold counts."""

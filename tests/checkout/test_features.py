@@ -15,8 +15,6 @@ from tests.support.feature_runs import run_feature
 from tests.support.features import FEATURES
 from tests.support.script_server import ScriptServer
 
-pytestmark = pytest.mark.timeout(240)
-
 # (version, feature) -> schedules. The oldest and the newest version differ most.
 ROWS = {
     "core_v0.19.0": {

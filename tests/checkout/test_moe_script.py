@@ -15,10 +15,6 @@ from megatron_ext.moe import cost_file
 from tests.support.checkouts import MAIN_TAG, Serve
 from tests.support.script_server import Outcome
 
-pytestmark = [
-    pytest.mark.timeout(600),
-]
-
 MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3
 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split

@@ -16,7 +16,6 @@ from tests.support.script_server import Outcome
 
 CLIPPED = {"iteration": 5, "rank": 1, "factor": 1e6}
 REFUSED = {"iteration": 3, "rank": 0, "factor": "inf"}
-pytestmark = pytest.mark.timeout(600)
 
 
 def compare(serve: Serve, tag: str, folder: Path, setting: str, **case: Any) -> dict[str, Any]:

@@ -27,10 +27,6 @@ from megatron_ext.schedule import lower
 from tests.support.checkouts import MAIN_TAG, Serve, existing, run
 from tests.support.script_server import Outcome
 
-pytestmark = [
-    pytest.mark.timeout(600),
-]
-
 MODEL = """--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3
 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split

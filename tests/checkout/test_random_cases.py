@@ -42,7 +42,6 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     found.close()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_stock(name: str, runner: Runner) -> None:
     result, detail, _ = runner.run(CASES[name], list(CASES).index(name))

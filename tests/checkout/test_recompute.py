@@ -11,8 +11,6 @@ from tests.support.feature_runs import command
 from tests.support.features import MOE, OVERLAP, Feature
 from tests.support.script_server import ScriptServer
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @pytest.fixture(scope="module", params=[version(MAIN_TAG), version(OLDEST_TAG)])
 def server(request: pytest.FixtureRequest, serve: Serve) -> ScriptServer:

@@ -15,14 +15,12 @@ from megatron_ext.plan.parameters import (
 from tests.support.checkouts import result
 from tests.unit.plan.shapes import LAYOUTS, SHAPES, tokens
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """What memory_cases.py found."""
     folder = str(tmp_path_factory.mktemp("memory"))
-    return result("megatron.cases.memory_cases", folder, seconds=380)
+    return result("megatron.cases.memory_cases", folder)
 
 
 def job(shape):

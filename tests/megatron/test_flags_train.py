@@ -10,7 +10,6 @@ import pytest
 from megatron_ext import cli
 from tests.support.checkouts import INSTALLED
 
-pytestmark = pytest.mark.timeout(300)
 MODEL = (
     "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --global-batch-size 6 "
     "--max-position-embeddings 64 --untie-embeddings-and-output-weights --vocab-size 4095 "

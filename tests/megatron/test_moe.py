@@ -9,8 +9,6 @@ import pytest
 
 from tests.support.case_server import Cases, case_results
 
-pytestmark = pytest.mark.timeout(600)
-
 STRATEGIES = ("none", "s1", "s2", "s3", "s4")
 EXACT = ["ep2-fp64", "ep4-fp64"]
 BF16 = ["ep2-bf16", "router-fp32"]

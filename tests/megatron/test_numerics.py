@@ -9,8 +9,6 @@ import pytest
 from megatron_ext.schedule import generate, simulate
 from tests.support.case_server import Cases, case_results
 
-pytestmark = pytest.mark.timeout(400)
-
 # Our case -> the stock case it must equal.
 EQUAL = {
     "1f1b": "stock",

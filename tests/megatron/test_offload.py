@@ -12,8 +12,6 @@ from megatron_ext.schedule import check, generate, offload_pass
 from megatron_ext.schedule.link import Link
 from tests.support.case_server import Cases, case_results
 
-pytestmark = pytest.mark.timeout(400)
-
 # Sets of these differ in size from microbatch to microbatch.
 VARYING = ("v-half/lengths", "v-half/moe")
 

@@ -7,8 +7,6 @@ import pytest
 from tests.support.case_server import Cases, case_results
 from tests.support.checkouts import OLDEST_TAG, version
 
-pytestmark = pytest.mark.timeout(400)
-
 # Of recompute_cases.py: tokens, hidden size, heads and length.
 TOKENS, H, HEADS, S, B = 32, 64, 4, 16, 2
 F = 4 * H

@@ -13,8 +13,6 @@ import pytest
 
 from tests.support.case_server import Cases, case_results
 
-pytestmark = pytest.mark.timeout(500)
-
 # What wgrad_cases.py runs; which of them must be equal says the part after the slash.
 OURS = [
     "zb-h1/ce",

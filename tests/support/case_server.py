@@ -23,8 +23,7 @@ import pytest
 
 from tests.support.checkouts import environment, python_path
 from tests.support.ranks import on_ranks
-
-START_SECONDS, CASE_SECONDS = 200, 200  # on a busy machine
+from tests.support.waiting import PATIENCE
 
 
 class Cases(Mapping[str, Any]):
@@ -47,7 +46,7 @@ class Cases(Mapping[str, Any]):
             env=dict(environment),
             start_new_session=True,
         )
-        self._names: list[str] = self._answer(START_SECONDS)
+        self._names: list[str] = self._answer()
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
@@ -56,7 +55,7 @@ class Cases(Mapping[str, Any]):
             assert self._process.stdin is not None
             self._process.stdin.write(name + "\n")
             self._process.stdin.flush()
-            self._results[name] = pickle.loads(Path(self._answer(CASE_SECONDS)).read_bytes())
+            self._results[name] = pickle.loads(Path(self._answer()).read_bytes())
         return self._results[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -74,12 +73,12 @@ class Cases(Mapping[str, Any]):
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _answer(self, seconds: float) -> Any:
+    def _answer(self) -> Any:
         stream = self._process.stdout
         assert stream is not None
-        ready, _, _ = select.select([stream], [], [], seconds)
+        ready, _, _ = select.select([stream], [], [], PATIENCE)
         line = stream.readline() if ready else ""
-        assert line, f"no answer within {seconds} s, or the process ended:\n{self.log()[-8000:]}"
+        assert line, f"no answer within {PATIENCE} s, or the process ended:\n{self.log()[-8000:]}"
         answer = json.loads(line)
         assert "error" not in answer, f"{answer['error']}:\n{self.log()[-8000:]}"
         return answer["value"]

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.script_server import ScriptServer
+from tests.support.waiting import PATIENCE
 
 TAGS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
 MAIN_TAG, OLDEST_TAG = TAGS[-1], TAGS[0]
@@ -76,8 +77,8 @@ def environment() -> dict[str, str]:
     return env
 
 
-def run(command: list[str], seconds: float, **more_env: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end or fail the test with the output; never waits longer than ``seconds``."""
+def run(command: list[str], **more_env: str) -> subprocess.CompletedProcess[str]:
+    """Run to the end or fail the test with the output; never waits for ever."""
     env = {**environment(), **more_env}
     process = subprocess.Popen(
         command,
@@ -88,30 +89,30 @@ def run(command: list[str], seconds: float, **more_env: str) -> subprocess.Compl
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=seconds)
+        output, _ = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         output, _ = process.communicate()
         pytest.fail(
-            f"{' '.join(command[:6])} ... did not end within {seconds} s:\n{output[-5000:]}"
+            f"{' '.join(command[:6])} ... did not end within {PATIENCE} s:\n{output[-5000:]}"
         )
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
-def run_cases(module: str, *arguments: str, seconds: float, **more_env: str) -> str:
+def run_cases(module: str, *arguments: str, **more_env: str) -> str:
     """Run ``tests.MODULE`` in a process of its own; fails the test unless it ends well.
 
     Returns:
         What it printed.
     """
-    done = run([sys.executable, "-m", f"tests.{module}", *arguments], seconds, **more_env)
+    done = run([sys.executable, "-m", f"tests.{module}", *arguments], **more_env)
     assert done.returncode == 0, done.stdout[-8000:]
     return done.stdout
 
 
-def result(module: str, *arguments: str, tag: str = INSTALLED, seconds: float) -> dict[str, Any]:
+def result(module: str, *arguments: str, tag: str = INSTALLED) -> dict[str, Any]:
     """The JSON object behind ``RESULT`` in what ``tests.MODULE`` prints on Megatron of ``tag``."""
-    printed = run_cases(module, *arguments, seconds=seconds, PYTHONPATH=python_path(tag))
+    printed = run_cases(module, *arguments, PYTHONPATH=python_path(tag))
     lines = [line for line in printed.splitlines() if line.startswith("RESULT ")]
     assert lines, printed[-5000:]
     loaded: dict[str, Any] = json.loads(lines[-1][7:])

@@ -3,6 +3,8 @@
 ``INJURY`` is JSON: ``{"do": "kill", "at": "B", "iteration": 4}``. ``at`` is a kind of action, the
 reduction of gradients (``finalize``), or a moment of saving: ``data`` (files are being written),
 ``metadata`` (all data is, ``.metadata`` is not), ``config`` (``metadata.json`` is not).
+
+All ranks' watchdogs count from the accident on, so that a busy machine does not look like a hang.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.support.held_time import HeldTime
 
 
 def _memory() -> None:
@@ -71,6 +75,7 @@ def _injure(injury: dict[str, Any]) -> None:
     def happen() -> None:
         if state["iteration"] >= injury["iteration"] and not state["done"]:
             state["done"] = True
+            Path(os.environ["ACCIDENT"]).touch()
             ACCIDENTS[injury["do"]]()
 
     _before(Executor, "run", count)
@@ -102,5 +107,6 @@ def _injure(injury: dict[str, Any]) -> None:
         Watchdog.at = injured  # type: ignore[method-assign]
 
 
+HeldTime(Path(os.environ["ACCIDENT"])).install()
 if "INJURY" in os.environ:
     _injure(json.loads(os.environ["INJURY"]))

@@ -26,9 +26,9 @@ from typing import Any
 import pytest
 
 from tests.support import ROOT
+from tests.support.waiting import PATIENCE, wait_until
 
 POOL_SIZE = 4
-START_SECONDS = 100  # torch's import on a busy machine
 
 
 class Zygote:
@@ -50,13 +50,13 @@ class Zygote:
             env=environment,
             cwd=ROOT,
         )
-        self._control = accept(listener, START_SECONDS, self._log)
+        self._control = accept(listener, self._log)
         self._statuses: dict[int, int] = {}
-        self.receive(START_SECONDS)
+        self.receive()
 
-    def receive(self, seconds: float) -> Any:
+    def receive(self) -> Any:
         """The next word from the process; fails the test if none comes."""
-        if not self._control.poll(seconds):
+        if not self._control.poll(PATIENCE):
             pytest.fail(f"no answer from the process that forks ranks:\n{self._log.read_text()}")
         return self._control.recv()
 
@@ -75,10 +75,10 @@ class Zygote:
                 "kwargs": kwargs,
             }
             self._control.send(job)
-            answer = self.receive(10)
+            answer = self.receive()
             while isinstance(answer, tuple):  # News of another child came first.
                 self._statuses[answer[0]] = answer[1]
-                answer = self.receive(10)
+                answer = self.receive()
             pids.append(answer)
         return Ranks(self, folder, pids)
 
@@ -120,22 +120,29 @@ class Ranks:
         """Send a signal."""
         os.kill(self.pids[rank], number)
 
-    def wait_for(self, rank: int, text: str, seconds: float = 20) -> None:
-        """Until a rank has written ``text``."""
-        limit = time.monotonic() + seconds
-        while text not in self.output(rank):
-            if time.monotonic() > limit:
-                pytest.fail(f"rank {rank} did not write {text!r}:\n{self.outputs()}")
-            time.sleep(0.02)
+    def tell(self, event: str) -> None:
+        """What ranks wait for with ``Path.exists``: the file ``event`` in their folder."""
+        (self.folder / event).touch()
 
-    def wait(self, seconds: float, ranks: list[int] | None = None) -> list[int]:
-        """Exit statuses of ``ranks`` (default: all), which must end within ``seconds``."""
+    def wait_for(self, rank: int, text: str) -> None:
+        """Until a rank has written ``text``; fails if it ends without."""
+        pid = self.pids[rank]
+
+        def done() -> bool:
+            over = self.zygote.status(pid) is not None
+            written = text in self.output(rank)
+            assert written or not over, f"rank {rank} never wrote {text!r}:\n{self.outputs()}"
+            return written
+
+        wait_until(done, lambda: f"rank {rank} did not write {text!r}:\n{self.outputs()}")
+
+    def wait(self, ranks: list[int] | None = None) -> list[int | None]:
+        """Exit statuses of ``ranks`` (default: all), once they have ended."""
         pids = [self.pids[r] for r in (range(len(self.pids)) if ranks is None else ranks)]
-        limit = time.monotonic() + seconds
-        while any(self.zygote.status(pid) is None for pid in pids):
-            if time.monotonic() > limit:
-                pytest.fail(f"not all ranks ended within {seconds} s:\n{self.outputs()}")
-            time.sleep(0.02)
+        wait_until(
+            lambda: all(self.zygote.status(pid) is not None for pid in pids),
+            lambda: f"not all ranks ended:\n{self.outputs()}",
+        )
         return [self.zygote.status(pid) for pid in pids]
 
     def end(self) -> None:
@@ -154,7 +161,7 @@ class Pool:
         self._ranks: Ranks | None = None
         self._connections: list[Connection] = []
 
-    def run(self, case: str, ranks: int, seconds: float = 30, **kwargs: Any) -> list[Any]:
+    def run(self, case: str, ranks: int, **kwargs: Any) -> list[Any]:
         """Results of ``cases.<case>(context, **kwargs)`` on a group of ``ranks`` ranks.
 
         The group is the last ranks of the world, so that group and global ranks differ.
@@ -164,7 +171,7 @@ class Pool:
         connections = self._connections[POOL_SIZE - ranks :]
         for connection in connections:
             connection.send((case, ranks, kwargs))
-        limit = time.monotonic() + seconds
+        limit = time.monotonic() + PATIENCE
         results: dict[int, Any] = {}
         wrong = []
         waiting = dict(zip(connections, range(ranks)))
@@ -179,7 +186,7 @@ class Pool:
                     results[rank] = value
                 else:
                     wrong.append(f"rank {rank} of {ranks}: {value}")
-                    # The others may now wait for this one.
+                    # The others may now wait for this one; the verdict stands.
                     limit = min(limit, time.monotonic() + 2)
         wrong += [f"rank {rank} of {ranks} gave no result in time" for rank in waiting.values()]
         if wrong:
@@ -193,7 +200,7 @@ class Pool:
         addresses = [listener.address for listener in listeners]
         self._ranks = self._zygote.fork(None, POOL_SIZE, addresses=addresses)
         self._connections = [
-            accept(listener, 30, self._ranks.folder / f"rank{rank}.log")
+            accept(listener, self._ranks.folder / f"rank{rank}.log")
             for rank, listener in enumerate(listeners)
         ]
 
@@ -206,15 +213,15 @@ class Pool:
         self._ranks, self._connections = None, []
 
 
-def accept(listener: Listener, seconds: float, log: Path) -> Connection:
+def accept(listener: Listener, log: Path) -> Connection:
     """``listener.accept()`` with a limit."""
     # Its public interface can only wait for ever.
-    listener._listener._socket.settimeout(seconds)
+    listener._listener._socket.settimeout(PATIENCE)
     try:
         return listener.accept()
     except TimeoutError:
         text = log.read_text() if log.exists() else "(no output)"
-        pytest.fail(f"a process did not start within {seconds} s:\n{text}")
+        pytest.fail(f"a process did not start within {PATIENCE} s:\n{text}")
     finally:
         listener.close()
 

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import ROOT
+from tests.support.waiting import PATIENCE, wait_until
 
 MOST_RANKS = 16
 MOST_SAMPLE_BYTES = 1 << 30
@@ -111,13 +112,13 @@ class ScriptServer:
         argv: Sequence[str],
         world: int,
         folder: Path,
-        timeout: float = 180.0,
+        timeout: float = PATIENCE,
         *,
         more: Mapping[int, Sequence[str]] | None = None,
         environment: Mapping[int, Mapping[str, str]] | None = None,
         prelude: Path | None = None,
         value: Any = None,
-        grace: float = 5.0,
+        grace: float = 10.0,
     ) -> Outcome:
         """Run the script with ``argv`` on ``world`` ranks; waits for the end.
 
@@ -132,7 +133,8 @@ class ScriptServer:
                 tests that injure a rank. Its ``prepare(value, rank, folder)``, if it has one, is
                 called then, with
             value: as it is (JSON).
-            grace: seconds that the other ranks have to end when one has failed.
+            grace: seconds that the other ranks have to end when one has failed, on a machine that
+                has nothing else to do; those that are stopped have none.
 
         Raises:
             RuntimeError: the server is gone.
@@ -254,20 +256,28 @@ def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
             os.setpgid(pid, pid)
         running[pid] = rank
     status, ranks, exits = "ok", list(running), [0] * job["world"]
+    stopped: set[int] = set()
     while running:
-        pid, code = os.waitpid(-1, os.WNOHANG)
-        if pid in running:
+        pid, code = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        if pid in running and os.WIFSTOPPED(code):
+            stopped.add(pid)
+        elif pid in running:
             exits[running.pop(pid)] = os.waitstatus_to_exitcode(code)
             if code != 0 and status == "ok":
                 # As torchrun: one rank's failure ends the others, after they could report.
-                status, job["timeout"] = "failed", time.monotonic() - start + job["grace"]
-        elif time.monotonic() - start > job["timeout"]:
+                slowdown = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+                end = time.monotonic() - start + job["grace"] * slowdown
+                status, job["timeout"] = "failed", end
+        elif time.monotonic() - start > job["timeout"] or (
+            status == "failed" and stopped.issuperset(running)
+        ):
             status = "hung" if status == "ok" else status
             for left in running:
                 for kill in (os.killpg, os.kill):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         kill(left, signal.SIGKILL)
             job["timeout"] = float("inf")
+            stopped.clear()
         else:
             time.sleep(0.01)
     seconds = time.monotonic() - start
@@ -278,15 +288,21 @@ def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
 def _left_behind(rank: int) -> bool:
     """True if a rank that has ended left a process behind (a checkpoint writer, say), which is
     killed after a moment to end by itself."""
-    for _ in range(500):
+
+    def gone() -> bool:
         try:
             os.killpg(rank, 0)
         except (ProcessLookupError, PermissionError):
-            return False
-        time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(rank, signal.SIGKILL)
-    return True
+            return True
+        return False
+
+    try:
+        wait_until(gone, "something was left behind", seconds=60)
+    except AssertionError:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(rank, signal.SIGKILL)
+        return True
+    return False
 
 
 def main() -> None:

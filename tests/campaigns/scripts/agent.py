@@ -51,7 +51,7 @@ def _run(server: ScriptServer, folder: Path, cwd: Path, words: list[str]) -> dic
     ]
     if script != "pretrain_gpt" and not (cwd / script).is_file():
         return {"log": f"the script {script} does not exist", "status": 2}
-    outcome = server.run(argv, world, folder, 60)
+    outcome = server.run(argv, world, folder)
     if log is not None and (folder / "losses.jsonl").exists():
         shutil.copy(folder / "losses.jsonl", log)
     text = "\n".join(outcome.log(rank) for rank in range(world))

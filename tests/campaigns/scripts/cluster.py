@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import os
 import random
@@ -10,9 +11,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.support.waiting import PATIENCE, wait_until
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
@@ -81,7 +83,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -102,7 +104,7 @@ def running(folder: Path) -> Iterator[Cluster]:
     """Start the daemons in ``folder``, which must be short: a socket's path has 108 characters.
 
     Raises:
-        RuntimeError: the node is not ready within half a minute; the text has the daemons' logs.
+        AssertionError: the node does not get ready; the text has the daemons' logs.
     """
     host = socket.gethostname().split(".")[0]
     folder.chmod(0o700)  # munged trusts no folder that others could write to
@@ -130,10 +132,12 @@ def running(folder: Path) -> Iterator[Cluster]:
         ]
         munge += ["--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"]
         started.append(_start(cluster, "munged", munge))
-        _wait(cluster, lambda: (folder / "munge.socket").exists(), "munged")
+        socket_is_there = (folder / "munge.socket").exists
+        wait_until(socket_is_there, lambda: f"munged is not ready\n{cluster.logs()}", every=0.1)
         started.append(_start(cluster, "slurmctld", ["-D", "-i"]))
         started.append(_start(cluster, "slurmd", ["-D"]))
-        _wait(cluster, lambda: "idle" in _state(cluster), "the node")
+        idle = functools.partial(_is_idle, cluster)
+        wait_until(idle, lambda: f"the node is not ready\n{cluster.logs()}", every=0.1)
         yield cluster
     finally:
         for process in reversed(started):
@@ -160,16 +164,8 @@ def _start(cluster: Cluster, name: str, options: list[str]) -> subprocess.Popen[
         )
 
 
-def _state(cluster: Cluster) -> str:
+def _is_idle(cluster: Cluster) -> bool:
     try:
-        return cluster.call("sinfo", "--noheader", "--format=%t")
+        return "idle" in cluster.call("sinfo", "--noheader", "--format=%t")
     except AssertionError:
-        return ""
-
-
-def _wait(cluster: Cluster, ready: object, what: str) -> None:
-    end = time.monotonic() + 30
-    while not ready():  # type: ignore[operator]
-        if time.monotonic() > end:
-            raise RuntimeError(f"{what} was not ready within 30 s\n{cluster.logs()}")
-        time.sleep(0.1)
+        return False

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
+from tests.support.waiting import PATIENCE
 
 # What the scripts promise to their processes; recorded with each command.
 RECORDED = (
@@ -60,7 +61,7 @@ told=
 trap 'told=yes' USR1
 if [[ -n ${WAIT:-} ]]; then
     kill -s "$WAIT" "$PPID"
-    for ((i = 0; i < 400; i++)); do
+    for ((i = 0; i < 6000; i++)); do
         [[ -z $told ]] || break
         sleep 0.05
     done
@@ -144,7 +145,7 @@ def run(workplace: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a script of ``scripts/`` with the stand-ins and nothing of this process's environment."""
 
     def run(
-        script: str, *arguments: str, seconds: float = 60, **environment: str
+        script: str, *arguments: str, seconds: float = PATIENCE, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         bash = shutil.which("bash")
         assert bash is not None

@@ -221,17 +221,19 @@ def test_ranks_get_sigterm_and_torchrun_lives(
 ) -> None:
     """A task hands the signal to its ranks only, waits for them, and says that it was told to."""
     rank = """trap 'echo told >>"$RECORD"; exit 7' TERM
-for ((i = 0; i < 400; i++)); do sleep 0.05; done"""
+touch "$RECORD.ready"
+for ((i = 0; i < 6000; i++)); do sleep 0.05; done"""
+    until_ready = "until [[ -e $RECORD.ready ]]; do sleep 0.05; done"
     agent = f"""#!/usr/bin/env bash
 task=$PPID
 if [[ " $* " == *torch.distributed.run* ]]; then
     trap 'echo agent was told >>"$RECORD"; exit 1' TERM
     bash -c {_quoted(rank)} & rank=$!
-    sleep 0.3
+    {until_ready}
     kill -s {signal} "$task"
     wait "$rank"
 else
-    (sleep 0.3; kill -s {signal} "$task") &
+    ({until_ready}; kill -s {signal} "$task") &
     exec bash -c {_quoted(rank)}
 fi
 """

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support import ROOT
 from tests.support.checkouts import MAIN_TAG, existing
+from tests.support.waiting import wait_until
 
 from . import cluster
 
 pytestmark = [
-    pytest.mark.timeout(500),
     pytest.mark.version(MAIN_TAG),
     pytest.mark.skipif(
         bool(cluster.missing()),
@@ -79,13 +79,21 @@ def _iterations(output: Path) -> list[int]:
     return [int(x) for x in re.findall(r"iteration +(\d+)/ +\d+ \|", text)]
 
 
-def _wait_for(slurm: cluster.Cluster, number: str, output: Path, ready: object) -> None:
-    """Wait for ``ready()``; a job that ended, or 200 seconds, are a failure with its output."""
-    end = time.monotonic() + 200
-    while not ready():  # type: ignore[operator]
-        state = slurm.job(number)["JobState"]
-        over = state in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "COMPLETED")
-        if (over and not ready()) or time.monotonic() > end:  # type: ignore[operator]
-            text = output.read_text()[-4000:] if output.exists() else ""
-            pytest.fail(f"the job is {state}:\n{text}\n{slurm.logs()}")
-        time.sleep(0.25)
+def _wait_for(slurm: cluster.Cluster, number: str, output: Path, ready: Callable[[], bool]) -> None:
+    """Wait for ``ready()``; that the job ends before is a failure with its output."""
+
+    def state() -> str:
+        return slurm.job(number)["JobState"]
+
+    def said() -> str:
+        text = output.read_text()[-4000:] if output.exists() else ""
+        return f"the job is {state()}:\n{text}\n{slurm.logs()}"
+
+    def ready_or_over() -> bool:
+        over = state() in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "COMPLETED")
+        if ready():
+            return True
+        assert not over, said()
+        return False
+
+    wait_until(ready_or_over, said, every=0.25)

@@ -13,11 +13,11 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.checkouts import MAIN_TAG, existing
+from tests.support.waiting import PATIENCE
 
 from .agent import ranks_for
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.version(MAIN_TAG)
 def test_one_command_ends_in_a_table(tmp_path: Path) -> None:
     with ranks_for(tmp_path) as agent:
@@ -38,7 +38,7 @@ def test_one_command_ends_in_a_table(tmp_path: Path) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=PATIENCE,
         )
     assert "left out: v=3, since 4 layers are no multiple of 2*3" in done.stderr
     assert "v-triple failed" in done.stderr
@@ -79,7 +79,7 @@ def _report(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "sweep_report.py"), str(folder)]
     command += ["--pp", "4", "--microbatches", "8", "--steps", "4", "--device", "cuda"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_table_of_known_times(tmp_path: Path) -> None:

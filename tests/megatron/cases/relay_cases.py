@@ -20,9 +20,10 @@ from megatron_ext.integration.relay import Relay
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule.placement import Placement
 from tests.support.ranks import on_ranks
+from tests.support.waiting import PATIENCE, wait_until
 
 WORLD = 2
-LATE_SECONDS = 1.5
+LATE_SECONDS = 0.5
 
 
 def rank(number: int) -> None:
@@ -33,7 +34,7 @@ def rank(number: int) -> None:
         init_method=f"file://{folder}/store",
         rank=number,
         world_size=WORLD,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=PATIENCE),
     )
     placement, group = Placement.vee(WORLD), dist.group.WORLD
     found = {}
@@ -42,11 +43,13 @@ def rank(number: int) -> None:
         value = torch.arange(5.0) if number == 0 else torch.zeros(1)
         losses = [{"lm loss": value}] if number == 0 else []
         runner = SimpleNamespace(losses=losses, num_tokens=torch.tensor(7 * (1 - number)))
-        taken = folder / f"{way} taken"
+        taken, ahead = folder / f"{way} taken", folder / "is ahead"
         dist.barrier()
         if number == 1:
-            time.sleep(LATE_SECONDS)
-            taken.write_text("")
+            if way == "ahead":
+                wait_until(ahead.exists, "the losses' rank does not go ahead")
+            time.sleep(LATE_SECONDS)  # In which only a sender that does not wait would go on.
+            taken.touch()
         device = torch.device("cpu")
         got = relay.losses(placement, group, runner, device, watchdog, way == "ahead")
         found[way] = {
@@ -54,6 +57,8 @@ def rank(number: int) -> None:
             "tokens": int(runner.num_tokens),
             "had to wait": taken.exists(),
         }
+        if number == 0 and way == "ahead":
+            ahead.touch()
         relay.finish()
         found[way]["finished behind"] = taken.exists()
         del relay  # and with it whatever is still under way

@@ -23,7 +23,7 @@ def main(rank: int, store: str) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(minutes=6),
         device_id=torch.device("cuda:0"),
     )
     dist.barrier(device_ids=[torch.cuda.current_device()])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 
 @pytest.fixture(scope="session")
 def environment(repo_root: Path) -> dict[str, str]:
@@ -32,7 +34,7 @@ def run(
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=PATIENCE,
         )
 
     return run_command

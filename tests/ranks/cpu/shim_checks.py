@@ -91,7 +91,7 @@ def check_streams_and_events() -> None:
         stream.wait_event(start)
     end.record(stream)
     end.synchronize()
-    assert end.query() and 0 <= start.elapsed_time(end) < 1e4
+    assert end.query() and start.elapsed_time(end) >= 0
     assert not torch.cuda.is_current_stream_capturing()
     torch.cuda.nvtx.range_push("x")
     torch.cuda.nvtx.range_pop()

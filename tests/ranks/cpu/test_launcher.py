@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import launch
+from tests.support.waiting import PATIENCE
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 LAUNCH = (sys.executable, "-m", "megatron_ext.launch")
@@ -76,7 +77,7 @@ def test_checkout_of_the_script_wins(run: Run, tmp_path: Path) -> None:
         env={"PYTHONPATH": f"{Path(launch.__file__).parents[1]}:{tmp_path / 'other'}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.stdout == "checkout\n", done.stderr
 
@@ -127,8 +128,8 @@ if __name__ == "__main__":
     queue = context.Queue()
     process = context.Process(target=place, args=(queue,))
     process.start()
-    print(queue.get(timeout=60), "gloo" in sys.argv)
-    process.join(60)
+    print(queue.get(timeout=300), "gloo" in sys.argv)
+    process.join(300)
     sys.exit(process.exitcode)
 """
     )

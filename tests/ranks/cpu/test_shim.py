@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 pytest.importorskip("torch")
 
 HERE = Path(__file__).resolve().parent
@@ -24,7 +26,7 @@ def results(environment: dict[str, str]) -> dict[str, str | None]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
     )
     assert run.returncode == 0, run.stderr
     found: dict[str, str | None] = json.loads(run.stdout.splitlines()[-1])
@@ -49,7 +51,7 @@ def test_collectives_of_two_ranks(tmp_path: Path, environment: dict[str, str]) -
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -66,7 +68,11 @@ import megatron_ext.cpu
 megatron_ext.cpu.install()
 """
     run = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert run.returncode == 1
     assert "call it first" in run.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatron_ext.moe.saved import Memory
 from megatron_ext.moe.settings import Settings
 from megatron_ext.moe.strategies import Strategy
 from megatron_ext.offload.device import CpuDevice, Direction, Faults
+from tests.support.gate import Gate
 
 EXPERTS, WIDTH, FFN, TOKENS = 4, 16, 24, 40
 RESTORING = ("s1", "s2", "s3", "s4")
@@ -141,26 +141,17 @@ def test_each_direction_alone(make: Callable[..., Region], slow: Direction) -> N
         assert equal(run(region, 4, strategy), wanted), strategy
 
 
-class Gate:
-    """Copies of one direction do not start before it opens: as late as late can be."""
-
-    def __init__(self, direction: Direction, poison: bool = False) -> None:
-        self._event = threading.Event()
-        self.open = self._event.set
-
-        def delay(copied: Direction) -> float:
-            if copied is direction:
-                self._event.wait(30)
-            return 0.0
-
-        self.device = CpuDevice(faults=Faults(delay, poison))
+def behind(gate: Gate) -> CpuDevice:
+    """A device whose copies wait for the gate."""
+    return CpuDevice(faults=Faults(gate.delay))
 
 
 def test_slots_have_to_wait_for_their_readers(make: Callable[..., Region]) -> None:
     """Guards the tests above: without the event a later chunk overwrites what is being copied."""
     wanted = run(make(), 5, "none")
     gate = Gate(Direction.TO_HOST)
-    memory = Memory(gate.device, min_bytes=1, ring=Ring(gate.device, skip=["input"]))
+    device = behind(gate)
+    memory = Memory(device, min_bytes=1, ring=Ring(device, skip=["input"]))
     assert not equal(run(make(memory), 5, "s3", between=gate.open), wanted)
 
 
@@ -168,7 +159,7 @@ def test_memory_is_held_until_it_has_left(make: Callable[..., Region]) -> None:
     """Likewise, where the experts' own memory is let go before it has been copied."""
     wanted = run(make(), 5, "none")
     gate = Gate(Direction.TO_HOST)
-    memory = Memory(gate.device, min_bytes=1)
+    memory = Memory(behind(gate), min_bytes=1)
 
     def add(ticket: Any, blocks: list[Any]) -> None:
         for block in blocks:
@@ -183,7 +174,7 @@ def test_copies_have_to_wait(make: Callable[..., Region], edge: str) -> None:
     """Likewise, for the engine's own edges."""
     wanted = run(make(), 2, "none")
     gate = Gate(Direction.TO_DEVICE if edge.startswith("use") else Direction.TO_HOST)
-    memory = Memory(gate.device, min_bytes=1)
+    memory = Memory(behind(gate), min_bytes=1)
     memory.engine._skip = frozenset([edge])
     found = run(make(memory), 2, "s2")
     gate.open()

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from megatron_ext.offload.blocks import hollow
-from megatron_ext.offload.device import Faults
+from megatron_ext.offload.device import Direction, Faults
 from megatron_ext.offload.engine import FileTurns
 from megatron_ext.offload.store import ActivationStore
 from megatron_ext.runtime.wgrad import WeightGradStore
-
-pytestmark = pytest.mark.timeout(100)
+from tests.support.gate import Gate
 
 HIDDEN, MICROBATCHES = 8, 3
 STEPS = 260  # times four policies: more than a thousand
@@ -172,18 +171,18 @@ def test_random_steps_are_exact(make_engine, tmp_path, policy):
 @pytest.mark.parametrize("edge", ["release-after-offload", "use-after-reload"])
 def test_autograd_sees_what_a_missing_edge_spoils(make_engine, edge):
     """The same mutation as in test_engine, through the store and a real backward pass."""
-    faults = Faults(lambda way: 0.02, poison=True)
-    engine = make_engine("dual", faults=faults, skip_edges=[edge])
+    # The copy that should have been waited for starts when nobody has waited for it.
+    early = "release" if edge == "release-after-offload" else "backward"
+    gate = Gate(Direction.TO_HOST if early == "release" else Direction.TO_DEVICE)
+    engine = make_engine("dual", faults=Faults(gate.delay, poison=True), skip_edges=[edge])
     store = ActivationStore(engine, min_bytes=1)
-    for _ in range(5):
-        x = torch.randn(64, HIDDEN).requires_grad_(True)
-        with store.saving((0, 0)):
-            y = x.exp().sum()
-        for action in ("offload", "release", "prepare", "reload"):
-            getattr(store, action)((0, 0))
-        y.backward()
-        engine.synchronize()
-        store.finish((0, 0))
-        if not torch.equal(x.grad, x.detach().exp()):
-            return
-    pytest.fail(f"without {edge} the gradient was right")
+    x = torch.randn(64, HIDDEN).requires_grad_(True)
+    with store.saving((0, 0)):
+        y = x.exp().sum()
+    for action in ("offload", "release", "prepare", "reload", "backward"):
+        y.backward() if action == "backward" else getattr(store, action)((0, 0))
+        if action == early:
+            gate.open()
+    engine.synchronize()
+    store.finish((0, 0))
+    assert not torch.equal(x.grad, x.detach().exp()), f"without {edge} the gradient was right"

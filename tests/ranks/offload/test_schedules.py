@@ -21,8 +21,6 @@ from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.generators import generate
 from megatron_ext.schedule.simulate import simulate
 
-pytestmark = pytest.mark.timeout(60)
-
 HIDDEN = 8
 MOVES = (Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD)
 

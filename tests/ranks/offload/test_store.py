@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .store_trips import HIDDEN, KEY, ROWS, come_back, compare, leave, make_store, tensor, trip
 
-pytestmark = pytest.mark.timeout(60)
-
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dense": lambda x: (x * 2).exp(),
     "transposed": lambda x: (x * 2).t().exp() * (x * 3).t(),

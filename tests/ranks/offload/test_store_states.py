@@ -12,10 +12,9 @@ from megatron_ext.offload.blocks import hollow
 from megatron_ext.offload.device import CpuDevice, Direction, Faults
 from megatron_ext.offload.sets import SetBytes, State
 from megatron_ext.offload.store import ActivationStore
+from tests.support.gate import Gate
 
 from .store_trips import HIDDEN, KEY, ROWS, come_back, compare, leave, make_store, tensor, trip
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def test_forward_only_does_nothing(make_engine):
@@ -221,7 +220,8 @@ def test_a_full_arena_keeps_sets_here(make_engine):
 
 
 def test_patient_release_waits_for_nobody(make_engine):
-    engine = make_engine(faults=Faults(delay=lambda way: 0.05, poison=True))
+    gate = Gate(Direction.TO_HOST)
+    engine = make_engine(faults=Faults(gate.delay, poison=True))
     store = ActivationStore(engine, min_bytes=1, patient=True)
     x = tensor(ROWS, HIDDEN)
     with store.saving(KEY):
@@ -229,6 +229,7 @@ def test_patient_release_waits_for_nobody(make_engine):
     leave(store)
     assert store.late_releases == 1 and store.device_sets() == 1
     come_back(store)  # Needed before it was gone: nothing is copied back.
+    gate.open()
     y.backward()
     store.finish(KEY)
     assert engine.counters.reloads == 0 and engine.counters.waited_releases == 0
@@ -248,7 +249,8 @@ def test_patient_release_waits_for_nobody(make_engine):
 
 def test_a_graph_dropped_under_a_reload(make_engine):
     """Nobody may get the memory that the copy still writes to."""
-    engine = make_engine(faults=Faults(delay=lambda way: 0.03, poison=True))
+    gate = Gate(Direction.TO_DEVICE)
+    engine = make_engine(faults=Faults(gate.delay, poison=True))
     store = ActivationStore(engine, min_bytes=1)
     with store.saving(KEY):
         y = tensor(ROWS, HIDDEN).exp().sum()
@@ -257,6 +259,7 @@ def test_a_graph_dropped_under_a_reload(make_engine):
     del y
     gc.collect()
     assert store.set_bytes(KEY).device == ROWS * HIDDEN * 4
+    gate.open()
     store.finish(KEY)
     assert engine.counters.bytes_to_device == ROWS * HIDDEN * 4
     with store.saving(KEY):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import gc
 import io
 import os
@@ -28,9 +29,10 @@ from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule import Schedule, check, forward_only, generate, lower
 from tests.ranks.runtime import toy
 from tests.ranks.runtime.accidents import ACCIDENTS, SleepyRunner, say
+from tests.support.held_time import HeldTime, PassTime
+from tests.support.waiting import PATIENCE, wait_until
 
 CPU = torch.device("cpu")
-GLOO_SECONDS = 60
 
 
 @dataclass
@@ -251,29 +253,32 @@ def wrong_messages(context: Context) -> list[str]:
     ]
 
 
-def drained(context: Context) -> dict[str, Any]:
+def drained(context: Context, directory: str) -> dict[str, Any]:
     """The first rank sends (non-contiguous tensors too), the second takes them late."""
     pipe = channel(context)
+    sent_all, taking = Path(directory, "sent all"), Path(directory, "taking")
     dist.barrier(context.group)
     if context.rank == 1:
-        time.sleep(1)
+        wait_until(sent_all.exists, "the sends have not returned")
+        time.sleep(0.3)  # In which only a sender that does not wait would end.
+        taking.touch()
         return {"got": [pipe.receive(0, tag).wait().tolist() for tag in (7, 5, 6)]}
     wide = torch.arange(float(toy.ROWS * toy.HIDDEN)).view(toy.HIDDEN, toy.ROWS)
     sent = [torch.full(toy.SHAPE, 5.0), torch.full(toy.SHAPE, 6.0), wide.t()]
     for tag, tensor in zip((5, 6, 7), sent):
         pipe.send(tensor, 1, tag)
-    before, start = pipe.sending_to(), time.monotonic()
+    before = pipe.sending_to()
+    sent_all.touch()
     expected = [sent[2].tolist(), sent[0].tolist(), sent[1].tolist()]
     # ``taken`` and ``finish`` share the count of what is settled.
     pipe.taken(1, 2)
     after_two = pipe.sending_to()
     pipe.taken(1, 1)
     pipe.finish()
-    waited = time.monotonic() - start
     return {
         "sent": expected,
         "pending": [before, after_two, pipe.sending_to()],
-        "waited": waited,
+        "waited": taking.exists(),
     }
 
 
@@ -330,40 +335,63 @@ def trace(context: Context, name: str, microbatches: int, directory: str) -> dic
 # --- Ranks that end early -----------------------------------------------------------------------
 
 
+class Telling(Watchdog):
+    """Says what the rank waits for when it does."""
+
+    def waiting(self, detail: str, sending: Any = None) -> None:
+        """See ``Watchdog``."""
+        super().waiting(detail, sending)
+        say(f"{self._action} {detail}")
+
+
+class WatchedTime(HeldTime):
+    """Says how long the pause before the exit is meant to be."""
+
+    def sleep(self, seconds: float) -> None:
+        """See ``HeldTime``."""
+        if seconds:
+            say(f"pause of {seconds:g} s")
+        super().sleep(seconds)
+
+
 def iteration(
     context: Context,
-    limit_seconds: float,
-    pass_seconds: float | list[float],
+    pass_seconds: float,
     microbatches: int,
     name: str = "v-half",
     special: dict[str, Any] | None = None,
     iterations: int = 1,
     idle_seconds: float = 0.0,
-    poll_seconds: float = watchdog_module.POLL_SECONDS,
+    in_passes: bool = False,
+    limit_seconds: float = 0.4,
+    poll_seconds: float = 0.02,
 ) -> None:
     """Watched iterations.
 
-    ``pass_seconds`` may differ by rank. ``special`` is ``{"rank", "pass", "do"}``, one rank's
-    accident in the last iteration. Between iterations nobody watches.
+    ``special`` is ``{"rank", "pass", "do"}``, one rank's accident in the last iteration. Between
+    iterations nobody watches. For the watchdog of rank R time counts from when the file ``clock R``
+    is there, and it leaves when ``leave`` is; or time passes ``in_passes`` only.
     """
     watchdog_module.POLL_SECONDS = poll_seconds
+    files = (context.folder / f"clock {context.rank}", context.folder / "leave")
+    clock = PassTime() if in_passes else WatchedTime(*files)
+    clock.install()
     lowered = plan(name, context.size, microbatches)
     world = dist.get_rank()
-    watchdog = Watchdog(f"pipeline rank {context.rank} (global rank {world})", limit_seconds)
+    watchdog = Telling(f"pipeline rank {context.rank} (global rank {world})", limit_seconds)
     sys.stdout.write("buffered on stdout\n")  # Must come out, however the process ends.
-    if isinstance(pass_seconds, list):
-        pass_seconds = pass_seconds[context.rank]
     for number in range(1, iterations + 1):
         say(f"iteration {number}")
-        runner = SleepyRunner(pass_seconds, context.rank)
+        runner = SleepyRunner(pass_seconds, context.rank, clock.nap)
         if special and special["rank"] == context.rank and number == iterations:
-            runner.special[special["pass"]] = ACCIDENTS[special["do"]]
+            accident = functools.partial(ACCIDENTS[special["do"]], clock)
+            runner.special[special["pass"]] = accident
         recorder, pipe = Recorder(False, CPU), channel(context)
         with watchdog.armed():
             Executor(lowered, context.rank, runner, pipe, watchdog, recorder).run()
         say("iteration done")
         if number < iterations or iterations == 1:
-            time.sleep(idle_seconds)
+            clock.nap(idle_seconds)
     say("all done")
 
 
@@ -426,7 +454,7 @@ def _connect(job: dict[str, Any]) -> None:
         init_method=f"file://{job['folder']}/store",
         rank=job["rank"],
         world_size=job["world"],
-        timeout=datetime.timedelta(seconds=GLOO_SECONDS),
+        timeout=datetime.timedelta(seconds=PATIENCE),
     )
 
 

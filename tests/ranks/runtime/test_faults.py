@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support import ROOT
+from tests.support.waiting import PATIENCE
 
 CASES = (
     *(r"kill SEND_F", r"stop RECV_B", r"raise PREPARE", r"memory B\d", r"exit W", r"hang F"),
@@ -18,13 +17,12 @@ CASES = (
 )
 
 
-@pytest.mark.timeout(200)
 def test_every_rank_ends_and_reports(tmp_path: Path) -> None:
     result = tmp_path / "faults.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.campaigns.faults", "--json", str(result), "--jobs", "5",
          "--only", f"^({'|'.join(CASES)})"],
-        capture_output=True, text=True, timeout=180, cwd=ROOT,
+        capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     entries = json.loads(result.read_text())["cases"]
