@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from itertools import product
 
 import pytest
@@ -23,6 +22,7 @@ from megatron_ext.plan.times import costs_in_us, stage_times
 from megatron_ext.schedule.generators import NAMES
 from megatron_ext.schedule.placement import Placement
 from tests.support.grids import sampled
+from tests.support.work import counted
 
 SMALL = (
     "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --bf16 --swiglu "
@@ -144,7 +144,8 @@ def test_the_same_answer_every_time(names):
 
 
 @pytest.mark.matrix
-def test_large_pipelines_are_answered_within_a_minute():
+@pytest.mark.timeout(600)
+def test_work_of_a_search_with_large_pipelines():
     line = SMALL.replace("--num-layers 16", "--num-layers 64").replace("size 4 ", "size 32 ")
     line = line.replace("--world-size 4", "--world-size 32").replace(
         "batch-size 16", "batch-size 256"
@@ -152,9 +153,10 @@ def test_large_pipelines_are_answered_within_a_minute():
     names = ("1f1b", "interleaved-zb", "v-min", "v-half", "v-zb", "v-cap")
     where = space(line, schedules=names)
     assert where.pp == 32
-    started = time.process_time()  # the machine may be busy
-    assert Search(where, 20 * GIB).run().best is not None
-    assert time.process_time() - started < 60
+    result, calls = counted(Search(where, 20 * GIB).run)
+    assert result.best is not None
+    # Found: 22 million calls of functions, 15 to 20 s on one core.
+    assert calls < 40e6
 
 
 @pytest.mark.parametrize(("pp", "v", "vee"), [(4, 1, False), (4, 2, False), (4, 2, True)])
