@@ -102,6 +102,37 @@ def test_what_they_hold(built: dict[str, Path]) -> None:
     assert needed and all("extra ==" in line for line in needed), "no extra, no dependency"
 
 
+def test_setup_py_alone_carries_the_patches(tmp_path: Path) -> None:
+    """Built outside the checkout, which stays clean; the package then finds them in itself."""
+    pytest.importorskip("setuptools", reason="needs setuptools")
+    source, target = tmp_path / "source", tmp_path / "built"
+    source.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("megatron_ext", "patches"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    command = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", str(target)]
+    subprocess.run(command, cwd=source, capture_output=True, check=True)
+    copies = target / "megatron_ext" / "patches"
+    assert _tree(copies) == _tree(ROOT / "patches")
+    code = "from megatron_ext import patching; print(patching.patches_folder())"
+    env = {**os.environ, "PYTHONPATH": str(target)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == str(copies), done.stderr
+
+
+def _tree(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Mode and content of every file under ``folder``."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mode, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
 def test_the_version_stands_in_one_place() -> None:
     assert __version__ not in (ROOT / "pyproject.toml").read_text()
     assert __version__ not in (ROOT / "setup.py").read_text()

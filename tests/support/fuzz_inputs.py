@@ -175,14 +175,15 @@ def _flags(data: bytes) -> None:
         simulate(plan.schedule)
     elif name == "layout":
         read_layout(value, 8)
-    elif name == "request":
-        _offload_request(value)
     else:
         _command_line(value)
 
 
-def _offload_request(value: str) -> None:
+def _offload_request(data: bytes) -> None:
+    """A time, as ``--pp-offload-time`` takes it."""
     from megatron_ext.integration.offload_request import OffloadRequest
+
+    value = data.decode("utf-8", "surrogateescape")
 
     args = dict.fromkeys(("pp_offload_chunks", "pp_offload_transfer"))
     request = OffloadRequest.of(
@@ -296,8 +297,8 @@ def _trace_seed() -> bytes:
     return "\n---\n".join(parts).encode()
 
 
-def targets() -> dict[str, Target]:
-    """Every target by name; those that need torch are left out where there is none."""
+def bare_targets() -> dict[str, Target]:
+    """Every target that needs no torch, by name."""
     offloaded = offload_pass(generate("po", 2, 4), Link.of(2, "0.2", "0.3"), "full").schedule
     orders = [generate("1f1b", 2, 2), lower(generate("v-half", 2, 3)), offloaded]
     profile = {
@@ -311,15 +312,8 @@ def targets() -> dict[str, Target]:
         "model": {"hidden_size": 64},
     }
     moe = {name: [0.02, 2.1e-08, 0.03] for name in cost_file.LINES}
-    args = {"pipeline_model_parallel_size": 2, "num_layers": 8, "hidden_size": 32}
-    tensors = {"decoder.layers.weight": [8, 32, 32], "optimizer.state.exp_avg": [3]}
-    mcore = {"decoder.layers.weight": {"nd_reformulated_orig_global_shape": [8, 1024]}}
     flags = ("cost\n1,0.98,1/2,1e-3", "cap\n0.5", "bytes\n1.5GiB", "time\n0.25,0.3")
-    flags += (
-        "request\n0.25",
-        "line\n--pp 2 --microbatches 3 --group-size 1",
-        "layout\nE(t*2)*2|tttt,L",
-    )
+    flags += ("line\n--pp 2 --microbatches 3 --group-size 1", "layout\nE(t*2)*2|tttt,L")
     found = [
         Target("schedule", tuple(_bytes(order.to_json()) for order in orders), _json),
         Target("csv", tuple(to_csv(o.compute()).encode() for o in orders), _csv),
@@ -332,16 +326,30 @@ def targets() -> dict[str, Target]:
         ),
         Target("traces", (_trace_seed(),), _traces),
         Target("pickle", _pickle_seeds(), _pickle),
+        Target("flags", tuple(flag.encode() for flag in flags), _flags),
     ]
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        flags = tuple(flag for flag in flags if not flag.startswith("request"))
-    else:
-        seed = _bytes({"args": args, "tensors": tensors, "mcore": mcore})
-        found.append(Target("checkpoint", (seed,), _checkpoint))
-    found.append(Target("flags", tuple(flag.encode() for flag in flags), _flags))
     return {target.name: target for target in found}
 
 
-__all__ = ["Fault", "Target", "feed", "sentence", "targets"]
+def torch_targets() -> dict[str, Target]:
+    """Those whose readers import torch."""
+    args = {"pipeline_model_parallel_size": 2, "num_layers": 8, "hidden_size": 32}
+    tensors = {"decoder.layers.weight": [8, 32, 32], "optimizer.state.exp_avg": [3]}
+    mcore = {"decoder.layers.weight": {"nd_reformulated_orig_global_shape": [8, 1024]}}
+    seed = _bytes({"args": args, "tensors": tensors, "mcore": mcore})
+    return {
+        "checkpoint": Target("checkpoint", (seed,), _checkpoint),
+        "request": Target("request", (b"0.25", b"0.25,0.5"), _offload_request),
+    }
+
+
+def targets() -> dict[str, Target]:
+    """Every target by name; those that need torch are left out where there is none."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return bare_targets()
+    return {**bare_targets(), **torch_targets()}
+
+
+__all__ = ["Fault", "Target", "bare_targets", "feed", "sentence", "targets", "torch_targets"]

@@ -1,33 +1,17 @@
-"""A schedule added by CONTRIBUTING.md's recipe, in a copy of the package: every tool has it."""
+"""A schedule added by CONTRIBUTING.md's recipe, in a copy of the package: every tool has it.
+
+Training has it too: tests/ranks/schedule/test_new_schedule.py.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
+from tests.support.new_schedule import Run, copy_with_stand_in
 
-REGISTRY = "megatron_ext/schedule/generators/registry.py"
-# The recipe: one module, one import, one entry. The first of the registry, so that ``auto`` takes
-# it where it is as fast as v-zb, whose order it has.
-MODULE = '''"""A stand-in for a new schedule."""
-
-from .vee import v_zb
-
-
-def stand_in(request):
-    return v_zb(request.pp, request.microbatches)
-'''
-IMPORT = "from .stand_in import stand_in\n"
-ENTRY = '    "stand-in": Generator(stand_in, "vee", 2, False, True, "as v-zb"),\n'
 SIZES = ("--pp", "4", "--microbatches", "8")
 AUTO = ("--schedule", "auto", *SIZES)
 MODEL = (
@@ -35,30 +19,11 @@ MODEL = (
     "--vocab-size 64000 --untie-embeddings-and-output-weights"
 )
 
-Run = Callable[..., str]
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run Python on the copy; its standard output."""
-    folder = tmp_path_factory.mktemp("copy")
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "megatron_ext", folder / "megatron_ext", ignore=ignore)
-    (folder / REGISTRY).with_name("stand_in.py").write_text(MODULE)
-    text = (folder / REGISTRY).read_text()
-    for mark, added in (("from .vee", IMPORT), ('    "1f1b": Generator', ENTRY)):
-        assert text.count(mark) == 1
-        text = text.replace(mark, added + mark)
-    (folder / REGISTRY).write_text(text)
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-
-    def run(*arguments: str) -> str:
-        command = [sys.executable, *arguments]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
+    return copy_with_stand_in(tmp_path_factory.mktemp("copy"))
 
 
 @pytest.fixture
@@ -108,18 +73,3 @@ def test_planner(run: Run, tool: Run) -> None:
         print(budget.fastest(4, 12, 2, Costs()).schedule.name)
     """
     assert run("-c", code) == "stand-in\n"
-
-
-@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-def test_auto_in_training(run: Run) -> None:
-    code = """if True:
-        from megatron_ext.integration.choose import Choice
-        from megatron_ext.integration.families import choose
-        from megatron_ext.schedule import Costs
-        print(choose(4, 8, Costs(), None).schedule.name)
-        choice = Choice("auto")
-        choice.decide(4, 8)
-        print(choice.name, choice.plan(4, 2, 8).name, choice.plan(4, 2, 3).name)
-        print(Choice("stand-in").plan(4, 2, 8).name)
-    """
-    assert run("-c", code).split() == ["stand-in"] * 5

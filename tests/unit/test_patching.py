@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -333,23 +332,3 @@ def test_the_patches_of_this_repository_are_found() -> None:
     for series in patching.load_all():
         found = sorted(path.name for path in series.patches[0].parent.glob("*.patch"))
         assert [path.name for path in series.patches] == found
-
-
-def test_a_wheel_carries_the_patches(tmp_path: Path) -> None:
-    """setup.py copies them into the package. Built outside the checkout, which stays clean."""
-    pytest.importorskip("setuptools")
-    source, target = tmp_path / "source", tmp_path / "built"
-    source.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("megatron_ext", "patches"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "setup.py", "--quiet", "build", "--build-lib", str(target)]
-    subprocess.run(command, cwd=source, capture_output=True, check=True)
-    assert tree(target / "megatron_ext" / "patches") == tree(ROOT / "patches")
-    code = "from megatron_ext import patching; print(patching.patches_folder())"
-    env = {**os.environ, "PYTHONPATH": str(target)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == str(target / "megatron_ext" / "patches"), done.stderr

@@ -1,4 +1,7 @@
-"""What we run and write: nothing of a user's is evaluated, nothing is written through a link."""
+"""What we run and write: nothing of a user's is evaluated, nothing of it reaches a shell.
+
+What the runtime writes: tests/ranks/runtime/test_trace_files.py.
+"""
 
 from __future__ import annotations
 
@@ -112,53 +115,3 @@ def test_cdpath_leads_nowhere(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "patches for core_v0.16.1 " in done.stderr
-
-
-class TestTraces:
-    """A trace directory may be in a place that others write to, such as /tmp."""
-
-    @pytest.fixture(autouse=True)
-    def open_umask(self) -> Iterator[None]:
-        pytest.importorskip("torch", reason="the runtime needs torch")
-        before = os.umask(0)
-        yield
-        os.umask(before)
-
-    def test_only_the_owner_can_write(self, tmp_path: Path) -> None:
-        from megatron_ext.runtime.trace import TraceFile
-
-        TraceFile(tmp_path / "a" / "b", "rank0").write({"x": 1})
-        modes = [
-            p.stat().st_mode & 0o777 for p in (tmp_path / "a", *sorted((tmp_path / "a").rglob("*")))
-        ]
-        assert modes == [0o755, 0o755, 0o644]
-
-    def test_links_are_not_followed(self, tmp_path: Path) -> None:
-        from megatron_ext.runtime.trace import TraceFile
-
-        precious = tmp_path / "precious"
-        precious.write_text("keep me")
-        (tmp_path / "traces").mkdir()
-        trace = tmp_path / "traces" / "rank0.jsonl"
-        for make in (trace.symlink_to, trace.hardlink_to):
-            make(precious)
-            TraceFile(tmp_path / "traces", "rank0").write({"x": 1})
-            assert precious.read_text() == "keep me"
-            assert trace.read_text() == '{"x": 1}\n'
-            trace.unlink()
-
-    def test_a_second_run_replaces_the_first(self, tmp_path: Path) -> None:
-        from megatron_ext.runtime.trace import TraceFile
-
-        for turn in range(2):
-            TraceFile(tmp_path, "rank0").write({"turn": turn})
-        assert (tmp_path / "rank0.jsonl").read_text() == '{"turn": 1}\n'
-
-    def test_what_is_no_folder_is_refused(self, tmp_path: Path) -> None:
-        from megatron_ext.runtime.files import folder
-
-        (tmp_path / "file").touch()
-        with pytest.raises(NotADirectoryError):
-            folder(tmp_path / "file")
-        with pytest.raises(OSError):
-            folder(tmp_path / "file" / "below")

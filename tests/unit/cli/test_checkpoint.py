@@ -38,19 +38,22 @@ class Fakes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
+        self._made: dict[str, types.ModuleType] = {}
+
+    def module(self, name: str) -> types.ModuleType:
+        """Made once; with its parents, which pickle imports first, where there is no torch."""
+        parent = name.rpartition(".")[0]
+        if parent and parent not in sys.modules:
+            self.module(parent)
+        if name not in self._made:
+            self._made[name] = types.ModuleType(name)
+            self._patch.setitem(sys.modules, name, self._made[name])
+        return self._made[name]
 
     def make(self, module: str, name: str) -> Any:
-        holder = sys.modules.get(module) if module in _MADE else None
-        if holder is None:
-            holder = types.ModuleType(module)
-            self._patch.setitem(sys.modules, module, holder)
-            _MADE.add(module)
         kind = type(name, (), {"__module__": module, "__qualname__": name})
-        setattr(holder, name, kind)
+        setattr(self.module(module), name, kind)
         return kind
-
-
-_MADE: set[str] = set()
 
 
 def given(kind: Any, **values: Any) -> Any:
@@ -71,7 +74,6 @@ def torch_saved(value: Any) -> bytes:
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``write(iteration, sharding)``: a whole iteration, as Megatron 0.19 writes it."""
-    _MADE.clear()
     fakes = Fakes(monkeypatch)
     module = "torch.distributed.checkpoint.metadata"
     metadata, tensor, index, place = (

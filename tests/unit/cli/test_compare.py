@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from megatron_ext.schedule.generators import NAMES
+from tests.support.grids import sampled
 
 from .conftest import FIELDS
 
@@ -115,8 +118,12 @@ def test_compare_with_offload_is_simulate_with_offload(run):
     assert off == plain
 
 
-def test_compare_with_offload_caps_what_stays_on_the_device(run):
-    argv = ["--pp", 6, "--microbatches", 12, "--memory-cap", "1/3"]
+CAPS = [(4, "1/2", "1/8"), (6, "1/3", "1/12")]  # 2 and 1/2 microbatches of activations
+
+
+@pytest.mark.parametrize(("pp", "cap", "too_little"), sampled(CAPS, CAPS[:1]))
+def test_compare_with_offload_caps_what_stays_on_the_device(run, pp, cap, too_little):
+    argv = ["--pp", pp, "--microbatches", 2 * pp, "--memory-cap", cap]
     rows = {r["schedule"]: r for r in _compare(run, *argv, *OFFLOAD)["schedules"]}
     for row in rows.values():
         assert row["over_cap"] is (max(row["peak_activation"]) > 2)
@@ -126,7 +133,7 @@ def test_compare_with_offload_caps_what_stays_on_the_device(run):
     auto = ["simulate", "--json", "--schedule", "auto", *argv, *OFFLOAD]
     fastest = next(row for row in rows.values() if not row["over_cap"])
     assert json.loads(run(*auto)[1])["makespan"] <= fastest["makespan"]
-    hopeless = _compare(run, *argv[:4], "--memory-cap", "1/12", *OFFLOAD)
+    hopeless = _compare(run, *argv[:4], "--memory-cap", too_little, *OFFLOAD)
     assert {row["schedule"] for row in hopeless["impossible"]} == {"1f1b", "zb-h1", "zb-h2"}
     assert all(row["over_cap"] for row in hopeless["schedules"]), "rows all the same"
 

@@ -1,112 +1,29 @@
-"""``doctor``: three golden outputs, and what it makes of hardware that this machine lacks."""
+"""``doctor`` where nothing is installed, and what it makes of hardware that this machine lacks.
+
+On a checkout: tests/checkout/test_doctor.py.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ext import __version__
 from megatron_ext.commands import doctor, machine
 from megatron_ext.offload.host_memory import stated_host_bytes
-from tests.support import ROOT
+from tests.support.doctor import compare, normal, run, without_gpu
 
 GOLDEN = Path(__file__).parent / "golden"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-CHECKOUT = CACHE / "megatron-ext" / "Megatron-LM" / "core_v0.19.0"
-
-needs_megatron = [
-    pytest.mark.skipif(
-        sys.version_info < (3, 12) or importlib.util.find_spec("torch") is None,
-        reason="needs Python 3.12 with torch; run ./scripts/test.sh, it installs it",
-    ),
-    pytest.mark.skipif(
-        not (CHECKOUT / "pretrain_gpt.py").is_file(),
-        reason="needs a checkout; run ./scripts/get_megatron.sh core_v0.19.0",
-    ),
-    pytest.mark.skipif(
-        bool(machine.gpus(Path("/"))) or shutil.which("nvidia-smi") is not None,
-        reason="the golden output is of a machine without a GPU",
-    ),
-]
-
-
-def run(*arguments: str, bare: bool = False) -> subprocess.CompletedProcess[str]:
-    """doctor in an interpreter of its own, with no variable that it would remark on."""
-    clean = re.compile(r"CUDA|NCCL|TORCH|PYTORCH|MEGATRON|PYTHON")
-    env = {name: value for name, value in os.environ.items() if not clean.match(name)}
-    command = [sys.executable, *(["-S"] if bare else []), "-m", "megatron_ext", "doctor"]
-    return subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
-    )
-
-
-def normal(text: str, checkout: Path | None = None) -> str:
-    """Without this machine's numbers and paths, where they are no part of the finding."""
-    if checkout is not None:
-        text = text.replace(str(checkout), "$CHECKOUT")
-    text = text.replace(__version__, "$VERSION")
-    text = re.sub(r"(\d\.\d+\.\d+)\+[0-9a-f]{7,}", r"\1", text)  # a git checkout's commit
-    # How many seams there are changes with what we hook; that all are found, or one is not, counts.
-    text = re.sub(r"(\d+) of (\d+) found", lambda n: f"all but {int(n[2]) - int(n[1])} found", text)
-    text = re.sub(r"(?m)^(\w+ +(python|torch|cuda|nccl|numa|host memory) ).*\d.*", r"\1...", text)
-    return text
-
-
-def compare(name: str, text: str) -> None:
-    """With tests/unit/cli/golden; UPDATE_GOLDEN=1 writes what is there now."""
-    path = GOLDEN / f"{name}.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-    assert text == path.read_text()
-
-
-class TestGolden:
-    pytestmark = needs_megatron
-
-    @pytest.mark.timeout(250)
-    def test_with_a_checkout(self) -> None:
-        done = run("--megatron", str(CHECKOUT))
-        compare("doctor-checkout", normal(done.stdout, CHECKOUT))
-        assert (done.returncode, done.stderr) == (0, "")
-
-    @pytest.mark.timeout(250)
-    def test_with_a_broken_checkout(self, tmp_path: Path) -> None:
-        """A function of Megatron renamed, a patched file changed, the script gone."""
-        broken = tmp_path / "Megatron-LM"
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(CHECKOUT / "megatron", broken / "megatron", ignore=ignored)
-        changes = {
-            "training/arguments.py": ("Parse all arguments.", "Parse them."),
-            "core/pipeline_parallel/schedules.py": (
-                "forward_backward_pipelining_without_interleaving",
-                "forward_backward_without_interleaving",
-            ),
-        }
-        for name, (old, new) in changes.items():
-            path = broken / "megatron" / name
-            assert old in path.read_text()
-            path.write_text(path.read_text().replace(old, new))
-        done = run("--megatron", str(broken))
-        compare("doctor-broken-checkout", normal(done.stdout, broken))
-        assert done.returncode == 1
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="the golden output is of Python 3.12")
+@without_gpu
 def test_without_torch_and_megatron() -> None:
-    if shutil.which("nvidia-smi") is not None or machine.gpus(Path("/")):
-        pytest.skip("the golden output is of a machine without a GPU")
     done = run(bare=True)
-    compare("doctor-bare", normal(done.stdout))
+    compare(GOLDEN / "doctor-bare.txt", normal(done.stdout))
     assert (done.returncode, done.stderr) == (1, "")
 
 

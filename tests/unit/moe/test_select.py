@@ -22,6 +22,7 @@ from megatron_ext.moe.layout import ALTERNATE, DISPATCH_FIRST, Layout, Ring
 from megatron_ext.moe.memory import Footprint, Load, footprint
 from megatron_ext.moe.select import CHUNKS, SIMPLEST_FIRST, BudgetError, Choice, Space, choose
 from megatron_ext.moe.simulate import simulate
+from tests.support.grids import sampled
 from tests.unit.moe.papers import choose_strategy
 
 SHAPE = LayerShape(64, 96, "gelu", top_k=2)
@@ -89,10 +90,13 @@ def assert_optimal(choice: Choice, costs: LayerCosts, load: Load, budget: int | 
     assert choice.time_ms == time_of(costs, load.rows, choice.layout)
 
 
+@pytest.mark.parametrize("loads", sampled((2, 5), (2,)))
 @pytest.mark.parametrize("make", [smooth, wave_quantised, jagged])
-def test_the_choice_is_the_best_of_all(make: Callable[[random.Random], LayerCosts]) -> None:
+def test_the_choice_is_the_best_of_all(
+    make: Callable[[random.Random], LayerCosts], loads: int
+) -> None:
     rng = random.Random(make.__name__)
-    for _ in range(5):
+    for _ in range(loads):
         costs, load = make(rng), Load(rng.randint(1, 400), rng.randint(1, 4), rng.randint(1, 3))
         peaks = [footprint(SHAPE, load, one).peak_bytes for one in all_layouts()]
         for budget in (None, min(peaks), rng.randint(min(peaks), max(peaks))):
@@ -206,9 +210,11 @@ def units(gemm: float, exchange: float, copy: float) -> Times:
     }
 
 
+RULE = [(4, 1, 0.42, 0.28, 0.4), (4, 2, 0.32, 0.18, 0.2), (8, 1, 0.42, 0.28, 0.4)]
+
+
 @pytest.mark.parametrize(
-    ("chunks", "middle", "most_wrong", "least_wrong", "worst"),
-    [(4, 1, 0.42, 0.28, 0.4), (8, 1, 0.42, 0.28, 0.4), (4, 2, 0.32, 0.18, 0.2)],
+    ("chunks", "middle", "most_wrong", "least_wrong", "worst"), sampled(RULE, RULE[:2])
 )
 def test_how_often_the_slowest_stream_is_the_wrong_rule(
     chunks: int, middle: int, most_wrong: float, least_wrong: float, worst: float

@@ -15,6 +15,7 @@ from megatron_ext.schedule.generators import generate
 from megatron_ext.schedule.link import Link
 from megatron_ext.schedule.offload import offload
 from megatron_ext.schedule.simulate import simulate
+from tests.support.grids import sampled
 
 PLAIN = (
     "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --fp16 "
@@ -165,7 +166,7 @@ OFFLOADED = [
 ]
 
 
-@pytest.mark.parametrize(("p", "each", "h", "heads", "rows"), OFFLOADED)
+@pytest.mark.parametrize(("p", "each", "h", "heads", "rows"), sampled(OFFLOADED, OFFLOADED[:2]))
 def test_figure_15_with_offload(p, each, h, heads, rows):
     """Below the figure, by 12 to 27 % for half of the chunks and by 25 to 69 % for all.
 

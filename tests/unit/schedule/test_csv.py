@@ -1,4 +1,7 @@
-"""torch.distributed.pipelining's CSV form: both ways, columns, what is refused, torch itself."""
+"""torch.distributed.pipelining's CSV form: both ways, columns, what is refused.
+
+With torch itself: tests/ranks/schedule/test_csv.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 
 from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.check import check
-from megatron_ext.schedule.generators import GENERATORS, NAMES, generate
+from megatron_ext.schedule.generators import NAMES, generate
 from megatron_ext.schedule.lower import lower
 from megatron_ext.schedule.schedule import Schedule, ScheduleError
 from megatron_ext.schedule.simulate import inputs
@@ -113,17 +116,3 @@ def test_bytes_are_no_text(tmp_path):
 def test_transfers_have_no_place(tmp_path):
     with pytest.raises(ScheduleError, match="has no transfers or offloads"):
         lower(generate("1f1b", 2, 1)).save(tmp_path / "s.csv")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_torch_reads_what_we_write_and_we_what_torch_writes(name):
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    schedule = generate(name, 4, 8)
-    rows = [line.split(",") for line in to_csv(schedule).splitlines()]
-    # As in PipelineScheduleMulti._load_csv.
-    actions = {r: [schedules._Action.from_str(cell) for cell in row] for r, row in enumerate(rows)}
-    chunks = 2 if GENERATORS[name].placement == "vee" else GENERATORS[name].default_chunks
-    placement = schedules._validate_schedule(actions, 4, 4 * chunks, 8)
-    assert placement == {s: schedule.placement.rank_of(s) for s in range(4 * chunks)}
-    text = "\n".join(",".join(str(a or "") for a in row) for row in actions.values())
-    assert from_csv(text).fingerprint() == schedule.fingerprint()

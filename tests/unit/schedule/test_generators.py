@@ -6,10 +6,8 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +25,16 @@ from megatron_ext.schedule import (
     lower,
     simulate,
 )
+from megatron_ext.schedule.generators import blocks, cap
 from megatron_ext.schedule.generators import request as request_module
 from megatron_ext.schedule.generators import squeeze as squeezing
 from megatron_ext.schedule.generators.blocks import squeeze, vee_block
 from megatron_ext.schedule.generators.vee import v_half_block, v_zb_block
+from tests.support import ROOT
+from tests.support.grids import RANKS, sampled
+from tests.support.work import counted
 
-SIZES = [*range(2, 17), 32]
+SIZES = sampled([*range(2, 17), 32], (*RANKS, 16))
 
 
 def half_cap(pp: int) -> int:
@@ -113,7 +115,7 @@ def test_v_half(pp: int) -> None:
         assert max(run.peak_sets) == k
 
 
-@pytest.mark.parametrize("pp", range(2, 33))
+@pytest.mark.parametrize("pp", sampled(range(2, 33), (*RANKS, 32)))
 def test_v_min(pp: int) -> None:
     """The bound for every p: 4 chunk units less than the published order where p mod 3 = 2."""
     k = min_cap(pp)
@@ -142,7 +144,7 @@ def test_interleaved_zb(pp: int, chunks: int) -> None:
         assert max(run.peak_activation) == pp
 
 
-@pytest.mark.parametrize("pp", range(2, 8))
+@pytest.mark.parametrize("pp", sampled(range(2, 8)))
 def test_gis_memory_and_bubble(pp: int) -> None:
     """PipeOffload's closed forms (specs: CF1 and CF2), for every group size."""
     for group in range(-(-pp // 2), pp + 1):
@@ -168,7 +170,7 @@ def test_gis_memory_and_bubble(pp: int) -> None:
     assert generate("gis", pp, 9).ranks == generate("gis", pp, 9, group_size=pp).ranks
 
 
-@pytest.mark.parametrize("pp", range(2, 10))
+@pytest.mark.parametrize("pp", sampled(range(2, 10)))
 def test_po_memory(pp: int) -> None:
     half = -(-pp // 2)
     for chunks in (2, 3, 4, 6):
@@ -186,19 +188,19 @@ COSTS = [
 ]
 
 
+@pytest.mark.parametrize(("pp", "m"), sampled([(2, 5), (4, 4), (5, 11)], [(2, 5), (4, 4)]))
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "v-cap"])
-def test_never_slower_than_the_order_for_equal_costs(name: str) -> None:
+def test_never_slower_than_the_order_for_equal_costs(name: str, pp: int, m: int) -> None:
     """Same memory, and faster or equal under every costs: also one heavy stage at the end."""
-    for pp, m in ((2, 5), (4, 4), (5, 11)):
-        fixed = generate(name, pp, m)
-        n = fixed.placement.num_stages
-        heavy = Costs.of(hop="0.1", stages=[(1, 1, 1)] * (n - 1) + [("1.5", "1.5", "1.5")])
-        for costs in (*COSTS, heavy):
-            shaped = generate(name, pp, m, costs=costs)
-            check(shaped)
-            assert simulate(shaped).makespan <= simulate(fixed, costs).makespan
-            cap = named_cap(name, pp, fixed.chunks)
-            assert max(simulate(shaped).peak_sets) <= cap
+    fixed = generate(name, pp, m)
+    n = fixed.placement.num_stages
+    heavy = Costs.of(hop="0.1", stages=[(1, 1, 1)] * (n - 1) + [("1.5", "1.5", "1.5")])
+    for costs in (*COSTS, heavy):
+        shaped = generate(name, pp, m, costs=costs)
+        check(shaped)
+        assert simulate(shaped).makespan <= simulate(fixed, costs).makespan
+        cap = named_cap(name, pp, fixed.chunks)
+        assert max(simulate(shaped).peak_sets) <= cap
 
 
 # (p, m, costs, hop), then interleaved-zb, v-zb, and with torch 2.15.0 its InterleavedZeroBubble and
@@ -219,15 +221,18 @@ AGAINST_TORCH = [
 ]
 
 
-@pytest.mark.parametrize("row", AGAINST_TORCH, ids=lambda row: " ".join(map(str, row[:4])))
-def test_never_slower_than_torchs_order_of_the_same_placement(row: tuple[Any, ...]) -> None:
-    pp, m, cost, hop, *numbers = row
+@pytest.mark.parametrize(
+    ("pp", "m", "cost", "hop", "loop", "vee", "torch_loop", "torch_vee"),
+    sampled(AGAINST_TORCH, [row for row in AGAINST_TORCH if row[0] == 4]),
+)
+def test_never_slower_than_torchs_order_of_the_same_placement(
+    pp: int, m: int, cost: str, hop: str, loop: str, vee: str, torch_loop: str, torch_vee: str
+) -> None:
     stages = [("1", "1", "1")] * (2 * pp - 1) + [("1.5", "1.5", "1.5")]
     costs = Costs.of(hop=hop, stages=stages) if cost == "heavy" else Costs.parse(cost, hop)
-    loop, vee, torch_loop, torch_vee = map(Fraction, numbers)
     for name, most, rival in (("interleaved-zb", loop, torch_loop), ("v-zb", vee, torch_vee)):
         run = simulate(generate(name, pp, m, costs=costs))
-        assert run.makespan <= most <= rival
+        assert run.makespan <= Fraction(most) <= Fraction(rival)
         assert max(run.peak_activation) <= pp
 
 
@@ -250,8 +255,7 @@ def test_hash_seed_changes_nothing() -> None:
     )
     plans = set()
     for seed in ("1", "2"):
-        root = str(Path(__file__).parents[2])
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": root}
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=environment,
@@ -272,7 +276,7 @@ def test_objective_span() -> None:
         assert plain.makespan <= span.makespan
 
 
-@pytest.mark.parametrize("pp", range(17, 32))
+@pytest.mark.parametrize("pp", sampled(range(17, 32), (23,)))
 def test_v_schedules_at_every_size(pp: int) -> None:
     m, k = 2 * pp, half_cap(pp)
     half, zero = simulate(generate("v-half", pp, m)), simulate(generate("v-zb", pp, m))
@@ -299,7 +303,7 @@ def test_exhaustively_solved_case() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("pp", range(2, 7))
+@pytest.mark.parametrize("pp", sampled(range(2, 7)))
 def test_valid_for_every_microbatch_count(name: str, pp: int) -> None:
     for m in sorted({1, 2, pp - 1, pp, pp + 1, 2 * pp - 1, 2 * pp, 2 * pp + 1, 3 * pp + 1}):
         for chunks in (2, 3) if GENERATORS[name].any_chunks else (None,):
@@ -310,11 +314,11 @@ def test_valid_for_every_microbatch_count(name: str, pp: int) -> None:
             assert check(lower(schedule)) == report
 
 
+@pytest.mark.parametrize(("pp", "m"), sampled([(13, 5), (16, 33), (32, 9)], [(13, 5)]))
 @pytest.mark.parametrize("name", NAMES)
-def test_valid_at_larger_sizes(name: str) -> None:
-    for pp, m in ((13, 5), (16, 33), (32, 9)):
-        schedule = generate(name, pp, m)
-        assert check(lower(schedule, Costs.of(1, "0.98", "0.74", "0.1"))) == check(schedule)
+def test_valid_at_larger_sizes(name: str, pp: int, m: int) -> None:
+    schedule = generate(name, pp, m)
+    assert check(lower(schedule, Costs.of(1, "0.98", "0.74", "0.1"))) == check(schedule)
 
 
 def test_interleaved_is_megatrons_order() -> None:
@@ -405,11 +409,14 @@ def test_costs_for_another_number_of_stages() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_large_schedules_are_generated_fast(name: str) -> None:
-    begin = time.process_time()
-    generate(name, 32, 256)
-    # Measured on one core: at most 0.7 s for a named schedule, 2.2 s for v-cap.
-    assert time.process_time() - begin < (10 if name == "v-cap" else 3)
+def test_work_of_a_large_schedule_grows_with_its_passes(name: str) -> None:
+    for module in (blocks, cap):  # what earlier tests left there would hide work
+        for one in vars(module).values():
+            if hasattr(one, "cache_clear"):
+                one.cache_clear()
+    schedule, calls = counted(lambda: generate(name, 32, 128))
+    # Found: 1 to 7 calls a pass; 12 for the search of v-cap.
+    assert calls <= (15 if name == "v-cap" else 9) * sum(map(len, schedule.ranks))
 
 
 PLACEMENTS = [Placement.loop(3), Placement.loop(2, 3), Placement.vee(4), Placement.vee(5)]
@@ -436,7 +443,7 @@ def test_forward_only_finishes_what_is_in_flight_first() -> None:
         forward_only(Placement.vee(2), 0)
 
 
-@pytest.mark.parametrize("pp", range(2, 33))
+@pytest.mark.parametrize("pp", sampled(range(2, 33), (*RANKS, 32)))
 def test_blocks_are_executable_and_fill_their_interval(pp: int) -> None:
     for block in (v_half_block(pp), v_zb_block(pp)):
         for row in block.placement.stages:

@@ -14,6 +14,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import NAMES
 from megatron_ext.schedule.steady import describe_gain, steady_time
 from megatron_ext.schedule.validation import head_length, without_validation
+from tests.support.grids import sampled
 
 
 def made(name: str, pp: int = 4, microbatches: int = 8, **options: object) -> Schedule:
@@ -23,7 +24,7 @@ def made(name: str, pp: int = 4, microbatches: int = 8, **options: object) -> Sc
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("pp", [2, 3, 6])
+@pytest.mark.parametrize("pp", sampled([2, 3, 6]))
 def test_every_schedule_has_it_and_cannot_deadlock(name: str, pp: int) -> None:
     for microbatches in (1, pp, 2 * pp + 1):
         try:

@@ -1,0 +1,42 @@
+"""``doctor`` on a whole and on a broken checkout: golden outputs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkouts import MAIN_TAG, existing
+from tests.support.doctor import compare, normal, run, without_gpu
+
+GOLDEN = Path(__file__).parent / "golden"
+pytestmark = [without_gpu, pytest.mark.timeout(250)]
+
+
+def test_with_a_checkout() -> None:
+    checkout = existing(MAIN_TAG)
+    done = run("--megatron", str(checkout))
+    compare(GOLDEN / "doctor-checkout.txt", normal(done.stdout, checkout))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_with_a_broken_checkout(tmp_path: Path) -> None:
+    """A function of Megatron renamed, a patched file changed, the script gone."""
+    broken = tmp_path / "Megatron-LM"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(existing(MAIN_TAG) / "megatron", broken / "megatron", ignore=ignored)
+    changes = {
+        "training/arguments.py": ("Parse all arguments.", "Parse them."),
+        "core/pipeline_parallel/schedules.py": (
+            "forward_backward_pipelining_without_interleaving",
+            "forward_backward_without_interleaving",
+        ),
+    }
+    for name, (old, new) in changes.items():
+        path = broken / "megatron" / name
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+    done = run("--megatron", str(broken))
+    compare(GOLDEN / "doctor-broken-checkout.txt", normal(done.stdout, broken))
+    assert done.returncode == 1
