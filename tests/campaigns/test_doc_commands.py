@@ -86,7 +86,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Pat
         yield start
 
 
-def _run(lines: list[str], folder: Path, env: dict[str, str], seconds: float) -> None:
+def _run(lines: list[str], folder: Path, env: dict[str, str]) -> None:
     script = "set -euo pipefail\n" + "\n".join(lines) + "\n"
     done = subprocess.run(
         ["bash", "-c", script],
@@ -95,7 +95,7 @@ def _run(lines: list[str], folder: Path, env: dict[str, str], seconds: float) ->
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
@@ -117,7 +117,7 @@ def test_a_page_from_top_to_bottom(page: Path, tmp_path: Path, ranks: Callable[[
             subprocess.run([*command, str(target)], check=True, timeout=PATIENCE)
     if any("torchrun" in line for line in lines):
         (tmp_path / "bin" / "torchrun").symlink_to(ranks())
-    _run(lines, tmp_path, env, 200)
+    _run(lines, tmp_path, env)
 
 
 def test_readme_from_a_clone_to_a_run(tmp_path: Path) -> None:
@@ -138,7 +138,6 @@ def test_readme_from_a_clone_to_a_run(tmp_path: Path) -> None:
         [*lines, f"{run} >log 2>&1 || {{ tail log; exit 1; }}"],
         tmp_path,
         _environment(tmp_path),
-        150,
     )
     log = (tmp_path / "log").read_text()
     assert "--pp-schedule v-half on megatron-core 0.19" in log
