@@ -216,7 +216,7 @@ def train(*command: str, ranks: int, **env: str) -> tuple[list[Any], str]:
             port = str(free.getsockname()[1])
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    done = run([sys.executable, *launcher, *command], 150, **env)
+    done = run([sys.executable, *launcher, *command], **env)
     assert done.returncode == 0, done.stdout[-6000:]
     return read(done.stdout)
 

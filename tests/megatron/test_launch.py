@@ -62,7 +62,7 @@ def test_unsupported_megatron(tmp_path: Path) -> None:
     program = tmp_path / "checkout" / "pretrain_gpt.py"
     program.write_text('print("TRAINS")\n')
     done = run(
-        [sys.executable, "-m", "megatron_ext.launch", str(program), "--pp-schedule", "v-half"], 60
+        [sys.executable, "-m", "megatron_ext.launch", str(program), "--pp-schedule", "v-half"]
     )
     assert done.returncode == 2, done.stdout
     assert "megatron-core 0.12.3 is not supported" in done.stdout

@@ -64,7 +64,7 @@ class HeldTime:
         wait_until(lambda: self.looks >= before + count, "the watchdog does not look", every=0.002)
 
 
-class PassTime(HeldTime):
+class TimeInPasses(HeldTime):
     """Time that only passes in passes, in steps that the watchdog sees one by one."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.ranks.runtime import toy
-from tests.support.held_time import HeldTime, PassTime
+from tests.support.held_time import HeldTime, TimeInPasses
 from tests.support.waiting import wait_until
 
 
@@ -66,7 +66,7 @@ def _raise(_: HeldTime) -> None:
 
 def _take_long(clock: HeldTime) -> None:
     """A slow pass; meanwhile the whole job stands still for hours."""
-    assert isinstance(clock, PassTime)
+    assert isinstance(clock, TimeInPasses)
     clock.nap(0.2)
     clock.jump(10_000)
 

@@ -29,7 +29,7 @@ from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule import Schedule, check, forward_only, generate, lower
 from tests.ranks.runtime import toy
 from tests.ranks.runtime.accidents import ACCIDENTS, SleepyRunner, say
-from tests.support.held_time import HeldTime, PassTime
+from tests.support.held_time import HeldTime, TimeInPasses
 from tests.support.waiting import PATIENCE, wait_until
 
 CPU = torch.device("cpu")
@@ -374,7 +374,7 @@ def iteration(
     """
     watchdog_module.POLL_SECONDS = poll_seconds
     files = (context.folder / f"clock {context.rank}", context.folder / "leave")
-    clock = PassTime() if in_passes else WatchedTime(*files)
+    clock = TimeInPasses() if in_passes else WatchedTime(*files)
     clock.install()
     lowered = plan(name, context.size, microbatches)
     world = dist.get_rank()
