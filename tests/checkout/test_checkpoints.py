@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, Serve
+from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, Serve, nightly
 from tests.support.features import BASE, MOE
 from tests.support.script_server import Outcome, ScriptServer
 
@@ -221,8 +221,8 @@ def test_random_state_goes_on(runs: Runs) -> None:
     [
         # Stock cannot change the expert parallel size with the optimizer: it has one more then.
         ([*MOE.split(), "--expert-model-parallel-size", "2"], 2),
-        (["--mtp-num-layers", "1", "--position-embedding-type", "rope"], 1),
-        (["--swiglu", "--tied"], 1),
+        nightly(["--mtp-num-layers", "1", "--position-embedding-type", "rope"], 1),
+        nightly(["--swiglu", "--tied"], 1),
     ],
     ids=["experts", "mtp", "tied"],
 )

@@ -51,6 +51,15 @@ ROWS = {
 }
 
 
+# In tier matrix: what the other rows, or the tests of offload on the wheel, nearly cover.
+NIGHTLY = (
+    *("fewer first and last layers", "per-token loss"),
+    "offload, full, TP 2, sequence parallel",
+    "offload, full, recompute selective, ramp-up",
+    "offload, full, cheap recompute",
+)
+
+
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest, serve: Serve) -> ScriptServer:
     """``pretrain_gpt.py`` of a checkout, imported and ready to fork ranks."""
@@ -60,7 +69,7 @@ def server(request: pytest.FixtureRequest, serve: Serve) -> ScriptServer:
 @pytest.mark.parametrize(
     ("server", "feature", "schedules"),
     [
-        version(tag, tag, name, schedules)
+        version(tag, tag, name, schedules, nightly=name in NIGHTLY)
         for tag, rows in ROWS.items()
         for name, schedules in rows.items()
     ],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.campaigns import random_post_validation as script
-from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, Serve
+from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, Serve, nightly
 from tests.support.script_server import Outcome
 
 CLIPPED = {"iteration": 5, "rank": 1, "factor": 1e6}
@@ -27,10 +27,10 @@ def compare(serve: Serve, tag: str, folder: Path, setting: str, **case: Any) -> 
 @pytest.mark.parametrize(
     ("setting", "faults"),
     [
-        ("bf16, distributed optimizer", (CLIPPED,)),
-        ("fp32, plain", (CLIPPED, {"iteration": 2, "rank": 3, "factor": 1e6})),
+        nightly("bf16, distributed optimizer", (CLIPPED,)),
+        nightly("fp32, plain", (CLIPPED, {"iteration": 2, "rank": 3, "factor": 1e6})),
         ("experts, overlaps", (CLIPPED, {"iteration": 2, "rank": 0, "factor": 1e6})),
-        ("bf16, overlaps, dropout", (CLIPPED,)),
+        nightly("bf16, overlaps, dropout", (CLIPPED,)),
         ("fp16, plain, dropout", (REFUSED, {"iteration": 6, "rank": 2, "factor": "nan"})),
     ],
 )

@@ -42,6 +42,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     found.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_stock(name: str, runner: Runner) -> None:
     result, detail, _ = runner.run(CASES[name], list(CASES).index(name))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, Serve, version
+from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, Serve, nightly, version
 from tests.support.feature_runs import command
 from tests.support.features import MOE, OVERLAP, Feature
 from tests.support.script_server import ScriptServer
@@ -31,8 +31,8 @@ EXPERTS = Feature(
 @pytest.mark.parametrize(
     ("model", "schedule"),
     [
-        (DENSE, "interleaved"),
-        (LLAMA, "zb-h1"),
+        nightly(DENSE, "interleaved"),
+        nightly(LLAMA, "zb-h1"),
         (EXPERTS, "v-half"),
     ],
     ids=lambda value: getattr(value, "name", value),

@@ -41,12 +41,23 @@ def existing(tag: str) -> Path:
     return path
 
 
-def version(tag: str, *values: Any, **named: Any) -> Any:
-    """Parameters of a test that needs the checkout of ``tag``; older ones are in tier matrix."""
+def version(tag: str, *values: Any, nightly: bool = False) -> Any:
+    """Parameters of a test that needs the checkout of ``tag``.
+
+    Args:
+        tag: of Megatron-LM; all but the newest are in tier ``matrix``.
+        values: of the test's arguments; default: ``tag`` alone.
+        nightly: in tier ``matrix`` too.
+    """
     marks = [pytest.mark.version(tag)]
-    if tag != MAIN_TAG:
+    if nightly or tag != MAIN_TAG:
         marks.append(pytest.mark.matrix)
-    return pytest.param(*(values or [tag]), marks=marks, **named)
+    return pytest.param(*(values or [tag]), marks=marks)
+
+
+def nightly(*values: Any) -> Any:
+    """Parameters in tier ``matrix``, beside cheaper or more telling ones of the same test."""
+    return pytest.param(*values, marks=pytest.mark.matrix)
 
 
 def missing(tag: str) -> str:
