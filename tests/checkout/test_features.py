@@ -53,7 +53,8 @@ ROWS = {
 
 # In tier matrix: what the other rows, or the tests of offload on the wheel, nearly cover.
 NIGHTLY = (
-    *("fewer first and last layers", "per-token loss"),
+    *("fewer first and last layers", "per-token loss", "batch-size ramp-up"),
+    *("MTP, bf16, both overlaps", "offload, half, MoE, EP 2, bf16, both overlaps"),
     "offload, full, TP 2, sequence parallel",
     "offload, full, recompute selective, ramp-up",
     "offload, full, cheap recompute",
