@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 from tests.support.fuzz_inputs import Target, feed, targets
 from tests.support.fuzz_mutations import mutated
 
+INPUTS = "tests.support.fuzz_inputs"
 _COUNTED = 100
 _POOL = 200  # accepted inputs that are kept for more mutation, of each target
 
@@ -132,10 +133,10 @@ def _atheris(
     import atheris
 
     # Only what is instrumented when it is imported counts.
-    for module in [n for n in sys.modules if n.startswith(("megatron_ext", "inputs"))]:
+    for module in [n for n in sys.modules if n.startswith(("megatron_ext", INPUTS))]:
         del sys.modules[module]
     with atheris.instrument_imports(include=["megatron_ext"]):
-        target = importlib.import_module("inputs").targets()[name]
+        target = importlib.import_module(INPUTS).targets()[name]
     limit_memory(options.memory << 20)
     start, kept = options.coverage / name / "seeds", options.coverage / name / "kept"
     for folder in (start, kept):
