@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.page import page, wrong
-from benchmarks.ranks import add_arguments, run_and_leave, save
+from benchmarks.ranks import add_arguments, save
+from tests.support.ranks import run_and_leave
 
 HERE = Path(__file__).resolve().parent
 

@@ -20,7 +20,7 @@ from megatron_ext.integration import flags
 from megatron_ext.schedule import generate, simulate
 from tests.campaigns.scripts import agent
 from tests.support import ROOT, pages
-from tests.support.checkouts import MAIN_TAG, existing
+from tests.support.checkouts import MAIN_TAG, existing, missing
 from tests.support.pages import PAGES, Command, name_of
 from tests.support.waiting import PATIENCE
 
@@ -28,9 +28,6 @@ HOSTED = "https://github.com/NVIDIA/Megatron-LM.git"
 USER_FLAGS = """--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048
 --micro-batch-size 1 --global-batch-size 8 --pipeline-model-parallel-size 2 --vocab-size 32000
 --untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer"""
-
-
-trains = [pytest.mark.version(MAIN_TAG)]
 
 
 def run_commands(page: Path) -> list[Command]:
@@ -108,9 +105,8 @@ def test_a_page_from_top_to_bottom(page: Path, tmp_path: Path, ranks: Callable[[
     _fresh_clone(tmp_path)
     lines = [command.text for command in run_commands(page)]
     if _needs_checkout(page):
-        for mark in trains:
-            if mark.args[0]:
-                pytest.skip(mark.kwargs["reason"])
+        if reason := missing(MAIN_TAG):
+            pytest.skip(reason)
         if any("path/to/Megatron-LM" in line for line in lines):
             command = ["git", "clone", "--quiet", "--shared", str(existing(MAIN_TAG))]
             target = tmp_path / "path" / "to" / "Megatron-LM"
@@ -120,11 +116,9 @@ def test_a_page_from_top_to_bottom(page: Path, tmp_path: Path, ranks: Callable[[
     _run(lines, tmp_path, env)
 
 
+@pytest.mark.version(MAIN_TAG)
 def test_readme_from_a_clone_to_a_run(tmp_path: Path) -> None:
     """The README's run on CPU ranks by torchrun itself, on a checkout that it has patched."""
-    for mark in trains:
-        if mark.args[0]:
-            pytest.skip(mark.kwargs["reason"])
     found = [command.text for command in pages.commands(ROOT / "README.md")]
     wanted = ("git clone", "python3 -m megatron_ext patch apply", "export PYTHONPATH", "FLAGS=(")
     lines = [line for line in found if line.startswith(wanted)]
