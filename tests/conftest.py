@@ -1,6 +1,6 @@
 """Tiers: which tests a run selects, what it leaves out and why. See tests/README.md.
 
-A test's tier is the folder of its file, or a marker of its own where one test has cheap and dear
+A test's tier is the folder of its file, or a marker of its own where one test has cheap and costly
 parameters (``matrix``: other Megatron versions and full grids). A plain run has all tiers but
 ``matrix`` and ``campaign``; ``--all``, ``-m TIER``, or a path in ``tests/campaigns`` select those.
 """

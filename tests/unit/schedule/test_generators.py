@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from fractions import Fraction
 from typing import Any
 
@@ -26,8 +25,6 @@ from megatron_ext.schedule import (
     simulate,
 )
 from megatron_ext.schedule.generators import blocks, cap
-from megatron_ext.schedule.generators import request as request_module
-from megatron_ext.schedule.generators import squeeze as squeezing
 from megatron_ext.schedule.generators.blocks import squeeze, vee_block
 from megatron_ext.schedule.generators.vee import v_half_block, v_zb_block
 from tests.support import ROOT
@@ -479,28 +476,3 @@ def test_passes_of_very_different_length_take_no_time_to_order() -> None:
         schedule = generate(name, 3, 4, costs=Costs.of(1, 2**64, "0.5"))
         check(schedule)
         assert schedule.costs.backward_input == 2**64  # what is simulated stays as it was given
-
-
-def test_squeezing_looks_again_when_something_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Very unequal passes: to look again after each of the shortest takes minutes."""
-    looks, squeezed = Counter[str](), squeezing.squeeze
-    choose = squeezing._Rank.choose
-
-    def counted(rank: Any, time: int) -> int | None:
-        looks["at ranks"] += 1
-        return choose(rank, time)
-
-    def checked(orders: Any, *args: Any, **kwargs: Any) -> Any:
-        looks.clear()
-        result = squeezed(orders, *args, **kwargs)
-        # Once at the start, and when a pass ends: its own rank, and one that it feeds.
-        assert looks["at ranks"] <= len(orders) + 2 * sum(map(len, orders))
-        looks["squeezes"] += 1
-        return result
-
-    monkeypatch.setattr(squeezing._Rank, "choose", counted)
-    monkeypatch.setattr(request_module, "squeeze", checked)
-    rows = (1, 2, 1), (2**31, 2, 1), (1, 2, 1), (1, 2002, 10**9)
-    costs = Costs(stages=tuple((Fraction(f), Fraction(b), Fraction(w)) for f, b, w in rows))
-    generate("zb-h1", 4, 3, costs=costs)
-    assert looks["squeezes"] == 1
