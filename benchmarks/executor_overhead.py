@@ -33,8 +33,8 @@ import torch.distributed as dist
 from benchmarks import rivals
 from benchmarks.ranks import add_arguments, measured, save
 from benchmarks.rivals import MegatronWay, Ours, Stage, Torch, Way, stock
-from megatron_ext.integration import profile as measuring
-from megatron_ext.integration.forward_backward import ScheduledPipeline
+from megatron_ext.integration.features import profile as measuring
+from megatron_ext.integration.pipeline import ScheduledPipeline
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule import check, generate, lower

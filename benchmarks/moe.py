@@ -57,9 +57,9 @@ from benchmarks.moe_emulated import (  # noqa: E402
 )
 from benchmarks.moe_page import TABLES, page  # noqa: E402
 from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
-from megatron_ext.integration.moe import PipelinedMoE, Policy  # noqa: E402
-from megatron_ext.integration.moe_choice import layer_shape  # noqa: E402
-from megatron_ext.integration.seams import Seams  # noqa: E402
+from megatron_ext.integration.features.moe.choice import layer_shape  # noqa: E402
+from megatron_ext.integration.features.moe.layer import PipelinedMoE, Policy  # noqa: E402
+from megatron_ext.integration.hooks import Seams  # noqa: E402
 from megatron_ext.moe.costs import BACKWARD, FORWARD, chunk_times  # noqa: E402
 from megatron_ext.moe.decide import MESSAGES, Chooser, Measured, Name  # noqa: E402
 from megatron_ext.moe.layout import Layout  # noqa: E402

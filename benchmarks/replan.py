@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import add_arguments, measured, save
-from megatron_ext.integration import profile as measuring
-from megatron_ext.integration.choose import Choice
+from megatron_ext.integration.features import profile as measuring
+from megatron_ext.integration.features.schedule.choose import Choice
 from megatron_ext.plan.layout import Split
 from megatron_ext.plan.profile import Profile
 from megatron_ext.plan.times import costs_in_us

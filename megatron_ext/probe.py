@@ -82,7 +82,7 @@ class _Recorder:
     """Stands for ``Seams``: what would be bound is looked for and noted."""
 
     def __init__(self, version: str) -> None:
-        from megatron_ext.integration.seams import Seams
+        from megatron_ext.integration.hooks import Seams
 
         self.version = version
         self._seams = Seams(version)
@@ -127,9 +127,9 @@ def seams(version: str) -> dict[str, Any]:
 
 
 def _groups() -> dict[str, Callable[[Any], None]]:
-    from megatron_ext.integration.choose import Choice
-    from megatron_ext.integration.moe_flags import MoERequest
-    from megatron_ext.integration.offload_request import OffloadRequest
+    from megatron_ext.integration.features.moe.flags import MoERequest
+    from megatron_ext.integration.features.offload.request import OffloadRequest
+    from megatron_ext.integration.features.schedule.choose import Choice
 
     def schedule(name: str, offload: str | None, recompute: bool) -> Callable[[Any], None]:
         def hook(installation: Any) -> None:

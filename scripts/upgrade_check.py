@@ -50,7 +50,7 @@ class Binder:
     """
 
     def __init__(self, version: str, found: dict[str, Any]) -> None:
-        from megatron_ext.integration.seams import Seams
+        from megatron_ext.integration.hooks import Seams
 
         self.version, self.found, self._seams = version, found, Seams(version)
         self.before: dict[str, Any] = {}

@@ -24,10 +24,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_ext.integration import saved_parameters, wgrad  # noqa: E402
-from megatron_ext.integration.offload import Offloading  # noqa: E402
+from megatron_ext.integration.features.offload import saved_parameters  # noqa: E402
+from megatron_ext.integration.features.offload.runtime import Offloading  # noqa: E402
+from megatron_ext.integration.features.split_backward import local as wgrad  # noqa: E402
+from megatron_ext.integration.hooks import Seams  # noqa: E402
 from megatron_ext.integration.runner import Iteration, MegatronRunner  # noqa: E402
-from megatron_ext.integration.seams import Seams  # noqa: E402
 from megatron_ext.runtime.channel import Channel, Receipt  # noqa: E402
 from megatron_ext.runtime.executor import Executor  # noqa: E402
 from megatron_ext.runtime.trace import Recorder  # noqa: E402

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from .._input import attribute
 from ..schedule import generators
 from ..schedule.generators.registry import takers
-from . import moe_flags
 from .arguments import MegatronArgs
 from .errors import ConfigError
-from .post_validation import PATIENCE
+from .features.moe import flags as moe_flags
+from .features.post_validation.setup import PATIENCE
 
 GROUP = "pipeline schedules (megatron_ext)"
 

@@ -10,9 +10,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import agreement, recompute, saved_parameters, vee, wgrad
 from .arguments import MegatronArgs
 from .errors import ConfigError
+from .features import consistency as agreement
+from .features import recompute
+from .features.offload import saved_parameters
+from .features.split_backward import local as wgrad
+from .features.v_placement import vee
 from .flags import (
     add_arguments,
     defaults,
@@ -22,17 +26,17 @@ from .flags import (
     wanted,
 )
 from .flags import given as flags_given
+from .hooks import Seam, Seams
 from .report import Report
-from .seams import Seam, Seams
 from .utils import full_batch
 from .versions import megatron_version, require_supported
 
 if TYPE_CHECKING:
     from ..runtime.wgrad import WeightGradStore
-    from .choose import Choice
-    from .forward_backward import ScheduledPipeline
-    from .moe import PipelinedMoE
-    from .moe_flags import MoERequest
+    from .features.moe.flags import MoERequest
+    from .features.moe.layer import PipelinedMoE
+    from .features.schedule.choose import Choice
+    from .pipeline import ScheduledPipeline
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +94,12 @@ class Installation:
         """
         from ..checkpoints.layout import Layout
         from ..runtime.wgrad import WeightGradStore
-        from .checkpoint import Checkpoints
-        from .forward_backward import ScheduledPipeline
-        from .log_line import LogLine
-        from .offload import Offloading
-        from .post_validation import PostValidation
-        from .profile import profiler_of
+        from .features.checkpoint.hooks import Checkpoints
+        from .features.log_line import LogLine
+        from .features.offload.runtime import Offloading
+        from .features.post_validation.setup import PostValidation
+        from .features.profile import profiler_of
+        from .pipeline import ScheduledPipeline
 
         # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
         args.pp_placement = "vee" if choice.vee else "loop"
@@ -168,8 +172,8 @@ class Installation:
         """
         from ..moe.settings import Settings
         from ..schedule.simulate import peak_sets
-        from .moe import PipelinedMoE, Policy
-        from .moe_choice import ChosenMoE, check_budget, stock_sets
+        from .features.moe.choice import ChosenMoE, check_budget, stock_sets
+        from .features.moe.layer import PipelinedMoE, Policy
 
         pp, choice = args.pipeline_model_parallel_size, self._choice
 
@@ -258,10 +262,10 @@ class Installation:
     def _with_validation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def validate_args(args: MegatronArgs, *rest: Any, **kwargs: Any) -> Any:
-            from .checkpoint import choose_formats
-            from .choose import Choice
-            from .moe_flags import MoERequest
-            from .offload_request import OffloadRequest
+            from .features.checkpoint.hooks import choose_formats
+            from .features.moe.flags import MoERequest
+            from .features.offload.request import OffloadRequest
+            from .features.schedule.choose import Choice
             from .validate import after_megatron, before_megatron
 
             if not hasattr(args, "pp_schedule"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .seams import Seams
+from .hooks import Seams
 
 
 class Report:

@@ -16,7 +16,7 @@ from ..offload.blocks import hollow
 from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
-from .profile import SetSizes
+from .features.profile import SetSizes
 
 _NOTHING = contextlib.nullcontext()
 

@@ -11,13 +11,13 @@ from ..plan.budget import Budget
 from ..plan.model import PlanError
 from ..plan.profile import Profile
 from ..schedule.generators import GENERATORS
-from . import post_validation
 from .arguments import MegatronArgs
-from .choose import Choice
 from .errors import ConfigError
-from .families import ANY_CHUNKS, ONE_CHUNK
-from .job import job_of_args, splits_of
-from .layout import count_stages, vee_layout_text
+from .features.post_validation import setup as post_validation
+from .features.schedule.choose import Choice
+from .features.schedule.families import ANY_CHUNKS, ONE_CHUNK
+from .features.schedule.job import job_of_args, splits_of
+from .features.v_placement.layout import count_stages, vee_layout_text
 from .rejections import REJECTIONS, require_supported_features
 from .utils import full_batch
 

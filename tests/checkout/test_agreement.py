@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.integration import agreement
+from megatron_ext.integration.features import consistency as agreement
 from megatron_ext.schedule import generate
 from tests.support.checkouts import MAIN_TAG, Serve
 from tests.support.script_server import Outcome

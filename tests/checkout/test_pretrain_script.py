@@ -16,7 +16,7 @@ import pytest
 
 from megatron_ext import cli
 from megatron_ext._input import parse_bytes
-from megatron_ext.integration.choose import Choice
+from megatron_ext.integration.features.schedule.choose import Choice
 from megatron_ext.plan.budget import Budget
 from megatron_ext.plan.flags import job_of
 from megatron_ext.plan.flags import read as read_flags

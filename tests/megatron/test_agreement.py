@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.integration import agreement
+from megatron_ext.integration.features import consistency as agreement
 from megatron_ext.integration.flags import add_arguments, given_to_megatron
 from tests.support.checkouts import run_cases
 

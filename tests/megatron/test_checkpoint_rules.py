@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.checkpoints.layout import Layout
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.checkpoint import Checkpoints, choose_formats
+from megatron_ext.integration.features.checkpoint.hooks import Checkpoints, choose_formats
 from tests.support.stand_ins import megatron_args
 
 

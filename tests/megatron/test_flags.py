@@ -141,7 +141,7 @@ def test_layers_of_the_v(flags: dict[str, Any], layout: str | None) -> None:
 
 
 def test_other_models_under_v() -> None:
-    from megatron_ext.integration.vee import require_gpt
+    from megatron_ext.integration.features.v_placement.vee import require_gpt
 
     class BertModel:
         pass
@@ -151,7 +151,7 @@ def test_other_models_under_v() -> None:
 
 
 def test_no_inference_under_v() -> None:
-    from megatron_ext.integration.vee import SEAMS
+    from megatron_ext.integration.features.v_placement.vee import SEAMS
 
     (seam,) = (s for s in SEAMS if s.targets[0].endswith("GPTModel.forward"))
     forward = seam.make(lambda self, x, **kwargs: x)
@@ -313,7 +313,7 @@ class TestCheapRecompute:
 
     def modules(self, **changed: Any) -> list[str]:
         """The modules that Megatron is asked to recompute."""
-        from megatron_ext.integration.recompute import ask_megatron
+        from megatron_ext.integration.features.recompute import ask_megatron
 
         args = arguments(rank=0, **changed)
         ask_megatron(args)

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.moe_choice import stock_sets
-from megatron_ext.integration.moe_flags import CONFLICTS, FLAGS, Conflict, MoERequest, markdown
+from megatron_ext.integration.features.moe.choice import stock_sets
+from megatron_ext.integration.features.moe.flags import (
+    CONFLICTS,
+    FLAGS,
+    Conflict,
+    MoERequest,
+    markdown,
+)
 from megatron_ext.moe import cost_file
 from megatron_ext.moe.cost_file import LINES
 from megatron_ext.moe.costs import Line

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.offload_request import OffloadRequest
+from megatron_ext.integration.features.offload.request import OffloadRequest
 from megatron_ext.integration.validate import Choice, after_megatron, before_megatron
 from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
 from megatron_ext.schedule.link import Link
@@ -160,7 +160,7 @@ class TestWithASchedule:
 
 class TestOnTheMachine:
     def test_pairs_on_different_hosts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megatron_ext.integration import offload_measure
+        from megatron_ext.integration.features.offload import measure as offload_measure
 
         hosts = ["a", "a", "b", "c"]
         monkeypatch.setattr(offload_measure, "gather", lambda value, group: hosts)
@@ -172,7 +172,7 @@ class TestOnTheMachine:
 
     def test_too_little_host_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ranks of one host are added up; another host's do not count."""
-        from megatron_ext.integration import offload_measure
+        from megatron_ext.integration.features.offload import measure as offload_measure
 
         gib = 1 << 30
         here = socket.gethostname()
@@ -194,7 +194,7 @@ class TestOnTheMachine:
         """20 bytes per token and hidden element in 16 bits (PipeOffload, section 2), not 34."""
         import torch
 
-        from megatron_ext.integration.offload_measure import least_set_bytes
+        from megatron_ext.integration.features.offload.measure import least_set_bytes
 
         config = SimpleNamespace(
             pipeline_dtype=torch.bfloat16,
@@ -220,7 +220,7 @@ class TestOnTheMachine:
 
     def test_times_of_passes(self) -> None:
         """The first microbatch does not count, a BW is half B and half W."""
-        from megatron_ext.integration.profile import pass_seconds
+        from megatron_ext.integration.features.profile import pass_seconds
         from megatron_ext.schedule.actions import Op
 
         seconds = pass_seconds(
@@ -284,7 +284,7 @@ def test_parameters_keep_their_identity_in_backward(wrapped: bool) -> None:
     """Without the seam a function that marks its weight marks something else."""
     import torch
 
-    from megatron_ext.integration.saved_parameters import _with_parameters
+    from megatron_ext.integration.features.offload.saved_parameters import _with_parameters
     from megatron_ext.offload.arena import HostArena
     from megatron_ext.offload.device import CpuDevice
     from megatron_ext.offload.engine import Engine

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.choose import Choice
-from megatron_ext.integration.offload_request import OffloadRequest
+from megatron_ext.integration.features.offload.request import OffloadRequest
+from megatron_ext.integration.features.schedule.choose import Choice
 from megatron_ext.integration.validate import after_megatron, before_megatron
 from megatron_ext.plan.budget import Budget
 from megatron_ext.plan.flags import job_of, read

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration.errors import ConfigError
-from megatron_ext.integration.post_validation import REJECTIONS, goes_on
+from megatron_ext.integration.features.post_validation.setup import REJECTIONS, goes_on
 from megatron_ext.integration.rejections import require_supported_features
 from tests.campaigns import random_post_validation as script
 from tests.support import ROOT

@@ -181,7 +181,7 @@ def _flags(data: bytes) -> None:
 
 def _offload_request(data: bytes) -> None:
     """A time, as ``--pp-offload-time`` takes it."""
-    from megatron_ext.integration.offload_request import OffloadRequest
+    from megatron_ext.integration.features.offload.request import OffloadRequest
 
     value = data.decode("utf-8", "surrogateescape")
 
@@ -210,8 +210,8 @@ def _command_line(value: str) -> None:
 
 def _checkpoint(data: bytes) -> None:
     """What a checkpoint says of itself: the saved arguments, and the tensors it holds."""
-    from megatron_ext.integration.checkpoint import Layout, _differing_flags
-    from megatron_ext.integration.checkpoint_metadata import model_shapes
+    from megatron_ext.integration.features.checkpoint.hooks import Layout, _differing_flags
+    from megatron_ext.integration.features.checkpoint.metadata import model_shapes
 
     text = parse_json(data.decode("utf-8"))
     if not isinstance(text, dict):

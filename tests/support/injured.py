@@ -62,7 +62,7 @@ def _before(owner: Any, name: str, accident: Callable[[], None]) -> None:
 
 
 def _injure(injury: dict[str, Any]) -> None:
-    from megatron_ext.integration.forward_backward import ScheduledPipeline
+    from megatron_ext.integration.pipeline import ScheduledPipeline
     from megatron_ext.runtime.executor import Executor
     from megatron_ext.runtime.watchdog import Watchdog
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ext
-from megatron_ext.integration import ConfigError, agreement
+from megatron_ext.integration import ConfigError
+from megatron_ext.integration.features import consistency as agreement
 from tests.support.ranks import on_ranks
 
 WORLD = 3

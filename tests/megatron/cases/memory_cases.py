@@ -35,8 +35,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ext.integration import recompute, wgrad
-from megatron_ext.integration.seams import Seams
+from megatron_ext.integration.features import recompute
+from megatron_ext.integration.features.split_backward import local as wgrad
+from megatron_ext.integration.hooks import Seams
 from megatron_ext.integration.versions import megatron_version
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.model import Job
@@ -195,8 +196,8 @@ def from_megatrons_arguments(name: str) -> str:
     """What differs between the job of a command line and that of Megatron's parsed arguments."""
     from megatron.training.arguments import parse_args
 
+    from megatron_ext.integration.features.schedule.job import job_of_args
     from megatron_ext.integration.flags import add_arguments
-    from megatron_ext.integration.job import job_of_args
 
     more = ["--tensor-model-parallel-size", "1", "--use-distributed-optimizer"]
     sys.argv = ["pretrain_gpt.py", *tokens(name), *more]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_ext.integration.moe_choice import ChosenMoE
+from megatron_ext.integration.features.moe.choice import ChosenMoE
 from megatron_ext.moe import cost_file
 from megatron_ext.moe.exchange import Exchange
 from megatron_ext.moe.region import Region

@@ -40,8 +40,8 @@ from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_ext.integration.moe import PipelinedMoE  # noqa: E402
-from megatron_ext.integration.seams import Seams  # noqa: E402
+from megatron_ext.integration.features.moe.layer import PipelinedMoE  # noqa: E402
+from megatron_ext.integration.hooks import Seams  # noqa: E402
 from megatron_ext.moe.settings import Settings  # noqa: E402
 
 HIDDEN, FFN, EXPERTS, SEQUENCE, BATCH = 24, 40, 8, 13, 2

@@ -18,10 +18,10 @@ os.environ["MEGATRON_EXT_OFFLOAD_MIN_BYTES"] = "1"
 from tests.megatron.cases import wgrad_cases
 
 # isort: split
-from megatron_ext.integration import offload
-from megatron_ext.integration.moe import PipelinedMoE
-from megatron_ext.integration.offload_request import OffloadRequest
-from megatron_ext.integration.seams import Seams
+from megatron_ext.integration.features.moe.layer import PipelinedMoE
+from megatron_ext.integration.features.offload import runtime as offload
+from megatron_ext.integration.features.offload.request import OffloadRequest
+from megatron_ext.integration.hooks import Seams
 from megatron_ext.moe import saved
 from megatron_ext.moe.settings import Settings
 from megatron_ext.offload.device import CpuDevice, Faults

@@ -30,8 +30,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ext.integration import recompute, wgrad
-from megatron_ext.integration.seams import Seams
+from megatron_ext.integration.features import recompute
+from megatron_ext.integration.features.split_backward import local as wgrad
+from megatron_ext.integration.hooks import Seams
 from megatron_ext.integration.versions import megatron_version
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.device import CpuDevice

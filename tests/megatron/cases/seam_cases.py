@@ -66,8 +66,8 @@ def main() -> None:
     consumer = types.ModuleType("a_training_script")
     consumer.mpu_last = parallel_state.is_pipeline_last_stage  # type: ignore[attr-defined]
     sys.modules[consumer.__name__] = consumer
+    from megatron_ext.integration.hooks import Seam
     from megatron_ext.integration.install import Installation
-    from megatron_ext.integration.seams import Seam
     from megatron_ext.integration.validate import Choice
 
     before = {target: held(target) for target in TARGETS}

@@ -10,8 +10,8 @@ from tests.support.new_schedule import copy_with_stand_in
 def test_auto_in_training(tmp_path: Path) -> None:
     run = copy_with_stand_in(tmp_path)
     code = """if True:
-        from megatron_ext.integration.choose import Choice
-        from megatron_ext.integration.families import choose
+        from megatron_ext.integration.features.schedule.choose import Choice
+        from megatron_ext.integration.features.schedule.families import choose
         from megatron_ext.schedule import Costs
         print(choose(4, 8, Costs(), None).schedule.name)
         choice = Choice("auto")

@@ -1,0 +1,209 @@
+"""All ranks run the same thing: compared once, before anything is built on it.
+
+A rank that has other flags, another plan or other packages would not fail by itself: the others
+would wait for messages that never come, or train on with mixed data. So every rank says what it
+runs with as soon as the process group stands, rank 0 compares, and all end with the same sentence.
+What is said goes through the process group's key-value store and not through a collective: a rank
+without a flag of ours takes no part, and the others have to be able to say so.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..hooks import Seam
+
+WAIT_ENVIRONMENT = "MEGATRON_EXT_AGREEMENT_SECONDS"
+WAIT_SECONDS = 120.0  # ranks come here together, straight from creating the process group
+_PREFIX = "MEGATRON_EXT_"
+# How a process was started is the same for all that matters, and one rank alone may be verbose.
+_OWN = ("MEGATRON_EXT_STARTED", "MEGATRON_EXT_TRACE")
+_FIX = "start every rank with the same flags, files, environment and packages"
+_SHOWN = 8
+# Between rank 0's verdict and its exit, which may take the store away from those who read it.
+_READ_SECONDS = 5.0
+_rounds = 0
+
+
+def facts(
+    flags: Mapping[str, str],
+    plan: str | None,
+    megatron: str,
+    megatrons_flags: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """What this rank runs with, in the order in which a difference is reported.
+
+    Args:
+        flags: those of ours that were given, with their values as text.
+        plan: hash and size of the schedule; None without one.
+        megatron: version of megatron-core.
+        megatrons_flags: those of Megatron and the training script, as ``flags``.
+    """
+    import torch
+
+    from megatron_ext import __version__
+
+    environment = {
+        f"${name}": value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_PREFIX) and name not in _OWN
+    }
+    return {
+        **flags,
+        **environment,
+        "megatron-core": megatron,
+        "torch": str(torch.__version__),
+        "megatron_ext": __version__,
+        "megatron_ext's source files": _sources(),
+        **{f"Megatron's {flag}": value for flag, value in (megatrons_flags or {}).items()},
+        **({} if plan is None else {"the plan": plan}),
+    }
+
+
+def contents(path: str) -> str:
+    """A file by what it holds, since its path may differ between nodes."""
+    try:
+        return f"a file with SHA-256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
+    except OSError as error:
+        return f"a file that cannot be read ({error.strerror})"
+
+
+def _sources() -> str:
+    """A hash of this package's modules: checkouts of one version number may differ."""
+    digest, package = hashlib.sha256(), Path(__file__).resolve().parent.parent
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
+
+
+def seam(mine: Callable[[], Mapping[str, str]]) -> Seam:
+    """Compares as soon as Megatron has created the process group.
+
+    Args:
+        mine: this rank's ``facts``.
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _initialize_distributed(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            require_agreement(mine())
+            return result
+
+        return _initialize_distributed
+
+    return Seam(
+        ("megatron.training.initialize:_initialize_distributed",),
+        make,
+        ("get_embedding_ranks",),
+        "ranks with other flags or packages would hang or train on other data",
+    )
+
+
+def require_agreement(mine: Mapping[str, str]) -> None:
+    """Compare ``mine`` over all ranks of the process group; all of them call this.
+
+    Raises:
+        ConfigError: on every rank that came here: a rank differs, or did not come.
+    """
+    import torch.distributed as dist
+
+    global _rounds
+    world, rank = dist.get_world_size(), dist.get_rank()
+    _rounds += 1
+    if world == 1:
+        return
+    store = dist.PrefixStore(
+        f"megatron_ext/agreement/{_rounds}", dist.distributed_c10d._get_default_store()
+    )
+    seconds = float(os.environ.get(WAIT_ENVIRONMENT, WAIT_SECONDS))
+    store.set(f"facts/{rank}", json.dumps(dict(mine)))
+    if rank == 0:
+        verdict, there = _judge(store, world, seconds)
+        store.set("verdict", verdict)
+        if verdict:
+            _wait(store, [f"read/{r}" for r in there if r], _READ_SECONDS)
+    else:
+        # Rank 0 may itself wait for as long for another rank.
+        if not _wait(store, ["verdict"], 2 * seconds):
+            raise ConfigError(_silent([0], seconds, mine))
+        verdict = store.get("verdict").decode()
+        store.set(f"read/{rank}", "1")
+    if verdict:
+        raise ConfigError(verdict)
+
+
+def _judge(store: Any, world: int, seconds: float) -> tuple[str, list[int]]:
+    """(the sentence, empty if all agree; the ranks that are there)."""
+    keys = [f"facts/{r}" for r in range(world)]
+    if not _wait(store, keys, seconds):
+        there = [r for r in range(world) if store.check([keys[r]])]
+        absent = sorted(set(range(world)) - set(there))
+        if absent:
+            return _silent(absent, seconds, json.loads(store.get(keys[0]))), there
+    every = [json.loads(value) for value in store.multi_get(keys)]
+    return difference(every), list(range(world))
+
+
+def difference(every: Sequence[Mapping[str, str]]) -> str:
+    """What is not the same on all ranks, as one sentence; empty if there is nothing.
+
+    Args:
+        every: the facts of each rank.
+    """
+    names = list(dict.fromkeys(name for held in every for name in held))
+    found = []
+    for name in names:
+        values = [held.get(name, "not given") for held in every]
+        # Of equally many, what the lowest rank has.
+        usual, count = Counter(values).most_common(1)[0]
+        odd = [rank for rank, value in enumerate(values) if value != usual]
+        if odd:
+            found.append((name, values, usual, count, odd))
+    if not found:
+        return ""
+    name, values, usual, count, odd = found[0]
+    same = [rank for rank in odd if values[rank] == values[odd[0]]]
+    more = [other[0] for other in found[1:]]
+    return (
+        f"{_ranks(same)} {'runs' if len(same) == 1 else 'run'} with {name} {values[same[0]]}, but "
+        f"{count} of {len(every)} ranks with {usual}"
+        + (f" (they differ in {', '.join(more)} too)" if more else "")
+        + f"; {_FIX}"
+    )
+
+
+def _silent(absent: Sequence[int], seconds: float, mine: Mapping[str, str]) -> str:
+    flags = " ".join(f"{name} {value}" for name, value in mine.items() if name.startswith("--"))
+    return (
+        f"{_ranks(absent)} did not say within {seconds:g} s what "
+        f"{'it runs' if len(absent) == 1 else 'they run'} with, as a rank does that has no flag of "
+        f"megatron_ext's, or is stuck; this rank has {flags}; {_FIX}"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:_SHOWN]))
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}{more}"
+
+
+def _wait(store: Any, keys: list[str], seconds: float) -> bool:
+    """True if all keys are there in time."""
+    if not keys:
+        return True
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:  # of torch's store: the time is over, or the store is gone
+        return False
+    return True

@@ -1,0 +1,136 @@
+"""Bubble and peak of the schedule in Megatron's own training log line, and in TensorBoard."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...runtime.trace import Recorder
+from ..hooks import Seam
+from ..utils import gather
+
+# Iterations whose times are kept for the next line: enough for a mean, few enough to hold.
+_KEPT = 8
+_NAMES = ("pipeline bubble", "peak activation sets")
+
+
+class Meter:
+    """Measures what the log line says; the device is waited for only when it is read.
+
+    Megatron itself waits for the device there, and nowhere else because of us.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[Recorder] = deque(maxlen=_KEPT)
+        self._peak = 0
+        self._group: Any = None
+
+    def add(self, recorder: Recorder, group: Any) -> None:
+        """Take a training iteration, which the device may still be busy with.
+
+        Args:
+            recorder: its times; not to be reset.
+            group: the pipeline's process group.
+        """
+        self._recent.append(recorder)
+        self._peak, self._group = max(self._peak, recorder.peak_sets), group
+
+    def read(self) -> tuple[float, int] | None:
+        """Bubble and peak since the last call; all ranks of the pipeline call this together.
+
+        Returns:
+            The mean bubble of the last iterations (8 at most), where an iteration's bubble is the
+            mean over ranks of the share of time, from the first start of all ranks to the last
+            end, in which the rank computes nothing; and the most activation sets on a rank. None
+            if there was no iteration.
+        """
+        if not self._recent:
+            return None
+        mine = [recorder.extent() for recorder in self._recent], self._peak
+        self._recent.clear()
+        self._peak = 0
+        every = gather(mine, self._group)
+        bubbles = [_bubble(ranks) for ranks in zip(*(extents for extents, _ in every))]
+        return statistics.fmean(bubbles), max(peak for _, peak in every)
+
+
+def _bubble(ranks: Sequence[tuple[float, float, float]]) -> float:
+    """Of one iteration, from every rank's (compute, first start, last end)."""
+    busy, starts, ends = zip(*ranks)
+    whole = max(ends) - min(starts)
+    return 1 - sum(busy) / (len(ranks) * whole) if whole > 0 else 0.0
+
+
+class LogLine:
+    """Puts both numbers where Megatron logs.
+
+    Attributes:
+        meter: to be fed by the pipeline.
+    """
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+        self._text = ""
+
+    def seams(self) -> tuple[Seam, ...]:
+        """What has to be hooked."""
+        return (
+            Seam(
+                ("megatron.training.training:training_log",),
+                self._with_measuring,
+                ("iteration", "is_first_iteration"),
+                "the log line would not say bubble and peak",
+            ),
+            Seam(
+                ("megatron.training.utils:print_rank_last",),
+                self._with_text,
+                ("message",),
+                "the log line would not say bubble and peak",
+            ),
+        )
+
+    def _with_measuring(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            from megatron.training import get_args
+
+            given = signature.bind(*args, **kwargs).arguments
+            due = given["iteration"] % get_args().log_interval == 0
+            found = self.meter.read() if due or given.get("is_first_iteration") else None
+            if found is not None:
+                self._text = f" {_NAMES[0]}: {found[0]:.3f} | {_NAMES[1]}: {found[1]} |"
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._text = ""
+                if due and found is not None:
+                    _write(dict(zip(_NAMES, found)), given["iteration"])
+
+        return training_log
+
+    def _with_text(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def print_rank_last(message: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._text and " iteration " in str(message) and str(message).endswith("|"):
+                message, self._text = f"{message}{self._text}", ""
+            return original(message, *args, **kwargs)
+
+        return print_rank_last
+
+
+def _write(scalars: dict[str, float], iteration: int) -> None:
+    """To TensorBoard and Weights & Biases, on the rank where Megatron has them."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    for name, value in scalars.items():
+        if writer:
+            writer.add_scalar(name, value, iteration)
+        if wandb:
+            wandb.log({name: value}, iteration)

@@ -1,0 +1,186 @@
+"""Cheap recompute: what norms and activation functions give is computed again in backward.
+
+Of the 34 bytes that a dense 16-bit layer keeps per ``b*s*h`` (flash attention), both norms' outputs
+and the activation function's output make 12 (PipeOffload, section 4.3, counts dropout masks too).
+Megatron's own selective recompute does the norms (``layernorm``) and grouped experts (``moe_act``);
+here is how our flag asks for it, and the same for every other MLP, which Megatron lacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..arguments import MegatronArgs
+from ..errors import ConfigError
+from ..hooks import Seam
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--pp-cheap-recompute"
+_RANDOM = "megatron.core.tensor_parallel.random"
+
+
+def ask_megatron(args: MegatronArgs) -> None:
+    """Turn on Megatron's part, beside what the user recomputes; call before its validation.
+
+    Args:
+        args: Megatron's arguments; ``recompute_granularity`` and ``recompute_modules`` are set.
+
+    Raises:
+        ConfigError: the recompute that the user asks for, or FP8's recipe, excludes this one.
+    """
+    granularity = args.recompute_granularity
+    if args.recompute_activations:
+        granularity = "selective"  # the short form wins in Megatron too
+    if granularity == "full":
+        raise ConfigError(
+            f"{FLAG} has nothing to do under --recompute-granularity full, which recomputes whole "
+            "layers; drop one of both"
+        )
+    for attribute in ("recompute_method", "recompute_num_layers", "distribute_saved_activations"):
+        value = getattr(args, attribute)
+        if value:
+            raise ConfigError(
+                f"{FLAG} recomputes parts of every layer, but --{attribute.replace('_', '-')} "
+                f"(set to {value}) belongs to --recompute-granularity full; drop one of both"
+            )
+    # Before core_v0.18 Megatron lacks it.
+    if getattr(args, "use_transformer_engine_op_fuser", False):
+        raise ConfigError(
+            f"{FLAG} does not support --use-transformer-engine-op-fuser: it fuses norm, linear "
+            "layers and activation function into one, with nothing between them to discard; drop "
+            "one of both"
+        )
+    if args.fp8 and args.fp8_recipe == "delayed":
+        raise ConfigError(
+            f"{FLAG} does not support --fp8-recipe delayed (Megatron's default): recomputing would "
+            "count a tensor twice in its scaling history; use another recipe, e.g. blockwise"
+        )
+    modules = args.recompute_modules
+    if modules is None:
+        # What Megatron would take for itself, which --recompute-activations stands for.
+        modules = ["core_attn"] if granularity == "selective" else []
+    grouped = args.num_experts and args.moe_grouped_gemm
+    # Within "moe" the whole layer is recomputed, and its activation function with it.
+    wanted = ["layernorm", *(["moe_act"] if grouped and "moe" not in modules else [])]
+    args.recompute_granularity = "selective"
+    args.recompute_modules = [*modules, *(name for name in wanted if name not in modules)]
+    if args.transformer_impl == "transformer_engine" and args.rank == 0:
+        logger.warning(
+            "megatron_ext: %s: where Transformer Engine has norm and linear layer in one module, "
+            "it keeps the norm's output; norms that are modules of their own are recomputed",
+            FLAG,
+        )
+
+
+def seams(experts: bool = True) -> tuple[Seam, ...]:
+    """The seams that make up what Megatron lacks.
+
+    Args:
+        experts: also inside MoE layers' experts. Those of ours, in chunks, have passes of their own
+            that Megatron's recomputation refuses to run in; ``--moe-memory-reuse`` is for them.
+    """
+    from megatron.core.tensor_parallel import random
+
+    found = [
+        Seam(
+            ("megatron.core.transformer.mlp:MLP.forward",),
+            functools.partial(_mlp_forward, experts=experts),
+            ("self", "hidden_states", "per_token_scale"),
+            "the activation function's output would be kept",
+        )
+    ]
+    if not random.HAVE_TE:
+        found.append(
+            Seam(
+                (f"{_RANDOM}:CheckpointWithoutOutput.__init__",),
+                _without_fp8,
+                ("self", "fp8"),
+                "recompute would ask Transformer Engine, which is missing, for its FP8 state",
+            )
+        )
+    return tuple(found)
+
+
+def _without_fp8(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, fp8: Any = None) -> None:
+        # Megatron tests for None, but its own default is False, which so means True.
+        original(self, fp8 or None)
+
+    return __init__
+
+
+def _mlp_forward(original: Callable[..., Any], experts: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(
+        self: Any, hidden_states: torch.Tensor, per_token_scale: Any = None, **kwargs: Any
+    ) -> Any:
+        # Only an expert's output is scaled by its router's probabilities.
+        kept = per_token_scale is not None and not experts
+        if kept or not _pays(self, per_token_scale):
+            return original(self, hidden_states, per_token_scale, **kwargs)
+        from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+        if self.config.fp8 or self.config.fp4:
+            from megatron.core.extensions.transformer_engine import set_save_original_input
+
+            # It would keep a quantised copy, and discarding the original would free nothing.
+            set_save_original_input(self.linear_fc2)
+
+        def activation(x: torch.Tensor, bias: Any, scale: Any) -> torch.Tensor:
+            between: torch.Tensor = original(_Between(self, bias), x, scale)[0]
+            return between
+
+        x, bias = self.linear_fc1(hidden_states)
+        recompute = CheckpointWithoutOutput()
+        y, output_bias = self.linear_fc2(recompute.checkpoint(activation, x, bias, per_token_scale))
+        # The gradient of y comes before fc2's backward, which is the first to need its input. That
+        # input is never discarded again, so a W pass finds it too, however late.
+        recompute.discard_output_and_register_recompute(y)
+        return y, output_bias
+
+    return forward
+
+
+def _pays(mlp: Any, per_token_scale: Any) -> bool:
+    """True if the activation's output would be kept from here until backward."""
+    if not (mlp.training and torch.is_grad_enabled()):
+        return False
+    # In the backward of something that is recomputed as a whole, the output is needed at once.
+    if torch._C._current_graph_task_id() != -1:
+        return False
+    # Megatron would add such an expert's second bias after fc2, which is not ours to repeat.
+    return per_token_scale is None or not mlp.config.add_bias_linear
+
+
+class _Between:
+    """An MLP whose linear layers pass on what they get: what lies between them remains.
+
+    Through it Megatron's own code runs the activation function, whatever kind and fusion.
+    """
+
+    def __init__(self, mlp: Any, bias: Any) -> None:
+        self._mlp = mlp
+        self.linear_fc1, self.linear_fc2 = _Pass(bias), _Pass(None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mlp, name)
+
+
+class _Pass(torch.nn.Module):
+    """A linear layer's result without the layer: its input, and the bias to add."""
+
+    def __init__(self, bias: Any) -> None:
+        super().__init__()
+        # Not as a parameter of this module.
+        self._given = (bias,)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The input as it is."""
+        return x, *self._given

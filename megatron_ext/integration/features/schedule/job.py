@@ -1,0 +1,53 @@
+"""The planner's view of a run: Megatron's parsed arguments as a job, layers of every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...._input import attribute
+from ....plan.flags import FLAGS, NOT_MODELLED, job_of
+from ....plan.layout import Split
+from ....plan.model import Job, PlanError
+from ...arguments import MegatronArgs
+from ...errors import ConfigError
+from ..v_placement.layout import layer_counts
+
+
+def job_of_args(args: MegatronArgs) -> Job:
+    """What ``megatron-ext plan --from-args`` makes of the same command line.
+
+    Args:
+        args: Megatron's, parsed and not yet validated.
+
+    Raises:
+        ConfigError: the model is not one that is modelled, or its numbers contradict each other.
+    """
+    for flag, why in NOT_MODELLED.items():
+        if getattr(args, attribute(flag), None):
+            raise ConfigError(
+                f"a --pp-memory-cap in bytes needs the model's sizes, but {flag} {why}, which is "
+                "not modelled; give the cap as a fraction of 1F1B's peak"
+            )
+    given: dict[str, Any] = {}
+    for flag, kind in FLAGS.items():
+        value = getattr(args, attribute(flag), None)
+        value = getattr(value, "name", value)  # of an enumeration
+        if value is not None and value is not False:
+            given[attribute(flag)] = str(value) if kind is str else value
+    given["disable_bias_linear"] = not args.add_bias_linear
+    if not given.get("group_query_attention"):
+        given.pop("num_query_groups", None)
+    try:
+        return job_of(given)
+    except PlanError as error:
+        raise ConfigError(f"--pp-memory-cap {args.pp_memory_cap}: {error}") from None
+
+
+def splits_of(args: MegatronArgs) -> Callable[[int], Split]:
+    """How Megatron's flags divide the layers over a number of stages, in model order."""
+
+    def split(stages: int) -> Split:
+        return Split(tuple(layer_counts(args, stages)))
+
+    return split

@@ -1,0 +1,129 @@
+"""Which parameters' weight gradients move to W, which stay in B: said once, and known to tools."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import te as wgrad_te
+
+
+@dataclass
+class WgradReport:
+    """How a model's parameters divide.
+
+    Attributes:
+        split: number of parameters whose gradient is computed in W.
+        fused: number of parameters in matrices whose gradient is computed in B although that is
+            work which could be postponed: their module does not know how.
+        kept: all others (biases, norms, embeddings): too little work to be worth a pass of its own.
+        fused_modules: class name -> number of its parameters among ``fused``.
+    """
+
+    split: int = 0
+    fused: int = 0
+    kept: int = 0
+    fused_modules: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def share(self) -> float:
+        """Fraction of the weight-gradient work that W really does, by number of parameters (every
+        parameter of a matrix costs the same work per token; experts see fewer tokens)."""
+        total = self.split + self.fused
+        return self.split / total if total else 0.0
+
+    def __add__(self, other: WgradReport) -> WgradReport:
+        return WgradReport(
+            self.split + other.split,
+            self.fused + other.fused,
+            self.kept + other.kept,
+            self.fused_modules + other.fused_modules,
+        )
+
+    def costs(self, forward: float, backward_input: float, weight: float) -> tuple[float, ...]:
+        """(F, B, W) as they really are, when ``weight`` is the cost of all weight gradients."""
+        moved = weight * self.share
+        return forward, backward_input + weight - moved, moved
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the trace file."""
+        return {
+            "split_parameters": self.split,
+            "fused_parameters": self.fused,
+            "other_parameters": self.kept,
+            "fused_modules": dict(self.fused_modules),
+        }
+
+    def text(self, schedule: str) -> str:
+        """The log's line, with what to plan with."""
+        if not self.fused:
+            return f"{schedule}: W passes compute all weight gradients of matrices"
+        names = ", ".join(f"{name} ({n})" for name, n in self.fused_modules.most_common())
+        said = (
+            f"{schedule}: W passes compute {100 * self.share:.3g} % of the weight gradients; those "
+            f"of {names} are computed in B (parameters in parentheses)"
+        )
+        if self.share > 0.95:
+            return said
+        cost = ",".join(f"{x:.3g}" for x in self.costs(1, 1, 1))
+        advice = "--pp-cost " + cost if self.share else "a schedule without W passes"
+        return f"{said}, so plan with {advice}"
+
+
+def wgrad_report(chunks: Iterable[torch.nn.Module], fused_experts: bool = False) -> WgradReport:
+    """How the parameters of these model chunks divide between W and B, with our hooks in force.
+
+    Args:
+        chunks: of the model.
+        fused_experts: the experts of MoE layers do not postpone anything, whatever they could.
+    """
+    report = WgradReport()
+    for chunk in chunks:
+        report += _of_chunk(chunk, fused_experts)
+    return report
+
+
+def _of_chunk(chunk: torch.nn.Module, fused_experts: bool) -> WgradReport:
+    from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+
+    embeddings = (VocabParallelEmbedding, torch.nn.Embedding)
+    report = WgradReport()
+    split = {
+        id(p)
+        for module in wgrad_te.splittable(chunk)
+        for p in wgrad_te.postponed_parameters(module)
+    }
+    seen, fused = set(), set()
+    if fused_experts:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        layers = [module for module in chunk.modules() if isinstance(module, MoELayer)]
+        fused = {id(p) for layer in layers for p in layer.experts.parameters()}
+    for module in chunk.modules():
+        if _is_local_linear(module):
+            split.add(id(module.weight))
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in seen or not parameter.requires_grad:
+                continue
+            seen.add(id(parameter))
+            if id(parameter) in split and id(parameter) not in fused:
+                report.split += parameter.numel()
+            elif parameter.dim() >= 2 and not isinstance(module, embeddings):
+                report.fused += parameter.numel()
+                report.fused_modules[type(module).__name__] += parameter.numel()
+            else:
+                report.kept += parameter.numel()
+    return report
+
+
+def _is_local_linear(module: torch.nn.Module) -> bool:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+        return False
+    buffered = getattr(module, "grad_output_buffer", None) is not None
+    return not buffered and getattr(module, "gtp_remat_size", 1) == 1

@@ -1,0 +1,254 @@
+"""V placement inside Megatron: rank r holds stages r and 2p-1-r, so rank 0 holds both ends.
+
+Megatron derives a stage's role from its rank and virtual stage in several places, each written
+for its own loop order. These seams give the V answer in each of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ...hooks import Seam
+from .layout import vee_layout
+
+CHUNKS = 2
+
+
+def is_first_stage(pp_rank: int, vp_stage: int | None) -> bool:
+    """True for the model's first stage under V placement (the embedding)."""
+    return pp_rank == 0 and vp_stage == 0
+
+
+def is_last_stage(pp_rank: int, vp_stage: int | None) -> bool:
+    """True for the model's last stage under V placement (final norm, output layer, loss)."""
+    return pp_rank == 0 and vp_stage == CHUNKS - 1
+
+
+def _pp_rank() -> int:
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def _config_post_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        layout, pp = self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size
+        # A string is what our validation made of the flags. Without one (a library's own config)
+        # the layers are spread evenly.
+        if pp > 1 and layout is None:
+            per_stage, rest = divmod(self.num_layers, CHUNKS * pp)
+            if rest:
+                raise ConfigError(
+                    f"V placement on {pp} ranks has {CHUNKS * pp} stages, but num_layers is "
+                    f"{self.num_layers}; make it a multiple or set pipeline_model_parallel_layout"
+                )
+            stages = ["t" * per_stage] * (CHUNKS * pp)
+            layout = "E" + "|".join(stages) + "m" * (self.mtp_num_layers or 0) + "L"
+        if pp > 1 and isinstance(layout, str):
+            self.pipeline_model_parallel_layout = vee_layout(pp, layout)
+        original(self)
+
+    return __post_init__
+
+
+def _is_pipeline_last_stage(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        if ignore_virtual or vp_stage is None:
+            # "The last rank", which logs; the executor brings the losses there.
+            return original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
+        return is_last_stage(_pp_rank(), vp_stage)
+
+    return is_pipeline_last_stage
+
+
+def _initialize_model_parallel(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+        # Scripts pass a function of their own that names the first and the last rank.
+        kwargs["get_embedding_ranks"] = _embedding_ranks
+        original(*args, **kwargs)
+
+    return initialize_model_parallel
+
+
+def _embedding_ranks(pp_ranks: list[int], *unused: Any) -> list[int]:
+    return [pp_ranks[0]]
+
+
+def _gpt_model_init(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+    first_chunk: weakref.ref[Any] | None = None
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal first_chunk
+        bound = signature.bind(self, *args, **kwargs)
+        vp_stage = bound.arguments.get("vp_stage")
+        if vp_stage is None:
+            original(self, *args, **kwargs)
+            return
+        rank = _pp_rank()
+        bound.arguments["pre_process"] = is_first_stage(rank, vp_stage)
+        bound.arguments["post_process"] = is_last_stage(rank, vp_stage)
+        original(*bound.args, **bound.kwargs)
+        if self.pre_process:
+            first_chunk = weakref.ref(self)
+        elif self.post_process and has_second_embedding(self):
+            # Megatron starts the second copy at zero and fills it by an all-reduce between first
+            # and last rank; here both copies are on this rank, and chunk 0 was built just before.
+            model = first_chunk() if first_chunk is not None else None
+            if model is None:
+                raise RuntimeError("tied weights under V placement need chunk 0 built first")
+            with torch.no_grad():
+                mine = self.shared_embedding_or_output_weight()
+                mine.copy_(model.shared_embedding_or_output_weight())
+
+    return __init__
+
+
+def _gpt_model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Inference passes tensors from rank to rank itself, in the order of Megatron's placement.
+        if any(kwargs.get(name) is not None for name in ("inference_context", "inference_params")):
+            raise ConfigError(
+                "a model in V placement cannot generate text: inference runs its own pipeline in "
+                "Megatron's order of stages; start it without --pp-schedule (a torch_dist "
+                "checkpoint loads there)"
+            )
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _float16_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        from megatron.core.transformer import module
+
+        if self.vp_stage is None:
+            return original(self, *inputs, fp32_output=fp32_output, **kwargs)
+        rank = _pp_rank()
+        if is_first_stage(rank, self.vp_stage):
+            inputs = module.fp32_to_float16(inputs, self.float16_convertor)
+        outputs = self.module(*inputs, **kwargs)
+        if is_last_stage(rank, self.vp_stage) and fp32_output:
+            outputs = module.float16_to_fp32(outputs)
+        return outputs
+
+    return forward
+
+
+def _batch_on_this_tp_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
+        # Stock broadcasts only tokens on the first rank and only labels on the last; rank 0 of a
+        # V needs both, which is what Megatron does for a rank with multi-token prediction.
+        if _pp_rank() == 0:
+            kwargs["mtp_on_this_rank"] = True
+        return original(*args, **kwargs)
+
+    return get_batch_on_this_tp_rank
+
+
+SEAMS = (
+    Seam(
+        ("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",),
+        _config_post_init,
+        ("self",),
+        "layers and checkpoint keys would be in loop order",
+    ),
+    Seam(
+        ("megatron.core.parallel_state:is_pipeline_last_stage",),
+        _is_pipeline_last_stage,
+        ("ignore_virtual", "vp_stage"),
+        "no labels where the loss is computed",
+    ),
+    Seam(
+        ("megatron.core.parallel_state:initialize_model_parallel",),
+        _initialize_model_parallel,
+        ("get_embedding_ranks",),
+        "the embedding all-reduce would wait for a rank without an embedding",
+    ),
+    Seam(
+        ("megatron.core.models.gpt.gpt_model:GPTModel.__init__",),
+        _gpt_model_init,
+        ("self", "config", "pre_process", "post_process", "vp_stage"),
+        "no embedding or output layer on the ranks that need them",
+    ),
+    Seam(
+        ("megatron.core.models.gpt.gpt_model:GPTModel.forward",),
+        _gpt_model_forward,
+        ("self", "inference_context"),
+        "inference would pass tensors between the wrong stages",
+    ),
+    Seam(
+        ("megatron.core.transformer.module:Float16Module.forward",),
+        _float16_forward,
+        ("self", "inputs", "fp32_output"),
+        "inputs and outputs cast on the wrong stages",
+    ),
+)
+# Only where the training package is in use: megatron-core's wheel had none before 0.17.
+TRAINING_SEAMS = (
+    Seam(
+        (
+            "megatron.core.utils:get_batch_on_this_tp_rank",
+            "megatron.training.utils:get_batch_on_this_tp_rank",
+        ),
+        _batch_on_this_tp_rank,
+        ("mtp_on_this_rank",),
+        "no labels on rank 0 with tensor parallelism",
+    ),
+)
+
+
+def require_gpt(chunks: list[Any], name: str) -> None:
+    """The model must be one whose ends the seams above put where the V has them.
+
+    Args:
+        chunks: this rank's unwrapped model chunks.
+        name: of the schedule.
+
+    Raises:
+        ConfigError: another kind of model; its embedding or loss would be on the wrong stage.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    for chunk in chunks:
+        if not isinstance(chunk, GPTModel):
+            raise ConfigError(
+                f"--pp-schedule {name} places stages as a V, which megatron_ext knows for "
+                f"megatron.core's GPTModel, but this model is a {type(chunk).__name__}; use a "
+                "schedule with Megatron's own placement, e.g. zb-h1 or interleaved-zb"
+            )
+
+
+def has_second_embedding(last_chunk: Any) -> bool:
+    """True if a model's last stage has a copy of the word embeddings: tied weights, or MTP."""
+    tied = getattr(last_chunk, "share_embeddings_and_output_weights", False)
+    return bool(tied or getattr(last_chunk, "mtp_process", False))
+
+
+def reduce_tied_gradients(chunks: list[Any]) -> None:
+    """Share the sum of the two gradients of tied weights, as stock's embedding all-reduce does.
+
+    Both copies lie on rank 0, in buckets of their own that are sharded alike, so this may follow
+    the data-parallel reduction and needs no communication.
+
+    Args:
+        chunks: this rank's unwrapped model chunks, in order.
+    """
+    if _pp_rank() == 0 and has_second_embedding(chunks[-1]):
+        first, last = (c.shared_embedding_or_output_weight() for c in (chunks[0], chunks[-1]))
+        first.main_grad.add_(last.main_grad)
+        last.main_grad.copy_(first.main_grad)
