@@ -59,7 +59,7 @@ from benchmarks.moe_page import TABLES, page  # noqa: E402
 from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
 from megatron_ext.integration.features.moe.choice import layer_shape  # noqa: E402
 from megatron_ext.integration.features.moe.layer import PipelinedMoE, Policy  # noqa: E402
-from megatron_ext.integration.hooks import Seams  # noqa: E402
+from megatron_ext.integration.hooks import Hooks  # noqa: E402
 from megatron_ext.moe.costs import BACKWARD, FORWARD, chunk_times  # noqa: E402
 from megatron_ext.moe.decide import MESSAGES, Chooser, Measured, Name  # noqa: E402
 from megatron_ext.moe.layout import Layout  # noqa: E402
@@ -188,12 +188,12 @@ class Bench:
     @contextlib.contextmanager
     def under(self, name: str) -> Iterator[None]:
         """Inside, the layer runs like that."""
-        seams = Seams(package_info.__version__)
-        seams.apply(self.ours[name].seams())
+        hooks = Hooks(package_info.__version__)
+        hooks.apply(self.ours[name].hooks())
         try:
             yield
         finally:
-            seams.revert()
+            hooks.revert()
 
     def run(self, name: str) -> float:
         """Milliseconds of forward and backward, on the slowest rank."""

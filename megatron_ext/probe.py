@@ -1,7 +1,7 @@
 """What this interpreter's torch and Megatron are, as JSON: ``doctor`` runs this file on its own.
 
 In a process of its own because importing torch or Megatron may fail in any way, a crash included,
-and takes seconds. Nothing is hooked: seams are looked for and not bound. Without a GPU, Megatron is
+and takes seconds. Nothing is hooked: hooks are looked for and not bound. Without a GPU, Megatron is
 imported as ``launch --device cpu`` does it.
 
     python megatron_ext/probe.py [CHECKOUT]
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# One run for each group of seams: name -> (schedule, its offload, cheap recompute).
+# One run for each group of hooks: name -> (schedule, its offload, cheap recompute).
 _RUNS = {
     "schedules (1f1b, zb-h1, …)": ("zb-h1", None, False),
     "V placement": ("v-half", None, False),
@@ -53,7 +53,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def megatron_facts() -> dict[str, Any]:
-    """Version, place and what of it our seams find; ``{"error": ...}`` without Megatron."""
+    """Version, place and what of it our hooks find; ``{"error": ...}`` without Megatron."""
     try:
         from megatron.core import package_info
     except Exception as error:
@@ -70,31 +70,31 @@ def megatron_facts() -> dict[str, Any]:
     try:
         import megatron.training.training  # noqa: F401
     except ModuleNotFoundError as error:
-        # The wheels have no training loop before 0.17; then only the core's seams are looked for.
+        # The wheels have no training loop before 0.17; then only the core's hooks are looked for.
         facts["training_error"] = str(error)
     except Exception as error:
-        return {**facts, "training_error": f"{type(error).__name__}: {error}", "seams": {}}
-    facts["seams"] = seams(facts["version"])
+        return {**facts, "training_error": f"{type(error).__name__}: {error}", "hooks": {}}
+    facts["hooks"] = hooks(facts["version"])
     return facts
 
 
 class _Recorder:
-    """Stands for ``Seams``: what would be bound is looked for and noted."""
+    """Stands for ``Hooks``: what would be bound is looked for and noted."""
 
     def __init__(self, version: str) -> None:
-        from megatron_ext.integration.hooks import Seams
+        from megatron_ext.integration.hooks import Hooks
 
         self.version = version
-        self._seams = Seams(version)
+        self._hooks = Hooks(version)
         self.found: dict[tuple[str, ...], str | None] = {}
 
-    def apply(self, seams: Sequence[Any]) -> None:
-        for seam in seams:
+    def apply(self, hooks: Sequence[Any]) -> None:
+        for hook in hooks:
             try:
-                self._seams.find(seam)
-                self.found[seam.targets] = None
+                self._hooks.find(hook)
+                self.found[hook.targets] = None
             except Exception as error:
-                self.found[seam.targets] = str(error)
+                self.found[hook.targets] = str(error)
 
     def report(self) -> str:
         return ""
@@ -108,14 +108,14 @@ class _Arguments(SimpleNamespace):
             raise AttributeError(name)
 
 
-def seams(version: str) -> dict[str, Any]:
+def hooks(version: str) -> dict[str, Any]:
     """Group -> ``{"total": n, "missing": [sentences]}``, as an installation would bind them."""
     result: dict[str, Any] = {}
     for group, hook in _groups().items():
         from megatron_ext.integration import Installation
 
         installation = Installation()
-        recorder = installation.seams = _Recorder(version)  # type: ignore[assignment]
+        recorder = installation.hooks = _Recorder(version)  # type: ignore[assignment]
         try:
             hook(installation)
         except Exception as error:

@@ -1,8 +1,8 @@
-"""What ``scripts/upgrade_check.sh`` runs: seams and patches on one Megatron after the other.
+"""What ``scripts/upgrade_check.sh`` runs: hooks and patches on one Megatron after the other.
 
     python -m scripts.upgrade_check [--page FILE] [--json FILE] -- installed= NAME=CHECKOUT ...
 
-Each Megatron is looked at in a process of its own: every seam of every feature is found, bound and
+Each Megatron is looked at in a process of its own: every hook of every feature is found, bound and
 taken back, the patches are applied to a copy and reverted. ``main`` has no patches of its own; it
 is looked whether those for it could be made. Then each is compared with the one before.
 """
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 INSTALLED = "installed"
 SECONDS = 300
 _ADVICE = (
-    "look for what took its place in that version, then give the seam another target or another "
+    "look for what took its place in that version, then give the hook another target or another "
     "set of parameters in megatron_ext/integration, for this version beside the old ones; until "
     "then keep this version out of integration/versions.py, which refuses it before training"
 )
@@ -42,7 +42,7 @@ _ADVICE = (
 
 
 class Binder:
-    """Stands for an installation's ``Seams``: notes what each seam finds, binds it, takes it back.
+    """Stands for an installation's ``Hooks``: notes what each hook finds, binds it, takes it back.
 
     Args:
         version: of Megatron.
@@ -50,34 +50,34 @@ class Binder:
     """
 
     def __init__(self, version: str, found: dict[str, Any]) -> None:
-        from megatron_ext.integration.hooks import Seams
+        from megatron_ext.integration.hooks import Hooks
 
-        self.version, self.found, self._seams = version, found, Seams(version)
+        self.version, self.found, self._hooks = version, found, Hooks(version)
         self.before: dict[str, Any] = {}
 
-    def apply(self, seams: Sequence[Any]) -> None:
-        """See ``Seams``; seams that do not fit are noted and left out."""
-        for seam in seams:
-            entry: dict[str, Any] = {"why": seam.why, "needs": list(seam.parameters)}
-            self.found[seam.targets[0]] = entry
+    def apply(self, hooks: Sequence[Any]) -> None:
+        """See ``Hooks``; hooks that do not fit are noted and left out."""
+        for hook in hooks:
+            entry: dict[str, Any] = {"why": hook.why, "needs": list(hook.parameters)}
+            self.found[hook.targets[0]] = entry
             try:
-                target = self._seams.find(seam)
+                target = self._hooks.find(hook)
                 held = _held(target)
                 entry |= {"target": target, "error": None, **describe(held)}
                 self.before.setdefault(target, held)
-                self._seams.apply([seam])
+                self._hooks.apply([hook])
             except Exception as error:
                 entry["error"] = f"{error}"
 
     def report(self) -> str:
-        """See ``Seams``."""
+        """See ``Hooks``."""
         return ""
 
     def take_back(self) -> list[str]:
         """Revert; returns targets that did not get their original back, or never were ours."""
-        bound = {binding.target for binding in self._seams.bindings}
+        bound = {binding.target for binding in self._hooks.bindings}
         wrong = [t for t in bound if _held(t) is self.before[t]]
-        self._seams.revert()
+        self._hooks.revert()
         return wrong + [t for t, held in self.before.items() if _held(t) is not held]
 
 
@@ -111,8 +111,8 @@ def describe(held: Any) -> dict[str, str]:
     return {"signature": signature, "body": digest[:12]}
 
 
-def seams_here() -> dict[str, Any]:
-    """Every seam of every feature, on the Megatron that is importable."""
+def hooks_here() -> dict[str, Any]:
+    """Every hook of every feature, on the Megatron that is importable."""
     from megatron_ext import cpu, probe
 
     cpu.install()
@@ -123,7 +123,7 @@ def seams_here() -> dict[str, Any]:
     from megatron_ext.integration.versions import ConfigError, require_supported
 
     version = str(package_info.__version__)
-    result: dict[str, Any] = {"version": version, "seams": {}, "not_restored": []}
+    result: dict[str, Any] = {"version": version, "hooks": {}, "not_restored": []}
     try:
         require_supported(version)
         result["supported"] = True
@@ -134,7 +134,7 @@ def seams_here() -> dict[str, Any]:
     for group, hook in probe._groups().items():
         installation, found = Installation(), dict[str, Any]()
         binder = Binder(version, found)
-        installation.seams = binder  # type: ignore[assignment]
+        installation.hooks = binder  # type: ignore[assignment]
         try:
             hook(installation)
         except Exception as error:
@@ -142,7 +142,7 @@ def seams_here() -> dict[str, Any]:
             found[f"({group})"] = {"error": text, "why": "all of it", "needs": []}
         result["not_restored"] += binder.take_back()
         for target, entry in found.items():
-            known = result["seams"].setdefault(target, {**entry, "groups": []})
+            known = result["hooks"].setdefault(target, {**entry, "groups": []})
             known["groups"].append(group)
     return result
 
@@ -206,10 +206,10 @@ def _commit(checkout: str) -> str | None:
 
 
 def moved(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What differs between two Megatrons in what our seams stand on."""
+    """What differs between two Megatrons in what our hooks stand on."""
     lines = []
-    for target, entry in new["seams"].items():
-        before = old["seams"].get(target)
+    for target, entry in new["hooks"].items():
+        before = old["hooks"].get(target)
         name = target.split(":")[-1]
         if entry["error"] is not None or before is None or before["error"] is not None:
             continue
@@ -242,9 +242,9 @@ def problems(entry: dict[str, Any]) -> list[str]:
     if entry["error"] is not None:
         return [f"{name}: {entry['error']}"]
     found = [
-        f"{name}: {seam['error']}; {_ADVICE}"
-        for seam in entry["seams"].values()
-        if seam["error"] is not None
+        f"{name}: {hook['error']}; {_ADVICE}"
+        for hook in entry["hooks"].values()
+        if hook["error"] is not None
     ]
     found += [f"{name}: {target} was not given back" for target in entry["not_restored"]]
     patches = entry.get("patches", {})
@@ -256,20 +256,20 @@ def problems(entry: dict[str, Any]) -> list[str]:
 def page(entries: list[dict[str, Any]]) -> str:
     """The result as a page."""
     lines = [
-        "# Seams and patches on every supported Megatron, and on main",
+        "# Hooks and patches on every supported Megatron, and on main",
         "",
         f"Run of {datetime.date.today().isoformat()} with `scripts/upgrade_check.sh` (Python "
         f"{sys.version.split()[0]}).",
         "",
-        "| Megatron | version | commit | seams that fit | patches |",
+        "| Megatron | version | commit | hooks that fit | patches |",
         "|---|---|---|---|---|",
     ]
     for entry in entries:
         if entry["error"] is not None:
             lines.append(f"| {entry['name']} | | {entry['commit'] or ''} | {entry['error']} | |")
             continue
-        total = len(entry["seams"])
-        good = sum(seam["error"] is None for seam in entry["seams"].values())
+        total = len(entry["hooks"])
+        good = sum(hook["error"] is None for hook in entry["hooks"].values())
         patches = entry.get("patches")
         text = "" if patches is None else patches["state"]
         if patches is not None and patches["state"] == "none":
@@ -297,7 +297,7 @@ def main() -> int:
     parser.add_argument("megatrons", nargs="*", metavar="NAME=CHECKOUT")
     options = parser.parse_args()
     if options.one:
-        result = json.dumps(seams_here())
+        result = json.dumps(hooks_here())
         print(f"\nRESULT {result}", flush=True)
         os._exit(0)
     entries = []

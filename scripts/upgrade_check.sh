@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Tries every seam and patch on each supported Megatron-LM and on its newest main.
+# Tries every hook and patch on each supported Megatron-LM and on its newest main.
 #
 #   scripts/upgrade_check.sh [--page FILE] [--json FILE]
 #
 # Prints what does not fit, with what to do, and what moved from each version to the next. Exit
-# status 1 if a seam or patch of a supported version, or a seam of main, does not fit.
+# status 1 if a hook or patch of a supported version, or a hook of main, does not fit.
 #
 # Checkouts: scripts/get_megatron.sh; main is cloned anew from $MEGATRON_LM_GIT (default: NVIDIA's
 # on GitHub), $MEGATRON_LM_BRANCH (main). $PYTHON: an interpreter with torch and megatron-core,

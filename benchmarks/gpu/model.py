@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_ext.integration.features.offload import saved_parameters  # noqa: E402
 from megatron_ext.integration.features.offload.runtime import Offloading  # noqa: E402
 from megatron_ext.integration.features.split_backward import local as wgrad  # noqa: E402
-from megatron_ext.integration.hooks import Seams  # noqa: E402
+from megatron_ext.integration.hooks import Hooks  # noqa: E402
 from megatron_ext.integration.runner import Iteration, MegatronRunner  # noqa: E402
 from megatron_ext.runtime.channel import Channel, Receipt  # noqa: E402
 from megatron_ext.runtime.executor import Executor  # noqa: E402
@@ -226,13 +226,13 @@ class Rank:
         self._channel = channel or AtHome(size.shape)
         self._store = WeightGradStore()
         self.offloading = None
-        hooks = list(wgrad.seams(self._store))
+        hooks = list(wgrad.hooks(self._store))
         if plan.has_offload:
             self.offloading = Offloading(None, plan.link, False)
             # Behind those of W, so around them.
-            hooks += saved_parameters.seams(self.offloading.parameter)
-        self._seams = Seams(package_info.__version__)
-        self._seams.apply(hooks)
+            hooks += saved_parameters.hooks(self.offloading.parameter)
+        self._hooks = Hooks(package_info.__version__)
+        self._hooks.apply(hooks)
         self._watchdog = Watchdog(f"rank {rank}", 200.0)
         self._done = False
         self.recorder = Recorder(True, DEVICE)
@@ -291,7 +291,7 @@ class Rank:
         if self._done:
             return
         self._done = True
-        self._seams.revert()
+        self._hooks.revert()
         if self.offloading is not None:
             self.offloading.close()
         self.chunks, self._channel = [], None

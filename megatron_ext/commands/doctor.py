@@ -235,9 +235,9 @@ def _megatron(found: dict[str, Any], checkout: Path | None) -> Iterator[Finding]
         text = f"megatron.training cannot be imported ({found['training_error']})"
         yield Finding("training", ERROR, text, fix)
     said: set[str] = set()
-    for group, seams in found.get("seams", {}).items():
-        missing, total = seams["missing"], seams["total"]
-        name = "seams"
+    for group, hooks in found.get("hooks", {}).items():
+        missing, total = hooks["missing"], hooks["total"]
+        name = "hooks"
         if not missing:
             yield Finding(name, OK, f"{group}: {total} of {total} found")
         else:

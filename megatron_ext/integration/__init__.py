@@ -1,4 +1,4 @@
-"""The only part that knows Megatron: flags, seams, V placement, the forward-backward function."""
+"""The only part that knows Megatron: flags, hooks, V placement, the forward-backward function."""
 
 from .errors import ConfigError
 from .install import Installation, apply, install, revert

@@ -1,4 +1,4 @@
-"""Seams: the declared places where Megatron calls us instead of itself.
+"""Hooks: the declared places where Megatron calls us instead of itself.
 
 Applying one resolves the target, checks its signature, rebinds the object in *every* module that
 imported it by name, and verifies that none still holds the old one. Anything unexpected raises,
@@ -26,7 +26,7 @@ _NEVER = sys.stdlib_module_names | {"torch", "numpy", "megatron_ext"}
 
 
 @dataclass(frozen=True)
-class Seam:
+class Hook:
     """One place to hook.
 
     Attributes:
@@ -44,7 +44,7 @@ class Seam:
 
 @dataclass
 class Binding:
-    """A seam that is in force: who holds the replacement, and what they held before."""
+    """A hook that is in force: who holds the replacement, and what they held before."""
 
     target: str
     why: str
@@ -65,21 +65,21 @@ class Binding:
         return sorted(_name_of(holder) for holder, _ in self.holders)
 
 
-class Seams:
-    """A set of seams that is applied and reverted as one."""
+class Hooks:
+    """A set of hooks that is applied and reverted as one."""
 
     def __init__(self, version: str) -> None:
         self.version = version
         self.bindings: list[Binding] = []
 
-    def apply(self, seams: Sequence[Seam]) -> None:
-        """Bind all of ``seams``, or none.
+    def apply(self, hooks: Sequence[Hook]) -> None:
+        """Bind all of ``hooks``, or none.
 
         Raises:
             ConfigError: a target is missing, has another signature, or still has a consumer that
                 holds the original afterwards.
         """
-        bindings = self._prepared(seams)
+        bindings = self._prepared(hooks)
         try:
             for binding in bindings:
                 for holder, attribute in binding.holders:
@@ -91,40 +91,40 @@ class Seams:
             raise
         self.bindings += bindings
 
-    def find(self, seam: Seam) -> str:
-        """The target that ``seam`` would bind, which stays as it is.
+    def find(self, hook: Hook) -> str:
+        """The target that ``hook`` would bind, which stays as it is.
 
         Raises:
             ConfigError: it is missing or has another signature.
         """
-        target, owner, name = self._resolve(seam)
-        self._check_signature(target, inspect.getattr_static(owner, name), seam)
+        target, owner, name = self._resolve(hook)
+        self._check_signature(target, inspect.getattr_static(owner, name), hook)
         return target
 
     def revert(self) -> None:
-        """Undo everything, last seam first."""
+        """Undo everything, last hook first."""
         while self.bindings:
             self.bindings.pop().undo()
 
     def report(self) -> str:
-        """One line a seam: what is bound, and where."""
+        """One line a hook: what is bound, and where."""
         return "\n".join(f"  {b.target} -> {', '.join(b.where())}" for b in self.bindings)
 
-    def _prepared(self, seams: Sequence[Seam]) -> list[Binding]:
-        """What applying ``seams`` will bind, and where; nothing is changed."""
+    def _prepared(self, hooks: Sequence[Hook]) -> list[Binding]:
+        """What applying ``hooks`` will bind, and where; nothing is changed."""
         bindings: list[Binding] = []
-        latest: dict[tuple[int, str], Binding] = {}  # a later seam of a target wraps the earlier
-        for seam in seams:
-            target, owner, name = self._resolve(seam)
+        latest: dict[tuple[int, str], Binding] = {}  # a later hook of a target wraps the earlier
+        for hook in hooks:
+            target, owner, name = self._resolve(hook)
             before = latest.get((id(owner), name))
             # A class attribute is read without its descriptor, so that revert restores the very
             # object.
             original = before.replacement if before else inspect.getattr_static(owner, name)
-            self._check_signature(target, original, seam)
-            binding = Binding(target, seam.why, owner, name, original, seam.make(original))
+            self._check_signature(target, original, hook)
+            binding = Binding(target, hook.why, owner, name, original, hook.make(original))
             bindings.append(binding)
             latest[id(owner), name] = binding
-        # After everything is imported, and once for all seams: a process has thousands of modules.
+        # After everything is imported, and once for all hooks: a process has thousands of modules.
         found = _modules_holding([b.original for b in bindings if inspect.ismodule(b.owner)])
         for binding in bindings:
             if inspect.ismodule(binding.owner):
@@ -134,9 +134,9 @@ class Seams:
                 binding.holders.append((binding.owner, binding.name))
         return bindings
 
-    def _resolve(self, seam: Seam) -> tuple[str, Any, str]:
+    def _resolve(self, hook: Hook) -> tuple[str, Any, str]:
         """(target, the object that owns it, its attribute name) of the first target that exists."""
-        for target in seam.targets:
+        for target in hook.targets:
             module_name, _, path = target.partition(":")
             try:
                 owner: Any = importlib.import_module(module_name)
@@ -147,22 +147,22 @@ class Seams:
                 owner = getattr(owner, parent, None)
             if owner is not None and hasattr(owner, name):
                 return target, owner, name
-        wanted = " or ".join(seam.targets)
+        wanted = " or ".join(hook.targets)
         raise ConfigError(
             f"megatron-core {self.version} has no {wanted}, which megatron_ext must hook "
-            f"({seam.why}); {_ADVICE}"
+            f"({hook.why}); {_ADVICE}"
         )
 
-    def _check_signature(self, target: str, original: Any, seam: Seam) -> None:
+    def _check_signature(self, target: str, original: Any, hook: Hook) -> None:
         try:
             found = list(inspect.signature(original).parameters)
         except (TypeError, ValueError):
             found = []
-        missing = [p for p in seam.parameters if p not in found]
+        missing = [p for p in hook.parameters if p not in found]
         if missing:
             raise ConfigError(
                 f"{target} of megatron-core {self.version} has parameters {found}, but "
-                f"megatron_ext expects {missing} among them ({seam.why}); {_ADVICE}"
+                f"megatron_ext expects {missing} among them ({hook.why}); {_ADVICE}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Switching us on: from the flags on a command line to all seams in force."""
+"""Switching us on: from the flags on a command line to all hooks in force."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .flags import (
     wanted,
 )
 from .flags import given as flags_given
-from .hooks import Seam, Seams
+from .hooks import Hook, Hooks
 from .report import Report
 from .utils import full_batch
 from .versions import megatron_version, require_supported
@@ -53,7 +53,7 @@ class Installation:
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
         version = megatron_version()
         require_supported(version)
-        self.seams = Seams(version)
+        self.hooks = Hooks(version)
         self._defaults = defaults(config or {})
         self.pipeline: ScheduledPipeline | None = None
         self.moe: PipelinedMoE | None = None
@@ -67,17 +67,17 @@ class Installation:
         """Add our flags to Megatron's parser and our checks to its validation.
 
         Raises:
-            ConfigError: this Megatron lacks a seam.
+            ConfigError: this Megatron lacks a hook.
         """
-        self.seams.apply(
+        self.hooks.apply(
             [
-                Seam(
+                Hook(
                     ("megatron.training.arguments:add_megatron_arguments",),
                     self._with_flags,
                     ("parser",),
                     "our flags would be unknown",
                 ),
-                Seam(
+                Hook(
                     ("megatron.training.arguments:validate_args",),
                     self._with_validation,
                     ("args",),
@@ -90,7 +90,7 @@ class Installation:
         """Bring the chosen schedule into force for a run with the validated ``args``.
 
         Raises:
-            ConfigError: this Megatron lacks a seam.
+            ConfigError: this Megatron lacks a hook.
         """
         from ..checkpoints.layout import Layout
         from ..runtime.wgrad import WeightGradStore
@@ -125,8 +125,8 @@ class Installation:
             None if log_line is None else log_line.meter,
             validated=validation is not None,
         )
-        seams = [
-            Seam(
+        hooks = [
+            Hook(
                 (f"{_SCHEDULES}:forward_backward_pipelining_{kind}_interleaving",),
                 self._scheduled,
                 ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only"),
@@ -135,40 +135,40 @@ class Installation:
             for kind in ("with", "without")
         ]
         if choice.splits_backward:
-            seams += wgrad.seams(store)
+            hooks += wgrad.hooks(store)
         if offloading is not None:
             # Behind those of W, so around them.
-            seams += saved_parameters.seams(offloading.parameter)
+            hooks += saved_parameters.hooks(offloading.parameter)
         if args.pp_cheap_recompute:
-            seams += recompute.seams(experts=not self._moe_chunks)
+            hooks += recompute.hooks(experts=not self._moe_chunks)
         if log_line is not None:
-            seams += log_line.seams()
-            seams += self.pipeline.seams()
-            seams += Checkpoints(choice.name, Layout.of(args)).seams()
+            hooks += log_line.hooks()
+            hooks += self.pipeline.hooks()
+            hooks += Checkpoints(choice.name, Layout.of(args)).hooks()
         if validation is not None:
             # Around those of checkpoints: first of all, nothing is left begun.
             validation.attach(self.pipeline)
-            seams += validation.seams()
+            hooks += validation.hooks()
         if choice.vee:
-            seams += vee.SEAMS
+            hooks += vee.HOOKS
             if training:
-                seams += vee.TRAINING_SEAMS
-        self.seams.apply(seams)
+                hooks += vee.TRAINING_HOOKS
+        self.hooks.apply(hooks)
         if args.rank != 0:
             return
         logger.warning(
             "megatron_ext: --pp-schedule %s on megatron-core %s%s\n%s",
             choice.name,
-            self.seams.version,
+            self.hooks.version,
             choice.about,
-            self.seams.report(),
+            self.hooks.report(),
         )
 
     def hook_moe(self, request: MoERequest, args: MegatronArgs) -> None:
         """Bring MoE layers in chunks into force, with or without a schedule of ours.
 
         Raises:
-            ConfigError: this Megatron lacks a seam.
+            ConfigError: this Megatron lacks a hook.
         """
         from ..moe.settings import Settings
         from ..schedule.simulate import peak_sets
@@ -188,10 +188,10 @@ class Installation:
                 check_budget(args, request.space(), request.budget_bytes, sets)
             policy = ChosenMoE(request.space(), request.budget_bytes, sets, request.costs)
         self.moe = PipelinedMoE(policy, self._store)
-        self.seams.apply(self.moe.seams())
+        self.hooks.apply(self.moe.hooks())
         if args.rank == 0:
             logger.warning(
-                "megatron_ext: %s on megatron-core %s", request.text(args), self.seams.version
+                "megatron_ext: %s on megatron-core %s", request.text(args), self.hooks.version
             )
 
     def hook_agreement(self, args: MegatronArgs, chunks: int = 1) -> None:
@@ -202,7 +202,7 @@ class Installation:
             chunks: model chunks a rank, under a schedule.
 
         Raises:
-            ConfigError: there is a process group, and a rank differs; or the seam is missing.
+            ConfigError: there is a process group, and a rank differs; or the hook is missing.
         """
         import torch.distributed as dist
 
@@ -213,7 +213,7 @@ class Installation:
         if dist.is_initialized():
             agreement.require_agreement(facts())
         else:
-            self.seams.apply([agreement.seam(facts)])
+            self.hooks.apply([agreement.hook(facts)])
 
     def _facts(self, args: MegatronArgs, chunks: int) -> dict[str, str]:
         given, choice, plan = flags_given(args), self._choice, None
@@ -232,13 +232,13 @@ class Installation:
             given["--pp-profile"] = agreement.contents(given["--pp-profile"])
         if "--pp-trace" in given:
             given["--pp-trace"] = "a directory"  # of each node's own, as it may be
-        return agreement.facts(given, plan, self.seams.version, self._megatrons_flags)
+        return agreement.facts(given, plan, self.hooks.version, self._megatrons_flags)
 
     def revert(self) -> None:
         """Give Megatron all its symbols back."""
         # In reverse, and all of it, whatever one of them raises.
         with contextlib.ExitStack() as undo:
-            undo.callback(self.seams.revert)
+            undo.callback(self.hooks.revert)
             if self.moe is not None:
                 undo.callback(self.moe.release)
             if self.pipeline is not None:
@@ -345,7 +345,7 @@ def install(argv: Sequence[str] | None = None) -> Installation | None:
         even imported.
 
     Raises:
-        ConfigError: no supported Megatron, or a seam is missing.
+        ConfigError: no supported Megatron, or a hook is missing.
     """
     if not wanted(sys.argv[1:] if argv is None else argv):
         return None
@@ -356,13 +356,13 @@ def apply(config: Mapping[str, object] | None = None, *, exist_ok: bool = False)
     """The door of scripts and of the patch series; see ``megatron_ext.apply``."""
     if _current is not None:
         if exist_ok and not config:
-            return Report(_current.seams)
+            return Report(_current.hooks)
         raise ConfigError(
-            f"megatron_ext is applied already, with {len(_current.seams.bindings)} seams; call "
+            f"megatron_ext is applied already, with {len(_current.hooks.bindings)} hooks; call "
             "megatron_ext.revert() first, or apply(exist_ok=True) without a configuration"
         )
     _require_unparsed()
-    return Report(_start(config).seams)
+    return Report(_start(config).hooks)
 
 
 def revert() -> None:

@@ -36,7 +36,7 @@ from .features.profile import Profiler
 from .features.split_backward.split import Splitter
 from .features.traces import Traces
 from .features.v_placement.vee import reduce_tied_gradients, require_gpt
-from .hooks import Seam
+from .hooks import Hook
 from .relay import Relay
 from .runner import Call, Iteration, MegatronRunner
 from .utils import gather, unwrapped
@@ -177,10 +177,10 @@ class ScheduledPipeline:
             timers("forward-backward").stop()
         return losses
 
-    def seams(self) -> tuple[Seam, ...]:
-        """The seam around Megatron's training step, of which the passes are a part."""
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hook around Megatron's training step, of which the passes are a part."""
         return (
-            Seam(
+            Hook(
                 ("megatron.training.training:train_step",),
                 self._watched_step,
                 ("forward_step_func", "optimizer"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .hooks import Seams
+from .hooks import Hooks
 
 
 class Report:
-    """The seams in force, now: print it.
+    """The hooks in force, now: print it.
 
     The two that read the flags are bound by ``apply``. Those of the chosen schedule join once
     Megatron has validated its arguments; after a revert there are none.
@@ -15,22 +15,23 @@ class Report:
         megatron: version of megatron-core.
     """
 
-    def __init__(self, seams: Seams) -> None:
-        self._seams = seams
-        self.megatron = seams.version
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self.megatron = hooks.version
 
     @property
-    def seams(self) -> dict[str, list[str]]:
+    def hooks(self) -> dict[str, list[str]]:
         """Replaced symbol -> modules and classes that hold the replacement."""
-        return {binding.target: binding.where() for binding in self._seams.bindings}
+        return {binding.target: binding.where() for binding in self._hooks.bindings}
 
     def __str__(self) -> str:
-        if not self._seams.bindings:
+        if not self._hooks.bindings:
             return f"megatron_ext: nothing of megatron-core {self.megatron} is replaced"
-        count = len(self._seams.bindings)
+        count = len(self._hooks.bindings)
         return (
             f"megatron_ext: {count} symbols of megatron-core {self.megatron} are replaced\n"
-            f"{self._seams.report()}"
+            f"{self._hooks.report()}"
         )
 
     __repr__ = __str__
+    seams = hooks  # the former name

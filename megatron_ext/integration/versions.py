@@ -1,4 +1,4 @@
-"""Which Megatron this is, and whether its seams are known."""
+"""Which Megatron this is, and whether its hooks are known."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Rows of the feature matrix: stock's features under our schedules, on unmodified checkouts.
 
-``benchmarks/feature_matrix.py`` runs all of it; here are the rows with seams of their own.
+``benchmarks/feature_matrix.py`` runs all of it; here are the rows with hooks of their own.
 """
 
 from __future__ import annotations

@@ -135,14 +135,14 @@ def check_library(found: dict[str, Any]) -> None:
     assert found["unasked_loaded"] is False
     assert "ConfigError: 'pp_shedule' is no option" in found["unknown"]
     assert found["same_after_refusal"] is True
-    assert list(found["seams"]) == [
+    assert list(found["hooks"]) == [
         "megatron.training.arguments:add_megatron_arguments",
         "megatron.training.arguments:validate_args",
     ]
     assert f"2 symbols of megatron-core {found['version']} are replaced" in found["report"]
     assert found["from_config"] == ["v-half", 3, None]
     assert found["command_line_wins"] == "zb-h1"
-    assert "ConfigError: megatron_ext is applied already, with 2 seams" in found["twice"]
+    assert "ConfigError: megatron_ext is applied already, with 2 hooks" in found["twice"]
     assert found["again"] is True
     assert "applied already" in found["again_with_config"]
     assert "before megatron_ext.apply()" in found["parsed_before"]
@@ -164,9 +164,9 @@ def test_doors_of_a_patched_checkout(tag: str, tmp_path: Path) -> None:
     found = doors(str(folder))
     check_library(found)
     assert found["patched_parses"] == ["v-half", "v-half"]
-    assert found["patched_seams"] == found["seams"]
+    assert found["patched_hooks"] == found["hooks"]
     assert found["patched_same_after_revert"] is True
-    assert (found["patched_under_launcher"], found["seams_under_launcher"]) == ("v-half", 2)
+    assert (found["patched_under_launcher"], found["hooks_under_launcher"]) == ("v-half", 2)
     assert "SystemExit: --pp-schedule needs megatron_ext" in found["missing"]
     assert found["missing_unasked"] == ""
     assert found["missing_same"] is True

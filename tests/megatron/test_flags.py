@@ -151,10 +151,10 @@ def test_other_models_under_v() -> None:
 
 
 def test_no_inference_under_v() -> None:
-    from megatron_ext.integration.features.v_placement.vee import SEAMS
+    from megatron_ext.integration.features.v_placement.vee import HOOKS
 
-    (seam,) = (s for s in SEAMS if s.targets[0].endswith("GPTModel.forward"))
-    forward = seam.make(lambda self, x, **kwargs: x)
+    (hook,) = (s for s in HOOKS if s.targets[0].endswith("GPTModel.forward"))
+    forward = hook.make(lambda self, x, **kwargs: x)
     assert forward(None, 3, inference_context=None) == 3
     with pytest.raises(ConfigError, match="start it without --pp-schedule"):
         forward(None, 3, inference_context=object())

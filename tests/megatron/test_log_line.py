@@ -21,7 +21,7 @@ class Writer:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Megatron's two functions with our seams around them, a log interval of 2."""
+    """Megatron's two functions with our hooks around them, a log interval of 2."""
     from megatron_ext.integration.features.log_line import LogLine
 
     printed: list[str] = []
@@ -40,7 +40,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def stock_print(message: str) -> None:
         printed.append(message)
 
-    _, printing = line.seams()
+    _, printing = line.hooks()
     print_rank_last = printing.make(stock_print)
 
     def stock_log(loss: Any, iteration: int, is_first_iteration: bool = False) -> str:
@@ -50,7 +50,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             print_rank_last("(after 1 iterations) memory (MB) | allocated: 1 |")
         return "memory flag"
 
-    made = line.seams()[0].make(stock_log)
+    made = line.hooks()[0].make(stock_log)
     return SimpleNamespace(training_log=made, printed=printed, writer=writer)
 
 

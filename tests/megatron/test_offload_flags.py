@@ -281,7 +281,7 @@ def test_an_arena_of_the_planned_size_is_just_enough() -> None:
 
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_parameters_keep_their_identity_in_backward(wrapped: bool) -> None:
-    """Without the seam a function that marks its weight marks something else."""
+    """Without the hook a function that marks its weight marks something else."""
     import torch
 
     from megatron_ext.integration.features.offload.saved_parameters import _with_parameters

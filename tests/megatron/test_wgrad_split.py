@@ -128,8 +128,8 @@ def toy() -> Callable[..., Any]:
             self.linear = wgrad._split_linear(
                 layers.LinearWithGradAccumulationAndAsyncCommunication, self.store
             )
-            hook_seam = wgrad.seams(self.store)[1]
-            hook = hook_seam.make(lambda module, parameter: self._hook)(None, self.weight)
+            post_hook = wgrad.hooks(self.store)[1]
+            hook = post_hook.make(lambda module, parameter: self._hook)(None, self.weight)
             self.accumulator = self.weight.expand_as(self.weight).grad_fn.next_functions[0][0]
             self.accumulator.register_hook(hook)
 

@@ -37,7 +37,7 @@ def normal(text: str, checkout: Path | None = None) -> str:
         text = text.replace(str(checkout), "$CHECKOUT")
     text = text.replace(__version__, "$VERSION")
     text = re.sub(r"(\d\.\d+\.\d+)\+[0-9a-f]{7,}", r"\1", text)  # a git checkout's commit
-    # How many seams there are changes with what we hook; that all are found, or one is not, counts.
+    # How many hooks there are changes with what we hook; that all are found, or one is not, counts.
     text = re.sub(r"(\d+) of (\d+) found", lambda n: f"all but {int(n[2]) - int(n[1])} found", text)
     text = re.sub(r"(?m)^(\w+ +(python|torch|cuda|nccl|numa|host memory) ).*\d.*", r"\1...", text)
     return text

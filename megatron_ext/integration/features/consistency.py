@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..hooks import Seam
+from ..hooks import Hook
 
 WAIT_ENVIRONMENT = "MEGATRON_EXT_AGREEMENT_SECONDS"
 WAIT_SECONDS = 120.0  # ranks come here together, straight from creating the process group
@@ -86,7 +86,7 @@ def _sources() -> str:
     return digest.hexdigest()[:12]
 
 
-def seam(mine: Callable[[], Mapping[str, str]]) -> Seam:
+def hook(mine: Callable[[], Mapping[str, str]]) -> Hook:
     """Compares as soon as Megatron has created the process group.
 
     Args:
@@ -102,7 +102,7 @@ def seam(mine: Callable[[], Mapping[str, str]]) -> Seam:
 
         return _initialize_distributed
 
-    return Seam(
+    return Hook(
         ("megatron.training.initialize:_initialize_distributed",),
         make,
         ("get_embedding_ranks",),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...runtime.trace import Recorder
-from ..hooks import Seam
+from ..hooks import Hook
 from ..utils import gather
 
 # Iterations whose times are kept for the next line: enough for a mean, few enough to hold.
@@ -76,16 +76,16 @@ class LogLine:
         self.meter = Meter()
         self._text = ""
 
-    def seams(self) -> tuple[Seam, ...]:
+    def hooks(self) -> tuple[Hook, ...]:
         """What has to be hooked."""
         return (
-            Seam(
+            Hook(
                 ("megatron.training.training:training_log",),
                 self._with_measuring,
                 ("iteration", "is_first_iteration"),
                 "the log line would not say bubble and peak",
             ),
-            Seam(
+            Hook(
                 ("megatron.training.utils:print_rank_last",),
                 self._with_text,
                 ("message",),

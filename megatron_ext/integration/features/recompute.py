@@ -17,7 +17,7 @@ import torch
 
 from ..arguments import MegatronArgs
 from ..errors import ConfigError
-from ..hooks import Seam
+from ..hooks import Hook
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ def ask_megatron(args: MegatronArgs) -> None:
         )
 
 
-def seams(experts: bool = True) -> tuple[Seam, ...]:
-    """The seams that make up what Megatron lacks.
+def hooks(experts: bool = True) -> tuple[Hook, ...]:
+    """The hooks that make up what Megatron lacks.
 
     Args:
         experts: also inside MoE layers' experts. Those of ours, in chunks, have passes of their own
@@ -88,7 +88,7 @@ def seams(experts: bool = True) -> tuple[Seam, ...]:
     from megatron.core.tensor_parallel import random
 
     found = [
-        Seam(
+        Hook(
             ("megatron.core.transformer.mlp:MLP.forward",),
             functools.partial(_mlp_forward, experts=experts),
             ("self", "hidden_states", "per_token_scale"),
@@ -97,7 +97,7 @@ def seams(experts: bool = True) -> tuple[Seam, ...]:
     ]
     if not random.HAVE_TE:
         found.append(
-            Seam(
+            Hook(
                 (f"{_RANDOM}:CheckpointWithoutOutput.__init__",),
                 _without_fp8,
                 ("self", "fp8"),

@@ -9,14 +9,14 @@ import pytest
 from scripts import upgrade_check as script
 
 
-def seam(**changed: Any) -> dict[str, Any]:
+def hook(**changed: Any) -> dict[str, Any]:
     held = {"target": "m:f", "signature": "(a, b=1)", "body": "1", "error": None, "why": "x"}
     return {**held, "needs": ["a"], "groups": ["flags"], **changed}
 
 
 def entry(name: str, **changed: Any) -> dict[str, Any]:
     found = {"name": name, "version": "0.19.0", "supported": True, "commit": None, "error": None}
-    return {**found, "seams": {"m:f": seam()}, "not_restored": [], **changed}
+    return {**found, "hooks": {"m:f": hook()}, "not_restored": [], **changed}
 
 
 @pytest.mark.parametrize(
@@ -31,19 +31,19 @@ def entry(name: str, **changed: Any) -> dict[str, Any]:
     ],
 )
 def test_what_moved(changed: dict[str, Any], words: list[str]) -> None:
-    old, new = entry("old"), entry("new", seams={"m:f": seam(**changed)})
+    old, new = entry("old"), entry("new", hooks={"m:f": hook(**changed)})
     assert script.moved(old, new) == words
 
 
 def test_what_does_not_fit_says_what_to_do() -> None:
-    (text,) = script.problems(entry("new", seams={"m:f": seam(error="no m:f")}))
+    (text,) = script.problems(entry("new", hooks={"m:f": hook(error="no m:f")}))
     assert text.startswith("new: no m:f; look for what took its place")
     gone = {"state": "none", "place": False, "error": "no place"}
     assert "make_patches.py" in script.problems(entry("main", supported=False, patches=gone))[0]
     assert script.problems(entry("main", not_restored=["m:f"])) == ["main: m:f was not given back"]
     assert script.problems(entry("main", error="it cannot be imported: x")) != []
     assert script.problems(entry("old")) == []
-    page = script.page([entry("old"), entry("new", seams={"m:f": seam(body="2")})])
+    page = script.page([entry("old"), entry("new", hooks={"m:f": hook(body="2")})])
     assert "| old | 0.19.0 |" in page and "- `f`: other code" in page and "Nothing." in page
 
 

@@ -47,19 +47,19 @@ def library() -> None:
     early = parse()
     out["stock_knows_flag"] = hasattr(early, "pp_schedule")
     out["unasked_loaded"] = "megatron_ext.integration" in sys.modules
-    from tests.megatron.cases.seam_cases import megatron_symbols
+    from tests.megatron.cases.hook_cases import megatron_symbols
 
     symbols = megatron_symbols()
     out["unknown"] = error_of(lambda: megatron_ext.apply({"pp_shedule": "v-half"}))
     out["same_after_refusal"] = megatron_symbols() == symbols
     report = megatron_ext.apply({"pp_schedule": "v-half", "pp_group_size": 3, "pp_trace": None})
-    out["report"], out["seams"] = str(report), report.seams
+    out["report"], out["hooks"] = str(report), report.hooks
     out["version"] = report.megatron
     args = parse()
     out["from_config"] = [args.pp_schedule, args.pp_group_size, args.pp_trace]
     out["command_line_wins"] = parse("--pp-schedule", "zb-h1").pp_schedule
     out["twice"] = error_of(megatron_ext.apply)
-    out["again"] = megatron_ext.apply(exist_ok=True).seams == report.seams
+    out["again"] = megatron_ext.apply(exist_ok=True).hooks == report.hooks
     out["again_with_config"] = error_of(lambda: megatron_ext.apply({"pp_cost": "1"}, exist_ok=True))
     out["parsed_before"] = error_of(lambda: arguments.validate_args(early))
     out["yaml"] = error_of(lambda: parse("--yaml-cfg", "x.yaml"))
@@ -74,12 +74,12 @@ def library() -> None:
 
 def patched() -> None:
     """The inserted lines of a patched checkout."""
-    from tests.megatron.cases.seam_cases import megatron_symbols
+    from tests.megatron.cases.hook_cases import megatron_symbols
 
     symbols = megatron_symbols()
     flags = ("--pp-schedule", "v-half")
     out["patched_parses"] = [parse(*flags).pp_schedule, parse(*flags).pp_schedule]
-    out["patched_seams"] = megatron_ext.apply(exist_ok=True).seams
+    out["patched_hooks"] = megatron_ext.apply(exist_ok=True).hooks
     megatron_ext.revert()
     out["patched_same_after_revert"] = megatron_symbols() == symbols
 
@@ -87,7 +87,7 @@ def patched() -> None:
 
     installation = install(flags)
     out["patched_under_launcher"] = parse(*flags).pp_schedule
-    out["seams_under_launcher"] = len(installation.seams.bindings) if installation else 0
+    out["hooks_under_launcher"] = len(installation.hooks.bindings) if installation else 0
     megatron_ext.revert()
 
     sys.modules["megatron_ext"] = None  # type: ignore[assignment]  # cannot be imported

@@ -37,7 +37,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ext.integration.features import recompute
 from megatron_ext.integration.features.split_backward import local as wgrad
-from megatron_ext.integration.hooks import Seams
+from megatron_ext.integration.hooks import Hooks
 from megatron_ext.integration.versions import megatron_version
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.model import Job
@@ -121,8 +121,8 @@ def run(name: str) -> dict[str, Any]:
     """One shape."""
     job = job_of(read(tokens(name))[0])
     store = WeightGradStore()
-    seams = Seams(megatron_version())
-    seams.apply([*wgrad.seams(store), *(recompute.seams() if job.cheap_recompute else ())])
+    hooks = Hooks(megatron_version())
+    hooks.apply([*wgrad.hooks(store), *(recompute.hooks() if job.cheap_recompute else ())])
     model = model_of(job)
     counts: Counter[str] = Counter()
     for parameter_name, parameter in model.named_parameters():
@@ -151,7 +151,7 @@ def run(name: str) -> dict[str, Any]:
         loss.float().sum().backward()
     waiting = waiting_bytes(store, own)
     store.run("1")
-    seams.revert()
+    hooks.revert()
     return {"parameters": counts, "kept": +items, "waiting": waiting}
 
 

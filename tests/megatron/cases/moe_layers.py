@@ -41,7 +41,7 @@ from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_ext.integration.features.moe.layer import PipelinedMoE  # noqa: E402
-from megatron_ext.integration.hooks import Seams  # noqa: E402
+from megatron_ext.integration.hooks import Hooks  # noqa: E402
 from megatron_ext.moe.settings import Settings  # noqa: E402
 
 HIDDEN, FFN, EXPERTS, SEQUENCE, BATCH = 24, 40, 8, 13, 2
@@ -225,10 +225,10 @@ def shapes(layer: Any) -> dict[str, Any]:
 def chunked(settings: Settings, **options: Any) -> Any:
     """Megatron's MoE layers as ``settings`` say."""
     ours = PipelinedMoE(settings, **options)
-    seams = Seams(package_info.__version__)
-    seams.apply(ours.seams())
+    hooks = Hooks(package_info.__version__)
+    hooks.apply(ours.hooks())
     try:
         yield ours
     finally:
-        seams.revert()
+        hooks.revert()
         ours.release()

@@ -21,7 +21,7 @@ from tests.megatron.cases import wgrad_cases
 from megatron_ext.integration.features.moe.layer import PipelinedMoE
 from megatron_ext.integration.features.offload import runtime as offload
 from megatron_ext.integration.features.offload.request import OffloadRequest
-from megatron_ext.integration.hooks import Seams
+from megatron_ext.integration.hooks import Hooks
 from megatron_ext.moe import saved
 from megatron_ext.moe.settings import Settings
 from megatron_ext.offload.device import CpuDevice, Faults
@@ -91,7 +91,7 @@ def global_names(chunk: Any) -> dict[str, Any]:
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """As wgrad_cases' own, with MoE layers in chunks."""
     made: list[PipelinedMoE] = []
-    seams = Seams(gpt_cases.Installation().seams.version)
+    hooks = Hooks(gpt_cases.Installation().hooks.version)
 
     class WithMoE(gpt_cases.Installation):
         def hook_schedule(self, *args: Any) -> None:
@@ -101,7 +101,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     def hook(store: Any) -> None:
         if case["moe"] is not None:
             made.append(PipelinedMoE(Settings(*case["moe"]), store, min_bytes=1))
-            seams.apply(made[0].seams())
+            hooks.apply(made[0].hooks())
 
     patched = {"global_names": global_names, "Installation": WithMoE}
     with mock.patch.multiple(gpt_cases, **patched):
@@ -112,7 +112,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             left = [m.memory.engine.arena.used_bytes for m in made if m.memory is not None]
             result["extra"] = {**(result.get("extra") or {}), "left": left}
         finally:
-            seams.revert()
+            hooks.revert()
             for moe in made:
                 moe.release()
     return result

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ext.integration.features import recompute
 from megatron_ext.integration.features.split_backward import local as wgrad
-from megatron_ext.integration.hooks import Seams
+from megatron_ext.integration.hooks import Hooks
 from megatron_ext.integration.versions import megatron_version
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.device import CpuDevice
@@ -178,10 +178,10 @@ def moved(layer: Layer, offload: ActivationStore) -> dict[str, Any]:
 
 
 @contextmanager
-def hooked(seams: Any) -> Iterator[None]:
-    """Seams in force."""
-    bound = Seams(megatron_version())
-    bound.apply(seams)
+def hooked(hooks: Any) -> Iterator[None]:
+    """Hooks in force."""
+    bound = Hooks(megatron_version())
+    bound.apply(hooks)
     try:
         yield
     finally:
@@ -203,7 +203,7 @@ def run(kind: str, offload: ActivationStore) -> dict[str, Any]:
     store = WeightGradStore()
     plain = Layer(kind, [])
     stock, kept = fused(plain), plain.kept()
-    with hooked(recompute.seams()):
+    with hooked(recompute.hooks()):
         ours = Layer(kind, ["layernorm"])
         out: dict[str, Any] = {"kept": kept, "cheap": ours.kept()}
         out["fused"] = distance(fused(ours), stock)
@@ -214,7 +214,7 @@ def run(kind: str, offload: ActivationStore) -> dict[str, Any]:
             out["evaluation"] = distance(*outputs)
         ours.module.train()
         out["moved"] = distance(moved(ours, offload), stock)
-        with hooked(wgrad.seams(store)):
+        with hooked(wgrad.hooks(store)):
             out["split"] = distance(split(Layer(kind, ["layernorm"]), store), stock)
     return out
 

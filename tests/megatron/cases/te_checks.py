@@ -32,8 +32,8 @@ class Chunk:
         self.ready: Counter[str] = Counter()
         self._accumulators = []
         self._names = {id(p): n for n, p in self.module.named_parameters()}
-        (hook_seam,) = [s for s in wgrad.seams(store) if "post_hook" in s.targets[0]]
-        make = hook_seam.make(self._stock_hook)
+        (post_hook,) = [s for s in wgrad.hooks(store) if "post_hook" in s.targets[0]]
+        make = post_hook.make(self._stock_hook)
         for parameter in self.module.parameters():
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
             parameter.grad_added_to_main_grad = False

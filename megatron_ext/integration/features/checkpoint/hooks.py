@@ -18,7 +18,7 @@ from ...._input import shown
 from ....checkpoints.layout import Layout
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
-from ...hooks import Seam
+from ...hooks import Hook
 from ...utils import gather, unwrapped
 from . import integrity as checkpoint_whole
 from . import metadata as checkpoint_metadata
@@ -110,23 +110,23 @@ class Checkpoints:
         self._found: tuple[dict[str, Any], str] | None = None
         self._metadata: dict[str, Any] = {}
 
-    def seams(self) -> tuple[Seam, ...]:
-        """The seams around Megatron's loading."""
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks around Megatron's loading."""
         module = "megatron.training.checkpointing"
         return (
-            Seam(
+            Hook(
                 (f"{module}:load_checkpoint",),
                 self._load_checkpoint,
                 ("ddp_model", "optimizer"),
                 "parameters that a checkpoint lacks would keep their random start",
             ),
-            Seam(
+            Hook(
                 (f"{module}:_load_base_checkpoint",),
                 self._load_base_checkpoint,
                 ("load_dir", "args", "rank0", "sharded_state_dict"),
                 "an optimizer state of another layout would end in a shape exception",
             ),
-            Seam(
+            Hook(
                 (f"{module}:save_checkpoint",),
                 checkpoint_whole.telling,
                 ("iteration",),

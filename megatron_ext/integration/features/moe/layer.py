@@ -20,7 +20,7 @@ from ....moe.saved import Memory
 from ....moe.settings import Decides
 from ....runtime.wgrad import WeightGradStore
 from ...errors import ConfigError
-from ...hooks import Seam
+from ...hooks import Hook
 from ..offload import saved_parameters
 from ..split_backward.local import accumulate, finish
 
@@ -70,22 +70,22 @@ class PipelinedMoE:
             store.fused_experts = lambda: policy.restores
         self._regions: weakref.WeakKeyDictionary[Any, Region] = weakref.WeakKeyDictionary()
 
-    def seams(self) -> tuple[Seam, ...]:
+    def hooks(self) -> tuple[Hook, ...]:
         """What has to be hooked."""
         return (
-            Seam(
+            Hook(
                 ("megatron.core.transformer.moe.moe_layer:MoELayer.forward",),
                 self._chunked,
                 ("self", "hidden_states", "intermediate_tensors", "padding_mask"),
                 "MoE layers would run unchunked",
             ),
-            Seam(
+            Hook(
                 ("megatron.core.transformer.moe.moe_layer:MoELayer.__init__",),
                 self._noted,
                 ("self", "config"),
                 "what MoE layers keep together would be unknown",
             ),
-            *saved_parameters.seams(self._parameter),
+            *saved_parameters.hooks(self._parameter),
         )
 
     def _parameter(self, tensor: torch.Tensor) -> torch.Tensor:

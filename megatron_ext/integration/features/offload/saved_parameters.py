@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...hooks import Seam
+from ...hooks import Hook
 
 _MEGATRON = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 _TE = "transformer_engine.pytorch.module"
@@ -27,7 +27,7 @@ _TE_FUNCTIONS = (
 Find = Callable[[torch.Tensor], torch.Tensor]
 
 
-def seams(find: Find) -> tuple[Seam, ...]:
+def hooks(find: Find) -> tuple[Hook, ...]:
     """For the functions of Megatron, and of Transformer Engine where it is loaded.
 
     Args:
@@ -38,7 +38,7 @@ def seams(find: Find) -> tuple[Seam, ...]:
         if hasattr(sys.modules.get(module), name):
             targets.append(f"{module}:{name}")
     return tuple(
-        Seam(
+        Hook(
             (target,),
             lambda original: _with_parameters(original, find),
             (),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ....runtime.channel import Channel
 from ...arguments import MegatronArgs
-from ...hooks import Seam
+from ...hooks import Hook
 from ...rejections import Rejection
 from .eager_step import EagerStep, StageGroups
 
@@ -92,22 +92,22 @@ class PostValidation:
         """Say which pipeline's optimizer it is."""
         self._pipeline = pipeline
 
-    def seams(self) -> tuple[Seam, ...]:
+    def hooks(self) -> tuple[Hook, ...]:
         """What has to be hooked."""
         return (
-            Seam(
+            Hook(
                 ("megatron.core.optimizer.optimizer:ChainedOptimizer.step",),
                 self._with_validation,
                 ("self",),
                 "the optimizer would wait for all ranks",
             ),
-            Seam(
+            Hook(
                 ("megatron.training.checkpointing:save_checkpoint",),
                 self._after_dropping,
                 ("iteration", "model", "optimizer"),
                 "a checkpoint could hold random states of an iteration that has only begun",
             ),
-            Seam(
+            Hook(
                 ("megatron.training.training:checkpoint_and_decide_exit",),
                 self._before_exit,
                 ("iteration", "model"),

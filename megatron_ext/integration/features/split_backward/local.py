@@ -15,23 +15,23 @@ import torch
 import torch.distributed as dist
 
 from ....runtime.wgrad import WeightGradStore
-from ...hooks import Seam
+from ...hooks import Hook
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _HOOK = "_megatron_ext_grad_hook"
 _ADDED = "_megatron_ext_added_to_main_grad"
 
 
-def seams(store: WeightGradStore) -> tuple[Seam, ...]:
-    """The seams that let ``store`` receive the weight gradients."""
+def hooks(store: WeightGradStore) -> tuple[Hook, ...]:
+    """The hooks that let ``store`` receive the weight gradients."""
     return (
-        Seam(
+        Hook(
             (f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication",),
             lambda original: _split_linear(original, store),
             (),
             "weight gradients could not be delayed",
         ),
-        Seam(
+        Hook(
             (
                 "megatron.core.distributed.distributed_data_parallel:"
                 "DistributedDataParallel._make_backward_post_hook",

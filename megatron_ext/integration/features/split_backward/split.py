@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Splitter:
-    """Puts the per-module hooks in place, which need a model; the others are seams.
+    """Puts the per-module hooks in place, which need a model; the others are hooks.
 
     Attributes:
         report: of this rank's chunks; None before ``prepare``, so for schedules without W.

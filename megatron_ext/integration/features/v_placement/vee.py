@@ -1,7 +1,7 @@
 """V placement inside Megatron: rank r holds stages r and 2p-1-r, so rank 0 holds both ends.
 
 Megatron derives a stage's role from its rank and virtual stage in several places, each written
-for its own loop order. These seams give the V answer in each of them.
+for its own loop order. These hooks give the V answer in each of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
-from ...hooks import Seam
+from ...hooks import Hook
 from .layout import vee_layout
 
 CHUNKS = 2
@@ -160,38 +160,38 @@ def _batch_on_this_tp_rank(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_batch_on_this_tp_rank
 
 
-SEAMS = (
-    Seam(
+HOOKS = (
+    Hook(
         ("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",),
         _config_post_init,
         ("self",),
         "layers and checkpoint keys would be in loop order",
     ),
-    Seam(
+    Hook(
         ("megatron.core.parallel_state:is_pipeline_last_stage",),
         _is_pipeline_last_stage,
         ("ignore_virtual", "vp_stage"),
         "no labels where the loss is computed",
     ),
-    Seam(
+    Hook(
         ("megatron.core.parallel_state:initialize_model_parallel",),
         _initialize_model_parallel,
         ("get_embedding_ranks",),
         "the embedding all-reduce would wait for a rank without an embedding",
     ),
-    Seam(
+    Hook(
         ("megatron.core.models.gpt.gpt_model:GPTModel.__init__",),
         _gpt_model_init,
         ("self", "config", "pre_process", "post_process", "vp_stage"),
         "no embedding or output layer on the ranks that need them",
     ),
-    Seam(
+    Hook(
         ("megatron.core.models.gpt.gpt_model:GPTModel.forward",),
         _gpt_model_forward,
         ("self", "inference_context"),
         "inference would pass tensors between the wrong stages",
     ),
-    Seam(
+    Hook(
         ("megatron.core.transformer.module:Float16Module.forward",),
         _float16_forward,
         ("self", "inputs", "fp32_output"),
@@ -199,8 +199,8 @@ SEAMS = (
     ),
 )
 # Only where the training package is in use: megatron-core's wheel had none before 0.17.
-TRAINING_SEAMS = (
-    Seam(
+TRAINING_HOOKS = (
+    Hook(
         (
             "megatron.core.utils:get_batch_on_this_tp_rank",
             "megatron.training.utils:get_batch_on_this_tp_rank",
@@ -213,7 +213,7 @@ TRAINING_SEAMS = (
 
 
 def require_gpt(chunks: list[Any], name: str) -> None:
-    """The model must be one whose ends the seams above put where the V has them.
+    """The model must be one whose ends the hooks above put where the V has them.
 
     Args:
         chunks: this rank's unwrapped model chunks.

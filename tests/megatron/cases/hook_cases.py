@@ -1,4 +1,4 @@
-"""Applies and reverts all seams on the Megatron that is importable; prints one JSON object."""
+"""Applies and reverts all hooks on the Megatron that is importable; prints one JSON object."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def main() -> None:
     consumer = types.ModuleType("a_training_script")
     consumer.mpu_last = parallel_state.is_pipeline_last_stage  # type: ignore[attr-defined]
     sys.modules[consumer.__name__] = consumer
-    from megatron_ext.integration.hooks import Seam
+    from megatron_ext.integration.hooks import Hook
     from megatron_ext.integration.install import Installation
     from megatron_ext.integration.validate import Choice
 
@@ -86,7 +86,7 @@ def main() -> None:
     installation.hook_schedule(args, Choice("v-half"), 2)
     out["changed"] = {t: held(t) is not before[t] for t in TARGETS}
     out["consumer_rebound"] = consumer.mpu_last is parallel_state.is_pipeline_last_stage  # type: ignore[attr-defined]
-    out["report"] = installation.seams.report()
+    out["report"] = installation.hooks.report()
     changed = {k for k, v in megatron_symbols().items() if symbols.get(k, v) != v}
     out["changed_symbols"] = sorted(changed)
     installation.revert()
@@ -96,13 +96,13 @@ def main() -> None:
     } == symbols
 
     broken = Installation()
-    good = Seam((TARGETS[5],), lambda original: lambda *a, **k: None, ("vp_stage",), "test")
+    good = Hook((TARGETS[5],), lambda original: lambda *a, **k: None, ("vp_stage",), "test")
     for name, bad in {
-        "missing": Seam(("megatron.core.parallel_state:no_such",), lambda o: o, (), "of a test"),
-        "signature": Seam((TARGETS[6],), lambda o: o, ("no_such_parameter",), "of a test"),
+        "missing": Hook(("megatron.core.parallel_state:no_such",), lambda o: o, (), "of a test"),
+        "signature": Hook((TARGETS[6],), lambda o: o, ("no_such_parameter",), "of a test"),
     }.items():
         try:
-            broken.seams.apply([good, bad])
+            broken.hooks.apply([good, bad])
         except ConfigError as error:
             out[f"{name}_error"] = str(error)
         out[f"{name}_all_or_nothing"] = held(TARGETS[5]) is before[TARGETS[5]]

@@ -1,0 +1,71 @@
+"""Hooks: applied everywhere, reverted to identity, all or nothing; untouched without our flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_ext.integration import ConfigError
+from megatron_ext.integration.flags import wanted
+from megatron_ext.integration.versions import require_supported
+from tests.support.checkouts import TAGS, result, version
+
+
+@pytest.fixture(scope="module", params=["installed", *map(version, TAGS)])
+def hooks(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What hook_cases.py found on the installed megatron-core, and on each stock checkout."""
+    return result("megatron.cases.hook_cases", tag=request.param)
+
+
+class TestOnMegatron:
+    def test_without_flags_nothing_is_touched_nor_loaded(self, hooks: dict[str, Any]) -> None:
+        assert hooks["installed_without_flags"] is None
+        assert hooks["megatron_loaded_without_flags"] is False
+
+    def test_every_target_is_replaced_and_then_restored(self, hooks: dict[str, Any]) -> None:
+        assert set(hooks["changed"].values()) == {True}
+        assert set(hooks["restored"].values()) == {True}
+        assert len(hooks["changed"]) == 10
+
+    def test_modules_that_imported_by_name_are_rebound(self, hooks: dict[str, Any]) -> None:
+        assert hooks["consumer_rebound"] is True
+        assert "a_training_script" in hooks["report"]
+
+    def test_only_declared_symbols_change_and_all_come_back(self, hooks: dict[str, Any]) -> None:
+        names = {symbol.split(":")[1] for symbol in hooks["changed_symbols"]}
+        assert names == {target.split(":")[1] for target in hooks["changed"]}
+        assert hooks["same_after_revert"] is True
+
+    def test_a_missing_hook_binds_nothing_and_says_so(self, hooks: dict[str, Any]) -> None:
+        assert "no megatron.core.parallel_state:no_such" in hooks["missing_error"]
+        assert hooks["missing_all_or_nothing"] is True
+
+    def test_a_changed_signature_binds_nothing_and_says_so(self, hooks: dict[str, Any]) -> None:
+        assert "expects ['no_such_parameter']" in hooks["signature_error"]
+        assert hooks["signature_all_or_nothing"] is True
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.2+abc123"])
+def test_supported_versions(version: str) -> None:
+    assert require_supported(version)[0] == 0
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.16.0", "0.20.0", "1.0.0", "unknown"])
+def test_unsupported_versions_are_refused_with_the_supported_ones(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"0\.19\.x|cannot read"):
+        require_supported(version)
+
+
+@pytest.mark.parametrize(
+    ("argv", "on"),
+    [
+        (["--pp-schedule", "v-half"], True),
+        (["--pp-schedule=v-half"], True),
+        (["--help"], True),
+        (["--num-layers", "8", "--pipeline-model-parallel-size", "4"], False),
+        ([], False),
+    ],
+)
+def test_our_flags_are_recognised(argv: list[str], on: bool) -> None:
+    assert wanted(argv) is on
