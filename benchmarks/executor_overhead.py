@@ -87,10 +87,9 @@ def inside(name: str, chunks: int, rank: int, args: argparse.Namespace) -> Megat
     pp, m = args.pp, args.microbatches
     placement = generate(name, pp, m, chunks).placement
     pipeline = ScheduledPipeline(
-        lambda count, **_: generate(name, pp, count, chunks),
+        lambda count: generate(name, pp, count, chunks),
         placement,
         WeightGradStore(),
-        None,
         300.0,
     )
     return MegatronWay(f"ours in Megatron {name}", pipeline, rank, placement, m)

@@ -28,7 +28,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import add_arguments, measured, save
-from megatron_ext.integration.features import profile as measuring
+from megatron_ext.integration import measuring
+from megatron_ext.integration.callbacks import PlanInputs
+from megatron_ext.integration.features.profile import Profiler
 from megatron_ext.integration.features.schedule.choose import Choice
 from megatron_ext.plan.layout import Split
 from megatron_ext.plan.profile import Profile
@@ -37,6 +39,7 @@ from megatron_ext.runtime.channel import Channel
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.trace import Recorder
 from megatron_ext.runtime.watchdog import Watchdog
+from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule import check, lower, simulate
 from megatron_ext.schedule.actions import Op
 from megatron_ext.schedule.generators import GENERATORS
@@ -161,7 +164,7 @@ class Rank:
 
     def measure(self, plan: Schedule) -> Profile:
         """One step, measured as training does it."""
-        profiler = measuring.Profiler(1)
+        profiler = Profiler(PlanInputs(), WeightGradStore(), 1)
         _, recorder, _ = self.step(plan)
         assert profiler.add(recorder, plan.placement)
         hop = measuring.hop_seconds(self.channel, dist.group.WORLD)

@@ -127,26 +127,33 @@ def hooks(version: str) -> dict[str, Any]:
 
 
 def _groups() -> dict[str, Callable[[Any], None]]:
-    from megatron_ext.integration.features.moe.flags import MoERequest
-    from megatron_ext.integration.features.offload.request import OffloadRequest
+    from megatron_ext.integration.feature import Run
     from megatron_ext.integration.features.schedule.choose import Choice
+    from megatron_ext.integration.offload_request import OffloadRequest
+
+    def start(installation: Any, arguments: Any, choice: Any) -> None:
+        training = "megatron.training" in sys.modules
+        version = installation.hooks.version
+        installation.start(Run(arguments, version, training, schedule=choice, chunks=2))
 
     def schedule(name: str, offload: str | None, recompute: bool) -> Callable[[Any], None]:
         def hook(installation: Any) -> None:
             asked = None if offload is None else OffloadRequest(offload)
             arguments = _Arguments(
                 rank=1,
+                pp_schedule=name,
                 pipeline_model_parallel_size=2,
                 distributed_timeout_minutes=10,
                 pp_cheap_recompute=recompute,
             )
-            installation.hook_schedule(arguments, Choice(name, offloading=asked), 2)
+            start(installation, arguments, Choice(name, offloading=asked))
 
         return hook
 
     groups: dict[str, Callable[[Any], None]] = {"flags": lambda i: i.hook_arguments()}
     groups |= {name: schedule(*run) for name, run in _RUNS.items()}
-    groups["MPipeMoE"] = lambda i: i.hook_moe(MoERequest("2", "s4"), _Arguments(rank=1))
+    moe = _Arguments(rank=1, moe_pipeline_chunks="2", moe_memory_reuse="s4")
+    groups["MPipeMoE"] = lambda i: start(i, moe, None)
     return groups
 
 

@@ -24,11 +24,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_ext.integration.features.offload import saved_parameters  # noqa: E402
+from megatron_ext.integration.callbacks import PlanInputs, Step  # noqa: E402
 from megatron_ext.integration.features.offload.runtime import Offloading  # noqa: E402
 from megatron_ext.integration.features.split_backward import local as wgrad  # noqa: E402
 from megatron_ext.integration.hooks import Hooks  # noqa: E402
-from megatron_ext.integration.runner import Iteration, MegatronRunner  # noqa: E402
+from megatron_ext.integration.runner import Call, Iteration, MegatronRunner  # noqa: E402
 from megatron_ext.runtime.channel import Channel, Receipt  # noqa: E402
 from megatron_ext.runtime.executor import Executor  # noqa: E402
 from megatron_ext.runtime.trace import Recorder  # noqa: E402
@@ -203,6 +203,16 @@ class _StagedReceipt(Receipt):
         return super().wait().to(DEVICE)
 
 
+class _OneRank(Step):
+    """A step of a rank whose number the process group does not know: peers may be emulated."""
+
+    emulated = 0
+
+    @property
+    def rank(self) -> int:
+        return self.emulated
+
+
 class Rank:
     """One rank of a pipeline: its layers and our executor, step after step.
 
@@ -228,9 +238,9 @@ class Rank:
         self.offloading = None
         hooks = list(wgrad.hooks(self._store))
         if plan.has_offload:
-            self.offloading = Offloading(None, plan.link, False)
+            self.offloading = Offloading(None, plan.link, PlanInputs())
             # Behind those of W, so around them.
-            hooks += saved_parameters.hooks(self.offloading.parameter)
+            hooks += self.offloading.hooks()
         self._hooks = Hooks(package_info.__version__)
         self._hooks.apply(hooks)
         self._watchdog = Watchdog(f"rank {rank}", 200.0)
@@ -241,9 +251,6 @@ class Rank:
     def step(self, timed: bool = True) -> dict[str, float]:
         """One iteration: seconds that the host issued for, and until the device was done."""
         self.recorder = Recorder(timed, DEVICE)
-        if self.offloading is not None:
-            self.offloading.begin(self.chunks, self._group)
-            self.offloading.start(self.plan, self.rank, self._config, self.size.shape)
         iteration = Iteration(
             forward_step,
             [inputs(self.size) for _ in self.chunks],
@@ -255,9 +262,12 @@ class Rank:
             False,
             None,
         )
-        runner = MegatronRunner(
-            iteration, self.plan.placement, self.rank, self._store, self.offloading
-        )
+        step = _OneRank(Call(iteration, self._group, self.size.shape, (0, 0)))
+        step.plan, step.emulated = self.plan, self.rank
+        if self.offloading is not None:
+            self.offloading.before_plan(step)
+            self.offloading.begin(step)
+        runner = MegatronRunner(iteration, self.plan.placement, self.rank, self._store, step.mover)
         synchronize()
         started, thread = time.perf_counter(), time.thread_time()
         with self._watchdog.armed():
@@ -270,7 +280,7 @@ class Rank:
         took = time.perf_counter() - started
         runner.check_finished()
         if self.offloading is not None:
-            self.offloading.end(self.plan, self.rank, replaced=False)
+            self.offloading.end(step)
         self.losses = [float(entry["loss"]) for entry in runner.losses]
         return {"issued": issued, "thread": thread, "took": took}
 

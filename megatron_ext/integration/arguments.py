@@ -95,7 +95,7 @@ class MegatronArgs(Protocol):
     no_load_optim: bool | None
     no_save_optim: bool | None
 
-    # Our flags; see ``flags`` and ``moe_flags``.
+    # Our flags; see the features.
     pp_schedule: str | None
     pp_memory_cap: str | None
     pp_group_size: int | None
@@ -108,6 +108,7 @@ class MegatronArgs(Protocol):
     pp_offload_chunks: int | None
     pp_offload_time: str | None
     pp_offload_transfer: str | None
+    pp_offload_policy: str | None
     pp_cheap_recompute: bool | None
     moe_pipeline_chunks: str | None
     moe_memory_reuse: str | None

@@ -7,150 +7,32 @@ import enum
 import os
 from collections.abc import Mapping, Sequence
 
-from .._input import attribute
-from ..schedule import generators
-from ..schedule.generators.registry import takers
 from .arguments import MegatronArgs
 from .errors import ConfigError
-from .features.moe import flags as moe_flags
-from .features.post_validation.setup import PATIENCE
+from .feature import Flag
+from .features import FEATURES
 
 GROUP = "pipeline schedules (megatron_ext)"
+# The one that the others belong to comes first in --help.
+FLAGS: tuple[Flag, ...] = tuple(
+    sorted(
+        (flag for feature in FEATURES for flag in feature.flags),
+        key=lambda flag: (flag.alone, flag.attribute != "pp_schedule"),
+    )
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the argument group; all defaults leave Megatron as it is."""
     group = parser.add_argument_group(title=GROUP)
-    capped, grouped = (" and ".join(takers(f"takes_{o}")) for o in ("memory_cap", "group_size"))
-    group.add_argument(
-        "--pp-schedule",
-        metavar="NAME|FILE",
-        default=None,
-        help=f"pipeline schedule: {', '.join(generators.NAMES)}, {generators.AUTO} (the fastest "
-        "that fits the cap, decided once for the full batch), or a schedule file",
-    )
-    group.add_argument(
-        "--pp-memory-cap",
-        metavar="X",
-        default=None,
-        help=f"cap of {capped} and auto, as a fraction of 1F1B's peak activation, e.g. 0.6, or as "
-        "all bytes of a rank, e.g. 40GiB; auto's default is 1. With offload, of every schedule: "
-        "what stays on the device",
-    )
-    group.add_argument(
-        "--pp-group-size",
-        type=int,
-        metavar="G",
-        default=None,
-        help=f"group size of {grouped}, from half the pipeline size to all of it",
-    )
-    group.add_argument(
-        "--pp-cost",
-        metavar="F,B,W[,HOP]",
-        default=None,
-        help="times of one microbatch on one rank, in any unit, that shape the order; default: "
-        "equal, no hop",
-    )
-    group.add_argument(
-        "--pp-profile-steps",
-        type=int,
-        metavar="N",
-        default=None,
-        help="measure F, B, W of every stage and the hop for N steps, then make the order anew for "
-        "them, if that is faster",
-    )
-    group.add_argument(
-        "--pp-profile",
-        metavar="FILE",
-        default=None,
-        help="with --pp-profile-steps: write there what was measured, for `megatron-ext plan "
-        "--profile` and later runs; without: plan with what a former run wrote, from the first "
-        "step on",
-    )
-    group.add_argument(
-        "--pp-trace",
-        metavar="DIR",
-        default=None,
-        help="write each rank's measured timeline and peak resident activation sets here",
-    )
-    group.add_argument(
-        "--pp-post-validation",
-        type=int,
-        nargs="?",
-        const=PATIENCE,
-        default=None,
-        metavar="N",
-        help="step the optimizer, and begin the next iteration, before the gradient norm of all "
-        "pipeline ranks is known, and undo that where it was wrong; from the (N+1)th iteration in "
-        f"a row on whose gradients need no clipping (default {PATIENCE})",
-    )
-    group.add_argument(
-        "--pp-cheap-recompute",
-        action="store_true",
-        default=None,
-        help="recompute norm and activation-function outputs in backward instead of keeping them, "
-        "beside what --recompute-modules names",
-    )
-    _add_offload_arguments(group)
-    moe_flags.add_arguments(group)
+    for flag in FLAGS:
+        flag.add_to(group)
     return parser
-
-
-def _add_offload_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--pp-offload",
-        metavar="{off,half,full,auto}",
-        default=None,
-        help="send activations to the host's memory between their forward and backward pass: of "
-        "half of each rank's model chunks (rounded up), of all, or (auto) what lowers the peak "
-        "most while no pass waits",
-    )
-    group.add_argument(
-        "--pp-offload-chunks",
-        type=int,
-        metavar="N",
-        default=None,
-        help="offload N chunks of each rank, those with the longest lifespan; in place of "
-        "--pp-offload",
-    )
-    group.add_argument(
-        "--pp-offload-time",
-        metavar="T[,T2]",
-        default=None,
-        help="time that one activation set takes to the host, and back, as a fraction of its "
-        "chunk's F+B+W; default: measured in the first step",
-    )
-    group.add_argument(
-        "--pp-offload-transfer",
-        metavar="{single,dual,paired}",
-        default=None,
-        help="one copy stream, one a direction, or neighbours that share a switch taking turns; "
-        "default: measured at start",
-    )
-
-
-_FLAGS = (
-    "--pp-schedule",
-    "--pp-memory-cap",
-    "--pp-group-size",
-    "--pp-cost",
-    "--pp-profile-steps",
-    "--pp-profile",
-    "--pp-trace",
-    "--pp-post-validation",
-    "--pp-offload",
-    "--pp-offload-chunks",
-    "--pp-offload-time",
-    "--pp-offload-transfer",
-    "--pp-cheap-recompute",
-    *moe_flags.FLAGS,
-)
-_SWITCHES = ("pp_cheap_recompute",)
 
 
 def wanted(argv: Sequence[str]) -> bool:
     """True if a command line uses one of our flags or asks for help, so that we must hook in."""
-    return bool(_names(argv) & {*_FLAGS, "-h", "--help"})
+    return bool(_names(argv) & {*(flag.name for flag in FLAGS), "-h", "--help"})
 
 
 def lost_in_yaml(argv: Sequence[str], config: Mapping[str, str]) -> str | None:
@@ -158,7 +40,7 @@ def lost_in_yaml(argv: Sequence[str], config: Mapping[str, str]) -> str | None:
     given = _names(argv)
     if "--yaml-cfg" not in given:
         return None
-    return next((f for f in _FLAGS if f in given or attribute(f) in config), None)
+    return next((f.name for f in FLAGS if f.name in given or f.attribute in config), None)
 
 
 def _names(argv: Sequence[str]) -> set[str]:
@@ -171,27 +53,40 @@ def defaults(config: Mapping[str, object]) -> dict[str, str]:
     Raises:
         ConfigError: a name that no flag has, or a switch that is neither True nor False.
     """
-    known = [attribute(flag) for flag in _FLAGS]
-    for name in config:
+    known = {flag.attribute: flag for flag in FLAGS}
+    found = {}
+    for name, value in config.items():
         if name not in known:
             raise ConfigError(f"{name!r} is no option of megatron_ext; it has {', '.join(known)}")
-        if name in _SWITCHES and config[name] not in (None, True, False):
-            raise ConfigError(f"{name} is a switch, True or False, but got {config[name]!r}")
-    # As text: argparse converts and checks a default that is text, as it does the user's.
-    given = {name: value for name, value in config.items() if value is not None}
-    return {n: str(v) for n, v in given.items() if not (n in _SWITCHES and v is False)}
+        switch = known[name].switch
+        if switch and value not in (None, True, False):
+            raise ConfigError(f"{name} is a switch, True or False, but got {value!r}")
+        # As text: argparse converts and checks a default that is text, as it does the user's.
+        if value is not None and not (switch and value is False):
+            found[name] = str(value)
+    return found
 
 
 def options_without_schedule(args: MegatronArgs) -> list[str]:
     """Our flags that were given although ``--pp-schedule``, which they belong to, was not."""
-    belonging = [flag for flag in _FLAGS[1:] if flag not in moe_flags.FLAGS]
-    return [flag for flag in belonging if getattr(args, attribute(flag), None) is not None]
+    belonging = [f for f in FLAGS if not f.alone and f.attribute != "pp_schedule"]
+    return [flag.name for flag in belonging if getattr(args, flag.attribute, None) is not None]
 
 
-def given(args: MegatronArgs) -> dict[str, str]:
-    """Our flags that are in use, with their values as text."""
-    values = {flag: getattr(args, attribute(flag), None) for flag in _FLAGS}
-    return {flag: str(value) for flag, value in values.items() if value is not None}
+def given(args: MegatronArgs, compared: bool = False) -> dict[str, str]:
+    """Our flags that are in use, with their values as text.
+
+    Args:
+        args: as parsed.
+        compared: with what must be equal on all ranks in place of the value.
+    """
+    found = {}
+    for flag in FLAGS:
+        value = getattr(args, flag.attribute, None)
+        if value is not None:
+            convert = flag.compared if compared else None
+            found[flag.name] = str(value) if convert is None else convert(str(value), args)
+    return found
 
 
 def given_to_megatron(args: MegatronArgs, parser: argparse.ArgumentParser) -> dict[str, str]:
@@ -204,7 +99,7 @@ def given_to_megatron(args: MegatronArgs, parser: argparse.ArgumentParser) -> di
         args: as parsed, not yet validated.
         parser: that has parsed them.
     """
-    ours = {attribute(flag) for flag in _FLAGS}
+    ours = {flag.attribute for flag in FLAGS}
     found = {}
     for option in parser._actions:
         if option.dest in (*ours, "local_rank") or not hasattr(args, option.dest):

@@ -1,4 +1,4 @@
-"""Switching us on: from the flags on a command line to all hooks in force."""
+"""Installation: from the flags on a command line to all hooks in force."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .arguments import MegatronArgs
+from .callbacks import Callback
 from .errors import ConfigError
-from .features import consistency as agreement
-from .features import recompute
-from .features.offload import saved_parameters
-from .features.split_backward import local as wgrad
-from .features.v_placement import vee
+from .feature import Run
+from .features import FEATURES
 from .flags import (
     add_arguments,
     defaults,
@@ -25,22 +23,11 @@ from .flags import (
     options_without_schedule,
     wanted,
 )
-from .flags import given as flags_given
 from .hooks import Hook, Hooks
 from .report import Report
-from .utils import full_batch
 from .versions import megatron_version, require_supported
 
-if TYPE_CHECKING:
-    from ..runtime.wgrad import WeightGradStore
-    from .features.moe.flags import MoERequest
-    from .features.moe.layer import PipelinedMoE
-    from .features.schedule.choose import Choice
-    from .pipeline import ScheduledPipeline
-
 logger = logging.getLogger(__name__)
-
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 class Installation:
@@ -48,26 +35,26 @@ class Installation:
 
     Args:
         config: values of our flags where the command line gives none, by attribute name.
+
+    Attributes:
+        hooks: in force.
+        run: the run that they belong to; None before Megatron has validated its arguments.
     """
 
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
         version = megatron_version()
         require_supported(version)
         self.hooks = Hooks(version)
+        self.run: Run | None = None
         self._defaults = defaults(config or {})
-        self.pipeline: ScheduledPipeline | None = None
-        self.moe: PipelinedMoE | None = None
-        self._store: WeightGradStore | None = None
-        self._choice: Choice | None = None
-        self._compared = self._moe_chunks = False
         self._parser: argparse.ArgumentParser | None = None
-        self._megatrons_flags: dict[str, str] = {}
+        self._callbacks: list[Callback] = []
 
     def hook_arguments(self) -> None:
         """Add our flags to Megatron's parser and our checks to its validation.
 
         Raises:
-            ConfigError: this Megatron lacks a hook.
+            ConfigError: this Megatron lacks a hook's target.
         """
         self.hooks.apply(
             [
@@ -86,163 +73,49 @@ class Installation:
             ]
         )
 
-    def hook_schedule(self, args: MegatronArgs, choice: Choice, chunks: int) -> None:
-        """Bring the chosen schedule into force for a run with the validated ``args``.
+    def start(self, run: Run) -> None:
+        """Put everything in force that ``run``, whose arguments are validated, asks for.
 
         Raises:
-            ConfigError: this Megatron lacks a hook.
+            ConfigError: a hook's target is missing, or this machine or its ranks cannot run it.
         """
-        from ..checkpoints.layout import Layout
-        from ..runtime.wgrad import WeightGradStore
-        from .features.checkpoint.hooks import Checkpoints
-        from .features.log_line import LogLine
-        from .features.offload.runtime import Offloading
-        from .features.post_validation.setup import PostValidation
-        from .features.profile import profiler_of
-        from .pipeline import ScheduledPipeline
+        if run.schedule is not None:
+            from .features.schedule.pipeline import pipeline_of
 
-        # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
-        args.pp_placement = "vee" if choice.vee else "loop"
-        store = self._store = WeightGradStore()
-        pp = args.pipeline_model_parallel_size
-        offloading = None
-        if choice.offloads:
-            file_link = None if choice.file is None else choice.file.link
-            offloading = Offloading(choice.offload, file_link, args.pp_trace is not None)
-        training = "megatron.training" in sys.modules
-        validation = None
-        if args.pp_post_validation is not None:
-            validation = PostValidation(args.pp_post_validation)
-        log_line = LogLine() if training else None
-        self.pipeline = ScheduledPipeline(
-            functools.partial(choice.plan, pp, chunks),
-            choice.placement(pp, chunks),
-            store,
-            args.pp_trace,
-            60.0 * args.distributed_timeout_minutes,
-            offloading,
-            profiler_of(args),
-            None if log_line is None else log_line.meter,
-            validated=validation is not None,
-        )
-        hooks = [
-            Hook(
-                (f"{_SCHEDULES}:forward_backward_pipelining_{kind}_interleaving",),
-                self._scheduled,
-                ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only"),
-                "stock's schedule would run",
-            )
-            for kind in ("with", "without")
-        ]
-        if choice.splits_backward:
-            hooks += wgrad.hooks(store)
-        if offloading is not None:
-            # Behind those of W, so around them.
-            hooks += saved_parameters.hooks(offloading.parameter)
-        if args.pp_cheap_recompute:
-            hooks += recompute.hooks(experts=not self._moe_chunks)
-        if log_line is not None:
-            hooks += log_line.hooks()
-            hooks += self.pipeline.hooks()
-            hooks += Checkpoints(choice.name, Layout.of(args)).hooks()
-        if validation is not None:
-            # Around those of checkpoints: first of all, nothing is left begun.
-            validation.attach(self.pipeline)
-            hooks += validation.hooks()
-        if choice.vee:
-            hooks += vee.HOOKS
-            if training:
-                hooks += vee.TRAINING_HOOKS
-        self.hooks.apply(hooks)
-        if args.rank != 0:
-            return
-        logger.warning(
-            "megatron_ext: --pp-schedule %s on megatron-core %s%s\n%s",
-            choice.name,
-            self.hooks.version,
-            choice.about,
-            self.hooks.report(),
-        )
-
-    def hook_moe(self, request: MoERequest, args: MegatronArgs) -> None:
-        """Bring MoE layers in chunks into force, with or without a schedule of ours.
-
-        Raises:
-            ConfigError: this Megatron lacks a hook.
-        """
-        from ..moe.settings import Settings
-        from ..schedule.simulate import peak_sets
-        from .features.moe.choice import ChosenMoE, check_budget, stock_sets
-        from .features.moe.layer import PipelinedMoE, Policy
-
-        pp, choice = args.pipeline_model_parallel_size, self._choice
-
-        def sets(chunks: int, microbatches: int) -> list[int]:
-            if choice is None:
-                return stock_sets(pp, chunks, microbatches)
-            return peak_sets(choice.plan(pp, chunks, microbatches).ranks)
-
-        policy: Policy = Settings()
-        if not request.stock:
-            if request.budget_bytes is not None:
-                check_budget(args, request.space(), request.budget_bytes, sets)
-            policy = ChosenMoE(request.space(), request.budget_bytes, sets, request.costs)
-        self.moe = PipelinedMoE(policy, self._store)
-        self.hooks.apply(self.moe.hooks())
-        if args.rank == 0:
+            pipeline_of(run)
+        try:
+            for feature in FEATURES:
+                self._callbacks += feature.start(run)
+            self.hooks.apply([hook for part in self._callbacks for hook in part.hooks()])
+        except BaseException:
+            self._close()
+            raise
+        if run.pipeline is not None:
+            run.pipeline.callbacks = tuple(self._callbacks)
+        self.run = run
+        if run.args.rank == 0 and run.schedule is not None:
             logger.warning(
-                "megatron_ext: %s on megatron-core %s", request.text(args), self.hooks.version
+                "megatron_ext: --pp-schedule %s on megatron-core %s%s\n%s",
+                run.schedule.name,
+                self.hooks.version,
+                run.schedule.about,
+                self.hooks.report(),
             )
-
-    def hook_agreement(self, args: MegatronArgs, chunks: int = 1) -> None:
-        """Compare what this rank runs with over all ranks, once they are in a process group.
-
-        Args:
-            args: validated.
-            chunks: model chunks a rank, under a schedule.
-
-        Raises:
-            ConfigError: there is a process group, and a rank differs; or the hook is missing.
-        """
-        import torch.distributed as dist
-
-        if self._compared:
-            return
-        self._compared = True
-        facts = functools.partial(self._facts, args, chunks)
-        if dist.is_initialized():
-            agreement.require_agreement(facts())
-        else:
-            self.hooks.apply([agreement.hook(facts)])
-
-    def _facts(self, args: MegatronArgs, chunks: int) -> dict[str, str]:
-        given, choice, plan = flags_given(args), self._choice, None
-        if choice is not None:
-            per_step = args.micro_batch_size * args.data_parallel_size
-            pp, batch = args.pipeline_model_parallel_size, full_batch(args)
-            microbatches = (batch or per_step) // per_step
-            link = None if choice.offload is None else choice.offload.link(pp)
-            digest = choice.plan(pp, chunks, microbatches, link).fingerprint()
-            plan = f"{digest} (pp={pp}, {chunks} chunks, {microbatches} microbatches)"
-            if choice.file is not None:
-                given["--pp-schedule"] = agreement.contents(given["--pp-schedule"])
-        if "--moe-pipeline-costs" in given:
-            given["--moe-pipeline-costs"] = agreement.contents(given["--moe-pipeline-costs"])
-        if "--pp-profile" in given and "--pp-profile-steps" not in given:
-            given["--pp-profile"] = agreement.contents(given["--pp-profile"])
-        if "--pp-trace" in given:
-            given["--pp-trace"] = "a directory"  # of each node's own, as it may be
-        return agreement.facts(given, plan, self.hooks.version, self._megatrons_flags)
+        for notice in run.notices if run.args.rank == 0 else ():
+            logger.warning(notice)
 
     def revert(self) -> None:
         """Give Megatron all its symbols back."""
-        # In reverse, and all of it, whatever one of them raises.
         with contextlib.ExitStack() as undo:
             undo.callback(self.hooks.revert)
-            if self.moe is not None:
-                undo.callback(self.moe.release)
-            if self.pipeline is not None:
-                undo.callback(self.pipeline.release)
+            undo.callback(self._close)
+
+    def _close(self) -> None:
+        """Close all callbacks, last first, whatever one of them raises."""
+        with contextlib.ExitStack() as stack:
+            for part in self._callbacks:
+                stack.callback(part.close)
+        self._callbacks = []
 
     def _with_flags(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -262,72 +135,46 @@ class Installation:
     def _with_validation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def validate_args(args: MegatronArgs, *rest: Any, **kwargs: Any) -> Any:
-            from .features.checkpoint.hooks import choose_formats
-            from .features.moe.flags import MoERequest
-            from .features.offload.request import OffloadRequest
-            from .features.schedule.choose import Choice
-            from .validate import after_megatron, before_megatron
-
-            if not hasattr(args, "pp_schedule"):
-                raise ConfigError(
-                    "Megatron's arguments do not come from a command line that megatron_ext has "
-                    "added its flags to (parsed before megatron_ext.apply(), or from --yaml-cfg); "
-                    "call it before Megatron parses, and give flags on the command line"
-                )
-            if not self._compared and self._parser is not None:
-                self._megatrons_flags = given_to_megatron(args, self._parser)
-            moe = MoERequest.of(args) if self.moe is None else None
-            if moe is not None:
-                moe.check(args)
-                self._moe_chunks = not moe.stock
-            if args.pp_schedule is None:
-                lost = options_without_schedule(args)
-                if lost:
-                    raise ConfigError(f"{lost[0]} needs --pp-schedule; add it or drop {lost[0]}")
+            if self.run is not None:  # Megatron validates again
+                self.run.args = args
                 result = original(args, *rest, **kwargs)
-                if moe is not None:
-                    self.hook_moe(moe, args)
-                    self.hook_agreement(args)
+                self._check_derived(self.run)
                 return result
-            first = self.pipeline is None
-            choice = self._choice = self._choice or Choice(
-                args.pp_schedule,
-                args.pp_cost,
-                args.pp_memory_cap,
-                args.pp_group_size,
-                OffloadRequest.of(args),
-                "makespan" if args.pp_post_validation is None else "span",
-            )
-            notice = None
-            if first:
-                before_megatron(args, choice)
-                if args.pp_cheap_recompute:
-                    recompute.ask_megatron(args)
-                    if moe is not None:
-                        moe.check(args)  # of what that has set
-                notice = choose_formats(args, choice.name, choice.vee)
+            run = self._run_of(args)
+            for feature in FEATURES:
+                feature.check(run)
             result = original(args, *rest, **kwargs)
-            chunks = after_megatron(args, choice)
-            if first:
-                self.hook_schedule(args, choice, chunks)
-            if moe is not None:
-                self.hook_moe(moe, args)
-            self.hook_agreement(args, chunks)
-            if notice is not None and args.rank == 0:
-                logger.warning(notice)
+            self._check_derived(run)
+            self.start(run)
             return result
 
         return validate_args
 
-    def _scheduled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        pipeline = self.pipeline
-        assert pipeline is not None  # hook_schedule has made it
+    def _run_of(self, args: MegatronArgs) -> Run:
+        """What ``args``, not yet validated by Megatron, ask for."""
+        from .features.schedule.pipeline import request_of
 
-        @functools.wraps(original)
-        def forward_backward(**kwargs: Any) -> Any:
-            return pipeline(**kwargs)
+        if not hasattr(args, "pp_schedule"):
+            raise ConfigError(
+                "Megatron's arguments do not come from a command line that megatron_ext has "
+                "added its flags to (parsed before megatron_ext.apply(), or from --yaml-cfg); "
+                "call it before Megatron parses, and give flags on the command line"
+            )
+        run = Run(args, self.hooks.version, "megatron.training" in sys.modules)
+        if self._parser is not None:
+            run.stock_flags = given_to_megatron(args, self._parser)
+        if args.pp_schedule is None:
+            lost = options_without_schedule(args)
+            if lost:
+                raise ConfigError(f"{lost[0]} needs --pp-schedule; add it or drop {lost[0]}")
+        else:
+            run.schedule = request_of(args)
+        return run
 
-        return forward_backward
+    @staticmethod
+    def _check_derived(run: Run) -> None:
+        for feature in FEATURES:
+            feature.check_derived(run)
 
 
 # What this process has in force, by whichever door.
@@ -345,7 +192,7 @@ def install(argv: Sequence[str] | None = None) -> Installation | None:
         even imported.
 
     Raises:
-        ConfigError: no supported Megatron, or a hook is missing.
+        ConfigError: no supported Megatron, or a hook's target is missing.
     """
     if not wanted(sys.argv[1:] if argv is None else argv):
         return None

@@ -16,7 +16,6 @@ from ..offload.blocks import hollow
 from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
-from .features.profile import SetSizes
 
 _NOTHING = contextlib.nullcontext()
 
@@ -38,6 +37,16 @@ class Mover(Protocol):
 
     def sets_away(self) -> int:
         """Sets that take no device memory now."""
+
+
+class SetObserver(Protocol):
+    """What the runner shows of each activation set, e.g. to measure it."""
+
+    def forward(self, chunk: int, microbatch: int, output: torch.Tensor) -> None:
+        """After F; ``output`` still has its autograd history."""
+
+    def postponed(self, chunk: int, microbatch: int) -> None:
+        """Between B and W."""
 
 
 @dataclass
@@ -100,7 +109,7 @@ class MegatronRunner:
         rank: this rank in the pipeline group.
         store: where split backward passes leave their weight gradients.
         mover: of activation sets, or None if they all stay.
-        sizes: counts what sets take, or None.
+        observer: of activation sets, or None.
     """
 
     def __init__(
@@ -110,12 +119,12 @@ class MegatronRunner:
         rank: int,
         store: WeightGradStore,
         mover: Mover | None = None,
-        sizes: SetSizes | None = None,
+        observer: SetObserver | None = None,
     ) -> None:
         from megatron.core.pipeline_parallel import schedules
 
         self._it, self.placement, self._rank = iteration, placement, rank
-        self._store, self._mover, self._sizes = store, mover, sizes
+        self._store, self._mover, self._observer = store, mover, observer
         self._schedules = schedules
         self._backward_takes_model_type = _takes_model_type(schedules.backward_step)
         self._virtual = placement.chunks > 1
@@ -160,8 +169,8 @@ class MegatronRunner:
                 is_last_stage=last,
             )
         self.num_tokens += num_tokens
-        if self._sizes is not None and self._mover is None:
-            self._sizes.forward(chunk, microbatch, y)
+        if self._observer is not None and self._mover is None:
+            self._observer.forward(chunk, microbatch, y)
         if not it.forward_only:
             self._live[key] = ActivationSet(x, y)
             if x is not None and self._mover is not None and self._mover.leaves(key):
@@ -185,8 +194,8 @@ class MegatronRunner:
             with self._store.collect(key) if split else _NOTHING:
                 input_grad = self._backward_step(held.x, held.y, grad)
         if split:
-            if self._sizes is not None:
-                self._sizes.postponed(chunk, microbatch)
+            if self._observer is not None:
+                self._observer.postponed(chunk, microbatch)
             # The graph is gone; what W needs is in the store, so the set lives on in there.
             held.x = held.y = None
         else:

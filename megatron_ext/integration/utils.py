@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,3 +54,11 @@ def full_batch(args: MegatronArgs) -> int | None:
             f"--step-batch-size-schedule {steps!r} is not of the form 'THRESHOLD:SIZE ...'; write "
             "e.g. '0:768 250B:1536'"
         ) from None
+
+
+def file_contents(path: str) -> str:
+    """A file by its contents, since its path may differ between nodes."""
+    try:
+        return f"a file with SHA-256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
+    except OSError as error:
+        return f"a file that cannot be read ({error.strerror})"

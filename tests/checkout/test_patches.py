@@ -117,7 +117,7 @@ class TestSeries:
         found = re.search(r"ours = (\(.*\))", text)
         assert found
         prefixes = ast.literal_eval(found[1])
-        assert all(flag.startswith(prefixes) for flag in flags._FLAGS)
+        assert all(flag.name.startswith(prefixes) for flag in flags.FLAGS)
         for path in (stock(tag) / "megatron").rglob("*.py"):
             for prefix in prefixes:
                 assert f"'{prefix}" not in path.read_text().replace('"', "'"), path

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
+from megatron_ext.integration.feature import Conflict, markdown
+from megatron_ext.integration.features.schedule import Schedule as ScheduleFeature
+from megatron_ext.integration.features.schedule.choose import Choice
 from megatron_ext.integration.flags import (
     GROUP,
     add_arguments,
@@ -19,11 +22,9 @@ from megatron_ext.integration.flags import (
     options_without_schedule,
     wanted,
 )
-from megatron_ext.integration.rejections import REJECTIONS, Rejection, markdown
-from megatron_ext.integration.validate import Choice, after_megatron, before_megatron
 from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
 from megatron_ext.schedule.link import Link
-from tests.support.stand_ins import megatron_args
+from tests.support.stand_ins import after_megatron, before_megatron, megatron_args
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
@@ -191,21 +192,22 @@ def test_schedules_of_several_chunks_need_virtual_stages(schedule: str) -> None:
     before_megatron(arguments(num_virtual_stages_per_pipeline_rank=2), Choice(schedule))
 
 
-@pytest.mark.parametrize("rule", REJECTIONS, ids=lambda rule: rule.flag)
-def test_features_that_do_not_work_together(rule: Rejection) -> None:
+@pytest.mark.parametrize("rule", ScheduleFeature.conflicts, ids=lambda rule: rule.flag)
+def test_features_that_do_not_work_together(rule: Conflict) -> None:
     used = {rule.attribute: "something"}
     text = refusal("v-half", **used)
-    assert f"does not support {rule.flag} (set to something): {rule.reason}" in text
-    if rule.vee_only:
+    assert f"does not support {rule.flag} something: {rule.reason}" in text
+    if rule.only:
         before_megatron(arguments(**used), Choice("zb-h1"))
     else:
         assert rule.reason in refusal("zb-h1", **used)
-    before_megatron(arguments(**{rule.attribute: rule.off}), Choice("v-half"))
+    for off in (None, False, *rule.off):
+        before_megatron(arguments(**{rule.attribute: off}), Choice("v-half"))
 
 
-def test_documentation_has_the_rejections() -> None:
+def test_documentation_has_the_conflicts() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "08-features.md"
-    assert markdown() in page.read_text()
+    assert markdown(ScheduleFeature.conflicts, "every schedule") in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
+from megatron_ext.integration.feature import Conflict, markdown
+from megatron_ext.integration.features.moe import CONFLICTS, FLAGS
 from megatron_ext.integration.features.moe.choice import stock_sets
-from megatron_ext.integration.features.moe.flags import (
-    CONFLICTS,
-    FLAGS,
-    Conflict,
-    MoERequest,
-    markdown,
-)
+from megatron_ext.integration.features.moe.flags import MoERequest
 from megatron_ext.moe import cost_file
 from megatron_ext.moe.cost_file import LINES
 from megatron_ext.moe.costs import Line
@@ -148,12 +144,12 @@ def test_conflicts_are_refused(rule: Conflict) -> None:
     value = "e4m3" if name in ("fp8", "fp4") else _wrong(rule)
     text = refusal(moe_memory_reuse="s3", **{name: value})
     assert rule.flag in text and rule.reason in text
-    assert text.startswith("--moe-memory-reuse s3" if rule.restored_only else FLAGS[0] + " 4")
-    if rule.restored_only:
+    assert text.startswith("--moe-memory-reuse s3" if rule.only else FLAGS[0] + " 4")
+    if rule.only:
         request = MoERequest.of(arguments(**{name: value}))
         assert request is not None
         request.check(arguments(**{name: value}))
 
 
 def test_the_documentation_has_the_table() -> None:
-    assert markdown() in (ROOT / "docs" / "11-moe.md").read_text()
+    assert markdown(CONFLICTS, "any number of chunks") in (ROOT / "docs" / "11-moe.md").read_text()

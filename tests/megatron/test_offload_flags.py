@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.features.offload.request import OffloadRequest
-from megatron_ext.integration.validate import Choice, after_megatron, before_megatron
+from megatron_ext.integration.features.schedule.choose import Choice
+from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
 from megatron_ext.schedule.link import Link
+from tests.support.stand_ins import after_megatron, before_megatron
 
 from .test_flags import arguments
 

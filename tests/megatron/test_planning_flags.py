@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.features.offload.request import OffloadRequest
 from megatron_ext.integration.features.schedule.choose import Choice
-from megatron_ext.integration.validate import after_megatron, before_megatron
+from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.plan.budget import Budget
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import Split, even_split
@@ -21,6 +20,7 @@ from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule import Costs, generate, simulate
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.simulate import peak_sets
+from tests.support.stand_ins import after_megatron, before_megatron
 
 from .test_flags import arguments, refusal
 

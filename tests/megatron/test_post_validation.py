@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration.errors import ConfigError
-from megatron_ext.integration.features.post_validation.setup import REJECTIONS, goes_on
-from megatron_ext.integration.rejections import require_supported_features
+from megatron_ext.integration.feature import require_no_conflict
+from megatron_ext.integration.features.post_validation import PostValidation
+from megatron_ext.integration.features.post_validation.setup import goes_on
 from tests.campaigns import random_post_validation as script
 from tests.support import ROOT
 from tests.support.stand_ins import megatron_args
@@ -24,11 +25,11 @@ def test_draws_are_repeatable_and_various() -> None:
 
 def test_documented() -> None:
     page = (ROOT / "docs" / "21-post-validation.md").read_text()
-    for rule in REJECTIONS:
+    for rule in PostValidation.conflicts:
         assert f"| `{rule.flag}` | {rule.reason} |" in page
 
 
-class TestRejections:
+class TestConflicts:
     args = SimpleNamespace(
         rerun_mode="disabled",
         optimizer="adam",
@@ -39,7 +40,7 @@ class TestRejections:
 
     def refuse(self, **given: Any) -> None:
         args = SimpleNamespace(**{**vars(self.args), **given})
-        require_supported_features(args, "--pp-post-validation", False, REJECTIONS)
+        require_no_conflict(args, PostValidation.conflicts, {"": "--pp-post-validation"})
 
     def test_what_it_supports(self) -> None:
         self.refuse()
@@ -50,7 +51,7 @@ class TestRejections:
         [
             ({"rerun_mode": "validate_results"}, "add --rerun-mode disabled"),
             ({"optimizer": "muon"}, "adam and sgd"),
-            ({"fp8": "hybrid"}, "--fp8 .set to hybrid"),
+            ({"fp8": "hybrid"}, "--fp8-format hybrid"),
             ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
             ({"mtp_num_layers": 1}, "--mtp-num-layers"),
             ({"dataloader_type": "external"}, "--dataloader-type"),

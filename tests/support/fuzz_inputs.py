@@ -181,7 +181,7 @@ def _flags(data: bytes) -> None:
 
 def _offload_request(data: bytes) -> None:
     """A time, as ``--pp-offload-time`` takes it."""
-    from megatron_ext.integration.features.offload.request import OffloadRequest
+    from megatron_ext.integration.offload_request import OffloadRequest
 
     value = data.decode("utf-8", "surrogateescape")
 

@@ -62,7 +62,7 @@ def _before(owner: Any, name: str, accident: Callable[[], None]) -> None:
 
 
 def _injure(injury: dict[str, Any]) -> None:
-    from megatron_ext.integration.pipeline import ScheduledPipeline
+    from megatron_ext.integration import pipeline
     from megatron_ext.runtime.executor import Executor
     from megatron_ext.runtime.watchdog import Watchdog
 
@@ -80,7 +80,7 @@ def _injure(injury: dict[str, Any]) -> None:
 
     _before(Executor, "run", count)
     if at == "finalize":
-        _before(ScheduledPipeline, "_finalize", happen)
+        _before(pipeline, "_finalize", happen)
     elif at in SAVING:
         import importlib
 

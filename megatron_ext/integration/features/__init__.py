@@ -1,0 +1,36 @@
+"""The features, in the order in which their hooks are bound (see ``Feature.start``)."""
+
+from __future__ import annotations
+
+from ..feature import Feature
+from .checkpoint import Checkpoint
+from .consistency import Consistency
+from .log_line import Telemetry
+from .moe import MoE
+from .offload import Offload
+from .post_validation import PostValidation
+from .profile import ProfileSteps
+from .recompute import Recompute
+from .schedule import Schedule
+from .split_backward import SplitBackward
+from .traces import Trace
+from .v_placement import VPlacement
+
+# Why this order: a profile is read before the schedule is chosen, and written after all else of an
+# iteration has ended; offload wraps the linear layers that split their backward pass; a trace is
+# written while offloaded sets are still counted; post-validation drops what has begun before a
+# checkpoint is saved; the ranks compare the outcome of all checks.
+FEATURES: tuple[Feature, ...] = (
+    ProfileSteps(),
+    Schedule(),
+    SplitBackward(),
+    Offload(),
+    Recompute(),
+    Trace(),
+    Telemetry(),
+    Checkpoint(),
+    PostValidation(),
+    VPlacement(),
+    MoE(),
+    Consistency(),
+)

@@ -19,8 +19,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ..callbacks import Callback, HooksOnly
 from ..errors import ConfigError
+from ..feature import Feature, Run
 from ..hooks import Hook
+from ..utils import full_batch
 
 WAIT_ENVIRONMENT = "MEGATRON_EXT_AGREEMENT_SECONDS"
 WAIT_SECONDS = 120.0  # ranks come here together, straight from creating the process group
@@ -69,21 +72,29 @@ def facts(
     }
 
 
-def contents(path: str) -> str:
-    """A file by what it holds, since its path may differ between nodes."""
-    try:
-        return f"a file with SHA-256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
-    except OSError as error:
-        return f"a file that cannot be read ({error.strerror})"
-
-
 def _sources() -> str:
     """A hash of this package's modules: checkouts of one version number may differ."""
-    digest, package = hashlib.sha256(), Path(__file__).resolve().parent.parent
+    digest, package = hashlib.sha256(), Path(__file__).resolve().parents[2]
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:12]
+
+
+class Consistency(Feature):
+    """Compares all ranks of a run with our flags."""
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        import torch.distributed as dist
+
+        from ..flags import given
+
+        if set(given(run.args).values()) <= {"off"}:
+            return ()
+        if dist.is_initialized():
+            require_agreement(_facts_of(run))
+            return ()
+        return (HooksOnly((hook(lambda: _facts_of(run)),)),)
 
 
 def hook(mine: Callable[[], Mapping[str, str]]) -> Hook:
@@ -108,6 +119,21 @@ def hook(mine: Callable[[], Mapping[str, str]]) -> Hook:
         ("get_embedding_ranks",),
         "ranks with other flags or packages would hang or train on other data",
     )
+
+
+def _facts_of(run: Run) -> dict[str, str]:
+    """What this rank runs with, and a fingerprint of its plan for the full batch."""
+    from ..flags import given
+
+    args, schedule, plan = run.args, run.schedule, None
+    if schedule is not None:
+        per_step = args.micro_batch_size * args.data_parallel_size
+        pp = args.pipeline_model_parallel_size
+        microbatches = (full_batch(args) or per_step) // per_step
+        link = None if schedule.offload is None else schedule.offload.link(pp)
+        digest = schedule.plan(pp, run.chunks, microbatches, link).fingerprint()
+        plan = f"{digest} (pp={pp}, {run.chunks} chunks, {microbatches} microbatches)"
+    return facts(given(args, compared=True), plan, run.version, run.stock_flags)
 
 
 def require_agreement(mine: Mapping[str, str]) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...runtime.trace import Recorder
+from ..callbacks import Callback, Step
+from ..feature import Feature, Run
 from ..hooks import Hook
 from ..utils import gather
 
@@ -18,8 +20,15 @@ _KEPT = 8
 _NAMES = ("pipeline bubble", "peak activation sets")
 
 
+class Telemetry(Feature):
+    """On for every schedule inside Megatron's training loop."""
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        return (LogLine(),) if run.schedule is not None and run.training else ()
+
+
 class Meter:
-    """Measures what the log line says; the device is waited for only when it is read.
+    """Bubble and peak of the last iterations; the device is waited for only when they are read.
 
     Megatron itself waits for the device there, and nowhere else because of us.
     """
@@ -65,19 +74,21 @@ def _bubble(ranks: Sequence[tuple[float, float, float]]) -> float:
     return 1 - sum(busy) / (len(ranks) * whole) if whole > 0 else 0.0
 
 
-class LogLine:
-    """Puts both numbers where Megatron logs.
-
-    Attributes:
-        meter: to be fed by the pipeline.
-    """
+class LogLine(Callback):
+    """Puts both numbers where Megatron logs."""
 
     def __init__(self) -> None:
         self.meter = Meter()
         self._text = ""
 
-    def hooks(self) -> tuple[Hook, ...]:
-        """What has to be hooked."""
+    def times(self, training: bool) -> bool:
+        return training
+
+    def end(self, step: Step) -> None:
+        if step.training:
+            self.meter.add(step.recorder, step.call.group)
+
+    def hooks(self) -> Sequence[Hook]:
         return (
             Hook(
                 ("megatron.training.training:training_log",),

@@ -1,81 +1,203 @@
-"""What passes, messages and sets really take, measured in training and agreed on by all ranks."""
+"""``--pp-profile-steps``: times of passes, messages and activation bytes, measured in training."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...plan.model import PlanError
 from ...plan.profile import MODEL, Profile
 from ...plan.times import PassTimes
-from ...runtime.channel import Channel
 from ...runtime.trace import Recorder
 from ...runtime.wgrad import WeightGradStore
 from ...schedule.actions import Op
 from ...schedule.placement import Placement
+from ...schedule.schedule import Schedule
 from ..arguments import MegatronArgs
-from ..utils import gather
+from ..callbacks import Callback, Duration, PlanInputs, Step
+from ..errors import ConfigError
+from ..feature import Feature, Flag, Run
+from ..measuring import Seconds, hop_seconds, host_rates, pass_seconds
+from ..utils import file_contents, gather, unwrapped
 
 logger = logging.getLogger(__name__)
 
-# Seconds of F, B and W, by chunk of this rank and operation.
-Seconds = Mapping[tuple[int, Op], float]
-# One pass: (chunk, operation, microbatch, seconds).
-Duration = tuple[int, Op, int, float]
 # Of this rank, by chunk: bytes of a set from F to B, and from B to W.
 Sizes = tuple[Mapping[int, int], Mapping[int, int]]
 
 
-def profiler_of(args: MegatronArgs) -> Profiler:
-    """What Megatron's arguments ask to be measured."""
-    steps = args.pp_profile_steps or 0
-    return Profiler(steps, args.pp_profile if steps else None, bool(args.pp_cheap_recompute))
+class ProfileSteps(Feature):
+    """``--pp-profile-steps`` and ``--pp-profile``."""
+
+    flags = (
+        Flag(
+            "--pp-profile-steps",
+            "measure F, B, W of every stage and the hop for N steps, then make the order anew for "
+            "them, if that is faster",
+            "N",
+            int,
+        ),
+        Flag(
+            "--pp-profile",
+            "with --pp-profile-steps: write there what was measured, for `megatron-ext plan "
+            "--profile` and later runs; without: plan with what a former run wrote, from the first "
+            "step on",
+            "FILE",
+            compared=lambda value, args: (
+                value if args.pp_profile_steps is not None else file_contents(value)
+            ),
+        ),
+    )
+
+    def check(self, run: Run) -> None:
+        if run.schedule is not None:
+            run.profile = former_profile(run.args, run.schedule.file is not None)
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        if run.schedule is None:
+            return ()
+        args = run.args
+        steps = args.pp_profile_steps or 0
+        assert run.store is not None
+        path = args.pp_profile if steps else None
+        return (Profiler(run.inputs, run.store, steps, path, bool(args.pp_cheap_recompute)),)
 
 
-class Profiler:
-    """Collects what the first training steps take.
-
-    The device is waited for once, when they are over.
+def former_profile(args: MegatronArgs, fixed: bool) -> Profile | None:
+    """Check the profile's flags, and read a former run's profile if this one is not to measure.
 
     Args:
-        steps: how many of them the user wants measured; 0: none.
+        args: Megatron's.
+        fixed: the schedule is a file, whose order cannot change.
+
+    Raises:
+        ConfigError: flags that contradict each other, or a profile of another model.
+    """
+    steps, path = args.pp_profile_steps, args.pp_profile
+    if steps is not None and steps < 1:
+        raise ConfigError(
+            f"--pp-profile-steps must be 1 or more, got {steps}; drop it to keep the order"
+        )
+    flag = f"--pp-profile-steps {steps}" if steps is not None else f"--pp-profile {path}"
+    if fixed and (steps is not None or path is not None):
+        raise ConfigError(f"--pp-schedule {args.pp_schedule}: a file's order is fixed; drop {flag}")
+    if path is None:
+        return None
+    if steps is None:
+        if args.pp_cost is not None:
+            raise ConfigError(
+                f"--pp-cost {args.pp_cost} and --pp-profile {path} both say what passes take; give "
+                "one, or measure anew with --pp-profile-steps"
+            )
+        own = SimpleNamespace(**vars(args), cheap_recompute=bool(args.pp_cheap_recompute))
+        try:
+            profile = Profile.load(path)
+            profile.require(own)
+        except PlanError as error:
+            raise ConfigError(
+                f"--pp-profile {path}: {error} (without --pp-profile-steps it is read)"
+            ) from None
+        return profile
+    target = Path(path)
+    if target.exists():
+        try:
+            Profile.load(path)
+        except PlanError as error:
+            raise ConfigError(
+                f"--pp-profile {path} would be overwritten, but it is no profile ({error}); give "
+                "another name"
+            ) from None
+    folder = target.absolute().parent
+    if args.rank == 0 and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ConfigError(
+            f"--pp-profile {path} cannot be written after {steps} steps: {folder} is no folder "
+            "that this user may write in; make it, or give another name"
+        )
+    return None
+
+
+class Profiler(Callback):
+    """Measures the first training steps; the device is waited for once, when they are over.
+
+    Args:
+        inputs: of plans; gets the profile.
+        store: of delayed weight gradients.
+        steps: how many steps the user wants measured; 0: none.
         path: of the file for the profile, or None.
         cheap_recompute: the run has ``--pp-cheap-recompute``.
-
-    Attributes:
-        reorders: the order is to be made anew for what was measured.
     """
 
     def __init__(
-        self, steps: int = 0, path: str | None = None, cheap_recompute: bool = False
+        self,
+        inputs: PlanInputs,
+        store: WeightGradStore,
+        steps: int = 0,
+        path: str | None = None,
+        cheap_recompute: bool = False,
     ) -> None:
-        self.reorders = steps > 0
-        self.path, self._cheap = path, cheap_recompute
+        self._inputs, self._store = inputs, store
+        inputs.reorder = steps > 0
+        self._path, self._cheap = path, cheap_recompute
         self._left = steps
         self._recorders: list[tuple[Recorder, Placement]] = []
         self._sizes: SetSizes | None = None
 
-    def require(self, steps: int) -> None:
-        """Measure at least so many steps."""
-        self._left = max(self._left, steps)
+    # --- events ---
 
-    @property
-    def active(self) -> bool:
-        """True if the step that comes is to be timed."""
+    def times(self, training: bool) -> bool:
+        return training and self._left > 0
+
+    def holds_next(self) -> bool:
         return self._left > 0
 
-    def sizes(self, models: Sequence[torch.nn.Module], store: WeightGradStore) -> SetSizes | None:
-        """What counts the bytes of the step that comes; None if it is not to be counted."""
-        if not self.reorders or self._sizes is not None:
-            return None
-        self._sizes = SetSizes(models, store)
-        return self._sizes
+    def before_plan(self, step: Step) -> None:
+        if step.training:
+            self._left = max(self._left, self._inputs.steps_to_measure)
+            self._inputs.steps_to_measure = 0
+
+    def planned(self, plan: Schedule) -> None:
+        if self._inputs.reorder and self._inputs.profile is not None and dist.get_rank() == 0:
+            logger.warning("megatron_ext: %s", plan.note)
+
+    def begin(self, step: Step) -> None:
+        if self.times(step.training) and self._inputs.reorder and self._sizes is None:
+            models = [unwrapped(model) for model in step.call.iteration.models]
+            step.observer = self._sizes = SetSizes(models, self._store)
+
+    def end(self, step: Step) -> None:
+        if self.times(step.training) and self.add(step.recorder, step.plan.placement):
+            self._finish(step)
+
+    def _finish(self, step: Step) -> None:
+        """Take the times and sizes of the measured steps into the plans of those that follow."""
+        group, channel, durations = step.call.group, step.channel, self.take()
+        rates = step.note("host_rates")
+        if self._path is not None and rates is None:
+            rates = host_rates(channel.device, group)
+        profile = self._inputs.profile = self.agree(
+            step.plan.placement,
+            step.rank,
+            pass_seconds(durations),
+            hop_seconds(channel, group) if self._inputs.reorder else 0.0,
+            [unwrapped(model) for model in step.call.iteration.models],
+            step.call.batch,
+            step.note("set_bytes"),
+            rates,
+        )
+        self._inputs.changed = True
+        self._save(profile)
+        for callback in step.callbacks:
+            callback.profiled(step, durations)
+
+    # --- measuring ---
 
     def add(self, recorder: Recorder, placement: Placement) -> bool:
         """Take a step's passes; True if it was the last one."""
@@ -152,19 +274,19 @@ class Profiler:
             model={name: value for name, value in about.items() if value is not None},
         )
 
-    def save(self, profile: Profile) -> None:
+    def _save(self, profile: Profile) -> None:
         """Write the file, on the first rank of the job, if one was asked for."""
-        if self.path is None or dist.get_rank() != 0:
+        if self._path is None or dist.get_rank() != 0:
             return
         try:
-            profile.save(self.path)
+            profile.save(self._path)
         except OSError as error:
             # Hours of training are worth more than the file.
             logger.warning(
-                "megatron_ext: --pp-profile %s cannot be written: %s", self.path, error.strerror
+                "megatron_ext: --pp-profile %s cannot be written: %s", self._path, error.strerror
             )
             return
-        logger.warning("megatron_ext: what was measured is in %s", self.path)
+        logger.warning("megatron_ext: the measured profile is in %s", self._path)
 
 
 def _largest(found: Sequence[Sequence[Sequence[Any]]], column: int) -> tuple[int, ...] | None:
@@ -242,57 +364,3 @@ def _saved(output: torch.Tensor) -> list[torch.Tensor]:
                 values = value if isinstance(value, list | tuple) else [value]
                 found += [x for x in values if isinstance(x, torch.Tensor)]
     return found
-
-
-def pass_seconds(
-    durations: Sequence[Duration], of: Callable[[Sequence[float]], float] = statistics.median
-) -> dict[tuple[int, Op], float]:
-    """What F, B and W of each chunk take.
-
-    The first microbatch of a step does not count if there are others: its passes also load kernels.
-    A BW counts half to each.
-
-    Args:
-        durations: (chunk, operation, microbatch, seconds).
-        of: the number that stands for a pass's times.
-    """
-    every: dict[tuple[int, Op], list[float]] = {}
-    last = max((microbatch for _, _, microbatch, _ in durations), default=0)
-    for chunk, op, microbatch, seconds in durations:
-        if microbatch == 0 and last > 0:
-            continue
-        for part in (Op.B, Op.W) if op is Op.BW else (op,):
-            every.setdefault((chunk, part), []).append(seconds / (2 if op is Op.BW else 1))
-    return {key: of(times) for key, times in every.items()}
-
-
-def hop_seconds(channel: Channel, group: Any) -> float:
-    """One way of a message to the next rank, half of the best of five round trips.
-
-    All ranks of ``group`` call this together. 0 where shapes vary.
-    """
-    if channel.shape is None:
-        return 0.0
-    device = channel.device
-    rank, size = group.rank(), group.size()
-    ranks = dist.get_process_group_ranks(group)
-    message = torch.zeros(channel.shape, dtype=channel.dtype, device=device)
-    best = float("inf")
-    for turn in (0, 1):  # pairs (0, 1), (2, 3), ..., then (1, 2), (3, 4), ...
-        first = rank % 2 == turn
-        peer = rank + 1 if first else rank - 1
-        dist.barrier(group)
-        for _ in range(6 if 0 <= peer < size else 0):
-            started = time.perf_counter()
-            if first:
-                dist.send(message, ranks[peer], group)
-                dist.recv(message, ranks[peer], group)
-            else:
-                dist.recv(message, ranks[peer], group)
-                dist.send(message, ranks[peer], group)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if first:
-                best = min(best, (time.perf_counter() - started) / 2)
-    dist.barrier(group)
-    return best if best < float("inf") else 0.0

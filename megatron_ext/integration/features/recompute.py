@@ -10,18 +10,44 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..arguments import MegatronArgs
+from ..callbacks import Callback, HooksOnly
 from ..errors import ConfigError
+from ..feature import Feature, Flag, Run
 from ..hooks import Hook
 
 logger = logging.getLogger(__name__)
 
 FLAG = "--pp-cheap-recompute"
+
+
+class Recompute(Feature):
+    """``--pp-cheap-recompute``."""
+
+    flags = (
+        Flag(
+            FLAG,
+            "recompute norm and activation-function outputs in backward instead of keeping them, "
+            "beside what --recompute-modules names",
+            switch=True,
+        ),
+    )
+
+    def check(self, run: Run) -> None:
+        if run.args.pp_cheap_recompute:
+            ask_megatron(run.args)
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        if not run.args.pp_cheap_recompute:
+            return ()
+        return (HooksOnly(hooks(experts=not run.experts_in_chunks)),)
+
+
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 

@@ -1,66 +1,66 @@
-"""Writes measured iterations into the directory of ``--pp-trace``."""
+"""``--pp-trace``: measured iterations, written to a directory."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from ...runtime import files
-from ...runtime.trace import Recorder, TraceFile
+from ...runtime.trace import TraceFile
 from ...schedule.schedule import Schedule
 from ...schedule.simulate import peak_sets
 from ...view.recorded import plan_file
+from ..callbacks import Callback, Step
+from ..feature import Feature, Flag, Run
 from ..utils import map_tensors
-from .offload.runtime import Offloading
 
 
-class Traces:
+class Trace(Feature):
+    """``--pp-trace``."""
+
+    flags = (
+        Flag(
+            "--pp-trace",
+            "write each rank's measured timeline and peak resident activation sets here",
+            "DIR",
+            compared=lambda value, args: "a directory",  # may be each node's own
+        ),
+    )
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        return () if run.args.pp_trace is None else (Traces(run.args.pp_trace),)
+
+
+class Traces(Callback):
     """This rank's file, and the plans that its iterations follow.
 
     Args:
-        directory: None: nothing is written.
+        directory: for all ranks; made if it is missing.
     """
 
-    def __init__(self, directory: str | None) -> None:
-        self.directory = directory
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
         self._file: TraceFile | None = None
-        self._iterations = {False: 0, True: 0}  # of training, and forward only
+        self._iterations = {False: 0, True: 0}  # of evaluation, and of training
         self._plans: list[Schedule] = []
 
-    def write(
-        self,
-        plan: Schedule,
-        rank: int,
-        recorder: Recorder,
-        losses: list[Any],
-        offloading: Offloading | None,
-        wgrad: Any,
-        forward_only: bool,
-    ) -> None:
-        """One iteration, if it is due.
+    def times(self, training: bool) -> bool:
+        return True
 
-        Args:
-            plan: lowered.
-            rank: of this process in the pipeline.
-            recorder: its times.
-            losses: what the loss reported.
-            offloading: of this iteration, or None.
-            wgrad: which layers split their backward pass.
-            forward_only: it is an evaluation.
-        """
-        self._iterations[forward_only] += 1
-        if self.directory is None:
-            return
+    def end(self, step: Step) -> None:
+        """Write the iteration, if it is due."""
+        self._iterations[step.training] += 1
+        plan, recorder = step.plan, step.recorder
         new = not any(plan is known for known in self._plans)
-        if not (new or TraceFile.due(self._iterations[forward_only])):
+        if not (new or TraceFile.due(self._iterations[step.training])):
             return
         if self._file is None:
-            self._file = TraceFile(self.directory, f"rank{dist.get_rank()}")
+            self._file = TraceFile(self._directory, f"rank{dist.get_rank()}")
         if new:
             self._plans.append(plan)
-            if dist.get_rank() == 0 and not forward_only:
+            if dist.get_rank() == 0 and step.training:
                 path = self._file.directory / plan_file(plan.fingerprint())
                 files.create(path).close()  # its own, whatever lay there
                 plan.unlowered().save(path)
@@ -68,17 +68,17 @@ class Traces:
             {
                 "schedule": plan.name,
                 "plan": plan.fingerprint(),
-                "pipeline_rank": rank,
-                "iteration": self._iterations[False],
+                "pipeline_rank": step.rank,
+                "iteration": self._iterations[True],
                 "microbatches": plan.microbatches,
-                "forward_only": forward_only,
+                "forward_only": not step.training,
                 "peak_sets": recorder.peak_sets,
-                "peak_sets_planned": 0 if forward_only else peak_sets(plan.ranks)[rank],
+                "peak_sets_planned": peak_sets(plan.ranks)[step.rank] if step.training else 0,
                 "zero_unix_us": recorder.zero_unix_us,
                 "waited_us": recorder.waited_us,
-                "wgrad": wgrad,
-                "losses": map_tensors(losses, _exact),
-                "offload": None if offloading is None else offloading.summary(plan, rank),
+                "wgrad": step.note("wgrad"),
+                "losses": map_tensors(step.losses, _exact),
+                "offload": step.note("offload"),
                 "events": recorder.events(),
             }
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext import cpu
@@ -31,10 +30,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from megatron_ext.integration.feature import Run  # noqa: E402
+from megatron_ext.integration.features.schedule.choose import Choice  # noqa: E402
 from megatron_ext.integration.install import Installation  # noqa: E402
-from megatron_ext.integration.validate import Choice  # noqa: E402
 from megatron_ext.schedule import generate  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
+from tests.support.stand_ins import megatron_args  # noqa: E402
 
 WORLD, LAYERS, HIDDEN, HEADS, SEQUENCE, BATCH, VOCAB = 4, 8, 32, 4, 16, 2, 64
 
@@ -230,20 +231,21 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             dist.barrier()
             schedule = str(path)
         installation = Installation()
-        args = SimpleNamespace(
+        args = megatron_args(
             pipeline_model_parallel_size=case["pp"],
             pp_trace=str(folder),
             pp_profile_steps=case.get("profile"),
-            pp_profile=None,
-            pp_post_validation=None,
-            pp_cheap_recompute=None,
+            micro_batch_size=1,
+            data_parallel_size=1,
+            global_batch_size=case.get("file_m", m),
             distributed_timeout_minutes=1,
             rank=dist.get_rank(),
         )
         choice = Choice(schedule, memory_cap=case.get("cap"), offloading=case.get("offload"))
         if choice.undecided:
             choice.decide(case["pp"], case.get("full_m", m))
-        installation.hook_schedule(args, choice, chunks)
+        version = installation.hooks.version
+        installation.start(Run(args, version, training=False, schedule=choice, chunks=chunks))
     try:
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=case["pp"],

@@ -7,11 +7,11 @@ import inspect
 import json
 import sys
 import types
-from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext import cpu
 from megatron_ext.integration import ConfigError, install
+from tests.support.stand_ins import megatron_args
 
 TARGETS = (
     "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
@@ -66,24 +66,19 @@ def main() -> None:
     consumer = types.ModuleType("a_training_script")
     consumer.mpu_last = parallel_state.is_pipeline_last_stage  # type: ignore[attr-defined]
     sys.modules[consumer.__name__] = consumer
+    from megatron_ext.integration.feature import Run
+    from megatron_ext.integration.features.schedule.choose import Choice
     from megatron_ext.integration.hooks import Hook
     from megatron_ext.integration.install import Installation
-    from megatron_ext.integration.validate import Choice
 
     before = {target: held(target) for target in TARGETS}
     symbols = megatron_symbols()
     installation = Installation()
-    args = SimpleNamespace(
-        pipeline_model_parallel_size=4,
-        distributed_timeout_minutes=1,
-        rank=0,
-        pp_trace=None,
-        pp_profile=None,
-        pp_profile_steps=None,
-        pp_post_validation=None,
-        pp_cheap_recompute=None,
+    args = megatron_args(
+        pp_schedule="v-half", pipeline_model_parallel_size=4, distributed_timeout_minutes=1, rank=0
     )
-    installation.hook_schedule(args, Choice("v-half"), 2)
+    version, training = installation.hooks.version, "megatron.training" in sys.modules
+    installation.start(Run(args, version, training, schedule=Choice("v-half"), chunks=2))
     out["changed"] = {t: held(t) is not before[t] for t in TARGETS}
     out["consumer_rebound"] = consumer.mpu_last is parallel_state.is_pipeline_last_stage  # type: ignore[attr-defined]
     out["report"] = installation.hooks.report()

@@ -20,8 +20,8 @@ from tests.megatron.cases import wgrad_cases
 # isort: split
 from megatron_ext.integration.features.moe.layer import PipelinedMoE
 from megatron_ext.integration.features.offload import runtime as offload
-from megatron_ext.integration.features.offload.request import OffloadRequest
 from megatron_ext.integration.hooks import Hooks
+from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.moe import saved
 from megatron_ext.moe.settings import Settings
 from megatron_ext.offload.device import CpuDevice, Faults
@@ -94,9 +94,9 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     hooks = Hooks(gpt_cases.Installation().hooks.version)
 
     class WithMoE(gpt_cases.Installation):
-        def hook_schedule(self, *args: Any) -> None:
-            super().hook_schedule(*args)
-            hook(self.pipeline._store)
+        def start(self, run: Any) -> None:
+            super().start(run)
+            hook(run.store)
 
     def hook(store: Any) -> None:
         if case["moe"] is not None:

@@ -23,7 +23,7 @@ from tests.megatron.cases import wgrad_cases
 # isort: split
 from megatron_ext.integration.features import profile
 from megatron_ext.integration.features.offload import runtime as offload
-from megatron_ext.integration.features.offload.request import OffloadRequest
+from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.device import CpuDevice, Faults
 from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule import generate, offload_pass

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer import multi_token_prediction  # noqa: F401
 
-from megatron_ext.integration.relay import Relay
+from megatron_ext.integration.features.v_placement.relay import Relay
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule.placement import Placement
 from tests.support.ranks import on_ranks

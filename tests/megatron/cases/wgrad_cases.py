@@ -152,9 +152,9 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         return wrapped, bare
 
     class Noting(gpt_cases.Installation):
-        def hook_schedule(self, *args: Any) -> None:
-            super().hook_schedule(*args)
-            stores.append(self.pipeline._store)
+        def start(self, run: Any) -> None:
+            super().start(run)
+            stores.append(run.store)
 
     with stand_ins(case):
         with mock.patch.multiple(gpt_cases, build=build, Installation=Noting):

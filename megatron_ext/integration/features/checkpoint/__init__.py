@@ -1,0 +1,27 @@
+"""Checkpoints that any schedule loads, whatever schedule saved them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ....checkpoints.layout import Layout
+from ...callbacks import Callback, HooksOnly
+from ...feature import Feature, Run
+
+
+class Checkpoint(Feature):
+    """On for every schedule inside Megatron's training loop."""
+
+    def check(self, run: Run) -> None:
+        if run.schedule is not None:
+            from .hooks import choose_formats
+
+            notice = choose_formats(run.args, run.schedule.name, run.schedule.vee)
+            run.notices += [] if notice is None else [notice]
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        if run.schedule is None or not run.training:
+            return ()
+        from .hooks import Checkpoints
+
+        return (HooksOnly(Checkpoints(run.schedule.name, Layout.of(run.args)).hooks()),)

@@ -1,0 +1,173 @@
+"""``--moe-pipeline-chunks``: MPipeMoE layers in chunks of tokens, with memory reuse."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...callbacks import Callback
+from ...feature import Conflict, Feature, Flag, Run
+from ...hooks import Hook
+from ...utils import file_contents
+
+if TYPE_CHECKING:
+    from .layer import PipelinedMoE
+
+logger = logging.getLogger(__name__)
+
+CHUNKS = ("off", "auto", "1", "2", "4", "8")
+STRATEGIES = ("none", "s1", "s2", "s3", "s4", "auto")
+RESTORED = "s1 to s4"
+FLAGS = (
+    "--moe-pipeline-chunks",
+    "--moe-memory-reuse",
+    "--moe-memory-budget",
+    "--moe-pipeline-costs",
+)
+
+_ONE_CALL = "it works on a whole layer at once, which runs in chunks here; drop it"
+_SCHEDULE = "its schedule calls the parts of an MoE layer itself and would pass the chunks by"
+_THRICE = "the experts would be computed three times"
+_QUANTIZED = "each chunk would be scaled and padded on its own; drop one of both"
+_GRAPH = "a captured graph has fixed sizes, and chunks have those of the routing; drop it"
+_SHARDED = "it gathers and frees parameters around whole layers; use --use-distributed-optimizer"
+
+CONFLICTS = (
+    Conflict(
+        "--moe-token-dispatcher-type",
+        "chunks have all-to-alls of their own; set it to alltoall",
+        off=("alltoall",),
+    ),
+    Conflict(
+        "--moe-pad-expert-input-to-capacity",
+        "the capacity is that of the whole batch; drop it (--moe-expert-capacity-factor works)",
+    ),
+    Conflict("--overlap-moe-expert-parallel-comm", f"{_SCHEDULE}; drop one of both"),
+    Conflict("--delay-wgrad-compute", f"{_ONE_CALL}, or use --pp-schedule, which delays them too"),
+    Conflict("--overlap-dispatch-backward-with-experts-wgrad", _ONE_CALL),
+    Conflict("--moe-shared-expert-overlap", _ONE_CALL),
+    Conflict(
+        "--recompute-granularity",
+        f"{_THRICE}; use --moe-memory-reuse none, or recompute selectively",
+        values=("full",),
+        only=RESTORED,
+    ),
+    Conflict(
+        "--recompute-modules",
+        f"{_THRICE}; drop moe there, or use --moe-memory-reuse none",
+        values=("moe",),
+        only=RESTORED,
+    ),
+    Conflict(
+        "--recompute-modules",
+        "its recomputation does not run inside a backward pass of ours; drop moe_act there, "
+        "--moe-memory-reuse s3 or s4 saves more",
+        values=("moe_act",),
+    ),
+    Conflict(
+        "--offload-modules",
+        "it expects each layer's tensors once a pass; drop them there, --moe-memory-reuse s1 "
+        "offloads both",
+        values=("expert_fc1", "moe_act", "fused_group_mlp"),
+    ),
+    Conflict("--moe-paged-stash", f"{_ONE_CALL}; --moe-memory-reuse s1 offloads too"),
+    Conflict("--cpu-offloading-num-layers", _ONE_CALL + " and use --moe-memory-reuse s1"),
+    Conflict("--mlp-chunks-for-training", "it cuts before routing; drop it", off=(1,)),
+    Conflict("--enable-cuda-graph", _GRAPH),
+    Conflict("--external-cuda-graph", _GRAPH),
+    Conflict("--cuda-graph-impl", _GRAPH + ", or set it to none", off=("none",)),
+    Conflict("--fp8-format", _QUANTIZED),
+    Conflict("--fp4-format", _QUANTIZED),
+    Conflict("--moe-router-padding-for-quantization", _QUANTIZED),
+    Conflict("--moe-router-padding-for-fp8", _QUANTIZED),
+    Conflict("--use-megatron-fsdp", _SHARDED),
+    Conflict("--use-torch-fsdp2", _SHARDED),
+)
+
+
+class MoE(Feature):
+    """On with ``--moe-pipeline-chunks``, with or without a schedule of ours."""
+
+    flags = (
+        Flag(
+            FLAGS[0],
+            "run dispatch, experts and combine of every MoE layer in so many chunks of tokens, the "
+            "communication of one beside the computation of another; auto measures; default: off",
+            "{" + ",".join(CHUNKS) + "}",
+            alone=True,
+        ),
+        Flag(
+            FLAGS[1],
+            "how the experts' input and what lies inside them are restored for the backward pass: "
+            "s1 copies both from the host, s2 sends the input again, s3 computes the inside again, "
+            "s4 does both, auto takes the fastest that keeps the budget; default: none, both are "
+            "kept",
+            "{" + ",".join(STRATEGIES) + "}",
+            alone=True,
+        ),
+        Flag(
+            FLAGS[2],
+            "device memory that a rank's MoE layers may take, e.g. 8GiB; auto chooses within it",
+            "BYTES",
+            alone=True,
+        ),
+        Flag(
+            FLAGS[3],
+            "what the operations of an MoE layer cost, as an earlier run logged it, for auto; "
+            "default: measured before a layer's first call",
+            "FILE",
+            alone=True,
+            compared=lambda value, args: file_contents(value),
+        ),
+    )
+    conflicts = CONFLICTS
+
+    def check(self, run: Run) -> None:
+        from .flags import MoERequest
+
+        request = MoERequest.of(run.args)
+        if request is not None:
+            request.check(run.args)
+            run.experts_in_chunks = not request.stock
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        from ....moe.settings import Settings
+        from ....schedule.simulate import peak_sets
+        from .choice import ChosenMoE, check_budget, stock_sets
+        from .flags import MoERequest
+        from .layer import PipelinedMoE, Policy
+
+        request, schedule = MoERequest.of(run.args), run.schedule
+        if request is None:
+            return ()
+        pp = run.args.pipeline_model_parallel_size
+
+        def sets(chunks: int, microbatches: int) -> list[int]:
+            if schedule is None:
+                return stock_sets(pp, chunks, microbatches)
+            return peak_sets(schedule.plan(pp, chunks, microbatches).ranks)
+
+        policy: Policy = Settings()
+        if not request.stock:
+            if request.budget_bytes is not None:
+                check_budget(run.args, request.space(), request.budget_bytes, sets)
+            policy = ChosenMoE(request.space(), request.budget_bytes, sets, request.costs)
+        if run.args.rank == 0:
+            logger.warning(
+                "megatron_ext: %s on megatron-core %s", request.text(run.args), run.version
+            )
+        return (_Layers(PipelinedMoE(policy, run.store)),)
+
+
+class _Layers(Callback):
+    """The MoE layers of this rank."""
+
+    def __init__(self, layers: PipelinedMoE) -> None:
+        self._layers = layers
+
+    def hooks(self) -> Sequence[Hook]:
+        return self._layers.hooks()
+
+    def close(self) -> None:
+        self._layers.release()

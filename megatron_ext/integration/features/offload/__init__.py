@@ -1,0 +1,78 @@
+"""``--pp-offload``: PipeOffload, activation sets on the host between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...callbacks import Callback
+from ...errors import ConfigError
+from ...feature import Feature, Flag, Run
+
+
+class Offload(Feature):
+    """On with ``--pp-offload`` or a schedule file that offloads."""
+
+    flags = (
+        Flag(
+            "--pp-offload",
+            "send activations to the host's memory between their forward and backward pass: of "
+            "half of each rank's model chunks (rounded up), of all, or (auto) what lowers the peak "
+            "most while no pass waits",
+            "{off,half,full,auto}",
+        ),
+        Flag(
+            "--pp-offload-chunks",
+            "offload N chunks of each rank, those with the longest lifespan; in place of "
+            "--pp-offload",
+            "N",
+            int,
+        ),
+        Flag(
+            "--pp-offload-time",
+            "time that one activation set takes to the host, and back, as a fraction of its "
+            "chunk's F+B+W; default: measured in the first step",
+            "T[,T2]",
+        ),
+        Flag(
+            "--pp-offload-transfer",
+            "one copy stream, one a direction, or neighbours that share a switch taking turns; "
+            "default: measured at start",
+            "{single,dual,paired}",
+        ),
+        Flag(
+            "--pp-offload-policy",
+            "which tensors of an offloaded set stay on the device: all are offloaded (default), "
+            "keep-attention-inputs, or your own function that returns True for tensors to keep",
+            "{all,keep-attention-inputs,MODULE:FUNCTION}",
+        ),
+    )
+
+    def check(self, run: Run) -> None:
+        policy = run.args.pp_offload_policy
+        if policy is None or run.schedule is None:
+            return
+        if not run.schedule.offloads:
+            raise ConfigError(
+                f"--pp-offload-policy {policy} is for offloading, which is off; add --pp-offload "
+                "auto (or half, full), or drop --pp-offload-policy"
+            )
+        from .policy import policy_of
+
+        policy_of(policy)
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        schedule = run.schedule
+        if schedule is None or not schedule.offloads:
+            return ()
+        from .policy import policy_of
+        from .runtime import Offloading
+
+        return (
+            Offloading(
+                schedule.offload,
+                None if schedule.file is None else schedule.file.link,
+                run.inputs,
+                trace=run.args.pp_trace is not None,
+                policy=policy_of(run.args.pp_offload_policy or "all"),
+            ),
+        )

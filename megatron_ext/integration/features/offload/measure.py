@@ -12,24 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ....offload.arena import HostArena
-from ....offload.device import CpuDevice, CudaDevice, Device
+from ....offload.device import Device
 from ....offload.engine import FileTurns, Policy, Turns
 from ....offload.host import require_host_memory
 from ....offload.host_memory import available_host_bytes
-from ....offload.rates import Rates, choose_policy, measure_rates
+from ....offload.rates import Rates
 from ....schedule.actions import Op
 from ....schedule.link import Link, travel_time
 from ....schedule.placement import Placement
 from ...errors import ConfigError
+from ...measuring import Seconds, measure_link
 from ...utils import gather
-from ..profile import Seconds
-
-# Bytes each way of one measurement: long enough to hide what starting a copy costs.
-PROBE_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
-_AMPLE = 64  # probes: eight ranks on a host, each with a pinned and a pageable copy, and room
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ def settle(asked: str | None, measured: bool, device: Device, group: Any) -> Tra
         )
     rates, opinion, why = None, asked, "as asked for"
     if measured or asked is None:
-        rates, mine = _measure(rank, len(hosts), apart is None, device, group)
+        rates, mine = measure_link(rank, len(hosts), apart is None, device, group)
         opinions = gather((mine[0].value, mine[1]))
         if asked is None:
             opinion = _consensus([choice for choice, _ in opinions])
@@ -129,21 +123,6 @@ def ways(setup: TransferSetup) -> tuple[float, float]:
     assert rates is not None
     if setup.policy is Policy.DUAL:
         return rates.to_host_together, rates.to_device_together
-    return rates.to_host, rates.to_device
-
-
-def host_rates(device: torch.device, group: Any) -> tuple[float, float] | None:
-    """Bytes/s to the host and back where nothing is offloaded; all ranks of the job together.
-
-    None if a host has little memory left: only a profile wants to know, which is no reason to fail.
-    """
-    if min(gather(available_host_bytes())) < _AMPLE * PROBE_BYTES[device.type]:
-        return None
-    own: Device = CudaDevice(device) if device.type == "cuda" else CpuDevice()
-    try:
-        rates, _ = _measure(group.rank(), group.size(), False, own, group)
-    finally:
-        own.close()
     return rates.to_host, rates.to_device
 
 
@@ -201,29 +180,6 @@ def least_set_bytes(model: torch.nn.Module, config: Any, shape: tuple[int, ...] 
     inner //= config.tensor_model_parallel_size
     nbytes: int = len(layers) * (tokens * width + full * inner) * size
     return nbytes
-
-
-def _measure(
-    rank: int, size: int, paired: bool, device: Device, group: Any
-) -> tuple[Rates, tuple[Policy, str]]:
-    """Rates of this rank while its neighbour is quiet, and its opinion on the policy."""
-    nbytes = 2 * PROBE_BYTES["cuda" if device.torch_device.type == "cuda" else "cpu"]
-    arena = HostArena(device.torch_device, nbytes)
-    slot = arena.take(nbytes)
-    assert slot is not None
-    alone = crowded = None
-    for turn in (0, 1):
-        dist.barrier(group)
-        if rank % 2 == turn:
-            alone = measure_rates(device, slot.memory)
-    dist.barrier(group)
-    if paired and (rank ^ 1) < size:
-        crowded = measure_rates(device, slot.memory)
-    dist.barrier(group)
-    arena.give(slot)
-    arena.close()
-    assert alone is not None
-    return alone, choose_policy(alone, crowded)
 
 
 def _consensus(opinions: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Undoing what the begin of an iteration has done beside its activations.
+"""Undoing the side effects of a begun iteration.
 
 Under post-validation the first forward passes of an iteration run before it is certain that their
 parameters are right, and before Megatron has dealt with the iteration before. If they are dropped,
@@ -98,14 +98,14 @@ class Rewind:
         for metrics in self._metrics:
             metrics.clear()
 
-    def pause(self) -> None:
+    def suspend(self) -> None:
         """The passes have run; Megatron deals with the iteration before them."""
         self._head = [dict(metrics) for metrics in self._metrics]
         for metrics, before in zip(self._metrics, self._before):
             metrics.clear()
             metrics.update(before)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """The iteration goes on behind the passes."""
         for replay in self._replays:
             replay.keep()

@@ -11,89 +11,42 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ....runtime.channel import Channel
 from ...arguments import MegatronArgs
+from ...callbacks import Callback
 from ...hooks import Hook
-from ...rejections import Rejection
+from ...pipeline import start_param_sync
 from .eager_step import EagerStep, StageGroups
-
-if TYPE_CHECKING:
-    from ...pipeline import ScheduledPipeline
+from .head import Head
 
 logger = logging.getLogger(__name__)
 
-# Iterations; gradients that had to be clipped once will soon be again.
-PATIENCE = 10
 
-_AHEAD = "the next iteration has begun when Megatron comes to it; drop it"
-_HOOKED = "the first passes of an iteration run before Megatron prepares for them; drop it"
-_STATE = "its state is not known to be restored exactly; drop it"
-
-REJECTIONS = (
-    Rejection(
-        "--rerun-mode",
-        "the rerun machinery agrees over all ranks at the end of every iteration, which is what "
-        "post-validation does away with; add --rerun-mode disabled",
-        off="disabled",
-    ),
-    Rejection(
-        "--optimizer",
-        "only the steps of adam and sgd are known to be restored exactly; use one of them",
-        off=("adam", "sgd"),
-    ),
-    Rejection("--optimizer-cpu-offload", _STATE),
-    Rejection("--use-precision-aware-optimizer", _STATE),
-    Rejection("--optimizer-cuda-graph", "it is captured with Megatron's reductions in it; drop it"),
-    Rejection("--use-layer-wise-distributed-optimizer", _STATE),
-    Rejection("--fp8", "scaling factors change with every forward pass; drop it", off=None),
-    Rejection("--fp4", "scaling factors change with every forward pass; drop it", off=None),
-    Rejection("--num-distributed-optimizer-instances", _STATE, off=1),
-    Rejection("--mtp-num-layers", "its gradients may be clipped by a norm of their own; drop it"),
-    Rejection("--qk-clip", "it changes parameters behind the optimizer; drop it"),
-    Rejection("--log-max-attention-logit", _AHEAD),
-    Rejection("--save-activations-interval", _HOOKED, off=None),
-    Rejection("--save-tokens-per-expert-interval", _HOOKED, off=None),
-    Rejection("--save-dgrads-interval", _HOOKED, off=None),
-    Rejection("--moe-routing-trace-path", _HOOKED, off=None),
-    Rejection("--dsa-indexer-loss-coeff", "its loss would be logged too early; drop it"),
-    Rejection(
-        "--dataloader-type",
-        "a loader of one's own may save how far it has been read; use single or cyclic",
-        off=("single", "cyclic"),
-    ),
-)
-
-
-class PostValidation:
+class StepAhead(Callback):
     """Steps the optimizer ahead of validation, where the last steps say that it will be right.
 
     Args:
+        head: begins the next iteration.
         patience: iterations in a row without clipping, inf or nan before a step is taken ahead.
 
     Attributes:
         ahead, undone: steps that were taken ahead, and how many of them had to be undone.
     """
 
-    def __init__(self, patience: int = PATIENCE) -> None:
-        self._patience = patience
+    def __init__(self, head: Head, patience: int) -> None:
+        self._head, self._patience = head, patience
         self._plain = 0  # iterations in a row
         self._stepped = False
         self._groups: StageGroups | None = None
-        self._pipeline: ScheduledPipeline | None = None
         self.ahead = self.undone = 0
 
-    def attach(self, pipeline: ScheduledPipeline) -> None:
-        """Say which pipeline's optimizer it is."""
-        self._pipeline = pipeline
-
-    def hooks(self) -> tuple[Hook, ...]:
-        """What has to be hooked."""
+    def hooks(self) -> Sequence[Hook]:
         return (
             Hook(
                 ("megatron.core.optimizer.optimizer:ChainedOptimizer.step",),
@@ -118,8 +71,7 @@ class PostValidation:
     def _after_dropping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            assert self._pipeline is not None
-            self._pipeline.drop_head()
+            self._head.drop()
             return original(*args, **kwargs)
 
         return save_checkpoint
@@ -127,10 +79,9 @@ class PostValidation:
     def _before_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
-            assert self._pipeline is not None
             ends = original(*args, **kwargs)
             if ends:
-                self._pipeline.drop_head()
+                self._head.drop()
             return ends
 
         return checkpoint_and_decide_exit
@@ -149,15 +100,13 @@ class PostValidation:
     def _may_step_ahead(self, optimizer: Any) -> bool:
         from megatron.training import get_args
 
-        assert self._pipeline is not None
-        if self._groups is None and self._pipeline.can_run_head:
+        if self._groups is None and self._head.possible:
             # Collective over the job, so before anything that only some ranks do.
-            group = self._pipeline.group
-            self._groups = StageGroups(optimizer.chained_optimizers, group)
+            self._groups = StageGroups(optimizer.chained_optimizers, self._head.last.group)
         return (
             self._stepped
             and self._plain >= self._patience
-            and self._pipeline.can_run_head
+            and self._head.possible
             and goes_on(get_args())
         )
 
@@ -170,14 +119,14 @@ class PostValidation:
         self._plain = self._plain + 1 if success and not clipped else 0
 
     def _step_ahead(self, optimizer: Any, original: Callable[..., Any]) -> tuple[bool, Any, Any]:
-        assert self._pipeline is not None and self._groups is not None
-        attempt = Attempt(optimizer, self._groups, self._pipeline)
+        assert self._groups is not None
+        attempt = Attempt(optimizer, self._groups, self._head)
         self.ahead += 1
-        self._pipeline.run_head(attempt)
+        self._head.run(attempt)
         assert attempt.state is not None
         if attempt.step_of.is_plain(attempt.state):
             return attempt.step_of.accept(attempt.state)
-        self._pipeline.drop_head()
+        self._head.drop()
         self.undone += 1
         result = attempt.step_of.redo(original, attempt.state)
         self._plain = 0
@@ -203,20 +152,18 @@ class Attempt:
         step_of: the optimizer's part.
     """
 
-    def __init__(self, optimizer: Any, groups: StageGroups, pipeline: ScheduledPipeline) -> None:
-        device = pipeline.device
-        self.channel = Channel(pipeline.group, (groups.size,), torch.float64, device)
+    def __init__(self, optimizer: Any, groups: StageGroups, head: Head) -> None:
+        self._call = head.last
+        device = next(self._call.iteration.models[0].parameters()).device
+        self.channel = Channel(self._call.group, (groups.size,), torch.float64, device)
         self.step_of = EagerStep(optimizer, groups, device)
         self.state: torch.Tensor | None = None
-        self._pipeline = pipeline
         self._so_far = torch.empty(0)
 
     def statistics(self) -> None:
-        """Before PREFIX."""
         self._so_far = self.step_of.statistics()
 
     def prefix(self, before: torch.Tensor | None) -> torch.Tensor:
-        """PREFIX."""
         self._so_far = self.step_of.combine(self._so_far, before)
         return self._so_far
 
@@ -224,10 +171,9 @@ class Attempt:
         """STEP, unless the statistics so far say that it has to be another one, or none."""
         if self.step_of.is_plain(self._so_far):
             self.step_of.step()
-        self._pipeline.start_param_sync()
+        start_param_sync(self._call)
 
     def validate(self, state: torch.Tensor | None) -> torch.Tensor:
-        """VALIDATE."""
         self.state = self._so_far if state is None else state
         return self.state
 

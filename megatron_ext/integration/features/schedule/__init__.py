@@ -1,0 +1,185 @@
+"""``--pp-schedule``: Megatron runs one of our pipeline schedules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ....schedule import generators
+from ....schedule.generators.registry import takers
+from ...arguments import MegatronArgs
+from ...callbacks import Callback
+from ...feature import Conflict, Feature, Flag, Run
+from ...hooks import Hook
+from ...utils import file_contents
+
+if TYPE_CHECKING:
+    from ...pipeline import ScheduledPipeline
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+def _compared(value: str, args: MegatronArgs) -> str:
+    return value if value in (*generators.NAMES, generators.AUTO) else file_contents(value)
+
+
+_CAPPED, _GROUPED = (" and ".join(takers(f"takes_{o}")) for o in ("memory_cap", "group_size"))
+_FLAGS = (
+    Flag(
+        "--pp-schedule",
+        f"pipeline schedule: {', '.join(generators.NAMES)}, {generators.AUTO} (the fastest that "
+        "fits the cap, decided once for the full batch), or a schedule file",
+        "NAME|FILE",
+        compared=_compared,
+    ),
+    Flag(
+        "--pp-memory-cap",
+        f"cap of {_CAPPED} and auto, as a fraction of 1F1B's peak activation, e.g. 0.6, or as all "
+        "bytes of a rank, e.g. 40GiB; auto's default is 1. With offload, of every schedule: what "
+        "stays on the device",
+        "X",
+    ),
+    Flag(
+        "--pp-group-size",
+        f"group size of {_GROUPED}, from half the pipeline size to all of it",
+        "G",
+        int,
+    ),
+    Flag(
+        "--pp-cost",
+        "times of one microbatch on one rank, in any unit, that shape the order; default: equal, "
+        "no hop",
+        "F,B,W[,HOP]",
+    ),
+)
+
+_ORDER = "it works out what comes next from the order of stock's schedules; drop it"
+_GRAPH = "graphs are captured for the order of stock's schedules; drop it"
+_FSDP = (
+    "it frees parameters after each pass, but a weight gradient may come passes later; use "
+    "--use-distributed-optimizer"
+)
+V_PLACEMENT = "V placement"
+
+
+class Schedule(Feature):
+    """Runs the schedule; most other features work on it."""
+
+    flags = _FLAGS
+    conflicts = (
+        Conflict("--cpu-offloading", "Megatron allows it only without a pipeline; drop it"),
+        Conflict("--fine-grained-activation-offloading", _ORDER),
+        Conflict(
+            "--overlap-moe-expert-parallel-comm",
+            "it is a schedule of its own that runs a forward and a backward pass as one; drop it, "
+            "or drop --pp-schedule",
+        ),
+        Conflict(
+            "--delay-wgrad-compute",
+            "the schedule itself delays weight gradients, to where they fill gaps; drop it",
+        ),
+        Conflict(
+            "--defer-embedding-wgrad-compute",
+            "the schedule itself decides when the output layer's weight gradient is computed; "
+            "drop it",
+        ),
+        Conflict("--enable-cuda-graph", _GRAPH),
+        Conflict("--external-cuda-graph", _GRAPH),
+        Conflict("--cuda-graph-impl", _GRAPH + ", or set it to none", off=("none",)),
+        Conflict("--use-megatron-fsdp", _FSDP),
+        Conflict("--use-torch-fsdp2", _FSDP),
+        Conflict(
+            "--num-microbatches-with-partial-activation-checkpoints",
+            "which microbatches may keep their activations depends on the order of stock's "
+            "schedules; drop it and use a schedule with less memory",
+        ),
+        Conflict(
+            "--overlap-param-gather-with-optimizer-step",
+            "it expects chunks to start in the order of stock's interleaved schedule; use "
+            "--overlap-param-gather alone",
+        ),
+        Conflict(
+            "--hybrid-context-parallel",
+            "it reorders microbatches inside stock's schedules; drop it",
+        ),
+        Conflict("--moe-paged-stash", _ORDER),
+        Conflict(
+            "--perform-rl-step",
+            "inference between training steps runs its own pipeline through the model; drop one "
+            "of both",
+        ),
+        Conflict(
+            "--inprocess-restart",
+            "the hooks of the first start would meet the second; let torchrun restart the ranks "
+            "(--max-restarts)",
+        ),
+        Conflict(
+            "--hybrid-layer-pattern",
+            "it places layers in the order of Megatron's own stages; use a schedule without V "
+            "placement, e.g. zb-h1 or interleaved-zb",
+            only=V_PLACEMENT,
+        ),
+        Conflict(
+            "--use-legacy-models",
+            "Megatron's legacy models number their layers in loop order; drop it, or use a "
+            "schedule without V placement, e.g. zb-h1",
+            only=V_PLACEMENT,
+        ),
+    )
+
+    def check(self, run: Run) -> None:
+        if run.schedule is not None:
+            from .validate import before_megatron
+
+            before_megatron(run.args, run.schedule, run.profile)
+
+    def check_derived(self, run: Run) -> None:
+        if run.schedule is not None:
+            from .validate import after_megatron
+
+            run.chunks = after_megatron(run.args, run.schedule)
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        if run.schedule is None or run.pipeline is None:
+            return ()
+        # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
+        run.args.pp_placement = "vee" if run.schedule.vee else "loop"
+        return (_Entry(run.pipeline, run.training),)
+
+
+class _Entry(Callback):
+    """The way into the pipeline from Megatron's own functions."""
+
+    def __init__(self, pipeline: ScheduledPipeline, training: bool) -> None:
+        self._pipeline, self._training = pipeline, training
+
+    def hooks(self) -> Sequence[Hook]:
+        hooks = [
+            Hook(
+                (f"{_SCHEDULES}:forward_backward_pipelining_{kind}_interleaving",),
+                self._scheduled,
+                ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only"),
+                "stock's schedule would run",
+            )
+            for kind in ("with", "without")
+        ]
+        if self._training:
+            hooks.append(
+                Hook(
+                    ("megatron.training.training:train_step",),
+                    self._pipeline.watched,
+                    ("forward_step_func", "optimizer"),
+                    "a rank that waits before or behind its passes would not be watched",
+                )
+            )
+        return hooks
+
+    def _scheduled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        pipeline = self._pipeline
+
+        @functools.wraps(original)
+        def forward_backward(**kwargs: Any) -> Any:
+            return pipeline(**kwargs)
+
+        return forward_backward

@@ -33,7 +33,7 @@ from ....schedule.placement import Placement
 from ....schedule.schedule import Schedule, ScheduleError
 from ....schedule.simulate import peak_sets, simulate
 from ...errors import ConfigError
-from ..offload.request import OffloadRequest
+from ...offload_request import OffloadRequest
 from .families import ONE_CHUNK, choose
 
 

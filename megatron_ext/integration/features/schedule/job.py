@@ -11,7 +11,7 @@ from ....plan.layout import Split
 from ....plan.model import Job, PlanError
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
-from ..v_placement.layout import layer_counts
+from ...layout import layer_counts
 
 
 def job_of_args(args: MegatronArgs) -> Job:

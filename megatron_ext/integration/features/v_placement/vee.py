@@ -9,14 +9,18 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ....runtime.watchdog import Watchdog
+from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...hooks import Hook
-from .layout import vee_layout
+from ...layout import vee_layout
+from ...utils import unwrapped
+from .relay import Relay
 
 CHUNKS = 2
 
@@ -252,3 +256,41 @@ def reduce_tied_gradients(chunks: list[Any]) -> None:
         first, last = (c.shared_embedding_or_output_weight() for c in (chunks[0], chunks[-1]))
         first.main_grad.add_(last.main_grad)
         last.main_grad.copy_(first.main_grad)
+
+
+class VeeCallback(Callback):
+    """Brings what rank 0 computes to where Megatron expects it.
+
+    Args:
+        training: Megatron's training package is in use.
+    """
+
+    def __init__(self, training: bool) -> None:
+        self._training = training
+        self._relay = Relay()
+
+    def hooks(self) -> Sequence[Hook]:
+        return (*HOOKS, *(TRAINING_HOOKS if self._training else ()))
+
+    def begin(self, step: Step) -> None:
+        require_gpt([unwrapped(m) for m in step.call.iteration.models], step.plan.name)
+
+    def passes_done(self, step: Step, watchdog: Watchdog) -> None:
+        step.losses = self._relay.losses(
+            step.plan.placement,
+            step.call.group,
+            step.runner,
+            step.channel.device,
+            watchdog,
+            step.plan.is_validated,
+        )
+
+    def gradients_reduced(self, step: Step) -> None:
+        reduce_tied_gradients([unwrapped(m) for m in step.call.iteration.models])
+
+    def dropped(self, step: Step, failed: bool) -> None:
+        if failed:  # whoever would take the former losses may have ended
+            self._relay = Relay()
+
+    def close(self) -> None:
+        self._relay.finish()

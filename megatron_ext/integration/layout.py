@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ....schedule.placement import Placement
-from ...arguments import MegatronArgs
-from ...errors import ConfigError
+from ..schedule.placement import Placement
+from .arguments import MegatronArgs
+from .errors import ConfigError
 
 
 def count_stages(text: str) -> int:

@@ -1,4 +1,4 @@
-"""What the offload flags ask for, before anything is known of the machine."""
+"""The offload flags of a run, before anything is known of the machine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ...._input import attribute, plain, shown
-from ....schedule.link import POLICIES, Link
-from ....schedule.offload import wanted_chunks
-from ...arguments import MegatronArgs
-from ...errors import ConfigError
+from .._input import attribute, plain, shown
+from ..schedule.link import POLICIES, Link
+from ..schedule.offload import wanted_chunks
+from .arguments import MegatronArgs
+from .errors import ConfigError
 
 MODES = ("off", "half", "full", "auto")
 _FLAGS = ("--pp-offload", "--pp-offload-chunks", "--pp-offload-time", "--pp-offload-transfer")

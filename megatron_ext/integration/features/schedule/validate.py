@@ -1,25 +1,21 @@
-"""Every wrong combination of flags, found before training and answered with one sentence."""
+"""Checks of ``--pp-schedule`` and its options against Megatron's arguments."""
 
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
-from types import SimpleNamespace
 
-from ..plan.budget import Budget
-from ..plan.model import PlanError
-from ..plan.profile import Profile
-from ..schedule.generators import GENERATORS
-from .arguments import MegatronArgs
-from .errors import ConfigError
-from .features.post_validation import setup as post_validation
-from .features.schedule.choose import Choice
-from .features.schedule.families import ANY_CHUNKS, ONE_CHUNK
-from .features.schedule.job import job_of_args, splits_of
-from .features.v_placement.layout import count_stages, vee_layout_text
-from .rejections import REJECTIONS, require_supported_features
-from .utils import full_batch
+from ....plan.budget import Budget
+from ....plan.profile import Profile
+from ....schedule.generators import GENERATORS
+from ...arguments import MegatronArgs
+from ...errors import ConfigError
+from ...feature import require_no_conflict
+from ...layout import count_stages, vee_layout_text
+from ...utils import full_batch
+from . import V_PLACEMENT, Schedule
+from .choose import Choice
+from .families import ANY_CHUNKS, ONE_CHUNK
+from .job import job_of_args, splits_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +28,13 @@ _UNEVEN = (
 )
 
 
-def before_megatron(args: MegatronArgs, choice: Choice) -> None:
+def before_megatron(args: MegatronArgs, choice: Choice, profile: Profile | None = None) -> None:
     """Checks that need only the user's flags; sets the virtual stages that the schedule needs.
+
+    Args:
+        args: Megatron's, parsed and not yet validated.
+        choice: what ``--pp-schedule`` asks for; ``auto`` is decided here.
+        profile: of a former run, to plan with.
 
     Raises:
         ConfigError: a combination that cannot work.
@@ -43,7 +44,8 @@ def before_megatron(args: MegatronArgs, choice: Choice) -> None:
         raise ConfigError(
             f"--pp-schedule {choice.name} needs --pipeline-model-parallel-size >= 2, got {pp}"
         )
-    profile = _profile(args, choice)
+    if profile is not None:
+        choice.give_profile(profile, splits_of(args))
     if choice.cap_bytes is not None:
         job = job_of_args(args)
         choice.give_budget(Budget(job, choice.cap_bytes, splits_of(args), profile))
@@ -54,13 +56,12 @@ def before_megatron(args: MegatronArgs, choice: Choice) -> None:
                 "; ".join(job.assumptions),
             )
     flag = f"--pp-schedule {choice.name}"
-    if args.pp_post_validation is not None:
-        _require_post_validation(args, args.pp_post_validation)
-    if choice.undecided:
-        require_supported_features(args, flag, False)
+    undecided = choice.undecided
+    parts = {"": flag, V_PLACEMENT: flag} if not undecided and choice.vee else {"": flag}
+    require_no_conflict(args, Schedule.conflicts, parts)
+    if undecided:
         _decide(args, choice, pp)
         return
-    require_supported_features(args, flag, choice.vee)
     if choice.file is not None and choice.file.pp != pp:
         raise ConfigError(
             f"schedule file {choice.name} is for pp={choice.file.pp} but "
@@ -86,65 +87,6 @@ def before_megatron(args: MegatronArgs, choice: Choice) -> None:
         )
 
 
-def _require_post_validation(args: MegatronArgs, patience: int) -> None:
-    if patience < 0:
-        raise ConfigError(
-            f"--pp-post-validation {patience}: the number of iterations without clipping before a "
-            "step is taken ahead cannot be negative; give 0 or more"
-        )
-    require_supported_features(args, "--pp-post-validation", False, post_validation.REJECTIONS)
-
-
-def _profile(args: MegatronArgs, choice: Choice) -> Profile | None:
-    """Check the profile's flags, and read a former run's profile if this one is not to measure.
-
-    Raises:
-        ConfigError: flags that contradict each other, or a profile of another model.
-    """
-    steps, path = args.pp_profile_steps, args.pp_profile
-    if steps is not None and steps < 1:
-        raise ConfigError(
-            f"--pp-profile-steps must be 1 or more, got {steps}; drop it to keep the order"
-        )
-    flag = f"--pp-profile-steps {steps}" if steps is not None else f"--pp-profile {path}"
-    if choice.file is not None and (steps is not None or path is not None):
-        raise ConfigError(f"--pp-schedule {choice.name}: a file's order is fixed; drop {flag}")
-    if path is None:
-        return None
-    if steps is None:
-        if args.pp_cost is not None:
-            raise ConfigError(
-                f"--pp-cost {args.pp_cost} and --pp-profile {path} both say what passes take; give "
-                "one, or measure anew with --pp-profile-steps"
-            )
-        own = SimpleNamespace(**vars(args), cheap_recompute=bool(args.pp_cheap_recompute))
-        try:
-            profile = Profile.load(path)
-            profile.require(own)
-        except PlanError as error:
-            raise ConfigError(
-                f"--pp-profile {path}: {error} (without --pp-profile-steps it is read)"
-            ) from None
-        choice.give_profile(profile, splits_of(args))
-        return profile
-    target = Path(path)
-    if target.exists():
-        try:
-            Profile.load(path)
-        except PlanError as error:
-            raise ConfigError(
-                f"--pp-profile {path} would be overwritten, but it is no profile ({error}); give "
-                "another name"
-            ) from None
-    folder = target.absolute().parent
-    if args.rank == 0 and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ConfigError(
-            f"--pp-profile {path} cannot be written after {steps} steps: {folder} is no folder "
-            "that this user may write in; make it, or give another name"
-        )
-    return None
-
-
 def _decide(args: MegatronArgs, choice: Choice, pp: int) -> None:
     """What auto stands for; asks Megatron for the chunks that it needs."""
     microbatches = _full_microbatches(args, pp)
@@ -165,7 +107,11 @@ def _decide(args: MegatronArgs, choice: Choice, pp: int) -> None:
         return
     even = layers is not None and layers % (2 * pp) == 0
     uneven = any(getattr(args, attribute) not in (None, False) for attribute in _UNEVEN)
-    if not even or uneven or any(rule.applies(args, True) for rule in REJECTIONS):
+    if (
+        not even
+        or uneven
+        or any(conflict.found(args) is not None for conflict in Schedule.conflicts)
+    ):
         choice.decide(pp, microbatches, ONE_CHUNK)
         return
     choice.decide(pp, microbatches)

@@ -1,4 +1,4 @@
-"""Brings what the loss's rank computed to the last pipeline rank, where Megatron logs."""
+"""Relay of the losses from the rank that computes them to the last rank, where Megatron logs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..runtime.watchdog import Watchdog
-from ..schedule.placement import Placement
-from .runner import MegatronRunner
-from .utils import map_tensors
+from ....runtime.watchdog import Watchdog
+from ....schedule.placement import Placement
+from ...runner import MegatronRunner
+from ...utils import map_tensors
 
 
 class Relay:

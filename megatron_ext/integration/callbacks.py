@@ -1,0 +1,148 @@
+"""Iteration callbacks: how features take part in the forward-backward function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..schedule.link import Link
+from .hooks import Hook
+
+if TYPE_CHECKING:
+    from ..plan.profile import Profile
+    from ..runtime.channel import Channel
+    from ..runtime.executor import Executor
+    from ..runtime.trace import Recorder
+    from ..runtime.watchdog import Watchdog
+    from ..schedule.actions import Op
+    from ..schedule.schedule import Schedule
+    from .runner import Call, MegatronRunner, Mover, SetObserver
+
+# One measured pass: (model chunk, operation, microbatch, seconds).
+Duration = tuple[int, "Op", int, float]
+
+
+@dataclass
+class PlanInputs:
+    """What training plans are made from, beside the user's flags. Callbacks write it.
+
+    Attributes:
+        steps_to_measure: the next training steps whose times a feature needs.
+        link: transfer times of offloaded activation sets; None: as the flags have them.
+        profile: measured in this run.
+        reorder: make a new order for the profile's costs, and not only a new offload plan.
+        changed: plans made so far are out of date.
+    """
+
+    steps_to_measure: int = 0
+    link: Link | None = None
+    profile: Profile | None = None
+    reorder: bool = False
+    changed: bool = False
+
+
+@dataclass
+class Step:
+    """One iteration. Attributes are set in the order in which they are listed.
+
+    Attributes:
+        call: the arguments of the forward-backward function.
+        callbacks: of the features in use.
+        plan: the lowered schedule.
+        mover, observer: of this rank's activation sets (see ``MegatronRunner``), or None.
+        runner, channel, recorder, executor: of this iteration.
+        losses: what the loss function reported on this rank.
+        notes: facts of this iteration that other callbacks may ask for, by name.
+    """
+
+    call: Call
+    callbacks: Sequence[Callback] = ()
+    plan: Schedule = field(init=False)
+    mover: Mover | None = None
+    observer: SetObserver | None = None
+    runner: MegatronRunner = field(init=False)
+    channel: Channel = field(init=False)
+    recorder: Recorder = field(init=False)
+    executor: Executor = field(init=False)
+    losses: list[Any] = field(default_factory=list)
+    notes: dict[str, Callable[[], Any]] = field(default_factory=dict)
+
+    @property
+    def training(self) -> bool:
+        """False for evaluation."""
+        return not self.call.iteration.forward_only
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the pipeline."""
+        rank: int = self.call.group.rank()
+        return rank
+
+    def note(self, name: str) -> Any:
+        """The value of a note, computed now; None if no feature has it."""
+        return self.notes[name]() if name in self.notes else None
+
+
+class Callback:
+    """What one feature puts in force for a run. A subclass overrides what it needs.
+
+    All ranks of a pipeline get the same events in the same order, so events may communicate.
+    """
+
+    def hooks(self) -> Sequence[Hook]:
+        """The places in Megatron that it replaces."""
+        return ()
+
+    def times(self, training: bool) -> bool:
+        """True if the next iteration's passes must be timed."""
+        return False
+
+    def holds_next(self) -> bool:
+        """True if the next training iteration must not begin before Megatron asks for it."""
+        return False
+
+    def data_iterators(self, iterators: list[Any], training: bool) -> list[Any]:
+        """Megatron's data iterators, or wrappers of them."""
+        return iterators
+
+    def resume(self, call: Call) -> Step | None:
+        """An iteration that was begun for ``call`` already."""
+        return None
+
+    def before_plan(self, step: Step) -> None:
+        """Only ``step.call`` is known; ``PlanInputs`` may be changed."""
+
+    def planned(self, plan: Schedule) -> None:
+        """A training plan was made: lowered, checked, and the same on all ranks."""
+
+    def begin(self, step: Step) -> None:
+        """Before the first pass; ``step.plan`` is known. May set ``mover`` and ``observer``."""
+
+    def passes_done(self, step: Step, watchdog: Watchdog) -> None:
+        """After the last pass; communication here is still watched, and may set ``losses``."""
+
+    def end(self, step: Step) -> None:
+        """After the last pass, with its times."""
+
+    def profiled(self, step: Step, durations: Sequence[Duration]) -> None:
+        """The profiler has the passes of all iterations that it was to measure."""
+
+    def gradients_reduced(self, step: Step) -> None:
+        """Megatron has reduced the gradients."""
+
+    def dropped(self, step: Step, failed: bool) -> None:
+        """The iteration was abandoned, after an exception (``failed``) or to begin it again."""
+
+    def close(self) -> None:
+        """The run is over, or ``revert`` was called."""
+
+
+class HooksOnly(Callback):
+    """A feature that needs hooks and no events."""
+
+    def __init__(self, hooks: Sequence[Hook]) -> None:
+        self._hooks = hooks
+
+    def hooks(self) -> Sequence[Hook]:
+        return self._hooks

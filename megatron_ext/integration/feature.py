@@ -1,0 +1,216 @@
+"""The feature protocol: flags, conflicts with Megatron's options, checks, and what it starts.
+
+A feature is one folder or file below ``features/``. ``features.FEATURES`` lists them; everything
+that is done for flags (parsing, help, documentation, comparison over ranks, "off means off") and
+for a run (checks, hooks, callbacks) loops over that list.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .._input import attribute
+from .arguments import MegatronArgs
+from .callbacks import Callback, PlanInputs
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..plan.profile import Profile
+    from ..runtime.wgrad import WeightGradStore
+    from .features.schedule.choose import Choice
+    from .pipeline import ScheduledPipeline
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A command-line option of ours. Its default is always None, which means "not given".
+
+    Attributes:
+        name: with its dashes.
+        help: for ``--help``; ``%`` must be doubled.
+        metavar: the value in ``--help``.
+        kind: converts the value.
+        switch: it takes no value.
+        const: the value where the flag stands without one; None: a value is required.
+        alone: it works without ``--pp-schedule``.
+        compared: given the value and all arguments, what must be equal on all ranks; default: the
+            value itself. For files, whose paths may differ between nodes.
+    """
+
+    name: str
+    help: str
+    metavar: str | None = None
+    kind: Callable[[str], Any] = str
+    switch: bool = False
+    const: Any = None
+    alone: bool = False
+    compared: Callable[[str, MegatronArgs], str] | None = None
+
+    @property
+    def attribute(self) -> str:
+        """The option's name in parsed arguments."""
+        return attribute(self.name)
+
+    def add_to(self, group: argparse._ArgumentGroup) -> None:
+        """Declare the option."""
+        if self.switch:
+            group.add_argument(self.name, action="store_true", default=None, help=self.help)
+            return
+        optional = {} if self.const is None else {"nargs": "?", "const": self.const}
+        group.add_argument(
+            self.name,
+            type=self.kind,
+            metavar=self.metavar,
+            default=None,
+            help=self.help,
+            **optional,
+        )
+
+
+# Where the argument is not named as the flag.
+_RENAMED = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """An option of Megatron that a feature does not support.
+
+    Attributes:
+        flag: as the user wrote it.
+        reason: why, and what to do instead; completes "X does not support FLAG VALUE: ...".
+        off: values that mean "not in use", besides all false ones.
+        values: the values that conflict, for options that take several; empty: all but ``off``.
+        only: the part of the feature that it concerns, e.g. "V placement"; empty: all of it.
+    """
+
+    flag: str
+    reason: str
+    off: tuple[Any, ...] = ()
+    values: tuple[str, ...] = ()
+    only: str = ""
+
+    @property
+    def attribute(self) -> str:
+        """The argument's name in Megatron's ``args``."""
+        return _RENAMED.get(self.flag, attribute(self.flag))
+
+    def found(self, args: MegatronArgs) -> str | None:
+        """The conflicting value in ``args`` as text, "" for a switch; None if there is none."""
+        value = getattr(args, self.attribute, None)
+        if not value or value in self.off:
+            return None
+        if value is True:
+            return ""
+        given = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+        wrong = [str(x) for x in given if not self.values or str(x) in self.values]
+        return " ".join(wrong) or None
+
+
+def require_no_conflict(
+    args: MegatronArgs, conflicts: Sequence[Conflict], parts: Mapping[str, str]
+) -> None:
+    """Refuse a run that uses something a feature does not support.
+
+    Args:
+        args: Megatron's arguments, before its own validation.
+        conflicts: of the feature.
+        parts: of the feature that are in use (see ``Conflict.only``; "" for all of it), with the
+            flag that asks for each.
+
+    Raises:
+        ConfigError: the first conflict.
+    """
+    for conflict in conflicts:
+        value = conflict.found(args) if conflict.only in parts else None
+        if value is not None:
+            raise ConfigError(
+                f"{parts[conflict.only]} does not support {f'{conflict.flag} {value}'.strip()}: "
+                f"{conflict.reason}"
+            )
+
+
+def markdown(conflicts: Sequence[Conflict], everything: str) -> str:
+    """The table of ``conflicts`` as the documentation shows it.
+
+    Args:
+        conflicts: of one feature.
+        everything: the second column of conflicts that concern all of the feature.
+    """
+    lines = ["| flag | with | why, and what to do |", "|---|---|---|"]
+    for rule in conflicts:
+        flag = " ".join((rule.flag, *rule.values))
+        lines.append(f"| `{flag}` | {rule.only or everything} | {rule.reason} |")
+    return "\n".join(lines)
+
+
+@dataclass
+class Run:
+    """One training run with our flags; what the features share.
+
+    Attributes:
+        args: Megatron's arguments, with ours.
+        version: of megatron-core.
+        training: Megatron's training package is in use, not only its core.
+        stock_flags: Megatron's own options that were given, with their values as text.
+        schedule: what ``--pp-schedule`` asks for; None: Megatron's own schedule runs.
+        profile: of a former run, to plan with.
+        chunks: model chunks a rank; known after Megatron's validation.
+        experts_in_chunks: MoE layers run in chunks of tokens.
+        inputs: of training plans; callbacks change them while the run goes on.
+        store: of delayed weight gradients.
+        pipeline: the forward-backward function.
+        notices: for rank 0's log once the run is set up.
+    """
+
+    args: MegatronArgs
+    version: str
+    training: bool = True
+    stock_flags: Mapping[str, str] = field(default_factory=dict)
+    schedule: Choice | None = None
+    profile: Profile | None = None
+    chunks: int = 1
+    experts_in_chunks: bool = False
+    inputs: PlanInputs = field(default_factory=PlanInputs)
+    store: WeightGradStore | None = None
+    pipeline: ScheduledPipeline | None = None
+    notices: list[str] = field(default_factory=list)
+
+
+class Feature:
+    """One feature. A subclass overrides what it needs; objects hold no state of a run.
+
+    Attributes:
+        flags: its command-line options.
+        conflicts: options of Megatron that it does not support.
+    """
+
+    flags: tuple[Flag, ...] = ()
+    conflicts: tuple[Conflict, ...] = ()
+
+    def check(self, run: Run) -> None:
+        """Check the user's flags before Megatron's own validation; may set Megatron's arguments.
+
+        Raises:
+            ConfigError: a combination that cannot work.
+        """
+
+    def check_derived(self, run: Run) -> None:
+        """Check what Megatron's validation has derived.
+
+        Raises:
+            ConfigError: a combination that cannot work.
+        """
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        """What is put in force for ``run``; empty if the feature is off.
+
+        Later features' hooks wrap those of earlier ones. The callbacks' events come in the order of
+        the features when an iteration begins, and in the reverse order when it ends.
+
+        Raises:
+            ConfigError: this machine or these ranks cannot run it.
+        """
+        return ()

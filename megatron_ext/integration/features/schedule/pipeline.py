@@ -1,0 +1,58 @@
+"""The forward-backward function of a run, and the request that it is made from."""
+
+from __future__ import annotations
+
+from ....plan.layout import Split
+from ....runtime.wgrad import WeightGradStore
+from ....schedule.schedule import Schedule
+from ...arguments import MegatronArgs
+from ...feature import Run
+from ...offload_request import OffloadRequest
+from ...pipeline import ScheduledPipeline
+from .choose import Choice
+
+
+def request_of(args: MegatronArgs) -> Choice:
+    """What ``--pp-schedule`` and its options ask for.
+
+    Raises:
+        ConfigError: options that contradict each other.
+    """
+    assert args.pp_schedule is not None
+    return Choice(
+        args.pp_schedule,
+        args.pp_cost,
+        args.pp_memory_cap,
+        args.pp_group_size,
+        OffloadRequest.of(args),
+        "makespan" if args.pp_post_validation is None else "span",
+    )
+
+
+def pipeline_of(run: Run) -> None:
+    """Make the forward-backward function of a validated run."""
+    args, schedule, inputs = run.args, run.schedule, run.inputs
+    assert schedule is not None
+    pp, chunks = args.pipeline_model_parallel_size, run.chunks
+
+    def plan(microbatches: int) -> Schedule:
+        measured = inputs.profile
+        return schedule.plan(
+            pp,
+            chunks,
+            microbatches,
+            link=inputs.link,
+            costs=None if measured is None else measured.costs(Split(measured.layers)),
+            reorder=inputs.reorder and measured is not None,
+            profile=measured,
+        )
+
+    run.store = WeightGradStore()
+    run.pipeline = ScheduledPipeline(
+        plan,
+        schedule.placement(pp, chunks),
+        run.store,
+        60.0 * args.distributed_timeout_minutes,
+        inputs,
+        post_validation=args.pp_post_validation is not None,
+    )

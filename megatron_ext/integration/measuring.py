@@ -1,0 +1,120 @@
+"""Measurements that all ranks make together: pass times, message latency, host transfer rates."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..offload.arena import HostArena
+from ..offload.device import CpuDevice, CudaDevice, Device
+from ..offload.engine import Policy
+from ..offload.host_memory import available_host_bytes
+from ..offload.rates import Rates, choose_policy, measure_rates
+from ..runtime.channel import Channel
+from ..schedule.actions import Op
+from .callbacks import Duration
+from .utils import gather
+
+# Seconds of F, B and W, by model chunk of this rank and operation.
+Seconds = Mapping[tuple[int, Op], float]
+
+# Bytes each way of one measurement: long enough to hide the cost of starting a copy.
+PROBE_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
+_AMPLE = 64  # probes: eight ranks on a host, each with a pinned and a pageable copy, and room
+
+
+def pass_seconds(
+    durations: Sequence[Duration], of: Callable[[Sequence[float]], float] = statistics.median
+) -> dict[tuple[int, Op], float]:
+    """What F, B and W of each chunk take.
+
+    The first microbatch of a step does not count if there are others: its passes also load kernels.
+    A BW counts half to each.
+
+    Args:
+        durations: (chunk, operation, microbatch, seconds).
+        of: the number that stands for a pass's times.
+    """
+    every: dict[tuple[int, Op], list[float]] = {}
+    last = max((microbatch for _, _, microbatch, _ in durations), default=0)
+    for chunk, op, microbatch, seconds in durations:
+        if microbatch == 0 and last > 0:
+            continue
+        for part in (Op.B, Op.W) if op is Op.BW else (op,):
+            every.setdefault((chunk, part), []).append(seconds / (2 if op is Op.BW else 1))
+    return {key: of(times) for key, times in every.items()}
+
+
+def hop_seconds(channel: Channel, group: Any) -> float:
+    """One way of a message to the next rank, half of the best of five round trips.
+
+    All ranks of ``group`` call this together. 0 where shapes vary.
+    """
+    if channel.shape is None:
+        return 0.0
+    device = channel.device
+    rank, size = group.rank(), group.size()
+    ranks = dist.get_process_group_ranks(group)
+    message = torch.zeros(channel.shape, dtype=channel.dtype, device=device)
+    best = float("inf")
+    for turn in (0, 1):  # pairs (0, 1), (2, 3), ..., then (1, 2), (3, 4), ...
+        first = rank % 2 == turn
+        peer = rank + 1 if first else rank - 1
+        dist.barrier(group)
+        for _ in range(6 if 0 <= peer < size else 0):
+            started = time.perf_counter()
+            if first:
+                dist.send(message, ranks[peer], group)
+                dist.recv(message, ranks[peer], group)
+            else:
+                dist.recv(message, ranks[peer], group)
+                dist.send(message, ranks[peer], group)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if first:
+                best = min(best, (time.perf_counter() - started) / 2)
+    dist.barrier(group)
+    return best if best < float("inf") else 0.0
+
+
+def host_rates(device: torch.device, group: Any) -> tuple[float, float] | None:
+    """Bytes/s to the host and back where nothing is offloaded; all ranks of the job together.
+
+    None if a host has little memory left: only a profile wants to know, which is no reason to fail.
+    """
+    if min(gather(available_host_bytes())) < _AMPLE * PROBE_BYTES[device.type]:
+        return None
+    own: Device = CudaDevice(device) if device.type == "cuda" else CpuDevice()
+    try:
+        rates, _ = measure_link(group.rank(), group.size(), False, own, group)
+    finally:
+        own.close()
+    return rates.to_host, rates.to_device
+
+
+def measure_link(
+    rank: int, size: int, paired: bool, device: Device, group: Any
+) -> tuple[Rates, tuple[Policy, str]]:
+    """Rates of this rank while its neighbour is quiet, and its opinion on the policy."""
+    nbytes = 2 * PROBE_BYTES["cuda" if device.torch_device.type == "cuda" else "cpu"]
+    arena = HostArena(device.torch_device, nbytes)
+    slot = arena.take(nbytes)
+    assert slot is not None
+    alone = crowded = None
+    for turn in (0, 1):
+        dist.barrier(group)
+        if rank % 2 == turn:
+            alone = measure_rates(device, slot.memory)
+    dist.barrier(group)
+    if paired and (rank ^ 1) < size:
+        crowded = measure_rates(device, slot.memory)
+    dist.barrier(group)
+    arena.give(slot)
+    arena.close()
+    assert alone is not None
+    return alone, choose_policy(alone, crowded)
