@@ -35,6 +35,7 @@ from benchmarks.ranks import add_arguments, measured, save
 from benchmarks.rivals import MegatronWay, Ours, Stage, Torch, Way, stock
 from megatron_ext.integration.features import profile as measuring
 from megatron_ext.integration.pipeline import ScheduledPipeline
+from megatron_ext.integration.plans import Plans
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule import check, generate, lower
@@ -86,12 +87,8 @@ def inside(name: str, chunks: int, rank: int, args: argparse.Namespace) -> Megat
     """Our forward-backward function as Megatron's training loop would call it."""
     pp, m = args.pp, args.microbatches
     placement = generate(name, pp, m, chunks).placement
-    pipeline = ScheduledPipeline(
-        lambda count: generate(name, pp, count, chunks),
-        placement,
-        WeightGradStore(),
-        300.0,
-    )
+    plans = Plans(lambda count: generate(name, pp, count, chunks), placement)
+    pipeline = ScheduledPipeline(plans, WeightGradStore(), 300.0)
     return MegatronWay(f"ours in Megatron {name}", pipeline, rank, placement, m)
 
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from benchmarks.ranks import add_arguments, measured, save
 from megatron_ext.integration import measuring
 from megatron_ext.integration.callbacks import PlanInputs
-from megatron_ext.integration.features.profile import Profiler
+from megatron_ext.integration.features.profile.profiler import Profiler
 from megatron_ext.integration.features.schedule.choose import Choice
 from megatron_ext.plan.layout import Split
 from megatron_ext.plan.profile import Profile

@@ -16,15 +16,10 @@ from ..runtime.executor import Executor, StepValidator
 from ..runtime.trace import Recorder
 from ..runtime.watchdog import Watchdog
 from ..runtime.wgrad import WeightGradStore
-from ..schedule.check import check
-from ..schedule.generators import forward_only as forward_only_schedule
-from ..schedule.lower import lower
-from ..schedule.placement import Placement
-from ..schedule.schedule import Schedule
-from .callbacks import Callback, PlanInputs, Step
+from .callbacks import Callback, Step
 from .errors import ConfigError
+from .plans import Plans
 from .runner import Call, Iteration, MegatronRunner
-from .utils import gather
 
 WATCHDOG_ENVIRONMENT = "MEGATRON_EXT_WATCHDOG_SECONDS"
 _LISTED = 16
@@ -34,33 +29,18 @@ class ScheduledPipeline:
     """Executes schedules inside Megatron's training loop, one iteration a call.
 
     Args:
-        plan: makes the training schedule (compute and offload actions) for a number of
-            microbatches.
-        placement: of that schedule, and of evaluation.
+        plans: the lowered schedule of every number of microbatches.
         store: of delayed weight gradients, shared with the hooked linear layers.
         timeout_seconds: the watchdog's limit; ``MEGATRON_EXT_WATCHDOG_SECONDS`` overrides it.
-        inputs: what plans depend on; if it is marked as changed, new plans are made.
-        post_validation: lowered training plans hold optimizer post-validation.
 
     Attributes:
         callbacks: of the features in use.
     """
 
-    def __init__(
-        self,
-        plan: Callable[[int], Schedule],
-        placement: Placement,
-        store: WeightGradStore,
-        timeout_seconds: float,
-        inputs: PlanInputs | None = None,
-        post_validation: bool = False,
-    ) -> None:
-        self._plan, self._placement, self._store = plan, placement, store
-        self._inputs = inputs or PlanInputs()
-        self._post_validation = post_validation
+    def __init__(self, plans: Plans, store: WeightGradStore, timeout_seconds: float) -> None:
+        self._plans, self._store = plans, store
         self._timeout = float(os.environ.get(WATCHDOG_ENVIRONMENT, timeout_seconds))
         self._watchdog: Watchdog | None = None
-        self._plans: dict[tuple[int, bool], Schedule] = {}
         self.callbacks: Sequence[Callback] = ()
 
     def __call__(
@@ -173,7 +153,9 @@ class ScheduledPipeline:
         iteration, step = call.iteration, Step(call, self.callbacks)
         for callback in self.callbacks:
             callback.before_plan(step)
-        step.plan = plan = self._lowered(iteration.num_microbatches, step.training)
+        step.plan = plan = self._plans.lowered(
+            iteration.num_microbatches, step.training, self.callbacks
+        )
         if len(iteration.models) != plan.chunks:
             raise ConfigError(
                 f"schedule {plan.name} has {plan.chunks} chunks a rank but the model was built "
@@ -216,24 +198,6 @@ class ScheduledPipeline:
             raise
         for callback in reversed(self.callbacks):
             callback.end(step)
-
-    def _lowered(self, microbatches: int, training: bool) -> Schedule:
-        """The lowered plan, made and verified once for each number of microbatches."""
-        if self._inputs.changed:
-            self._plans = {key: kept for key, kept in self._plans.items() if not key[1]}
-            self._inputs.changed = False
-        key = (microbatches, training)
-        if key not in self._plans:
-            if training:
-                plan = lower(self._plan(microbatches), validated=self._post_validation)
-            else:
-                plan = lower(forward_only_schedule(self._placement, microbatches))
-            check(plan, forward_only=not training)
-            _require_equal_plans(plan)
-            self._plans[key] = plan
-            for callback in self.callbacks if training else ():
-                callback.planned(plan)
-        return self._plans[key]
 
 
 def start_param_sync(call: Call) -> None:
@@ -290,14 +254,3 @@ def _gradient_ranks() -> str:
     ranks = dist.get_process_group_ranks(group)
     more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
     return f"global ranks {ranks[:_LISTED]}{more}, and the embeddings' ranks"
-
-
-def _require_equal_plans(plan: Schedule) -> None:
-    """All ranks must follow one plan. Another one in the pipeline would deadlock or mix data, and
-    another pipeline's would enter tensor- and data-parallel collectives in another order."""
-    every = gather(plan.fingerprint())
-    if len(set(every)) != 1:
-        raise ConfigError(
-            f"ranks made different plans for schedule {plan.name}: {every}; start all "
-            "ranks with the same flags, schedule file and megatron_ext version"
-        )

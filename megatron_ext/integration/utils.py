@@ -62,3 +62,9 @@ def file_contents(path: str) -> str:
         return f"a file with SHA-256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
     except OSError as error:
         return f"a file that cannot be read ({error.strerror})"
+
+
+def has_second_embedding(last_chunk: Any) -> bool:
+    """True if a model's last stage has a copy of the word embeddings: tied weights, or MTP."""
+    tied = getattr(last_chunk, "share_embeddings_and_output_weights", False)
+    return bool(tied or getattr(last_chunk, "mtp_process", False))

@@ -22,7 +22,7 @@ class Writer:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Megatron's two functions with our hooks around them, a log interval of 2."""
-    from megatron_ext.integration.features.log_line import LogLine
+    from megatron_ext.integration.features.telemetry.log_line import LogLine
 
     printed: list[str] = []
     writer = Writer()

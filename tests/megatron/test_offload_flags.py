@@ -221,7 +221,7 @@ class TestOnTheMachine:
 
     def test_times_of_passes(self) -> None:
         """The first microbatch does not count, a BW is half B and half W."""
-        from megatron_ext.integration.features.profile import pass_seconds
+        from megatron_ext.integration.measuring import pass_seconds
         from megatron_ext.schedule.actions import Op
 
         seconds = pass_seconds(
@@ -285,7 +285,7 @@ def test_parameters_keep_their_identity_in_backward(wrapped: bool) -> None:
     """Without the hook a function that marks its weight marks something else."""
     import torch
 
-    from megatron_ext.integration.features.offload.saved_parameters import _with_parameters
+    from megatron_ext.integration.saved_parameters import _with_parameters
     from megatron_ext.offload.arena import HostArena
     from megatron_ext.offload.device import CpuDevice
     from megatron_ext.offload.engine import Engine

@@ -216,7 +216,7 @@ def source(request: pytest.FixtureRequest) -> dict[str, ast.Module]:
 
 def test_functions_that_save_weights_are_known(source: dict[str, ast.Module]) -> None:
     """Offload wraps the backward of each of them; they read what forward saved from ``ctx``."""
-    from megatron_ext.integration.features.offload.saved_parameters import _TE_FUNCTIONS
+    from megatron_ext.integration.saved_parameters import _TE_FUNCTIONS
 
     for module, name in _TE_FUNCTIONS:
         short = module.rsplit(".", 1)[1]

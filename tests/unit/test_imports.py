@@ -91,6 +91,22 @@ def test_imports_go_one_way(path):
             assert top in allowed, f"{where}; {_room(path)} may import {sorted(outside)}"
 
 
+FEATURES = PACKAGE / "integration" / "features"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(FEATURES.rglob("*.py")), ids=lambda p: str(p.relative_to(FEATURES))
+)
+def test_features_do_not_import_each_other(path):
+    """The list of them aside; what two need is a module of ``integration``."""
+    own = path.relative_to(FEATURES).parts[0].removesuffix(".py")
+    for line, name in _imports(path):
+        parts = name.split(".")
+        if parts[:3] == ["megatron_ext", "integration", "features"] and own != "__init__":
+            where = f"{path.relative_to(ROOT)}:{line} imports {name}"
+            assert parts[3] == own, f"{where}, another feature"
+
+
 @pytest.mark.parametrize("path", FILES, ids=_ids)
 def test_files_are_documented_and_small(path):
     text = path.read_text()

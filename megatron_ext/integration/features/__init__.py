@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..feature import Feature
 from .checkpoint import Checkpoint
 from .consistency import Consistency
-from .log_line import Telemetry
 from .moe import MoE
 from .offload import Offload
 from .post_validation import PostValidation
@@ -13,7 +12,7 @@ from .profile import ProfileSteps
 from .recompute import Recompute
 from .schedule import Schedule
 from .split_backward import SplitBackward
-from .traces import Trace
+from .telemetry import Telemetry
 from .v_placement import VPlacement
 
 # Why this order: a profile is read before the schedule is chosen, and written after all else of an
@@ -26,7 +25,6 @@ FEATURES: tuple[Feature, ...] = (
     SplitBackward(),
     Offload(),
     Recompute(),
-    Trace(),
     Telemetry(),
     Checkpoint(),
     PostValidation(),

@@ -19,7 +19,7 @@ from ....checkpoints.layout import Layout
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...hooks import Hook
-from ...utils import gather, unwrapped
+from ...utils import gather, has_second_embedding, unwrapped
 from . import integrity as checkpoint_whole
 from . import metadata as checkpoint_metadata
 
@@ -420,8 +420,6 @@ def _require_equal_copies(chunks: list[Any]) -> None:
     """Under V placement rank 0 has the word embeddings twice: both must have been loaded."""
     import torch
     from megatron.core import parallel_state
-
-    from ..v_placement.vee import has_second_embedding
 
     if parallel_state.get_pipeline_model_parallel_rank() != 0:
         return

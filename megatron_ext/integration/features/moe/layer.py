@@ -19,10 +19,10 @@ from ....moe.region import Region
 from ....moe.saved import Memory
 from ....moe.settings import Decides
 from ....runtime.wgrad import WeightGradStore
+from ... import saved_parameters
 from ...errors import ConfigError
+from ...gradients import accumulate, finish
 from ...hooks import Hook
-from ..offload import saved_parameters
-from ..split_backward.local import accumulate, finish
 
 _STAGES = ["route", "expert_compute", "postprocess"]
 

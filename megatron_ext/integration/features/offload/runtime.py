@@ -20,11 +20,12 @@ from ....schedule.actions import Op
 from ....schedule.check import CheckReport, check
 from ....schedule.link import Link
 from ....schedule.schedule import Schedule
+from ... import saved_parameters
 from ...callbacks import Callback, Duration, PlanInputs, Step
 from ...hooks import Hook
 from ...measuring import pass_seconds
 from ...offload_request import OffloadRequest
-from . import measure, saved_parameters
+from . import measure
 from .measure import TransferSetup
 from .policy import Policy, keep_nothing
 from .sets import Key, RankSets, as_config_error, least_bytes

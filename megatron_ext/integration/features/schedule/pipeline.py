@@ -9,6 +9,7 @@ from ...arguments import MegatronArgs
 from ...feature import Run
 from ...offload_request import OffloadRequest
 from ...pipeline import ScheduledPipeline
+from ...plans import Plans
 from .choose import Choice
 
 
@@ -48,11 +49,7 @@ def pipeline_of(run: Run) -> None:
         )
 
     run.store = WeightGradStore()
-    run.pipeline = ScheduledPipeline(
-        plan,
-        schedule.placement(pp, chunks),
-        run.store,
-        60.0 * args.distributed_timeout_minutes,
-        inputs,
-        post_validation=args.pp_post_validation is not None,
-    )
+    post_validation = args.pp_post_validation is not None
+    plans = Plans(plan, schedule.placement(pp, chunks), inputs, post_validation)
+    minutes = args.distributed_timeout_minutes
+    run.pipeline = ScheduledPipeline(plans, run.store, 60.0 * minutes)

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from ....runtime.wgrad import WeightGradStore
+from ...gradients import DDP_HOOK, accumulate, finish, mark_added
 from ...hooks import Hook
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
-_HOOK = "_megatron_ext_grad_hook"
-_ADDED = "_megatron_ext_added_to_main_grad"
 
 
 def hooks(store: WeightGradStore) -> tuple[Hook, ...]:
@@ -133,48 +132,11 @@ def _accumulate_fused(x: torch.Tensor, grad_output: torch.Tensor, weight: Any) -
     mark_added(weight)
 
 
-def accumulate(parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
-    """Add ``grad`` to what this microbatch has for ``parameter``; ``finish`` passes it on."""
-    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-
-
-def mark_added(parameter: Any) -> None:
-    """A kernel has added a gradient into ``parameter.main_grad`` itself."""
-    parameter.grad_added_to_main_grad = True
-    setattr(parameter, _ADDED, True)
-
-
-def finish(parameter: torch.nn.Parameter) -> None:
-    """What autograd does after accumulating: Megatron's DDP hook, if there is one.
-
-    Called once for a microbatch, after the last of its gradients of ``parameter``: two uses of one
-    weight are summed first, as autograd does, and count as ready once.
-    """
-    added = parameter.__dict__.pop(_ADDED, False)
-    hook = getattr(parameter, _HOOK, None)
-    if hook is None or (parameter.grad is None and not added):
-        return
-    if parameter.grad is None:
-        parameter.grad = stand_in(parameter)
-    hook()
-
-
-def stand_in(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Zeros of ``parameter``'s shape in the memory of one number: the DDP hook wants to see a
-    gradient even where a kernel has added it to ``main_grad`` already."""
-    return _zero(parameter.dtype, parameter.device).expand(parameter.shape)
-
-
-@functools.cache
-def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=dtype, device=device)
-
-
 def _deferring_hook(original: Callable[..., Any], store: WeightGradStore) -> Callable[..., Any]:
     @functools.wraps(original)
     def _make_backward_post_hook(self: Any, param: torch.nn.Parameter) -> Callable[..., None]:
         hook = original(self, param)
-        setattr(param, _HOOK, hook)
+        setattr(param, DDP_HOOK, hook)
 
         def unless_postponed(*unused: Any) -> None:
             # Autograd calls this in B although the weight has no gradient yet (or a meaningless

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ....runtime.wgrad import WeightGradStore
-from .local import accumulate, finish, mark_added, stand_in
+from ...gradients import accumulate, finish, mark_added, stand_in
 
 _WEIGHT = re.compile(r"weight\d*")
 _BIAS = re.compile(r"bias\d*")

@@ -19,7 +19,7 @@ from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...hooks import Hook
 from ...layout import vee_layout
-from ...utils import unwrapped
+from ...utils import has_second_embedding, unwrapped
 from .relay import Relay
 
 CHUNKS = 2
@@ -235,12 +235,6 @@ def require_gpt(chunks: list[Any], name: str) -> None:
                 f"megatron.core's GPTModel, but this model is a {type(chunk).__name__}; use a "
                 "schedule with Megatron's own placement, e.g. zb-h1 or interleaved-zb"
             )
-
-
-def has_second_embedding(last_chunk: Any) -> bool:
-    """True if a model's last stage has a copy of the word embeddings: tied weights, or MTP."""
-    tied = getattr(last_chunk, "share_embeddings_and_output_weights", False)
-    return bool(tied or getattr(last_chunk, "mtp_process", False))
 
 
 def reduce_tied_gradients(chunks: list[Any]) -> None:

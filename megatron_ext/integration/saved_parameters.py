@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...hooks import Hook
+from .hooks import Hook
 
 _MEGATRON = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 _TE = "transformer_engine.pytorch.module"

@@ -9,22 +9,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...runtime.trace import Recorder
-from ..callbacks import Callback, Step
-from ..feature import Feature, Run
-from ..hooks import Hook
-from ..utils import gather
+from ....runtime.trace import Recorder
+from ...callbacks import Callback, Step
+from ...hooks import Hook
+from ...utils import gather
 
 # Iterations whose times are kept for the next line: enough for a mean, few enough to hold.
 _KEPT = 8
 _NAMES = ("pipeline bubble", "peak activation sets")
-
-
-class Telemetry(Feature):
-    """On for every schedule inside Megatron's training loop."""
-
-    def start(self, run: Run) -> Sequence[Callback]:
-        return (LogLine(),) if run.schedule is not None and run.training else ()
 
 
 class Meter:

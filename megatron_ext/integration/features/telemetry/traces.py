@@ -1,36 +1,17 @@
-"""``--pp-trace``: measured iterations, written to a directory."""
+"""Measured iterations, written to the directory of ``--pp-trace``."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from ...runtime import files
-from ...runtime.trace import TraceFile
-from ...schedule.schedule import Schedule
-from ...schedule.simulate import peak_sets
-from ...view.recorded import plan_file
-from ..callbacks import Callback, Step
-from ..feature import Feature, Flag, Run
-from ..utils import map_tensors
-
-
-class Trace(Feature):
-    """``--pp-trace``."""
-
-    flags = (
-        Flag(
-            "--pp-trace",
-            "write each rank's measured timeline and peak resident activation sets here",
-            "DIR",
-            compared=lambda value, args: "a directory",  # may be each node's own
-        ),
-    )
-
-    def start(self, run: Run) -> Sequence[Callback]:
-        return () if run.args.pp_trace is None else (Traces(run.args.pp_trace),)
+from ....runtime import files
+from ....runtime.trace import TraceFile
+from ....schedule.schedule import Schedule
+from ....schedule.simulate import peak_sets
+from ....view.recorded import plan_file
+from ...callbacks import Callback, Step
+from ...utils import map_tensors
 
 
 class Traces(Callback):

@@ -1,0 +1,107 @@
+"""``--pp-profile-steps``: times of passes, messages and activation bytes, measured in training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+from ....plan.model import PlanError
+from ....plan.profile import Profile
+from ...arguments import MegatronArgs
+from ...callbacks import Callback
+from ...errors import ConfigError
+from ...feature import Feature, Flag, Run
+from ...utils import file_contents
+from .profiler import Profiler
+
+
+class ProfileSteps(Feature):
+    """``--pp-profile-steps`` and ``--pp-profile``."""
+
+    flags = (
+        Flag(
+            "--pp-profile-steps",
+            "measure F, B, W of every stage and the hop for N steps, then make the order anew for "
+            "them, if that is faster",
+            "N",
+            int,
+        ),
+        Flag(
+            "--pp-profile",
+            "with --pp-profile-steps: write there what was measured, for `megatron-ext plan "
+            "--profile` and later runs; without: plan with what a former run wrote, from the first "
+            "step on",
+            "FILE",
+            compared=lambda value, args: (
+                value if args.pp_profile_steps is not None else file_contents(value)
+            ),
+        ),
+    )
+
+    def check(self, run: Run) -> None:
+        if run.schedule is not None:
+            run.profile = former_profile(run.args, run.schedule.file is not None)
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        if run.schedule is None:
+            return ()
+        args = run.args
+        steps = args.pp_profile_steps or 0
+        assert run.store is not None
+        path = args.pp_profile if steps else None
+        return (Profiler(run.inputs, run.store, steps, path, bool(args.pp_cheap_recompute)),)
+
+
+def former_profile(args: MegatronArgs, fixed: bool) -> Profile | None:
+    """Check the profile's flags, and read a former run's profile if this one is not to measure.
+
+    Args:
+        args: Megatron's.
+        fixed: the schedule is a file, whose order cannot change.
+
+    Raises:
+        ConfigError: flags that contradict each other, or a profile of another model.
+    """
+    steps, path = args.pp_profile_steps, args.pp_profile
+    if steps is not None and steps < 1:
+        raise ConfigError(
+            f"--pp-profile-steps must be 1 or more, got {steps}; drop it to keep the order"
+        )
+    flag = f"--pp-profile-steps {steps}" if steps is not None else f"--pp-profile {path}"
+    if fixed and (steps is not None or path is not None):
+        raise ConfigError(f"--pp-schedule {args.pp_schedule}: a file's order is fixed; drop {flag}")
+    if path is None:
+        return None
+    if steps is None:
+        if args.pp_cost is not None:
+            raise ConfigError(
+                f"--pp-cost {args.pp_cost} and --pp-profile {path} both say what passes take; give "
+                "one, or measure anew with --pp-profile-steps"
+            )
+        own = SimpleNamespace(**vars(args), cheap_recompute=bool(args.pp_cheap_recompute))
+        try:
+            profile = Profile.load(path)
+            profile.require(own)
+        except PlanError as error:
+            raise ConfigError(
+                f"--pp-profile {path}: {error} (without --pp-profile-steps it is read)"
+            ) from None
+        return profile
+    target = Path(path)
+    if target.exists():
+        try:
+            Profile.load(path)
+        except PlanError as error:
+            raise ConfigError(
+                f"--pp-profile {path} would be overwritten, but it is no profile ({error}); give "
+                "another name"
+            ) from None
+    folder = target.absolute().parent
+    if args.rank == 0 and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ConfigError(
+            f"--pp-profile {path} cannot be written after {steps} steps: {folder} is no folder "
+            "that this user may write in; make it, or give another name"
+        )
+    return None
