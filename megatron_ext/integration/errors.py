@@ -1,4 +1,4 @@
-"""Errors that a user can mend."""
+"""User-facing errors."""
 
 
 class ConfigError(ValueError):

@@ -1,4 +1,4 @@
-"""Which layers each stage holds: Megatron's layout object, for the stages of a V.
+"""Layers of each stage: Megatron's layout object, for the stages of a V.
 
 Stock Megatron has four ways to say how many layers a stage gets (evenly, fewer on the first and
 last, embedding and loss counted as layers, or a layout string). Under V placement all of them

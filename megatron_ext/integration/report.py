@@ -1,4 +1,4 @@
-"""What ``megatron_ext.apply`` hands back: which hooks are in force."""
+"""The report of ``megatron_ext.apply``: hooks in force."""
 
 from __future__ import annotations
 

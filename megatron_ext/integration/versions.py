@@ -1,4 +1,4 @@
-"""Which Megatron this is, and whether its hooks are known."""
+"""Version of Megatron, and whether it is supported."""
 
 from __future__ import annotations
 

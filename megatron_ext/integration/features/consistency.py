@@ -1,10 +1,10 @@
-"""All ranks run the same thing: compared once, before anything is built on it.
+"""Consistency check: all ranks of a job run with the same flags, files, packages and plan.
 
-A rank that has other flags, another plan or other packages would not fail by itself: the others
-would wait for messages that never come, or train on with mixed data. So every rank says what it
-runs with as soon as the process group stands, rank 0 compares, and all end with the same sentence.
-What is said goes through the process group's key-value store and not through a collective: a rank
-without a flag of ours takes no part, and the others have to be able to say so.
+A rank with other flags, another plan or other packages does not fail by itself: the others wait for
+messages that never come, or train on mixed data. So every rank publishes its facts as soon as the
+process group exists, rank 0 compares, and all ranks end with the same sentence. The facts go through
+the process group's key-value store, not through a collective: a rank without our flags takes no
+part, and the others must be able to report that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which parameters' weight gradients move to W, which stay in B: said once, and known to tools."""
+"""Report of the parameters whose weight gradients move to W, and of those that stay in B."""
 
 from __future__ import annotations
 
