@@ -94,7 +94,8 @@ class Consistency(Feature):
         if dist.is_initialized():
             require_agreement(_facts_of(run))
             return ()
-        return (HooksOnly((hook(lambda: _facts_of(run)),)),)
+        # Without the training package the process group is made by code that we do not know.
+        return (HooksOnly((hook(lambda: _facts_of(run)),)),) if run.training else ()
 
 
 def hook(mine: Callable[[], Mapping[str, str]]) -> Hook:
