@@ -54,6 +54,10 @@ class Flag:
         """The option's name in parsed arguments."""
         return attribute(self.name)
 
+    def of(self, args: MegatronArgs) -> Any:
+        """The value in parsed arguments; None if the flag was not given."""
+        return getattr(args, self.attribute, None)
+
     def add_to(self, group: argparse._ArgumentGroup) -> None:
         """Declare the option."""
         if self.switch:

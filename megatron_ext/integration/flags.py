@@ -70,7 +70,7 @@ def defaults(config: Mapping[str, object]) -> dict[str, str]:
 def options_without_schedule(args: MegatronArgs) -> list[str]:
     """Our flags that were given although ``--pp-schedule``, which they belong to, was not."""
     belonging = [f for f in FLAGS if not f.alone and f.attribute != "pp_schedule"]
-    return [flag.name for flag in belonging if getattr(args, flag.attribute, None) is not None]
+    return [flag.name for flag in belonging if flag.of(args) is not None]
 
 
 def given(args: MegatronArgs, compared: bool = False) -> dict[str, str]:
@@ -82,7 +82,7 @@ def given(args: MegatronArgs, compared: bool = False) -> dict[str, str]:
     """
     found = {}
     for flag in FLAGS:
-        value = getattr(args, flag.attribute, None)
+        value = flag.of(args)
         if value is not None:
             convert = flag.compared if compared else None
             found[flag.name] = str(value) if convert is None else convert(str(value), args)

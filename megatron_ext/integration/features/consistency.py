@@ -2,9 +2,9 @@
 
 A rank with other flags, another plan or other packages does not fail by itself: the others wait for
 messages that never come, or train on mixed data. So every rank publishes its facts as soon as the
-process group exists, rank 0 compares, and all ranks end with the same sentence. The facts go through
-the process group's key-value store, not through a collective: a rank without our flags takes no
-part, and the others must be able to report that.
+process group exists, rank 0 compares, and all ranks end with the same sentence. The facts go
+through the process group's key-value store, not through a collective: a rank without our flags
+takes no part, and the others must be able to report that.
 """
 
 from __future__ import annotations
