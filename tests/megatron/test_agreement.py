@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ext.integration.features import consistency as agreement
 from megatron_ext.integration.flags import add_arguments, given_to_megatron
+from megatron_ext.integration.utils import file_contents
 from tests.support.checkouts import run_cases
 
 
@@ -34,8 +35,8 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_text("x")
     other.write_text("x")
-    assert agreement.contents(str(one)) == agreement.contents(str(other))
-    assert "No such file" in agreement.contents(str(tmp_path / "none"))
+    assert file_contents(str(one)) == agreement.contents(str(other))
+    assert "No such file" in file_contents(str(tmp_path / "none"))
 
 
 def test_what_counts_of_megatrons_flags() -> None:

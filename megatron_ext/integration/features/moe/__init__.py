@@ -132,15 +132,16 @@ class MoE(Feature):
             run.experts_in_chunks = not request.stock
 
     def start(self, run: Run) -> Sequence[Callback]:
-        from ....moe.settings import Settings
-        from ....schedule.simulate import peak_sets
-        from .choice import ChosenMoE, check_budget, stock_sets
         from .flags import MoERequest
-        from .layer import PipelinedMoE, Policy
 
         request, schedule = MoERequest.of(run.args), run.schedule
         if request is None:
             return ()
+        from ....moe.settings import Settings
+        from ....schedule.simulate import peak_sets
+        from .choice import ChosenMoE, check_budget, stock_sets
+        from .layer import PipelinedMoE, Policy
+
         pp = run.args.pipeline_model_parallel_size
 
         def sets(chunks: int, microbatches: int) -> list[int]:
