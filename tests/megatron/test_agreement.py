@@ -35,7 +35,7 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_text("x")
     other.write_text("x")
-    assert file_contents(str(one)) == agreement.contents(str(other))
+    assert file_contents(str(one)) == file_contents(str(other))
     assert "No such file" in file_contents(str(tmp_path / "none"))
 
 
