@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .._input import parse_bytes
-from ..plan.cases import Space
 from ..plan.flags import add_flags, job_of, notes_on, read
 from ..plan.gpu import GPUS, Gpu, gpu_of
 from ..plan.model import Job, PlanError
 from ..plan.profile import Profile
 from ..plan.search import Result, Search
+from ..plan.space import SearchSpace
 from ..schedule.generators import NAMES
 from ..schedule.link import DEFAULT_POLICY, POLICIES
 from .common import InputError, Parser, output, positive, user_input
@@ -68,8 +68,8 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "--no-balance", action="store_true", help="keep Megatron's even split of the layers"
     )
     group.add_argument(
-        "--effort", type=float, default=1.0, metavar="X", help="how much may be searched: 1 is "
-        "about half a minute at 32 ranks and 256 microbatches"
+        "--effort", type=float, default=1.0, metavar="X", help="a factor on the 2 million passes "
+        "of all orders that are made, about half a minute at 32 ranks and 256 microbatches"
     )  # fmt: skip
     parser.add_argument("--output", metavar="FILE", help="write the chosen schedule to FILE.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -183,7 +183,7 @@ def _budget(args: argparse.Namespace, gpu: Gpu) -> int:
     return budget
 
 
-def _space(args: argparse.Namespace, job: Job, gpu: Gpu, own_size: bool) -> Space:
+def _space(args: argparse.Namespace, job: Job, gpu: Gpu, own_size: bool) -> SearchSpace:
     pp = job.pipeline_model_parallel_size
     if pp < 2:
         raise PlanError(f"a pipeline needs at least 2 ranks, got --pp {pp}; give 2 or more")
@@ -203,7 +203,7 @@ def _space(args: argparse.Namespace, job: Job, gpu: Gpu, own_size: bool) -> Spac
         size, cheap = profile.micro_batch_size, profile.cheap_recompute
         profile.require(job.with_(micro_batch_size=size, cheap_recompute=cheap))
         profiles[profile.micro_batch_size, profile.cheap_recompute] = profile
-    return Space(
+    return SearchSpace(
         job,
         gpu,
         pp,

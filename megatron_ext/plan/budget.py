@@ -34,10 +34,6 @@ class Budget:
     splits: Splits
     profile: Profile | None = None
 
-    @property
-    def in_sets(self) -> bool:
-        return False
-
     def stages(self, placement: Placement) -> list[StageBytes]:
         """Bytes of every stage."""
         split = self.splits(placement.num_stages)
@@ -84,6 +80,14 @@ class Budget:
                 "states; give more, or use more ranks"
             )
         return min(room)
+
+    def most_sets(self, placement: Placement) -> int:
+        """Of the rank with least room, as many of its smallest sets as fit beside its states."""
+        stages, most = self.stages(placement), []
+        for row in placement.stages:
+            each = max(1, min(stages[s].sets.until_b for s in row))
+            most.append((self.size - sum(stages[s].states.total for s in row)) // each)
+        return max(0, min(most))
 
     def needed(self, schedule: Schedule) -> int:
         return self.worst(schedule).total

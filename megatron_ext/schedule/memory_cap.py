@@ -18,16 +18,15 @@ _NEAR = Fraction(1, 10**6)  # sets; 0.3333333 of 6 is meant as 2
 class Cap(Protocol):
     """A limit on the device memory of every rank; ``plan.budget.Budget`` has it in bytes."""
 
-    @property
-    def in_sets(self) -> bool:
-        """True if ``sets`` is the whole rule; else it is a safe number, and more may fit."""
-
     def sets(self, placement: Placement, split_backward: bool) -> int:
         """Activation sets for which every rank has room, whichever they are.
 
         Raises:
             ValueError: there is no room for one.
         """
+
+    def most_sets(self, placement: Placement) -> int:
+        """A number of which no more can be resident on every rank; at least ``sets``."""
 
     def needed(self, schedule: Schedule) -> Any:
         """What ``schedule`` takes on the rank with most, comparable between schedules."""
@@ -61,11 +60,10 @@ class ShareCap:
 
     share: Fraction
 
-    @property
-    def in_sets(self) -> bool:
-        return True
-
     def sets(self, placement: Placement, split_backward: bool) -> int:
+        return cap_sets(self.share, placement.pp, placement.chunks)
+
+    def most_sets(self, placement: Placement) -> int:
         return cap_sets(self.share, placement.pp, placement.chunks)
 
     def needed(self, schedule: Schedule) -> Fraction:

@@ -159,7 +159,7 @@ def select(spec: ScheduleSpec) -> Selected:
     if spec.name == AUTO:
         return _auto(spec, spec.cap or ShareCap(Fraction(1)))
     found = _named(spec)
-    if spec.cap is None or spec.cap.in_sets:
+    if spec.cap is None or isinstance(spec.cap, ShareCap):
         return found
     notes = found.schedule.note, spec.cap.detail(found.schedule)
     return replace(found, schedule=replace(found.schedule, note="; ".join(filter(None, notes))))
@@ -276,12 +276,15 @@ def _options(spec: ScheduleSpec, chosen: bool) -> list[dict[str, int | None]]:
     if not generator.takes_memory_cap or cap is None:
         return [{"group_size": spec.group_size}]
     low, high = v_cap_limits(pp)
-    if spec.offload is None and not cap.in_sets:
-        return [{"memory_cap": sets} for sets in range(low, high + 1)]
-    sets = cap.sets(spec.placement, generator.split_backward)
-    if spec.offload is None:
-        return [{"memory_cap": sets if chosen else min(sets, high)}]
-    return [{"memory_cap": size} for size in range(min(max(sets, low), high), high + 1)]
+    most = cap.most_sets(spec.placement)
+    if chosen and spec.offload is None and isinstance(cap, ShareCap):
+        return [{"memory_cap": most}]  # made as the user says, or refused
+    try:
+        least = cap.sets(spec.placement, generator.split_backward)
+    except ValueError:
+        least = low
+    least, most = (min(max(sets, low), high) for sets in (least, most))
+    return [{"memory_cap": x} for x in range(least, (high if spec.offload else most) + 1)]
 
 
 def _made(spec: ScheduleSpec, option: dict[str, int | None]) -> Selected:

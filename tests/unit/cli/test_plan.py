@@ -69,7 +69,9 @@ def test_the_table_has_the_flags(run):
     status, out, _ = run("plan", *words)
     assert status == 0
     assert "--pp-schedule v-" in out and "--micro-batch-size 1" in out
-    assert "what the numbers rest on:" in out and "data sheet" in out
+    assert (
+        "\nassumptions:\n" in out and "Pareto-optimal in step time" in out and "data sheet" in out
+    )
 
 
 def test_the_written_schedule_is_the_plans(run, tmp_path):
