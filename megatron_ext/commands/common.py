@@ -12,16 +12,25 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .._input import shown
-from ..schedule.actions import Op
-from ..schedule.check import CheckReport, check
-from ..schedule.costs import Costs, number_to_json
-from ..schedule.generators import NAMES
+from ..schedule import (
+    AUTO,
+    NAMES,
+    CheckReport,
+    Costs,
+    Link,
+    OffloadSpec,
+    Op,
+    Schedule,
+    ScheduleSpec,
+    Simulation,
+    check,
+    select,
+)
+from ..schedule.costs import number_to_json
 from ..schedule.generators.registry import takers
-from ..schedule.link import DEFAULT_POLICY, POLICIES, Link
+from ..schedule.link import DEFAULT_POLICY, POLICIES
 from ..schedule.memory_cap import ShareCap, parse_cap
-from ..schedule.schedule import Schedule
-from ..schedule.select import AUTO, CapExceeded, OffloadSpec, ScheduleSpec, select
-from ..schedule.simulate import Simulation
+from ..schedule.select import CapExceeded
 from ..view import timeline
 
 

@@ -14,13 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+from ..schedule import GENERATORS, Costs, OffloadSpec, Schedule, ScheduleSpec, select, simulate
 from ..schedule.bounds import makespan_bound
-from ..schedule.costs import Costs
-from ..schedule.generators import GENERATORS
 from ..schedule.offload import wanted_chunks
-from ..schedule.schedule import Schedule
-from ..schedule.select import OffloadSpec, ScheduleSpec, select
-from ..schedule.simulate import peak_sets, simulate
+from ..schedule.simulate import peak_sets
 from .layout import Split
 from .memory import message_bytes, rank_bytes
 from .model import Job, PlanError

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..schedule.costs import Costs
-from ..schedule.generators import GENERATORS, NAMES
-from ..schedule.link import Link, travel_time
-from ..schedule.placement import Placement
-from ..schedule.schedule import Schedule
-from ..schedule.select import OffloadSpec, ScheduleSpec
+from ..schedule import (
+    GENERATORS,
+    NAMES,
+    Costs,
+    Link,
+    OffloadSpec,
+    Placement,
+    Schedule,
+    ScheduleSpec,
+)
+from ..schedule.link import travel_time
 from .balance import balanced
 from .budget import Budget
 from .gpu import Gpu

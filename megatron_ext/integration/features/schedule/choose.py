@@ -10,25 +10,25 @@ from ...._input import parse_bytes
 from ....plan.budget import Budget, Splits, profiled
 from ....plan.model import Job
 from ....plan.profile import Profile
-from ....schedule.check import check
-from ....schedule.costs import Costs
-from ....schedule.generators import GENERATORS, NAMES, Objective
-from ....schedule.link import Link
-from ....schedule.memory_cap import Cap, ShareCap, parse_cap
-from ....schedule.placement import Placement
-from ....schedule.schedule import Schedule, ScheduleError
-from ....schedule.select import (
+from ....schedule import (
     AUTO,
-    CapExceeded,
+    GENERATORS,
+    NAMES,
+    Costs,
+    Link,
     OffloadSpec,
+    Placement,
+    Schedule,
+    ScheduleError,
     ScheduleSpec,
     Selected,
-    keeps,
-    placed_alike,
+    check,
     select,
-    time_taken,
+    simulate,
 )
-from ....schedule.simulate import simulate
+from ....schedule.generators import Objective
+from ....schedule.memory_cap import Cap, ShareCap, parse_cap
+from ....schedule.select import CapExceeded, keeps, placed_alike, time_taken
 from ...errors import ConfigError
 from ...offload_request import OffloadRequest
 
