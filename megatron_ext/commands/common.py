@@ -125,9 +125,11 @@ def add_shape_options(group: argparse._ActionsContainer, cap_use: str, group_use
     )
     group.add_argument(
         "--objective",
+        type=lambda text: "span" if text == "rank-span" else text,
         choices=("makespan", "span"),
-        help="what is made short: the whole iteration (default), or the longest single rank's own "
-        "span, for optimizer post-validation; for generated schedules",
+        metavar="{makespan,rank-span}",
+        help="what is made short: the whole iteration (default), or the busy span of the slowest "
+        "rank, for optimizer post-validation; for generated schedules",
     )
 
 
@@ -193,7 +195,7 @@ def is_file(name: str) -> bool:
 
 
 def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
-    """``base`` with what the options say in its place."""
+    """``base`` with the costs that options give in its place."""
     with user_input():
         if args.cost is not None:
             base = Costs.parse(args.cost, args.hop)
@@ -266,7 +268,7 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
 
 
 def offload_of(args: argparse.Namespace, pp: int) -> OffloadSpec:
-    """What ``--offload``, ``--offload-time`` and ``--offload-transfer`` say, for every rank."""
+    """The request of ``--offload``, ``--offload-time`` and ``--offload-transfer``."""
     to_host, *to_device = args.offload_time.split(",")
     if len(to_device) > 1:
         raise InputError(f"--offload-time must be T or T,T2, got {args.offload_time!r}")
@@ -363,8 +365,8 @@ def simulation_json(
 ) -> dict[str, Any]:
     """The contract's object, with a ``note`` where ``auto`` or the offload pass says why.
 
-    ``generation_seconds`` of a file is its reading and checking. What is said on offload is there
-    if it was asked for or a file has some, even if no set leaves.
+    ``generation_seconds`` of a file is its reading and checking. The fields of offload are there
+    if it was requested or a file has some, even if no set leaves.
     """
     schedule = simulation.schedule
     peaks = simulation.peak_activation

@@ -164,7 +164,7 @@ def _json(
 
 _OFFLOAD = ("offload", "offload_time", "offload_transfer")
 _HEADS = ("schedule", "chunks", "bubble", "span bubble", "makespan", "peak", "of 1F1B's", "made in")
-_OFFLOAD_HEADS = ("without", "host peak", "sets away", "stall")
+_OFFLOAD_HEADS = ("without", "host peak", "offloaded", "stall")
 
 
 def _table(
@@ -199,7 +199,7 @@ def _table(
     if offloads(args):
         lines += [
             "without: the same without offload; host peak: likewise, on the host",
-            "sets away: activation sets that leave, on all ranks; stall: the makespan's part of it",
+            "offloaded: activation sets, of all ranks; stall: the makespan's part of it",
         ]
     if impossible:
         lines += ["not possible here:"]

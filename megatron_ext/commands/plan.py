@@ -121,8 +121,8 @@ def _plan(args: argparse.Namespace) -> None:
         host = None if args.host_memory is None else parse_bytes(args.host_memory)
         if args.effort <= 0:
             raise PlanError(f"--effort must be > 0, got {args.effort}")
-        with _progress() as tell:
-            result = Search(space, budget, host, args.effort, tell).run()
+        with _progress() as progress:
+            result = Search(space, budget, host, args.effort, progress).run()
     notes = [*job.assumptions, *notes_on(ignored)]
     seconds = time.perf_counter() - started
     if args.output is not None and result.best is not None:
@@ -189,7 +189,7 @@ def _space(args: argparse.Namespace, job: Job, gpu: Gpu, own_size: bool) -> Sear
         raise PlanError(f"a pipeline needs at least 2 ranks, got --pp {pp}; give 2 or more")
     if args.microbatches is not None:
         if job.global_batch_size is not None:
-            raise PlanError("--microbatches and --global-batch-size both say the batch; give one")
+            raise PlanError("--microbatches and --global-batch-size both give the batch; drop one")
         batch = args.microbatches * job.micro_batch_size * job.data_parallel_size
         job = job.with_(global_batch_size=batch)
     job.microbatches()  # refuses what cannot be divided
@@ -262,16 +262,16 @@ def _numbers(text: str | None, flag: str) -> tuple[int, ...] | None:
 def _progress() -> Iterator[Callable[[str], None]]:
     """Lines on stderr, once it takes long, and not too many."""
     last = time.monotonic()
-    said = False
+    reported = False
 
-    def tell(line: str) -> None:
-        nonlocal last, said
+    def report(line: str) -> None:
+        nonlocal last, reported
         if time.monotonic() - last > _EVERY_S:
-            last, said = time.monotonic(), True
+            last, reported = time.monotonic(), True
             print(f"plan: {line}", file=sys.stderr, flush=True)
 
-    yield tell
-    if said:
+    yield report
+    if reported:
         print("plan: done", file=sys.stderr, flush=True)
 
 

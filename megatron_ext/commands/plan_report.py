@@ -200,7 +200,7 @@ def _chosen(best: Point, file: str | None) -> list[str]:
         named = best.as_named()
         if named != best.makespan_us:
             lines.append(
-                f"  (--pp-cost cannot tell stages apart: so ordered, a step takes "
+                f"  (--pp-cost has one cost for all stages: with an order made for it a step takes "
                 f"{float(named) / 1000:.1f} ms; --output FILE.json writes the order above, for "
                 "--pp-schedule FILE.json)"
             )

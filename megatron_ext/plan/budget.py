@@ -60,7 +60,7 @@ class Budget:
             free = self.size - MESSAGES * message_bytes(self.job)
             free -= sum(stages[s].states.total for s in row)
             sets = [stages[s].sets for s in row]
-            free -= max(one.again + one.layer + one.logits for one in sets)
+            free -= max(one.recompute_bytes + one.layer + one.logits for one in sets)
             out.append(max(0, free // each))
         return out
 
@@ -85,7 +85,7 @@ class Budget:
         """Of the rank with least room, as many of its smallest sets as fit beside its states."""
         stages, most = self.stages(placement), []
         for row in placement.stages:
-            each = max(1, min(stages[s].sets.until_b for s in row))
+            each = max(1, min(stages[s].sets.bytes_f_to_b for s in row))
             most.append((self.size - sum(stages[s].states.total for s in row)) // each)
         return max(0, min(most))
 
@@ -148,7 +148,7 @@ class Budget:
     def _largest_sets(self, placement: Placement, split_backward: bool) -> list[int]:
         """Bytes of each rank's largest set, at its largest."""
         sets = [stage.sets for stage in self.stages(placement)]
-        size = [max(1, one.until_b, one.until_w * split_backward) for one in sets]
+        size = [max(1, one.bytes_f_to_b, one.bytes_b_to_w * split_backward) for one in sets]
         return [max(size[s] for s in row) for row in placement.stages]
 
 

@@ -49,7 +49,7 @@ def with_post_validation(point: Point) -> PostValidationEstimate:
         own = job.params_dtype == "fp32"
         copied = usual.states.optimizer + (usual.states.parameters if own else 0)
         begun = [a for a in row[: head_length(row)] if a.op is Op.F]
-        kept = sum(work.stages[a.stage].sets.until_b for a in begun)
+        kept = sum(work.stages[a.stage].sets.bytes_f_to_b for a in begun)
         doubt = usual.states.total + copied + kept + MESSAGES * message_bytes(job)
         copies.append(copied)
         peaks.append(max(usual.total, doubt))

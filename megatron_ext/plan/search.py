@@ -310,8 +310,10 @@ class Search:
         for row in placement.stages:
             for stage in row[:count]:
                 sets = stages[stage].sets
-                gone = sets._replace(until_b=0, until_w=0, layer=sets.layer + 2 * sets.until_b)
-                stages[stage] = stages[stage]._replace(sets=gone)
+                offloaded = sets._replace(
+                    bytes_f_to_b=0, bytes_b_to_w=0, layer=sets.layer + 2 * sets.bytes_f_to_b
+                )
+                stages[stage] = stages[stage]._replace(sets=offloaded)
         message = message_bytes(one.workload.job)
         least = max(r.total for r in rank_bytes(self._unit(one.spec), stages, message))
         if wanted is not None:

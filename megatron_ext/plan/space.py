@@ -138,7 +138,7 @@ class SearchSpace:
         return Workload(job, microbatches, split, costs, tuple(stages))
 
     def even(self, job: Job, stages: int) -> Split | None:
-        """What Megatron's flags say, or its own even split; None if it has none."""
+        """The split of Megatron's flags, or its own even one; None if there is none."""
         return split_of(job, stages)
 
     def balanced_in_time(self, job: Job, placement: Placement) -> Split | None:
@@ -156,8 +156,10 @@ class SearchSpace:
             return None
         first, middle, last = stage_bytes(job, _ends(job))
         layers, v = job.num_layers, placement.chunks
-        each = [(middle.states.total + middle.sets.until_b * peak / v) / layers for peak in peaks]
-        loss = last.states.total + last.sets.until_b + last.sets.logits
+        each = [
+            (middle.states.total + middle.sets.bytes_f_to_b * peak / v) / layers for peak in peaks
+        ]
+        loss = last.states.total + last.sets.bytes_f_to_b + last.sets.logits
         return balanced(placement, layers, each, first.states.total, loss)
 
     def offload_spec(
@@ -175,7 +177,7 @@ class SearchSpace:
         work = workload.costs.per_rank_work(placement)
         time = max(
             travel_time(
-                sum(workload.stages[s].sets.until_b for s in row),
+                sum(workload.stages[s].sets.bytes_f_to_b for s in row),
                 min(rates),
                 float(work[rank]) / 1e6,
             )

@@ -278,7 +278,7 @@ def _options(spec: ScheduleSpec, chosen: bool) -> list[dict[str, int | None]]:
     low, high = v_cap_limits(pp)
     most = cap.most_sets(spec.placement)
     if chosen and spec.offload is None and isinstance(cap, ShareCap):
-        return [{"memory_cap": most}]  # made as the user says, or refused
+        return [{"memory_cap": most}]  # as the user gives it, or an error
     try:
         least = cap.sets(spec.placement, generator.split_backward)
     except ValueError:

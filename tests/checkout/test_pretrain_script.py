@@ -172,8 +172,8 @@ def test_measured_bytes_are_the_predicted_ones(profiled: tuple[Outcome, Path]) -
     for stage, kept, waiting in zip(
         stage_bytes(job, SPLIT), profile.set_bytes, profile.weight_set_bytes
     ):
-        assert kept == pytest.approx(stage.sets.until_b, rel=0.02, abs=256)
-        assert waiting == stage.sets.until_w
+        assert kept == pytest.approx(stage.sets.bytes_f_to_b, rel=0.02, abs=256)
+        assert waiting == stage.sets.bytes_b_to_w
 
 
 CPU_KERNELS = ("--transformer-impl", "local")

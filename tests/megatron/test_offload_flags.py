@@ -157,7 +157,7 @@ class TestWithASchedule:
     def test_a_file_that_offloads_already(self, tmp_path: Path) -> None:
         plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
         plan.save(tmp_path / "x.json")
-        with pytest.raises(ConfigError, match="says already what is offloaded; drop --pp-offload"):
+        with pytest.raises(ConfigError, match="has its own offload actions; drop --pp-offload"):
             ScheduleRequest.of(str(tmp_path / "x.json"), offloading=asked("half"))
 
     def test_a_file_that_does_not(self, tmp_path: Path) -> None:

@@ -136,8 +136,8 @@ def measured_profile(budget: Budget, factor: float) -> Profile:
         1,
         (2,) * 8,
         (PassTimes(0.1, 0.1, 0.1),) * 8,
-        set_bytes=tuple(int(factor * s.sets.until_b) for s in stages),
-        weight_set_bytes=tuple(int(factor * s.sets.until_w) for s in stages),
+        set_bytes=tuple(int(factor * s.sets.bytes_f_to_b) for s in stages),
+        weight_set_bytes=tuple(int(factor * s.sets.bytes_b_to_w) for s in stages),
     )
 
 

@@ -101,7 +101,7 @@ def test_nothing_fits(run):
         ("--schedules x", "unknown schedule 'x'"),
         ("--pp 1", "at least 2 ranks"),
         ("--pp 3", "no multiple of tensor x pipeline"),
-        ("--global-batch-size 8", "both say the batch"),
+        ("--global-batch-size 8", "both give the batch"),
         ("--micro-batch-sizes 3", "no multiple of --micro-batch-size 3"),
         ("--efficiency 2", "a share"),
         ("--profile /no/such", "cannot read profile"),

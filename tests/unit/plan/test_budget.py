@@ -104,8 +104,8 @@ def test_whole_sets_of_the_largest_size(split):
     for row in placement.stages:
         sets = [stages[s].sets for s in row]
         free = size - sum(stages[s].states.total for s in row) - MESSAGES * message_bytes(JOB)
-        free -= max(one.again + one.layer + one.logits for one in sets)
-        largest = max(max(s.until_b, s.until_w if split else 0) for s in sets)
+        free -= max(one.recompute_bytes + one.layer + one.logits for one in sets)
+        largest = max(max(s.bytes_f_to_b, s.bytes_b_to_w if split else 0) for s in sets)
         expected.append(free // largest)
     assert budget(size).room(placement, split) == expected
     assert min(expected) == expected[0] > 0, "both ends of the model are on rank 0"
@@ -131,7 +131,7 @@ def test_with_offload_a_cap_that_is_enough():
 
 def test_measured_bytes_replace_estimated_ones():
     """Sets twice as large: what just fitted does not."""
-    estimated = [stage.sets.until_b for stage in stage_bytes(JOB, even_split(16, 8))]
+    estimated = [stage.sets.bytes_f_to_b for stage in stage_bytes(JOB, even_split(16, 8))]
     profile = Profile(
         1,
         (2,) * 8,

@@ -297,11 +297,11 @@ def test_a_profile_replaces_times_and_bytes():
     case = where.workload(job, m, Split((4, 4, 4, 4)))
     assert case.costs.stages is not None and case.costs.hop == 1000
     assert [float(f) for f, _, _ in case.costs.stages] == [11000, 10000, 10000, 15000]
-    assert [stage.sets.until_b for stage in case.stages] == [10, 10, 10, 30]
+    assert [stage.sets.bytes_f_to_b for stage in case.stages] == [10, 10, 10, 30]
     case = where.workload(job, m, Split((2,) * 7 + (2,)))
     assert case.costs.stages is not None
     assert [float(f) for f, _, _ in case.costs.stages] == [6000, *[5000] * 6, 10000]
-    assert [stage.sets.until_b for stage in case.stages] == [5] * 7 + [25]
+    assert [stage.sets.bytes_f_to_b for stage in case.stages] == [5] * 7 + [25]
     assert Search(where, 40 * GIB).run().best is not None
 
 

@@ -401,7 +401,7 @@ def _load(path: str, offloading: OffloadRequest | None) -> Schedule:
         schedule = Schedule.load(path).unlowered()
         if schedule.has_offload and offloading is not None:
             raise ScheduleError(
-                f"{path} says already what is offloaded; drop --pp-offload and the flags that "
+                f"{path} has its own offload actions; drop --pp-offload and the flags that "
                 "go with it, or write the file without --offload"
             )
         check(schedule)
