@@ -31,7 +31,7 @@ from benchmarks.ranks import add_arguments, measured, save
 from megatron_ext.integration import measuring
 from megatron_ext.integration.callbacks import PlanInputs
 from megatron_ext.integration.features.profile.profiler import Profiler
-from megatron_ext.integration.features.schedule.choose import Choice
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.plan.layout import Split
 from megatron_ext.plan.profile import Profile
 from megatron_ext.plan.times import costs_in_us
@@ -42,7 +42,6 @@ from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule import check, lower, simulate
 from megatron_ext.schedule.actions import Op
-from megatron_ext.schedule.generators import GENERATORS
 from megatron_ext.schedule.schedule import Schedule
 
 HERE = Path(__file__).resolve().parent
@@ -176,13 +175,12 @@ class Rank:
     def compare(self, name: str) -> Row:
         """Both orders of one schedule, in turn."""
         pp, m = self.args.pp, self.args.microbatches
-        generator, choice = GENERATORS[name], Choice(name)
-        chunks = generator.default_chunks
-        equal = choice.plan(pp, chunks, m)
+        choice = ScheduleRequest.of(name).resolve(pp, None, m)
+        equal = choice.plan(m)
         first = lower(equal)
         found = self.measure(first)
         costs = found.costs(Split(found.layers))
-        new = choice.plan(pp, chunks, m, costs=costs, reorder=True, profile=found)
+        new = choice.plan(m, costs=costs, reorder=True, profile=found)
         plans = {"equal": first, "replanned": lower(new)}
         for plan in plans.values():
             check(plan)

@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.schedule_scope import ATTENTION, PROFILED, SKEWED, UNIT, Cost, Scope
 from benchmarks.schedule_sweep import Row, describe
-from megatron_ext.schedule import Costs, Placement, Schedule, Simulation, generate, simulate
-from megatron_ext.schedule.generators import AUTO, NAMES
+from megatron_ext.schedule import AUTO, Costs, Placement, Schedule, Simulation, generate, simulate
+from megatron_ext.schedule.generators import NAMES
 from megatron_ext.schedule.generators.cap import unit_bound, v_cap_limits
 from megatron_ext.schedule.generators.grouped import gis, gis_peak
 

@@ -128,7 +128,7 @@ def hooks(version: str) -> dict[str, Any]:
 
 def _groups() -> dict[str, Callable[[Any], None]]:
     from megatron_ext.integration.feature import Run
-    from megatron_ext.integration.features.schedule.choose import Choice
+    from megatron_ext.integration.features.schedule.choose import ScheduleRequest
     from megatron_ext.integration.offload_request import OffloadRequest
 
     def start(installation: Any, arguments: Any, choice: Any) -> None:
@@ -146,7 +146,8 @@ def _groups() -> dict[str, Callable[[Any], None]]:
                 distributed_timeout_minutes=10,
                 pp_cheap_recompute=recompute,
             )
-            start(installation, arguments, Choice(name, offloading=asked))
+            request = ScheduleRequest.of(name, offloading=asked)
+            start(installation, arguments, request.resolve(2, None, 2))
 
         return hook
 

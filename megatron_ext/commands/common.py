@@ -1,10 +1,10 @@
-"""What the commands share: which schedule is meant, how bad input is told, how numbers look."""
+"""What the commands share: schedule options, input errors, formats of numbers."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -12,16 +12,25 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .._input import shown
-from ..schedule.actions import Op
-from ..schedule.check import CheckReport, check
-from ..schedule.costs import Costs, number_to_json
-from ..schedule.generators import AUTO, NAMES, generate
+from ..schedule import (
+    AUTO,
+    NAMES,
+    CheckReport,
+    Costs,
+    Link,
+    OffloadSpec,
+    Op,
+    Schedule,
+    ScheduleSpec,
+    Simulation,
+    check,
+    select,
+)
+from ..schedule.costs import number_to_json
 from ..schedule.generators.registry import takers
-from ..schedule.link import DEFAULT_POLICY, POLICIES, Link
-from ..schedule.memory_cap import cap_sets, parse_cap
-from ..schedule.offload_cap import CapNotKept, auto_offloaded, caps_to_try, generate_offloaded
-from ..schedule.schedule import Schedule
-from ..schedule.simulate import Simulation
+from ..schedule.link import DEFAULT_POLICY, POLICIES
+from ..schedule.memory_cap import ShareCap, parse_cap
+from ..schedule.select import CapExceeded
 from ..view import timeline
 
 
@@ -116,9 +125,11 @@ def add_shape_options(group: argparse._ActionsContainer, cap_use: str, group_use
     )
     group.add_argument(
         "--objective",
+        type=lambda text: "span" if text == "rank-span" else text,
         choices=("makespan", "span"),
-        help="what is made short: the whole iteration (default), or the longest single rank's own "
-        "span, for optimizer post-validation; for generated schedules",
+        metavar="{makespan,rank-span}",
+        help="what is made short: the whole iteration (default), or the busy span of the slowest "
+        "rank, for optimizer post-validation; for generated schedules",
     )
 
 
@@ -184,7 +195,7 @@ def is_file(name: str) -> bool:
 
 
 def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
-    """``base`` with what the options say in its place."""
+    """``base`` with the costs that options give in its place."""
     with user_input():
         if args.cost is not None:
             base = Costs.parse(args.cost, args.hop)
@@ -216,64 +227,55 @@ def schedule_of(args: argparse.Namespace, file: str | None = None) -> Schedule:
     """The schedule in ``file``, or else the one that ``--schedule`` and its options name."""
     if file is None and is_file(args.schedule):
         file = args.schedule
-    asked = offloads(args)
-    if file is not None:
-        schedule = read = _from_file(file, args)
-        if asked:
-            schedule = _offloaded(args, lambda _: read, read.pp)
-        elif args.offload is not None:
-            schedule = schedule.compute()
-    else:
-        make = _maker(args)
-        if asked:
-            schedule = _offloaded(args, make, args.pp)
-        else:
-            cap = memory_cap(args)
-            with user_input():
-                # v-cap has two chunks, and auto counts in them.
-                schedule = make(None if cap is None else cap_sets(cap, args.pp, args.chunks or 2))
+    spec = spec_of(args, file)
+    if spec.order is not None and args.offload == "off":
+        spec = replace(spec, order=spec.order.compute())
+    with user_input():
+        try:
+            schedule = select(spec).schedule
+        except CapExceeded as error:
+            raise InputError(
+                f"{error.what}; raise --memory-cap to {error.enough}, or give another --schedule"
+            ) from None
     refuse_large(schedule)
     return schedule
 
 
-def offload_link(args: argparse.Namespace, pp: int) -> Link:
-    """What ``--offload-time`` and ``--offload-transfer`` say of every rank's link."""
-    there, *back = args.offload_time.split(",")
-    if len(back) > 1:
+def spec_of(args: argparse.Namespace, file: str | None = None) -> ScheduleSpec:
+    """What ``--schedule`` (or ``file``) and the options ask the selector for."""
+    asked = offloads(args)
+    if file is not None:
+        order = _from_file(file, args)
+        spec = ScheduleSpec(file, order.pp, order.microbatches, order=order)
+    else:
+        _check_name(args, asked)
+        spec = sizes_of(args, args.schedule)
+    return replace(spec, offload=offload_of(args, spec.pp)) if asked else spec
+
+
+def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
+    """``name`` with the sizes, costs, cap and objective that the options have."""
+    return ScheduleSpec(
+        name,
+        args.pp,
+        args.microbatches,
+        args.chunks,
+        costs_of(args, Costs()),
+        memory_cap(args),
+        args.group_size,
+        objective=args.objective or "makespan",
+    )
+
+
+def offload_of(args: argparse.Namespace, pp: int) -> OffloadSpec:
+    """The request of ``--offload``, ``--offload-time`` and ``--offload-transfer``."""
+    to_host, *to_device = args.offload_time.split(",")
+    if len(to_device) > 1:
         raise InputError(f"--offload-time must be T or T,T2, got {args.offload_time!r}")
     with user_input():
         policy = args.offload_transfer or DEFAULT_POLICY
-        return Link.of(pp, there.strip(), back[0].strip() if back else None, policy)
-
-
-def _offloaded(
-    args: argparse.Namespace, make: Callable[[int | None], Schedule], pp: int
-) -> Schedule:
-    """What ``make`` makes, offloaded as the options say; a cap is of what stays on the device."""
-    link, cap = offload_link(args, pp), memory_cap(args)
-    with user_input():
-        try:
-            if cap is None:
-                plan = generate_offloaded(make, link, args.offload)
-            elif args.schedule == AUTO:
-                plan = auto_offloaded(
-                    pp,
-                    args.microbatches,
-                    args.chunks or 2,
-                    costs_of(args, Costs()),
-                    link,
-                    args.offload,
-                    cap=cap,
-                    objective=args.objective or "makespan",
-                )
-            else:
-                caps = caps_to_try(args.schedule, pp, cap)
-                plan = generate_offloaded(make, link, args.offload, cap=cap, caps=caps)
-        except CapNotKept as error:
-            raise InputError(
-                f"{error.what}; raise --memory-cap to {error.needed}, or give another --schedule"
-            ) from None
-    return plan.schedule
+        back = to_device[0].strip() if to_device else None
+        return OffloadSpec(args.offload, Link.of(pp, to_host.strip(), back, policy))
 
 
 def refuse_large(schedule: Schedule) -> None:
@@ -289,8 +291,8 @@ def refuse_large(schedule: Schedule) -> None:
 _LARGEST_COST = 10**12  # beyond, times no longer fit the floats that they are printed as
 
 
-def _maker(args: argparse.Namespace) -> Callable[[int | None], Schedule]:
-    """What generates ``--schedule`` for a cap in activation sets, or None; it raises ValueError."""
+def _check_name(args: argparse.Namespace, offload: bool) -> None:
+    """Refuse a schedule that is not known, lacks its sizes, or does not take an option."""
     if args.schedule not in _KNOWN:
         raise InputError(
             f"unknown schedule {args.schedule!r}; give one of {', '.join(_KNOWN)}, or a file"
@@ -300,7 +302,7 @@ def _maker(args: argparse.Namespace) -> Callable[[int | None], Schedule]:
         raise InputError(f"--schedule {args.schedule} needs {' and '.join(missing)} too")
     for option in ("memory_cap", "group_size"):
         some = _takers(f"takes_{option}")
-        if option == "memory_cap" and offloads(args):
+        if option == "memory_cap" and offload:
             continue  # every schedule has one then
         if getattr(args, option) is not None and args.schedule not in some:
             flag = "--" + option.replace("_", "-")
@@ -308,23 +310,12 @@ def _maker(args: argparse.Namespace) -> Callable[[int | None], Schedule]:
                 f"{flag} {getattr(args, option)} is for {' and '.join(some)}, and "
                 f"{args.schedule} has none; leave {flag} out, or give another --schedule"
             )
-    costs = costs_of(args, Costs())
-    return lambda memory_cap: generate(
-        args.schedule,
-        args.pp,
-        args.microbatches,
-        args.chunks,
-        costs,
-        group_size=args.group_size,
-        memory_cap=memory_cap,
-        objective=args.objective or "makespan",
-    )
 
 
-def memory_cap(args: argparse.Namespace) -> Fraction | None:
+def memory_cap(args: argparse.Namespace) -> ShareCap | None:
     """``--memory-cap``, a fraction of 1F1B's peak."""
     with user_input():
-        return None if args.memory_cap is None else parse_cap(args.memory_cap)
+        return None if args.memory_cap is None else ShareCap(parse_cap(args.memory_cap))
 
 
 def _from_file(path: str, args: argparse.Namespace) -> Schedule:
@@ -374,8 +365,8 @@ def simulation_json(
 ) -> dict[str, Any]:
     """The contract's object, with a ``note`` where ``auto`` or the offload pass says why.
 
-    ``generation_seconds`` of a file is its reading and checking. What is said on offload is there
-    if it was asked for or a file has some, even if no set leaves.
+    ``generation_seconds`` of a file is its reading and checking. The fields of offload are there
+    if it was requested or a file has some, even if no set leaves.
     """
     schedule = simulation.schedule
     peaks = simulation.peak_activation

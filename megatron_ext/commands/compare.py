@@ -5,19 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from ..schedule.costs import Costs, number_to_json
-from ..schedule.generators import GENERATORS, generate
-from ..schedule.generators.auto import costs_for
+from ..schedule.costs import number_to_json
+from ..schedule.generators import GENERATORS
 from ..schedule.generators.registry import takers
-from ..schedule.link import Link
-from ..schedule.memory_cap import cap_sets
-from ..schedule.offload_cap import CapNotKept, caps_to_try, generate_offloaded
-from ..schedule.schedule import Schedule
+from ..schedule.memory_cap import ShareCap
+from ..schedule.select import AUTO, CapExceeded, ScheduleSpec, Selected, by_name, keeps, select
 from ..schedule.simulate import Simulation, simulate
 from .common import (
     InputError,
@@ -26,14 +22,14 @@ from .common import (
     add_shape_options,
     add_size_options,
     cost_json,
-    costs_of,
     costs_text,
     memory_cap,
-    offload_link,
+    offload_of,
     offloads,
     refuse_large,
     short,
     simulation_json,
+    sizes_of,
 )
 
 
@@ -82,20 +78,27 @@ def _compare(args: argparse.Namespace) -> None:
             f"--group-size {args.group_size} is for {_GROUPED}, which at pp={args.pp} takes "
             f"{least} (p/2 rounded up) to {args.pp} (p); give one of those"
         )
-    costs, cap = costs_of(args, Costs()), memory_cap(args)
-    link = offload_link(args, args.pp) if offloads(args) else None
+    asked = replace(
+        sizes_of(args, AUTO), offload=offload_of(args, args.pp) if offloads(args) else None
+    )
     rows: list[_Row] = []
     impossible: dict[str, str] = {}
-    for name in GENERATORS:
+    for name, generator in GENERATORS.items():
+        spec = by_name(asked, name)
+        if not generator.takes_group_size:
+            spec = replace(spec, group_size=None)
         started = time.perf_counter()
         try:
-            schedule, limit = _generated(name, args, costs, cap, link)
+            found, over_cap = _selected(spec)
         except ValueError as error:
             impossible[name] = str(error)
             continue
         seconds = time.perf_counter() - started
-        refuse_large(schedule)
-        rows.append(_row(schedule, seconds, limit, link is not None))
+        refuse_large(found.schedule)
+        before = None
+        if spec.offload is not None:
+            before = max(simulate(found.schedule.compute()).peak_activation)
+        rows.append(_Row(simulate(found.schedule), seconds, over_cap, before))
     if not rows:
         name, reason = next(iter(impossible.items()))
         raise InputError(f"no schedule is possible here; {name}, for one: {reason}")
@@ -104,68 +107,32 @@ def _compare(args: argparse.Namespace) -> None:
         key=lambda row: row.simulation.span_bubble if span else row.simulation.makespan
     )
     if args.json:
-        print(json.dumps(_json(args, costs, cap, rows, impossible)))
+        print(json.dumps(_json(args, asked, rows, impossible)))
     else:
-        print(_table(args, costs, cap, rows, impossible))
+        print(_table(args, asked, rows, impossible))
 
 
-def _row(schedule: Schedule, seconds: float, limit: int | None, offloaded: bool) -> _Row:
-    simulation = simulate(schedule)
-    over = limit is not None and max(simulation.peak_sets) > limit
-    before = max(simulate(schedule.compute()).peak_activation) if offloaded else None
-    return _Row(simulation, seconds, over, before)
-
-
-def _generated(
-    name: str, args: argparse.Namespace, costs: Costs, cap: Fraction | None, link: Link | None
-) -> tuple[Schedule, int | None]:
-    """``name`` for these sizes, offloaded if there is a link, and the cap in its activation sets.
+def _selected(spec: ScheduleSpec) -> tuple[Selected, bool]:
+    """The schedule, even if more stays on a device than the cap allows, and whether that is so.
 
     Raises:
-        ValueError: it does not exist for them.
+        ValueError: it does not exist for these sizes.
     """
-    generator = GENERATORS[name]
-    chunks = args.chunks if generator.any_chunks and args.chunks else generator.default_chunks
-    sets = None if cap is None else cap_sets(cap, args.pp, chunks)
-    make = _maker(name, args, costs, chunks)
-    if link is None:
-        wanted = None
-        if generator.takes_memory_cap and sets is not None:
-            wanted = min(sets, args.pp * chunks)  # 1F1B's peak is the largest cap there is
-        return make(wanted), sets
-    caps = caps_to_try(name, args.pp, cap)
+    cap = spec.cap
+    if cap is not None and spec.offload is None:
+        cap.sets(spec.placement, spec.splits_backward)  # refuses what no set fits in
+        spec = spec.order_alone()
+        if isinstance(spec.cap, ShareCap):  # 1F1B's peak is the largest cap there is
+            spec = replace(spec, cap=ShareCap(min(spec.cap.share, Fraction(1))))
     try:
-        plan = generate_offloaded(make, link, args.offload, cap=cap, caps=caps)
-    except CapNotKept as error:
-        plan = error.plan  # a row all the same, marked
-    return plan.schedule, sets
-
-
-def _maker(
-    name: str, args: argparse.Namespace, costs: Costs, chunks: int
-) -> Callable[[int | None], Schedule]:
-    """What generates ``name`` for a cap in activation sets, or None."""
-    generator = GENERATORS[name]
-    # Stages of one chunk a rank are two of the V's: their costs are summed, where that can be.
-    costs = costs_for(costs, args.pp * chunks) or costs
-    return lambda memory_cap: generate(
-        name,
-        args.pp,
-        args.microbatches,
-        chunks,
-        costs,
-        group_size=args.group_size if generator.takes_group_size else None,
-        memory_cap=memory_cap,
-        objective=args.objective or "makespan",
-    )
+        found = select(spec)
+    except CapExceeded as error:
+        found = error.selected
+    return found, cap is not None and not keeps(cap, found.schedule)
 
 
 def _json(
-    args: argparse.Namespace,
-    costs: Costs,
-    cap: Fraction | None,
-    rows: list[_Row],
-    impossible: dict[str, str],
+    args: argparse.Namespace, asked: ScheduleSpec, rows: list[_Row], impossible: dict[str, str]
 ) -> dict[str, Any]:
     """``schedules`` fastest first, fields as of ``simulate``; with a cap also ``over_cap``.
 
@@ -177,16 +144,17 @@ def _json(
         fields = simulation_json(row.simulation, row.seconds, offloads(args))
         if row.before is not None:
             fields["peak_activation_without_offload"] = number_to_json(row.before)
-        if cap is not None:
+        if asked.cap is not None:
             fields["over_cap"] = row.over_cap
         schedules.append(fields)
     head: dict[str, Any] = {
         "pp": args.pp,
         "microbatches": args.microbatches,
-        "cost": cost_json(costs),
+        "cost": cost_json(asked.costs),
     }
+    cap = memory_cap(args)
     if cap is not None:
-        head["memory_cap"] = float(cap)
+        head["memory_cap"] = float(cap.share)
     for option in ("group_size", "objective", *(_OFFLOAD if offloads(args) else ())):
         if getattr(args, option) is not None:
             head[option] = getattr(args, option)
@@ -196,17 +164,14 @@ def _json(
 
 _OFFLOAD = ("offload", "offload_time", "offload_transfer")
 _HEADS = ("schedule", "chunks", "bubble", "span bubble", "makespan", "peak", "of 1F1B's", "made in")
-_OFFLOAD_HEADS = ("without", "host peak", "sets away", "stall")
+_OFFLOAD_HEADS = ("without", "host peak", "offloaded", "stall")
 
 
 def _table(
-    args: argparse.Namespace,
-    costs: Costs,
-    cap: Fraction | None,
-    rows: list[_Row],
-    impossible: dict[str, str],
+    args: argparse.Namespace, asked: ScheduleSpec, rows: list[_Row], impossible: dict[str, str]
 ) -> str:
-    limit = "" if cap is None else f"; memory cap {short(100 * cap)} % of 1F1B's peak"
+    cap = memory_cap(args)
+    limit = "" if cap is None else f"; memory cap {short(100 * cap.share)} % of 1F1B's peak"
     if args.group_size is not None:
         limit += f"; {_GROUPED} in groups of {args.group_size}"
     if args.objective is not None:
@@ -219,7 +184,10 @@ def _table(
         heads = (*_HEADS[:-1], *_OFFLOAD_HEADS, _HEADS[-1])
     cells = [heads, *(_cells(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = [f"pp {args.pp}, microbatches {args.microbatches}; {costs_text(costs)}{limit}", ""]
+    lines = [
+        f"pp {args.pp}, microbatches {args.microbatches}; {costs_text(asked.costs)}{limit}",
+        "",
+    ]
     for line, over in zip(cells, [False, *(row.over_cap for row in rows)]):
         padded = [line[0].ljust(widths[0])]
         padded += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
@@ -231,7 +199,7 @@ def _table(
     if offloads(args):
         lines += [
             "without: the same without offload; host peak: likewise, on the host",
-            "sets away: activation sets that leave, on all ranks; stall: the makespan's part of it",
+            "offloaded: activation sets, of all ranks; stall: the makespan's part of it",
         ]
     if impossible:
         lines += ["not possible here:"]

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .._input import parse_bytes
-from ..plan.cases import Space
 from ..plan.flags import add_flags, job_of, notes_on, read
 from ..plan.gpu import GPUS, Gpu, gpu_of
 from ..plan.model import Job, PlanError
 from ..plan.profile import Profile
 from ..plan.search import Result, Search
+from ..plan.space import SearchSpace
 from ..schedule.generators import NAMES
 from ..schedule.link import DEFAULT_POLICY, POLICIES
 from .common import InputError, Parser, output, positive, user_input
@@ -68,8 +68,8 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "--no-balance", action="store_true", help="keep Megatron's even split of the layers"
     )
     group.add_argument(
-        "--effort", type=float, default=1.0, metavar="X", help="how much may be searched: 1 is "
-        "about half a minute at 32 ranks and 256 microbatches"
+        "--effort", type=float, default=1.0, metavar="X", help="a factor on the 2 million passes "
+        "of all orders that are made, about half a minute at 32 ranks and 256 microbatches"
     )  # fmt: skip
     parser.add_argument("--output", metavar="FILE", help="write the chosen schedule to FILE.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -121,8 +121,8 @@ def _plan(args: argparse.Namespace) -> None:
         host = None if args.host_memory is None else parse_bytes(args.host_memory)
         if args.effort <= 0:
             raise PlanError(f"--effort must be > 0, got {args.effort}")
-        with _progress() as tell:
-            result = Search(space, budget, host, args.effort, tell).run()
+        with _progress() as progress:
+            result = Search(space, budget, host, args.effort, progress).run()
     notes = [*job.assumptions, *notes_on(ignored)]
     seconds = time.perf_counter() - started
     if args.output is not None and result.best is not None:
@@ -183,13 +183,13 @@ def _budget(args: argparse.Namespace, gpu: Gpu) -> int:
     return budget
 
 
-def _space(args: argparse.Namespace, job: Job, gpu: Gpu, own_size: bool) -> Space:
+def _space(args: argparse.Namespace, job: Job, gpu: Gpu, own_size: bool) -> SearchSpace:
     pp = job.pipeline_model_parallel_size
     if pp < 2:
         raise PlanError(f"a pipeline needs at least 2 ranks, got --pp {pp}; give 2 or more")
     if args.microbatches is not None:
         if job.global_batch_size is not None:
-            raise PlanError("--microbatches and --global-batch-size both say the batch; give one")
+            raise PlanError("--microbatches and --global-batch-size both give the batch; drop one")
         batch = args.microbatches * job.micro_batch_size * job.data_parallel_size
         job = job.with_(global_batch_size=batch)
     job.microbatches()  # refuses what cannot be divided
@@ -203,7 +203,7 @@ def _space(args: argparse.Namespace, job: Job, gpu: Gpu, own_size: bool) -> Spac
         size, cheap = profile.micro_batch_size, profile.cheap_recompute
         profile.require(job.with_(micro_batch_size=size, cheap_recompute=cheap))
         profiles[profile.micro_batch_size, profile.cheap_recompute] = profile
-    return Space(
+    return SearchSpace(
         job,
         gpu,
         pp,
@@ -262,16 +262,16 @@ def _numbers(text: str | None, flag: str) -> tuple[int, ...] | None:
 def _progress() -> Iterator[Callable[[str], None]]:
     """Lines on stderr, once it takes long, and not too many."""
     last = time.monotonic()
-    said = False
+    reported = False
 
-    def tell(line: str) -> None:
-        nonlocal last, said
+    def report(line: str) -> None:
+        nonlocal last, reported
         if time.monotonic() - last > _EVERY_S:
-            last, said = time.monotonic(), True
+            last, reported = time.monotonic(), True
             print(f"plan: {line}", file=sys.stderr, flush=True)
 
-    yield tell
-    if said:
+    yield report
+    if reported:
         print("plan: done", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What ``plan`` prints: the front, the chosen point's flags, every rank's bytes, assumptions."""
+"""Output of ``plan``: the front, the chosen point's flags, every rank's bytes, assumptions."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..plan import memory, times
-from ..plan.cases import Space
 from ..plan.memory import RankBytes
 from ..plan.point import Point
-from ..plan.post_validation import Validated, with_post_validation
+from ..plan.post_validation import PostValidationEstimate, with_post_validation
 from ..plan.search import Result
+from ..plan.space import SearchSpace
 from ..schedule.costs import number_to_json
 from .common import short
 
 
 def report_json(
     result: Result,
-    space: Space,
+    space: SearchSpace,
     ignored: Sequence[str],
     notes: Sequence[str],
     seconds: float,
@@ -46,9 +46,11 @@ def report_json(
         data["chosen"] = {
             **point_json(best),
             "flags": best.flags(file),
-            "step_ms_by_name": number_to_json(best.as_named() / 1000) if not best.away else None,
+            "step_ms_by_name": number_to_json(best.as_named() / 1000)
+            if best.offload is None
+            else None,
             "ranks": [rank_json(rank) for rank in best.ranks],
-            "post_validation": _validated_json(with_post_validation(best)),
+            "post_validation": _post_validation_json(with_post_validation(best)),
         }
     else:
         least = result.smallest
@@ -64,14 +66,14 @@ def report_json(
 
 def point_json(point: Point) -> dict[str, Any]:
     """One point; ``simulate`` gives the same with ``stage_cost`` in the file it names."""
-    split = point.case.split
+    split, job = point.workload.split, point.workload.job
     return {
-        "schedule": point.shape.name,
-        "chunks": point.shape.chunks,
-        "microbatches": point.case.microbatches,
-        "micro_batch_size": point.case.job.micro_batch_size,
-        "cheap_recompute": point.case.job.cheap_recompute,
-        "offload": None if point.away is None else point.away.what,
+        "schedule": point.spec.name,
+        "chunks": point.spec.chunks,
+        "microbatches": point.spec.microbatches,
+        "micro_batch_size": job.micro_batch_size,
+        "cheap_recompute": job.cheap_recompute,
+        "offload": point.offload,
         "layers": list(split.counts),
         "layout": None if split.even else split.text(),
         "step_ms": number_to_json(point.makespan_us / 1000),
@@ -86,11 +88,11 @@ def point_json(point: Point) -> dict[str, Any]:
     }
 
 
-def _validated_json(validated: Validated) -> dict[str, Any]:
+def _post_validation_json(found: PostValidationEstimate) -> dict[str, Any]:
     return {
-        "step_ms": number_to_json(validated.step_us / 1000),
-        "copies_bytes": max(validated.copies),
-        "peak_bytes": validated.worst,
+        "step_ms": number_to_json(found.step_us / 1000),
+        "copies_bytes": max(found.copies),
+        "peak_bytes": found.worst,
     }
 
 
@@ -114,7 +116,7 @@ def rank_json(rank: RankBytes) -> dict[str, Any]:
 
 def report_text(
     result: Result,
-    space: Space,
+    space: SearchSpace,
     ignored: Sequence[str],
     notes: Sequence[str],
     seconds: float,
@@ -126,17 +128,17 @@ def report_text(
         f"{result.candidates} candidates, {len(result.points)} points simulated in {seconds:.1f} s"
     ]
     if result.skipped:
-        lines.append(f"{result.skipped} more were left out; --effort 2 looks at more of them")
+        lines.append(f"{result.skipped} more were left out; --effort 2 simulates more of them")
     lines.append("")
     best = result.best
     if best is None:
         lines += _nothing_fits(result)
     else:
         lines += [*_front(result.front), "", *_chosen(best, file)]
-        lines += [_validated(best, result.budget), "", *_ranks(best.ranks)]
+        lines += [_post_validation(best, result.budget), "", *_ranks(best.ranks)]
     if ignored:
         lines += ["", "ignored flags: " + " ".join(ignored)]
-    lines += ["", "what the numbers rest on:"]
+    lines += ["", "assumptions:"]
     lines += [f"  {text}" for text in _assumptions(space, notes)]
     return "\n".join(lines)
 
@@ -146,7 +148,7 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def _assumptions(space: Space, notes: Sequence[str]) -> list[str]:
+def _assumptions(space: SearchSpace, notes: Sequence[str]) -> list[str]:
     measured = [] if not space.profiles else ["times and rates: measured, from the profile"]
     computed = [*times.ASSUMPTIONS, *space.gpu.assumptions()]
     return [*notes, *memory.ASSUMPTIONS, *measured, *computed]
@@ -159,10 +161,10 @@ _HEADS = (
 
 
 def _front(points: Sequence[Point]) -> list[str]:
-    """The points that fit and that no other one beats in time, device and host memory."""
+    """The Pareto-optimal points within the budget."""
     cells = [_HEADS, *(_cells(point) for point in points)]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["fits, and nothing else is better in all of time, device and host memory:"]
+    lines = ["Pareto-optimal in step time, device and host memory, of those that fit:"]
     for row in cells:
         first = row[0].ljust(widths[0])
         lines.append("  ".join([first, *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]))
@@ -170,19 +172,19 @@ def _front(points: Sequence[Point]) -> list[str]:
 
 
 def _cells(point: Point) -> tuple[str, ...]:
-    shape = point.shape
-    name = shape.name
-    if shape.memory_cap is not None:
-        name += f" {shape.memory_cap}/{point.pp * shape.chunks}"
-    if shape.group_size is not None:
-        name += f" g={shape.group_size}"
+    spec, work = point.spec, point.workload
+    name, stages = spec.name, spec.placement.num_stages
+    if point.cap is not None:
+        name += f" {point.cap * stages}/{stages}"
+    if spec.group_size is not None:
+        name += f" g={spec.group_size}"
     return (
         name,
-        str(shape.chunks),
-        str(point.case.job.micro_batch_size),
-        "cheap" if point.case.job.cheap_recompute else "-",
-        "-" if point.away is None else point.away.what,
-        "even" if point.case.split.even else "own",
+        str(spec.chunks),
+        str(work.job.micro_batch_size),
+        "cheap" if work.job.cheap_recompute else "-",
+        point.offload or "-",
+        "even" if work.split.even else "custom",
         f"{float(point.makespan_us) / 1000:.1f}",
         f"{float(100 * point.bubble):.2f} %",
         f"{point.worst.total / 2**30:.2f}",
@@ -194,30 +196,30 @@ def _cells(point: Point) -> tuple[str, ...]:
 def _chosen(best: Point, file: str | None) -> list[str]:
     lines = ["flags of the fastest:"]
     lines += [f"  {words}" for words in best.flags(file)]
-    if file is None and best.away is None:
+    if file is None and best.offload is None:
         named = best.as_named()
         if named != best.makespan_us:
             lines.append(
-                f"  (--pp-cost cannot tell stages apart: so ordered, a step takes "
+                f"  (--pp-cost has one cost for all stages: with an order made for it a step takes "
                 f"{float(named) / 1000:.1f} ms; --output FILE.json writes the order above, for "
                 "--pp-schedule FILE.json)"
             )
     return lines
 
 
-def _validated(best: Point, budget: int) -> str:
+def _post_validation(best: Point, budget: int) -> str:
     """What ``--pp-post-validation`` would change."""
-    validated = with_post_validation(best)
-    gain = float(1 - validated.step_us / best.makespan_us)
+    found = with_post_validation(best)
+    gain = float(1 - found.step_us / best.makespan_us)
     if gain < 0.0005:
         return "  (--pp-post-validation would gain nothing)"
-    more = validated.worst - best.worst.total
+    more = found.worst - best.worst.total
     peak = f"{gib(more)} more at the peak" if more > 0 else "no more at the peak"
-    if validated.worst > budget:
+    if found.worst > budget:
         peak += ", which is over the budget"
     return (
-        f"  (--pp-post-validation: a step takes {float(validated.step_us) / 1000:.1f} ms, "
-        f"{gain:.1%} less; copies take up to {gib(max(validated.copies))} for a while, {peak})"
+        f"  (--pp-post-validation: a step takes {float(found.step_us) / 1000:.1f} ms, "
+        f"{gain:.1%} less; extra {gib(max(found.copies))} at most until validated, {peak})"
     )
 
 
@@ -234,7 +236,7 @@ def _ranks(ranks: Sequence[RankBytes]) -> list[str]:
 def _nothing_fits(result: Result) -> list[str]:
     least = result.smallest
     part, size = least.worst.largest_part()
-    name = least.shape.name + (f" with offload {least.away.what}" if least.away else "")
+    name = least.spec.name + (f" with offload {least.offload}" if least.offload else "")
     step = short(least.makespan_us / 1000)
     return [
         f"nothing fits in {gib(result.budget)}. The least that was found to fit is "

@@ -92,7 +92,7 @@ def _show_timeline(args: argparse.Namespace) -> None:
     suffix = Path(args.output).suffix if args.output else None
     if suffix is not None and suffix not in _RENDERERS:
         raise InputError(
-            f"--output {args.output}: the suffix says the format; use {', '.join(_RENDERERS)}"
+            f"--output {args.output}: the suffix gives the format; use {', '.join(_RENDERERS)}"
         )
     runs = _runs(args) if args.block is None else [_block(args)]
     schedule = runs[0].schedule
@@ -139,7 +139,7 @@ def _runs(args: argparse.Namespace) -> list[timeline.Timeline]:
         with user_input():
             runs.append(recorded.load(args.measured, schedule, args.iteration))
     elif args.iteration is not None:
-        raise InputError("--iteration says which one of --measured DIR; give both")
+        raise InputError("--iteration selects one of --measured DIR; give both")
     return runs
 
 

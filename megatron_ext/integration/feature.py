@@ -20,7 +20,7 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from ..plan.profile import Profile
     from ..runtime.wgrad import WeightGradStore
-    from .features.schedule.choose import Choice
+    from .features.schedule.choose import Choice, ScheduleRequest
     from .pipeline import ScheduledPipeline
 
 
@@ -159,7 +159,8 @@ class Run:
         version: of megatron-core.
         training: Megatron's training package is in use, not only its core.
         stock_flags: Megatron's own options that were given, with their values as text.
-        schedule: what ``--pp-schedule`` asks for; None: Megatron's own schedule runs.
+        request: what ``--pp-schedule`` asks for; None: Megatron's own schedule runs.
+        schedule: what answers it; known after Megatron's validation.
         profile: of a former run, to plan with.
         chunks: model chunks a rank; known after Megatron's validation.
         experts_in_chunks: MoE layers run in chunks of tokens.
@@ -173,6 +174,7 @@ class Run:
     version: str
     training: bool = True
     stock_flags: Mapping[str, str] = field(default_factory=dict)
+    request: ScheduleRequest | None = None
     schedule: Choice | None = None
     profile: Profile | None = None
     chunks: int = 1

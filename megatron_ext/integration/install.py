@@ -168,7 +168,7 @@ class Installation:
             if lost:
                 raise ConfigError(f"{lost[0]} needs --pp-schedule; add it or drop {lost[0]}")
         else:
-            run.schedule = request_of(args)
+            run.request = request_of(args)
         return run
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What one microbatch's passes keep, tensor by tensor, between F and B and between B and W.
+"""Saved tensors of one microbatch, one by one: bytes from F to B, and from B to W.
 
 Sources: "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198, section
 4) for the tensors of a layer; "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241, table 2) for
@@ -14,38 +14,44 @@ from typing import NamedTuple
 from .model import Job
 
 
-class Kept(NamedTuple):
+class SavedTensor(NamedTuple):
     """One tensor (or several of one kind).
 
     Attributes:
         what: which, for people.
-        until_b: bytes from F to the end of B.
-        until_w: bytes from B to W, if the backward pass is split: inputs of linear layers and the
-            gradients of their outputs.
-        again: bytes that are not kept from F on but computed again during B.
+        bytes_f_to_b: bytes from F to the end of B.
+        bytes_b_to_w: bytes from B to W, if the backward pass is split: inputs of linear layers and
+            the gradients of their outputs.
+        recompute_bytes: bytes that are not kept from F on but computed again during B.
     """
 
     what: str
-    until_b: int = 0
-    until_w: int = 0
-    again: int = 0
+    bytes_f_to_b: int = 0
+    bytes_b_to_w: int = 0
+    recompute_bytes: int = 0
+
+    def recomputed(self) -> SavedTensor:
+        """The same, computed again during B instead of saved in F."""
+        return SavedTensor(
+            self.what, 0, self.bytes_b_to_w, self.bytes_f_to_b + self.recompute_bytes
+        )
 
 
 class SetBytes(NamedTuple):
     """One activation set of one stage, in bytes.
 
     Attributes:
-        until_b: from F's start to the end of B (or BW).
-        until_w: from the end of a split B to the end of W.
-        again: what is computed again during B, on top, at its largest.
+        bytes_f_to_b: from F's start to the end of B (or BW).
+        bytes_b_to_w: from the end of a split B to the end of W.
+        recompute_bytes: what is computed again during B, on top, at its largest.
         logits: short-lived, in F and in B of the stage with the loss.
         layer: the gradients that are alive beside all that while B runs through the widest layer:
             of its activation function's input and output.
     """
 
-    until_b: int
-    until_w: int
-    again: int = 0
+    bytes_f_to_b: int
+    bytes_b_to_w: int
+    recompute_bytes: int = 0
     logits: int = 0
     layer: int = 0
 
@@ -53,7 +59,7 @@ class SetBytes(NamedTuple):
 _FLOAT = 4
 
 
-def _norm(job: Job, name: str, *, discards: bool) -> list[Kept]:
+def _norm(job: Job, name: str, *, discards: bool) -> list[SavedTensor]:
     """A norm and its output, which is the input of the linear layers after it."""
     e, h, t = job.element_bytes, job.hidden_size, job.sharded_tokens
     # Mean and reciprocal deviation of each token; RMSNorm has no mean.
@@ -62,12 +68,12 @@ def _norm(job: Job, name: str, *, discards: bool) -> list[Kept]:
     needed = _gathered(job, h)
     if discards:
         return [
-            Kept(f"{name} norm's input", e * t * h),
-            Kept(f"{name} norm's output", 0, needed, out + statistics),
+            SavedTensor(f"{name} norm's input", e * t * h),
+            SavedTensor(f"{name} norm's output", 0, needed, out + statistics),
         ]
     return [
-        Kept(f"{name} norm's input", e * t * h + statistics),
-        Kept(f"{name} norm's output", out, needed),
+        SavedTensor(f"{name} norm's input", e * t * h + statistics),
+        SavedTensor(f"{name} norm's output", out, needed),
     ]
 
 
@@ -86,7 +92,7 @@ def _norm_discards(job: Job, *, fused: bool) -> bool:
     return asked and not (fused and job.transformer_engine)
 
 
-def attention(job: Job) -> list[Kept]:
+def attention(job: Job) -> list[SavedTensor]:
     """Input norm and self-attention of one layer."""
     e, t, tp = job.element_bytes, job.tokens, job.tensor_model_parallel_size
     q, k = job.query_width // tp, job.key_width // tp
@@ -95,26 +101,28 @@ def attention(job: Job) -> list[Kept]:
     if not job.flash_attention:
         # Without a flash kernel keys and values are repeated for every query head first.
         keys = 2 * (k if recomputed else q)
-        items.append(Kept("queries, keys, values", e * t * (q + keys), e * t * (q + 2 * k)))
+        items.append(SavedTensor("queries, keys, values", e * t * (q + keys), e * t * (q + 2 * k)))
         items += _scores(job, recomputed)
     else:
-        items.append(Kept("queries, keys, values", e * t * (q + 2 * k), e * t * (q + 2 * k)))
+        items.append(SavedTensor("queries, keys, values", e * t * (q + 2 * k), e * t * (q + 2 * k)))
         # The logarithm of each row's sum of exponentials, one fp32 number a head and token.
-        items.append(Kept("flash attention's row sums", _FLOAT * t * job.num_attention_heads // tp))
+        items.append(
+            SavedTensor("flash attention's row sums", _FLOAT * t * job.num_attention_heads // tp)
+        )
     if job.qk_layernorm:
         numbers = 2 if job.normalization == "LayerNorm" else 1
         rows = t * (job.num_attention_heads + job.num_query_groups) // tp
         items.append(
-            Kept("inputs of query and key norms", e * t * (q + k) + _FLOAT * numbers * rows)
+            SavedTensor("inputs of query and key norms", e * t * (q + k) + _FLOAT * numbers * rows)
         )
-    items.append(Kept("attention's output", e * t * q, e * t * q))
+    items.append(SavedTensor("attention's output", e * t * q, e * t * q))
     # Row-parallel layers get the gradient of their output gathered.
-    items.append(Kept("gradient of the projection", 0, e * t * job.hidden_size))
+    items.append(SavedTensor("gradient of the projection", 0, e * t * job.hidden_size))
     items += _dropout_mask(job)
     return items
 
 
-def _scores(job: Job, recomputed: bool) -> list[Kept]:
+def _scores(job: Job, recomputed: bool) -> list[SavedTensor]:
     """The quadratic part, 5as/h of arXiv 2205.05198 with dropout and 16 bits.
 
     Where softmax runs in fp32 at 16 bits, both its own output and the one that is cast are there.
@@ -126,16 +134,18 @@ def _scores(job: Job, recomputed: bool) -> list[Kept]:
         size += scores * _FLOAT
     if job.attention_dropout:
         size += scores * (1 + e)
-    return [Kept("attention scores", 0 if recomputed else size, 0, size if recomputed else 0)]
+    return [
+        SavedTensor("attention scores", 0 if recomputed else size, 0, size if recomputed else 0)
+    ]
 
 
-def _dropout_mask(job: Job) -> list[Kept]:
+def _dropout_mask(job: Job) -> list[SavedTensor]:
     if not job.hidden_dropout:
         return []
-    return [Kept("dropout mask", job.sharded_tokens * job.hidden_size)]
+    return [SavedTensor("dropout mask", job.sharded_tokens * job.hidden_size)]
 
 
-def _mlp(job: Job, name: str, tokens: int, width: int, *, discards: bool) -> list[Kept]:
+def _mlp(job: Job, name: str, tokens: int, width: int, *, discards: bool) -> list[SavedTensor]:
     """fc1, activation function and fc2 of ``width`` hidden units on this rank for ``tokens``.
 
     Without fc1's input, which belongs to whoever makes it.
@@ -143,24 +153,24 @@ def _mlp(job: Job, name: str, tokens: int, width: int, *, discards: bool) -> lis
     e, f, q = job.element_bytes, width, job.gates
     out = e * tokens * f
     return [
-        Kept(f"{name} fc1's output", e * tokens * q * f, e * tokens * q * f),
-        Kept(
+        SavedTensor(f"{name} fc1's output", e * tokens * q * f, e * tokens * q * f),
+        SavedTensor(
             f"{name} activation function's output",
             0 if discards else out,
             out,
             out if discards else 0,
         ),
-        Kept(f"gradient of {name} fc2", 0, e * tokens * job.hidden_size),
+        SavedTensor(f"gradient of {name} fc2", 0, e * tokens * job.hidden_size),
     ]
 
 
-def dense_mlp(job: Job) -> list[Kept]:
+def dense_mlp(job: Job) -> list[SavedTensor]:
     """The MLP of one layer and the norm before it."""
     width = job.ffn_hidden_size // job.tensor_model_parallel_size
     items = _mlp(job, "MLP", job.tokens, width, discards=job.cheap_recompute)
     if "mlp" in job.recompute_modules:
         # Nothing inside is kept but the input, here the norm's output.
-        items = [Kept(i.what, 0, i.until_w, i.until_b + i.again) for i in items]
+        items = [item.recomputed() for item in items]
     norm = _norm(job, "MLP", discards=_norm_discards(job, fused=True))
     return [*norm, *items, *_dropout_mask(job)]
 
@@ -176,7 +186,7 @@ def routed_tokens(job: Job) -> int:
     return routed
 
 
-def moe_mlp(job: Job) -> list[Kept]:
+def moe_mlp(job: Job) -> list[SavedTensor]:
     """Router, experts and shared expert of one layer and the norm before them."""
     e, h, t = job.element_bytes, job.hidden_size, job.sharded_tokens
     routed, experts = routed_tokens(job), job.num_experts
@@ -184,12 +194,12 @@ def moe_mlp(job: Job) -> list[Kept]:
     shared = job.moe_shared_expert_intermediate_size
     if not shared:
         # Only the router reads it after the tokens were sorted; its gradient is not split off.
-        norm[-1] = norm[-1]._replace(until_w=0)
+        norm[-1] = norm[-1]._replace(bytes_b_to_w=0)
     items = [
         # Logits, scores and probabilities, in fp32, and which token goes where.
-        Kept("router", 3 * _FLOAT * t * experts + t * experts),
-        Kept("experts' input", e * routed * h, e * routed * h),
-        Kept("probabilities of routed tokens", _FLOAT * routed),
+        SavedTensor("router", 3 * _FLOAT * t * experts + t * experts),
+        SavedTensor("experts' input", e * routed * h, e * routed * h),
+        SavedTensor("probabilities of routed tokens", _FLOAT * routed),
         *_mlp(
             job,
             "experts'",
@@ -203,35 +213,35 @@ def moe_mlp(job: Job) -> list[Kept]:
         tokens = job.tokens
         inner = _mlp(job, "shared expert's", tokens, width, discards=job.cheap_recompute)
         if "shared_experts" in job.recompute_modules:
-            inner = [Kept(i.what, 0, i.until_w, i.until_b + i.again) for i in inner]
+            inner = [item.recomputed() for item in inner]
         items += inner
     if "moe" in job.recompute_modules:
-        items = [Kept(i.what, 0, i.until_w, i.until_b + i.again) for i in items]
+        items = [item.recomputed() for item in items]
     return [*norm, *items, *_dropout_mask(job)]
 
 
-def layer(job: Job, number: int) -> list[Kept]:
+def layer(job: Job, number: int) -> list[SavedTensor]:
     """What one transformer layer keeps, without full recomputation."""
     return [*attention(job), *(moe_mlp(job) if job.moe_layers[number] else dense_mlp(job))]
 
 
-def output_layer(job: Job) -> list[Kept]:
+def output_layer(job: Job) -> list[SavedTensor]:
     """Last norm, output layer and loss. Softmax of the logits is kept in fp32."""
     e, h, t = job.element_bytes, job.hidden_size, job.sharded_tokens
     numbers = 1 if job.normalization == "RMSNorm" else 2
     words = job.padded_vocab_size // job.tensor_model_parallel_size
     return [
-        Kept("last norm's input", e * t * h + _FLOAT * numbers * t),
-        Kept("output layer's input", e * t * h, e * t * h),
-        Kept("softmax of the logits", _FLOAT * job.tokens * words, e * job.tokens * words),
+        SavedTensor("last norm's input", e * t * h + _FLOAT * numbers * t),
+        SavedTensor("output layer's input", e * t * h, e * t * h),
+        SavedTensor("softmax of the logits", _FLOAT * job.tokens * words, e * job.tokens * words),
         # Which labels lie in this rank's part of the vocabulary, and which they are there.
-        Kept("labels", 9 * job.tokens),
+        SavedTensor("labels", 9 * job.tokens),
     ]
 
 
-def embedding(job: Job) -> list[Kept]:
+def embedding(job: Job) -> list[SavedTensor]:
     """Token and position numbers, and a mask if there is dropout."""
-    return [Kept("token numbers", 8 * job.tokens), *_dropout_mask(job)]
+    return [SavedTensor("token numbers", 8 * job.tokens), *_dropout_mask(job)]
 
 
 def _widest(job: Job, number: int) -> int:
@@ -243,9 +253,13 @@ def _widest(job: Job, number: int) -> int:
     return job.element_bytes * rows * width * (job.gates + 1)
 
 
-def _sum(items: Iterable[Kept]) -> tuple[int, int, int]:
+def _sum(items: Iterable[SavedTensor]) -> tuple[int, int, int]:
     rows = list(items)
-    return sum(i.until_b for i in rows), sum(i.until_w for i in rows), sum(i.again for i in rows)
+    return (
+        sum(i.bytes_f_to_b for i in rows),
+        sum(i.bytes_b_to_w for i in rows),
+        sum(i.recompute_bytes for i in rows),
+    )
 
 
 def stage_set(job: Job, layers: range, *, first: bool, last: bool) -> SetBytes:
@@ -256,7 +270,7 @@ def stage_set(job: Job, layers: range, *, first: bool, last: bool) -> SetBytes:
         layers: numbers of its layers.
         first, last: it has the embedding, or the output layer and the loss.
     """
-    until_b = until_w = again = widest = 0
+    bytes_f_to_b = bytes_b_to_w = recompute = widest = 0
     group = 0
     full = job.recompute_granularity == "full"
     each = job.element_bytes * job.sharded_tokens * job.hidden_size
@@ -264,26 +278,26 @@ def stage_set(job: Job, layers: range, *, first: bool, last: bool) -> SetBytes:
         each //= job.tensor_model_parallel_size
     for place, number in enumerate(layers):
         b, w, extra = _sum(layer(job, number))
-        until_w += w
+        bytes_b_to_w += w
         widest = max(widest, _widest(job, number))
         if full and job.recompute_method == "block" and place >= job.recompute_num_layers:
-            until_b += b
+            bytes_f_to_b += b
         elif full:
             of_group = 1 if job.recompute_method == "block" else job.recompute_num_layers
-            until_b += each if place % of_group == 0 else 0
+            bytes_f_to_b += each if place % of_group == 0 else 0
             group = (group if place % of_group else 0) + b
-            again = max(again, group)
+            recompute = max(recompute, group)
         else:
-            until_b += b
-            # One layer's at a time; what a split W needs of it is in ``until_w``.
-            again = max(again, extra)
+            bytes_f_to_b += b
+            # One layer's at a time; what a split W needs of it is in ``bytes_b_to_w``.
+            recompute = max(recompute, extra)
     logits = 0
     for there, part in ((first, embedding), (last, output_layer)):
         if there:
             b, w, _ = _sum(part(job))
-            until_b, until_w = until_b + b, until_w + w
+            bytes_f_to_b, bytes_b_to_w = bytes_f_to_b + b, bytes_b_to_w + w
     if last:
         words = job.padded_vocab_size // job.tensor_model_parallel_size
         # Beside the fp32 softmax: the logits as they were computed, and their gradient in B.
         logits = job.element_bytes * job.tokens * words
-    return SetBytes(until_b, until_w, again, logits, widest)
+    return SetBytes(bytes_f_to_b, bytes_b_to_w, recompute, logits, widest)

@@ -19,7 +19,7 @@ def balanced(
     first: float,
     last: float,
 ) -> Split | None:
-    """The split whose heaviest rank is lightest, if all layers weigh the same.
+    """The split whose heaviest rank is lightest, if all layers cost the same.
 
     Layer by layer goes to the rank that is lightest with it, on it to the stage that is; for equal
     layers no other way ends with a lighter heaviest rank. Every stage has a layer, except that the
@@ -28,8 +28,8 @@ def balanced(
     Args:
         placement: where the stages lie.
         layers: how many there are.
-        each: per rank, what a layer weighs there (seconds, or bytes with all sets in flight).
-        first, last: what the embedding, and the output layer with the loss, weigh.
+        each: per rank, the cost of a layer there (seconds, or bytes with all sets in flight).
+        first, last: cost of the embedding, and of the output layer with the loss.
 
     Returns:
         None if there are too few layers.

@@ -1,56 +1,37 @@
-"""A budget in bytes a rank: which schedules fit it, and how many whole activation sets that is."""
+"""A memory cap in bytes a rank: parameters, gradients, optimizer states, sets and passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from .._input import size_text
-from ..schedule.costs import Costs
-from ..schedule.generators import GENERATORS, NAMES
-from ..schedule.generators.auto import costs_for, simplest_first, time_taken
-from ..schedule.generators.cap import v_cap_limits
-from ..schedule.generators.request import Objective
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
-from ..schedule.simulate import peak_sets, simulate
+from ..schedule.select import AUTO, ONE_CHUNK, ScheduleSpec
+from ..schedule.simulate import peak_sets
 from .layout import Split
 from .memory import MESSAGES, RankBytes, StageBytes, message_bytes, rank_bytes, stage_bytes
 from .model import Job, PlanError
-from .point import Shape
 from .profile import Profile
 
-
-@dataclass(frozen=True)
-class Fitting:
-    """A schedule that keeps a budget.
-
-    Attributes:
-        shape: what its generator was asked for.
-        schedule: for all microbatches.
-        note: why this one, and what the budget is in activation sets.
-    """
-
-    shape: Shape
-    schedule: Schedule
-    note: str
+Splits = Callable[[int], Split]  # layers of every stage, for a number of stages
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a rank may hold on its device, for one job.
+    """What a rank may hold on its device, for one job; a ``Cap`` of the selector.
 
     Attributes:
         job: what is trained.
         size: bytes per rank.
         splits: layers of every stage, for a number of stages.
-        profile: measured bytes in place of estimated ones, and measured times.
+        profile: measured bytes in place of estimated ones.
     """
 
     job: Job
     size: int
-    splits: Callable[[int], Split]
+    splits: Splits
     profile: Profile | None = None
 
     def stages(self, placement: Placement) -> list[StageBytes]:
@@ -67,8 +48,8 @@ class Budget:
         """The rank with most bytes at its peak."""
         return max(self.ranks(schedule), key=lambda rank: rank.total)
 
-    def sets(self, placement: Placement, split_backward: bool) -> list[int]:
-        """Whole activation sets for which every rank has room, whichever sets these are.
+    def room(self, placement: Placement, split_backward: bool) -> list[int]:
+        """Per rank, whole activation sets for which it has room, whichever sets these are.
 
         Beside parameters, gradients, optimizer states, messages and the running pass. Each set
         counts with the bytes of the rank's largest, at its largest.
@@ -79,133 +60,110 @@ class Budget:
             free = self.size - MESSAGES * message_bytes(self.job)
             free -= sum(stages[s].states.total for s in row)
             sets = [stages[s].sets for s in row]
-            free -= max(one.again + one.layer + one.logits for one in sets)
+            free -= max(one.recompute_bytes + one.layer + one.logits for one in sets)
             out.append(max(0, free // each))
         return out
 
-    def cap(self, placement: Placement, split_backward: bool) -> Fraction:
-        """The same as a fraction of 1F1B's peak, for the rank with least room.
+    def sets(self, placement: Placement, split_backward: bool) -> int:
+        """``room`` of the rank that has least.
 
         Raises:
             PlanError: there is no room for a set.
         """
-        every = self.sets(placement, split_backward)
-        if min(every) < 1:
-            rank = every.index(min(every))
+        room = self.room(placement, split_backward)
+        if min(room) < 1:
+            rank = room.index(min(room))
             states = sum(self.stages(placement)[s].states.total for s in placement.stages[rank])
             raise PlanError(
                 f"{size_text(self.size)} a rank leave no room for an activation set on rank "
                 f"{rank}, which has {size_text(states)} of parameters, gradients and optimizer "
                 "states; give more, or use more ranks"
             )
-        return Fraction(min(every), placement.num_stages)
+        return min(room)
 
-    def fastest(
-        self,
-        pp: int,
-        microbatches: int,
-        chunks: int,
-        costs: Costs,
-        names: Sequence[str] = NAMES,
-        objective: Objective = "makespan",
-    ) -> Fitting:
-        """The fastest of ``names`` that fits, the simpler one of those equally fast.
+    def most_sets(self, placement: Placement) -> int:
+        """Of the rank with least room, as many of its smallest sets as fit beside its states."""
+        stages, most = self.stages(placement), []
+        for row in placement.stages:
+            each = max(1, min(stages[s].sets.bytes_f_to_b for s in row))
+            most.append((self.size - sum(stages[s].states.total for s in row)) // each)
+        return max(0, min(most))
 
-        Args:
-            pp, microbatches, costs, objective: as ``generate``.
-            chunks: of the families that take any number.
+    def needed(self, schedule: Schedule) -> int:
+        return self.worst(schedule).total
 
-        Raises:
-            PlanError: nothing fits; says what would, and what binds.
-        """
-        fitting: list[tuple[Fraction, Shape, Schedule]] = []
-        small: list[tuple[RankBytes, str]] = []
-        for name in simplest_first(names):
-            shapes = _shapes(name, pp, chunks)
-            family = costs_for(costs, pp * shapes[0].chunks) if shapes else None
-            if family is None:
-                continue
-            found = self._largest(shapes, pp, microbatches, family, objective)
-            if isinstance(found, RankBytes):
-                small.append((found, name))
-            else:
-                fitting.append((time_taken(simulate(found[1]), objective), *found))
-        if not fitting:
-            raise PlanError(self._nothing_fits(small, names))
-        _, shape, schedule = min(fitting, key=lambda one: one[0])  # the first of the fastest
-        count = f"the fastest of {len(fitting)} that fit" if len(names) > 1 else "which fits"
-        note = f"{schedule.name}, {count} {size_text(self.size)} a rank: {self.describe(schedule)}"
-        return Fitting(shape, schedule, note)
+    def fits(self, schedule: Schedule) -> bool:
+        return self.needed(schedule) <= self.size
 
-    def describe(self, schedule: Schedule) -> str:
-        """The budget in whole activation sets beside those that ``schedule`` holds, in words.
+    def amount(self, pp: int) -> str:
+        return f"{size_text(self.size)} a rank"
+
+    def taken(self, schedule: Schedule) -> str:
+        return size_text(self.needed(schedule))
+
+    def binding(self, schedule: Schedule) -> str:
+        worst = self.worst(schedule)
+        part, size = worst.largest_part()
+        return f", where rank {worst.rank} binds with {size_text(size)} of {part}"
+
+    def enough(self, schedule: Schedule) -> str:
+        if not schedule.has_offload:
+            return self.taken(schedule)
+        # Under offload the cap counts in sets of the largest size.
+        placement, split = schedule.placement, schedule.splits_backward
+        more = max(peak_sets(schedule.ranks)) - min(self.room(placement, split))
+        return size_text(self.size + more * max(self._largest_sets(placement, split)))
+
+    def detail(self, schedule: Schedule) -> str:
+        """The budget in whole activation sets beside those that ``schedule`` holds.
 
         Of the rank that could hold fewest: what it holds, and as many of its largest as still fit.
+        With offload: the number of sets that limits every rank.
         """
-        made = GENERATORS.get(schedule.name)
-        each = self._largest_sets(schedule.placement, made is None or made.split_backward)
+        placement, split = schedule.placement, schedule.splits_backward
+        if schedule.has_offload:
+            return self.in_sets_text(placement, split)
+        each = self._largest_sets(placement, split)
         ranks, held = self.ranks(schedule), peak_sets(schedule.ranks)
         room = [h + (self.size - r.total) // e for h, r, e in zip(held, ranks, each)]
         binds = min(range(len(room)), key=lambda rank: (room[rank], -ranks[rank].total))
-        source = "measured" if self.profile and self.profile.set_bytes else "estimated"
+        taken = size_text(ranks[binds].total)
+        largest = f"{self._source}, {size_text(each[binds])} at most"
         return (
-            f"a cap of {room[binds]} activation sets ({source}, {size_text(each[binds])} at most) "
-            f"on rank {binds}, which has least room; it holds {held[binds]} there and needs "
-            f"{size_text(ranks[binds].total)}"
+            f"a cap of {room[binds]} activation sets ({largest}) on rank {binds}, which "
+            f"has least room; it holds {held[binds]} there and needs {taken}"
         )
+
+    def in_sets_text(self, placement: Placement, split_backward: bool) -> str:
+        """The cap on sets that stands for the budget under offload, in words."""
+        return (
+            f"{self.amount(placement.pp)} are a cap of {self.sets(placement, split_backward)} "
+            f"activation sets of {self._source} size on a device"
+        )
+
+    @property
+    def _source(self) -> str:
+        return "measured" if self.profile and self.profile.set_bytes else "estimated"
 
     def _largest_sets(self, placement: Placement, split_backward: bool) -> list[int]:
         """Bytes of each rank's largest set, at its largest."""
         sets = [stage.sets for stage in self.stages(placement)]
-        size = [max(1, one.until_b, one.until_w * split_backward) for one in sets]
+        size = [max(1, one.bytes_f_to_b, one.bytes_b_to_w * split_backward) for one in sets]
         return [max(size[s] for s in row) for row in placement.stages]
 
-    def _largest(
-        self,
-        shapes: Sequence[Shape],
-        pp: int,
-        microbatches: int,
-        costs: Costs,
-        objective: Objective,
-    ) -> tuple[Shape, Schedule] | RankBytes:
-        """The last of ``shapes``, which grow, that fits; or the bytes of the first."""
-        few = min(microbatches, 2 * pp)  # as many as peaks need
-        low, high = 0, len(shapes) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.worst(shapes[middle].make(pp, few, costs, objective)).total <= self.size:
-                low = middle
-            else:
-                high = middle - 1
-        for shape in shapes[low::-1]:
-            schedule = shape.make(pp, microbatches, costs, objective)
-            worst = self.worst(schedule)
-            if worst.total <= self.size:
-                return shape, schedule
-        return worst
 
-    def _nothing_fits(self, small: Sequence[tuple[RankBytes, str]], names: Sequence[str]) -> str:
-        tried = "no schedule" if len(names) > 3 else " or ".join(names)
-        if not small:
-            return f"{tried} is possible with these chunks; name another schedule"
-        least, name = min(small, key=lambda one: one[0].total)
-        part, size = least.largest_part()
-        return (
-            f"{tried} fits {size_text(self.size)} a rank; the smallest budget that one fits is "
-            f"{size_text(least.total)} ({name}), where rank {least.rank} binds with "
-            f"{size_text(size)} of {part}"
-        )
+def profiled(spec: ScheduleSpec, profile: Profile, splits: Splits) -> ScheduleSpec:
+    """``spec`` for measured times, and for measured bytes where it has a cap in bytes.
 
-
-def _shapes(name: str, pp: int, chunks: int) -> list[Shape]:
-    """What a family may be generated as, smallest in memory first."""
-    generator = GENERATORS[name]
-    if generator.any_chunks and chunks < generator.default_chunks:
-        return []
-    v = chunks if generator.any_chunks else generator.default_chunks
-    if generator.takes_group_size:
-        return [Shape(name, v, size) for size in range(-(-pp // 2) + 1, pp + 1)]  # less is gis-h
-    if generator.takes_memory_cap:
-        low, high = v_cap_limits(pp)
-        return [Shape(name, v, memory_cap=cap) for cap in range(low, high + 1)]
-    return [Shape(name, v)]
+    Args:
+        spec: the request.
+        profile: of this model.
+        splits: layers of every stage, for a number of stages.
+    """
+    if spec.name == AUTO:
+        one = set(spec.names) <= set(ONE_CHUNK)
+        stages = spec.pp * (1 if one else spec.chunks or 2)
+    else:
+        stages = spec.placement.num_stages
+    cap = replace(spec.cap, profile=profile) if isinstance(spec.cap, Budget) else spec.cap
+    return replace(spec, costs=profile.costs(splits(stages)), cap=cap)

@@ -1,4 +1,4 @@
-"""Accelerators: what they compute, hold and carry, and where the numbers are from."""
+"""Accelerators: compute, memory and link rates, and the source of each number."""
 
 from __future__ import annotations
 

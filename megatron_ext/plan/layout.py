@@ -1,4 +1,4 @@
-"""How layers are divided over stages, in Megatron's words."""
+"""Division of the layers over stages, in Megatron's words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Split:
 
     Attributes:
         counts: transformer layers per stage.
-        even: what Megatron does without being told.
+        even: Megatron's own split, without a layout flag.
     """
 
     counts: tuple[int, ...]
@@ -48,7 +48,7 @@ def even_split(layers: int, stages: int) -> Split | None:
 
 
 def read_layout(text: str, layers: int) -> Split:
-    """What ``--pipeline-model-parallel-layout`` says.
+    """The split of ``--pipeline-model-parallel-layout``.
 
     Understands what Megatron's own parser does: ``E`` embedding, ``t`` layer, ``L`` loss, ``|``
     between stages, commas for reading, ``x*3`` and ``(xy)*3`` for repetition.

@@ -1,4 +1,4 @@
-"""Bytes of every rank at every moment of a schedule: what stays, what passes keep, the peak."""
+"""Peak bytes of every rank of a schedule: states, activation sets, the running pass."""
 
 from __future__ import annotations
 
@@ -134,34 +134,34 @@ def _rank(
 ) -> RankBytes:
     resident = host = most_host = 0
     best: tuple[int, int, int, int] = (-1, 0, 0, 0)
-    away: set[tuple[int, int]] = set()
+    on_host: set[tuple[int, int]] = set()
     table = {s: stages[s].sets for s in {action[1] for action in row}}
     for position, (op, stage, microbatch) in enumerate(row):
         one = table[stage]
         passing = messages
         if op is Op.F:
-            resident += one.until_b
+            resident += one.bytes_f_to_b
             passing += one.logits
         elif op is Op.B or op is Op.BW:
             # On the way from one to the other it is never more than the larger of them.
-            grows = max(one.until_w - one.until_b, 0) if op is Op.B else 0
-            passing += grows + one.again + one.layer + one.logits
+            grows = max(one.bytes_b_to_w - one.bytes_f_to_b, 0) if op is Op.B else 0
+            passing += grows + one.recompute_bytes + one.layer + one.logits
         elif op is Op.PREPARE:
-            resident += one.until_b
+            resident += one.bytes_f_to_b
         elif op is Op.OFFLOAD:
-            away.add((stage, microbatch))
-            host += one.until_b
+            on_host.add((stage, microbatch))
+            host += one.bytes_f_to_b
             most_host = max(most_host, host)
         if resident + passing > best[0]:
             best = resident + passing, resident, passing, position
         if op is Op.B or op is Op.BW:
-            resident += (one.until_w if op is Op.B else 0) - one.until_b
-            if (stage, microbatch) in away:
-                host -= one.until_b
+            resident += (one.bytes_b_to_w if op is Op.B else 0) - one.bytes_f_to_b
+            if (stage, microbatch) in on_host:
+                host -= one.bytes_f_to_b
         elif op is Op.W:
-            resident -= one.until_w
+            resident -= one.bytes_b_to_w
         elif op is Op.RELEASE:
-            resident -= one.until_b
+            resident -= one.bytes_f_to_b
     _, kept, passing, position = best
     at = str(row[position]) if row else ""
     return RankBytes(rank, states, kept, passing, most_host, at)

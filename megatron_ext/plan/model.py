@@ -1,4 +1,4 @@
-"""The model and how it is divided: what memory and time are computed from."""
+"""The training job: the model and its division, from which memory and time are computed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class PlanError(ValueError):
-    """What was given cannot be planned with; the text says why and what to change."""
+    """Input that cannot be planned with; the text gives the reason and the fix."""
 
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -89,7 +89,7 @@ class Job:
         Raises:
             PlanError: numbers that do not divide each other, or flags that contradict.
         """
-        said: list[str] = []
+        assumed: list[str] = []
         h, heads = given["hidden_size"], given["num_attention_heads"]
         layers = given["num_layers"]
         tp = given.get("tensor_model_parallel_size", 1)
@@ -98,7 +98,7 @@ class Job:
         groups = given.get("num_query_groups") or heads
         if given.get("num_query_groups") and not given.get("group_query_attention"):
             groups = heads
-            said.append("--num-query-groups has no effect without --group-query-attention")
+            assumed.append("--num-query-groups has no effect without --group-query-attention")
         if heads % groups:
             raise PlanError(
                 f"--num-attention-heads {heads} is no multiple of {groups} query groups"
@@ -114,7 +114,7 @@ class Job:
             num_query_groups=groups,
             kv_channels=kv,
             max_position_embeddings=given.get("max_position_embeddings", given["seq_length"]),
-            padded_vocab_size=_vocabulary(given, tp, said),
+            padded_vocab_size=_vocabulary(given, tp, assumed),
             num_experts=experts,
             moe_layers=_moe_layers(given.get("moe_layer_freq"), layers, experts),
             moe_ffn_hidden_size=given.get("moe_ffn_hidden_size") or ffn,
@@ -133,11 +133,11 @@ class Job:
             cheap_recompute=bool(given.get("pp_cheap_recompute")),
             **_recompute(given),
             **_gradients(given),
-            **_data_parallel(given, tp, said),
+            **_data_parallel(given, tp, assumed),
         )
         if given.get("use_rotary_position_embeddings"):
             values["position_embedding_type"] = "rope"
-        job = cls(**values, assumptions=tuple(said))
+        job = cls(**values, assumptions=tuple(assumed))
         job._check()
         return job
 
@@ -242,12 +242,12 @@ def _flash(given: dict[str, Any]) -> bool:
     return backend not in ("unfused", "local")
 
 
-def _vocabulary(given: dict[str, Any], tp: int, said: list[str]) -> int:
+def _vocabulary(given: dict[str, Any], tp: int, assumed: list[str]) -> int:
     if given.get("padded_vocab_size"):
         return int(given["padded_vocab_size"])
     vocabulary = given.get("vocab_size")
     if vocabulary is None:
-        said.append("no --vocab-size (a tokenizer decides it): 128256 is assumed")
+        assumed.append("no --vocab-size (a tokenizer decides it): 128256 is assumed")
         vocabulary = 128256
     multiple = given.get("make_vocab_size_divisible_by", 128) * tp
     return int(-(-vocabulary // multiple) * multiple)
@@ -290,7 +290,7 @@ def _dtype(given: dict[str, Any]) -> str:
 
 
 def _gradients(given: dict[str, Any]) -> dict[str, Any]:
-    """Megatron accumulates bf16 gradients in fp32 unless told to keep or reduce them in bf16."""
+    """Megatron accumulates bf16 gradients in fp32 unless flags keep or reduce them in bf16."""
     reduced = bool(given.get("grad_reduce_in_bf16"))
     narrow = given.get("main_grads_dtype", "fp32") != "fp32"
     wide = bool(given.get("accumulate_allreduce_grads_in_fp32"))
@@ -315,11 +315,13 @@ def _recompute(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _data_parallel(given: dict[str, Any], tp: int, said: list[str]) -> dict[str, Any]:
+def _data_parallel(given: dict[str, Any], tp: int, assumed: list[str]) -> dict[str, Any]:
     world = given.get("world_size")
     pp, cp = given.get("pipeline_model_parallel_size", 1), given.get("context_parallel_size", 1)
     if world is None:
-        said.append("no --world-size: one data-parallel rank, so optimizer states are not divided")
+        assumed.append(
+            "no --world-size: one data-parallel rank, so optimizer states are not divided"
+        )
         return {"data_parallel_size": 1}
     if world % (tp * pp * cp):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""What optimizer post-validation takes and gives: copies of optimizer state, a shorter iteration.
+"""Costs and gains of optimizer post-validation: copies of optimizer state, a shorter iteration.
 
 From a rank's step until it is validated, what the step has changed is there twice: main parameters
 and optimizer state (and parameters, where they are the main ones). The only activation sets then
@@ -20,7 +20,7 @@ from .point import Point
 
 
 @dataclass(frozen=True)
-class Validated:
+class PostValidationEstimate:
     """One point under ``--pp-post-validation``.
 
     Attributes:
@@ -39,9 +39,9 @@ class Validated:
         return max(self.peaks)
 
 
-def with_post_validation(point: Point) -> Validated:
+def with_post_validation(point: Point) -> PostValidationEstimate:
     """``point`` with its order made for the longest rank, and its optimizer stepping ahead."""
-    case, job = point.case, point.case.job
+    work, job = point.workload, point.workload.job
     schedule = point.schedule("span")
     lowered = lower(schedule, validated=True)
     copies, peaks = [], []
@@ -49,8 +49,8 @@ def with_post_validation(point: Point) -> Validated:
         own = job.params_dtype == "fp32"
         copied = usual.states.optimizer + (usual.states.parameters if own else 0)
         begun = [a for a in row[: head_length(row)] if a.op is Op.F]
-        kept = sum(case.stages[a.stage].sets.until_b for a in begun)
+        kept = sum(work.stages[a.stage].sets.bytes_f_to_b for a in begun)
         doubt = usual.states.total + copied + kept + MESSAGES * message_bytes(job)
         copies.append(copied)
         peaks.append(max(usual.total, doubt))
-    return Validated(steady_time(lowered), tuple(copies), tuple(peaks))
+    return PostValidationEstimate(steady_time(lowered), tuple(copies), tuple(peaks))

@@ -215,7 +215,10 @@ class Profile:
     def sized(self, stages: Sequence[StageBytes], split: Split) -> list[StageBytes]:
         """``stages`` with the measured bytes of their sets in place of the models'."""
         out = list(stages)
-        for name, row in (("until_b", self.set_bytes), ("until_w", self.weight_set_bytes)):
+        for name, row in (
+            ("bytes_f_to_b", self.set_bytes),
+            ("bytes_b_to_w", self.weight_set_bytes),
+        ):
             if row is None:
                 continue
             out = [

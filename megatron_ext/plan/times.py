@@ -1,4 +1,4 @@
-"""How long a stage's F, B and W take on a device, from operations, bytes and rates.
+"""Times of a stage's F, B and W on a device, from operations, bytes and rates.
 
 Every matrix product takes what its FLOPs or its bytes take, whichever is more (the roofline);
 everything between them what its bytes take; a kernel some microseconds more. So small microbatches
@@ -156,20 +156,20 @@ class _Model:
         width = job.ffn_hidden_size // job.tensor_model_parallel_size
         mlp = self.experts() if moe else self.mlp(job.tokens, width).plus(self.exchange())
         total = norm.plus(norm).plus(attention).plus(mlp)
-        again, modules = 0.0, job.recompute_modules
+        recompute, modules = 0.0, job.recompute_modules
         if "core_attn" in modules:
-            again += self.attention_core().forward
+            recompute += self.attention_core().forward
         if ("moe" in modules and moe) or ("mlp" in modules and not moe):
-            again += mlp.forward
+            recompute += mlp.forward
         elif job.cheap_recompute or ("moe_act" in modules and moe):
             rows = routed_tokens(job) if moe else job.tokens
             own = job.moe_ffn_hidden_size // job.expert_tensor_parallel_size if moe else width
-            again += self.activation(rows, own).forward
+            recompute += self.activation(rows, own).forward
         if (job.cheap_recompute or "layernorm" in modules) and not job.transformer_engine:
-            again += 2 * norm.forward
+            recompute += 2 * norm.forward
         elif moe and (job.cheap_recompute or "layernorm" in modules):
-            again += norm.forward
-        return total.plus((0.0, again, 0.0))
+            recompute += norm.forward
+        return total.plus((0.0, recompute, 0.0))
 
     def embedding(self) -> PassTimes:
         """Look-up, and adding to its gradient, which is part of B."""

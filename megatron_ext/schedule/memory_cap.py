@@ -1,12 +1,92 @@
-"""A memory cap as people give it, a fraction of 1F1B's peak, in whole activation sets."""
+"""Memory caps: a limit on what every rank may hold on its device."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any, Protocol
 
 from .._input import fraction, shown
+from .placement import Placement
+from .schedule import Schedule
+from .simulate import peak_sets
 
 _NEAR = Fraction(1, 10**6)  # sets; 0.3333333 of 6 is meant as 2
+
+
+class Cap(Protocol):
+    """A limit on the device memory of every rank; ``plan.budget.Budget`` has it in bytes."""
+
+    def sets(self, placement: Placement, split_backward: bool) -> int:
+        """Activation sets for which every rank has room, whichever they are.
+
+        Raises:
+            ValueError: there is no room for one.
+        """
+
+    def most_sets(self, placement: Placement) -> int:
+        """A number of which no more can be resident on every rank; at least ``sets``."""
+
+    def needed(self, schedule: Schedule) -> Any:
+        """What ``schedule`` takes on the rank with most, comparable between schedules."""
+
+    def fits(self, schedule: Schedule) -> bool:
+        """True if every rank of ``schedule`` keeps the cap."""
+
+    def amount(self, pp: int) -> str:
+        """The cap in words."""
+
+    def detail(self, schedule: Schedule) -> str:
+        """What a schedule that fits holds, in words."""
+
+    def taken(self, schedule: Schedule) -> str:
+        """``needed`` in words."""
+
+    def binding(self, schedule: Schedule) -> str:
+        """Which part of it is the largest, as a relative clause; empty if there is but one."""
+
+    def enough(self, schedule: Schedule) -> str:
+        """A cap, as a user gives it, that ``schedule`` keeps."""
+
+
+@dataclass(frozen=True)
+class ShareCap:
+    """A cap on activations alone.
+
+    Attributes:
+        share: of 1F1B's peak, which is pp microbatches or pp * chunks activation sets.
+    """
+
+    share: Fraction
+
+    def sets(self, placement: Placement, split_backward: bool) -> int:
+        return cap_sets(self.share, placement.pp, placement.chunks)
+
+    def most_sets(self, placement: Placement) -> int:
+        return cap_sets(self.share, placement.pp, placement.chunks)
+
+    def needed(self, schedule: Schedule) -> Fraction:
+        return Fraction(max(peak_sets(schedule.ranks)), schedule.chunks)
+
+    def fits(self, schedule: Schedule) -> bool:
+        return max(peak_sets(schedule.ranks)) <= self.share * schedule.placement.num_stages + _NEAR
+
+    def amount(self, pp: int) -> str:
+        return f"{number_text(self.share * pp)} microbatches of activations per rank"
+
+    def detail(self, schedule: Schedule) -> str:
+        return f"peak {number_text(self.needed(schedule))}"
+
+    def taken(self, schedule: Schedule) -> str:
+        return number_text(self.needed(schedule))
+
+    def binding(self, schedule: Schedule) -> str:
+        return ""
+
+    def enough(self, schedule: Schedule) -> str:
+        share = self.needed(schedule) / schedule.pp
+        return f"{math.ceil(share * 10**4) / 10**4:g}"  # rounded down, it would not be enough
 
 
 def parse_cap(text: str) -> Fraction:
@@ -44,3 +124,9 @@ def cap_sets(cap: Fraction, pp: int, chunks: int) -> int:
             f"{float(Fraction(1, pp * chunks)):g}, one set"
         )
     return sets
+
+
+def number_text(value: Fraction | int) -> str:
+    """A number for people, four digits at most."""
+    value = Fraction(value)
+    return str(value) if value.denominator == 1 else f"{float(value):.4g}"

@@ -10,20 +10,21 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_ext import cli
 from megatron_ext._input import parse_bytes
-from megatron_ext.integration.features.schedule.choose import Choice
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.plan.budget import Budget
 from megatron_ext.plan.flags import job_of
 from megatron_ext.plan.flags import read as read_flags
 from megatron_ext.plan.layout import Split, even_split
 from megatron_ext.plan.memory import stage_bytes
 from megatron_ext.plan.profile import Profile
-from megatron_ext.schedule import lower
+from megatron_ext.schedule import AUTO, ScheduleSpec, lower, select
 from tests.support.checkouts import MAIN_TAG, Serve, existing, run
 from tests.support.script_server import Outcome
 
@@ -157,8 +158,9 @@ def test_losses_do_not_change_across_replanning(profiled: tuple[Outcome, Path], 
     assert read(outcome.log(3)) == stock
     profile = Profile.load(str(folder / "profile.json"))
     assert profile.layers == SPLIT.counts
-    planned = Choice("v-zb").plan(4, 2, 8, costs=profile.costs(SPLIT), reorder=True)
-    own = lower(Choice("v-zb").plan(4, 2, 8)).fingerprint()
+    choice = ScheduleRequest.of("v-zb").resolve(4, 2, 8)
+    planned = choice.plan(8, costs=profile.costs(SPLIT), reorder=True)
+    own = lower(choice.plan(8)).fingerprint()
     assert plans(folder) == [[own, own, lower(planned).fingerprint()]] * 4
     assert planned.note in outcome.log(0)
 
@@ -170,8 +172,8 @@ def test_measured_bytes_are_the_predicted_ones(profiled: tuple[Outcome, Path]) -
     for stage, kept, waiting in zip(
         stage_bytes(job, SPLIT), profile.set_bytes, profile.weight_set_bytes
     ):
-        assert kept == pytest.approx(stage.sets.until_b, rel=0.02, abs=256)
-        assert waiting == stage.sets.until_w
+        assert kept == pytest.approx(stage.sets.bytes_f_to_b, rel=0.02, abs=256)
+        assert waiting == stage.sets.bytes_b_to_w
 
 
 CPU_KERNELS = ("--transformer-impl", "local")
@@ -193,10 +195,9 @@ def test_a_profile_of_a_former_run(
     assert outcome.status == "ok", outcome.log(0)[-6000:]
     assert read(outcome.log(3)) == stock
     profile = Profile.load(str(path))
-    made = Choice("v-zb")
-    made.give_profile(profile, lambda stages: SPLIT)
-    made.fit(4, 2, 8)
-    assert plans(tmp_path) == [[lower(made.plan(4, 2, 8)).fingerprint()] * 3] * 4
+    request = replace(ScheduleRequest.of("v-zb"), profile=profile, splits=lambda stages: SPLIT)
+    made = request.resolve(4, 2, 8)
+    assert plans(tmp_path) == [[lower(made.plan(8)).fingerprint()] * 3] * 4
     line = " ".join([*MODEL.split(), *CPU_KERNELS])
     command = ["plan", "--from-args", line, "--pp", "4", "--profile", str(path), "--json"]
     assert cli.main([*command, "--schedules", "v-zb", "--offload", "off", "--no-balance"]) == 0
@@ -226,7 +227,7 @@ def test_a_cap_in_bytes(
     auto = ["--pp-schedule", "auto", "--pipeline-model-parallel-size", "4", "--pp-memory-cap"]
     refused = start(*weights, *auto, "1KiB")
     assert refused.status == "failed"
-    (least,) = set(re.findall(r"smallest budget that one fits is (\S+)", refused.log(0)))
+    (least,) = set(re.findall(r"the least of all is (\S+)", refused.log(0)))
     assert "raise --pp-memory-cap" in refused.log(0)
     fits = start(*weights, *auto, least, "--pp-trace", str(tmp_path / "one"))
     assert fits.status == "ok", fits.log(0)[-6000:]
@@ -234,9 +235,9 @@ def test_a_cap_in_bytes(
     given = read_flags([*MODEL.split(), *CPU_KERNELS, "--world-size", "4"])[0]
     job = job_of({**given, "pipeline_model_parallel_size": 4})
     budget = Budget(job, parse_bytes(least), lambda stages: even_split(8, stages))
-    chosen = budget.fastest(4, 8, 2, Choice("auto")._costs).schedule
+    chosen = select(ScheduleSpec(AUTO, 4, 8, 2, cap=budget)).schedule
     assert plans(tmp_path / "one") == [[lower(chosen).fingerprint()] * 3] * 4
-    assert f"{chosen.name}, the fastest of " in fits.log(0)
+    assert f"{chosen.name} is the fastest of " in fits.log(0)
     assert re.search(r"a cap of \d+ activation sets \(estimated", fits.log(0))
 
 

@@ -63,7 +63,7 @@ def test_bytes_kept_for_b(measured, shape):
     and within 1 % with what CPU tensors are known to keep in addition."""
     this = job(shape)
     found = sum(measured[shape]["kept"].values())
-    own = stage_set(this, range(this.num_layers), first=True, last=True).until_b
+    own = stage_set(this, range(this.num_layers), first=True, last=True).bytes_f_to_b
     assert own + of_cpu(shape) == pytest.approx(found, rel=0.01), measured[shape]["kept"]
     if of_cpu(shape) == this.seq_length**2:  # nothing but the mask
         assert own == pytest.approx(found, rel=0.02)
@@ -74,7 +74,7 @@ def test_bytes_kept_for_w(measured, shape):
     """What waits in the weight-gradient store between B and W, byte for byte."""
     this = job(shape)
     sets = stage_set(this, range(this.num_layers), first=True, last=True)
-    assert measured[shape]["waiting"] == sets.until_w
+    assert measured[shape]["waiting"] == sets.bytes_b_to_w
 
 
 @pytest.mark.parametrize("text", LAYOUTS)

@@ -14,7 +14,7 @@ import pytest
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Conflict, markdown
 from megatron_ext.integration.features.schedule import Schedule as ScheduleFeature
-from megatron_ext.integration.features.schedule.choose import Choice
+from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
 from megatron_ext.integration.flags import (
     GROUP,
     add_arguments,
@@ -24,6 +24,7 @@ from megatron_ext.integration.flags import (
 )
 from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
 from megatron_ext.schedule.link import Link
+from tests.support.schedules import made
 from tests.support.stand_ins import after_megatron, before_megatron, megatron_args
 
 
@@ -54,7 +55,7 @@ def arguments(**changed: Any) -> SimpleNamespace:
 def refusal(schedule: str, **changed: Any) -> str:
     """The sentence with which a combination is refused before Megatron's validation."""
     with pytest.raises(ConfigError) as error:
-        before_megatron(arguments(**changed), Choice(schedule))
+        before_megatron(arguments(**changed), ScheduleRequest.of(schedule))
     text = str(error.value)
     assert "\n" not in text
     return text
@@ -133,9 +134,9 @@ def test_layers_of_the_v(flags: dict[str, Any], layout: str | None) -> None:
     args = arguments(**flags)
     if layout is None:
         with pytest.raises(ConfigError, match=r"stages|layout"):
-            before_megatron(args, Choice("v-half"))
+            before_megatron(args, ScheduleRequest.of("v-half"))
         return
-    before_megatron(args, Choice("v-half"))
+    before_megatron(args, ScheduleRequest.of("v-half"))
     assert args.pipeline_model_parallel_layout == layout
     assert args.decoder_first_pipeline_num_layers is None
     assert not args.account_for_loss_in_pipeline_split
@@ -162,7 +163,9 @@ def test_no_inference_under_v() -> None:
 
 
 def test_layout_of_one_stage_a_rank_suits_plain_schedules() -> None:
-    before_megatron(arguments(pipeline_model_parallel_layout="Et|t|t|t*13L"), Choice("zb-h1"))
+    before_megatron(
+        arguments(pipeline_model_parallel_layout="Et|t|t|t*13L"), ScheduleRequest.of("zb-h1")
+    )
 
 
 def test_layers_that_do_not_split_over_the_v() -> None:
@@ -189,7 +192,7 @@ def test_virtual_stages_with_one_chunk(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved-zb", "gis", "gis-h", "po"])
 def test_schedules_of_several_chunks_need_virtual_stages(schedule: str) -> None:
     assert "--num-virtual-stages-per-pipeline-rank 2" in refusal(schedule)
-    before_megatron(arguments(num_virtual_stages_per_pipeline_rank=2), Choice(schedule))
+    before_megatron(arguments(num_virtual_stages_per_pipeline_rank=2), ScheduleRequest.of(schedule))
 
 
 @pytest.mark.parametrize("rule", ScheduleFeature.conflicts, ids=lambda rule: rule.flag)
@@ -198,11 +201,11 @@ def test_features_that_do_not_work_together(rule: Conflict) -> None:
     text = refusal("v-half", **used)
     assert f"does not support {rule.flag} something: {rule.reason}" in text
     if rule.only:
-        before_megatron(arguments(**used), Choice("zb-h1"))
+        before_megatron(arguments(**used), ScheduleRequest.of("zb-h1"))
     else:
         assert rule.reason in refusal("zb-h1", **used)
     for off in (None, False, *rule.off):
-        before_megatron(arguments(**{rule.attribute: off}), Choice("v-half"))
+        before_megatron(arguments(**{rule.attribute: off}), ScheduleRequest.of("v-half"))
 
 
 def test_documentation_has_the_conflicts() -> None:
@@ -225,50 +228,51 @@ def test_documentation_has_the_conflicts() -> None:
 def test_options_that_do_not_fit(schedule: str, options: dict[str, Any], text: str) -> None:
     args = arguments(virtual_pipeline_model_parallel_size=2)
     with pytest.raises(ConfigError) as error:
-        after_megatron(args, Choice(schedule, **options))
+        after_megatron(args, ScheduleRequest.of(schedule, **options))
     assert text in str(error.value)
 
 
 def test_cap_and_costs_shape_the_plan() -> None:
-    choice = Choice("v-cap", cost="1,1.2,0.8,0.05", memory_cap="0.8")
-    plan = choice.plan(4, 2, 8)
+    request = ScheduleRequest.of("v-cap", cost="1,1.2,0.8,0.05", memory_cap="0.8")
+    choice = request.resolve(4, 2, 8)
+    plan = choice.plan(8)
     assert max(simulate(plan).peak_sets) <= 6  # 0.8 of 8 sets, rounded down
     assert plan.costs == Costs.of(1, "1.2", "0.8", "0.05")
-    assert choice.plan(4, 2, 8) is plan
+    assert choice.plan(8) is plan
 
 
 def test_v_asks_megatron_for_two_chunks() -> None:
     args = arguments(overlap_p2p_comm=False)
-    before_megatron(args, Choice("v-half"))
+    before_megatron(args, ScheduleRequest.of("v-half"))
     assert args.pipeline_model_parallel_layout == "Ett|tt|tt|tt|tt|tt|tt|ttL"
     assert args.num_virtual_stages_per_pipeline_rank is None
     assert args.overlap_p2p_comm
     args.virtual_pipeline_model_parallel_size = 2
-    assert after_megatron(args, Choice("v-half")) == 2
+    assert after_megatron(args, ScheduleRequest.of("v-half")).placement.chunks == 2
 
 
 class TestAuto:
     """Decided before Megatron builds the model: pp 4, 8 microbatches."""
 
     def decided(self, options: dict[str, Any], **changed: Any) -> tuple[Choice, Any]:
-        choice, args = Choice("auto", **options), arguments(**changed)
-        before_megatron(args, choice)
-        return choice, args
+        args = arguments(**changed)
+        request = before_megatron(args, ScheduleRequest.of("auto", **options))
+        return request.resolve(4, None, 8), args
 
     @pytest.mark.parametrize("cap", [None, "1", "0.75", "0.5"])
     def test_is_what_the_command_line_chooses(self, cap: str | None) -> None:
         choice, args = self.decided({"memory_cap": cap, "cost": "1,1.1,0.8,0.05"})
         costs, sets = Costs.of(1, "1.1", "0.8", "0.05"), int(8 * float(cap or 1))
-        expected = generate("auto", 4, 8, 2, costs, memory_cap=sets)
-        assert (choice.name, choice.note) == (expected.name, expected.note)
+        expected = made("auto", 4, 8, 2, costs, memory_cap=sets)
+        assert (choice.name, choice.request.note) == (expected.name, expected.note)
         assert choice.vee == expected.placement.is_vee()
         text = args.pipeline_model_parallel_layout
         chunks = text.count("|") // 4 + 1 if text else args.num_virtual_stages_per_pipeline_rank
         assert (chunks or 1) == expected.chunks
-        assert choice.plan(4, chunks, 8).ranks == expected.ranks
+        assert choice.plan(8).ranks == expected.ranks
         # Ramp-up and the like: the family, and so the placement, stay.
         for m in (1, 3, 4, 6):
-            plan = choice.plan(4, chunks, m)
+            plan = choice.plan(m)
             assert (plan.name, plan.placement) == (expected.name, expected.placement)
             assert max(simulate(plan).peak_activation) <= sets / 2
 
@@ -276,8 +280,8 @@ class TestAuto:
         choice, args = self.decided({}, num_layers=12)
         assert choice.name == "zb-h1"
         assert args.num_virtual_stages_per_pipeline_rank is None
-        assert "of 1f1b, zb-h1, zb-h2 that fit in 4 microbatches" in choice.note
-        assert choice.note.endswith("only these suit this model's layers and flags")
+        assert "of 1f1b, zb-h1, zb-h2 that fit in 4 microbatches" in choice.about
+        assert choice.about.endswith("only these suit this model's layers and flags")
         with pytest.raises(
             ConfigError,
             match="none of 1f1b, zb-h1, zb-h2 .* cap of 2 micro.*4 .1f1b.; raise --pp-memory-cap",
@@ -295,16 +299,16 @@ class TestAuto:
         ):
             choice, _ = self.decided({}, **flags)
             assert choice.name == "interleaved-zb"
-            assert choice.plan(4, 4, 8).chunks == 4
+            assert choice.plan(8).chunks == 4
         choice, _ = self.decided({"memory_cap": "0.875"}, num_virtual_stages_per_pipeline_rank=2)
         assert choice.name in ("gis", "gis-h", "po")
-        assert max(simulate(choice.plan(4, 2, 8)).peak_sets) <= 7
+        assert max(simulate(choice.plan(8)).peak_sets) <= 7
         with pytest.raises(ConfigError, match="auto cannot choose under --pipeline-model-parallel"):
             self.decided({}, pipeline_model_parallel_layout="E|t|t|L")
 
     def test_group_size(self) -> None:
         with pytest.raises(ConfigError, match="drop --pp-group-size 3"):
-            Choice("auto", group_size=3)
+            ScheduleRequest.of("auto", group_size=3)
 
     def test_what_is_never_supported(self) -> None:
         assert "--cpu-offloading" in refusal("auto", cpu_offloading=True)
@@ -389,13 +393,13 @@ class TestFile:
 
     def test_unreadable(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot read schedule file"):
-            Choice(str(tmp_path / "none.json"))
+            ScheduleRequest.of(str(tmp_path / "none.json"))
 
     def test_not_json(self, tmp_path: Path) -> None:
         path = tmp_path / "x.json"
         path.write_text("{")
         with pytest.raises(ConfigError, match="is not JSON"):
-            Choice(str(path))
+            ScheduleRequest.of(str(path))
 
     def test_invalid_order(self, tmp_path: Path) -> None:
         path = self.write(tmp_path, generate("v-half", 4, 8))
@@ -403,7 +407,7 @@ class TestFile:
         data["ranks"][2].pop()
         Path(path).write_text(json.dumps(data))
         with pytest.raises(ConfigError) as error:
-            Choice(path)
+            ScheduleRequest.of(path)
         # Here the checker's grid around the fault follows the sentence.
         assert "--pp-schedule: " in str(error.value).splitlines()[0]
 
@@ -414,27 +418,27 @@ class TestFile:
         data["ranks"] = data["ranks"][::-1]
         Path(path).write_text(json.dumps(data))
         with pytest.raises(ConfigError, match="neither Megatron's"):
-            Choice(path)
+            ScheduleRequest.of(path)
 
     def test_offload_actions_are_not_dropped(self, tmp_path: Path) -> None:
         plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
         assert plan.has_offload
-        choice = Choice(self.write(tmp_path, plan))
+        choice = ScheduleRequest.of(self.write(tmp_path, plan)).resolve(4, 2, 8)
         assert choice.offloads
-        assert choice.plan(4, 2, 8).ranks == plan.ranks
+        assert choice.plan(8).ranks == plan.ranks
 
     def test_other_pipeline_size(self, tmp_path: Path) -> None:
         path = self.write(tmp_path, generate("v-half", 2, 8))
         assert "pp=2 but --pipeline-model-parallel-size is 4" in refusal(path)
 
     def test_other_microbatches(self, tmp_path: Path) -> None:
-        choice = Choice(self.write(tmp_path, generate("v-half", 4, 9)))
+        choice = ScheduleRequest.of(self.write(tmp_path, generate("v-half", 4, 9)))
         args = arguments(virtual_pipeline_model_parallel_size=2)
         with pytest.raises(ConfigError, match="for 9 microbatches but the run has 8"):
             after_megatron(args, choice)
 
     def test_batch_size_rampup(self, tmp_path: Path) -> None:
-        choice = Choice(self.write(tmp_path, generate("v-half", 4, 8)))
+        choice = ScheduleRequest.of(self.write(tmp_path, generate("v-half", 4, 8)))
         args = arguments(virtual_pipeline_model_parallel_size=2, rampup_batch_size=[8, 8, 100])
         with pytest.raises(ConfigError, match="--rampup-batch-size"):
             after_megatron(args, choice)
@@ -443,13 +447,14 @@ class TestFile:
         from megatron_ext.schedule import lower
 
         schedule = generate("interleaved", 4, 8, 3)
-        choice = Choice(self.write(tmp_path, lower(schedule)))
+        request = ScheduleRequest.of(self.write(tmp_path, lower(schedule)))
         args = arguments()
-        before_megatron(args, choice)
+        request = before_megatron(args, request)
         assert args.num_virtual_stages_per_pipeline_rank == 3
         args.virtual_pipeline_model_parallel_size = 3
-        assert after_megatron(args, choice) == 3
-        assert choice.plan(4, 3, 8).ranks == schedule.ranks
+        choice = after_megatron(args, request)
+        assert choice.placement.chunks == 3
+        assert choice.plan(8).ranks == schedule.ranks
 
 
 def test_flags_are_in_their_own_group_and_off_by_default() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.features.schedule.choose import Choice
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
 from megatron_ext.schedule.link import Link
@@ -41,7 +41,7 @@ def asked(
 def test_off_is_the_default() -> None:
     assert asked() is None
     assert asked("off") is None
-    assert not Choice("v-half").offloads
+    assert not ScheduleRequest.of("v-half").resolve(4, 2, 8).offloads
 
 
 def test_what_is_asked_for() -> None:
@@ -78,85 +78,92 @@ def test_wrong_flags(flags: dict[str, Any], parts: list[str]) -> None:
 
 class TestWithASchedule:
     def test_a_pipeline_of_one(self) -> None:
-        choice = Choice("1f1b", offloading=asked("full"))
+        choice = ScheduleRequest.of("1f1b", offloading=asked("full"))
         with pytest.raises(ConfigError, match="--pipeline-model-parallel-size >= 2, got 1"):
             before_megatron(arguments(pipeline_model_parallel_size=1), choice)
 
     @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("v-half", 2)])
     def test_more_chunks_than_there_are(self, name: str, chunks: int) -> None:
-        choice = Choice(name, offloading=asked(chunks=3))
+        choice = ScheduleRequest.of(name, offloading=asked(chunks=3))
         virtual = chunks if chunks > 1 else None
         with pytest.raises(ConfigError, match=f"--pp-offload-chunks 3 is more than the {chunks}"):
             after_megatron(arguments(virtual_pipeline_model_parallel_size=virtual), choice)
 
     def test_the_plan_is_the_passs(self) -> None:
         link = Link.of(4, Fraction(1, 4))
-        choice = Choice("v-half", offloading=asked("full"))
+        choice = ScheduleRequest.of("v-half", offloading=asked("full")).resolve(4, 2, 8)
         wanted = offload_pass(generate("v-half", 4, 8), link, "full").schedule
-        assert choice.plan(4, 2, 8, link).ranks == wanted.ranks
-        assert choice.plan(4, 2, 8).ranks == generate("v-half", 4, 8).ranks
+        assert choice.plan(8, link).ranks == wanted.ranks
+        assert choice.plan(8).ranks == generate("v-half", 4, 8).ranks
 
     def test_measured_costs_decide_what_leaves_and_not_the_order(self) -> None:
         link = Link.of(4, Fraction(1, 2))
         costs = Costs.of(stages=[[s + 1, 2, 3] for s in range(8)])
-        choice = Choice("v-half", offloading=asked("full"))
-        plan = choice.plan(4, 2, 8, link, costs)
+        choice = ScheduleRequest.of("v-half", offloading=asked("full")).resolve(4, 2, 8)
+        plan = choice.plan(8, link, costs)
         assert plan.costs == costs
         assert plan.compute().ranks == generate("v-half", 4, 8).ranks
-        assert plan.ranks != choice.plan(4, 2, 8, link).ranks
+        assert plan.ranks != choice.plan(8, link).ranks
 
     def test_a_cap_is_of_what_stays(self) -> None:
         """interleaved holds eleven sets a rank; with offload it fits under six."""
         link = Link.of(4, Fraction(1, 4))
-        capped = Choice("interleaved", memory_cap="0.75", offloading=asked("auto", time="0.25"))
-        assert max(check(capped.plan(4, 2, 16, link)).peak_sets) <= 6
+        offloading = asked("auto", time="0.25")
+        capped = ScheduleRequest.of("interleaved", memory_cap="0.75", offloading=offloading)
+        assert max(check(capped.resolve(4, 2, 16).plan(16, link)).peak_sets) <= 6
         assert max(check(generate("interleaved", 4, 16)).peak_sets) == 11
 
     def test_a_cap_that_cannot_be_kept(self) -> None:
-        choice = Choice("v-zb", memory_cap="0.13", offloading=asked("auto", time="0.25"))
+        choice = ScheduleRequest.of(
+            "v-zb", memory_cap="0.13", offloading=asked("auto", time="0.25")
+        )
         args = arguments(virtual_pipeline_model_parallel_size=2)
         with pytest.raises(ConfigError, match=r"keeps \d+ .* is 1; raise --pp-memory-cap"):
             after_megatron(args, choice)
 
     def test_a_cap_that_measured_times_do_not_keep(self) -> None:
         """Training has begun then: the closest plan runs."""
-        choice = Choice("v-zb", memory_cap="0.13", offloading=asked("auto"))
-        assert choice.plan(4, 2, 16, Link.of(4, Fraction(1, 4))).has_offload
+        request = ScheduleRequest.of("v-zb", memory_cap="0.13", offloading=asked("auto"))
+        assert request.resolve(4, 2, 16).plan(16, Link.of(4, Fraction(1, 4))).has_offload
 
     def test_v_cap_is_as_large_as_offload_allows(self) -> None:
         link = Link.of(8, Fraction(1, 4))
-        choice = Choice("v-cap", memory_cap="0.5", offloading=asked("auto", time="0.25"))
-        plan = choice.plan(8, 2, 32, link)
+        offloading = asked("auto", time="0.25")
+        request = ScheduleRequest.of("v-cap", memory_cap="0.5", offloading=offloading)
+        plan = request.resolve(8, 2, 32).plan(32, link)
         assert max(check(plan).peak_sets) <= 8
         assert max(check(plan.compute()).peak_sets) > 8
-        alone = Choice("v-cap", memory_cap="0.5").plan(8, 2, 32)
+        alone = ScheduleRequest.of("v-cap", memory_cap="0.5").resolve(8, 2, 32).plan(32)
         assert simulate(plan).makespan < simulate(alone).makespan
 
     def test_auto_counts_what_stays(self) -> None:
         """With the times given before training it takes what offload brings under the cap."""
-        with_offload = Choice("auto", memory_cap="0.5", offloading=asked("auto", time="0.25"))
-        alone = Choice("auto", memory_cap="0.5")
-        for choice in (with_offload, alone):
-            choice.decide(8, 32)
-        plan = with_offload.plan(8, 2, 32, with_offload.offload.link(8))  # type: ignore[union-attr]
+        offloading = asked("auto", time="0.25")
+        assert offloading is not None
+        link = offloading.link(8)
+        request = ScheduleRequest.of("auto", memory_cap="0.5", offloading=offloading)
+        with_offload = request.decide(8, 32).resolve(8, None, 32)
+        request = ScheduleRequest.of("auto", memory_cap="0.5")
+        alone = request.decide(8, 32).resolve(8, None, 32)
+        plan = with_offload.plan(32, link)
         assert max(check(plan).peak_sets) <= 4 * plan.chunks
-        assert simulate(plan).makespan < simulate(alone.plan(8, 2, 32)).makespan
-        assert "offload" in with_offload.note
+        assert simulate(plan).makespan < simulate(alone.plan(32)).makespan
+        assert "offload" in with_offload.about
         # Other numbers of microbatches keep the schedule and the cap.
-        fewer = with_offload.plan(8, 2, 9, with_offload.offload.link(8))  # type: ignore[union-attr]
+        fewer = with_offload.plan(9, link)
         assert fewer.name == plan.name
         assert max(check(fewer).peak_sets) <= 4 * plan.chunks
 
     def test_a_file_that_offloads_already(self, tmp_path: Path) -> None:
         plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
         plan.save(tmp_path / "x.json")
-        with pytest.raises(ConfigError, match="says already what is offloaded; drop --pp-offload"):
-            Choice(str(tmp_path / "x.json"), offloading=asked("half"))
+        with pytest.raises(ConfigError, match="has its own offload actions; drop --pp-offload"):
+            ScheduleRequest.of(str(tmp_path / "x.json"), offloading=asked("half"))
 
     def test_a_file_that_does_not(self, tmp_path: Path) -> None:
         generate("v-half", 4, 8).save(tmp_path / "x.json")
-        choice = Choice(str(tmp_path / "x.json"), offloading=asked("half"))
-        assert choice.plan(4, 2, 8, Link.of(4, Fraction(1, 4))).has_offload
+        request = ScheduleRequest.of(str(tmp_path / "x.json"), offloading=asked("half"))
+        assert request.resolve(4, 2, 8).plan(8, Link.of(4, Fraction(1, 4))).has_offload
 
 
 class TestOnTheMachine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -10,14 +11,14 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.features.schedule.choose import Choice
+from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.plan.budget import Budget
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import Split, even_split
 from megatron_ext.plan.profile import Profile
 from megatron_ext.plan.times import PassTimes
-from megatron_ext.schedule import Costs, generate, simulate
+from megatron_ext.schedule import AUTO, Costs, generate, simulate
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.simulate import peak_sets
 from tests.support.stand_ins import after_megatron, before_megatron
@@ -31,9 +32,9 @@ class TestReplanning:
     HEAVY = Costs.of(stages=[[2, 2, 2]] * 7 + [[3, 3, 3]])
 
     def test_a_better_order_is_taken(self) -> None:
-        choice = Choice("v-zb")
-        former = choice.plan(4, 2, 16)
-        plan = choice.plan(4, 2, 16, costs=self.HEAVY, reorder=True)
+        choice = ScheduleRequest.of("v-zb").resolve(4, 2, 16)
+        former = choice.plan(16)
+        plan = choice.plan(16, costs=self.HEAVY, reorder=True)
         assert plan.ranks != former.ranks
         before = simulate(former, self.HEAVY).makespan
         after = simulate(plan).makespan
@@ -43,20 +44,20 @@ class TestReplanning:
         )
 
     def test_an_order_that_is_no_better_is_not(self) -> None:
-        choice = Choice("1f1b")
+        choice = ScheduleRequest.of("1f1b").resolve(4, 1, 16)
         costs = Costs.of(stages=[[2, 2, 2]] * 3 + [[3, 3, 3]])
-        plan = choice.plan(4, 1, 16, costs=costs, reorder=True)
-        assert plan.ranks == choice.plan(4, 1, 16).ranks
+        plan = choice.plan(16, costs=costs, reorder=True)
+        assert plan.ranks == choice.plan(16).ranks
         assert plan.note == "the order stays: made for measured times it would take as long"
 
     def test_measured_bytes_that_do_not_fit_change_the_order(self, tmp_path: Path) -> None:
         """Under v-cap with a cap in bytes: sets are larger than estimated, so fewer may stay."""
         choice, budget = self.budgeted("v-cap", 1.0)
-        former = choice.plan(4, 2, 16)
+        former = choice.plan(16)
         assert budget.worst(former).total <= budget.size
         measured = measured_profile(budget, 1.15)
         costs = measured.costs(Split(measured.layers))
-        plan = choice.plan(4, 2, 16, costs=costs, reorder=True, profile=measured)
+        plan = choice.plan(16, costs=costs, reorder=True, profile=measured)
         seen = replace(budget, profile=measured)
         assert seen.worst(former).total > seen.size >= seen.worst(plan).total
         assert max(peak_sets(plan.ranks)) < max(peak_sets(former.ranks))
@@ -68,18 +69,18 @@ class TestReplanning:
         choice, budget = self.budgeted("v-cap", 1.0)
         measured = measured_profile(budget, 3.0)
         costs = measured.costs(Split(measured.layers))
-        plan = choice.plan(4, 2, 16, costs=costs, reorder=True, profile=measured)
-        assert plan.ranks == choice.plan(4, 2, 16).ranks
-        assert "by measured bytes v-cap fits" in plan.note
-        assert "the smallest budget that one fits is" in plan.note
+        plan = choice.plan(16, costs=costs, reorder=True, profile=measured)
+        assert plan.ranks == choice.plan(16).ranks
+        assert "by measured bytes v-cap at pp=4 with 16 microbatches does not fit in" in plan.note
+        assert re.search(r": it takes \S+iB, where rank \d binds .*; raise the cap to", plan.note)
 
     def test_smaller_sets_let_auto_take_a_faster_order_for_the_same_stages(self) -> None:
         """auto had to take v-half; v-zb's smaller sets fit, and the model is placed for it."""
         choice, budget = self.budgeted("auto", 0.0)
-        former = choice.plan(4, 2, 16)
+        former = choice.plan(16)
         measured = measured_profile(budget, 0.3)
         costs = measured.costs(Split(measured.layers))
-        plan = choice.plan(4, 2, 16, costs=costs, reorder=True, profile=measured)
+        plan = choice.plan(16, costs=costs, reorder=True, profile=measured)
         assert (plan.placement, plan.name) != (former.placement, former.name)
         assert plan.placement == former.placement
         assert simulate(plan).makespan < simulate(former, costs).makespan
@@ -90,20 +91,19 @@ class TestReplanning:
         nothing keeps it then, training goes on as it was."""
         _, budget = self.budgeted("v-cap", 1.0)
         sizes = (replace(budget, size=n << 20) for n in range(1, 1000))
-        budget = next(b for b in sizes if min(b.sets(Placement.vee(4), True)) == 5)
+        budget = next(b for b in sizes if min(b.room(Placement.vee(4), True)) == 5)
         offloading = OffloadRequest("full", ("0.25", "0.25"))
-        choice = Choice("v-half", memory_cap=f"{budget.size}B", offloading=offloading)
-        choice.give_budget(budget)
-        choice.fit(4, 2, 16)
+        request = ScheduleRequest.of("v-half", memory_cap=f"{budget.size}B", offloading=offloading)
+        choice = replace(request, splits=budget.splits).for_job(budget.job).resolve(4, 2, 16)
         link = offloading.link(4)
-        former = choice.plan(4, 2, 16, link)
-        sets = min(budget.sets(former.placement, True))
+        former = choice.plan(16, link)
+        sets = budget.sets(former.placement, True)
         assert max(peak_sets(former.ranks)) <= sets
-        assert f"a rank are a cap of {sets} activation sets of estimated size" in choice.note
+        assert f"a rank are a cap of {sets} activation sets of estimated size" in choice.about
         measured = measured_profile(budget, factor)
         costs = measured.costs(Split(measured.layers))
-        plan = choice.plan(4, 2, 16, link, costs=costs, reorder=True, profile=measured)
-        fewer = min(replace(budget, profile=measured).sets(former.placement, True))
+        plan = choice.plan(16, link, costs=costs, reorder=True, profile=measured)
+        fewer = replace(budget, profile=measured).sets(former.placement, True)
         assert fewer < sets
         if kept:
             assert max(peak_sets(plan.ranks)) <= fewer
@@ -111,7 +111,7 @@ class TestReplanning:
         else:
             assert plan.ranks == former.ranks
             assert "the order stays" in plan.note and "by measured bytes" in plan.note
-            assert choice.plan(4, 2, 16, link).ranks == former.ranks
+            assert choice.plan(16, link).ranks == former.ranks
 
     @staticmethod
     def budgeted(name: str, share: float) -> tuple[Choice, Budget]:
@@ -122,12 +122,11 @@ class TestReplanning:
         small, large = (budget.worst(generate(kind, 4, 16, 2)).total for kind in ("v-half", "v-zb"))
         size = int(small + share * (large - small))
         budget = replace(budget, size=size)
-        choice = Choice(name, memory_cap=f"{size}B")
-        choice.give_budget(budget)
-        if choice.undecided:
-            choice.decide(4, 16, ("v-min", "v-half", "v-zb", "v-cap"))
-        choice.fit(4, 2, 16)
-        return choice, budget
+        request = ScheduleRequest.of(name, memory_cap=f"{size}B")
+        request = replace(request, splits=budget.splits).for_job(budget.job)
+        if name == AUTO:
+            request = request.decide(4, 16, ("v-min", "v-half", "v-zb", "v-cap"))
+        return request.resolve(4, 2, 16), budget
 
 
 def measured_profile(budget: Budget, factor: float) -> Profile:
@@ -137,8 +136,8 @@ def measured_profile(budget: Budget, factor: float) -> Profile:
         1,
         (2,) * 8,
         (PassTimes(0.1, 0.1, 0.1),) * 8,
-        set_bytes=tuple(int(factor * s.sets.until_b) for s in stages),
-        weight_set_bytes=tuple(int(factor * s.sets.until_w) for s in stages),
+        set_bytes=tuple(int(factor * s.sets.bytes_f_to_b) for s in stages),
+        weight_set_bytes=tuple(int(factor * s.sets.bytes_b_to_w) for s in stages),
     )
 
 
@@ -159,21 +158,20 @@ class TestProfileFlag:
         return str(path)
 
     def test_is_planned_with_from_the_first_step_on(self, tmp_path: Path) -> None:
-        choice, path = Choice("v-zb"), self.file(tmp_path, layers=(2,) * 8)
+        path = self.file(tmp_path, layers=(2,) * 8)
         args = arguments(pp_profile=path, **self.ARGUMENTS)
-        before_megatron(args, choice)
+        request = before_megatron(args, ScheduleRequest.of("v-zb"))
         args.virtual_pipeline_model_parallel_size = 2
-        assert after_megatron(args, choice) == 2
+        choice = after_megatron(args, request)
         costs = Profile.load(path).costs(Split((2,) * 8))
-        assert choice.plan(4, 2, 8).ranks == generate("v-zb", 4, 8, 2, costs).ranks
-        assert choice.plan(4, 2, 8).ranks != generate("v-zb", 4, 8, 2).ranks
+        assert choice.plan(8).ranks == generate("v-zb", 4, 8, 2, costs).ranks
+        assert choice.plan(8).ranks != generate("v-zb", 4, 8, 2).ranks
 
     def test_transfer_times_are_its_too(self, tmp_path: Path) -> None:
         path = self.file(tmp_path, set_bytes=(64,) * 4, to_host=1000.0, to_device=500.0)
-        choice = Choice("zb-h1", offloading=OffloadRequest("full"))
+        request = ScheduleRequest.of("zb-h1", offloading=OffloadRequest("full"))
         args = arguments(pp_profile=path, **self.ARGUMENTS)
-        before_megatron(args, choice)
-        after_megatron(args, choice)
+        choice = after_megatron(args, before_megatron(args, request))
         assert choice.offload is not None and choice.offload.known
         link = choice.offload.link(4)
         assert link is not None
@@ -197,8 +195,12 @@ class TestProfileFlag:
 
     def test_only_a_profile_is_overwritten(self, tmp_path: Path) -> None:
         own = {**self.ARGUMENTS, "pp_profile_steps": 2}
-        before_megatron(arguments(pp_profile=self.file(tmp_path), **own), Choice("zb-h1"))
-        before_megatron(arguments(pp_profile=str(tmp_path / "new"), **own), Choice("zb-h1"))
+        before_megatron(
+            arguments(pp_profile=self.file(tmp_path), **own), ScheduleRequest.of("zb-h1")
+        )
+        before_megatron(
+            arguments(pp_profile=str(tmp_path / "new"), **own), ScheduleRequest.of("zb-h1")
+        )
         other = tmp_path / "weights.bin"
         other.write_bytes(b"precious")
         text = refusal("zb-h1", pp_profile=str(other), **own)
@@ -216,13 +218,13 @@ class TestProfileFlag:
 class TestCapInBytes:
     def test_of_a_schedule_whose_memory_is_fixed(self) -> None:
         with pytest.raises(ConfigError, match="zb-h1 is fixed and takes no --pp-memory-cap 4GiB"):
-            Choice("zb-h1", memory_cap="4GiB")
+            ScheduleRequest.of("zb-h1", memory_cap="4GiB")
 
     def test_that_is_no_size(self) -> None:
         with pytest.raises(ConfigError, match="a size must be a number of bytes > 0"):
-            Choice("auto", memory_cap="0GiB")
+            ScheduleRequest.of("auto", memory_cap="0GiB")
 
     def test_of_a_model_that_is_not_modelled(self) -> None:
         args = arguments(mtp_num_layers=1, pp_memory_cap="4GiB")
         with pytest.raises(ConfigError, match="--mtp-num-layers adds layers .* as a fraction"):
-            before_megatron(args, Choice("auto", memory_cap="4GiB"))
+            before_megatron(args, ScheduleRequest.of("auto", memory_cap="4GiB"))

@@ -10,7 +10,7 @@ from megatron_ext.integration.feature import Run
 from megatron_ext.integration.features.post_validation import PostValidation
 from megatron_ext.integration.features.profile import ProfileSteps
 from megatron_ext.integration.features.schedule import Schedule
-from megatron_ext.integration.features.schedule.choose import Choice
+from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
 
 
 def megatron_args(**values: Any) -> SimpleNamespace:
@@ -21,16 +21,19 @@ def megatron_args(**values: Any) -> SimpleNamespace:
 _SCHEDULING = (ProfileSteps(), Schedule(), PostValidation())
 
 
-def before_megatron(args: Any, choice: Choice) -> None:
+def before_megatron(args: Any, request: ScheduleRequest) -> ScheduleRequest:
     """The checks of a schedule's flags before Megatron's own validation."""
-    run = Run(args, "0.0.0", schedule=choice)
+    run = Run(args, "0.0.0", request=request)
     for feature in _SCHEDULING:
         feature.check(run)
+    assert run.request is not None
+    return run.request
 
 
-def after_megatron(args: Any, choice: Choice) -> int:
-    """The checks after Megatron's own validation; model chunks a rank."""
-    run = Run(args, "0.0.0", schedule=choice)
+def after_megatron(args: Any, request: ScheduleRequest) -> Choice:
+    """The checks after Megatron's own validation; what runs."""
+    run = Run(args, "0.0.0", request=request)
     for feature in _SCHEDULING:
         feature.check_derived(run)
-    return run.chunks
+    assert run.schedule is not None and run.chunks == run.schedule.placement.chunks
+    return run.schedule

@@ -67,9 +67,9 @@ def test_planner(run: Run, tool: Run) -> None:
         from megatron_ext.plan.budget import Budget
         from megatron_ext.plan.flags import job_of, read
         from megatron_ext.plan.layout import even_split
-        from megatron_ext.schedule import Costs
+        from megatron_ext.schedule import ScheduleSpec, select
         job = job_of(read({MODEL!r}.split())[0])
         budget = Budget(job, 1 << 40, lambda stages: even_split(16, stages))
-        print(budget.fastest(4, 12, 2, Costs()).schedule.name)
+        print(select(ScheduleSpec("auto", 4, 12, cap=budget)).schedule.name)
     """
     assert run("-c", code) == "stand-in\n"

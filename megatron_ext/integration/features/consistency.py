@@ -132,7 +132,7 @@ def _facts_of(run: Run) -> dict[str, str]:
         pp = args.pipeline_model_parallel_size
         microbatches = (full_batch(args) or per_step) // per_step
         link = None if schedule.offload is None else schedule.offload.link(pp)
-        digest = schedule.plan(pp, run.chunks, microbatches, link).fingerprint()
+        digest = schedule.plan(microbatches, link).fingerprint()
         plan = f"{digest} (pp={pp}, {run.chunks} chunks, {microbatches} microbatches)"
     return facts(given(args, compared=True), plan, run.version, run.stock_flags)
 

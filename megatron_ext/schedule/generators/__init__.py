@@ -5,17 +5,23 @@ from __future__ import annotations
 from ..costs import Costs
 from ..placement import Placement
 from ..schedule import Schedule
-from .auto import auto
 from .cap import v_cap_limits
 from .forward import forward_only
 from .registry import GENERATORS, NAMES, Generator
 from .request import Objective, Request
 
-__all__ = ["AUTO", "GENERATORS", "NAMES", "Generator", "Objective", "forward_only", "generate"]
+__all__ = [
+    "GENERATORS",
+    "NAMES",
+    "Generator",
+    "Objective",
+    "check_sizes",
+    "forward_only",
+    "generate",
+]
 
 # Of all ranks. Beyond, making an order takes minutes and gigabytes.
 MOST_SETS = 1 << 22
-AUTO = "auto"  # not a schedule of its own: the fastest of ``NAMES`` that fits
 
 _EQUAL = Costs()
 
@@ -37,16 +43,14 @@ def generate(
     name's order for equal costs (``1f1b``, ``interleaved`` and ``po`` are the same at any costs).
 
     Args:
-        name: one of ``NAMES``, or ``auto``: the fastest of them that fits the cap, the simpler one
-            of those equally fast; the schedule's ``note`` says why.
+        name: one of ``NAMES``; ``select`` also chooses one.
         pp: pipeline ranks, >= 2.
         microbatches: of one iteration, >= 1.
         chunks: model chunks per rank; default what the schedule uses.
         costs: of the passes and hops; kept in the schedule, for simulation and lowering.
         group_size: of ``gis``, ceil(p/2)..p microbatches; default p.
         memory_cap: most activation sets (one chunk's for one microbatch) on any rank, for
-            ``v-cap`` (V-Min's to 1F1B's 2p, the default) and ``auto`` (sets of one of ``chunks``
-            chunks, default p*chunks).
+            ``v-cap``: V-Min's to 1F1B's 2p, the default.
         objective: what is made short: ``makespan``, the whole iteration, or ``span``, the longest
             single rank's own (what counts with optimizer post-validation).
 
@@ -56,9 +60,38 @@ def generate(
     Raises:
         ValueError: unknown name, or numbers the schedule does not exist for.
     """
-    generator = GENERATORS.get(name)
-    if generator is None and name != AUTO:
-        raise ValueError(f"unknown schedule {name!r}; known: {', '.join((*NAMES, AUTO))}")
+    check_sizes(name, pp, microbatches, chunks, objective)
+    generator = GENERATORS[name]
+    chunks = generator.default_chunks if chunks is None else chunks
+    _check_chunks(name, generator, chunks)
+    _check_options(name, generator, pp, group_size, memory_cap)
+    vee = generator.placement == "vee"
+    placement = Placement.vee(pp) if vee else Placement.loop(pp, chunks)
+    durations = costs.durations(placement).reduced()  # per-stage costs must fit the stages
+    request = Request(placement, microbatches, durations, objective, group_size, memory_cap)
+    ranks = generator.orders(request)
+    return Schedule(name, placement, microbatches, tuple(tuple(row) for row in ranks), costs)
+
+
+def check_sizes(
+    name: str,
+    pp: int,
+    microbatches: int,
+    chunks: int | None,
+    objective: Objective,
+    more: tuple[str, ...] = (),
+) -> None:
+    """Refuse what no schedule exists for, or what would take too long to make.
+
+    Args:
+        name, pp, microbatches, chunks, objective: as ``generate``.
+        more: names beside ``NAMES`` that are known.
+
+    Raises:
+        ValueError: unknown name, or a number out of range.
+    """
+    if name not in (*NAMES, *more):
+        raise ValueError(f"unknown schedule {name!r}; known: {', '.join((*NAMES, *more))}")
     if pp < 2:
         raise ValueError(f"{name} needs at least 2 pipeline ranks, got pp={pp}")
     if microbatches < 1:
@@ -72,21 +105,6 @@ def generate(
         )
     if objective not in ("makespan", "span"):
         raise ValueError(f"objective must be makespan or span, got {objective!r}")
-    if generator is None:
-        if group_size is not None:
-            raise ValueError(f"auto chooses the group size itself, got {group_size}; leave it out")
-        if chunks is not None and chunks < 1:
-            raise ValueError(f"auto needs at least 1 chunk per rank, got {chunks}")
-        return auto(generate, pp, microbatches, chunks, costs, memory_cap, objective)
-    chunks = generator.default_chunks if chunks is None else chunks
-    _check_chunks(name, generator, chunks)
-    _check_options(name, generator, pp, group_size, memory_cap)
-    vee = generator.placement == "vee"
-    placement = Placement.vee(pp) if vee else Placement.loop(pp, chunks)
-    durations = costs.durations(placement).reduced()  # per-stage costs must fit the stages
-    request = Request(placement, microbatches, durations, objective, group_size, memory_cap)
-    ranks = generator.orders(request)
-    return Schedule(name, placement, microbatches, tuple(tuple(row) for row in ranks), costs)
 
 
 def _check_chunks(name: str, generator: Generator, chunks: int) -> None:

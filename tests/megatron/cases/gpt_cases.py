@@ -31,9 +31,9 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron_ext.integration.feature import Run  # noqa: E402
-from megatron_ext.integration.features.schedule.choose import Choice  # noqa: E402
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest  # noqa: E402
 from megatron_ext.integration.install import Installation  # noqa: E402
-from megatron_ext.schedule import generate  # noqa: E402
+from megatron_ext.schedule import AUTO, generate  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
 from tests.support.stand_ins import megatron_args  # noqa: E402
 
@@ -241,9 +241,13 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             distributed_timeout_minutes=1,
             rank=dist.get_rank(),
         )
-        choice = Choice(schedule, memory_cap=case.get("cap"), offloading=case.get("offload"))
-        if choice.undecided:
-            choice.decide(case["pp"], case.get("full_m", m))
+        full = case.get("full_m", case.get("file_m", m))
+        request = ScheduleRequest.of(
+            schedule, memory_cap=case.get("cap"), offloading=case.get("offload")
+        )
+        if schedule == AUTO:
+            request = request.decide(case["pp"], full)
+        choice = request.resolve(case["pp"], chunks, full)
         version = installation.hooks.version
         installation.start(Run(args, version, training=False, schedule=choice, chunks=chunks))
     try:

@@ -67,7 +67,7 @@ def main() -> None:
     consumer.mpu_last = parallel_state.is_pipeline_last_stage  # type: ignore[attr-defined]
     sys.modules[consumer.__name__] = consumer
     from megatron_ext.integration.feature import Run
-    from megatron_ext.integration.features.schedule.choose import Choice
+    from megatron_ext.integration.features.schedule.choose import ScheduleRequest
     from megatron_ext.integration.hooks import Hook
     from megatron_ext.integration.install import Installation
 
@@ -78,7 +78,8 @@ def main() -> None:
         pp_schedule="v-half", pipeline_model_parallel_size=4, distributed_timeout_minutes=1, rank=0
     )
     version, training = installation.hooks.version, "megatron.training" in sys.modules
-    installation.start(Run(args, version, training, schedule=Choice("v-half"), chunks=2))
+    choice = ScheduleRequest.of("v-half").resolve(4, None, 8)
+    installation.start(Run(args, version, training, schedule=choice, chunks=2))
     out["changed"] = {t: held(t) is not before[t] for t in TARGETS}
     out["consumer_rebound"] = consumer.mpu_last is parallel_state.is_pipeline_last_stage  # type: ignore[attr-defined]
     out["report"] = installation.hooks.report()

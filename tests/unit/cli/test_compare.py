@@ -142,7 +142,7 @@ def test_compare_table_with_offload(run):
     argv = ["compare", "--pp", 4, "--microbatches", 8, *OFFLOAD]
     out = run(*argv, "--memory-cap", 0.5)[1].splitlines()
     assert out[0].endswith("memory cap 50 % of 1F1B's peak; offload auto, 0.25 of F+B+W a way")
-    assert out[2].endswith("of 1F1B's  without  host peak  sets away  stall  made in")
+    assert out[2].endswith("of 1F1B's  without  host peak  offloaded  stall  made in")
     row = next(line for line in out if line.startswith("1f1b")).split()
     assert row[6:-2] == ["33", "2", "50.0", "%", "4", "4", "14", "0"]
     assert any(line.startswith("v-zb") and line.endswith("  over the cap") for line in out)

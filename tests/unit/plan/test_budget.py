@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -14,10 +15,11 @@ from megatron_ext.plan.memory import MESSAGES, message_bytes, stage_bytes
 from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.profile import Profile
 from megatron_ext.plan.times import PassTimes
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule import AUTO, Costs, Link, OffloadSpec, ScheduleSpec, select
 from megatron_ext.schedule.generators import GENERATORS, NAMES, generate
 from megatron_ext.schedule.generators.cap import v_cap_limits
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.select import CapExceeded
 from megatron_ext.schedule.simulate import simulate
 
 LINE = (
@@ -32,6 +34,12 @@ COSTS = Costs.of(3, 4, 2)
 
 def budget(size, profile=None):
     return Budget(JOB, size, lambda stages: even_split(16, stages), profile)
+
+
+def fastest(cap, *names):
+    """What the selector takes; the costs are for two chunks."""
+    spec = ScheduleSpec(AUTO, P, M, 2, COSTS, cap)
+    return select(replace(spec, names=names or NAMES))
 
 
 def everything():
@@ -58,31 +66,33 @@ SMALLEST = min(ALL)[0]
 
 @pytest.mark.parametrize("size", sorted({size for size, *_ in ALL})[::3])
 def test_the_fastest_of_all_that_fit(size):
-    found = budget(size).fastest(P, M, 2, COSTS)
+    found = fastest(budget(size))
     fitting = [one for one in ALL if one[0] <= size]
     assert simulate(found.schedule).makespan == min(one[1] for one in fitting)
     assert budget(size).worst(found.schedule).total <= size
-    assert f"fit {size_text(size)} a rank: a cap of " in found.note
+    note = found.schedule.note
+    assert re.search(rf"fit in {size_text(size)} a rank: makespan \S+, a cap of ", note)
 
 
 def test_the_largest_cap_that_fits():
     sizes = {cap: size for size, _, name, cap in ALL if name == "v-cap"}
     for cap, size in sizes.items():
-        found = budget(size).fastest(P, M, 2, COSTS, ["v-cap"])
-        assert found.shape.memory_cap == max(c for c, s in sizes.items() if s <= size) >= cap
-        held = re.search(r"a cap of (\d+) activation sets .* it holds (\d+) there", found.note)
+        found = select(ScheduleSpec("v-cap", P, M, 2, COSTS, budget(size)))
+        assert found.spec.cap.share * 2 * P == max(c for c, s in sizes.items() if s <= size) >= cap
+        note = found.schedule.note
+        held = re.search(r"a cap of (\d+) activation sets .* it holds (\d+) there", note)
         assert held and int(held[1]) >= int(held[2])
 
 
 def test_nothing_fits():
-    with pytest.raises(PlanError) as error:
-        budget(SMALLEST - 1).fastest(P, M, 2, COSTS)
+    with pytest.raises(CapExceeded) as error:
+        fastest(budget(SMALLEST - 1))
     text = str(error.value)
-    assert f"the smallest budget that one fits is {size_text(SMALLEST)} (v-min)" in text
+    assert f"the least of all is {size_text(SMALLEST)} (v-min), where rank" in text
     assert re.search(r"rank \d binds with .* of ", text)
-    said = parse_bytes(re.search(r"fits is (\S+)", text)[1])
-    assert said < 1.01 * SMALLEST
-    assert budget(said).worst(budget(said).fastest(P, M, 2, COSTS).schedule).total == SMALLEST
+    enough = parse_bytes(error.value.enough)
+    assert enough < 1.01 * SMALLEST
+    assert budget(enough).needed(fastest(budget(enough)).schedule) == SMALLEST
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -94,22 +104,34 @@ def test_whole_sets_of_the_largest_size(split):
     for row in placement.stages:
         sets = [stages[s].sets for s in row]
         free = size - sum(stages[s].states.total for s in row) - MESSAGES * message_bytes(JOB)
-        free -= max(one.again + one.layer + one.logits for one in sets)
-        largest = max(max(s.until_b, s.until_w if split else 0) for s in sets)
+        free -= max(one.recompute_bytes + one.layer + one.logits for one in sets)
+        largest = max(max(s.bytes_f_to_b, s.bytes_b_to_w if split else 0) for s in sets)
         expected.append(free // largest)
-    assert budget(size).sets(placement, split) == expected
+    assert budget(size).room(placement, split) == expected
     assert min(expected) == expected[0] > 0, "both ends of the model are on rank 0"
-    assert budget(size).cap(placement, split) * 8 == expected[0]
+    assert budget(size).sets(placement, split) == expected[0]
 
 
 def test_no_room_for_a_set():
     with pytest.raises(PlanError, match=r"1MiB a rank leave no room .* rank 0, which has .*MiB"):
-        budget(1 << 20).cap(Placement.vee(P), True)
+        budget(1 << 20).sets(Placement.vee(P), True)
+
+
+def test_with_offload_a_cap_that_is_enough():
+    """What is kept in sets under offload: the size that the error names is enough."""
+    away = OffloadSpec("half", Link.of(P, "0.25"))
+    sizes = (budget(n << 20) for n in range(1, 1000))
+    small = next(b for b in sizes if b.room(Placement.vee(P), True)[0] == 1)
+    spec = ScheduleSpec("v-zb", P, M, 2, COSTS, small, offload=away)
+    with pytest.raises(CapExceeded, match="keeps . activation sets on a device") as error:
+        select(spec)
+    found = select(replace(spec, cap=budget(parse_bytes(error.value.enough))))
+    assert "activation sets of estimated size on a device" in found.schedule.note
 
 
 def test_measured_bytes_replace_estimated_ones():
     """Sets twice as large: what just fitted does not."""
-    estimated = [stage.sets.until_b for stage in stage_bytes(JOB, even_split(16, 8))]
+    estimated = [stage.sets.bytes_f_to_b for stage in stage_bytes(JOB, even_split(16, 8))]
     profile = Profile(
         1,
         (2,) * 8,
@@ -120,8 +142,8 @@ def test_measured_bytes_replace_estimated_ones():
     schedule = generate("v-half", P, M, 2)
     size = budget(1).worst(schedule).total
     assert budget(size, profile).worst(schedule).total > size
-    assert "measured" in budget(size, profile).describe(schedule)
-    assert "estimated" in budget(size).describe(schedule)
+    assert "measured" in budget(size, profile).detail(schedule)
+    assert "estimated" in budget(size).detail(schedule)
 
 
 @pytest.mark.parametrize(

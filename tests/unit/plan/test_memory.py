@@ -28,7 +28,7 @@ def job(*more):
     return job_of(read(f"{PLAIN} {' '.join(more)}".split())[0])
 
 
-def per_bsh(job, held="until_b"):
+def per_bsh(job, held="bytes_f_to_b"):
     """Bytes of one layer as a multiple of batch x sequence x hidden size."""
     size = sum(getattr(item, held) for item in layer(job, 0))
     return size / (job.tokens * job.hidden_size)
@@ -38,21 +38,21 @@ def per_bsh(job, held="until_b"):
 # PipeOffload, 4.3: 34 without and 20 with recompute of norms, GeLU and dropout; ours leaves
 # dropout's two masks, docs/10. ZB, table 2: 32 for W.
 PUBLISHED = [
-    (["--hidden-dropout 0.1"], "until_b", 34),
-    ([], "until_b", 32),
-    (["--pp-cheap-recompute"], "until_b", 20),
-    (["--pp-cheap-recompute --hidden-dropout 0.1"], "until_b", 22),
-    (["--pp-cheap-recompute --transformer-impl transformer_engine"], "until_b", 24),
-    ([], "until_w", 32),
-    (["--pp-cheap-recompute"], "until_w", 32),
+    (["--hidden-dropout 0.1"], "bytes_f_to_b", 34),
+    ([], "bytes_f_to_b", 32),
+    (["--pp-cheap-recompute"], "bytes_f_to_b", 20),
+    (["--pp-cheap-recompute --hidden-dropout 0.1"], "bytes_f_to_b", 22),
+    (["--pp-cheap-recompute --transformer-impl transformer_engine"], "bytes_f_to_b", 24),
+    ([], "bytes_b_to_w", 32),
+    (["--pp-cheap-recompute"], "bytes_b_to_w", 32),
     # arXiv 2205.05198, section 4.2: with sequence parallelism all of it is divided by t.
     (
         ["--tensor-model-parallel-size 4 --sequence-parallel --hidden-dropout 0.1"],
-        "until_b",
+        "bytes_f_to_b",
         34 / 4,
     ),
     # Without it the 10 beside the parallel parts stay: sbh(10 + 24/t).
-    (["--tensor-model-parallel-size 4 --hidden-dropout 0.1"], "until_b", 10 + 24 / 4),
+    (["--tensor-model-parallel-size 4 --hidden-dropout 0.1"], "bytes_f_to_b", 10 + 24 / 4),
 ]
 
 
@@ -77,11 +77,11 @@ def test_full_recompute_keeps_a_layers_input():
     full = job("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2")
     tensor = 2 * full.tokens * full.hidden_size
     sets = stage_set(full, range(4), first=False, last=False)
-    assert sets.until_b == 2 * tensor, "arXiv 2205.05198, table 2: 2sbh for each that is kept"
-    assert sets.again == 2 * sum(item.until_b for item in layer(full, 0))
+    assert sets.bytes_f_to_b == 2 * tensor, "arXiv 2205.05198, table 2: 2sbh for each that is kept"
+    assert sets.recompute_bytes == 2 * sum(item.bytes_f_to_b for item in layer(full, 0))
     block = job("--recompute-granularity full --recompute-method block --recompute-num-layers 3")
     sets = stage_set(block, range(4), first=False, last=False)
-    assert sets.until_b == 3 * tensor + sum(item.until_b for item in layer(block, 0))
+    assert sets.bytes_f_to_b == 3 * tensor + sum(item.bytes_f_to_b for item in layer(block, 0))
 
 
 # Megatron's distributed optimizer page, "theoretical bytes per parameter": d ranks.

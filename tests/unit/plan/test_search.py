@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from megatron_ext import cli
 from megatron_ext.plan.balance import balanced
-from megatron_ext.plan.cases import Space
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import GPUS, gpu_of
 from megatron_ext.plan.layout import Split, even_split, read_layout, split_of
 from megatron_ext.plan.model import PlanError
-from megatron_ext.plan.point import Shape, evaluate, front
+from megatron_ext.plan.point import evaluate, front
 from megatron_ext.plan.profile import FORMAT, Profile
 from megatron_ext.plan.search import Search
+from megatron_ext.plan.space import SearchSpace
 from megatron_ext.plan.times import costs_in_us, stage_times
 from megatron_ext.schedule.generators import NAMES
 from megatron_ext.schedule.placement import Placement
@@ -36,13 +37,13 @@ GIB = 2**30
 def space(line=SMALL, **changes):
     job = job_of(read(line.split())[0])
     options = {"gpu": gpu_of("A100"), "micro_batch_sizes": (1, 2)}
-    return Space(job, pp=job.pipeline_model_parallel_size, **{**options, **changes})
+    return SearchSpace(job, pp=job.pipeline_model_parallel_size, **{**options, **changes})
 
 
 def everything(where):
     """All points without offload, of all shapes, jobs and splits."""
     search = Search(where, GIB)
-    return [evaluate(one.shape, one.case, None, where.pp) for one in search._candidates()]
+    return [evaluate(one.spec, one.workload) for one in search.candidates()]
 
 
 def dual(**options):
@@ -62,18 +63,18 @@ def found(request):
     points += Search(dual(), 9 * GIB).run().points
     rng = random.Random(1)
     search = Search(space(), GIB)
-    candidates = search._candidates()
+    candidates = search.candidates()
     while len(points) < 100:
         one = rng.choice(candidates)
-        away = rng.choice([None, None, *search._offers(one)[:1]])
-        points.append(evaluate(one.shape, one.case, away, search.space.pp))
+        offload = rng.choice([None, None, *search._offers(one.spec, one.workload)[:1]])
+        points.append(evaluate(replace(one.spec, offload=offload), one.workload))
     return points
 
 
 def test_every_point_is_what_simulate_says(found, tmp_path, capsys):
     path = tmp_path / "stages.json"
-    kinds = {(p.shape.name, p.away is None) for p in found}
-    assert len(kinds) > 6 and {True, False} <= {away for _, away in kinds}
+    kinds = {(p.spec.name, p.offload is None) for p in found}
+    assert len(kinds) > 6 and {True, False} <= {alone for _, alone in kinds}
     for point in found:
         path.write_text(json.dumps(point.stage_cost()))
         assert cli.main(["simulate", "--json", *point.simulate_arguments(str(path))]) == 0
@@ -81,7 +82,7 @@ def test_every_point_is_what_simulate_says(found, tmp_path, capsys):
         assert said["makespan"] == point.makespan_us
         assert said["bubble"] == float(point.bubble)
         assert said["peak_activation"] == [float(x) for x in point.peak_activation]
-        if point.away:
+        if point.offload:
             assert said["peak_host_activation"] == [float(x) for x in point.peak_host_activation]
 
 
@@ -194,9 +195,9 @@ def test_balance_makes_a_v_with_a_large_vocabulary_faster_and_smaller():
     )
     assert with_ is not None and without is not None
     assert with_.makespan_us < without.makespan_us * 0.95
-    assert without.case.split.even and not with_.case.split.even
+    assert without.workload.split.even and not with_.workload.split.even
     layout = next(f for f in with_.flags() if "layout" in f).split()[1].strip("'")
-    assert read_layout(layout, 16) == with_.case.split
+    assert read_layout(layout, 16) == with_.workload.split
 
 
 def test_balance_makes_fit_what_does_not():
@@ -207,13 +208,13 @@ def test_balance_makes_fit_what_does_not():
     assert even.worst.rank == 0
     budget = int(even.worst.total * 0.97)
     best = Search(space(line, **options), budget).run().best
-    assert best is not None and not best.case.split.even
+    assert best is not None and not best.workload.split.even
 
 
 def test_layers_that_do_not_divide_get_a_layout():
     line = SMALL.replace("--num-layers 16", "--num-layers 15")
     best = Search(space(line), 40 * GIB).run().best
-    assert best is not None and sum(best.case.split.counts) == 15
+    assert best is not None and sum(best.workload.split.counts) == 15
     with pytest.raises(PlanError, match="none of v-half is possible with 3 layers"):
         Search(space(SMALL.replace("layers 16", "layers 3"), schedules=("v-half",)), GIB).run()
 
@@ -244,9 +245,9 @@ def test_a_given_layout_stays():
         read([*SMALL.split(), "--pipeline-model-parallel-layout", "Etttt|t*4|t*4|t*4L"])[0]
     )
     assert split_of(job, 8) is None and split_of(job, 4) == even_split(16, 4).__class__((4,) * 4)
-    where = Space(job, gpu_of("A100"), 4)
+    where = SearchSpace(job, gpu_of("A100"), 4)
     result = Search(where, 40 * GIB).run()
-    assert {p.shape.chunks for p in result.points} == {1}
+    assert {p.spec.chunks for p in result.points} == {1}
 
 
 def test_every_device_says_where_its_numbers_are_from():
@@ -293,14 +294,14 @@ def test_a_profile_replaces_times_and_bytes():
     where = space(profiles={(1, False): profile}, schedules=("1f1b", "v-half"))
     assert [(job.micro_batch_size, job.cheap_recompute) for job, _ in where.jobs()] == [(1, False)]
     job, m = where.jobs()[0]
-    case = where.case(job, m, Split((4, 4, 4, 4)))
+    case = where.workload(job, m, Split((4, 4, 4, 4)))
     assert case.costs.stages is not None and case.costs.hop == 1000
     assert [float(f) for f, _, _ in case.costs.stages] == [11000, 10000, 10000, 15000]
-    assert [stage.sets.until_b for stage in case.stages] == [10, 10, 10, 30]
-    case = where.case(job, m, Split((2,) * 7 + (2,)))
+    assert [stage.sets.bytes_f_to_b for stage in case.stages] == [10, 10, 10, 30]
+    case = where.workload(job, m, Split((2,) * 7 + (2,)))
     assert case.costs.stages is not None
     assert [float(f) for f, _, _ in case.costs.stages] == [6000, *[5000] * 6, 10000]
-    assert [stage.sets.until_b for stage in case.stages] == [5] * 7 + [25]
+    assert [stage.sets.bytes_f_to_b for stage in case.stages] == [5] * 7 + [25]
     assert Search(where, 40 * GIB).run().best is not None
 
 
@@ -323,12 +324,15 @@ def test_profiles_that_are_none(tmp_path, change, words):
         Profile.load(str(path))
 
 
-def test_shapes_are_made_for_their_sizes():
-    shapes = space(schedules=("gis", "v-cap", "1f1b"), chunks=(2, 3)).shapes()
-    assert shapes == [
-        Shape("gis", 2, 4),
-        Shape("gis", 2, 3),
-        Shape("gis", 3, 4),
-        Shape("gis", 3, 3),
-        Shape("1f1b", 1),
-    ]
+def test_schedules_are_made_for_their_sizes():
+    specs = space(schedules=("gis", "v-cap", "1f1b"), chunks=(2, 3)).specs()
+    sizes = [("gis", 2, 4), ("gis", 2, 3), ("gis", 3, 4), ("gis", 3, 3), ("1f1b", 1, None)]
+    assert [(spec.name, spec.chunks, spec.group_size) for spec in specs] == sizes
+
+
+def test_a_search_ends_after_its_passes():
+    """Three points are always there, and what is left out is counted."""
+    result = Search(space(), 11 * GIB, effort=1e-6).run()
+    assert len(result.points) == 3 and result.skipped
+    assert result.best is not None
+    assert Search(space(), 11 * GIB).run().skipped == 0

@@ -9,11 +9,11 @@ import pytest
 
 from megatron_ext.schedule import AUTO, Costs, Placement, Schedule, check, generate, lower, simulate
 from megatron_ext.schedule.generators import NAMES
-from megatron_ext.schedule.generators.auto import auto
 from megatron_ext.schedule.generators.cap import repeat_period, unit_bound, v_cap_limits
 from megatron_ext.schedule.generators.period import Pattern, improve
 from megatron_ext.schedule.generators.vee import v_half_block, v_min_block, v_zb_block
 from tests.support.grids import sampled
+from tests.support.schedules import made
 
 UNEQUAL = Costs.of(1, "1.3", "0.6", "0.05")
 
@@ -182,17 +182,17 @@ def test_cap_out_of_range(cap: int) -> None:
 
 
 def test_auto_takes_the_fastest_that_fits_and_says_why() -> None:
-    schedule = generate(AUTO, 4, 8)
+    schedule = made(AUTO, 4, 8)
     assert schedule.name == "interleaved-zb"  # as fast as v-zb, and simpler
     fit = len(NAMES) - 2  # all but interleaved and zb-h2
     assert f"interleaved-zb is the fastest of {fit} that fit in 4 microbatches" in schedule.note
     assert "next is v-zb, as fast, but less simple; too large: interleaved (5.5)" in schedule.note
-    small = generate(AUTO, 4, 8, memory_cap=4)
+    small = made(AUTO, 4, 8, memory_cap=4)
     assert small.name == "v-min"
     assert max(simulate(small).peak_activation) == 2
     times = []
     for cap in range(4, 13):
-        best = generate(AUTO, 4, 8, memory_cap=cap)
+        best = made(AUTO, 4, 8, memory_cap=cap)
         run = simulate(best)
         assert max(run.peak_activation) <= Fraction(cap, 2)
         times.append(run.makespan)
@@ -204,24 +204,24 @@ def test_auto_takes_the_fastest_that_fits_and_says_why() -> None:
 
 
 def test_auto_with_other_options() -> None:
-    assert generate(AUTO, 4, 12, objective="span", memory_cap=16).note.startswith("zb-h2 is the")
-    assert generate(AUTO, 3, 6, 3).chunks in (1, 2, 3)
+    assert made(AUTO, 4, 12, objective="span", memory_cap=16).note.startswith("zb-h2 is the")
+    assert made(AUTO, 3, 6, 3).chunks in (1, 2, 3)
     heavy = Costs.of(stages=[(1, 1, 1)] * 7 + [("1.5", "1.5", "1.5")])
-    best = generate(AUTO, 4, 8, costs=heavy)
+    best = made(AUTO, 4, 8, costs=heavy)
     one = Costs.of(stages=[(2, 2, 2)] * 3 + [("2.5", "2.5", "2.5")])
     assert simulate(best).makespan <= simulate(generate("1f1b", 4, 8, costs=one)).makespan
 
 
 def test_auto_of_some_names() -> None:
-    names = ["po", "gis", "zb-h2", "gis-h"]
-    best = auto(generate, 4, 8, 3, Costs(), 12, "makespan", names)
+    names = ("po", "gis", "zb-h2", "gis-h")
+    best = made(AUTO, 4, 8, 3, memory_cap=12, names=names)
     assert (best.name, best.chunks) == ("gis", 3)
     assert best.note.startswith("gis is the fastest of po, gis, zb-h2, gis-h that fit in 4 micro")
     assert best.note.endswith("too large: zb-h2 (7)")
     with pytest.raises(
         ValueError, match=r"none of po, gis.* a cap of 1 micro.* all is 2.667 \(gis"
     ):
-        auto(generate, 4, 8, 3, Costs(), 3, "makespan", names)
+        made(AUTO, 4, 8, 3, memory_cap=3, names=names)
 
 
 @pytest.mark.parametrize(
@@ -234,5 +234,5 @@ def test_auto_of_some_names() -> None:
 )
 def test_auto_errors(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError) as error:
-        generate(AUTO, 4, 8, **options)
+        made(AUTO, 4, 8, **options)
     assert message in str(error.value)

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.schedule import AUTO, NAMES, Costs, Link, Schedule, generate, lower, offload_pass
+from megatron_ext.schedule import AUTO, NAMES, Costs, Link, Schedule, lower, offload_pass
 from megatron_ext.schedule.generators import GENERATORS
 from megatron_ext.schedule.generators.cap import v_cap_limits
 from tests.support.grids import sampled
+from tests.support.schedules import made
 
 GOLDEN = Path(__file__).parent / "fingerprints.json"
 COSTS = {
@@ -56,19 +57,19 @@ def fingerprints(name: str, pp: int) -> dict[str, str]:
             text = " ".join(f"{key}={value}" for key, value in chosen.items())
             plain = None
             for label, costs in COSTS.items():
-                plain = generate(name, pp, m, costs=costs, **chosen)
+                plain = made(name, pp, m, costs=costs, **chosen)
                 found[f"{label} m={m} {text}".strip()] = plain.fingerprint()
             assert plain is not None
             found[f"lowered m={m} {text}".strip()] = lower(plain).fingerprint()
             if name != AUTO:
-                staged = generate(name, pp, m, costs=heavy_last(plain), **chosen)
+                staged = made(name, pp, m, costs=heavy_last(plain), **chosen)
                 found[f"heavy last m={m} {text}".strip()] = staged.fingerprint()
             if m == 2 * pp + 1:
                 link = Link.of(pp, "0.3", policy="dual")
                 found[f"offload m={m} {text}".strip()] = offload_pass(
                     plain, link, "half"
                 ).schedule.fingerprint()
-                span = generate(name, pp, m, costs=COSTS["unequal"], objective="span", **chosen)
+                span = made(name, pp, m, costs=COSTS["unequal"], objective="span", **chosen)
                 found[f"span m={m} {text}".strip()] = span.fingerprint()
     return found
 

@@ -24,6 +24,7 @@ from megatron_ext.schedule.generators import Objective
 from megatron_ext.schedule.generators.cap import unit_bound, v_cap_limits
 from megatron_ext.schedule.generators.grouped import gis_peak
 from tests.support.grids import sampled
+from tests.support.schedules import made
 
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
 
@@ -119,7 +120,7 @@ def test_scaling_the_costs_changes_nothing(seed: int) -> None:
             rows = costs.stages and [[x * scale for x in row] for row in costs.stages]
             numbers = (costs.forward, costs.backward_input, costs.backward_weight, costs.hop)
             scaled = Costs.of(*(x * scale for x in numbers), rows)
-            plans.add(generate(name, pp, m, costs=scaled).ranks)
+            plans.add(made(name, pp, m, costs=scaled).ranks)
         assert len(plans) == 1
 
 
@@ -129,7 +130,7 @@ def test_auto_fits_its_cap(seed: int) -> None:
     pp, m = rng.randint(2, 4), rng.randint(2, 10)
     costs, before = random_costs(rng, 2 * pp), None
     for cap in range(v_cap_limits(pp)[0], 2 * pp + 2):
-        schedule = generate(AUTO, pp, m, costs=costs, memory_cap=cap)
+        schedule = made(AUTO, pp, m, costs=costs, memory_cap=cap)
         run = simulate(schedule)
         assert check(schedule).peak_sets == run.peak_sets
         assert max(run.peak_activation) <= Fraction(cap, 2)

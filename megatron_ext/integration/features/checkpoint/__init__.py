@@ -13,10 +13,10 @@ class Checkpoint(Feature):
     """On for every schedule inside Megatron's training loop."""
 
     def check(self, run: Run) -> None:
-        if run.schedule is not None:
+        if run.request is not None:
             from .hooks import choose_formats
 
-            notice = choose_formats(run.args, run.schedule.name, run.schedule.vee)
+            notice = choose_formats(run.args, run.request.name, run.request.vee)
             run.notices += [] if notice is None else [notice]
 
     def start(self, run: Run) -> Sequence[Callback]:

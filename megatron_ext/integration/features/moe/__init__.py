@@ -147,7 +147,7 @@ class MoE(Feature):
         def sets(chunks: int, microbatches: int) -> list[int]:
             if schedule is None:
                 return stock_sets(pp, chunks, microbatches)
-            return peak_sets(schedule.plan(pp, chunks, microbatches).ranks)
+            return peak_sets(schedule.plan(microbatches).ranks)
 
         policy: Policy = Settings()
         if not request.stock:

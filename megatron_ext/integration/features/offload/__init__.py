@@ -49,9 +49,9 @@ class Offload(Feature):
 
     def check(self, run: Run) -> None:
         policy = run.args.pp_offload_policy
-        if policy is None or run.schedule is None:
+        if policy is None or run.request is None:
             return
-        if not run.schedule.offloads:
+        if not run.request.offloads:
             raise ConfigError(
                 f"--pp-offload-policy {policy} is for offloading, which is off; add --pp-offload "
                 "auto (or half, full), or drop --pp-offload-policy"

@@ -71,7 +71,7 @@ class PostValidation(Feature):
 
     def check(self, run: Run) -> None:
         patience = run.args.pp_post_validation
-        if patience is None or run.schedule is None:
+        if patience is None or run.request is None:
             return
         if patience < 0:
             raise ConfigError(

@@ -41,8 +41,8 @@ class ProfileSteps(Feature):
     )
 
     def check(self, run: Run) -> None:
-        if run.schedule is not None:
-            run.profile = former_profile(run.args, run.schedule.file is not None)
+        if run.request is not None:
+            run.profile = former_profile(run.args, run.request.file is not None)
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.schedule is None:

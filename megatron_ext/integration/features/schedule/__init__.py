@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ....schedule import generators
+from ....schedule import AUTO, NAMES
 from ....schedule.generators.registry import takers
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
@@ -21,14 +21,14 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 def _compared(value: str, args: MegatronArgs) -> str:
-    return value if value in (*generators.NAMES, generators.AUTO) else file_contents(value)
+    return value if value in (*NAMES, AUTO) else file_contents(value)
 
 
 _CAPPED, _GROUPED = (" and ".join(takers(f"takes_{o}")) for o in ("memory_cap", "group_size"))
 _FLAGS = (
     Flag(
         "--pp-schedule",
-        f"pipeline schedule: {', '.join(generators.NAMES)}, {generators.AUTO} (the fastest that "
+        f"pipeline schedule: {', '.join(NAMES)}, {AUTO} (the fastest that "
         "fits the cap, decided once for the full batch), or a schedule file",
         "NAME|FILE",
         compared=_compared,
@@ -129,16 +129,17 @@ class Schedule(Feature):
     )
 
     def check(self, run: Run) -> None:
-        if run.schedule is not None:
+        if run.request is not None:
             from .validate import before_megatron
 
-            before_megatron(run.args, run.schedule, run.profile)
+            run.request = before_megatron(run.args, run.request, run.profile)
 
     def check_derived(self, run: Run) -> None:
-        if run.schedule is not None:
+        if run.request is not None:
             from .validate import after_megatron
 
-            run.chunks = after_megatron(run.args, run.schedule)
+            run.schedule = after_megatron(run.args, run.request)
+            run.chunks = run.schedule.placement.chunks
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.schedule is None or run.pipeline is None:

@@ -10,17 +10,17 @@ from ...feature import Run
 from ...offload_request import OffloadRequest
 from ...pipeline import ScheduledPipeline
 from ...plans import Plans
-from .choose import Choice
+from .choose import ScheduleRequest
 
 
-def request_of(args: MegatronArgs) -> Choice:
+def request_of(args: MegatronArgs) -> ScheduleRequest:
     """What ``--pp-schedule`` and its options ask for.
 
     Raises:
         ConfigError: options that contradict each other.
     """
     assert args.pp_schedule is not None
-    return Choice(
+    return ScheduleRequest.of(
         args.pp_schedule,
         args.pp_cost,
         args.pp_memory_cap,
@@ -34,13 +34,10 @@ def pipeline_of(run: Run) -> None:
     """Make the forward-backward function of a validated run."""
     args, schedule, inputs = run.args, run.schedule, run.inputs
     assert schedule is not None
-    pp, chunks = args.pipeline_model_parallel_size, run.chunks
 
     def plan(microbatches: int) -> Schedule:
         measured = inputs.profile
         return schedule.plan(
-            pp,
-            chunks,
             microbatches,
             link=inputs.link,
             costs=None if measured is None else measured.costs(Split(measured.layers)),
@@ -50,6 +47,6 @@ def pipeline_of(run: Run) -> None:
 
     run.store = WeightGradStore()
     post_validation = args.pp_post_validation is not None
-    plans = Plans(plan, schedule.placement(pp, chunks), inputs, post_validation)
+    plans = Plans(plan, schedule.placement, inputs, post_validation)
     minutes = args.distributed_timeout_minutes
     run.pipeline = ScheduledPipeline(plans, run.store, 60.0 * minutes)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
-from ....plan.budget import Budget
 from ....plan.profile import Profile
-from ....schedule.generators import GENERATORS
+from ....schedule import AUTO, GENERATORS
+from ....schedule.select import ANY_CHUNKS, ONE_CHUNK
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import require_no_conflict
 from ...layout import count_stages, vee_layout_text
 from ...utils import full_batch
 from . import V_PLACEMENT, Schedule
-from .choose import Choice
-from .families import ANY_CHUNKS, ONE_CHUNK
+from .choose import Choice, ScheduleRequest
 from .job import job_of_args, splits_of
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,18 @@ _UNEVEN = (
 )
 
 
-def before_megatron(args: MegatronArgs, choice: Choice, profile: Profile | None = None) -> None:
+def before_megatron(
+    args: MegatronArgs, request: ScheduleRequest, profile: Profile | None = None
+) -> ScheduleRequest:
     """Checks that need only the user's flags; sets the virtual stages that the schedule needs.
 
     Args:
         args: Megatron's, parsed and not yet validated.
-        choice: what ``--pp-schedule`` asks for; ``auto`` is decided here.
+        request: what ``--pp-schedule`` asks for.
         profile: of a former run, to plan with.
+
+    Returns:
+        ``request`` with the profile, with this job for a cap in bytes, and with ``auto`` decided.
 
     Raises:
         ConfigError: a combination that cannot work.
@@ -42,52 +47,51 @@ def before_megatron(args: MegatronArgs, choice: Choice, profile: Profile | None 
     pp = args.pipeline_model_parallel_size
     if pp < 2:
         raise ConfigError(
-            f"--pp-schedule {choice.name} needs --pipeline-model-parallel-size >= 2, got {pp}"
+            f"--pp-schedule {request.name} needs --pipeline-model-parallel-size >= 2, got {pp}"
         )
-    if profile is not None:
-        choice.give_profile(profile, splits_of(args))
-    if choice.cap_bytes is not None:
+    request = replace(request, profile=profile, splits=splits_of(args))
+    if request.cap_bytes is not None:
         job = job_of_args(args)
-        choice.give_budget(Budget(job, choice.cap_bytes, splits_of(args), profile))
+        request = request.for_job(job)
         if args.rank == 0 and job.assumptions:
             logger.warning(
                 "megatron_ext: --pp-memory-cap %s: %s",
                 args.pp_memory_cap,
                 "; ".join(job.assumptions),
             )
-    flag = f"--pp-schedule {choice.name}"
-    undecided = choice.undecided
-    parts = {"": flag, V_PLACEMENT: flag} if not undecided and choice.vee else {"": flag}
+    flag = f"--pp-schedule {request.name}"
+    auto = request.name == AUTO
+    parts = {"": flag, V_PLACEMENT: flag} if not auto and request.vee else {"": flag}
     require_no_conflict(args, Schedule.conflicts, parts)
-    if undecided:
-        _decide(args, choice, pp)
-        return
-    if choice.file is not None and choice.file.pp != pp:
+    if auto:
+        return _decide(args, request, pp)
+    if request.file is not None and request.file.pp != pp:
         raise ConfigError(
-            f"schedule file {choice.name} is for pp={choice.file.pp} but "
+            f"schedule file {request.name} is for pp={request.file.pp} but "
             f"--pipeline-model-parallel-size is {pp}; generate it with --pp {pp}"
         )
-    if choice.vee:
-        _place_vee(args, choice, pp)
-        return
+    if request.vee:
+        _place_vee(args, request, pp)
+        return request
     asked = _virtual_stages_asked(args)
-    if choice.file is not None and choice.file.chunks > 1:
+    if request.file is not None and request.file.chunks > 1:
         if asked is None:
-            args.num_virtual_stages_per_pipeline_rank = choice.file.chunks
-    elif choice.file is None and GENERATORS[choice.name].any_chunks:
+            args.num_virtual_stages_per_pipeline_rank = request.file.chunks
+    elif request.file is None and GENERATORS[request.name].any_chunks:
         if asked is None:
             raise ConfigError(
-                f"--pp-schedule {choice.name} needs the number of model chunks a rank; add "
+                f"--pp-schedule {request.name} needs the number of model chunks a rank; add "
                 "--num-virtual-stages-per-pipeline-rank 2 (or more)"
             )
     elif asked is not None and not _layout_has_one_chunk(args, pp):
         raise ConfigError(
-            f"--pp-schedule {choice.name} has one model chunk a rank, but virtual stages are set "
+            f"--pp-schedule {request.name} has one model chunk a rank, but virtual stages are set "
             f"({asked}); remove that flag or use --pp-schedule interleaved"
         )
+    return request
 
 
-def _decide(args: MegatronArgs, choice: Choice, pp: int) -> None:
+def _decide(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRequest:
     """What auto stands for; asks Megatron for the chunks that it needs."""
     microbatches = _full_microbatches(args, pp)
     asked = _virtual_stages_asked(args)
@@ -103,8 +107,7 @@ def _decide(args: MegatronArgs, choice: Choice, pp: int) -> None:
                 f"--pp-schedule auto cannot choose under {asked}; name a schedule, or replace it "
                 "by --num-virtual-stages-per-pipeline-rank"
             )
-        choice.decide(pp, microbatches, ANY_CHUNKS, stages)
-        return
+        return request.decide(pp, microbatches, ANY_CHUNKS, stages)
     even = layers is not None and layers % (2 * pp) == 0
     uneven = any(getattr(args, attribute) not in (None, False) for attribute in _UNEVEN)
     if (
@@ -112,15 +115,15 @@ def _decide(args: MegatronArgs, choice: Choice, pp: int) -> None:
         or uneven
         or any(conflict.found(args) is not None for conflict in Schedule.conflicts)
     ):
-        choice.decide(pp, microbatches, ONE_CHUNK)
-        return
-    choice.decide(pp, microbatches)
-    if choice.vee:
-        _place_vee(args, choice, pp)
-    elif GENERATORS[choice.name].any_chunks:
+        return request.decide(pp, microbatches, ONE_CHUNK)
+    request = request.decide(pp, microbatches)
+    if request.vee:
+        _place_vee(args, request, pp)
+    elif GENERATORS[request.name].any_chunks:
         args.num_virtual_stages_per_pipeline_rank = 2
         # Stock refuses two virtual stages on two ranks without this; ours always overlaps.
         args.overlap_p2p_comm = True
+    return request
 
 
 def _full_microbatches(args: MegatronArgs, pp: int) -> int:
@@ -130,24 +133,24 @@ def _full_microbatches(args: MegatronArgs, pp: int) -> int:
     return max((full_batch(args) or per_step) // per_step, 1)
 
 
-def after_megatron(args: MegatronArgs, choice: Choice) -> int:
-    """Checks that need Megatron's derived values; returns the model chunks a rank.
+def after_megatron(args: MegatronArgs, request: ScheduleRequest) -> Choice:
+    """Checks that need Megatron's derived values; returns what runs.
 
     Raises:
         ConfigError: the schedule and the model's virtual stages or microbatches disagree.
     """
     chunks = args.virtual_pipeline_model_parallel_size or 1
-    expected = choice.file.chunks if choice.file is not None else None
-    if choice.vee:
+    expected = request.file.chunks if request.file is not None else None
+    if request.vee:
         expected = 2
     if expected is not None and chunks != expected:
         raise ConfigError(
-            f"--pp-schedule {choice.name} has {expected} model chunks a rank but the flags make "
+            f"--pp-schedule {request.name} has {expected} model chunks a rank but the flags make "
             f"{chunks}; remove the virtual-stage flags"
         )
     for flag in ("rampup_batch_size", "step_batch_size_schedule"):
         # Before core_v0.18 Megatron lacks the second.
-        if choice.file is not None and getattr(args, flag, None) is not None:
+        if request.file is not None and getattr(args, flag, None) is not None:
             raise ConfigError(
                 "a schedule file has a fixed number of microbatches and cannot be used with "
                 f"--{flag.replace('_', '-')}; use a schedule name"
@@ -155,17 +158,10 @@ def after_megatron(args: MegatronArgs, choice: Choice) -> int:
     batch = full_batch(args)
     assert batch is not None  # Megatron has set it
     microbatches = batch // (args.micro_batch_size * args.data_parallel_size)
-    # Made (and kept) here, so that options which do not fit end the run before it starts.
-    pp, link = args.pipeline_model_parallel_size, None
-    choice.fit(pp, chunks, microbatches)
-    if choice.offload is not None:
-        choice.offload.check_chunks(chunks)
-        link = choice.offload.link(pp)
-    choice.plan(pp, chunks, microbatches, link)
-    return chunks
+    return request.resolve(args.pipeline_model_parallel_size, chunks, microbatches)
 
 
-def _place_vee(args: MegatronArgs, choice: Choice, pp: int) -> None:
+def _place_vee(args: MegatronArgs, request: ScheduleRequest, pp: int) -> None:
     """Say the V's stages in Megatron's own words: one layout string with two stages a rank."""
     for attribute in (
         "num_layers_per_virtual_pipeline_stage",
@@ -174,7 +170,7 @@ def _place_vee(args: MegatronArgs, choice: Choice, pp: int) -> None:
         value = getattr(args, attribute)
         if value is not None:
             raise ConfigError(
-                f"--pp-schedule {choice.name} always has two model chunks a rank; remove "
+                f"--pp-schedule {request.name} always has two model chunks a rank; remove "
                 f"--{attribute.replace('_', '-')} {value}"
             )
     args.pipeline_model_parallel_layout = vee_layout_text(args, pp)

@@ -1,26 +1,60 @@
-"""What can be searched: shapes of schedules, and cases of the job, with times and bytes."""
+"""The search space: schedules to try, and the job's workloads with their times and bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..schedule.generators import GENERATORS, NAMES
+from ..schedule import (
+    GENERATORS,
+    NAMES,
+    Costs,
+    Link,
+    OffloadSpec,
+    Placement,
+    Schedule,
+    ScheduleSpec,
+)
 from ..schedule.link import travel_time
-from ..schedule.placement import Placement
-from ..schedule.schedule import Schedule
 from .balance import balanced
+from .budget import Budget
 from .gpu import Gpu
 from .layout import Split, split_of
-from .memory import StageBytes, stage_bytes, states_of
+from .memory import RankBytes, StageBytes, message_bytes, rank_bytes, stage_bytes
 from .model import Job, PlanError
-from .point import Away, Case, Shape
 from .profile import Profile
 from .times import PassTimes, costs_in_us, hop_time, stage_times
 
 
 @dataclass(frozen=True)
-class Space:
+class Workload:
+    """A job with a layer split: what costs and bytes follow from.
+
+    Attributes:
+        job: with its microbatch size and recompute.
+        microbatches: of one iteration.
+        split: layers of every stage.
+        costs: of the stages, in microseconds.
+        stages: bytes of every stage.
+    """
+
+    job: Job
+    microbatches: int
+    split: Split
+    costs: Costs
+    stages: tuple[StageBytes, ...]
+
+    def ranks(self, schedule: Schedule) -> list[RankBytes]:
+        """Every rank's bytes at its peak under ``schedule``."""
+        return rank_bytes(schedule, self.stages, message_bytes(self.job))
+
+    def peak(self, schedule: Schedule) -> int:
+        """Bytes of the fullest rank."""
+        return max(rank.total for rank in self.ranks(schedule))
+
+
+@dataclass(frozen=True)
+class SearchSpace:
     """What the search may choose from.
 
     Attributes:
@@ -28,7 +62,7 @@ class Space:
         gpu: the device.
         pp: pipeline ranks.
         schedules: names.
-        chunks: of the families that take any number.
+        chunks: of the schedules that take any number.
         micro_batch_sizes: in samples.
         cheap_recompute: which of False and True.
         offload: as ``--offload``, in the order in which they are tried; empty for none. ``auto``
@@ -50,8 +84,8 @@ class Space:
     balance: bool = True
     profiles: dict[tuple[int, bool], Profile] = field(default_factory=dict)
 
-    def shapes(self) -> list[Shape]:
-        """Everything but schedules at any cap, whose caps depend on what fits."""
+    def specs(self) -> list[ScheduleSpec]:
+        """Every schedule, for one microbatch, but those at any cap, which depends on what fits."""
         out = []
         for name in self.schedules:
             generator = GENERATORS[name]
@@ -63,7 +97,9 @@ class Space:
             counts: Sequence[int] = [generator.default_chunks]
             if generator.any_chunks:
                 counts = [v for v in self.chunks if v >= generator.default_chunks]
-            out += [Shape(name, v, size) for v in counts for size in sizes]
+            out += [
+                ScheduleSpec(name, self.pp, 1, v, group_size=size) for v in counts for size in sizes
+            ]
         return out
 
     def jobs(self) -> list[tuple[Job, int]]:
@@ -90,7 +126,7 @@ class Space:
             )
         return out
 
-    def case(self, job: Job, microbatches: int, split: Split) -> Case:
+    def workload(self, job: Job, microbatches: int, split: Split) -> Workload:
         """Costs and bytes of one split."""
         profile = self._profile(job)
         hop = hop_time(job, self.gpu)
@@ -99,10 +135,10 @@ class Space:
             hop = hop if profile.hop is None else profile.hop
             stages = profile.sized(stages, split)
         costs = costs_in_us(self._times(job, split), hop)
-        return Case(job, microbatches, split, costs, tuple(stages))
+        return Workload(job, microbatches, split, costs, tuple(stages))
 
     def even(self, job: Job, stages: int) -> Split | None:
-        """What Megatron's flags say, or its own even split; None if it has none."""
+        """The split of Megatron's flags, or its own even one; None if there is none."""
         return split_of(job, stages)
 
     def balanced_in_time(self, job: Job, placement: Placement) -> Split | None:
@@ -120,36 +156,39 @@ class Space:
             return None
         first, middle, last = stage_bytes(job, _ends(job))
         layers, v = job.num_layers, placement.chunks
-        each = [(middle.states.total + middle.sets.until_b * peak / v) / layers for peak in peaks]
-        loss = last.states.total + last.sets.until_b + last.sets.logits
+        each = [
+            (middle.states.total + middle.sets.bytes_f_to_b * peak / v) / layers for peak in peaks
+        ]
+        loss = last.states.total + last.sets.bytes_f_to_b + last.sets.logits
         return balanced(placement, layers, each, first.states.total, loss)
 
-    def offload_time(self, case: Case, placement: Placement) -> str:
-        """``--offload-time``: of the rank whose sets take longest beside its passes.
+    def offload_spec(
+        self, workload: Workload, placement: Placement, wanted: str
+    ) -> OffloadSpec | None:
+        """Offload of one kind; None if a set takes longer than is worth trying.
 
-        One number for all sets, as the flag has it.
+        One transfer time for all sets, as ``--offload-time`` has it: of the rank whose sets take
+        longest beside its passes.
         """
-        profile = self._profile(case.job)
+        profile = self._profile(workload.job)
         rates = [self.gpu.to_host, self.gpu.to_device]
         if profile is not None:
             rates = [profile.to_host or rates[0], profile.to_device or rates[1]]
-        work = case.costs.per_rank_work(placement)
-        worst = max(
+        work = workload.costs.per_rank_work(placement)
+        time = max(
             travel_time(
-                sum(case.stages[s].sets.until_b for s in row), min(rates), float(work[rank]) / 1e6
+                sum(workload.stages[s].sets.bytes_f_to_b for s in row),
+                min(rates),
+                float(work[rank]) / 1e6,
             )
             for rank, row in enumerate(placement.stages)
         )
-        return repr(float(worst))
+        link = Link.of(self.pp, time, None, self.policy)
+        return None if time > _LONGEST else OffloadSpec(wanted, link)
 
-    def away(self, case: Case, placement: Placement, what: str) -> Away | None:
-        """Offload of one kind; None if a set takes longer than is worth trying."""
-        time = self.offload_time(case, placement)
-        return None if float(time) > _LONGEST else Away(what, time, self.policy)
-
-    def least_states(self, case: Case, placement: Placement) -> int:
-        """Bytes that the fullest rank has without any activation."""
-        return max(states.total for states in states_of(placement, case.stages))
+    def budget(self, workload: Workload, size: int) -> Budget:
+        """``size`` bytes a rank as a cap on schedules of ``workload``."""
+        return Budget(workload.job, size, lambda _: workload.split, self._profile(workload.job))
 
     def _profile(self, job: Job) -> Profile | None:
         return self.profiles.get((job.micro_batch_size, job.cheap_recompute))
