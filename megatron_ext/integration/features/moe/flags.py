@@ -8,8 +8,7 @@ from typing import Any
 
 from ...._input import attribute, parse_bytes
 from ....moe import cost_file
-from ....moe.decide import Measured
-from ....moe.select import AUTO, Space
+from ....moe.autotune import AUTO, SearchSpace
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import require_no_conflict
@@ -24,13 +23,13 @@ class MoERequest:
         chunks: n, for every layer and step, or ``auto``.
         strategy: a strategy's name, or ``auto``.
         budget_bytes: for what is chosen; None: no limit.
-        costs: in place of those that would be measured.
+        costs: what an earlier run found.
     """
 
     chunks: str
     strategy: str
     budget_bytes: int | None = None
-    costs: Measured | None = None
+    costs: cost_file.Costs | None = None
 
     @classmethod
     def of(cls, args: MegatronArgs) -> MoERequest | None:
@@ -69,9 +68,14 @@ class MoERequest:
         """True where Megatron's own layer does all of it."""
         return (self.chunks, self.strategy) == ("1", "none")
 
-    def space(self) -> Space:
+    @property
+    def chooses(self) -> bool:
+        """True where something is left to be chosen."""
+        return AUTO in (self.chunks, self.strategy)
+
+    def space(self) -> SearchSpace:
         """What may be chosen."""
-        return Space.of(self.chunks, self.strategy)
+        return SearchSpace.of(self.chunks, self.strategy)
 
     def text(self, args: MegatronArgs) -> str:
         """For the log: what runs, and what of Megatron's has no effect there."""
