@@ -59,11 +59,11 @@ from benchmarks.moe_emulated import (  # noqa: E402
 )
 from benchmarks.moe_page import TABLES, page  # noqa: E402
 from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
-from megatron_ext.integration.features.moe.choice import ChosenMoE, layer_shape  # noqa: E402
+from megatron_ext.integration.features.moe.choice import ChosenMoE  # noqa: E402
+from megatron_ext.integration.features.moe.flags import layer_shape  # noqa: E402
 from megatron_ext.integration.features.moe.layer import (  # noqa: E402
     FixedPolicy,
     PipelinedMoE,
-    Policy,
 )
 from megatron_ext.integration.hooks import Hooks  # noqa: E402
 from megatron_ext.moe.autotune import LOOKAHEAD, SearchSpace, Tuner, bucket, largest  # noqa: E402
@@ -134,7 +134,7 @@ class Bench:
         self.layer, self.x, self._link = layer, x, link
         self.ours: dict[str, PipelinedMoE] = {}
 
-    def add(self, name: str, policy: Policy) -> None:
+    def add(self, name: str, policy: FixedPolicy) -> None:
         """Later, ``run(name)``."""
         self.ours[name] = ours = PipelinedMoE(policy)
         rates = None if self._link is None else dict.fromkeys(Direction, self._link)
@@ -271,7 +271,7 @@ def strategies(rank: int, args: Any) -> list[dict[str, Any]]:
             rate = rows * HIDDEN * 4 / (link * args.compute_ms / 1e3)
             bench = Bench(layer, batch(rank), rate)
             # Half of what four microbatches keep if nothing is restored.
-            shape = layer_shape(layer.config, HIDDEN, 1, bench.x)
+            shape = layer_shape(layer.config, HIDDEN, 1, 4)
             shape = shape._replace(kept_bytes=KAPPA * HIDDEN * 4)
             budget = footprint(shape, rows, IN_FLIGHT, STOCK).peak_bytes // 2
             auto = Auto(SearchSpace.of("auto", "auto"), budget)

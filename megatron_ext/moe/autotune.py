@@ -117,7 +117,6 @@ class Tuner:
         log: Callable[[str], None],
     ) -> None:
         self._plans, self._budget, self._log = space.plans(), budget, log
-        self._finest = max(space.chunks)
         times = {n: dict(found) for n, found in costs.times.items()}
         self.costs = replace(costs, times=times)
         self.plan, self.on_trial = self._plans[0], False
@@ -130,7 +129,8 @@ class Tuner:
     @property
     def finest(self) -> int:
         """As an ``ExecutionPolicy``: more rows than expected may need the most chunks."""
-        return self.plan.finest if self._budget is None else self._finest
+        plans = [self.plan] if self._budget is None else self._plans
+        return max(plan.chunks for plan in plans)
 
     def plan_for(self, rows: int) -> LayerPlan:
         """As an ``ExecutionPolicy``: the step's plan, or one that keeps the budget where more rows

@@ -11,8 +11,7 @@ import pytest
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Conflict, markdown
 from megatron_ext.integration.features.moe import CONFLICTS, FLAGS
-from megatron_ext.integration.features.moe.choice import stock_sets
-from megatron_ext.integration.features.moe.flags import MoERequest
+from megatron_ext.integration.features.moe.flags import MoERequest, stock_sets
 from megatron_ext.moe.cost_file import Costs
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
 from tests.support.checkouts import ROOT

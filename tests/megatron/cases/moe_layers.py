@@ -40,7 +40,7 @@ from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_ext.integration.features.moe.layer import PipelinedMoE, Policy  # noqa: E402
+from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE  # noqa: E402
 from megatron_ext.integration.hooks import Hooks  # noqa: E402
 
 HIDDEN, FFN, EXPERTS, SEQUENCE, BATCH = 24, 40, 8, 13, 2
@@ -221,7 +221,7 @@ def shapes(layer: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def chunked(policy: Policy, **options: Any) -> Any:
+def chunked(policy: FixedPolicy, **options: Any) -> Any:
     """Megatron's MoE layers under a policy."""
     ours = PipelinedMoE(policy, **options)
     hooks = Hooks(package_info.__version__)

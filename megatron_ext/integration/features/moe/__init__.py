@@ -139,8 +139,9 @@ class MoE(Feature):
             return ()
         from ....moe.plan import LayerPlan
         from ....schedule.simulate import peak_sets
-        from .choice import ChosenMoE, check_budget, stock_sets
-        from .layer import FixedPolicy, PipelinedMoE, Policy
+        from .choice import ChosenMoE
+        from .flags import check_budget, stock_sets
+        from .layer import FixedPolicy, PipelinedMoE
 
         pp = run.args.pipeline_model_parallel_size
 
@@ -149,7 +150,6 @@ class MoE(Feature):
                 return stock_sets(pp, chunks, microbatches)
             return peak_sets(schedule.plan(pp, chunks, microbatches).ranks)
 
-        policy: Policy
         if not request.chooses:
             policy = FixedPolicy(LayerPlan.of(int(request.chunks), request.strategy))
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import statistics
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,67 +16,17 @@ import torch.distributed as dist
 from ....moe.autotune import SearchSpace, StepReport, Tuner
 from ....moe.cost_file import Costs
 from ....moe.graph import kept_bytes_per_row
-from ....moe.plan import Budget, BudgetError, LayerShape, Strategy
+from ....moe.plan import Budget, LayerShape, Strategy
 from ....moe.region import Region
 from ....offload.rates import measure_rates
-from ....schedule.generators import generate
-from ....schedule.simulate import peak_sets
-from ...arguments import MegatronArgs
-from ...errors import ConfigError
-from ...utils import full_batch
-from .layer import Execution
+from .flags import Sets, layer_shape
+from .layer import Execution, FixedPolicy
+from .timing import CallTimer
 
 logger = logging.getLogger(__name__)
 
-# (model chunks a rank, microbatches) -> most activation sets of each pipeline rank
-Sets = Callable[[int, int], list[int]]
-
 _PROBE_BYTES = 8 << 20  # copied each way to measure the link to the host
 _NAMED = {"fp32": torch.float32, "fp64": torch.float64}
-
-
-class CallTimer:
-    """Device time of one layer call, forward and backward, read when both are over.
-
-    On a GPU these are events on the streams of the passes, and nothing waits for them.
-    """
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self._cuda, self.tokens = hidden.is_cuda, hidden.numel() // hidden.shape[-1]
-        self._points: list[Any] = []
-
-    def _record_time(self, _: Any = None) -> None:
-        point: Any = time.perf_counter()
-        if self._cuda:
-            point = torch.cuda.Event(enable_timing=True)
-            point.record()
-        self._points.append(point)
-
-    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's input, to be used in its place."""
-        self._record_time()
-        hidden = hidden.view_as(hidden)
-        if hidden.requires_grad:
-            hidden.register_hook(self._record_time)
-        return hidden
-
-    def end(self, output: torch.Tensor) -> None:
-        """The layer's output."""
-        self._record_time()
-        if output.requires_grad:
-            output.register_hook(self._record_time)
-
-    def ms_per_token(self) -> float | None:
-        """None where backward has not run to the input. Waits for the device."""
-        if len(self._points) != 4 or not self.tokens:
-            return None
-        pairs = zip(self._points[::2], self._points[1::2])
-        if not self._cuda:
-            seconds: float = sum(end - start for start, end in pairs)
-            return 1e3 * seconds / self.tokens
-        self._points[-1].synchronize()
-        milliseconds: float = sum(start.elapsed_time(end) for start, end in pairs)
-        return milliseconds / self.tokens
 
 
 class _Layers:
@@ -96,7 +45,7 @@ class _Layers:
         return StepReport(tokens, rows, middle, len(times))
 
 
-class ChosenMoE:
+class ChosenMoE(FixedPolicy):
     """Policy of MoE layers of which something is to be chosen.
 
     Args:
@@ -109,6 +58,7 @@ class ChosenMoE:
     def __init__(
         self, space: SearchSpace, budget_bytes: int | None, sets: Sets, costs: Costs | None = None
     ) -> None:
+        super().__init__(space.plans()[0])
         self._space, self._budget_bytes, self._sets = space, budget_bytes, sets
         self._known = Costs() if costs is None else costs
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -119,25 +69,25 @@ class ChosenMoE:
         self._handles: list[Any] = []
         atexit.register(self.close)
 
+    steps = True
+
     @property
     def restores(self) -> bool:
-        """See ``Policy``."""
         return self._space.strategies != (Strategy.NONE,)
 
     def built(self, layer: Any) -> None:
-        """See ``Policy``."""
         self._layers.add(layer)
         if self._budget_bytes is not None:
             # Rows are known to all ranks from the exchange of counts; Megatron's layer has its own.
             self._handles.append(layer.experts.register_forward_pre_hook(self._note_rows))
 
     def begin_step(self) -> None:
-        """See ``Policy``."""
         self._step += 1
 
     def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Region]) -> Execution:
-        """See ``Policy``. In the first call of a step the ranks of the layer's groups agree."""
-        shape = layer_shape(layer.config, hidden.shape[-1], region().exchange.tp_size, hidden)
+        # In the first call of a step the ranks of the layer's groups agree.
+        tp, size = region().exchange.tp_size, hidden.element_size()
+        shape = layer_shape(layer.config, hidden.shape[-1], tp, size)
         key = shape, region().exchange.local_experts
         kind = self._kinds.get(key)
         if kind is None:
@@ -146,7 +96,7 @@ class ChosenMoE:
         if kind.step != self._step:
             report = kind.report(self._rows)
             if kind.step < 0:  # of this call, and of balanced routing
-                rows = tokens * layer.config.moe_router_topk * region().exchange.tp_size
+                rows = tokens * layer.config.moe_router_topk * tp
                 report = StepReport(tokens, rows)
             kind.step = self._step
             tuner.begin_step(StepReport(*_largest(report, hidden, region())))
@@ -164,7 +114,6 @@ class ChosenMoE:
         return [line for kind in self._kinds.values() for line in kind.tuner.summary()]
 
     def close(self) -> None:
-        """See ``Policy``; logs what ran."""
         atexit.unregister(self.close)
         for kind in self._kinds.values():
             for line in kind.tuner.summary():
@@ -238,62 +187,3 @@ def _largest(values: Any, like: torch.Tensor, region: Region) -> list[float]:
     if region.exchange.ep_size * region.exchange.tp_size > 1:
         dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     return table.tolist()
-
-
-def layer_shape(config: Any, hidden: int, tp: int, like: torch.Tensor) -> LayerShape:
-    """Sizes of a layer's experts.
-
-    Args:
-        config: Megatron's, or its arguments: the attributes that are read have the same names.
-        hidden: elements of a token. tp: expert tensor parallel size.
-        like: of the rows' dtype.
-    """
-    ffn = config.moe_ffn_hidden_size or config.ffn_hidden_size
-    gated = getattr(config, "gated_linear_unit", False) or getattr(config, "swiglu", False)
-    row = getattr(config, "moe_latent_size", None) or hidden
-    return LayerShape(row, max(1, ffn // tp), bool(gated), like.element_size())
-
-
-def stock_sets(pp: int, chunks: int, microbatches: int) -> list[int]:
-    """Most activation sets of each rank under Megatron's own schedules."""
-    if pp == 1:
-        return [1]
-    if chunks == 1:
-        return [min(pp - rank, microbatches) for rank in range(pp)]
-    try:
-        return peak_sets(generate("interleaved", pp, microbatches, chunks).ranks)
-    except ValueError:  # microbatches in groups that ours do not have
-        warmup = [2 * (pp - rank - 1) + (chunks - 1) * pp + 1 for rank in range(pp)]
-        return [min(sets, chunks * microbatches) for sets in warmup]
-
-
-def check_budget(args: MegatronArgs, space: SearchSpace, budget_bytes: int, sets: Sets) -> None:
-    """Refuse a budget that cannot be kept even where all experts get the same number of rows.
-
-    Args:
-        args: validated by Megatron.
-
-    Raises:
-        ConfigError: with the least that would do.
-    """
-    pp, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
-    per_step = args.micro_batch_size * args.data_parallel_size
-    microbatches = (full_batch(args) or per_step) // per_step
-    etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    shards = args.context_parallel_size * args.tensor_model_parallel_size
-    rows = args.seq_length * args.micro_batch_size * args.moe_router_topk * etp // shards
-    shape = layer_shape(args, args.hidden_size, etp, torch.empty(0, dtype=args.params_dtype))
-    frequency = args.moe_layer_freq
-    pattern = frequency if isinstance(frequency, list) else [1] + [0] * (frequency - 1)
-    share = sum(pattern) / len(pattern)
-    assert args.num_layers is not None  # Megatron has set it
-    # Of an even split; a first or last stage may have more, which is then logged while it runs.
-    layers = max(1, int(args.num_layers * share / (pp * chunks)))
-    in_flight = max(sets(chunks, microbatches))
-    try:
-        Budget(budget_bytes, shape, lambda: layers * in_flight).require(space.plans(), rows)
-    except BudgetError as error:
-        raise ConfigError(
-            f"--moe-memory-budget: {error} ({layers} MoE layers, {in_flight} passes in flight, "
-            f"{rows} rows a call if routing is balanced)"
-        ) from None

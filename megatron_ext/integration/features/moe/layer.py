@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,21 +21,14 @@ from ....moe.region import Region
 from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
 from ...errors import ConfigError
+from ...feature import require_no_conflict
 from ...gradients import accumulate, finish
 from ...hooks import Hook
+from . import CONFLICTS, RESTORED
+from .timing import CallTimer
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _STAGES = ["route", "expert_compute", "postprocess"]
-
-
-class Timer(Protocol):
-    """Times one call of a layer, forward and backward."""
-
-    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's input, to be used in its place."""
-
-    def end(self, output: torch.Tensor) -> None:
-        """The layer's output."""
 
 
 class Execution(NamedTuple):
@@ -50,16 +43,26 @@ class Execution(NamedTuple):
 
     policy: ExecutionPolicy
     stock: bool
-    timer: Timer | None = None
+    timer: CallTimer | None = None
     changed: bool = False
 
 
-class Policy(Protocol):
-    """How the calls of a rank's MoE layers run."""
+class FixedPolicy:
+    """How the calls of a rank's MoE layers run: here all by one plan.
+
+    Args:
+        plan: the same on all ranks of a layer's groups; it may be set anew between two steps.
+    """
+
+    steps = False  # whether ``begin_step`` must be called
+
+    def __init__(self, plan: LayerPlan) -> None:
+        self.plan = plan
 
     @property
     def restores(self) -> bool:
         """True where something is not kept for backward, now or later."""
+        return self.plan.strategy is not Strategy.NONE
 
     def built(self, layer: Any) -> None:
         """The model has ``layer``."""
@@ -69,38 +72,10 @@ class Policy(Protocol):
 
     def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Region]) -> Execution:
         """For the next call of ``layer`` with ``hidden``; ``region`` gives the layer's."""
-
-    def close(self) -> None:
-        """No call will come."""
-
-
-class FixedPolicy:
-    """One plan for all calls, until ``plan`` is set anew between two steps.
-
-    Args:
-        plan: the same on all ranks of a layer's groups.
-    """
-
-    def __init__(self, plan: LayerPlan) -> None:
-        self.plan = plan
-
-    @property
-    def restores(self) -> bool:
-        """See ``Policy``."""
-        return self.plan.strategy is not Strategy.NONE
-
-    def built(self, layer: Any) -> None:
-        """Nothing depends on how many layers there are."""
-
-    def begin_step(self) -> None:
-        """Nothing depends on steps."""
-
-    def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Region]) -> Execution:
-        """See ``Policy``."""
         return Execution(self.plan, self.plan.stock)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """No call will come."""
 
 
 class PipelinedMoE:
@@ -116,7 +91,7 @@ class PipelinedMoE:
     """
 
     def __init__(
-        self, policy: Policy, store: WeightGradStore | None = None, **options: Any
+        self, policy: FixedPolicy, store: WeightGradStore | None = None, **options: Any
     ) -> None:
         self._policy, self._options = policy, options
         self.memory: Memory | None = None
@@ -141,7 +116,7 @@ class PipelinedMoE:
             )
         ]
         return (
-            *(() if isinstance(self._policy, FixedPolicy) else steps),
+            *(steps if self._policy.steps else ()),
             Hook(
                 ("megatron.core.transformer.moe.moe_layer:MoELayer.forward",),
                 self._chunked,
@@ -251,11 +226,6 @@ class PipelinedMoE:
         if layer.moe_layer_recompute:
             from megatron.core import tensor_parallel
 
-            if self._policy.restores:
-                raise ConfigError(
-                    "--moe-memory-reuse other than none restores the experts itself, so "
-                    "--recompute-modules moe would compute them three times; drop one of both"
-                )
             arguments = (hidden_states,) if padding_mask is None else (hidden_states, padding_mask)
             return tensor_parallel.checkpoint(compute, False, *arguments), None
         return compute(hidden_states, padding_mask), None
@@ -263,7 +233,11 @@ class PipelinedMoE:
     def _region(self, layer: Any, device: torch.device) -> Region:
         region = self._regions.get(layer)
         if region is None:
-            require_supported_layer(layer)
+            # Whoever built the layer: its configuration has the names of Megatron's flags.
+            parts = {"": "an MoE layer in chunks"}
+            if self._policy.restores:
+                parts[RESTORED] = "an MoE layer that restores its experts (--moe-memory-reuse)"
+            require_no_conflict(layer.config, CONFLICTS, parts)
             if self.memory is None:
                 self.memory = Memory.on(device, **self._options)
             dispatcher = layer.token_dispatcher
@@ -325,27 +299,3 @@ def _needs_stock(layer: Any) -> bool:
         return True
     # Its own check, and its message.
     return layer.attn_tp_group.size() > 1 and not layer.config.sequence_parallel
-
-
-def require_supported_layer(layer: Any) -> None:
-    """Refuse a layer that cannot run in chunks, whoever built it.
-
-    Raises:
-        ConfigError: its dispatcher or one of its features.
-    """
-    config, name = layer.config, type(layer.token_dispatcher).__name__
-    if config.moe_token_dispatcher_type != "alltoall":
-        raise ConfigError(
-            f"MoE layers in chunks need the all-to-all dispatcher, and this layer has {name}; set "
-            "--moe-token-dispatcher-type alltoall"
-        )
-    if config.moe_pad_expert_input_to_capacity:
-        raise ConfigError(
-            "MoE layers in chunks do not pad experts to their capacity "
-            "(--moe-pad-expert-input-to-capacity); drop it, capacity itself is supported"
-        )
-    if config.moe_shared_expert_overlap:
-        raise ConfigError(
-            "--moe-shared-expert-overlap runs parts of the shared experts inside the dispatcher, "
-            "once a layer, which chunks would repeat; drop it"
-        )
