@@ -10,7 +10,7 @@ as long as their rows take; copies to the host go over a throttled link. Two cor
 because everything that takes time sleeps.
 
 speed       communication over computation from 1/4 to 4: stock, 2 and 4 chunks, all dispatches
-            first, what auto chose, the best of all that there is, the bound of any order
+            first, what auto chose, the best of all fixed plans
 strategies  the same for what auto chose within a budget that rules keeping everything out
 memory      most bytes that exist at once while one layer runs forward and backward, counted by
             tensor storage, with real experts: stock, chunks, every strategy
@@ -22,6 +22,7 @@ which has the parts of that date.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import json
 import statistics
@@ -48,6 +49,7 @@ from benchmarks.moe_emulated import (  # noqa: E402
     FFN,
     HIDDEN,
     IN_FLIGHT,
+    KAPPA,
     TOKENS,
     TOP_K,
     Network,
@@ -57,21 +59,16 @@ from benchmarks.moe_emulated import (  # noqa: E402
 )
 from benchmarks.moe_page import TABLES, page  # noqa: E402
 from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
-from megatron_ext.integration.features.moe.choice import layer_shape  # noqa: E402
-from megatron_ext.integration.features.moe.layer import PipelinedMoE, Policy  # noqa: E402
+from megatron_ext.integration.features.moe.choice import ChosenMoE  # noqa: E402
+from megatron_ext.integration.features.moe.flags import layer_shape  # noqa: E402
+from megatron_ext.integration.features.moe.layer import (  # noqa: E402
+    FixedPolicy,
+    PipelinedMoE,
+)
 from megatron_ext.integration.hooks import Hooks  # noqa: E402
-from megatron_ext.moe.costs import BACKWARD, FORWARD, chunk_times  # noqa: E402
-from megatron_ext.moe.decide import MESSAGES, Chooser, Measured, Name  # noqa: E402
-from megatron_ext.moe.layout import Layout  # noqa: E402
-from megatron_ext.moe.measure import measure  # noqa: E402
-from megatron_ext.moe.memory import Load, footprint  # noqa: E402
-from megatron_ext.moe.region import Region  # noqa: E402
-from megatron_ext.moe.saved import Memory  # noqa: E402
-from megatron_ext.moe.search import bucket, largest  # noqa: E402
-from megatron_ext.moe.select import Space, predicted_ms  # noqa: E402
-from megatron_ext.moe.settings import Decides, Settings, Way  # noqa: E402
-from megatron_ext.moe.simulate import lower_bound_ms  # noqa: E402
-from megatron_ext.moe.strategies import Strategy  # noqa: E402
+from megatron_ext.moe.autotune import LOOKAHEAD, SearchSpace, Tuner, bucket, largest  # noqa: E402
+from megatron_ext.moe.buffers import Memory  # noqa: E402
+from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy, footprint  # noqa: E402
 from megatron_ext.offload.device import CpuDevice, Direction  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
@@ -80,67 +77,26 @@ RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 LINKS = (0.5, 2.0)  # a copy of the experts' input over their forward pass
 
 
-def load_of(rows: int) -> Load:
-    """Of one layer, for the budget."""
-    return Load(rows, 1, IN_FLIGHT, messages=MESSAGES)
+class Auto(ChosenMoE):
+    """The policy of the flags for one layer with microbatches in flight, without Megatron's
+    arguments; notes its log."""
 
-
-class Auto:
-    """The policy of the flags, without Megatron's arguments; notes what it predicts."""
-
-    stock, restores = False, True
-
-    def __init__(self, space: Space, budget: int | None = None) -> None:
-        self.measured: Measured | None = None
-        self.last: Way | None = None
-        self.budget = budget or 0
-        self.seen_rows = 0
-        self.decides: Any = None
+    def __init__(self, space: SearchSpace, budget: int | None = None) -> None:
+        super().__init__(space, budget, lambda chunks, microbatches: [IN_FLIGHT])
         self.said: list[str] = []
-        self.chooser = Chooser(space, budget, lambda: (1, IN_FLIGHT), self.said.append)
+        atexit.unregister(self.close)
 
-    def fitting(self, bench: Bench) -> dict[str, Settings]:
-        """What keeps the budget, by name, after a first call."""
-        bench.run("auto")
-        load = load_of(largest(bucket(self.seen_rows)))
-        return {
-            name: settings
-            for name, settings in ways(one.value for one in Strategy).items()
-            for layout in [layout_of(settings.way)]
-            if footprint(self.decides.shape, load, layout).peak_bytes <= self.budget
-        }
+    def _log(self, text: str) -> None:
+        self.said.append(text)
 
-    def built(self, layer: Any) -> None:
-        """See ``Policy``."""
+    def _in_flight(self) -> int:
+        return IN_FLIGHT
 
-    def close(self) -> None:
-        """See ``Policy``."""
-
-    def of(self, layer: Any, region: Region, rows: torch.Tensor, probs: torch.Tensor) -> Decides:
-        """See ``Policy``."""
-        shape = layer_shape(layer.config, HIDDEN, region.exchange.ep_size, 1, rows.element_size())
-
-        def once(count: int) -> Measured:
-            self.measured = measure(region, shape, count, rows.dtype, probs.dtype)
-            return self.measured
-
-        decides = self.chooser.layer(Name(shape, region.exchange.local_experts), once)
-        self.decides = decides
-        return Noting(self, decides)
-
-
-class Noting:
-    """A layer's decisions, with a note of the last one."""
-
-    def __init__(self, auto: Auto, decides: Decides) -> None:
-        self._auto, self._decides = auto, decides
-        self.finest, self.outgoing = decides.finest, decides.outgoing
-
-    def decide(self, rows: int, notes: Any, saves: bool) -> Way:
-        """See ``Decides``."""
-        self._auto.seen_rows = rows
-        self._auto.last = self._decides.decide(rows, notes, saves)
-        return self._auto.last
+    @property
+    def tuner(self) -> Tuner:
+        """Of the layer, after a first call."""
+        (kind,) = self._kinds.values()
+        return kind.tuner
 
 
 def build(world: int, **changed: Any) -> Any:
@@ -175,10 +131,10 @@ class Bench:
 
     def __init__(self, layer: Any, x: torch.Tensor, link: float | None = None) -> None:
         """``link``: bytes/s to the host and back."""
-        self.layer, self._x, self._link = layer, x, link
+        self.layer, self.x, self._link = layer, x, link
         self.ours: dict[str, PipelinedMoE] = {}
 
-    def add(self, name: str, policy: Policy) -> None:
+    def add(self, name: str, policy: FixedPolicy) -> None:
         """Later, ``run(name)``."""
         self.ours[name] = ours = PipelinedMoE(policy)
         rates = None if self._link is None else dict.fromkeys(Direction, self._link)
@@ -198,7 +154,7 @@ class Bench:
     def run(self, name: str) -> float:
         """Milliseconds of forward and backward, on the slowest rank."""
         with self.under(name):
-            x = self._x.clone().requires_grad_()
+            x = self.x.clone().requires_grad_()
             dist.barrier()
             started = time.perf_counter()
             y, _ = self.layer(x)
@@ -214,13 +170,15 @@ class Bench:
             ours.release()
 
 
-def ways(strategies: Iterable[str]) -> dict[str, Settings]:
-    """Everything that may be chosen, by name."""
+def fixed_plans(names: Iterable[Strategy]) -> dict[str, LayerPlan]:
+    """Everything that may be chosen, by name, but for Megatron's own layer."""
     found = {}
-    for strategy in strategies:
-        for layout in Space.of("auto", strategy).layouts(strategy):
-            name = f"{layout.chunks} {strategy} {layout.ahead}"
-            found[name] = Settings(layout.chunks, strategy, layout.ahead)
+    for strategy in names:
+        for chunks in (1, 2, 4, 8):
+            for lookahead in sorted({2, LOOKAHEAD, chunks}):
+                plan = LayerPlan(chunks, strategy, min(lookahead, chunks))
+                if not plan.stock:
+                    found[name_of(plan)] = plan
     return found
 
 
@@ -236,56 +194,41 @@ def compare(bench: Bench, names: list[str], repeats: int) -> dict[str, list[floa
 
 
 def settle(bench: Bench, auto: Auto) -> int:
-    """Run until nothing is tried any more; the calls that this took."""
-    for call in range(1, 200):
-        bench.run("auto")
-        assert auto.last is not None
-        if auto.decides.settled(auto.seen_rows) and auto.last.trial is None:
-            return call
-    raise RuntimeError("the search did not end in 200 calls")
+    """Train until nothing is tried any more; the steps, of four calls each, that this took."""
+    for step in range(1, 200):
+        auto.begin_step()
+        for _ in range(4):
+            bench.run("auto")
+        if not auto.tuner.on_trial:
+            return step
+    raise RuntimeError("the search did not end in 200 steps")
 
 
-def layout_of(way: Way) -> Layout:
-    """The one that the selector simulates."""
-    space = Space.of(way.chunks, way.strategy.value)
-    return next(one for one in space.layouts(way.strategy.value) if one.ahead == way.ahead)
-
-
-def name_of(way: Way) -> str:
-    """As in the tables: chunks, strategy, dispatches ahead."""
-    return f"{way.chunks} {way.strategy.value} {min(way.ahead, way.chunks)}"
+def name_of(plan: LayerPlan) -> str:
+    """As in the tables: chunks, strategy, lookahead."""
+    if plan.stock:
+        return "stock"
+    return f"{plan.chunks} {plan.strategy.value} {min(plan.lookahead, plan.chunks)}"
 
 
 def choice_row(
-    bench: Bench, auto: Auto, candidates: dict[str, Settings], repeats: int
+    bench: Bench, auto: Auto, candidates: dict[str, LayerPlan], repeats: int
 ) -> dict[str, Any]:
-    """One emulated machine: all candidates, stock and the choice, measured and predicted."""
-    calls = settle(bench, auto)
-    assert auto.last is not None and auto.measured is not None
-    for name, settings in {**candidates, "stock": Settings()}.items():
-        bench.add(name, settings)
+    """One emulated machine: all fixed plans, stock and the choice."""
+    steps = settle(bench, auto)
+    for name, plan in {**candidates, "stock": STOCK}.items():
+        bench.add(name, FixedPolicy(plan))
     names = ["stock", *candidates, "auto"]
     times = compare(bench, names, repeats)
-    costs, shape, rows = auto.measured.costs, auto.decides.shape, auto.seen_rows
-    bounds = [
-        sum(
-            lower_bound_ms(Layout(n), direction, chunk_times(shape, costs, rows, n))
-            for direction in (FORWARD, BACKWARD)
-        )
-        for n in (1, 2, 4, 8)
-    ]
     median = {name: statistics.median(times[name]) for name in names}
+    usable = [*candidates, *(["stock"] if auto.tuner.allows(STOCK) else [])]
     return {
-        "calls_to_settle": calls,
+        "steps_to_settle": steps,
         "median_ms": median,
         "least_ms": {name: min(times[name]) for name in names},
-        "predicted_ms": {
-            name: predicted_ms(shape, costs, rows, layout_of(settings.way))
-            for name, settings in candidates.items()
-        },
-        "best": min(candidates, key=lambda name: median[name]),
-        "chosen": name_of(auto.last),
-        "bound_ms": min(bounds),
+        "best": min(usable, key=lambda name: median[name]),
+        "worst": max(usable, key=lambda name: median[name]),
+        "chosen": name_of(auto.tuner.plan),
         "said": auto.said,
     }
 
@@ -306,9 +249,9 @@ def speed(rank: int, args: Any) -> list[dict[str, Any]]:
         layer = build(args.ranks)
         layer.experts = PausingExperts(args.compute_ms / rows)
         bench = Bench(layer, batch(rank))
-        auto = Auto(Space.of("auto", "none"))
+        auto = Auto(SearchSpace.of("auto", "none"))
         bench.add("auto", auto)
-        row = choice_row(bench, auto, ways(("none",)), args.repeats)
+        row = choice_row(bench, auto, fixed_plans((Strategy.NONE,)), args.repeats)
         out.append({"ratio": ratio, **row})
         bench.close()
         if rank == 0:
@@ -328,11 +271,18 @@ def strategies(rank: int, args: Any) -> list[dict[str, Any]]:
             rate = rows * HIDDEN * 4 / (link * args.compute_ms / 1e3)
             bench = Bench(layer, batch(rank), rate)
             # Half of what four microbatches keep if nothing is restored.
-            shape = layer_shape(layer.config, HIDDEN, args.ranks, 1, 4)
-            budget = footprint(shape, load_of(rows), Layout()).peak_bytes // 2
-            auto = Auto(Space.of("auto", "auto"), budget)
+            shape = layer_shape(layer.config, HIDDEN, 1, 4)
+            shape = shape._replace(kept_bytes=KAPPA * HIDDEN * 4)
+            budget = footprint(shape, rows, IN_FLIGHT, STOCK).peak_bytes // 2
+            auto = Auto(SearchSpace.of("auto", "auto"), budget)
             bench.add("auto", auto)
-            row = choice_row(bench, auto, auto.fitting(bench), min(3, args.repeats))
+            rows_of_busiest = largest(bucket(rows * 1.02))  # random routing is nearly even
+            fitting = {
+                name: plan
+                for name, plan in fixed_plans(Strategy).items()
+                if footprint(shape, rows_of_busiest, IN_FLIGHT, plan).peak_bytes <= budget
+            }
+            row = choice_row(bench, auto, fitting, min(3, args.repeats))
             out.append({"ratio": ratio, "link": link, "budget_bytes": budget, **row})
             bench.close()
             if rank == 0:
@@ -356,7 +306,7 @@ def memory(rank: int, args: Any) -> list[dict[str, Any]]:
         for strategy in ("none", "s1", "s2", "s3", "s4"):
             name = "stock" if (chunks, strategy) == (1, "none") else f"{chunks} {strategy}"
             bench = Bench(layer, x)
-            bench.add(name, Settings(chunks, strategy))
+            bench.add(name, FixedPolicy(LayerPlan.of(chunks, strategy)))
             ours = bench.ours[name]
             bench.run(name)  # now buffers on both sides are as large as they get
             known = {t.untyped_storage()._cdata for t in layer.parameters()}

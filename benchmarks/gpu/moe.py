@@ -17,11 +17,10 @@ import torch
 
 from benchmarks.gpu.model import CUDA, DEVICE, release, start, synchronize
 from megatron_ext.moe import exchange as exchange_module
+from megatron_ext.moe.buffers import Memory
 from megatron_ext.moe.exchange import Exchange, Groups
+from megatron_ext.moe.plan import LayerPlan, Strategy
 from megatron_ext.moe.region import Region
-from megatron_ext.moe.saved import Memory
-from megatron_ext.moe.settings import Settings
-from megatron_ext.moe.strategies import Strategy
 
 RANKS, EXPERTS, TOP_K = 8, 16, 2
 RATIOS = (0.5, 1.0, 2.0)  # an all-to-all over the experts' forward pass
@@ -172,7 +171,7 @@ class Layer:
                     resting = torch.cuda.memory_allocated() - memory.ring.nbytes
                     torch.cuda.reset_peak_memory_stats()
                 started = time.perf_counter()
-                region(x, probs, self.chosen, Settings(chunks, strategy)).sum().backward()
+                region(x, probs, self.chosen, LayerPlan(chunks, strategy)).sum().backward()
                 synchronize()
                 times.append(time.perf_counter() - started)
             if CUDA:

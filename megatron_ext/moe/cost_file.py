@@ -1,66 +1,65 @@
-"""Costs of an MoE layer as a file: what one run measured, given to another.
+"""What auto found in one run, as a file for another (``--moe-pipeline-costs``).
 
-    {"format": "megatron-ext-moe-costs/1",
-     "message": [0.02, 2.1e-08, 0.03],
-     "experts": [0.05, 1.4e-04, 0.1],
-     "experts_backward": [0.08, 2.9e-04, 0.1],
-     "to_host": [0.01, 4.0e-08, 0.0],
-     "to_device": [0.01, 4.0e-08, 0.0],
-     "kept_bytes": 12288}
+    {"format": "megatron-ext-moe-costs/2", "layers": "MoE layers of hidden size ...",
+     "kept_bytes": 12288, "to_host": 4.0e-08, "to_device": 4.1e-08,
+     "times": [[4096, 1, "none", 2, 0.0031], [4096, 4, "none", 2, 0.0024], ...]}
 
-Each list is alpha, beta, and the least: an operation takes max(least, alpha + beta * volume)
-milliseconds. Volumes are rows for the experts, bytes that leave a rank for a message, and bytes for
-copies. ``kept_bytes`` is what the experts keep for backward per row besides their input.
+``kept_bytes`` is what the experts keep for backward per row besides their input, ``to_host`` and
+``to_device`` are milliseconds a byte; null where they were not needed. A time is that of a call's
+forward and backward pass: [tokens of the largest call of its bucket, chunks, strategy, lookahead,
+milliseconds a token]. One chunk and none is Megatron's own layer.
+
+Files of ``megatron-ext-moe-costs/1``, which held costs of single operations, are still read: bytes
+and copies count, the rest is timed in training.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
-from .._input import parse_json, read_text, shown
-from .costs import LayerCosts, Line
-from .decide import Measured
+from .._input import parse_json, read_text, real, shown, whole
+from .plan import LayerPlan
 
-FORMAT = "megatron-ext-moe-costs/1"
-_LARGEST = 1e15  # ms or bytes: beyond, sums of them overflow
-LINES = ("message", "experts", "experts_backward", "to_host", "to_device")
+FORMAT, OLD_FORMAT = "megatron-ext-moe-costs/2", "megatron-ext-moe-costs/1"
+OLD_LINES = ("message", "experts", "experts_backward", "to_host", "to_device")
+_FIELDS = ("format", "layers", "kept_bytes", "to_host", "to_device", "times")
 
-
-def nothing(volume: float) -> float:
-    """No time at all."""
-    return 0.0
+Times = dict[int, dict[LayerPlan, float]]  # by bucket's largest tokens: milliseconds a token
 
 
-def measured(lines: dict[str, Line], kept_bytes: float) -> Measured:
-    """All of the experts' work counts as fc1's, since all of it is computed again.
+@dataclass(frozen=True)
+class Costs:
+    """What is known of layers of one kind; see the module.
 
-    Args:
-        lines: by the names in the file.
-        kept_bytes: see above.
+    Attributes:
+        layers: which; "" means all.
+        times: trials; empty where there were none.
     """
-    message, experts, backward, out, back = (lines[name] for name in LINES)
-    costs = LayerCosts(message, message, experts, nothing, out, back, backward, nothing)
-    return Measured(costs, kept_bytes)
+
+    layers: str = ""
+    kept_bytes: float | None = None
+    to_host: float | None = None
+    to_device: float | None = None
+    times: Times = field(default_factory=dict)
+
+    def dump(self) -> str:
+        """The file's content, on one line."""
+        times = [
+            [tokens, plan.chunks, plan.strategy.value, plan.lookahead, time]
+            for tokens, found in sorted(self.times.items())
+            for plan, time in found.items()
+            if time < float("inf")  # of a trial that no clock was read in
+        ]
+        return json.dumps({"format": FORMAT, **vars(self), "times": times})
 
 
-def dump(found: Measured) -> str:
-    """The file's content, on one line."""
-    costs = found.costs
-    pieces = (costs.dispatch, costs.fc1, costs.fc1_backward, costs.to_host, costs.to_device)
-    data: dict[str, Any] = {"format": FORMAT}
-    for name, line in zip(LINES, pieces):
-        if not isinstance(line, Line):
-            raise TypeError(f"{name} is no line: {line}")
-        data[name] = [line.alpha_ms, line.beta_ms, line.min_ms]
-    return json.dumps({**data, "kept_bytes": found.kept_bytes})
-
-
-def load(path: str) -> Measured:
+def load(path: str) -> Costs:
     """Read a file.
 
     Raises:
-        ValueError: it cannot be read or is not of the form above.
+        ValueError: it cannot be read or is not of a form above.
     """
     try:
         return parse(read_text(path))
@@ -70,31 +69,48 @@ def load(path: str) -> Measured:
         raise ValueError(f"MoE costs {path}: {error}") from None
 
 
-def parse(text: str) -> Measured:
+def parse(text: str) -> Costs:
     """From the file's content.
 
     Raises:
-        ValueError: it is not of the form above.
+        ValueError: it is not of a form above.
     """
     data = parse_json(text)
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    kind = data.get("format") if isinstance(data, dict) else None
+    if kind not in (FORMAT, OLD_FORMAT):
         raise ValueError(f'expected an object with "format": "{FORMAT}"')
-    unknown = sorted(set(data) - {"format", "kept_bytes", *LINES})
+    known = _FIELDS if kind == FORMAT else ("format", "kept_bytes", *OLD_LINES)
+    unknown = sorted(set(data) - set(known))
     if unknown:
         raise ValueError(f"{shown(unknown[0])} is not known")
-    lines = {name: Line(beta, alpha, least) for name in LINES
-             for alpha, beta, least in [_numbers(data, name)]}  # fmt: skip
-    (kept,) = _numbers({"kept_bytes": [data.get("kept_bytes")]}, "kept_bytes", 1)
-    return measured(lines, kept)
+    if kind == OLD_FORMAT:
+        betas = {name: _line(data.get(name), name) for name in OLD_LINES}
+        inside = real(data.get("kept_bytes"), "'kept_bytes'")
+        return Costs("", inside, betas["to_host"], betas["to_device"])
+    kept, to_host, to_device = (
+        None if data.get(name) is None else real(data[name], f"'{name}'")
+        for name in ("kept_bytes", "to_host", "to_device")
+    )
+    layers, rows = data.get("layers"), data.get("times")
+    if not isinstance(layers, str) or not isinstance(rows, list):
+        raise ValueError("'layers' must be a text and 'times' a list")
+    times: Times = {}
+    for row in rows:
+        tokens, plan, time = _time(row)
+        times.setdefault(tokens, {})[plan] = time
+    return Costs(layers, kept, to_host, to_device, times)
 
 
-def _numbers(data: dict[str, Any], name: str, count: int = 3) -> list[float]:
-    values = data.get(name)
-    good = isinstance(values, list) and len(values) == count
-    for value in values if good and isinstance(values, list) else ():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        good = good and number and 0 <= value <= _LARGEST
-    if not good:
-        what = "a number" if count == 1 else "a list of three numbers"
-        raise ValueError(f"{name!r} must be {what} >= 0 and <= {_LARGEST:g}, got {shown(values)}")
-    return [float(value) for value in values or ()]
+def _line(value: Any, name: str) -> float:
+    """The slope of [alpha, beta, least]."""
+    if not isinstance(value, list) or len(value) != 3:
+        raise ValueError(f"'{name}' must be a list of three numbers, got {shown(value)}")
+    return [real(number, f"'{name}'") for number in value][1]
+
+
+def _time(row: Any) -> tuple[int, LayerPlan, float]:
+    if not isinstance(row, list) or len(row) != 5 or not isinstance(row[2], str):
+        raise ValueError(f"a time is [tokens, chunks, strategy, lookahead, ms], got {shown(row)}")
+    tokens, chunks, strategy, lookahead, time = row
+    plan = LayerPlan.of(whole(chunks, "chunks", 1), strategy, whole(lookahead, "lookahead", 1))
+    return whole(tokens, "tokens"), plan, real(time, "a time", positive=True)

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from .costs import chunk_rows
 
 ALIGNMENT = 16  # bytes: rows and fields start where kernels can use their widest loads
 
@@ -43,6 +41,14 @@ class Row:
         """The fields of ``rows`` rows in ``buffer`` (1-D uint8): each (rows, elements), strided."""
         table = buffer[: rows * self.nbytes].view(rows, self.nbytes)
         return [table[:, at : at + size].view(dtype) for at, size, dtype in self._fields]
+
+
+def chunk_rows(rows: int, chunks: int) -> list[int]:
+    """``rows`` in ``chunks`` parts that differ by one at most; empty ones where there are too few.
+
+    The borders of few parts are among those of many if the one number divides the other.
+    """
+    return [b - a for a, b in pairwise(rows * k // chunks for k in range(chunks + 1))]
 
 
 def select_rows(source: torch.Tensor, order: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -117,15 +123,12 @@ class Worst:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What one call of a layer does with its batch.
+class ChunkTable:
+    """The chunks of one routed batch.
 
     Attributes:
         experts: of the whole layer.
         chunks: in order.
-        index: per chunk, where in the chunk's (tokens, experts) matrix each sent row has its
-            probability: token * experts + expert, (sent rows,) int32 (int64 where that is too
-            small).
         counts: rows of (source rank, chunk, local expert), int32 on the device; the source ranks
             in the order (expert tensor parallel, expert parallel).
         worst: over all chunks and ranks.
@@ -133,7 +136,6 @@ class Plan:
 
     experts: int
     chunks: list[Chunk]
-    index: list[torch.Tensor]
     counts: torch.Tensor
     worst: Worst
 
@@ -147,13 +149,11 @@ class Counted:
         table: rows by (source expert tensor rank, source expert rank, part of the batch,
             destination, its expert), int32 on the device.
         host: the same on the host, int64.
-        notes: what each rank had to say.
     """
 
     routing_map: torch.Tensor
     table: torch.Tensor
     host: torch.Tensor
-    notes: list[list[int]]
 
     @property
     def rows(self) -> int:
@@ -162,7 +162,7 @@ class Counted:
 
 
 class Exchange:
-    """Plans and carries the chunks of one layer's batches.
+    """Cuts one layer's batches into chunks, and carries them.
 
     Args:
         groups: the layer's process groups.
@@ -177,45 +177,39 @@ class Exchange:
         self.tp_rank = 0 if tp is None else dist.get_rank(tp)
         self.local_experts = experts // self.ep_size
 
-    def count(
-        self, routing_map: torch.Tensor, finest: int, outgoing: Sequence[int] = ()
-    ) -> Counted:
+    def count(self, routing_map: torch.Tensor, finest: int) -> Counted:
         """Tell all ranks how many rows go where; one collective and one wait of the host.
 
         Args:
             routing_map: which token goes to which expert, (tokens, experts) bool.
             finest: parts of the batch that are counted, the same on every rank of the group; any
                 number that divides it may become the number of chunks.
-            outgoing: integers below 2^31 for the other ranks, as many on every rank.
         """
         parts = routing_map.split(chunk_rows(routing_map.shape[0], finest))
         own = torch.stack([part.sum(dim=0, dtype=torch.int32) for part in parts]).view(-1)
-        if outgoing:
-            notes = torch.tensor(outgoing, dtype=torch.int32)
-            own = torch.cat([own, notes.to(own.device, non_blocking=True)])
         ranks = self.ep_size * self.tp_size
         every = own
         if ranks > 1:
             every = own.new_empty(ranks * own.numel())
             dist.all_gather_into_tensor(every, own, group=self.groups.tp_ep)
-        every = every.view(ranks, -1)
-        host = every.cpu()
-        cut = finest * self.experts
         # (ep, tp, ...) as the group has them -> (tp, ep, part, destination, local expert).
         shape = (self.ep_size, self.tp_size, finest, self.ep_size, self.local_experts)
+        host = every.cpu().long()
         return Counted(
-            routing_map,
-            every[:, :cut].reshape(shape).transpose(0, 1),
-            host[:, :cut].reshape(shape).transpose(0, 1).long(),
-            host[:, cut:].tolist(),
+            routing_map, every.view(shape).transpose(0, 1), host.view(shape).transpose(0, 1)
         )
 
-    def plan(self, counted: Counted, chunks: int) -> Plan:
+    def split(self, counted: Counted, chunks: int) -> tuple[ChunkTable, list[torch.Tensor]]:
         """Cut a routed batch; no collective, no wait.
 
         Args:
             counted: the batch.
             chunks: n, the same on every rank of the group, a divisor of the parts counted.
+
+        Returns:
+            The chunks; and for each, where in its (tokens, experts) matrix each sent row has its
+            probability: token * experts + expert, (sent rows,) int32 (int64 where that is too
+            small).
         """
         sizes = chunk_rows(counted.routing_map.shape[0], chunks)
         parts = counted.routing_map.split(sizes)
@@ -226,15 +220,14 @@ class Exchange:
             for t in (counted.table, counted.host)
         )
         own_rows = host[self.tp_rank, self.ep_rank].sum(dim=(1, 2)).tolist()
-        index = [_sent_order(part, rows) for part, rows in zip(parts, own_rows)]
         counts = table[:, :, :, self.ep_rank].reshape(-1, chunks, self.local_experts)
-        return Plan(
+        found = ChunkTable(
             self.experts,
             [self._chunk(host[:, :, i], edges[i], edges[i + 1]) for i in range(chunks)],
-            index,
             counts.contiguous(),
             _worst(host),
         )
+        return found, [_sent_order(part, rows) for part, rows in zip(parts, own_rows)]
 
     def _chunk(self, table: torch.Tensor, start: int, end: int) -> Chunk:
         """``table``: (tp, ep, destination, local expert) of one chunk, on the host."""
@@ -302,11 +295,11 @@ class Exchange:
             first = first + other
         return first.to(rows.dtype)
 
-    def order(self, plan: Plan, number: int, inverse: bool = False) -> torch.Tensor | None:
+    def order(self, table: ChunkTable, number: int, inverse: bool = False) -> torch.Tensor | None:
         """Where each row that the experts take lies among the gathered ones; None: they are equal.
 
         Args:
-            plan, number: of the chunk.
+            table, number: of the chunk.
             inverse: the other way round.
 
         Returns:
@@ -314,12 +307,12 @@ class Exchange:
         """
         if self.local_experts == 1:
             return None
-        by_source = plan.counts[:, number].long()
+        by_source = table.counts[:, number].long()
         by_expert = by_source.t()
         arrive, take = _starts(by_source), _starts(by_expert).t()
         # The block (source, expert) starts at ``arrive`` in one order and at ``take`` in the other.
         shift, sizes = (take - arrive, by_source) if inverse else ((arrive - take).t(), by_expert)
-        rows = plan.chunks[number].rows
+        rows = table.chunks[number].rows
         moved = torch.repeat_interleave(shift.reshape(-1), sizes.reshape(-1), output_size=rows)
         return moved + torch.arange(rows, device=moved.device)
 

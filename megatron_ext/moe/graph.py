@@ -1,4 +1,4 @@
-"""The experts' own autograd graph inside a chunk, and the sum of its gradients over chunks."""
+"""The experts' own autograd graph inside a chunk, the sum of its gradients, and what it keeps."""
 
 from __future__ import annotations
 
@@ -134,3 +134,40 @@ class GradientSums:
 
     def _sum(self, parameter: torch.nn.Parameter, held: torch.Tensor | None) -> torch.Tensor:
         return torch.zeros_like(parameter) if held is None else held.to(parameter.dtype)
+
+
+def kept_bytes_per_row(
+    experts: Callable[..., torch.Tensor],
+    parameters: Sequence[torch.nn.Parameter],
+    local_experts: int,
+    like: torch.Tensor,
+    probs_dtype: torch.dtype,
+) -> float:
+    """Bytes that the experts keep for backward per row, besides their input: K of the formula.
+
+    Runs them forward on a few rows of zeros, twice, with other numbers of rows, so that what they
+    keep once does not count.
+
+    Args:
+        experts: as ``Region`` calls them. parameters: theirs, which do not count.
+        local_experts: of this rank.
+        like: a tensor of the rows' width, dtype and device.
+    """
+
+    def kept(each: int) -> int:
+        counts = torch.full((local_experts,), each)
+        x = like.new_zeros((each * local_experts, like.shape[-1])).requires_grad_()
+        p = torch.zeros(len(x), dtype=probs_dtype, device=x.device).requires_grad_()
+        found = {t.untyped_storage()._cdata: 0 for t in (x, p, *parameters)}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            found.setdefault(storage._cdata, storage.nbytes())
+            return tensor
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = experts(x, counts, p)
+        del y
+        return sum(found.values())
+
+    return (kept(32) - kept(16)) / (16 * local_experts)

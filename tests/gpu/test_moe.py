@@ -49,11 +49,10 @@ def test_strategies_are_bitwise_the_same(group: Any, chunks: int) -> None:
     """Three layers behind each other, twice, so that every shared buffer is used again."""
     import torch
 
+    from megatron_ext.moe.buffers import Memory
     from megatron_ext.moe.exchange import Exchange, Groups
+    from megatron_ext.moe.plan import LayerPlan, Strategy
     from megatron_ext.moe.region import Region
-    from megatron_ext.moe.saved import Memory
-    from megatron_ext.moe.settings import Settings
-    from megatron_ext.moe.strategies import Strategy
 
     module = _experts()
     x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -69,7 +68,7 @@ def test_strategies_are_bitwise_the_same(group: Any, chunks: int) -> None:
             inputs = [x.clone().requires_grad_(), (scores * chosen).requires_grad_()]
             out = inputs[0]
             for _ in range(3):
-                out = out + region(out, inputs[1], chosen, Settings(chunks, strategy))
+                out = out + region(out, inputs[1], chosen, LayerPlan(chunks, strategy))
             gradients = torch.autograd.grad(
                 out.float().square().mean(), [*inputs, *module.parameters()]
             )

@@ -11,11 +11,9 @@ import pytest
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Conflict, markdown
 from megatron_ext.integration.features.moe import CONFLICTS, FLAGS
-from megatron_ext.integration.features.moe.choice import stock_sets
-from megatron_ext.integration.features.moe.flags import MoERequest
-from megatron_ext.moe import cost_file
-from megatron_ext.moe.cost_file import LINES
-from megatron_ext.moe.costs import Line
+from megatron_ext.integration.features.moe.flags import MoERequest, stock_sets
+from megatron_ext.moe.cost_file import Costs
+from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
 from tests.support.checkouts import ROOT
 from tests.support.stand_ins import megatron_args
 
@@ -79,10 +77,9 @@ def test_what_may_be_chosen() -> None:
     request = MoERequest.of(args)
     assert request == MoERequest("auto", "none", 3 << 29)
     request.check(args)
-    space = request.space()
-    assert space.chunks == (1, 2, 4, 8) and space.strategies == ("none",)
+    assert request.space().plans() == [LayerPlan(n) for n in (1, 2, 4, 8)]
     both = MoERequest.of(arguments(moe_memory_reuse="auto", moe_pipeline_chunks="auto"))
-    assert both is not None and both.space().strategies == ("none", "s4", "s3", "s2", "s1")
+    assert both is not None and set(both.space().strategies) == set(Strategy)
     fixed = MoERequest.of(arguments(moe_memory_reuse="auto"))
     assert fixed is not None and fixed.space().chunks == (4,)
 
@@ -94,10 +91,10 @@ def test_budgets_that_make_no_sense() -> None:
 
 def test_costs_come_from_a_file(tmp_path: Path) -> None:
     target = tmp_path / "costs.json"
-    target.write_text(cost_file.dump(cost_file.measured(dict.fromkeys(LINES, Line(1e-6)), 8.0)))
+    target.write_text(Costs("MoE", 8, times={4096: {STOCK: 0.5}}).dump())
     request = MoERequest.of(arguments(moe_pipeline_chunks="auto", moe_pipeline_costs=str(target)))
     assert request is not None and request.costs is not None
-    assert request.costs.kept_bytes == 8
+    assert request.costs.times == {4096: {STOCK: 0.5}}
     assert "nothing is to be chosen" in refusal(moe_pipeline_costs=str(target))
     target.write_text("{}")
     text = refusal(moe_pipeline_chunks="auto", moe_pipeline_costs=str(target))

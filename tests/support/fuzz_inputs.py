@@ -26,6 +26,7 @@ from megatron_ext.checkpoints.folder import elements, read_contents
 from megatron_ext.checkpoints.pickles import read_saved
 from megatron_ext.commands.common import Parser, add_schedule_options, verify
 from megatron_ext.moe import cost_file
+from megatron_ext.moe.plan import LayerPlan
 from megatron_ext.plan.layout import Split, read_layout
 from megatron_ext.plan.profile import Profile
 from megatron_ext.schedule import Costs, Link, Schedule, generate, lower, offload_pass, simulate
@@ -141,10 +142,12 @@ def _profile(data: bytes) -> None:
 
 def _moe_costs(data: bytes) -> None:
     found = cost_file.load(_file("moe.json", data))
-    for volume in (0.0, 1.0, 1e9):
-        if not 0 <= found.costs.fc1(volume) < float("inf"):
-            raise Fault(f"{volume} rows take {found.costs.fc1(volume)} ms")
-    cost_file.parse(cost_file.dump(found))
+    for plans in found.times.values():
+        for plan, time in plans.items():
+            if not 0 < time < float("inf") or plan.chunks < 1:
+                raise Fault(f"{plan} takes {time} ms a token")
+    if cost_file.parse(found.dump()) != found:
+        raise Fault("what is written is not what is read")
 
 
 def _traces(data: bytes) -> None:
@@ -311,7 +314,9 @@ def bare_targets() -> dict[str, Target]:
         "to_host": 2.1e10,
         "model": {"hidden_size": 64},
     }
-    moe = {name: [0.02, 2.1e-08, 0.03] for name in cost_file.LINES}
+    moe = {name: [0.02, 2.1e-08, 0.03] for name in cost_file.OLD_LINES}
+    plans = [LayerPlan(), LayerPlan.of(4, "s1", 3)]
+    costs = cost_file.Costs("MoE", 768, 1e-6, 1e-6, {4607: dict.fromkeys(plans, 0.5)})
     flags = ("cost\n1,0.98,1/2,1e-3", "cap\n0.5", "bytes\n1.5GiB", "time\n0.25,0.3")
     flags += ("line\n--pp 2 --microbatches 3 --group-size 1", "layout\nE(t*2)*2|tttt,L")
     found = [
@@ -321,7 +326,10 @@ def bare_targets() -> dict[str, Target]:
         Target("profile", (_bytes(profile),), _profile),
         Target(
             "moe-costs",
-            (_bytes({"format": cost_file.FORMAT, **moe, "kept_bytes": 12288}),),
+            (
+                _bytes({"format": cost_file.OLD_FORMAT, **moe, "kept_bytes": 12288}),
+                costs.dump().encode(),
+            ),
             _moe_costs,
         ),
         Target("traces", (_trace_seed(),), _traces),

@@ -18,7 +18,8 @@ from .v_placement import VPlacement
 # Why this order: a profile is read before the schedule is chosen, and written after all else of an
 # iteration has ended; offload wraps the linear layers that split their backward pass; a trace is
 # written while offloaded sets are still counted; post-validation drops what has begun before a
-# checkpoint is saved; the ranks compare the outcome of all checks.
+# checkpoint is saved; MoE layers see a step begin around the schedule that runs it; the ranks
+# compare the outcome of all checks.
 FEATURES: tuple[Feature, ...] = (
     ProfileSteps(),
     Schedule(),

@@ -29,12 +29,13 @@ from megatron.core import num_microbatches_calculator
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ext.integration.features.moe.choice import ChosenMoE
+from megatron_ext.integration.features.moe.layer import FixedPolicy
 from megatron_ext.moe import cost_file
+from megatron_ext.moe.autotune import SearchSpace
+from megatron_ext.moe.buffers import Record
 from megatron_ext.moe.exchange import Exchange
+from megatron_ext.moe.plan import STOCK, LayerPlan
 from megatron_ext.moe.region import Region
-from megatron_ext.moe.saved import Record
-from megatron_ext.moe.select import Space
-from megatron_ext.moe.settings import Settings
 from tests.support.case_server import serve
 
 STRATEGIES = ("none", "s1", "s2", "s3", "s4")
@@ -57,15 +58,15 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         padding[:, -3:] = True
     results: dict[Any, Any] = {"stock": run_layer(layer, x, dy, padding)}
     before = moe_layers.shapes(layer)
-    settings = Settings()
-    with chunked(settings, min_bytes=1):
+    fixed = FixedPolicy(STOCK)
+    with chunked(fixed, min_bytes=1):
         for chunks, strategy in case.get("ways", WAYS):
-            settings.set(chunks, strategy)
+            fixed.plan = LayerPlan.of(chunks, strategy)
             with moe_layers.Traced() as traced:
                 results[chunks, strategy] = run_layer(layer, x, dy, padding)
             results["trace", chunks, strategy] = traced.calls
         assert moe_layers.shapes(layer) == before
-        settings.set(4, "none" if layer.moe_layer_recompute else "s1")
+        fixed.plan = LayerPlan.of(4, "none" if layer.moe_layer_recompute else "s1")
         with torch.no_grad():
             results["no_grad"] = layer(x, padding_mask=padding)[0]
     return results
@@ -113,13 +114,14 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         reduced = [0] * len(groups)
         for number, group in enumerate(groups):
             group.start_grad_sync = counted(group.start_grad_sync, reduced, number)
-        settings = Settings()
+        fixed = FixedPolicy(STOCK)
         auto = kind == "ours" and case.get("auto")
-        policy = auto_policy(case) if auto else settings
+        policy = auto_policy(case) if auto else fixed
         with chunked(policy, min_bytes=1) as ours, Traced() as traced:
             for step, (chunks, strategy) in enumerate(steps):
+                policy.begin_step()
                 if kind == "ours" and not auto:
-                    settings.set(chunks, strategy)
+                    fixed.plan = LayerPlan.of(chunks, strategy)
                 model.zero_grad_buffer()
                 for microbatch in range(2):
                     x, dy = data({**case, "seed": 10 * step + microbatch}, config)
@@ -147,7 +149,7 @@ def auto_policy(case: dict[str, Any]) -> ChosenMoE:
         world = dist.get_world_size()
         num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2 * world, 1, world)
     return ChosenMoE(
-        Space.of("auto", "auto"),
+        SearchSpace.of(*case.get("space", ())),
         case["budget"],
         lambda chunks, microbatches: [microbatches],
         cost_file.parse(json.dumps(case["costs"])) if "costs" in case else None,
@@ -165,11 +167,11 @@ def precision(case: dict[str, Any]) -> dict[str, Any]:
     reference = run_layer(exact, x.double(), dy.double())
     ddp = moe_layers.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model = moe_layers.DistributedDataParallel(config, ddp, layer)
-    settings = Settings()
+    fixed = FixedPolicy(STOCK)
     found: dict[str, Any] = {}
-    with chunked(settings):
+    with chunked(fixed):
         for way in case["ways"]:
-            settings.set(*way)
+            fixed.plan = LayerPlan.of(*way)
             model.zero_grad_buffer()
             model(x.clone().requires_grad_())[0].backward(dy)
             errors = []
@@ -188,7 +190,7 @@ class Watched:
         kept: storages that autograd keeps for the region, by identity.
         inside: storages that it wanted to keep for the experts, and their bytes.
         rows: (experts' rows, rows sent) of each chunk.
-        worst: the plan's.
+        worst: the table's.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -200,7 +202,7 @@ class Watched:
 
     @contextlib.contextmanager
     def __call__(self) -> Any:
-        call, pack, plan = Region.__call__, Record._pack, Exchange.plan
+        call, pack, split = Region.__call__, Record._pack, Exchange.split
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -218,15 +220,15 @@ class Watched:
                 self.inside[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
             return pack(record, residents, tensor)
 
-        def watched_plan(exchange: Any, *args: Any) -> Any:
-            made = plan(exchange, *args)
-            self.rows = [(chunk.rows, chunk.sent_rows) for chunk in made.chunks]
-            self.worst = dataclasses.astuple(made.worst)
+        def watched_split(exchange: Any, *args: Any) -> Any:
+            made = split(exchange, *args)
+            self.rows = [(chunk.rows, chunk.sent_rows) for chunk in made[0].chunks]
+            self.worst = dataclasses.astuple(made[0].worst)
             return made
 
         with mock.patch.object(Region, "__call__", watched_call):
             with mock.patch.object(Record, "_pack", watched_pack):
-                with mock.patch.object(Exchange, "plan", watched_plan):
+                with mock.patch.object(Exchange, "split", watched_split):
                     yield
 
 
@@ -236,11 +238,11 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
     config = config_of(case)
     layer = build(config)
     x, dy = data(case, config)
-    settings = Settings()
+    fixed = FixedPolicy(STOCK)
     found: dict[str, Any] = {}
-    with chunked(settings, min_bytes=1) as ours:
+    with chunked(fixed, min_bytes=1) as ours:
         for way in case["ways"]:
-            settings.set(*way)
+            fixed.plan = LayerPlan.of(*way)
             watched = Watched(layer)
             with watched():
                 y, _ = layer(x.clone().requires_grad_())
@@ -267,8 +269,11 @@ WAYS = [(n, strategy) for n in (1, 2, 4) for strategy in STRATEGIES]
 SOME = [(1, "s4"), (3, "none"), (3, "s1"), (3, "s2"), (3, "s3"), (3, "s4")]
 COSTS = {
     "format": cost_file.FORMAT,
-    **{name: [0.1, 1e-5, 0.0] for name in cost_file.LINES},
+    "layers": "",
     "kept_bytes": 960,
+    "to_host": 1e-9,
+    "to_device": 1e-9,
+    "times": [],
 }
 AUTO_STEPS = [(0, "auto")] * 12
 STEPS = [(1, "none"), (2, "s1"), (4, "s2"), (1, "s3"), (8, "s4"), (2, "none"), (4, "s1")]
@@ -380,6 +385,25 @@ CASES: dict[str, dict[str, Any]] = {
         "budget": 100_000,
         "costs": COSTS,
         "steps": AUTO_STEPS,
+    },
+    # Rows and bytes are measured; Megatron's own layer fits.
+    "auto-in-a-large-budget": {
+        "world": 2,
+        "ep": 2,
+        "run": train,
+        "auto": True,
+        "budget": 10_000_000,
+        "steps": AUTO_STEPS,
+    },
+    "auto-recompute": {
+        "world": 2,
+        "ep": 2,
+        "run": train,
+        "auto": True,
+        "space": ("auto", "none"),
+        "budget": None,
+        "steps": AUTO_STEPS,
+        "config": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     },
     "ddp-reduce-in-bf16": {
         "world": 4,

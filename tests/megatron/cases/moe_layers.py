@@ -40,9 +40,8 @@ from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_ext.integration.features.moe.layer import PipelinedMoE  # noqa: E402
+from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE  # noqa: E402
 from megatron_ext.integration.hooks import Hooks  # noqa: E402
-from megatron_ext.moe.settings import Settings  # noqa: E402
 
 HIDDEN, FFN, EXPERTS, SEQUENCE, BATCH = 24, 40, 8, 13, 2
 
@@ -222,9 +221,9 @@ def shapes(layer: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def chunked(settings: Settings, **options: Any) -> Any:
-    """Megatron's MoE layers as ``settings`` say."""
-    ours = PipelinedMoE(settings, **options)
+def chunked(policy: FixedPolicy, **options: Any) -> Any:
+    """Megatron's MoE layers under a policy."""
+    ours = PipelinedMoE(policy, **options)
     hooks = Hooks(package_info.__version__)
     hooks.apply(ours.hooks())
     try:

@@ -18,12 +18,12 @@ os.environ["MEGATRON_EXT_OFFLOAD_MIN_BYTES"] = "1"
 from tests.megatron.cases import wgrad_cases
 
 # isort: split
-from megatron_ext.integration.features.moe.layer import PipelinedMoE
+from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
 from megatron_ext.integration.features.offload import runtime as offload
 from megatron_ext.integration.hooks import Hooks
 from megatron_ext.integration.offload_request import OffloadRequest
-from megatron_ext.moe import saved
-from megatron_ext.moe.settings import Settings
+from megatron_ext.moe import buffers
+from megatron_ext.moe.plan import LayerPlan
 from megatron_ext.offload.device import CpuDevice, Faults
 
 gpt_cases = wgrad_cases.gpt_cases
@@ -100,7 +100,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     def hook(store: Any) -> None:
         if case["moe"] is not None:
-            made.append(PipelinedMoE(Settings(*case["moe"]), store, min_bytes=1))
+            made.append(PipelinedMoE(FixedPolicy(LayerPlan.of(*case["moe"])), store, min_bytes=1))
             hooks.apply(made[0].hooks())
 
     patched = {"global_names": global_names, "Installation": WithMoE}
@@ -123,5 +123,5 @@ gpt_cases.run_case = run_case
 
 if __name__ == "__main__":
     with mock.patch.object(offload, "CpuDevice", _faulty):
-        with mock.patch.object(saved, "CpuDevice", _faulty):
+        with mock.patch.object(buffers, "CpuDevice", _faulty):
             gpt_cases.serve(CASES, gpt_cases.rank_main, gpt_cases.WORLD)

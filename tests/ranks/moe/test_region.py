@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.moe.buffers import Memory, Ring
 from megatron_ext.moe.exchange import Exchange, Groups, Row
-from megatron_ext.moe.graph import GradientSums
+from megatron_ext.moe.graph import GradientSums, kept_bytes_per_row
+from megatron_ext.moe.passes import Backward, Forward
+from megatron_ext.moe.plan import LayerPlan, Step, Strategy
 from megatron_ext.moe.region import Region
-from megatron_ext.moe.ring import Ring
-from megatron_ext.moe.saved import Memory
-from megatron_ext.moe.settings import Settings
-from megatron_ext.moe.strategies import Strategy
 from megatron_ext.offload.device import CpuDevice, Direction, Faults
 from tests.support.gate import Gate
 
@@ -78,7 +77,7 @@ def run(
     chunks: int,
     strategy: str,
     layers: int = 1,
-    ahead: int = 2,
+    lookahead: int = 2,
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """``layers`` calls behind each other, so that they share buffers, and their backward pass;
@@ -87,7 +86,7 @@ def run(
     x, p = hidden.requires_grad_(), probs.requires_grad_()
     out = x
     for _ in range(layers):
-        out = out + region(out, p, chosen, Settings(chunks, strategy, ahead))
+        out = out + region(out, p, chosen, LayerPlan.of(chunks, strategy, lookahead))
     between()
     gradients = torch.autograd.grad(out.square().sum(), [x, p, *region.parameters])
     return dict(zip(("out", "x", "p", "up", "down"), (out.detach(), *gradients)))
@@ -112,14 +111,15 @@ def test_against_a_dense_layer(make: Callable[..., Region], chunks: int) -> None
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("ahead", [1, 3, 5])
-def test_other_orders_change_nothing(make: Callable[..., Region], ahead: int) -> None:
+@pytest.mark.parametrize("lookahead", [1, 3, 5])
+def test_other_orders_change_nothing(make: Callable[..., Region], lookahead: int) -> None:
     """Chunks in other slots, five of them all dispatched first, while copies start late."""
     for strategy in ("none", *RESTORING):
         faults = Faults(delay=lambda direction: 0.002, poison=True)
         region = make(Memory(CpuDevice(faults=faults), min_bytes=1))
         wanted = run(make(), 5, strategy, layers=2)
-        assert equal(run(region, 5, strategy, layers=2, ahead=ahead), wanted), strategy
+        found = run(region, 5, strategy, layers=2, lookahead=lookahead)
+        assert equal(found, wanted), strategy
 
 
 def test_slow_copies_change_nothing(make: Callable[..., Region]) -> None:
@@ -207,7 +207,7 @@ def test_the_ring_shrinks_with_chunks(make: Callable[..., Region]) -> None:
 def test_a_dropped_graph_gives_its_place_on_the_host_back(make: Callable[..., Region]) -> None:
     region = make()
     hidden, probs, chosen = batch()
-    out = region(hidden.requires_grad_(), probs, chosen, Settings(3, "s1"))
+    out = region(hidden.requires_grad_(), probs, chosen, LayerPlan.of(3, "s1"))
     assert region.memory.engine.arena.used_bytes > 0
     del out
     assert region.memory.engine.arena.used_bytes == 0
@@ -217,7 +217,7 @@ def test_nothing_is_kept_without_gradients(make: Callable[..., Region]) -> None:
     region = make()
     hidden, probs, chosen = batch()
     with torch.no_grad():
-        out = region(hidden, probs, chosen, Settings(3, "s1"))
+        out = region(hidden, probs, chosen, LayerPlan.of(3, "s1"))
     assert region.memory.engine.counters.offloads == 0
     torch.testing.assert_close(out, dense(region, hidden, probs).detach(), rtol=1e-4, atol=1e-4)
 
@@ -226,7 +226,9 @@ def test_no_tokens_at_all(make: Callable[..., Region]) -> None:
     region = make()
     for strategy in Strategy:
         hidden, probs, chosen = batch(0)
-        out = region(hidden.requires_grad_(), probs.requires_grad_(), chosen, Settings(4, strategy))
+        out = region(
+            hidden.requires_grad_(), probs.requires_grad_(), chosen, LayerPlan(4, strategy)
+        )
         gradients = torch.autograd.grad(out.sum(), [hidden, probs, *region.parameters])
         assert out.shape == (0, WIDTH)
         assert not any(g.any() for g in gradients[2:])
@@ -234,7 +236,7 @@ def test_no_tokens_at_all(make: Callable[..., Region]) -> None:
 
 def test_backward_runs_once(make: Callable[..., Region]) -> None:
     hidden, probs, chosen = batch()
-    out = make()(hidden.requires_grad_(), probs, chosen, Settings(2, "s4")).sum()
+    out = make()(hidden.requires_grad_(), probs, chosen, LayerPlan.of(2, "s4")).sum()
     out.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward pass twice"):
         out.backward()
@@ -243,17 +245,54 @@ def test_backward_runs_once(make: Callable[..., Region]) -> None:
 def test_wrong_shapes_are_named(make: Callable[..., Region]) -> None:
     hidden, probs, chosen = batch()
     with pytest.raises(ValueError, match=r"\(39, 4\).*must be \(40, 4\)"):
-        make()(hidden, probs[1:], chosen, 2)
+        make()(hidden, probs[1:], chosen, LayerPlan(2))
 
 
-def test_settings_are_checked() -> None:
-    for wrong in ((0, "none"), (2, "s5")):
-        with pytest.raises(ValueError):
-            Settings(*wrong)
-    settings = Settings()
-    assert settings.stock
-    settings.set(1, "s4")
-    assert not settings.stock
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 5])
+def test_what_is_planned_is_what_runs(
+    make: Callable[..., Region], monkeypatch: pytest.MonkeyPatch, lookahead: int
+) -> None:
+    """Both passes issue the plan's operations and nothing else, in its order."""
+    issued: dict[type, list[tuple[Step, int]]] = {Forward: [], Backward: []}
+
+    def noting(kind: type, step: Step, original: Callable[[Any, int], None]) -> Any:
+        def call(self: Any, i: int) -> None:
+            issued[kind].append((step, i))
+            original(self, i)
+
+        return call
+
+    for kind in issued:
+        for step in Step:
+            name = f"_{step.value}"
+            if hasattr(kind, name):
+                monkeypatch.setattr(kind, name, noting(kind, step, getattr(kind, name)))
+    run(make(), 5, "s1", lookahead=lookahead)
+    planned = list(LayerPlan.of(5, "s1", lookahead).operations())
+    assert issued[Forward] == [(step, i) for step, i in planned if step is not Step.FETCH]
+    assert issued[Backward] == [(step, 4 - i) for step, i in planned]
+
+
+def test_rings_may_be_cleared_between_passes(make: Callable[..., Region]) -> None:
+    """Between two plans buffers are given back, and calls before and after are right."""
+    region = make(
+        Memory(CpuDevice(faults=Faults(lambda direction: 0.004, poison=True)), min_bytes=1)
+    )
+    for strategy, chunks in (("s1", 2), ("s3", 4), ("none", 3)):
+        wanted = run(make(), chunks, strategy)
+        found = run(region, chunks, strategy, between=region.memory.ring.clear)
+        assert equal(found, wanted), strategy
+        region.memory.ring.clear()
+        assert region.memory.ring.nbytes == 0
+
+
+def test_kept_bytes_are_those_of_a_row() -> None:
+    """tanh's output, times the probability, and that probability; weights do not count."""
+    module = Experts()
+    found = kept_bytes_per_row(
+        module, list(module.parameters()), EXPERTS, torch.zeros(1, WIDTH), torch.float32
+    )
+    assert found == 2 * FFN * 4
 
 
 def test_rows_keep_their_fields_apart() -> None:

@@ -1,4 +1,4 @@
-"""Costs of MoE layers as files."""
+"""What auto found, as files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.moe.cost_file import FORMAT, LINES, dump, load, parse
+from megatron_ext.moe.cost_file import FORMAT, OLD_FORMAT, OLD_LINES, Costs, load, parse
+from megatron_ext.moe.plan import STOCK, LayerPlan
 
 GOOD: dict[str, Any] = {
     "format": FORMAT,
-    **{name: [0.01 * i, 1e-6 * i, 0.5] for i, name in enumerate(LINES)},
+    "layers": "MoE layers of hidden size 8",
+    "kept_bytes": 768.0,
+    "to_host": 1e-6,
+    "to_device": None,
+    "times": [[4607, 1, "none", 2, 0.5], [4607, 4, "s1", 3, 0.25], [9215, 1, "none", 2, 0.5]],
+}
+OLD: dict[str, Any] = {
+    "format": OLD_FORMAT,
+    **{name: [0.01 * i, 1e-6 * i, 0.5] for i, name in enumerate(OLD_LINES)},
     "kept_bytes": 768,
 }
 
@@ -21,35 +30,59 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     target = tmp_path / "costs.json"
     target.write_text(json.dumps(GOOD))
     found = load(str(target))
-    assert found.kept_bytes == 768
-    assert found.costs.fc1(1e6) == pytest.approx(0.01 + 1e-6 * 1e6)
-    assert found.costs.fc1(0) == 0.5 and found.costs.fc2(1e9) == 0
-    assert found.costs.dispatch == found.costs.combine
-    assert json.loads(dump(found)) == GOOD
-    assert parse(dump(found)) == found
+    assert found.times[4607] == {STOCK: 0.5, LayerPlan.of(4, "s1", 3): 0.25}
+    assert (found.kept_bytes, found.to_host, found.to_device) == (768, 1e-6, None)
+    assert json.loads(found.dump()) == GOOD
+    assert parse(found.dump()) == found
+
+
+def test_trials_without_a_time_are_left_out() -> None:
+    costs = Costs("x", times={1: {STOCK: float("inf"), LayerPlan(2): 1.0}})
+    assert parse(costs.dump()).times == {1: {LayerPlan(2): 1.0}}
+
+
+def test_files_of_earlier_releases_give_bytes_and_copies() -> None:
+    assert parse(json.dumps(OLD)) == Costs("", 768.0, 3e-6, 4e-6)
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
-        ({"format": "megatron-ext-moe-costs/2"}, "format"),
-        ({"message": [1, 2]}, "'message' must be a list of three numbers"),
-        ({"experts": [1, -2, 3]}, "'experts' must be"),
-        ({"experts": [1, float("inf"), 3]}, "Infinity is no number of JSON"),
-        ({"experts": [1, 1e300, 3]}, "'experts' must be"),
-        ({"to_host": [True, 0, 0]}, "'to_host' must be"),
-        ({"to_device": None}, "'to_device' must be"),
+        ({"format": "megatron-ext-moe-costs/3"}, "format"),
+        ({"layers": None}, "'layers' must be a text"),
+        ({"times": {}}, "'times' a list"),
+        ({"times": [[1, 2]]}, "a time is "),
+        ({"times": [[1, 2, "s9", 2, 1.0]]}, "s9"),
+        ({"times": [[1, 0, "s1", 2, 1.0]]}, "chunks must be"),
+        ({"times": [[1, 2, "s1", 2, 0]]}, "a time must be a number > 0"),
+        ({"to_host": [1]}, "'to_host' must be"),
         ({"kept_bytes": "many"}, "'kept_bytes' must be a number"),
         ({"kept_bytes": float("nan")}, "NaN is no number of JSON"),
         ({"combine": [1, 2, 3]}, "'combine' is not known"),
     ],
 )
-def test_wrong_files_are_named(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_wrong_files_are_named(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     target = tmp_path / "costs.json"
     target.write_text(json.dumps({**GOOD, **changed}))
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=message) as error:
         load(str(target))
     assert str(target) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"message": [1, 2]}, "'message' must be a list of three numbers"),
+        ({"experts": [1, -2, 3]}, "'experts' must be"),
+        ({"experts": [1, float("inf"), 3]}, "Infinity is no number of JSON"),
+        ({"to_host": [True, 0, 0]}, "'to_host' must be"),
+        ({"to_device": None}, "'to_device' must be"),
+        ({"times": []}, "'times' is not known"),
+    ],
+)
+def test_wrong_old_files_are_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(json.dumps({**OLD, **changed}))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", '"x"'])
@@ -59,5 +92,5 @@ def test_other_content(text: str) -> None:
 
 
 def test_a_missing_file() -> None:
-    with pytest.raises(ValueError, match="cannot read MoE costs nowhere.json"):
+    with pytest.raises(ValueError, match=r"cannot read MoE costs nowhere.json"):
         load("nowhere.json")

@@ -93,7 +93,8 @@ class MoE(Feature):
         Flag(
             FLAGS[0],
             "run dispatch, experts and combine of every MoE layer in so many chunks of tokens, the "
-            "communication of one beside the computation of another; auto measures; default: off",
+            "communication of one beside the computation of another; auto tries in training, "
+            "Megatron's own layer too; default: off",
             "{" + ",".join(CHUNKS) + "}",
             alone=True,
         ),
@@ -114,8 +115,7 @@ class MoE(Feature):
         ),
         Flag(
             FLAGS[3],
-            "what the operations of an MoE layer cost, as an earlier run logged it, for auto; "
-            "default: measured before a layer's first call",
+            "what an earlier run with auto logged, so that this one need not try it again",
             "FILE",
             alone=True,
             compared=lambda value, args: file_contents(value),
@@ -137,10 +137,11 @@ class MoE(Feature):
         request, schedule = MoERequest.of(run.args), run.schedule
         if request is None:
             return ()
-        from ....moe.settings import Settings
+        from ....moe.plan import LayerPlan
         from ....schedule.simulate import peak_sets
-        from .choice import ChosenMoE, check_budget, stock_sets
-        from .layer import PipelinedMoE, Policy
+        from .choice import ChosenMoE
+        from .flags import check_budget, stock_sets
+        from .layer import FixedPolicy, PipelinedMoE
 
         pp = run.args.pipeline_model_parallel_size
 
@@ -149,8 +150,9 @@ class MoE(Feature):
                 return stock_sets(pp, chunks, microbatches)
             return peak_sets(schedule.plan(microbatches).ranks)
 
-        policy: Policy = Settings()
-        if not request.stock:
+        if not request.chooses:
+            policy = FixedPolicy(LayerPlan.of(int(request.chunks), request.strategy))
+        else:
             if request.budget_bytes is not None:
                 check_budget(run.args, request.space(), request.budget_bytes, sets)
             policy = ChosenMoE(request.space(), request.budget_bytes, sets, request.costs)

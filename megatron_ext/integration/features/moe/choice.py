@@ -1,177 +1,189 @@
-"""MoE layers that choose how they run, from Megatron's arguments (docs/12)."""
+"""MoE layers whose plan is chosen while training runs: the tuner inside Megatron (docs/12)."""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import statistics
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ....moe import cost_file
-from ....moe.costs import LayerShape
-from ....moe.decide import Chooser, Measured, Name, load_of
+from ....moe.autotune import SearchSpace, StepReport, Tuner
+from ....moe.cost_file import Costs
+from ....moe.graph import kept_bytes_per_row
+from ....moe.plan import Budget, LayerShape, Strategy
 from ....moe.region import Region
-from ....moe.select import BudgetError, Space, what_fits
-from ....moe.settings import Decides
-from ....schedule.generators import generate
-from ....schedule.simulate import peak_sets
-from ...arguments import MegatronArgs
-from ...errors import ConfigError
-from ...utils import full_batch
+from ....offload.rates import measure_rates
+from .flags import Sets, layer_shape
+from .layer import Execution, FixedPolicy
+from .timing import CallTimer
 
 logger = logging.getLogger(__name__)
 
-# (model chunks a rank, microbatches) -> most activation sets of each pipeline rank
-Sets = Callable[[int, int], list[int]]
+_PROBE_BYTES = 8 << 20  # copied each way to measure the link to the host
+_NAMED = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-class ChosenMoE:
+class _Layers:
+    """The rank's layers of one kind, and what their calls of this step have shown."""
+
+    def __init__(self, tuner: Tuner) -> None:
+        self.tuner, self.step = tuner, -1
+        self.tokens, self.timers = 0, list[CallTimer]()
+
+    def report(self, rows: int) -> StepReport:
+        """Of the step that is over, on this rank."""
+        times = [t for t in (one.ms_per_token() for one in self.timers) if t is not None]
+        middle = statistics.median(times[1:] or times or [0])  # the first pays for allocations
+        self.timers.clear()
+        tokens, self.tokens = self.tokens, 0
+        return StepReport(tokens, rows, middle, len(times))
+
+
+class ChosenMoE(FixedPolicy):
     """Policy of MoE layers of which something is to be chosen.
 
     Args:
         space: what may be chosen.
         budget_bytes: of the rank's MoE layers on the device, or None.
         sets: what is in flight on each pipeline rank.
-        costs: of every layer; None: each is measured before its first call.
+        costs: of an earlier run.
     """
 
-    stock = False
-
     def __init__(
-        self, space: Space, budget_bytes: int | None, sets: Sets, costs: Measured | None = None
+        self, space: SearchSpace, budget_bytes: int | None, sets: Sets, costs: Costs | None = None
     ) -> None:
-        self._space, self._sets, self._costs = space, sets, costs
+        super().__init__(space.plans()[0])
+        self._space, self._budget_bytes, self._sets = space, budget_bytes, sets
+        self._known = Costs() if costs is None else costs
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._chooser = Chooser(space, budget_bytes, self._load, self._say)
-        self._speaks: bool | None = None
+        self._kinds: dict[tuple[LayerShape, int], _Layers] = {}
+        self._step = self._rows = 0
+        self._calls: dict[tuple[int, int], int] = {}
+        self._logs: bool | None = None
+        self._handles: list[Any] = []
         atexit.register(self.close)
+
+    steps = True
 
     @property
     def restores(self) -> bool:
-        """See ``Policy``."""
-        return self._space.strategies != ("none",)
+        return self._space.strategies != (Strategy.NONE,)
 
     def built(self, layer: Any) -> None:
-        """See ``Policy``."""
         self._layers.add(layer)
+        if self._budget_bytes is not None:
+            # Rows are known to all ranks from the exchange of counts; Megatron's layer has its own.
+            self._handles.append(layer.experts.register_forward_pre_hook(self._note_rows))
 
-    def of(self, layer: Any, region: Region, rows: torch.Tensor, probs: torch.Tensor) -> Decides:
-        """See ``Policy``."""
-        config, exchange = layer.config, region.exchange
-        shape = layer_shape(
-            config, rows.shape[1], exchange.ep_size, exchange.tp_size, rows.element_size()
-        )
+    def begin_step(self) -> None:
+        self._step += 1
 
-        name = Name(shape, exchange.local_experts)
-
-        def measured(count: int) -> Measured:
-            from ....moe.measure import measure
-
-            if self._costs is not None:  # the same on all ranks: agreement.py has compared the file
-                return self._costs
-            found = measure(region, shape, count, rows.dtype, probs.dtype)
-            self._say(f"{name}, measured for {count} rows on a rank: {cost_file.dump(found)}")
-            return found
-
-        return self._chooser.layer(name, measured)
+    def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Region]) -> Execution:
+        # In the first call of a step the ranks of the layer's groups agree.
+        tp, size = region().exchange.tp_size, hidden.element_size()
+        shape = layer_shape(layer.config, hidden.shape[-1], tp, size)
+        key = shape, region().exchange.local_experts
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = self._kind(shape, layer, hidden, region())
+        tuner, tokens, before = kind.tuner, hidden.numel() // hidden.shape[-1], kind.tuner.plan
+        if kind.step != self._step:
+            report = kind.report(self._rows)
+            if kind.step < 0:  # of this call, and of balanced routing
+                rows = tokens * layer.config.moe_router_topk * tp
+                report = StepReport(tokens, rows)
+            kind.step = self._step
+            tuner.begin_step(StepReport(*_largest(report, hidden, region())))
+        kind.tokens = max(kind.tokens, tokens)
+        timer = None
+        if torch.is_grad_enabled():
+            tuner.count_call()
+            if tuner.on_trial:
+                timer = CallTimer(hidden)
+                kind.timers.append(timer)
+        return Execution(tuner, tuner.plan.stock, timer, tuner.plan != before)
 
     def summary(self) -> list[str]:
-        """What ran how often: a line for each way."""
-        return self._chooser.summary()
+        """What ran how often: a line for each plan."""
+        return [line for kind in self._kinds.values() for line in kind.tuner.summary()]
 
     def close(self) -> None:
-        """See ``Policy``; says what ran."""
         atexit.unregister(self.close)
-        for line in self.summary():
-            self._say(f"over the run {line}")
+        for kind in self._kinds.values():
+            for line in kind.tuner.summary():
+                self._log(f"over the run, {kind.tuner.costs.layers}: {line}")
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
-    def _say(self, text: str) -> None:
+    def _kind(self, shape: LayerShape, layer: Any, hidden: torch.Tensor, region: Region) -> _Layers:
+        """A tuner, once bytes and copies that a budget needs are known to all ranks."""
+        exchange = region.exchange
+        name = (
+            f"MoE layers of hidden size {shape.hidden}, expert FFN size {shape.ffn}, "
+            f"{exchange.experts} experts on {exchange.ep_size} ranks"
+        )
+        known, budget = self._known, None
+        if self._budget_bytes is not None:
+            if known.kept_bytes is None:
+                probs = _NAMED.get(layer.config.moe_router_dtype, hidden.dtype)
+                like = hidden.new_empty((1, shape.hidden))
+                local = exchange.local_experts
+                kept = kept_bytes_per_row(region.experts, region.parameters, local, like, probs)
+                known = replace(known, kept_bytes=_largest((kept,), hidden, region)[0])
+            if self.restores and known.to_host is None:
+                device = region.memory.device
+                host = torch.empty(
+                    2 * _PROBE_BYTES, dtype=torch.uint8, pin_memory=device.pins_host_memory
+                )
+                rates = measure_rates(device, host)
+                both = _largest((1e3 / rates.to_host, 1e3 / rates.to_device), hidden, region)
+                known = replace(known, to_host=both[0], to_device=both[1])
+            shape = shape._replace(kept_bytes=known.kept_bytes or 0)
+            budget = Budget(self._budget_bytes, shape, self._in_flight)
+        if known.layers not in ("", name):
+            self._log(f"{name}: --moe-pipeline-costs is of other layers, {known.layers}")
+            known = replace(known, times={})
+        log = lambda line: self._log(f"{name}, {line}")  # noqa: E731
+        return _Layers(Tuner(self._space, budget, replace(known, layers=name), log))
+
+    def _note_rows(self, _: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        self._rows = max(self._rows, len(inputs[0]))
+
+    def _log(self, text: str) -> None:
         """One line for each stage of the pipeline."""
-        if self._speaks is None:  # known now; at the end Megatron may have forgotten its groups
+        if self._logs is None:  # known now; at the end Megatron may have forgotten its groups
             from megatron.core import parallel_state
 
-            self._speaks = (
+            self._logs = (
                 parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
                 and parallel_state.get_tensor_model_parallel_rank() == 0
             )
-        if self._speaks:
+        if self._logs:
             logger.warning("megatron_ext: %s", text)
 
-    def _load(self) -> tuple[int, int]:
+    def _in_flight(self) -> int:
+        """Layers on the rank times microbatches between their forward and their backward."""
         from megatron.core import parallel_state
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        sets = self._sets(chunks, get_num_microbatches())[rank]
-        return max(1, -(-len(self._layers) // chunks)), sets
+        key = chunks, get_num_microbatches()
+        if key not in self._calls:
+            self._calls[key] = self._sets(*key)[parallel_state.get_pipeline_model_parallel_rank()]
+        return max(1, -(-len(self._layers) // chunks)) * self._calls[key]
 
 
-def layer_shape(config: Any, hidden: int, ranks: int, tp: int, element_bytes: int) -> LayerShape:
-    """Sizes of a layer's experts.
-
-    Args:
-        config: Megatron's, or its arguments: the attributes that are read have the same names.
-        hidden: elements of a row that travels.
-        ranks: expert parallel. tp: expert tensor parallel.
-    """
-    ffn = config.moe_ffn_hidden_size or config.ffn_hidden_size
-    gated = getattr(config, "gated_linear_unit", False) or getattr(config, "swiglu", False)
-    return LayerShape(
-        hidden,
-        max(1, ffn // tp),
-        "swiglu" if gated else "gelu",
-        config.moe_router_topk,
-        ranks,
-        element_bytes,
-    )
-
-
-def stock_sets(pp: int, chunks: int, microbatches: int) -> list[int]:
-    """Most activation sets of each rank under Megatron's own schedules."""
-    if pp == 1:
-        return [1]
-    if chunks == 1:
-        return [min(pp - rank, microbatches) for rank in range(pp)]
-    try:
-        return peak_sets(generate("interleaved", pp, microbatches, chunks).ranks)
-    except ValueError:  # microbatches in groups that ours do not have
-        warmup = [2 * (pp - rank - 1) + (chunks - 1) * pp + 1 for rank in range(pp)]
-        return [min(sets, chunks * microbatches) for sets in warmup]
-
-
-def check_budget(args: MegatronArgs, space: Space, budget_bytes: int, sets: Sets) -> None:
-    """Refuse a budget that cannot be kept even where all experts get the same number of rows.
-
-    Args:
-        args: validated by Megatron.
-
-    Raises:
-        ConfigError: with the least that would do.
-    """
-    pp, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
-    per_step = args.micro_batch_size * args.data_parallel_size
-    microbatches = (full_batch(args) or per_step) // per_step
-    etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    shards = args.context_parallel_size * args.tensor_model_parallel_size
-    rows = args.seq_length * args.micro_batch_size * args.moe_router_topk * etp // shards
-    hidden = args.moe_latent_size or args.hidden_size
-    size = torch.empty(0, dtype=args.params_dtype).element_size()
-    shape = layer_shape(args, hidden, args.expert_model_parallel_size, etp, size)
-    frequency = args.moe_layer_freq
-    pattern = frequency if isinstance(frequency, list) else [1] + [0] * (frequency - 1)
-    share = sum(pattern) / len(pattern)
-    assert args.num_layers is not None  # Megatron has set it
-    # Of an even split; a first or last stage may have more, which is then told while it runs.
-    layers = max(1, int(args.num_layers * share / (pp * chunks)))
-    in_flight = max(sets(chunks, microbatches))
-    try:
-        what_fits(shape, load_of(rows, layers, in_flight), budget_bytes, space)
-    except BudgetError as error:
-        raise ConfigError(
-            f"--moe-memory-budget: {error} ({layers} MoE layers, {in_flight} passes in flight, "
-            f"{rows} rows a call if routing is balanced)"
-        ) from None
+def _largest(values: Any, like: torch.Tensor, region: Region) -> list[float]:
+    """Of each value the largest over the ranks of the layer's groups."""
+    table = torch.tensor(tuple(values), dtype=torch.float64, device=like.device)
+    group = region.exchange.groups.tp_ep
+    if region.exchange.ep_size * region.exchange.tp_size > 1:
+        dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    return table.tolist()

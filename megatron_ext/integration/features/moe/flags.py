@@ -8,12 +8,18 @@ from typing import Any
 
 from ...._input import attribute, parse_bytes
 from ....moe import cost_file
-from ....moe.decide import Measured
-from ....moe.select import AUTO, Space
+from ....moe.autotune import AUTO, SearchSpace
+from ....moe.plan import Budget, BudgetError, LayerShape
+from ....schedule.generators import generate
+from ....schedule.simulate import peak_sets
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import require_no_conflict
+from ...utils import full_batch
 from . import CHUNKS, CONFLICTS, FLAGS, RESTORED, STRATEGIES
+
+# (model chunks a rank, microbatches) -> most activation sets of each pipeline rank
+Sets = Callable[[int, int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -24,13 +30,13 @@ class MoERequest:
         chunks: n, for every layer and step, or ``auto``.
         strategy: a strategy's name, or ``auto``.
         budget_bytes: for what is chosen; None: no limit.
-        costs: in place of those that would be measured.
+        costs: what an earlier run found.
     """
 
     chunks: str
     strategy: str
     budget_bytes: int | None = None
-    costs: Measured | None = None
+    costs: cost_file.Costs | None = None
 
     @classmethod
     def of(cls, args: MegatronArgs) -> MoERequest | None:
@@ -69,9 +75,14 @@ class MoERequest:
         """True where Megatron's own layer does all of it."""
         return (self.chunks, self.strategy) == ("1", "none")
 
-    def space(self) -> Space:
+    @property
+    def chooses(self) -> bool:
+        """True where something is left to be chosen."""
+        return AUTO in (self.chunks, self.strategy)
+
+    def space(self) -> SearchSpace:
         """What may be chosen."""
-        return Space.of(self.chunks, self.strategy)
+        return SearchSpace.of(self.chunks, self.strategy)
 
     def text(self, args: MegatronArgs) -> str:
         """For the log: what runs, and what of Megatron's has no effect there."""
@@ -106,3 +117,61 @@ def _read(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
         return parse(text)
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from None
+
+
+def layer_shape(config: Any, hidden: int, tp: int, element_bytes: int) -> LayerShape:
+    """Sizes of a layer's experts.
+
+    Args:
+        config: Megatron's, or its arguments: the attributes that are read have the same names.
+        hidden: elements of a token. tp: expert tensor parallel size.
+    """
+    ffn = config.moe_ffn_hidden_size or config.ffn_hidden_size
+    gated = getattr(config, "gated_linear_unit", False) or getattr(config, "swiglu", False)
+    row = getattr(config, "moe_latent_size", None) or hidden
+    return LayerShape(row, max(1, ffn // tp), bool(gated), element_bytes)
+
+
+def stock_sets(pp: int, chunks: int, microbatches: int) -> list[int]:
+    """Most activation sets of each rank under Megatron's own schedules."""
+    if pp == 1:
+        return [1]
+    if chunks == 1:
+        return [min(pp - rank, microbatches) for rank in range(pp)]
+    try:
+        return peak_sets(generate("interleaved", pp, microbatches, chunks).ranks)
+    except ValueError:  # microbatches in groups that ours do not have
+        warmup = [2 * (pp - rank - 1) + (chunks - 1) * pp + 1 for rank in range(pp)]
+        return [min(sets, chunks * microbatches) for sets in warmup]
+
+
+def check_budget(args: MegatronArgs, space: SearchSpace, budget_bytes: int, sets: Sets) -> None:
+    """Refuse a budget that cannot be kept even where all experts get the same number of rows.
+
+    Args:
+        args: validated by Megatron.
+
+    Raises:
+        ConfigError: with the least that would do.
+    """
+    pp, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    per_step = args.micro_batch_size * args.data_parallel_size
+    microbatches = (full_batch(args) or per_step) // per_step
+    etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    shards = args.context_parallel_size * args.tensor_model_parallel_size
+    rows = args.seq_length * args.micro_batch_size * args.moe_router_topk * etp // shards
+    shape = layer_shape(args, args.hidden_size, etp, args.params_dtype.itemsize)
+    frequency = args.moe_layer_freq
+    pattern = frequency if isinstance(frequency, list) else [1] + [0] * (frequency - 1)
+    share = sum(pattern) / len(pattern)
+    assert args.num_layers is not None  # Megatron has set it
+    # Of an even split; a first or last stage may have more, which is then logged while it runs.
+    layers = max(1, int(args.num_layers * share / (pp * chunks)))
+    in_flight = max(sets(chunks, microbatches))
+    try:
+        Budget(budget_bytes, shape, lambda: layers * in_flight).require(space.plans(), rows)
+    except BudgetError as error:
+        raise ConfigError(
+            f"--moe-memory-budget: {error} ({layers} MoE layers, {in_flight} passes in flight, "
+            f"{rows} rows a call if routing is balanced)"
+        ) from None

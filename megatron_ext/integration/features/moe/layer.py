@@ -10,39 +10,69 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from ....moe.buffers import Memory
 from ....moe.exchange import Exchange, Groups
+from ....moe.plan import ExecutionPolicy, LayerPlan, Strategy
 from ....moe.region import Region
-from ....moe.saved import Memory
-from ....moe.settings import Decides
 from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
 from ...errors import ConfigError
+from ...feature import require_no_conflict
 from ...gradients import accumulate, finish
 from ...hooks import Hook
+from . import CONFLICTS, RESTORED
+from .timing import CallTimer
 
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _STAGES = ["route", "expert_compute", "postprocess"]
 
 
-class Policy(Protocol):
-    """How the calls of a rank's MoE layers run."""
+class Execution(NamedTuple):
+    """How one call of a layer runs.
 
-    @property
-    def stock(self) -> bool:
-        """True where Megatron's own layer does all that is asked for."""
+    Attributes:
+        policy: its plan.
+        stock: Megatron's own layer runs.
+        timer: of the call, if it is timed.
+        changed: the plan differs from the last call's; its shared buffers have other sizes.
+    """
+
+    policy: ExecutionPolicy
+    stock: bool
+    timer: CallTimer | None = None
+    changed: bool = False
+
+
+class FixedPolicy:
+    """How the calls of a rank's MoE layers run: here all by one plan.
+
+    Args:
+        plan: the same on all ranks of a layer's groups; it may be set anew between two steps.
+    """
+
+    steps = False  # whether ``begin_step`` must be called
+
+    def __init__(self, plan: LayerPlan) -> None:
+        self.plan = plan
 
     @property
     def restores(self) -> bool:
         """True where something is not kept for backward, now or later."""
+        return self.plan.strategy is not Strategy.NONE
 
     def built(self, layer: Any) -> None:
         """The model has ``layer``."""
 
-    def of(self, layer: Any, region: Region, rows: torch.Tensor, probs: torch.Tensor) -> Decides:
-        """For the next call of ``layer``, with ``rows`` that travel and their probabilities."""
+    def begin_step(self) -> None:
+        """The calls to come are of another step of training."""
+
+    def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Region]) -> Execution:
+        """For the next call of ``layer`` with ``hidden``; ``region`` gives the layer's."""
+        return Execution(self.plan, self.plan.stock)
 
     def close(self) -> None:
         """No call will come."""
@@ -52,7 +82,7 @@ class PipelinedMoE:
     """Runs the MoE layers of one rank.
 
     Args:
-        policy: how calls run; asked at every call of a layer.
+        policy: how calls run.
         store: of the weight gradients that W passes compute, where the schedule has such.
         options: of ``Memory``.
 
@@ -61,7 +91,7 @@ class PipelinedMoE:
     """
 
     def __init__(
-        self, policy: Policy, store: WeightGradStore | None = None, **options: Any
+        self, policy: FixedPolicy, store: WeightGradStore | None = None, **options: Any
     ) -> None:
         self._policy, self._options = policy, options
         self.memory: Memory | None = None
@@ -71,8 +101,22 @@ class PipelinedMoE:
         self._regions: weakref.WeakKeyDictionary[Any, Region] = weakref.WeakKeyDictionary()
 
     def hooks(self) -> tuple[Hook, ...]:
-        """What has to be hooked."""
+        """The places in Megatron that this needs."""
+        steps = [
+            Hook(
+                (f"{_SCHEDULES}:forward_backward_{kind}",),
+                self._stepping,
+                ("forward_step_func", "model", "num_microbatches"),
+                "MoE layers would not know where a step begins",
+            )
+            for kind in (
+                "no_pipelining",
+                "pipelining_without_interleaving",
+                "pipelining_with_interleaving",
+            )
+        ]
         return (
+            *(steps if self._policy.steps else ()),
             Hook(
                 ("megatron.core.transformer.moe.moe_layer:MoELayer.forward",),
                 self._chunked,
@@ -99,6 +143,14 @@ class PipelinedMoE:
             self.memory.close()
             self.memory = None
 
+    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            self._policy.begin_step()
+            return original(*args, **kwargs)
+
+        return forward_backward
+
     def _noted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         policy = self._policy
 
@@ -117,15 +169,32 @@ class PipelinedMoE:
             intermediate_tensors: Any = None,
             padding_mask: torch.Tensor | None = None,
         ) -> Any:
-            if ours._policy.stock or intermediate_tensors is not None or _needs_stock(self):
+            if intermediate_tensors is not None or _needs_stock(self):
                 return original(self, hidden_states, intermediate_tensors, padding_mask)
-            return ours.forward(self, hidden_states, padding_mask)
+            region = functools.partial(ours._region, self, hidden_states.device)
+            execution = ours._policy.begin(self, hidden_states, region)
+            if execution.changed and ours.memory is not None:
+                ours.memory.ring.clear()
+            timer = execution.timer
+            if timer is not None:
+                hidden_states = timer.begin(hidden_states)
+            if execution.stock:
+                result = original(self, hidden_states, None, padding_mask)
+            else:
+                result = ours.forward(self, hidden_states, padding_mask, execution.policy)
+            if timer is not None:
+                timer.end(result[0])
+            return result
 
         ours = self
         return forward
 
     def forward(
-        self, layer: Any, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
+        self,
+        layer: Any,
+        hidden_states: torch.Tensor,
+        padding_mask: torch.Tensor | None,
+        policy: ExecutionPolicy,
     ) -> Any:
         """``MoELayer.forward`` with the routed part in chunks.
 
@@ -133,6 +202,7 @@ class PipelinedMoE:
             layer: the ``MoELayer``.
             hidden_states: (sequence, batch, hidden).
             padding_mask: (batch, sequence), true for tokens that are none; or None.
+            policy: gives the plan.
 
         Returns:
             (output of the shape of ``hidden_states``, None).
@@ -147,9 +217,7 @@ class PipelinedMoE:
             if latent:
                 hidden, _ = layer.fc1_latent_proj(hidden)
             rows = hidden.reshape(-1, hidden.shape[-1])
-            region = self._region(layer, rows)
-            decides = self._policy.of(layer, region, rows, probs)
-            output = region(rows, probs, routing_map, decides)
+            output = self._region(layer, rows.device)(rows, probs, routing_map, policy)
             output = output.view(hidden.shape)
             if latent:
                 output, _ = layer.fc2_latent_proj(output)
@@ -158,21 +226,20 @@ class PipelinedMoE:
         if layer.moe_layer_recompute:
             from megatron.core import tensor_parallel
 
-            if self._policy.restores:
-                raise ConfigError(
-                    "--moe-memory-reuse other than none restores the experts itself, so "
-                    "--recompute-modules moe would compute them three times; drop one of both"
-                )
             arguments = (hidden_states,) if padding_mask is None else (hidden_states, padding_mask)
             return tensor_parallel.checkpoint(compute, False, *arguments), None
         return compute(hidden_states, padding_mask), None
 
-    def _region(self, layer: Any, rows: torch.Tensor) -> Region:
+    def _region(self, layer: Any, device: torch.device) -> Region:
         region = self._regions.get(layer)
         if region is None:
-            require_supported_layer(layer)
+            # Whoever built the layer: its configuration has the names of Megatron's flags.
+            parts = {"": "an MoE layer in chunks"}
+            if self._policy.restores:
+                parts[RESTORED] = "an MoE layer that restores its experts (--moe-memory-reuse)"
+            require_no_conflict(layer.config, CONFLICTS, parts)
             if self.memory is None:
-                self.memory = Memory.on(rows.device, **self._options)
+                self.memory = Memory.on(device, **self._options)
             dispatcher = layer.token_dispatcher
             tensor = dispatcher.tp_group if dispatcher.tp_size > 1 else None
             groups = Groups(dispatcher.ep_group, tensor, dispatcher.tp_ep_group)
@@ -232,27 +299,3 @@ def _needs_stock(layer: Any) -> bool:
         return True
     # Its own check, and its message.
     return layer.attn_tp_group.size() > 1 and not layer.config.sequence_parallel
-
-
-def require_supported_layer(layer: Any) -> None:
-    """Refuse a layer that cannot run in chunks, whoever built it.
-
-    Raises:
-        ConfigError: its dispatcher or one of its features.
-    """
-    config, name = layer.config, type(layer.token_dispatcher).__name__
-    if config.moe_token_dispatcher_type != "alltoall":
-        raise ConfigError(
-            f"MoE layers in chunks need the all-to-all dispatcher, and this layer has {name}; set "
-            "--moe-token-dispatcher-type alltoall"
-        )
-    if config.moe_pad_expert_input_to_capacity:
-        raise ConfigError(
-            "MoE layers in chunks do not pad experts to their capacity "
-            "(--moe-pad-expert-input-to-capacity); drop it, capacity itself is supported"
-        )
-    if config.moe_shared_expert_overlap:
-        raise ConfigError(
-            "--moe-shared-expert-overlap runs parts of the shared experts inside the dispatcher, "
-            "once a layer, which chunks would repeat; drop it"
-        )

@@ -1,25 +1,139 @@
-"""What each chunk keeps from its forward for its backward pass, on the device or on the host."""
+"""Where a chunk's tensors lie: rings that all layers share, memory on its way to the host, and
+what each chunk keeps from its forward for its backward pass.
+
+A ring has a buffer for each purpose and slot; chunk i uses slot i mod depth. Buffers only grow, to
+what the worst chunk of any rank needs, so after the first steps nothing is allocated any more.
+Compute and the collectives are ordered by issue; copies to the host are not, and a slot knows the
+events that its next writer has to wait for (MPipeMoE, section III-D).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Set
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..offload.arena import HostArena, padded
 from ..offload.blocks import Block, Kept, View, place
-from ..offload.device import CpuDevice, CudaDevice, Device
+from ..offload.device import CpuDevice, CudaDevice, Device, Event
 from ..offload.engine import Engine, Ticket
-from .ring import DEPTH, Departures, Ring
-from .strategies import Restore, Strategy
+from .plan import DEPTH, Restore, Strategy
 
 INPUT, INSIDE = "input", "inside"
 MIN_BYTES = 4096
+
+
+@dataclass
+class _Slot:
+    memory: torch.Tensor | None = None
+    readers: list[Event] = field(default_factory=list)
+
+
+class Ring:
+    """The buffers of one rank.
+
+    Args:
+        device: orders copies and compute.
+        skip: purposes whose readers are not waited for; for mutation tests only.
+    """
+
+    def __init__(self, device: Device, skip: Collection[str] = ()) -> None:
+        self.device = device
+        self._skip = frozenset(skip)
+        self._slots: dict[tuple[str, int], _Slot] = {}
+        self._wanted: dict[str, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers that there are."""
+        return sum(s.memory.numel() for s in self._slots.values() if s.memory is not None)
+
+    def storages(self) -> set[int]:
+        """Identities of the storages of all buffers."""
+        slots = self._slots.values()
+        return {s.memory.untyped_storage()._cdata for s in slots if s.memory is not None}
+
+    def reserve(self, purpose: str, nbytes: int) -> None:
+        """From now on buffers of ``purpose`` have at least so many bytes."""
+        self._wanted[purpose] = max(nbytes, self._wanted.get(purpose, 0))
+
+    def take(self, purpose: str, number: int, nbytes: int) -> torch.Tensor:
+        """The memory of a slot, 1-D uint8, at least ``nbytes``; compute may write to it.
+
+        Each call gives a tensor of its own over the slot, with its own version counter: autograd
+        must not take the next chunk's writing for a change of this one's saved tensors.
+        """
+        slot = self._slots.setdefault((purpose, number), _Slot())
+        if purpose not in self._skip:
+            for event in slot.readers:
+                if not event.query():
+                    self.device.wait(event)
+        slot.readers.clear()
+        nbytes = max(nbytes, self._wanted.get(purpose, 0))
+        if slot.memory is None or slot.memory.numel() < nbytes:
+            slot.memory = None  # first, so that both are never there at the same time
+            slot.memory = self.device.allocate(nbytes)
+        fresh = torch.empty(0, dtype=torch.uint8, device=slot.memory.device)
+        return fresh.set_(slot.memory.untyped_storage(), 0, (slot.memory.numel(),), (1,))
+
+    def read_until(self, purpose: str, number: int, event: Event) -> None:
+        """A slot is read by a copy until ``event``."""
+        self._slots[purpose, number].readers.append(event)
+
+    def clear(self) -> None:
+        """Give all memory back; compute waits for copies that still read it."""
+        for slot in self._slots.values():
+            for event in slot.readers:
+                self.device.wait(event)
+        self._slots.clear()
+        self._wanted.clear()
+
+
+@dataclass
+class Departure:
+    """Device memory on its way to the host, held until it has arrived there."""
+
+    ticket: Ticket
+    memory: list[torch.Tensor]
+
+
+class Departures:
+    """What is on its way to the host from memory that no ring owns: at most ``depth`` chunks'.
+
+    Without a bound a slow link would keep all chunks' memory; with it, compute waits for the link
+    as it would for a slot.
+    """
+
+    def __init__(self, engine: Engine, depth: int = DEPTH) -> None:
+        self._engine, self._depth = engine, depth
+        self._departing: list[Departure] = []
+
+    def add(self, ticket: Ticket, memory: list[torch.Tensor]) -> None:
+        """Hold ``memory`` until the copy of ``ticket`` is done."""
+        self._departing.append(Departure(ticket, memory))
+
+    def make_room(self) -> None:
+        """Before another chunk computes: let go what has left; wait where too much has not."""
+        while self._departing:
+            ticket = self._departing[0].ticket
+            full = len(self._departing) >= self._depth
+            if not self._engine.release(ticket, patient=not full):
+                return
+            self._drop(self._departing.pop(0))
+
+    def flush(self) -> None:
+        """Let go everything; compute waits for what has not left."""
+        while self._departing:
+            self._engine.release(self._departing[0].ticket)
+            self._drop(self._departing.pop(0))
+
+    def _drop(self, departure: Departure) -> None:
+        while departure.memory:
+            self._engine.device.discard(departure.memory.pop())
 
 
 class Memory:
@@ -71,8 +185,8 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class _Name:
-    """Stands as the owner of memory blocks, for their messages."""
+class _Owner:
+    """Owner of memory blocks, named in error messages."""
 
     key: str
 
@@ -91,22 +205,19 @@ class Record:
 
     Attributes:
         used_bytes: of the chunk's slot of the ring ``input``.
-        kept_bytes: on the device for backward, in memory of its own; of what lies inside the
-            experts only where that was asked for.
     """
 
     def __init__(self, memory: Memory, number: int, strategy: Strategy, depth: int = DEPTH) -> None:
-        self.used_bytes = self.kept_bytes = 0
-        self._name = _Name(f"MoE chunk {number}")
+        self.used_bytes = 0
+        self._owner = _Owner(f"MoE chunk {number}")
         self._memory, self._strategy = memory, strategy
         self._input_slot, self._inside_slot = number % depth, number % DEPTH
         self._input: Block | None = None
         self._inside: dict[int, Block] = {}
-        self._away: list[Block] = []
+        self._offloaded: list[Block] = []
         self._ticket: Ticket | None = None
         self._slot: torch.Tensor | None = None
         self._arrived = False
-        self._weighed: set[int] | None = None
 
     def __del__(self) -> None:
         # A graph may be dropped without a backward pass; its place on the host must not be lost.
@@ -120,38 +231,33 @@ class Record:
         """Memory for the experts' input, 1-D uint8: of its own, or of the ring."""
         self.used_bytes = nbytes
         if self._strategy.input is Restore.KEEP:
-            self.kept_bytes += nbytes
             return self._memory.device.allocate(nbytes)
         return self._memory.ring.take(INPUT, self._input_slot, nbytes)[:nbytes]
 
-    def saving(self, slot: torch.Tensor, residents: Set[int], weighs: bool = False) -> Any:
+    def saving(self, slot: torch.Tensor, residents: Set[int]) -> Any:
         """A context for the experts' forward pass: what autograd saves there is this chunk's.
 
         Args:
             slot: what ``input_slot`` gave.
             residents: what ``Memory.know`` gave.
-            weighs: ``kept_bytes`` is wanted.
         """
-        self._weighed = {slot.untyped_storage()._cdata, *residents} if weighs else None
         if self._strategy.inside is Restore.KEEP:
-            if not weighs:
-                return contextlib.nullcontext()
-            return torch.autograd.graph.saved_tensors_hooks(self._weigh, lambda tensor: tensor)
-        self._input = Block(self._name, slot.untyped_storage())
+            return contextlib.nullcontext()
+        self._input = Block(self._owner, slot.untyped_storage())
         pack = functools.partial(self._pack, residents)
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
-    def leave(self, slot: torch.Tensor) -> None:
+    def offload(self, slot: torch.Tensor) -> None:
         """The experts' forward pass has been issued: send to the host what is to go there."""
         memory, pieces = self._memory, []
         if self._strategy.inside is Restore.OFFLOAD:
             for block in self._inside.values():
                 for view in block.views:
-                    view.check(self._name.key)
+                    view.check(self._owner.key)
                 start, end = block.range_bytes()
                 assert block.memory is not None
                 pieces.append(block.memory[start:end])
-            self._away = list(self._inside.values())
+            self._offloaded = list(self._inside.values())
         # Views, which hold their whole storages.
         inside = list(pieces)
         if self._strategy.input is Restore.OFFLOAD and self.used_bytes:
@@ -164,7 +270,7 @@ class Record:
                 memory.ring.read_until(INPUT, self._input_slot, ticket.sent)
             if inside:
                 memory.departures.add(ticket, inside)
-        for block in (*self._away, *([self._input] if self._input is not None else [])):
+        for block in (*self._offloaded, *([self._input] if self._input is not None else [])):
             block.memory = None
             for view in block.views:
                 view.tensor = None
@@ -172,18 +278,18 @@ class Record:
 
     # --- backward ---
 
-    def prefetch(self) -> None:
+    def fetch(self) -> None:
         """Start copying back what is on the host, into the ring."""
         ticket = self._ticket
         if ticket is None:
             return
         ring, places, total = self._memory.ring, [], 0
-        for size in ticket.sizes[: len(self._away)]:
+        for size in ticket.sizes[: len(self._offloaded)]:
             places.append(total)
             total += padded(size)
-        inside = ring.take(INSIDE, self._inside_slot, total) if self._away else None
+        inside = ring.take(INSIDE, self._inside_slot, total) if self._offloaded else None
         buffers = []
-        for block, at, size in zip(self._away, places, ticket.sizes):
+        for block, at, size in zip(self._offloaded, places, ticket.sizes):
             assert inside is not None
             # Of the memory's storage, which is the whole slot.
             block.base_bytes = block.range_bytes()[0] - at
@@ -195,7 +301,7 @@ class Record:
         ticket.prepared = self._memory.device.record()
         self._memory.engine.reload(ticket, list(buffers))
 
-    def restored_slot(self) -> torch.Tensor:
+    def backward_slot(self) -> torch.Tensor:
         """The experts' input in backward: what the copy brings, or room for what is sent again."""
         slot, self._slot = self._slot, None
         return self.input_slot(self.used_bytes) if slot is None else slot
@@ -213,7 +319,7 @@ class Record:
         if self._ticket is not None:
             self._memory.engine.finish(self._ticket)
         self._input = self._ticket = None
-        self._away = []
+        self._offloaded = []
 
     # --- autograd's side ---
 
@@ -224,19 +330,11 @@ class Record:
         if storage._cdata == self._input.memory.untyped_storage()._cdata:
             block = self._input
         elif storage._cdata in residents or self._stays(tensor):
-            self._weigh(tensor)
             return Kept(tensor)
         else:
-            block = self._inside.setdefault(storage._cdata, Block(self._name, storage))
+            block = self._inside.setdefault(storage._cdata, Block(self._owner, storage))
         block.views.append(View(tensor))
         return block, len(block.views) - 1
-
-    def _weigh(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if self._weighed is not None and storage._cdata not in self._weighed:
-            self._weighed.add(storage._cdata)
-            self.kept_bytes += storage.nbytes()
-        return tensor
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
@@ -249,7 +347,9 @@ class Record:
         if isinstance(handle, Kept):
             return handle.tensor
         if not self._arrived:
-            raise RuntimeError(f"{self._name.key} is used before its memory is back; this is a bug")
+            raise RuntimeError(
+                f"{self._owner.key} is used before its memory is back; this is a bug"
+            )
         block, number = handle
         result: torch.Tensor = block.view(number)
         return result
@@ -257,12 +357,3 @@ class Record:
 
 def _identity(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage()._cdata, *place(tensor)
-
-
-@contextlib.contextmanager
-def entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    """Several contexts as one."""
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield

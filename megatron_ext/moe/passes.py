@@ -1,0 +1,421 @@
+"""The forward and the backward pass of one call: the steps of its plan, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .buffers import INPUT, Record, Ring
+from .exchange import Chunk, ChunkTable, Exchange, Row, Transfer, aligned, select_rows
+from .graph import GradientSums, Graph
+from .plan import LayerPlan, Restore, Step, Strategy
+
+if TYPE_CHECKING:
+    from .region import Region
+
+
+@dataclass
+class ChunkState:
+    """One chunk between its forward and its backward pass.
+
+    Attributes:
+        index: of the rows sent, see ``Exchange.split``; autograd keeps it in between.
+        record: what is kept of the experts' input and of what lies inside them.
+        probs: as sent, where rows are sent again; autograd keeps them in between.
+        graph: of the experts, where the strategy keeps one.
+    """
+
+    index: torch.Tensor | None
+    record: Record | None = None
+    probs: torch.Tensor | None = None
+    graph: Graph | None = None
+
+
+class Call:
+    """One call of a region, from forward to backward.
+
+    Args:
+        region: of the layer.
+        plan: how it runs.
+        table, index: the chunks, see ``Exchange.split``.
+        trained: the experts' parameters that want gradients; None: no backward pass will come.
+        hidden: (tokens, width). probs: (tokens, experts).
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        plan: LayerPlan,
+        table: ChunkTable,
+        index: Sequence[torch.Tensor],
+        trained: list[torch.nn.Parameter] | None,
+        hidden: torch.Tensor,
+        probs: torch.Tensor,
+    ) -> None:
+        self.region, self.plan, self.table = region, plan, table
+        self.states = [ChunkState(one) for one in index]
+        self.saves, self.trained = trained is not None, trained or []
+        # Without a backward pass there is nothing to restore, so nothing has to stay anywhere.
+        self.strategy = plan.strategy if self.saves else Strategy.S4
+        self.hidden_field, self.probs_field = (hidden.shape[1], hidden.dtype), (1, probs.dtype)
+        self.row = Row(self.hidden_field, self.probs_field)
+
+    @property
+    def resends(self) -> bool:
+        """True where backward sends the layer's input to the experts again."""
+        return self.saves and self.plan.strategy.input is Restore.RESEND
+
+    def take_saved(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """What autograd has to keep, and hand back to ``give_saved``."""
+        saved: list[Any] = [state.index for state in self.states]
+        if self.resends:
+            saved += [hidden, *(state.probs for state in self.states)]
+        for state in self.states:
+            state.index = state.probs = None
+        return saved
+
+    def give_saved(self, saved: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The layer's input, where backward sends it again.
+
+        Raises:
+            RuntimeError: backward has run.
+        """
+        if not self.states:
+            raise RuntimeError("an MoE layer in chunks cannot run its backward pass twice")
+        count = len(self.states)
+        for i, state in enumerate(self.states):
+            state.index = saved[i]
+            if self.resends:
+                state.probs = saved[count + 1 + i]
+        return saved[count] if self.resends else None
+
+    def index(self, i: int) -> torch.Tensor:
+        """Of the rows that chunk ``i`` sends."""
+        index = self.states[i].index
+        assert index is not None
+        return index
+
+    def tokens(self, i: int) -> torch.Tensor:
+        """The token, in its chunk, of each row that chunk ``i`` sends."""
+        return self.index(i) // self.table.experts
+
+    def has_work(self, i: int) -> bool:
+        """Whether the experts are called: for empty chunks only if they would not be called at
+        all, since Megatron gathers parameters when a module is first called, on all ranks."""
+        chunks = self.table.chunks
+        return chunks[i].rows > 0 or (i == 0 and not any(chunk.rows for chunk in chunks))
+
+    def input_bytes(self, rows: int) -> int:
+        """Of a slot for the experts' input."""
+        width, dtype = self.hidden_field
+        return aligned(rows * width * dtype.itemsize) + rows * self.probs_field[1].itemsize
+
+    def halves(self, slot: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and probabilities in a slot for the experts' input."""
+        (width, dtype), (_, probs_dtype) = self.hidden_field, self.probs_field
+        size = rows * width * dtype.itemsize
+        end = aligned(size)
+        p = slot[end : end + rows * probs_dtype.itemsize].view(probs_dtype)
+        return slot[:size].view(dtype).view(rows, width), p
+
+    def run_experts(self, x: torch.Tensor, chunk: Chunk, p: torch.Tensor) -> torch.Tensor:
+        """C: this rank's experts.
+
+        Raises:
+            RuntimeError: they change the shape or dtype of their rows.
+        """
+        y = self.region.experts(x, chunk.tokens_per_expert, p)
+        if y.shape != x.shape or y.dtype != x.dtype:
+            raise RuntimeError(
+                f"the experts made {tuple(y.shape)} {y.dtype} from {tuple(x.shape)} {x.dtype}; "
+                "an MoE layer in chunks needs the same"
+            )
+        return y
+
+    def run_graph(
+        self, x: torch.Tensor, chunk: Chunk, p: torch.Tensor
+    ) -> tuple[Graph, torch.Tensor]:
+        """The same, recorded for a backward pass."""
+        graph = Graph(x, p)
+        rows, probs = graph.inputs
+        return graph, graph.end(self.run_experts(rows, chunk, probs))
+
+
+class Messages:
+    """Carries the rows of one pass to the experts and back, in buffers that layers share.
+
+    Args:
+        call: whose chunks.
+        there, back: what a message has for each row, to the experts and from them.
+    """
+
+    def __init__(self, call: Call, there: Row, back: Row) -> None:
+        self._exchange: Exchange = call.region.exchange
+        self._ring: Ring = call.region.memory.ring
+        self._chunks, self._depth = call.table.chunks, call.plan.depth
+        self._there, self._back = there, back
+        self._dispatched: dict[int, Transfer] = {}
+        self._returning: dict[int, Transfer] = {}
+        # Room for the worst chunk of any rank; back, what backward needs is more than forward's.
+        worst, ring = call.table.worst, self._ring
+        ring.reserve("send", worst.sent * there.nbytes)
+        ring.reserve("return", worst.received * call.row.nbytes)
+        if self._exchange.ep_size > 1:
+            ring.reserve("receive", worst.received * there.nbytes)
+            ring.reserve("returned", worst.sent * call.row.nbytes)
+        if call.strategy.input is not Restore.KEEP:
+            ring.reserve(INPUT, call.input_bytes(worst.rows))
+
+    def take(self, purpose: str, i: int, nbytes: int) -> torch.Tensor:
+        """The slot of chunk ``i``, 1-D uint8."""
+        return self._ring.take(purpose, i % self._depth, nbytes)[:nbytes]
+
+    def dispatch(self, i: int, fill: Callable[[list[torch.Tensor]], None]) -> None:
+        """Start sending chunk ``i`` to the experts; ``fill`` writes the fields of its rows."""
+        chunk, row = self._chunks[i], self._there
+        send = self.take("send", i, chunk.sent_rows * row.nbytes)
+        fill(row.view(send, chunk.sent_rows))
+        table = send.view(chunk.sent_rows, row.nbytes)
+        out = table
+        if self._exchange.ep_size > 1:
+            out = self.take("receive", i, chunk.received_rows * row.nbytes).view(-1, row.nbytes)
+        self._dispatched[i] = self._exchange.send(out, table, chunk.sent, chunk.received)
+
+    def arrived(self, i: int) -> list[torch.Tensor]:
+        """The fields of all rows of chunk ``i``, in the order in which they came."""
+        chunk, rows = self._chunks[i], self._dispatched.pop(i).wait()
+        return self._there.view(self._exchange.gather(rows, chunk).view(-1), chunk.rows)
+
+    def send_back(self, i: int, fields: Sequence[torch.Tensor], order: torch.Tensor | None) -> None:
+        """Start sending the experts' rows of chunk ``i`` back, each field in ``order``."""
+        chunk, row, first = self._chunks[i], self._back, fields[0]
+        nbytes = chunk.received_rows * row.nbytes
+        if len(fields) == 1 and order is None and first.is_contiguous() and first.nbytes == nbytes:
+            given = first.view(torch.uint8).view(-1)
+        else:
+            given = self.take("return", i, nbytes)
+            for part, field in zip(fields, row.view(given, chunk.received_rows)):
+                select_rows(part, order, field)
+        table = given.view(chunk.received_rows, row.nbytes)
+        out = table
+        if self._exchange.ep_size > 1:
+            out = self.take("returned", i, chunk.sent_rows * row.nbytes).view(-1, row.nbytes)
+        self._returning[i] = self._exchange.send(out, table, chunk.received, chunk.sent)
+
+    def returned(self, i: int) -> list[torch.Tensor]:
+        """The fields of the rows of chunk ``i`` that are back, in the order in which they left."""
+        rows = self._returning.pop(i).wait()
+        return self._back.view(rows.view(-1), self._chunks[i].sent_rows)
+
+
+def _reduced(
+    call: Call, i: int, fields: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The experts' rows of chunk ``i`` that go back from this rank, and their order in a message:
+    under expert tensor parallelism sums over its ranks, which are in that order."""
+    exchange = call.region.exchange
+    order = exchange.order(call.table, i, inverse=True)
+    if exchange.tp_size == 1:
+        return list(fields), order
+    wide = torch.promote_types(call.probs_field[1], torch.float32)
+    sorted_ = (t if order is None else t.index_select(0, order) for t in fields)
+    chunk = call.table.chunks[i]
+    return [exchange.reduce(t.contiguous(), chunk, wide) for t in sorted_], None
+
+
+class Forward:
+    """The forward pass of a call.
+
+    Args:
+        hidden: (tokens, width). probs: (tokens, experts).
+    """
+
+    def __init__(self, call: Call, hidden: torch.Tensor, probs: torch.Tensor) -> None:
+        self._call, self._hidden, self._probs = call, hidden, probs
+        self._messages = Messages(call, call.row, Row(call.hidden_field))
+        self._out = torch.zeros_like(hidden)
+        self._residents: set[int] = set()
+        if call.saves and call.strategy.inside is Restore.OFFLOAD:
+            self._residents = call.region.memory.know(call.region.parameters)
+
+    def run(self) -> torch.Tensor:
+        """The layer's output, (tokens, width)."""
+        steps = {
+            Step.DISPATCH: self._dispatch,
+            Step.COMPUTE: self._compute,
+            Step.COLLECT: self._collect,
+        }
+        for step, i in self._call.plan.operations():
+            if step in steps:
+                steps[step](i)
+        return self._out
+
+    def _dispatch(self, i: int) -> None:
+        call, chunk = self._call, self._call.table.chunks[i]
+        hidden, probs = (t[chunk.start : chunk.end] for t in (self._hidden, self._probs))
+
+        def fill(fields: list[torch.Tensor]) -> None:
+            torch.index_select(hidden, 0, call.tokens(i), out=fields[0])
+            own = probs.reshape(-1).index_select(0, call.index(i))
+            fields[1].copy_(own.unsqueeze(1))
+            if call.resends:
+                call.states[i].probs = own
+
+        self._messages.dispatch(i, fill)
+
+    def _compute(self, i: int) -> None:
+        y = self._experts(i)
+        self._messages.send_back(i, *_reduced(self._call, i, [y]))
+
+    def _experts(self, i: int) -> torch.Tensor:
+        call, chunk, state = self._call, self._call.table.chunks[i], self._call.states[i]
+        memory = call.region.memory
+        memory.departures.make_room()
+        record = Record(memory, i, call.strategy, call.plan.depth)
+        slot = record.input_slot(call.input_bytes(chunk.rows))
+        x, p = call.halves(slot, chunk.rows)
+        order = call.region.exchange.order(call.table, i)
+        for field, target in zip(self._messages.arrived(i), (x, p.unsqueeze(1))):
+            select_rows(field, order, target)
+        if call.saves:
+            state.record = record
+        if not call.has_work(i):
+            return x.new_empty((0, x.shape[1]))
+        if call.saves and call.strategy.keeps_graph:
+            with torch.enable_grad(), record.saving(slot, self._residents):
+                state.graph, y = call.run_graph(x, chunk, p)
+            record.offload(slot)
+            return y
+        if call.saves:
+            record.offload(slot)  # its copy may run while the experts compute
+        return call.run_experts(x, chunk, p)
+
+    def _collect(self, i: int) -> None:
+        """Sum the rows of each token of chunk ``i``."""
+        chunk, token = self._call.table.chunks[i], self._call.tokens(i).long()
+        (rows,) = self._messages.returned(i)
+        part = self._out[chunk.start : chunk.end]
+        # As megatron-core does it, so that sums of many have its order.
+        if torch.are_deterministic_algorithms_enabled():
+            part.index_add_(0, token, rows)
+        else:
+            part.scatter_add_(0, token.unsqueeze(1).expand(-1, part.shape[1]), rows)
+
+
+class Backward:
+    """The backward pass of a call, from its last chunk to its first.
+
+    Args:
+        saved: what ``Call.take_saved`` gave.
+        grad: of the output, (tokens, width).
+    """
+
+    def __init__(self, call: Call, saved: Sequence[torch.Tensor], grad: torch.Tensor) -> None:
+        self._call, self._grad, self._hidden = call, grad, call.give_saved(saved)
+        fields = [call.hidden_field]
+        if call.resends:
+            fields += [call.hidden_field, call.probs_field]
+        self._messages = Messages(call, Row(*fields), call.row)
+        self._row_bytes = call.hidden_field[0] * call.hidden_field[1].itemsize
+        ring = call.region.memory.ring
+        ring.reserve("gradient", call.table.worst.rows * self._row_bytes)
+        self._sums = GradientSums(call.trained)
+        self._d_hidden = torch.zeros_like(grad)
+        self._d_probs = grad.new_zeros((len(grad), call.table.experts), dtype=call.probs_field[1])
+        store = call.region.store
+        keeps = call.strategy is Strategy.NONE
+        self._store = store if store is not None and store.collecting and keeps else None
+
+    def run(self) -> list[torch.Tensor | None]:
+        """Gradients of hidden, probs and the trained parameters."""
+        steps = {
+            Step.FETCH: self._fetch,
+            Step.DISPATCH: self._dispatch,
+            Step.COMPUTE: self._compute,
+            Step.COLLECT: self._collect,
+        }
+        last = self._call.plan.chunks - 1
+        for step, position in self._call.plan.operations():
+            steps[step](last - position)
+        self._call.states = []
+        return [self._d_hidden, self._d_probs, *self._sums.result(self._postponed)]
+
+    def _record(self, i: int) -> Record:
+        record = self._call.states[i].record
+        assert record is not None
+        return record
+
+    def _fetch(self, i: int) -> None:
+        self._record(i).fetch()
+
+    def _dispatch(self, i: int) -> None:
+        """The adjoint of R: output gradients go to the experts, with what is to be sent again."""
+        call, chunk, probs = self._call, self._call.table.chunks[i], self._call.states[i].probs
+
+        def fill(fields: list[torch.Tensor]) -> None:
+            token = call.tokens(i)
+            torch.index_select(self._grad[chunk.start : chunk.end], 0, token, out=fields[0])
+            if self._hidden is not None and probs is not None:
+                torch.index_select(self._hidden[chunk.start : chunk.end], 0, token, out=fields[1])
+                fields[2].copy_(probs.unsqueeze(1))
+
+        self._messages.dispatch(i, fill)
+
+    def _compute(self, i: int) -> None:
+        dx, dp = self._experts(i)
+        self._messages.send_back(i, *_reduced(self._call, i, [dx, dp.unsqueeze(1)]))
+
+    def _experts(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts' backward pass: gradients of the rows and of their probabilities."""
+        call, chunk, record = self._call, self._call.table.chunks[i], self._record(i)
+        size = chunk.rows * self._row_bytes
+        if self._store is not None:
+            memory = call.region.memory.device.allocate(size)  # the store keeps it until W
+        else:
+            memory = self._messages.take("gradient", i, size)
+        width, dtype = call.hidden_field
+        dy = memory.view(dtype).view(chunk.rows, width)
+        arrived, order = self._messages.arrived(i), call.region.exchange.order(call.table, i)
+        select_rows(arrived[0], order, dy)
+        slot = x = p = dy  # where the graph has its input, a slot stands for nothing
+        if call.strategy.input is not Restore.KEEP:
+            slot = record.backward_slot()
+            x, p = call.halves(slot, chunk.rows)
+            for field, target in zip(arrived[1:], (x, p.unsqueeze(1))):
+                select_rows(field, order, target)
+        if not call.has_work(i):
+            record.finish()
+            return dy, dy.new_empty(0, dtype=call.probs_field[1])
+        record.use(slot)
+        graph, call.states[i].graph = call.states[i].graph, None
+        if graph is None:
+            with torch.enable_grad():
+                graph, _ = call.run_graph(x, chunk, p)
+        with self._postponing():
+            dx, dp, found = graph.run(dy, call.trained)
+        pairs = zip(call.trained, found)
+        self._sums.add([None if self._postponed(q, g) else g for q, g in pairs])
+        record.finish()
+        dx = torch.zeros_like(dy) if dx is None else dx
+        return dx, dy.new_zeros(chunk.rows, dtype=call.probs_field[1]) if dp is None else dp
+
+    def _postponing(self) -> AbstractContextManager[None]:
+        if self._store is not None:
+            return self._store.in_parts()
+        store = self._call.region.store
+        return nullcontext() if store is None else store.suspended()
+
+    def _postponed(self, parameter: torch.nn.Parameter, grad: torch.Tensor | None = None) -> bool:
+        return self._store is not None and self._store.takes(parameter, grad)
+
+    def _collect(self, i: int) -> None:
+        """Sum the gradients of each token of chunk ``i``."""
+        call, chunk = self._call, self._call.table.chunks[i]
+        dx, dp = self._messages.returned(i)
+        self._d_hidden[chunk.start : chunk.end].index_add_(0, call.tokens(i), dx)
+        part = self._d_probs[chunk.start : chunk.end].view(-1)
+        part.index_copy_(0, call.index(i).long(), dp.reshape(-1))
