@@ -18,7 +18,7 @@ PACKAGE = ROOT / "megatron_ext"
 _TOOLS = {"_input", "schedule", "plan", "view"}
 _ENGINE = {"runtime", "offload", "moe"}
 _ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching", "probe"}
-_ALL |= {"checkpoints"}
+_ALL |= {"checkpoints", "releases"}
 
 # room -> (rooms of this package it may import, packages besides the standard library it may).
 RULES: dict[str, tuple[set[str], set[str]]] = {
@@ -30,14 +30,15 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "offload": (_TOOLS | _ENGINE, {"torch", "numpy"}),
     "moe": (_TOOLS | _ENGINE, {"torch"}),
     "integration": (
-        _TOOLS | _ENGINE | {"integration", "checkpoints"},
+        _TOOLS | _ENGINE | {"integration", "checkpoints", "releases"},
         # Apex' kernel, which Megatron's own linear layers use where it is installed.
         {"torch", "megatron", "fused_weight_gradient_mlp_cuda"},
     ),
     "cpu": ({"cpu"}, {"torch", "megatron", "numpy"}),
     "checkpoints": ({"_input", "schedule", "checkpoints"}, set()),
     "commands": (_ALL, set()),
-    "patching": (set(), set()),
+    "releases": (set(), set()),
+    "patching": ({"releases"}, set()),
     "cli": (_ALL, set()),
     "launch": (_ALL, {"torch", "megatron"}),
     "probe": (_ALL, {"torch", "megatron"}),
