@@ -19,6 +19,7 @@ from typing import Any
 
 from .. import __version__, patching
 from ..offload.host_memory import GIB, stated_host_bytes
+from ..releases import NEWEST, RELEASES, TAGS
 from . import machine
 from .common import InputError, Parser
 
@@ -139,20 +140,17 @@ def diagnose(facts: dict[str, Any], checkout: Path | None, root: Path) -> Iterat
 
 def _own() -> Iterator[Finding]:
     version = platform.python_version()
-    if sys.version_info >= (3, 12):
+    running = ", ".join(r.tag for r in RELEASES if r.python <= sys.version_info[:2])
+    if sys.version_info >= NEWEST.python:
         yield Finding("python", OK, version)
     else:
         yield Finding(
             "python",
             WARNING,
-            f"{version}: enough for the schedule tools and megatron-core 0.16.1 only",
-            "use Python 3.12 for megatron-core 0.17 and later",
+            f"{version}: enough for the schedule tools and {running or 'no Megatron'} only",
+            f"use Python {'.'.join(map(str, NEWEST.python))} for {NEWEST.tag}",
         )
-    try:
-        tags = ", ".join(series.tag for series in patching.load_all())
-        yield Finding("megatron_ext", OK, f"{__version__}, patches for {tags}")
-    except (patching.PatchError, ValueError, OSError) as error:
-        yield Finding("megatron_ext", ERROR, f"{__version__}: {error}", "reinstall it")
+    yield Finding("megatron_ext", OK, f"{__version__}, patches for {', '.join(TAGS)}")
 
 
 def _torch(torch: dict[str, Any]) -> Iterator[Finding]:
@@ -201,18 +199,17 @@ def _checkout(checkout: Path | None) -> Iterator[Finding]:
         yield Finding("checkout", ERROR, f"{where}, without pretrain_gpt.py", fix)
     else:
         yield Finding("checkout", OK, where)
-    tag = found.series.tag
-    if found.state == patching.APPLIED:
-        yield Finding("patches", OK, f"{tag} applied: our flags work with its own scripts")
+    tag = found.tag or "the lines"
+    if found.problem:
+        fix = "restore the file to patch it; the launcher needs no patch"
+        yield Finding("patches", WARNING, f"{tag} do not fit: {found.problem}", fix)
     elif found.state == patching.NOT_APPLIED:
         yield Finding("patches", OK, f"{tag} fit, not applied; the launcher needs none")
+    elif found.state == patching.APPLIED:
+        yield Finding("patches", OK, f"{tag} applied: our flags work with its own scripts")
     else:
-        bad = ", ".join(f"{p}: {state}" for p, state in found.files.items())
-        if found.state == patching.PARTIAL:
-            fix = "run `megatron-ext patch revert` on it"
-        else:
-            fix = "put your changes aside to patch it; the launcher needs no patch"
-        yield Finding("patches", WARNING, f"{tag} do not fit ({bad})", fix)
+        fix = "run `megatron-ext patch apply` on it"
+        yield Finding("patches", WARNING, f"{tag} {found.state}", fix)
 
 
 def _megatron(found: dict[str, Any], checkout: Path | None) -> Iterator[Finding]:
