@@ -128,11 +128,7 @@ def status(checkout: Path) -> Status:
         original = remove(source)
         patched = insert(original)
     except PatchError as error:
-        problem = (
-            f"{error} in {checkout} (Megatron {version}), so nothing was changed; restore the "
-            "file, or train with `python -m megatron_ext.launch`, which needs no patch"
-        )
-        return Status(checkout, version, tag, MODIFIED, problem)
+        return Status(checkout, version, tag, MODIFIED, str(error))
     state = NOT_APPLIED if source == original else APPLIED if source == patched else OUTDATED
     return Status(checkout, version, tag, state)
 
@@ -188,7 +184,10 @@ def read_version(checkout: Path) -> str:
 def _usable(checkout: Path) -> Status:
     found = status(checkout)
     if found.problem:
-        raise PatchError(found.problem)
+        raise PatchError(
+            f"{found.problem} in {checkout} (Megatron {found.version}), so nothing was changed; "
+            "restore the file, or train with `python -m megatron_ext.launch`, which needs no patch"
+        )
     return found
 
 

@@ -112,7 +112,8 @@ def describe(held: Any) -> dict[str, str]:
 
 def hooks_here() -> dict[str, Any]:
     """Every hook of every feature, on the Megatron that is importable."""
-    from megatron_ext import cpu, probe
+    from megatron_ext import cpu
+    from megatron_ext.commands.doctor import probe
 
     cpu.install()
     import megatron.training.training  # noqa: F401

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import __version__
-from megatron_ext.commands import machine
+from megatron_ext.commands.doctor import machine
 from megatron_ext.releases import TAGS
 from tests.support import ROOT
 
