@@ -96,7 +96,7 @@ def choose_formats(args: MegatronArgs, name: str, vee: bool) -> str | None:
 
 
 class Checkpoints:
-    """Watches what one run loads.
+    """Hooks around one run's loading and saving.
 
     Args:
         name: the schedule, for the sentences.
@@ -110,7 +110,7 @@ class Checkpoints:
         self._metadata: dict[str, Any] = {}
 
     def hooks(self) -> tuple[Hook, ...]:
-        """The hooks around Megatron's loading."""
+        """The hooks around Megatron's loading and saving."""
         module = "megatron.training.checkpointing"
         return (
             Hook(
@@ -304,7 +304,7 @@ class Checkpoints:
     def _report_difference(
         self, args: MegatronArgs, folder: str, absent: list[str], extra: list[str], differing: str
     ) -> None:
-        """Parameters on one side only: refused, or said where the user's flags accept it."""
+        """Parameters on one side only: refused, or logged where the user's flags accept it."""
         lacking = (
             f"{folder} does not hold {len(absent)} of the model's parameters ({_some(absent)})"
         )
