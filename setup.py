@@ -2,31 +2,13 @@
 
 import gzip
 import os
-import shutil
 import tarfile
 import zipfile
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
-
-
-class BuildWithPatches(build_py):
-    """Puts ``patches/`` into the built package, where ``megatron_ext.patching`` looks first.
-
-    In the repository the folder lies beside the package, because it is for people too; setuptools
-    has no setting for data from outside a package.
-    """
-
-    def run(self) -> None:
-        """Build as always, then copy; an editable installation finds the folder where it is."""
-        super().run()
-        if not self.editable_mode:
-            target = Path(self.build_lib) / "megatron_ext" / "patches"
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree("patches", target)
 
 
 class PlainWheel(bdist_wheel):
@@ -80,7 +62,6 @@ class ReproducibleSdist(sdist):
 
 setup(
     cmdclass={
-        "build_py": BuildWithPatches,
         "bdist_wheel": PlainWheel,
         "sdist": ReproducibleSdist,
     }

@@ -1,4 +1,4 @@
-"""Runs an unmodified Megatron training script with megatron_ext's flags, and without a GPU too.
+"""Launcher of unmodified Megatron training scripts with our flags, on GPUs or CPUs.
 
     torchrun --nproc-per-node 8 -m megatron_ext.launch path/to/pretrain_gpt.py <Megatron's flags>
     torchrun --nproc-per-node 4 -m megatron_ext.launch --device cpu pretrain_gpt <Megatron's flags>
@@ -40,13 +40,11 @@ _CPU_SWITCHES = (
     "--no-rope-fusion",
 )
 # Seconds that ranks other than 0 wait before they report an error all ranks will have found:
-# torchrun ends every rank as soon as one has failed, and rank 0 should have spoken by then.
+# torchrun ends every rank as soon as one has failed, and rank 0 should have reported by then.
 _REPORT_DELAY_S = 2.0
-
-
-# How often a spawned process looks whether its rank is still there.
+# How often a spawned process checks that its rank is alive.
 _PARENT_POLL_S = 1.0
-# Tells processes that the script spawns how it was started: JSON with device, script and process.
+# For processes that the script spawns: JSON with device, script and process id of the launcher.
 _STARTED = "MEGATRON_EXT_STARTED"
 _THIS_MODULE = "megatron_ext.launch"
 
@@ -79,12 +77,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _leave() -> NoReturn:
-    """End a finished CPU run without tearing the interpreter down.
+    """End a finished CPU run without interpreter shutdown; exit handlers run, buffers are written.
 
-    gloo's threads may still be running while the interpreter and torch's static objects are taken
-    apart, which has been seen to abort a rank (``terminate called``) after a training run had
-    succeeded.
-    What was registered to run at exit runs; what is buffered is written.
+    gloo's threads may still run while the interpreter and torch's static objects are destroyed,
+    which has aborted ranks (``terminate called``) after a training run had succeeded.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -127,27 +123,25 @@ def _resolve_script(script: str) -> Path:
     Raises:
         LaunchError: there is no such file.
     """
+    checkout = os.environ.get("MEGATRON_LM")
     if script != "pretrain_gpt":
         path = Path(script)
-        if not path.is_file():
-            raise LaunchError(f"the script {script} does not exist (from {Path.cwd()}).")
-        return path.resolve()
-    checkout = os.environ.get("MEGATRON_LM")
-    if checkout:
+        problem = f"the script {script} does not exist (from {Path.cwd()})."
+    elif checkout:
         path = Path(checkout) / "pretrain_gpt.py"
-        if not path.is_file():
-            raise LaunchError(
-                f"MEGATRON_LM is {checkout}, but {path} does not exist; set it to a Megatron-LM "
-                "checkout or unset it."
-            )
-        return path.resolve()
-    path = Path(__file__).resolve().parent.parent / "scripts" / "pretrain_gpt_minimal.py"
-    if not path.is_file():
-        raise LaunchError(
+        problem = (
+            f"MEGATRON_LM is {checkout}, but {path} does not exist; set it to a Megatron-LM "
+            "checkout or unset it."
+        )
+    else:
+        path = Path(__file__).resolve().parent.parent / "scripts" / "pretrain_gpt_minimal.py"
+        problem = (
             "pretrain_gpt means $MEGATRON_LM/pretrain_gpt.py, and MEGATRON_LM is not set; set it "
             "to a Megatron-LM checkout or give the script's path."
         )
-    return path
+    if not path.is_file():
+        raise LaunchError(problem)
+    return path.resolve()
 
 
 def _given_value(args: Sequence[str], flag: str) -> str | None:
@@ -162,23 +156,20 @@ def _given_value(args: Sequence[str], flag: str) -> str | None:
 
 
 def _cpu_arguments(args: Sequence[str]) -> list[str]:
-    """Return ``args`` with the flags added that a CPU run needs, and say which.
+    """Return ``args`` with the flags added that a CPU run needs, and print which.
 
     Raises:
         LaunchError: ``args`` ask for something that only a GPU can do.
     """
     added: list[str] = []
-    for flag, needed in _CPU_VALUES.items():
+    for flag, needed in {**_CPU_VALUES, **_CPU_DEFAULTS}.items():
         value = _given_value(args, flag)
         if value is None:
             added += [flag, needed]
-        elif value != needed:
+        elif value != needed and flag in _CPU_VALUES:
             raise LaunchError(
                 f"{flag} {value} needs a GPU; with --device cpu leave it out or pass {needed}."
             )
-    for flag, default in _CPU_DEFAULTS.items():
-        if _given_value(args, flag) is None:
-            added += [flag, default]
     added += [flag for flag in _CPU_SWITCHES if flag not in args]
     if added and _rank() == 0:
         print(f"megatron_ext: --device cpu adds {' '.join(added)}", file=sys.stderr, flush=True)
@@ -304,7 +295,7 @@ def _become_spawned() -> None:
 
 
 def _end_with_rank(pid: int) -> None:
-    """End this process when the rank that spawned it is gone, however that ended: a writer of
+    """End this process when the rank that spawned it has ended, however that was: a writer of
     checkpoints waits for its next task for ever."""
     while True:
         try:
@@ -319,7 +310,7 @@ def _rank() -> int:
 
 
 def _fail(message: str) -> NoReturn:
-    """Say what is wrong in one sentence and exit with status 2."""
+    """Print one sentence and exit with status 2."""
     print(f"megatron_ext: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 

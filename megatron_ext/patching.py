@@ -1,31 +1,59 @@
-"""The patch series for a Megatron-LM checkout: applied whole or not at all, taken back to the byte.
+"""Patches a Megatron-LM checkout to take our flags without the launcher: a few lines in one file.
 
-A series is a folder ``patches/<tag>/`` of plain ``git apply`` patches and ``manifest.json``, which
-gives the git blob hash of every file they touch, before and after. The hashes decide everything:
-which state a checkout is in, whether a patch fits, and whether what it makes is right. So neither
-git nor a ``.git`` folder is needed, and nothing is applied "with an offset".
+Every training script of every version parses its command line with ``parse_args``. ``apply``
+inserts the same lines at the top of that function, between two marker comments; ``revert`` removes
+them, and the file is the original one, byte by byte. The opening marker holds a checksum of the
+lines, so lines of another version of megatron_ext are recognized and edited ones are refused.
+Nothing of the checkout is run, and neither git nor a ``.git`` folder is needed.
+
+``patches/<tag>/`` holds the same change as plain patches for ``git apply``, made by ``insert``.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
-import json
 import os
 import re
 import stat
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-FORMAT = "megatron-ext-patches/1"
-MANIFEST = "manifest.json"
+from .releases import RELEASES, TAGS, line
+
+FILE = "megatron/training/arguments.py"
+FUNCTION = "parse_args"
 PACKAGE_INFO = "megatron/core/package_info.py"
+PATCH_NAME = "0001-ask-megatron_ext-for-its-flags.patch"
 
 NOT_APPLIED = "not applied"
 APPLIED = "applied"
-PARTIAL = "partially applied"
+OUTDATED = "applied by another version of megatron_ext"
 MODIFIED = "modified"
+
+# Prefixes rather than names: flags that megatron_ext gains must not need new lines. No flag of
+# Megatron's own begins so in any supported version (a test looks).
+PREFIXES = ("--pp-", "--moe-pipeline-", "--moe-memory-")
+_BODY = f"""    import sys
+    ours = {PREFIXES!r}
+    asked = [arg for arg in sys.argv[1:] if arg.startswith(ours)]
+    if asked:
+        try:
+            import megatron_ext
+        except ImportError as error:
+            sys.exit(f'{{asked[0]}} needs megatron_ext ({{error}}): install it or drop this flag.')
+        megatron_ext.apply(exist_ok=True)
+""".encode()
+_BEGIN, _END = b"    # >>> megatron_ext ", b"    # <<< megatron_ext\n"
+_WHY = b": only if one of its flags is on the command line\n"
+# Before there were markers: the same lines between a comment and an empty line.
+_UNMARKED = (
+    b"    # megatron_ext: only if one of its flags is on the command line.\n" + _BODY + b"\n"
+)
+_ANY_BLOCK = re.compile(
+    rb"^%s([0-9a-f]+):[^\n]*\n(.*?)^%s" % (_BEGIN, _END.replace(b"\n", rb"\r?\n")), re.M | re.S
+)
 
 
 class PatchError(Exception):
@@ -33,139 +61,105 @@ class PatchError(Exception):
 
 
 @dataclass(frozen=True)
-class Series:
-    """The patches for one Megatron-LM version.
+class Status:
+    """What a checkout is.
 
     Attributes:
-        tag: of Megatron-LM, e.g. ``core_v0.19.0``.
-        version: what ``megatron/core/package_info.py`` says there, e.g. ``0.19.1``.
-        patches: the patch files, in the order in which they are applied.
-        files: path in the checkout -> git blob hash (before, after).
+        checkout: its folder.
+        version: of Megatron, such as ``0.19.1``.
+        tag: of the supported release of that line; None: there is none.
+        state: one of the constants above.
+        problem: why it can be neither patched nor reverted; empty: it can.
     """
-
-    tag: str
-    version: str
-    patches: tuple[Path, ...]
-    files: Mapping[str, tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Status:
-    """What a checkout is: ``state`` is one of the constants above, ``files`` has each file's."""
 
     checkout: Path
     version: str
-    series: Series
+    tag: str | None
     state: str
-    files: Mapping[str, str]
+    problem: str = ""
+
+    @property
+    def warning(self) -> str:
+        """What a user should know of this version; empty for a supported one."""
+        if self.tag is not None:
+            return ""
+        return (
+            f"Megatron {self.version} is none of the supported releases ({', '.join(TAGS)}); "
+            "training checks all that it needs and may refuse it"
+        )
 
 
-def patches_folder() -> Path:
-    """Where the series are: inside an installed package, beside it in the repository."""
-    package = Path(__file__).resolve().parent
-    for folder in (package / "patches", package.parent / "patches"):
-        if folder.is_dir():
-            return folder
-    raise PatchError(
-        f"the patches are missing from {package} and from beside it; reinstall megatron_ext"
-    )
-
-
-def load_all(folder: Path | None = None) -> list[Series]:
-    """Every series in ``folder`` (default: ours), oldest version first."""
-    folder = folder or patches_folder()
-    found = [load(path.parent) for path in folder.glob(f"*/{MANIFEST}")]
-    return sorted(found, key=lambda series: _line(series.version))
-
-
-def load(folder: Path) -> Series:
-    """The series of one folder.
+def insert(source: bytes) -> bytes:
+    """The text of ``FILE`` with our lines, from the original one.
 
     Raises:
-        ValueError: the manifest is of another format.
+        PatchError: there is no place for them, or the result would not be Python.
     """
-    data = json.loads((folder / MANIFEST).read_text())
-    if data.get("format") != FORMAT:
-        raise ValueError(f"{folder / MANIFEST} is not of the format {FORMAT}")
-    return Series(
-        data["tag"],
-        data["version"],
-        tuple(folder / name for name in data["patches"]),
-        {path: (hashes["before"], hashes["after"]) for path, hashes in data["files"].items()},
-    )
+    at = _place(source)
+    ends = b"\r\n" if source[:at].endswith(b"\r\n") else b"\n"
+    block = _BEGIN + _checksum(_BODY) + _WHY + _BODY + _END
+    patched = source[:at] + block.replace(b"\n", ends) + source[at:]
+    _parsed(patched)
+    if remove(patched) != source:
+        raise PatchError(f"{FILE} would not be the original after a revert")
+    return patched
 
 
-def status(checkout: Path, folder: Path | None = None) -> Status:
-    """Which version ``checkout`` is, and whether the patches for it are in.
+def remove(source: bytes) -> bytes:
+    """The text of ``FILE`` without our lines, of whatever version; as it is where there are none.
 
     Raises:
-        PatchError: no checkout, or of a version that there are no patches for.
+        PatchError: the lines were edited, or are there more than once.
+    """
+    start, end = _block(source)
+    return source[:start] + source[end:]
+
+
+def status(checkout: Path) -> Status:
+    """Which version ``checkout`` is, and whether our lines are in.
+
+    Raises:
+        PatchError: it is no checkout.
     """
     version = read_version(checkout)
-    known = load_all(folder)
-    series = next((s for s in known if _line(s.version) == _line(version)), None)
-    if series is None:
-        tags = ", ".join(s.tag for s in known)
-        raise PatchError(
-            f"{checkout} is Megatron {version}, and there are patches for {tags} only; check out "
-            "one of these"
-        )
-    files = {path: _state(checkout, path, series.files[path]) for path in series.files}
-    states = set(files.values())
-    if states <= {NOT_APPLIED, APPLIED}:
-        state = states.pop() if len(states) == 1 else PARTIAL
-    else:
-        state = MODIFIED
-    return Status(checkout, version, series, state, files)
+    tag = next((r.tag for r in RELEASES if r.line == line(version)), None)
+    try:
+        source = _read(checkout)
+        original = remove(source)
+        patched = insert(original)
+    except PatchError as error:
+        return Status(checkout, version, tag, MODIFIED, str(error))
+    state = NOT_APPLIED if source == original else APPLIED if source == patched else OUTDATED
+    return Status(checkout, version, tag, state)
 
 
-def apply(checkout: Path, folder: Path | None = None) -> Status:
-    """Apply the series of the checkout's version: all of it, or nothing.
+def apply(checkout: Path) -> Status:
+    """Insert our lines; those of another version of megatron_ext are replaced.
 
     Raises:
-        PatchError: it does not fit, or is there already.
+        PatchError: they do not fit, or are there already.
     """
-    found = status(checkout, folder)
-    _require_unmodified(found)
+    found = _usable(checkout)
     if found.state == APPLIED:
         raise PatchError(
-            f"{checkout} has the {found.series.tag} patches already; nothing to do (`megatron-ext "
-            "patch revert` takes them out)"
+            f"{checkout} is patched already; nothing to do (`megatron-ext patch revert` removes "
+            "the lines)"
         )
-    if found.state == PARTIAL:
-        done = sum(state == APPLIED for state in found.files.values())
-        raise PatchError(
-            f"{checkout} has only {done} of {len(found.files)} files patched, as after an "
-            "interrupted run; run `megatron-ext patch revert` on it first"
-        )
-    contents = {path: (checkout / path).read_bytes() for path in found.files}
-    for patch in found.series.patches:
-        _patch(contents, patch, reverse=False)
-    _verify(contents, found, 1)
-    _replace_all(checkout, contents)
-    return status(checkout, folder)
+    _replace(checkout / FILE, insert(remove(_read(checkout))))
+    return status(checkout)
 
 
-def revert(checkout: Path, folder: Path | None = None) -> Status:
-    """Give every patched file its original bytes back, also after an interrupted run.
+def revert(checkout: Path) -> Status:
+    """Remove our lines: the file has its original bytes and mode again.
 
     Raises:
-        PatchError: the patches are not there, or the files were changed since.
+        PatchError: they are not there, or were edited.
     """
-    found = status(checkout, folder)
-    _require_unmodified(found)
+    found = _usable(checkout)
     if found.state == NOT_APPLIED:
-        raise PatchError(f"{checkout} has none of the {found.series.tag} patches; nothing to do")
-    contents = {
-        path: (checkout / path).read_bytes()
-        for path, state in found.files.items()
-        if state == APPLIED
-    }
-    for patch in reversed(found.series.patches):
-        _patch(contents, patch, reverse=True)
-    _verify(contents, found, 0)
-    _replace_all(checkout, contents)
-    return status(checkout, folder)
+        raise PatchError(f"{checkout} is not patched; nothing to do")
+    _replace(checkout / FILE, remove(_read(checkout)))
+    return status(checkout)
 
 
 def read_version(checkout: Path) -> str:
@@ -183,148 +177,75 @@ def read_version(checkout: Path) -> str:
         ) from None
     numbers = [re.search(rf"^{n}\s*=\s*(\d+)", text, re.M) for n in ("MAJOR", "MINOR", "PATCH")]
     if None in numbers:
-        raise PatchError(f"{checkout}/{PACKAGE_INFO} does not say which version of Megatron it is")
+        raise PatchError(f"{checkout}/{PACKAGE_INFO} does not give the version of Megatron")
     return ".".join(number[1] for number in numbers if number)
 
 
-def blob_hash(data: bytes) -> str:
-    """What ``git hash-object`` prints for a file with these bytes."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
-
-
-def _line(version: str) -> tuple[int, int]:
-    """``0.19.1`` -> (0, 19): releases of one line often have the same file; the hash decides."""
-    major, minor, *_ = version.split(".")
-    return int(major), int(minor)
-
-
-def _state(checkout: Path, name: str, hashes: tuple[str, str]) -> str:
-    path = checkout / name
-    if path.parent.resolve() != (checkout.resolve() / name).parent:
-        return "behind a link"  # what it leads to may be another checkout's
-    if path.is_symlink() or not path.is_file():
-        return "a link" if path.is_symlink() else "missing"
-    found = blob_hash(path.read_bytes())
-    return {hashes[0]: NOT_APPLIED, hashes[1]: APPLIED}.get(found, MODIFIED)
-
-
-def _require_unmodified(found: Status) -> None:
-    for path, state in found.files.items():
-        if state in (NOT_APPLIED, APPLIED):
-            continue
-        what = "has changes of its own" if state == MODIFIED else f"is {state}"
+def _usable(checkout: Path) -> Status:
+    found = status(checkout)
+    if found.problem:
         raise PatchError(
-            f"{path} {what} in {found.checkout} (Megatron {found.version}; expected is the file of "
-            f"{found.series.tag}, patched or not), so nothing was changed; put your changes aside, "
-            "or train with `python -m megatron_ext.launch`, which needs no patch"
+            f"{found.problem} in {checkout} (Megatron {found.version}), so nothing was changed; "
+            "restore the file, or train with `python -m megatron_ext.launch`, which needs no patch"
         )
+    return found
 
 
-def _verify(contents: Mapping[str, bytes], found: Status, side: int) -> None:
-    """Check that patching made what the manifest promises; ``side`` 0: before, 1: after."""
-    for path, data in contents.items():
-        if blob_hash(data) != found.series.files[path][side]:
-            raise _damaged(found.series.patches[0].parent, f"they give another {path}")
-
-
-def _damaged(folder: Path, what: str) -> PatchError:
-    return PatchError(
-        f"the patches in {folder} do not go with their {MANIFEST} ({what}), so nothing was "
-        "changed; reinstall megatron_ext"
-    )
-
-
-def _patch(contents: dict[str, bytes], patch: Path, *, reverse: bool) -> None:
-    """Apply one patch file to ``contents``, which has (some of) the files that it names."""
-    for path, hunks in _read(patch):
-        if path not in contents:
-            continue
-        lines = _lines(contents[path])
-        for hunk in hunks:
-            take, put = (hunk.new, hunk.old) if reverse else (hunk.old, hunk.new)
-            at = hunk.old_at if reverse else hunk.new_at
-            if lines[at : at + len(take)] != take:
-                raise _damaged(patch.parent, f"{patch.name} does not fit {path}")
-            lines[at : at + len(take)] = put
-        contents[path] = b"".join(lines)
-
-
-@dataclass
-class _Hunk:
-    """Lines that one side has where the other has others; ``_at``: index of the first."""
-
-    old_at: int
-    new_at: int
-    old: list[bytes] = field(default_factory=list)
-    new: list[bytes] = field(default_factory=list)
-
-
-def _read(patch: Path) -> list[tuple[str, list[_Hunk]]]:
-    """(file, its hunks) of a patch. Series only change files; none makes or deletes one."""
-    files: list[tuple[str, list[_Hunk]]] = []
-    hunk, old, new = _Hunk(0, 0), 0, 0
-    for line in _lines(patch.read_bytes()):
-        kind, text = line[:1], line[1:]
-        if old or new:
-            if kind in b" -":
-                hunk.old.append(text)
-                old -= 1
-            if kind in b" +":
-                hunk.new.append(text)
-                new -= 1
-            if kind not in b" -+" or min(old, new) < 0:
-                raise _damaged(patch.parent, f"{patch.name} has {line!r} inside a hunk")
-        elif line.startswith(b"+++ "):
-            files.append((line[6:].decode().rstrip("\n"), []))
-        elif found := _HUNK.match(line):
-            starts = int(found[1]), int(found[3])
-            old, new = (1 if n is None else int(n) for n in (found[2], found[4]))
-            # Of an empty side, a patch names the line before.
-            hunk = _Hunk(starts[0] - (old > 0), starts[1] - (new > 0))
-            files[-1][1].append(hunk)
-    return files
-
-
-_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
-
-
-def _lines(data: bytes) -> list[bytes]:
-    """Lines with their ends; unlike splitlines(), only a newline ends one, as for git."""
-    return re.findall(rb"[^\n]*\n|[^\n]+", data)
-
-
-def _replace_all(checkout: Path, contents: Mapping[str, bytes]) -> None:
-    """Write all files or none: each is replaced in one step, and put back if a later one fails."""
-    staged: list[tuple[Path, Path, Path]] = []
-    replaced: list[tuple[Path, Path]] = []
+def _read(checkout: Path) -> bytes:
+    path = checkout / FILE
+    if path.is_symlink():
+        raise PatchError(f"{FILE} is a link")
+    if path.parent.resolve() != (checkout.resolve() / FILE).parent:
+        raise PatchError(f"{FILE} is behind a link")  # it may be another checkout's
     try:
-        for name, data in contents.items():
-            target = checkout / name
-            staged.append((target, _stage(target, data), _stage(target, target.read_bytes())))
-        for target, new, old in staged:
-            # Listed first: if an interrupt falls in between, putting back the same is harmless.
-            replaced.append((target, old))
-            os.replace(new, target)
-    except BaseException as error:
-        for target, old in replaced:
-            os.replace(old, target)
-        if isinstance(error, OSError):
-            raise PatchError(
-                f"cannot write {error.filename} ({error.strerror}), so nothing was changed; make "
-                f"{checkout} writable"
-            ) from None
-        raise
-    finally:
-        for _, new, old in staged:
-            new.unlink(missing_ok=True)
-            old.unlink(missing_ok=True)
+        return path.read_bytes()
+    except OSError as error:
+        raise PatchError(f"{FILE} cannot be read ({error.strerror})") from None
 
 
-def _stage(target: Path, data: bytes) -> Path:
-    """Write ``data`` beside ``target``, with its mode and owner, ready to replace it."""
-    found = target.stat()
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(body.replace(b"\r\n", b"\n")).hexdigest()[:8].encode()
+
+
+def _block(source: bytes) -> tuple[int, int]:
+    """Where our lines begin and end; (0, 0) where there are none."""
+    marked = list(_ANY_BLOCK.finditer(source))
+    blocks = [*marked, *re.finditer(re.escape(_UNMARKED), source)]
+    markers = sum(source.count(marker.strip()) for marker in (_BEGIN, _END))
+    edited = any(_checksum(found[2]) != found[1] for found in marked)
+    if edited or len(blocks) > 1 or markers != 2 * len(marked):
+        raise PatchError(f"{FILE} has edited lines of megatron_ext")
+    return blocks[0].span() if blocks else (0, 0)
+
+
+def _parsed(source: bytes) -> ast.Module:
     try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise PatchError(f"{FILE} is not valid Python ({error})") from None
+
+
+def _place(source: bytes) -> int:
+    """Offset of the first line of ``FUNCTION`` behind its documentation."""
+    functions = [
+        node
+        for node in _parsed(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == FUNCTION
+    ]
+    if len(functions) != 1:
+        raise PatchError(f"{FILE} has no function {FUNCTION} for our lines")
+    first = functions[0].body[0]
+    documented = ast.get_docstring(functions[0], clean=False) is not None
+    above = (first.end_lineno or 0) if documented else first.lineno - 1
+    return sum(map(len, source.splitlines(keepends=True)[:above]))
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file in one step, with its mode and owner: all of it or nothing."""
+    name = None
+    try:
+        found = path.stat()
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with open(handle, "wb") as file:
             file.write(data)
             file.flush()
@@ -332,7 +253,13 @@ def _stage(target: Path, data: bytes) -> Path:
         if (found.st_uid, found.st_gid) != (os.getuid(), os.getgid()):
             os.chown(name, found.st_uid, found.st_gid)
         os.chmod(name, stat.S_IMODE(found.st_mode))
-    except BaseException:
-        os.unlink(name)
-        raise
-    return Path(name)
+        os.replace(name, path)
+        name = None
+    except OSError as error:
+        raise PatchError(
+            f"cannot write {path} ({error.strerror}), so nothing was changed; make its folder "
+            "writable"
+        ) from None
+    finally:
+        if name is not None:
+            os.unlink(name)

@@ -30,8 +30,9 @@ mkdir -p "$OUT"
 # megatron-core's wheel has had no training loop before 0.17.
 if [[ -z ${MEGATRON_LM:-} ]] && ! python -c 'import megatron.training' 2>/dev/null; then
     say "this Python's megatron-core has no training loop: fetching a Megatron-LM checkout"
-    MEGATRON_LM=$(./scripts/get_megatron.sh core_v0.16.1) ||
-        die "set MEGATRON_LM to a Megatron-LM checkout of core_v0.16.1, or use Python 3.12"
+    read -r tag _ < <(release_for "$(python_version python)")
+    MEGATRON_LM=$(./scripts/get_megatron.sh "$tag") ||
+        die "set MEGATRON_LM to a Megatron-LM checkout of $tag, or use Python 3.12"
 fi
 if [[ -n ${MEGATRON_LM:-} ]]; then
     export MEGATRON_LM

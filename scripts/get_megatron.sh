@@ -10,7 +10,8 @@
 set -euo pipefail
 
 unset CDPATH # it would send cd elsewhere
-SUPPORTED=(core_v0.16.1 core_v0.17.1 core_v0.18.2 core_v0.19.0)
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+mapfile -t SUPPORTED < <(awk '/^core_/ { print $1 }' "$HERE/../megatron_ext/releases.txt")
 SOURCE=${MEGATRON_LM_GIT:-https://github.com/NVIDIA/Megatron-LM.git}
 ROOT=${XDG_CACHE_HOME:-$HOME/.cache}/megatron-ext/Megatron-LM
 

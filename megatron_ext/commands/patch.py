@@ -1,9 +1,10 @@
-"""``patch``: put the patch series into a Megatron-LM checkout, look, and take it out again."""
+"""``patch``: let a Megatron-LM checkout take our flags, look whether it does, and undo it."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from .. import patching
@@ -13,13 +14,13 @@ from .common import InputError, Parser
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser(
-        "patch", help="let a Megatron-LM checkout know the flags without the launcher"
+        "patch", help="let a Megatron-LM checkout take the flags without the launcher"
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     for name, text in (
-        ("apply", "patch the checkout, all or nothing"),
-        ("status", "say whether it is patched; exit status 0: applied, 1: not, or not as it was"),
-        ("revert", "give every patched file its original bytes back"),
+        ("apply", "insert a few lines in one file of the checkout"),
+        ("status", "report whether they are there; exit status 0: applied, 1: not"),
+        ("revert", "remove them: the file has its original bytes again"),
     ):
         action = actions.add_parser(name, help=text)
         action.add_argument("checkout", metavar="CHECKOUT", type=Path, help="a Megatron-LM folder")
@@ -33,21 +34,24 @@ def _patch(args: argparse.Namespace) -> int:
         found = action[args.action](args.checkout)
     except patching.PatchError as error:
         raise InputError(str(error)) from None
+    patches = [] if found.tag is None else [patching.PATCH_NAME]
     if args.json:
         data = {
             "checkout": str(found.checkout),
             "version": found.version,
-            "tag": found.series.tag,
+            "tag": found.tag,
             "state": found.state,
-            "patches": [patch.name for patch in found.series.patches],
-            "files": dict(found.files),
+            "patches": patches,
+            "files": {patching.FILE: found.state},
+            "warning": found.warning or None,
+            "problem": found.problem or None,
         }
         print(json.dumps(data))
     else:
-        print(f"{found.checkout}: Megatron {found.version}, {found.series.tag} patches")
-        print(f"  {found.state}: {', '.join(patch.name for patch in found.series.patches)}")
-        for path, state in found.files.items():
-            print(f"  {path}: {state}")
-    if args.action == "status":
-        return 0 if found.state == patching.APPLIED else 1
-    return 0
+        print(f"{found.checkout}: Megatron {found.version}, {found.tag or 'not supported'}")
+        print(f"  {patching.FILE}: {found.state}")
+        if found.problem:
+            print(f"  {found.problem}")
+    if found.warning:
+        print(f"megatron-ext patch: warning: {found.warning}", file=sys.stderr)
+    return 0 if args.action != "status" or found.state == patching.APPLIED else 1

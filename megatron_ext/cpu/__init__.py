@@ -1,11 +1,11 @@
-"""Lets an unmodified Megatron-LM training script run without a GPU: gloo and CPU tensors.
+"""A CUDA stand-in: unmodified Megatron-LM training scripts run on gloo and CPU tensors.
 
 ``install()`` changes this process only. It makes ``torch.cuda`` answer as one quiet device whose
 memory is the host's, so that scripts which insist on CUDA run as they are. Meant for tests, demos
 and laptops: nothing here is fast, and memory statistics read zero.
 
-Works with CPU builds of torch and with CUDA builds on machines without a driver, for Megatron
-core_v0.16.1 to core_v0.19.0.
+Works with CPU builds of torch and with CUDA builds on machines without a driver, for every
+supported Megatron.
 """
 
 from __future__ import annotations

@@ -19,6 +19,17 @@ def _rebind(name: str, function: Callable[..., Any]) -> None:
             setattr(module, name, function)
 
 
+def _wrap(wrapper: Callable[..., Any]) -> None:
+    """Rebind the function of ``wrapper``'s name; ``wrapper`` is given torch's own first."""
+    original = getattr(dist, wrapper.__name__)
+
+    @functools.wraps(original)
+    def rebound(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    _rebind(wrapper.__name__, rebound)
+
+
 def _without(name: str, *dropped: str) -> None:
     """Rebind ``name`` so that the keywords in ``dropped`` are ignored."""
     original = getattr(dist, name)
@@ -32,21 +43,17 @@ def _without(name: str, *dropped: str) -> None:
     _rebind(name, wrapper)
 
 
-def _patch_init() -> None:
+def init_process_group(
+    original: Callable[..., Any], backend: str | None = None, *args: Any, **kwargs: Any
+) -> Any:
     """Start gloo, without a device: the default process group must not look for a GPU."""
-    original = dist.init_process_group
-
-    @functools.wraps(original)
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_id", None)
-        if backend is not None and "nccl" in str(backend):
-            raise ValueError(
-                f"the CPU run was asked for the {backend} backend, which needs a GPU; "
-                "pass --distributed-backend gloo"
-            )
-        return original(backend or "gloo", *args, **kwargs)
-
-    _rebind("init_process_group", init_process_group)
+    kwargs.pop("device_id", None)
+    if backend is not None and "nccl" in str(backend):
+        raise ValueError(
+            f"the CPU run was asked for the {backend} backend, which needs a GPU; "
+            "pass --distributed-backend gloo"
+        )
+    return original(backend or "gloo", *args, **kwargs)
 
 
 class _DividingWork:
@@ -67,65 +74,51 @@ class _DividingWork:
         return getattr(self._work, name)
 
 
-def _patch_average() -> None:
+def all_reduce(
+    original: Callable[..., Any],
+    tensor: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """ReduceOp.AVG as a sum and a division: gloo has no average (MoE and MTP logging use it)."""
-    original = dist.all_reduce
-
-    @functools.wraps(original)
-    def all_reduce(
-        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        coalescing = (group or dist.group.WORLD) in distributed_c10d._world.pg_coalesce_state
-        if op != dist.ReduceOp.AVG or coalescing:
-            # Inside a coalescing context the call is only noted down; gloo will say what it lacks.
-            return original(tensor, op, group, async_op)
-        work = original(tensor, dist.ReduceOp.SUM, group, async_op)
-        count = dist.get_world_size(group)
-        if async_op:
-            return _DividingWork(work, tensor, count)
-        tensor.div_(count)
-        return work
-
-    _rebind("all_reduce", all_reduce)
+    coalescing = (group or dist.group.WORLD) in distributed_c10d._world.pg_coalesce_state
+    if op != dist.ReduceOp.AVG or coalescing:
+        # Inside a coalescing context the call is only recorded; gloo will report what it lacks.
+        return original(tensor, op, group, async_op)
+    work = original(tensor, dist.ReduceOp.SUM, group, async_op)
+    count = dist.get_world_size(group)
+    if async_op:
+        return _DividingWork(work, tensor, count)
+    tensor.div_(count)
+    return work
 
 
-def _patch_all_to_all() -> None:
+def all_to_all_single(
+    original: Callable[..., Any],
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Split sizes as lists: the MoE dispatchers keep them as tensors when they are on the CPU."""
-    original = dist.all_to_all_single
-
-    def as_list(sizes: Any) -> Any:
-        return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
-
-    @functools.wraps(original)
-    def all_to_all_single(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        return original(
-            output, input, as_list(output_split_sizes), as_list(input_split_sizes), *args, **kwargs
-        )
-
-    _rebind("all_to_all_single", all_to_all_single)
+    sizes = (
+        split.tolist() if isinstance(split, torch.Tensor) else split
+        for split in (output_split_sizes, input_split_sizes)
+    )
+    return original(output, input, *sizes, *args, **kwargs)
 
 
-def _patch_send() -> None:
+def isend(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Send a copy: until core_v0.17, interleaving frees a sent tensor before it has left.
 
     Stock's ``deallocate_output_tensor`` swaps the storage of an output right after ``isend``. On
     a GPU the memory stays until its stream is done with it; here it is free at once, and the
-    receiver would get whatever comes to lie there next.
+    receiver would get whatever is stored there next.
     """
-    original = dist.isend
-
-    @functools.wraps(original)
-    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(tensor.detach().clone(), *args, **kwargs)
-
-    _rebind("isend", isend)
+    return original(tensor.detach().clone(), *args, **kwargs)
 
 
 def _patch_workers() -> None:
@@ -159,12 +152,10 @@ def _patch_workers() -> None:
 
 def install() -> None:
     """Rebind torch.distributed's functions. Call once, from ``megatron_ext.cpu``."""
-    _patch_init()
+    for wrapper in (init_process_group, all_reduce, all_to_all_single, isend):
+        _wrap(wrapper)
     _patch_workers()
     # Groups: device_id binds a group to a GPU, pg_options are NCCL's.
     _without("new_group", "device_id", "pg_options")
     # gloo's barrier refuses device_ids.
     _without("barrier", "device_ids")
-    _patch_average()
-    _patch_all_to_all()
-    _patch_send()

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +19,18 @@ _CAPABILITY = (10, 0)
 _current_device = 0
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Return at once: nothing is ever pending on a CPU."""
+
+
 class CpuStream:
     """A stream whose work is always done: CPU operations return when they have finished."""
 
+    synchronize = wait_stream = wait_event = _nothing
+
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.priority = priority
-        self.cuda_stream = 0
-        self.stream_id = 0
-        self.device_index = 0
-        self.device_type = 0
+        self.cuda_stream = self.stream_id = self.device_index = self.device_type = 0
         # Where a stream's device is used to place tensors, that place is the CPU.
         self.device = torch.device("cpu")
 
@@ -39,15 +42,6 @@ class CpuStream:
     def query(self) -> bool:
         """Return True: nothing is ever pending."""
         return True
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Return at once."""
-
-    def wait_event(self, event: Any) -> None:
-        """Return at once."""
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
         """Return ``event`` (or a new one), recorded now."""
@@ -62,6 +56,9 @@ class CpuStream:
 
 class CpuEvent:
     """An event that has happened when it is recorded; it measures host time."""
+
+    synchronize = wait = _nothing
+    query = CpuStream.query
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time_ms: float | None = None
@@ -80,28 +77,12 @@ class CpuEvent:
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
         return end_event._time_ms - self._time_ms
 
-    def query(self) -> bool:
-        """Return True: nothing is ever pending."""
-        return True
 
-    def wait(self, stream: Any = None) -> None:
-        """Return at once."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-
-class CpuContext:
+class CpuContext(contextlib.nullcontext[None], contextlib.ContextDecorator):
     """Stands in for ``torch.cuda.device``, ``torch.cuda.stream`` and the like."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc: Any) -> None:
-        return None
+        super().__init__()
 
 
 _STREAM = CpuStream()
@@ -155,11 +136,6 @@ def _lazy_call(callback: Callable[[], Any], **kwargs: Any) -> None:
     callback()
 
 
-@contextlib.contextmanager
-def _range(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
-
-
 def _answer(value: Any = None) -> Callable[..., Any]:
     """Return a new function that takes anything and returns ``value``.
 
@@ -175,31 +151,14 @@ def _answer(value: Any = None) -> Callable[..., Any]:
 
 # Calls that order, free, mark or reset something on a GPU.
 _NO_OPS = (
-    "_lazy_init",
-    "_sleep",
-    "check_error",
-    "empty_cache",
-    "init",
-    "ipc_collect",
-    "reset_accumulated_memory_stats",
-    "reset_max_memory_allocated",
-    "reset_max_memory_cached",
-    "reset_peak_memory_stats",
-    "set_per_process_memory_fraction",
-    "set_stream",
-    "synchronize",
+    *("_lazy_init", "_sleep", "check_error", "empty_cache", "init", "ipc_collect", "set_stream"),
+    *("reset_accumulated_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
+    *("reset_peak_memory_stats", "set_per_process_memory_fraction", "synchronize"),
 )
 # Calls that count something of a GPU: nothing there is in use.
 _COUNTERS = (
-    "clock_rate",
-    "max_memory_allocated",
-    "max_memory_cached",
-    "max_memory_reserved",
-    "memory_allocated",
-    "memory_cached",
-    "memory_reserved",
-    "power_draw",
-    "temperature",
+    *("clock_rate", "max_memory_allocated", "max_memory_cached", "max_memory_reserved"),
+    *("memory_allocated", "memory_cached", "memory_reserved", "power_draw", "temperature"),
     "utilization",
 )
 
@@ -257,21 +216,13 @@ def _patch_accelerator() -> None:
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is None:
         return
-    table = {
-        "is_available": _answer(False),
-        "device_count": _answer(0),
-        "current_accelerator": _answer(None),
-        "current_device_index": _answer(0),
-        "current_device_idx": _answer(0),
-        "set_device_index": _answer(),
-        "set_device_idx": _answer(),
-        "current_stream": _answer(_STREAM),
-        "set_stream": _answer(),
-        "synchronize": _answer(),
-    }
-    for name, replacement in table.items():
+    answers: dict[str, Any] = {"is_available": False, "device_count": 0, "current_stream": _STREAM}
+    answers |= dict.fromkeys(("current_device_index", "current_device_idx"), 0)
+    silent = ("current_accelerator", "set_device_index", "set_device_idx", "set_stream")
+    answers |= dict.fromkeys((*silent, "synchronize"))
+    for name, value in answers.items():
         if hasattr(accelerator, name):
-            setattr(accelerator, name, replacement)
+            setattr(accelerator, name, _answer(value))
 
 
 def install() -> None:
@@ -285,7 +236,7 @@ def install() -> None:
                 setattr(module, name, replacement)
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, _answer())
-    torch.cuda.nvtx.range = _range
+    torch.cuda.nvtx.range = type("range", (CpuContext,), {})
     torch.cuda.profiler.start = _answer()
     torch.cuda.profiler.stop = _answer()
     _patch_accelerator()

@@ -10,34 +10,13 @@ import torch
 
 # Functions that create a tensor from a ``device=`` keyword.
 _FACTORIES = (
-    "arange",
-    "as_tensor",
-    "asarray",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "logspace",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "randperm",
-    "scalar_tensor",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-    "zeros_like",
+    *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full"),
+    *("full_like", "linspace", "logspace", "ones", "ones_like", "rand", "rand_like", "randint"),
+    *("randint_like", "randn", "randn_like", "randperm", "scalar_tensor", "tensor"),
+    *("tril_indices", "triu_indices", "zeros", "zeros_like"),
 )
 _TENSOR_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+_TYPES = ("BFloat16", "Bool", "Byte", "Double", "Float", "Half", "Int", "Long", "Short")
 
 _CUDA_TYPE = "torch.cuda."
 
@@ -161,18 +140,8 @@ def _patch_types() -> None:
         return tensor_type(self, dtype, *args, **kwargs)
 
     tensor.type = cuda_type
-    for name in (
-        "BFloat16Tensor",
-        "BoolTensor",
-        "ByteTensor",
-        "DoubleTensor",
-        "FloatTensor",
-        "HalfTensor",
-        "IntTensor",
-        "LongTensor",
-        "ShortTensor",
-    ):
-        setattr(torch.cuda, name, getattr(torch, name))
+    for name in _TYPES:
+        setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
 
 
 def _patch_autocast() -> None:

@@ -1,13 +1,14 @@
-"""Version of Megatron, and whether it is supported."""
+"""Version of the installed Megatron, and whether it is supported."""
 
 from __future__ import annotations
 
 import re
 
+from ..releases import RELEASES
 from .errors import ConfigError
 
-# Each line of releases, with the newest release that the tests have run on.
-SUPPORTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+# Of each line of releases, the newest that the tests have run on.
+SUPPORTED = tuple(release.wheel for release in RELEASES)
 
 
 def parse(version: str) -> tuple[int, int, int]:

@@ -27,7 +27,10 @@ def test_with_a_broken_checkout(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(existing(MAIN_TAG) / "megatron", broken / "megatron", ignore=ignored)
     changes = {
-        "training/arguments.py": ("Parse all arguments.", "Parse them."),
+        "training/arguments.py": (
+            '    """Parse all arguments."""\n',
+            '    """Parse all arguments."""\n    # >>> megatron_ext 00000000: edited\n',
+        ),
         "core/pipeline_parallel/schedules.py": (
             "forward_backward_pipelining_without_interleaving",
             "forward_backward_without_interleaving",

@@ -158,7 +158,7 @@ def test_accident_while_gradients_are_reduced(runs: Runs, do: str) -> None:
     ],
 )  # fmt: skip
 def test_killed_while_saving(runs: Runs, at: str, what: str) -> None:
-    """Iteration 4 is half saved: that is said, and training goes on from iteration 2."""
+    """Iteration 4 is half saved: that is said, and training continues from iteration 2."""
     name = f"save-{at}"
     outcome = runs.run(name, injury={0: {"do": "kill", "at": at, "iteration": 4}})
     all_failed(outcome)
@@ -167,7 +167,7 @@ def test_killed_while_saving(runs: Runs, at: str, what: str) -> None:
     again = runs.continues(name, 2)
     line = "saving iteration 4 to "
     assert f"{line}{runs.folder / name / 'iter_0000004'} was interrupted ({what})" in again.log(0)
-    assert "training goes on from 2" in again.log(0)
+    assert "training continues from 2" in again.log(0)
     assert saved.problem(saved.saved(runs.folder / name)[4]) is None
 
 
@@ -184,14 +184,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_full_disk(runs: Runs, small_disk: Path) -> None:
-    """The save that does not fit ends the run; what was saved before is whole and goes on."""
+    """The save that does not fit ends the run; what was saved before is complete and loads."""
     outcome = runs.run("disk", save=small_disk)
     all_failed(outcome)
     last = saved.tracked(small_disk)
     assert isinstance(last, int) and 0 < last < ITERATIONS, logs(outcome)
     assert re.search(
         rf"saving iteration {last + EVERY} to {small_disk} failed \(.+\); \d\.\d MiB are free "
-        rf"there; a restart goes on from iteration {last}",
+        rf"there; a restart continues from iteration {last}",
         outcome.log(0),
     ), logs(outcome)
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
@@ -211,7 +211,7 @@ def test_sigterm_saves_and_a_restart_goes_on(runs: Runs) -> None:
 
 
 def test_saving_in_the_background(runs: Runs) -> None:
-    """With --async-save: same losses, whole checkpoints, loaded by another placement."""
+    """With --async-save: same losses, complete checkpoints, loaded by another placement."""
     more = ["--async-save"]
     outcome = runs.run("async", *more)
     assert outcome.status == "ok" and outcome.losses() == runs.good(), logs(outcome)
@@ -230,8 +230,8 @@ def test_killed_while_saving_in_the_background(runs: Runs) -> None:
     runs.continues("async-killed", last or 0)
 
 
-def test_what_is_not_whole_is_refused(runs: Runs) -> None:
-    """One sentence: which iteration, what is missing, which one is whole, what to do."""
+def test_incomplete_checkpoints_are_refused(runs: Runs) -> None:
+    """One sentence: which iteration, what is missing, which one is complete, what to do."""
     runs.good()
     folder = runs.folder / "good-0"
     victim = max(saved.saved(folder)[6].glob("*.distcp"))
@@ -242,9 +242,9 @@ def test_what_is_not_whole_is_refused(runs: Runs) -> None:
     assert outcome.losses() == []
     line = outcome.log(0).strip().splitlines()[-1]
     assert re.fullmatch(
-        rf"megatron_ext: iteration 6 in {folder} is not whole \({victim.name} has {size // 2} of "
-        rf"{size} bytes\); the last whole one is 4: write 4 into {folder / saved.TRACKER}, or add "
-        "--ckpt-step 4",
+        rf"megatron_ext: iteration 6 in {folder} is incomplete \({victim.name} has {size // 2} of "
+        rf"{size} bytes\); the last complete one is 4: write 4 into {folder / saved.TRACKER}, or "
+        "add --ckpt-step 4",
         line,
     ), line
     outcome = runs.run("good-0", "--ckpt-step", "4")

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.releases import RELEASES, TAGS
 from tests.support import ROOT
 from tests.support.script_server import ScriptServer
 from tests.support.waiting import PATIENCE
 
-TAGS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
 MAIN_TAG, OLDEST_TAG = TAGS[-1], TAGS[0]
 INSTALLED = "installed"  # not a version: the wheel of this environment
-# The versions whose Python is this one: from 0.17 on they need 3.12.
-RUNNING = TAGS if sys.version_info >= (3, 12) else TAGS[:1]
+# Those that run on this Python.
+RUNNING = tuple(release.tag for release in RELEASES if release.python <= sys.version_info[:2])
 
 
 def checkout(tag: str) -> Path | None:

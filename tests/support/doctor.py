@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import __version__
-from megatron_ext.commands import machine
+from megatron_ext.commands.doctor import machine
+from megatron_ext.releases import TAGS
 from tests.support import ROOT
 
 without_gpu = pytest.mark.skipif(
@@ -35,7 +36,7 @@ def normal(text: str, checkout: Path | None = None) -> str:
     """Without this machine's numbers and paths, where they are no part of the finding."""
     if checkout is not None:
         text = text.replace(str(checkout), "$CHECKOUT")
-    text = text.replace(__version__, "$VERSION")
+    text = text.replace(__version__, "$VERSION").replace(", ".join(TAGS), "$RELEASES")
     text = re.sub(r"(\d\.\d+\.\d+)\+[0-9a-f]{7,}", r"\1", text)  # a git checkout's commit
     # How many hooks there are changes with what we hook; that all are found, or one is not, counts.
     text = re.sub(r"(\d+) of (\d+) found", lambda n: f"all but {int(n[2]) - int(n[1])} found", text)

@@ -17,8 +17,8 @@ PACKAGE = ROOT / "megatron_ext"
 
 _TOOLS = {"_input", "schedule", "plan", "view"}
 _ENGINE = {"runtime", "offload", "moe"}
-_ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching", "probe"}
-_ALL |= {"checkpoints"}
+_ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching"}
+_ALL |= {"checkpoints", "releases"}
 
 # room -> (rooms of this package it may import, packages besides the standard library it may).
 RULES: dict[str, tuple[set[str], set[str]]] = {
@@ -30,17 +30,19 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "offload": (_TOOLS | _ENGINE, {"torch", "numpy"}),
     "moe": (_TOOLS | _ENGINE, {"torch"}),
     "integration": (
-        _TOOLS | _ENGINE | {"integration", "checkpoints"},
+        _TOOLS | _ENGINE | {"integration", "checkpoints", "releases"},
         # Apex' kernel, which Megatron's own linear layers use where it is installed.
         {"torch", "megatron", "fused_weight_gradient_mlp_cuda"},
     ),
     "cpu": ({"cpu"}, {"torch", "megatron", "numpy"}),
     "checkpoints": ({"_input", "schedule", "checkpoints"}, set()),
     "commands": (_ALL, set()),
-    "patching": (set(), set()),
+    "releases": (set(), set()),
+    "patching": ({"releases"}, set()),
     "cli": (_ALL, set()),
     "launch": (_ALL, {"torch", "megatron"}),
-    "probe": (_ALL, {"torch", "megatron"}),
+    # Only ever run as a program of its own.
+    "commands/doctor/probe.py": (_ALL, {"torch", "megatron"}),
     "__main__": (_ALL, set()),
     "__init__": (_ALL, set()),
 }
@@ -56,8 +58,8 @@ _ids = [str(path.relative_to(PACKAGE)) for path in FILES]
 
 
 def _room(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
+    name = path.relative_to(PACKAGE).as_posix()
+    return name if name in RULES else name.split("/")[0].removesuffix(".py")
 
 
 def _imports(path: Path) -> Iterator[tuple[int, str]]:

@@ -1,15 +1,14 @@
-"""Applying patch series, with no Megatron: all or nothing, back to the byte, as git would do it.
+"""Our lines in a checkout: inserted in one step, removed to the byte, by the command and by git.
 
-The series here is made by git itself, on a small tree that looks like a checkout. The real series
-are in tests/megatron/test_patches.py.
+On stock checkouts: tests/checkout/test_patches.py.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
-import random
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,28 +17,30 @@ from typing import Any
 import pytest
 
 from megatron_ext import cli, patching
+from megatron_ext.releases import NEWEST, TAGS
+from scripts.make_patches import patch_text
 from tests.support import ROOT
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("git") is None, reason="needs git, which makes the patches of these tests"
-)
-
-FILES = {
-    "megatron/training/one.py": "".join(f"line {n}\n" for n in range(40)),
-    "megatron/training/two.py": "\n".join(["", "a\x0cb", "c \u2028 d", "", "end"]) + "\n",
-    "README": "not touched\n",
-}
+HEAD = '''"""Megatron's arguments, with a form feed \x0c and a separator \u2028."""
+import argparse
 
 
-def git(folder: Path, *command: str) -> str:
-    """Run git with no configuration but what is needed."""
-    env = dict(os.environ, GIT_CONFIG_GLOBAL=os.devnull, GIT_CONFIG_NOSYSTEM="1")
-    for who in ("AUTHOR", "COMMITTER"):
-        env.update({f"GIT_{who}_NAME": "test", f"GIT_{who}_EMAIL": "test@example.org"})
-    done = subprocess.run(
-        ["git", *command], cwd=folder, env=env, capture_output=True, text=True, check=True
-    )
-    return done.stdout
+def add_megatron_arguments(parser):
+    return parser
+
+
+def parse_args(extra_args_provider=None, ignore_unknown_args=False):
+    """Parse all arguments."""
+'''
+BODY = """    parser = argparse.ArgumentParser(description='Megatron-LM Arguments',
+                                     allow_abbrev=False)
+
+    return parser.parse_args([])
+"""
+STOCK = (HEAD + BODY).encode()
+# As the first version of the patches inserted them, without markers.
+UNMARKED = HEAD.encode() + patching._UNMARKED + BODY.encode()
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
 
 def tree(folder: Path) -> dict[str, Any]:
@@ -54,159 +55,129 @@ def tree(folder: Path) -> dict[str, Any]:
     }
 
 
-def write_series(folder: Path, tag: str, patches: list[str], files: dict[str, Any]) -> None:
-    """A series as scripts/make_patches.py writes it."""
-    folder.mkdir(parents=True)
-    names = [f"{number:04}-change.patch" for number, _ in enumerate(patches, 1)]
-    for name, text in zip(names, patches):
-        (folder / name).write_bytes(text.encode())
-    manifest = {"format": patching.FORMAT, "tag": tag, "version": "9.8.1", "patches": names}
-    (folder / patching.MANIFEST).write_text(json.dumps({**manifest, "files": files}))
+def set_version(checkout: Path, major: int, minor: int) -> None:
+    """What package_info.py states."""
+    text = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = 7\n"
+    (checkout / patching.PACKAGE_INFO).write_text(text)
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A tree that says it is Megatron 9.8.2, in a repository."""
+    """A tree that looks like the newest supported Megatron."""
     folder = tmp_path / "checkout"
-    for name, text in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(text.encode())
-    (folder / "megatron/training/two.py").chmod(0o755)
-    info = folder / patching.PACKAGE_INFO
-    info.parent.mkdir()
-    info.write_text("MAJOR = 9\nMINOR = 8\nPATCH = 2\n")
-    git(folder, "init", "--quiet")
-    git(folder, "add", "--all")
-    git(folder, "commit", "--quiet", "--message", "stock")
+    for name in (patching.FILE, patching.PACKAGE_INFO):
+        (folder / name).parent.mkdir(parents=True)
+    (folder / patching.FILE).write_bytes(STOCK)
+    (folder / patching.FILE).chmod(0o640)
+    set_version(folder, *NEWEST.line)
     return folder
 
 
-@pytest.fixture
-def series(checkout: Path, tmp_path: Path) -> Path:
-    """Two patches; the second changes a file of the first once more. Made in the checkout."""
-    one, two = checkout / "megatron/training/one.py", checkout / "megatron/training/two.py"
-    before = {path: git(checkout, "hash-object", str(path)).strip() for path in (one, two)}
-    patches = []
-    one.write_text("first\n" + FILES["megatron/training/one.py"].replace("line 30\n", "") + "end\n")
-    two.write_bytes(two.read_bytes().replace(b"c ", b"C "))
-    patches.append(git(checkout, "diff", "--full-index"))
-    git(checkout, "commit", "--quiet", "--all", "--message", "one")
-    one.write_text(one.read_text().replace("line 12\n", "line 12\nmore\n"))
-    patches.append(git(checkout, "diff", "--full-index"))
-    files = {
-        str(path.relative_to(checkout)): {
-            "before": before[path],
-            "after": git(checkout, "hash-object", str(path)).strip(),
-        }
-        for path in (one, two)
+def test_applied_and_reverted_to_the_byte(checkout: Path) -> None:
+    before = tree(checkout)
+    assert patching.status(checkout).state == patching.NOT_APPLIED
+    found = patching.apply(checkout)
+    assert (found.state, found.tag, found.warning) == (patching.APPLIED, NEWEST.tag, "")
+    after = tree(checkout)
+    assert {name for name in after if after[name] != before[name]} == {patching.FILE}
+    assert after[patching.FILE][0] == before[patching.FILE][0]
+    with pytest.raises(patching.PatchError, match="patched already"):
+        patching.apply(checkout)
+    assert patching.revert(checkout).state == patching.NOT_APPLIED
+    assert tree(checkout) == before
+    with pytest.raises(patching.PatchError, match="is not patched"):
+        patching.revert(checkout)
+
+
+FORMS = {
+    "as stock": STOCK,
+    "Windows line ends": STOCK.replace(b"\n", b"\r\n"),
+    "changes of the user's": STOCK.replace(b"return parser.", b"return  parser.") + b"# mine\n",
+    "another signature and text": STOCK.replace(b"None, ignore", b"None,\n  *, ignore").replace(
+        b"Parse all arguments.", b"Parse\n    all of them."
+    ),
+    "no documentation": STOCK.replace(b'    """Parse all arguments."""\n', b"    # Parse.\n"),
+    "no newline at the end": STOCK.rstrip(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_lines_come_first_in_the_function(form: str) -> None:
+    patched = patching.insert(FORMS[form])
+    assert patching.remove(patched) == FORMS[form] != patched
+    ends = (patched.count(b"\r\n"), patched.count(b"\n"))
+    assert ends[0] in ((0, ends[1]) if form == "Windows line ends" else (0,))
+    (function,) = (
+        node
+        for node in ast.parse(patched).body
+        if isinstance(node, ast.FunctionDef) and node.name == "parse_args"
+    )
+    statements = function.body[ast.get_docstring(function) is not None :]
+    assert [type(x) for x in statements[:4]] == [ast.Import, ast.Assign, ast.Assign, ast.If]
+    assert "megatron_ext.apply(exist_ok=True)" in ast.unparse(statements[3])
+
+
+@pytest.mark.parametrize(
+    "older",
+    [
+        UNMARKED,
+        HEAD.encode()
+        + patching._BEGIN
+        + patching._checksum(b"    other = 1\n")
+        + b": why\n    other = 1\n"
+        + patching._END
+        + BODY.encode(),
+    ],
+)
+def test_lines_of_another_version(checkout: Path, older: bytes) -> None:
+    """Replaced by apply, removed by revert; both end where a stock file would."""
+    file = checkout / patching.FILE
+    file.write_bytes(older)
+    assert patching.status(checkout).state == patching.OUTDATED
+    assert patching.apply(checkout).state == patching.APPLIED
+    assert file.read_bytes() == patching.insert(STOCK)
+    file.write_bytes(older)
+    patching.revert(checkout)
+    assert file.read_bytes() == STOCK
+
+
+def damaged(patched: bytes) -> dict[str, bytes]:
+    """A patched file after somebody's edit of our lines."""
+    block = patched[len(HEAD.encode()) : len(patched) - len(BODY.encode())]
+    return {
+        "edited": patched.replace(b"if asked:", b"if asked and True:"),
+        "cut off": patched.replace(patching._END, b""),
+        "end alone": patched.replace(
+            patched[patched.index(patching._BEGIN) :].split(b"\n")[0], b""
+        ),
+        "twice": patched.replace(block, block + block),
+        "marked and unmarked": UNMARKED.replace(BODY.encode(), block + BODY.encode()),
     }
-    git(checkout, "reset", "--quiet", "--hard", "HEAD~1")
-    write_series(tmp_path / "patches" / "core_v9.8.1", "core_v9.8.1", patches, files)
-    return tmp_path / "patches"
 
 
-def test_applied_and_reverted_to_the_byte(checkout: Path, series: Path) -> None:
+@pytest.mark.parametrize("how", damaged(patching.insert(STOCK)))
+def test_edited_lines_are_nobodys_to_remove(checkout: Path, how: str) -> None:
+    (checkout / patching.FILE).write_bytes(damaged(patching.insert(STOCK))[how])
     before = tree(checkout)
-    assert patching.status(checkout, series).state == patching.NOT_APPLIED
-    assert patching.apply(checkout, series).state == patching.APPLIED
-    changed = {path for path, was in tree(checkout).items() if was != before[path]}
-    assert changed == {"megatron/training/one.py", "megatron/training/two.py"}
-    assert (checkout / "megatron/training/two.py").stat().st_mode & 0o777 == 0o755
-    assert patching.revert(checkout, series).state == patching.NOT_APPLIED
+    assert patching.status(checkout).state == patching.MODIFIED
+    for action in (patching.apply, patching.revert):
+        with pytest.raises(patching.PatchError, match="edited lines of megatron_ext in"):
+            action(checkout)
     assert tree(checkout) == before
-    assert git(checkout, "status", "--porcelain") == ""
-
-
-def test_a_tarball_is_patched_too(checkout: Path, series: Path) -> None:
-    shutil.rmtree(checkout / ".git")
-    before = tree(checkout)
-    patching.apply(checkout, series)
-    patching.revert(checkout, series)
-    assert tree(checkout) == before
-
-
-@pytest.mark.parametrize("action", [patching.apply, patching.revert])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left", "x")])
-def test_interrupted_between_two_files(
-    checkout: Path, series: Path, monkeypatch: pytest.MonkeyPatch, action: Any, error: BaseException
-) -> None:
-    """The first file is there already: it goes back, and nothing is left lying about."""
-    if action is patching.revert:
-        patching.apply(checkout, series)
-    before = tree(checkout)
-    calls = []
-    replace = os.replace
-
-    def second_fails(*paths: Any) -> None:
-        calls.append(paths)
-        if len(calls) == 2:
-            raise error
-        replace(*paths)
-
-    monkeypatch.setattr(patching.os, "replace", second_fails)
-    expected = patching.PatchError if isinstance(error, OSError) else KeyboardInterrupt
-    with pytest.raises(expected):
-        action(checkout, series)
-    assert tree(checkout) == before
-
-
-def test_killed_between_two_files(checkout: Path, series: Path) -> None:
-    """Nobody can put back then; status says so, apply refuses, revert goes back."""
-    before = tree(checkout)
-    stock = (checkout / "megatron/training/one.py").read_bytes()
-    patching.apply(checkout, series)
-    (checkout / "megatron/training/one.py").write_bytes(stock)
-    assert patching.status(checkout, series).state == patching.PARTIAL
-    with pytest.raises(patching.PatchError, match="only 1 of 2 files patched"):
-        patching.apply(checkout, series)
-    assert patching.revert(checkout, series).state == patching.NOT_APPLIED
-    assert tree(checkout) == before
-
-
-@pytest.mark.parametrize("damage", ["context", "header", "result"])
-def test_a_damaged_second_patch(checkout: Path, series: Path, damage: str) -> None:
-    patch = series / "core_v9.8.1" / "0002-change.patch"
-    old, new = {
-        "context": (" line 12\n", " line 13\n"),
-        "header": (" @@", ",3 @@"),
-        "result": ("+more\n", "+less\n"),
-    }[damage]
-    assert old in patch.read_text()
-    patch.write_text(patch.read_text().replace(old, new, 1))
-    before = tree(checkout)
-    with pytest.raises(patching.PatchError, match="nothing was changed"):
-        patching.apply(checkout, series)
-    assert tree(checkout) == before
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_patches_of_git_are_applied_as_git_means_them(tmp_path: Path, seed: int) -> None:
-    """Random edits, with and without context, at the ends too; both directions."""
-    dice = random.Random(seed)
-    old = [f"{dice.randrange(5)}\n" for _ in range(dice.randrange(1, 30))]
-    new = [x for line in old for x in dice.choice([[line], [line], [line], [], ["x\n", line]])]
-    for side, lines in (("a", old), ("b", [*new, "last\n"])):
-        (tmp_path / side).mkdir()
-        (tmp_path / side / "f").write_text("".join(lines))
-    command = ["git", "diff", "--no-index", "--no-prefix", f"-U{seed % 4}", "a/f", "b/f"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
-    patch = tmp_path / "x.patch"
-    patch.write_bytes(done.stdout)
-    before, after = ((tmp_path / side / "f").read_bytes() for side in "ab")
-    contents = {"f": before}
-    patching._patch(contents, patch, reverse=False)
-    assert contents["f"] == after
-    patching._patch(contents, patch, reverse=True)
-    assert contents["f"] == before
 
 
 def refusals(checkout: Path) -> dict[str, Any]:
     """What can be wrong with a checkout -> what makes it so."""
-    target = checkout / "megatron/training/one.py"
+    target = checkout / patching.FILE
     info = checkout / patching.PACKAGE_INFO
     return {
-        "has changes of its own": lambda: target.write_text(target.read_text() + "# mine\n"),
-        "is missing": lambda: target.rename(target.with_name("moved.py")),
+        "has no function parse_args": lambda: target.write_bytes(
+            STOCK.replace(b"parse_args", b"parse")
+        ),
+        "is not valid Python": lambda: target.write_bytes(STOCK + b"(\n"),
+        "cannot be read (No such file or directory)": lambda: target.rename(
+            target.with_name("moved.py")
+        ),
         "is a link": lambda: (
             target.rename(target.with_name("moved.py")),
             target.symlink_to("moved.py"),
@@ -215,107 +186,99 @@ def refusals(checkout: Path) -> dict[str, Any]:
             target.parent.rename(checkout.parent / "elsewhere"),
             target.parent.symlink_to(checkout.parent / "elsewhere"),
         ),
-        "Megatron 9.7.0, and there are patches for core_v9.8.1 only": lambda: info.write_text(
-            "MAJOR = 9\nMINOR = 7\nPATCH = 0\n"
-        ),
-        "which version": lambda: info.write_text("VERSION = 1\n"),
+        "does not give the version": lambda: info.write_text("VERSION = 1\n"),
         "is no Megatron-LM checkout": lambda: info.unlink(),
-        "already": lambda: patching.apply(checkout, checkout.parent / "patches"),
     }
 
 
 @pytest.mark.parametrize("kind", list(refusals(Path())))
-def test_refusals(checkout: Path, series: Path, kind: str) -> None:
+def test_refusals(checkout: Path, kind: str) -> None:
     """One sentence, and nothing changed."""
     refusals(checkout)[kind]()
     before = tree(checkout)
-    with pytest.raises(patching.PatchError) as error:
-        patching.apply(checkout, series)
-    assert kind in str(error.value)
-    assert "\n" not in str(error.value)
-    assert tree(checkout) == before
-    if kind != "already":
-        with pytest.raises(patching.PatchError):
-            patching.revert(checkout, series)
+    for action in (patching.apply, patching.revert):
+        with pytest.raises(patching.PatchError) as error:
+            action(checkout)
+        assert kind in str(error.value)
+        assert "\n" not in str(error.value)
         assert tree(checkout) == before
 
 
-@pytest.fixture
-def script(series: Path) -> Path:
-    """scripts/apply_patches.sh, beside this test's patches."""
-    folder = series.parent / "scripts"
-    folder.mkdir()
-    return Path(shutil.copy(ROOT / "scripts" / "apply_patches.sh", folder))
-
-
-def shell(*command: object) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr."""
-    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("with_git", [True, False])
-def test_script_does_the_same(checkout: Path, series: Path, script: Path, with_git: bool) -> None:
-    """A tarball inside somebody's repository: there, plain ``git apply`` silently does nothing."""
-    if not with_git:
-        (checkout / ".git").rename(checkout.parent / ".git")
-    stock = tree(checkout)
-    patching.apply(checkout, series)
-    patched = tree(checkout)
-    assert shell(script, "--revert", checkout)[0] == 0
-    assert tree(checkout) == stock
-    assert shell(script, checkout)[0] == 0
-    assert tree(checkout) == patched
-    # As after an interrupted run.
-    patching.revert(checkout, series)
-    clean = (checkout / "megatron/training/one.py").read_bytes()
-    patching.apply(checkout, series)
-    (checkout / "megatron/training/one.py").write_bytes(clean)
-    status, _, said = shell(script, checkout)
-    assert (status, "1 of 2" in said) == (2, True)
-    assert shell(script, "--revert", checkout)[0] == 0
-    assert tree(checkout) == stock
-
-
-@pytest.mark.parametrize("kind", [k for k in refusals(Path()) if k != "which version"])
-def test_script_refuses_the_same(checkout: Path, series: Path, script: Path, kind: str) -> None:
-    refusals(checkout)[kind]()
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left", "x")])
+@pytest.mark.parametrize("call", ["fsync", "chmod", "replace"])
+@pytest.mark.parametrize("action", [patching.apply, patching.revert])
+def test_interrupted(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, action: Any, call: str, error: BaseException
+) -> None:
+    """The file is the old one, whole, and nothing else is left."""
+    if action is patching.revert:
+        patching.apply(checkout)
     before = tree(checkout)
-    status, out, said = shell(script, checkout)
-    assert (status, out) == (2, "")
-    assert said.count("\n") == 1 and said.startswith("apply_patches: ")
-    assert kind.removeprefix("is ").split(",")[0] in said
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(patching.os, call, fails)
+    expected = patching.PatchError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        action(checkout)
     assert tree(checkout) == before
 
 
-def test_script_with_a_damaged_patch(checkout: Path, series: Path, script: Path) -> None:
-    patch = series / "core_v9.8.1" / "0002-change.patch"
-    patch.write_text(patch.read_text().replace("+more\n", "+less\n"))
+@pytest.mark.skipif(os.getuid() == 0, reason="the superuser may write everywhere")
+def test_a_folder_that_cannot_be_written(checkout: Path) -> None:
+    folder = (checkout / patching.FILE).parent
+    folder.chmod(0o500)
+    try:
+        with pytest.raises(patching.PatchError, match="make its folder writable"):
+            patching.apply(checkout)
+    finally:
+        folder.chmod(0o700)
+
+
+def test_a_read_only_file_stays_one(checkout: Path) -> None:
+    (checkout / patching.FILE).chmod(0o444)
     before = tree(checkout)
-    status, _, said = shell(script, checkout)
-    assert (status, "nothing was changed" in said) == (2, True)
+    patching.apply(checkout)
+    patching.revert(checkout)
     assert tree(checkout) == before
 
 
-def test_command(checkout: Path, series: Path, capsys: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("version", [(0, 15), (1, 0)])
+def test_an_unsupported_version_is_patched_with_a_warning(
+    checkout: Path, capsys: Any, version: tuple[int, int]
+) -> None:
+    set_version(checkout, *version)
+    before = tree(checkout)
+    assert cli.main(["patch", "apply", str(checkout), "--json"]) == 0
+    out, err = capsys.readouterr()
+    data = json.loads(out)
+    assert (data["tag"], data["patches"], data["state"]) == (None, [], "applied")
+    assert data["warning"] in err and err.count("\n") == 1 and TAGS[-1] in err
+    assert cli.main(["patch", "revert", str(checkout)]) == 0
+    assert tree(checkout) == before
+
+
+def test_command(checkout: Path, capsys: Any) -> None:
     """Exit status, text and JSON of the three actions."""
-    monkeypatch.setattr(patching, "patches_folder", lambda: series)
 
     def run(*argv: str) -> tuple[int, str, str]:
         status = cli.main(["patch", *argv])
         return (status, *capsys.readouterr())
 
     where = str(checkout)
-    assert run("status", where)[:2][0] == 1
+    assert run("status", where)[0] == 1
     status, out, err = run("apply", where, "--json")
     assert (status, err) == (0, "")
     assert json.loads(out) == {
         "checkout": where,
-        "version": "9.8.2",
-        "tag": "core_v9.8.1",
+        "version": f"{NEWEST.line[0]}.{NEWEST.line[1]}.7",
+        "tag": NEWEST.tag,
         "state": "applied",
-        "patches": ["0001-change.patch", "0002-change.patch"],
-        "files": {f"megatron/training/{name}.py": "applied" for name in ("one", "two")},
+        "patches": [patching.PATCH_NAME],
+        "files": {patching.FILE: "applied"},
+        "warning": None,
+        "problem": None,
     }
     assert run("status", where)[0] == 0
     status, out, err = run("apply", where)
@@ -324,11 +287,67 @@ def test_command(checkout: Path, series: Path, capsys: Any, monkeypatch: Any) ->
     assert run("revert", where)[0] == 0
     assert "not applied" in run("status", where)[1]
     assert run("status", str(checkout.parent))[0] == 2
+    (checkout / patching.FILE).write_bytes(b"x = 1\n")
+    status, out, _ = run("status", where)
+    assert (status, "modified" in out, "no function parse_args" in out) == (1, True, True)
 
 
-def test_the_patches_of_this_repository_are_found() -> None:
-    tags = [series.tag for series in patching.load_all()]
-    assert tags == ["core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0"]
-    for series in patching.load_all():
-        found = sorted(path.name for path in series.patches[0].parent.glob("*.patch"))
-        assert [path.name for path in series.patches] == found
+# Plain git: the committed patches, and the script around them.
+
+
+def shell(*command: object, cwd: Path | None = None) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr."""
+    words = [str(x) for x in command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=cwd)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """scripts/apply_patches.sh, beside a patch for the checkout of these tests."""
+    for name in ("scripts", f"patches/{NEWEST.tag}"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "patches" / NEWEST.tag / patching.PATCH_NAME).write_text(patch_text(STOCK))
+    return Path(shutil.copy(ROOT / "scripts" / "apply_patches.sh", tmp_path / "scripts"))
+
+
+@needs_git
+@pytest.mark.parametrize("repository", ["none", "its own", "around it"])
+def test_script_and_command_undo_each_other(checkout: Path, script: Path, repository: str) -> None:
+    """Inside somebody's repository, plain ``git apply`` would silently do nothing."""
+    if repository != "none":
+        where = checkout if repository == "its own" else checkout.parent
+        shell("git", "init", "--quiet", where)
+    (checkout / patching.FILE).chmod(0o644)  # git knows no other modes
+    stock = tree(checkout)
+    patching.apply(checkout)
+    patched = tree(checkout)
+    assert shell(script, "--revert", checkout) == (0, "", "")
+    assert tree(checkout) == stock
+    assert shell(script, checkout) == (0, "", "")
+    assert tree(checkout) == patched
+    assert patching.revert(checkout).state == patching.NOT_APPLIED
+    assert tree(checkout) == stock
+
+
+@needs_git
+@pytest.mark.parametrize("kind", ["has no function parse_args", "is a link", "is behind a link",
+                                  "is no Megatron-LM checkout", "already"])  # fmt: skip
+def test_script_refuses(checkout: Path, script: Path, kind: str) -> None:
+    changes = {**refusals(checkout), "already": lambda: patching.apply(checkout)}
+    changes[kind]()
+    before = tree(checkout)
+    status, out, err = shell(script, checkout)
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1].startswith("apply_patches: ")
+    assert tree(checkout) == before
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_committed_patches_insert_the_same_lines(tag: str) -> None:
+    (path,) = (ROOT / "patches" / tag).iterdir()
+    assert path.name == patching.PATCH_NAME
+    added = [x[1:] for x in path.read_text().splitlines() if x.startswith("+") and x[:3] != "+++"]
+    patched = patching.insert(STOCK).decode()
+    assert "\n".join(added) + "\n" == patched[len(HEAD) : -len(BODY)]
+    assert sorted(folder.name for folder in (ROOT / "patches").iterdir()) == sorted(TAGS)

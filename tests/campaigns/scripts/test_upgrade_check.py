@@ -38,8 +38,8 @@ def test_what_moved(changed: dict[str, Any], words: list[str]) -> None:
 def test_what_does_not_fit_says_what_to_do() -> None:
     (text,) = script.problems(entry("new", hooks={"m:f": hook(error="no m:f")}))
     assert text.startswith("new: no m:f; look for what took its place")
-    gone = {"state": "none", "place": False, "error": "no place"}
-    assert "make_patches.py" in script.problems(entry("main", supported=False, patches=gone))[0]
+    gone = {"state": "does not fit", "error": "no place"}
+    assert "patching.py" in script.problems(entry("main", supported=False, patches=gone))[0]
     assert script.problems(entry("main", not_restored=["m:f"])) == ["main: m:f was not given back"]
     assert script.problems(entry("main", error="it cannot be imported: x")) != []
     assert script.problems(entry("old")) == []

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.commands import doctor, machine
+from megatron_ext.commands import doctor
+from megatron_ext.commands.doctor import findings, machine
 from megatron_ext.offload.host_memory import stated_host_bytes
 from tests.support.doctor import compare, normal, run, without_gpu
 
@@ -73,7 +74,7 @@ def _server(root: Path, nodes: tuple[str, str] = ("0", "1"), free_kib: int = 1 <
 
 
 def _hardware(root: Path) -> dict[str, doctor.Finding]:
-    return {f.name: f for f in doctor._hardware(root, {"devices": []})}
+    return {f.name: f for f in findings._hardware(root, {"devices": []})}
 
 
 def test_a_server_with_four_gpus(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_server_with_four_gpus(tmp_path: Path) -> None:
 def test_a_virtual_machine_that_hides_its_nodes_and_has_little_memory(tmp_path: Path) -> None:
     _server(tmp_path, nodes=("-1", "-1"), free_kib=16 << 20)
     found = _hardware(tmp_path)
-    assert found["numa"].level == "warning" and "is unknown" in found["numa"].text
+    assert found["numa"].level == "warning" and "are unknown" in found["numa"].text
     assert found["host memory"].level == "warning" and "3.6 GiB a rank" in found["host memory"].text
 
 
@@ -125,7 +126,7 @@ ENGINES = {
 
 @pytest.mark.parametrize("version", ENGINES)
 def test_what_transformer_engine_enables(version: str) -> None:
-    found = list(doctor._libraries({"transformer_engine": {"version": version}}))
+    found = list(findings._libraries({"transformer_engine": {"version": version}}))
     assert (found[0].level, ENGINES[version][1] in found[0].text) == (ENGINES[version][0], True)
     assert found[1].level == "ok"  # Apex is not needed then
 
@@ -133,20 +134,22 @@ def test_what_transformer_engine_enables(version: str) -> None:
 def test_a_gpu_is_named() -> None:
     device = {"name": "NVIDIA H200", "capability": "9.0", "total_bytes": 1, "pci": None}
     facts = {"version": "2.15.0", "cuda": "13.2", "devices": [device] * 8, "nccl": "2.30.7"}
-    found = {f.name: f for f in doctor._torch(facts)}
+    found = {f.name: f for f in findings._torch(facts)}
     assert found["cuda"].text == "13.2, 8 x NVIDIA H200 (compute capability 9.0)"
     assert found["nccl"] == doctor.Finding("nccl", "ok", "2.30.7")
 
 
 def test_no_megatron_and_one_without_a_training_loop(tmp_path: Path) -> None:
-    (found,) = doctor._megatron({"error": "ModuleNotFoundError: No module named 'megatron'"}, None)
+    (found,) = findings._megatron(
+        {"error": "ModuleNotFoundError: No module named 'megatron'"}, None
+    )
     assert (found.name, found.level) == ("megatron", "error") and "--megatron CHECKOUT" in found.fix
     facts = {"version": "0.16.1", "path": str(tmp_path), "training_error": "no megatron.training"}
-    found, training = doctor._megatron(facts, tmp_path)
+    found, training = findings._megatron(facts, tmp_path)
     assert (found.level, training.level) == ("ok", "error")
 
 
 def test_an_unsupported_megatron(tmp_path: Path) -> None:
     facts = {"version": "0.15.0", "path": str(tmp_path), "unsupported": "0.15.0 is not supported"}
-    (found,) = doctor._megatron(facts, None)
+    (found,) = findings._megatron(facts, None)
     assert found.level == "error" and found.fix

@@ -20,8 +20,7 @@ from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...hooks import Hook
 from ...utils import gather, has_second_embedding, unwrapped
-from . import integrity as checkpoint_whole
-from . import metadata as checkpoint_metadata
+from . import integrity, metadata
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ def choose_formats(args: MegatronArgs, name: str, vee: bool) -> str | None:
 
 
 class Checkpoints:
-    """Watches what one run loads.
+    """Hooks around one run's loading and saving.
 
     Args:
         name: the schedule, for the sentences.
@@ -111,7 +110,7 @@ class Checkpoints:
         self._metadata: dict[str, Any] = {}
 
     def hooks(self) -> tuple[Hook, ...]:
-        """The hooks around Megatron's loading."""
+        """The hooks around Megatron's loading and saving."""
         module = "megatron.training.checkpointing"
         return (
             Hook(
@@ -128,9 +127,9 @@ class Checkpoints:
             ),
             Hook(
                 (f"{module}:save_checkpoint",),
-                checkpoint_whole.telling,
+                integrity.report_failure,
                 ("iteration",),
-                "a save that fails would not say what a restart goes on from",
+                "a failed save would not report what a restart will load",
             ),
         )
 
@@ -166,7 +165,7 @@ class Checkpoints:
             if self._chunks is None:  # only the arguments are read
                 return load()
             if rank0:
-                self._metadata = checkpoint_whole.require_whole(load_dir, args)
+                self._metadata = integrity.require_complete(load_dir, args)
             if not rank0 and sharded_state_dict is not None and self._found is not None:
                 self._require_same_parameters(args, sharded_state_dict)
             result = load()
@@ -305,7 +304,7 @@ class Checkpoints:
     def _report_difference(
         self, args: MegatronArgs, folder: str, absent: list[str], extra: list[str], differing: str
     ) -> None:
-        """Parameters on one side only: refused, or said where the user's flags accept it."""
+        """Parameters on one side only: refused, or logged where the user's flags accept it."""
         lacking = (
             f"{folder} does not hold {len(absent)} of the model's parameters ({_some(absent)})"
         )
@@ -368,33 +367,27 @@ def _shapes(part: Any) -> dict[str, tuple[tuple[int, ...], bool]]:
     return found
 
 
-def _shapes_on_disk(folder: str, metadata: Any) -> dict[str, tuple[int, ...]]:
+def _shapes_on_disk(folder: str, known: Any) -> dict[str, tuple[int, ...]]:
     """Global shapes of the model's tensors in a checkpoint; read by one rank for all.
 
     Args:
         folder: the iteration's.
-        metadata: of that folder, where this rank has it already.
+        known: the metadata of that folder, where this rank has it already.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    import torch.distributed as dist
-    from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
 
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        # Megatron's own reader of this makes tensors of it, which new releases of torch refuse.
+    def read() -> dict[str, tuple[int, ...]]:
         try:
-            if metadata is None:
-                metadata = _get_filesystem_reader(folder).read_metadata()
-            answer[0] = checkpoint_metadata.model_shapes(metadata)
-        except Exception as error:  # the other ranks wait for the answer
-            answer[1] = f"cannot read the metadata of the checkpoint {folder}: {error}"
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise ConfigError(answer[1])
-    shapes: dict[str, tuple[int, ...]] = answer[0]
-    return shapes
+            found = metadata.read(folder) if known is None else known
+            return metadata.model_shapes(found)
+        except ValueError as error:
+            raise ValueError(
+                f"cannot read the metadata of the checkpoint {folder}: {error}"
+            ) from None
+
+    return integrity.from_rank_0(read)
 
 
 def _shapes_of(

@@ -1,4 +1,4 @@
-"""Is what a run is about to load whole? An interrupted save is told in one sentence."""
+"""Loading refuses an incomplete checkpoint; a failed save reports what a restart will load."""
 
 from __future__ import annotations
 
@@ -6,18 +6,41 @@ import contextlib
 import functools
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ....checkpoints import folder as saved
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
+from . import metadata as stored
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-def require_whole(load_dir: Any, args: MegatronArgs) -> dict[str, Any]:
+def from_rank_0(compute: Callable[[], T]) -> T:
+    """What rank 0 computes, on every rank; called by all.
+
+    Raises:
+        ConfigError: on every rank, whatever was raised on rank 0.
+    """
+    import torch.distributed as dist
+
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = compute()
+        except Exception as error:  # the other ranks wait for the answer
+            answer[1] = str(error) or type(error).__name__
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise ConfigError(answer[1])
+    found: T = answer[0]
+    return found
+
+
+def require_complete(load_dir: Any, args: MegatronArgs) -> dict[str, Any]:
     """Rank 0 looks at the folder for all; called by every rank before Megatron reads anything.
 
     An unfinished save newer than the iteration to load is only mentioned: Megatron names an
@@ -31,77 +54,65 @@ def require_whole(load_dir: Any, args: MegatronArgs) -> dict[str, Any]:
         On rank 0, for a folder in torch_dist: that folder, and its metadata.
 
     Raises:
-        ConfigError: that iteration is not whole, or the tracker file names none.
+        ConfigError: that iteration is incomplete, or the tracker file names none.
     """
-    import torch.distributed as dist
-
     if load_dir is None or "://" in str(load_dir):
         return {}
     metadata: dict[str, Any] = {}
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            metadata, said = look(Path(load_dir), args.ckpt_step, _torch_metadata)
-            if said is not None:
-                logger.warning("megatron_ext: %s", said)
-        except Exception as error:  # the other ranks wait for the answer
-            answer[0] = str(error) or type(error).__name__
-    dist.broadcast_object_list(answer, src=0)
-    if answer[0] is not None:
-        raise ConfigError(answer[0])
+
+    def check() -> None:
+        notice = look(Path(load_dir), args.ckpt_step, metadata)
+        if notice is not None:
+            logger.warning("megatron_ext: %s", notice)
+
+    from_rank_0(check)
     return metadata
 
 
-def look(
-    root: Path, step: int | None, read_metadata: Callable[[Path], Any]
-) -> tuple[dict[str, Any], str | None]:
-    """(metadata by folder of the iteration to load, what to mention).
+def look(root: Path, step: int | None, metadata: dict[str, Any]) -> str | None:
+    """Check the iteration to load.
 
     Args:
         root: the folder of checkpoints.
         step: ``--ckpt-step``.
-        read_metadata: of an iteration's folder.
+        metadata: by folder; that of the iteration is added.
+
+    Returns:
+        What to mention, if anything.
 
     Raises:
-        ConfigError: the iteration to load is not whole.
+        ConfigError: the iteration to load is incomplete.
     """
     found = saved.saved(root)
-    wanted: int | str | None = step or None
+    try:
+        wanted = step or saved.tracked(root)
+    except ValueError as error:
+        raise ConfigError(f"{error}; {_advice(root, found)}") from None
     if wanted is None:
-        try:
-            wanted = saved.tracked(root)
-        except ValueError as error:
-            raise ConfigError(f"{error}; {_fix(root, found, None)}") from None
-    if wanted is None:
-        last = _last_whole(found, None)
+        last = saved.last_complete(found)
         if last is not None:
             raise ConfigError(
                 f"{root} has no {saved.TRACKER}, so training would start anew, but iteration "
-                f"{last} there is whole: saving was interrupted at its very end, or the file was "
-                f"lost; {_fix(root, found, None)}"
+                f"{last} there is complete: saving was interrupted at its very end, or the file "
+                f"was lost; {saved.advice(root, last)}"
             )
-        if found:
-            return {}, f"{_unfinished_after(found, -1)}; nothing else is saved"
-        return {}, None
-    folder = found.get(wanted)
-    what = "its folder is missing" if folder is None else saved.unfinished(folder)
-    metadata = {}
-    if folder is not None and what is None and not saved.by_rank(folder):
-        try:
-            metadata[str(folder)] = read_metadata(folder)
-            what = saved.missing(folder, _files(metadata[str(folder)]))
-        except Exception as error:
-            what = f"{saved.METADATA} cannot be read: {error}"
+        return f"{_interrupted(found, -1)}; nothing else is saved" if found else None
+
+    def files(folder: Path) -> Mapping[str, int]:
+        metadata[str(folder)] = read = stored.read(str(folder))
+        return stored.files(read)
+
+    what = saved.problem(found.get(wanted, root / f"iter_{wanted}"), files)
     if what is not None:
         raise ConfigError(
-            f"iteration {wanted} in {root} is not whole ({what}); {_fix(root, found, wanted)}"
+            f"iteration {wanted} in {root} is incomplete ({what}); {_advice(root, found, wanted)}"
         )
-    newer = _unfinished_after(found, wanted) if step is None and isinstance(wanted, int) else None
-    return metadata, None if newer is None else f"{newer}; training goes on from {wanted}"
+    newer = _interrupted(found, wanted) if step is None and isinstance(wanted, int) else None
+    return None if newer is None else f"{newer}; training continues from {wanted}"
 
 
-def telling(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``save_checkpoint`` that says, where it fails, what a restart will find."""
+def report_failure(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``save_checkpoint`` that logs, where it fails, what a restart will load."""
 
     @functools.wraps(original)
     def save_checkpoint(iteration: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,11 +129,11 @@ def telling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def failed_save(iteration: Any, place: Any, error: BaseException) -> str:
-    """One sentence: what failed, how full the disk is, and which iteration is the last good one."""
+    """One sentence: what failed, how full the disk is, and which iteration a restart loads."""
     root = Path(place)
     free = shutil.disk_usage(root).free
     last = saved.tracked(root)
-    rest = "nothing is saved yet" if last is None else f"a restart goes on from iteration {last}"
+    rest = "nothing is saved yet" if last is None else f"a restart continues from iteration {last}"
     text = str(error).strip().splitlines()
     what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     return (
@@ -131,44 +142,14 @@ def failed_save(iteration: Any, place: Any, error: BaseException) -> str:
     )
 
 
-def _torch_metadata(folder: Path) -> Any:
-    # As Megatron itself does next; not from a folder that was only to be looked at.
-    from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
-
-    return _get_filesystem_reader(str(folder)).read_metadata()
-
-
-def _files(metadata: Any) -> dict[str, int]:
-    """File -> bytes that it must have, from loaded metadata."""
-    files: dict[str, int] = {}
-    for place in (getattr(metadata, "storage_data", None) or {}).values():
-        name = str(place.relative_path)
-        files[name] = max(files.get(name, 0), int(place.offset) + int(place.length))
-    return files
-
-
-def _unfinished_after(found: dict[int | str, Path], iteration: int) -> str | None:
-    """Which later save was interrupted, and how far it came."""
-    later = [n for n in found if isinstance(n, int) and n > iteration]
-    for number in reversed(later):
+def _interrupted(found: Mapping[int | str, Path], iteration: int) -> str | None:
+    """Which save after ``iteration`` was interrupted, and how far it came."""
+    for number in sorted((n for n in found if isinstance(n, int) and n > iteration), reverse=True):
         what = saved.unfinished(found[number])
         if what is not None:
             return f"saving iteration {number} to {found[number]} was interrupted ({what})"
     return None
 
 
-def _last_whole(found: dict[int | str, Path], but: int | str | None) -> int | None:
-    for number in reversed(found):
-        if isinstance(number, int) and number != but and saved.problem(found[number]) is None:
-            return number
-    return None
-
-
-def _fix(root: Path, found: dict[int | str, Path], but: int | str | None) -> str:
-    last = _last_whole(found, but)
-    if last is None:
-        return "no other iteration there is whole, so restore it or start anew without --load"
-    return (
-        f"the last whole one is {last}: write {last} into {root / saved.TRACKER}, or add "
-        f"--ckpt-step {last}"
-    )
+def _advice(root: Path, found: dict[int | str, Path], but: int | str | None = None) -> str:
+    return saved.advice(root, saved.last_complete(found, but))

@@ -1,17 +1,43 @@
-"""What a checkpoint's metadata says of its tensors, from a file that may be damaged."""
+"""Metadata of a ``torch_dist`` checkpoint as Megatron loads it, from a file that may be damaged."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from ...._input import shown, whole
+from ...._input import shown
+from ....checkpoints.folder import shape
 
 _OPTIMIZER_KEY = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
+def read(folder: str) -> Any:
+    """The metadata of an iteration's folder, which may be on remote storage.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    # As Megatron itself does next; not for a folder that is only to be looked at. Its reader of
+    # shapes makes tensors of them, which new releases of torch refuse.
+    from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
+
+    try:
+        return _get_filesystem_reader(folder).read_metadata()
+    except Exception as error:
+        raise ValueError(str(error) or type(error).__name__) from None
+
+
+def files(metadata: Any) -> dict[str, int]:
+    """File -> bytes that it must have."""
+    found: dict[str, int] = {}
+    for place in (getattr(metadata, "storage_data", None) or {}).values():
+        name = str(place.relative_path)
+        found[name] = max(found.get(name, 0), int(place.offset) + int(place.length))
+    return found
+
+
 def model_shapes(metadata: Any) -> dict[str, tuple[int, ...]]:
-    """Global shapes of the model's tensors, from the metadata of a ``torch_dist`` checkpoint.
+    """Global shapes of the model's tensors.
 
     Raises:
         ValueError: it is not what Megatron writes.
@@ -30,8 +56,5 @@ def model_shapes(metadata: Any) -> dict[str, tuple[int, ...]]:
         kept = original.get(key, {})
         if not isinstance(kept, dict):
             raise ValueError(f"its note on {shown(key)} is {shown(kept)}; the file is damaged")
-        size = kept.get("nd_reformulated_orig_global_shape", entry.size)
-        if not isinstance(size, list | tuple):
-            raise ValueError(f"it gives {shown(key)} the shape {shown(size)}; the file is damaged")
-        shapes[str(key)] = tuple(whole(n, f"a size of {shown(key)}", 0, 1 << 60) for n in size)
+        shapes[str(key)] = shape(str(key), entry.size, kept)
     return shapes

@@ -1,10 +1,10 @@
-"""What this interpreter's torch and Megatron are, as JSON: ``doctor`` runs this file on its own.
+"""Facts about this interpreter's torch and Megatron, as JSON: ``doctor`` runs this file alone.
 
 In a process of its own because importing torch or Megatron may fail in any way, a crash included,
 and takes seconds. Nothing is hooked: hooks are looked for and not bound. Without a GPU, Megatron is
 imported as ``launch --device cpu`` does it.
 
-    python megatron_ext/probe.py [CHECKOUT]
+    python megatron_ext/commands/doctor/probe.py [CHECKOUT]
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def library_facts() -> dict[str, Any]:
 
 def main() -> None:
     """Print everything as one JSON object, the last line of standard output."""
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[3])
     # Python has put this file's folder first, whose modules are no top-level ones.
     sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent]
     sys.path[:0] = [*(os.path.abspath(p) for p in sys.argv[1:]), root]

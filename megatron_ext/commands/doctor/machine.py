@@ -1,4 +1,4 @@
-"""What ``doctor`` reads of a machine without torch: GPUs on the bus, NUMA, environment."""
+"""Facts about the machine without torch: GPUs on the PCI bus, NUMA nodes, environment."""
 
 from __future__ import annotations
 
@@ -69,56 +69,29 @@ def driver() -> tuple[str | None, str]:
     return lines[0], ""
 
 
-# Variable -> value that hurts (a pattern), what it does, what to do.
+# Variable (a pattern), bad values (a pattern), effect, fix.
+_ON = r"[1-9].*"
 _CONFLICTS = (
-    (
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        r"1",
-        "one hardware queue: messages, offload copies and MoE chunks wait for the kernels before "
-        "them",
-        "with tensor and context parallelism 1, or on Blackwell, set 32; else Megatron demands 1",
-    ),
-    (
-        "CUDA_LAUNCH_BLOCKING",
-        r"[1-9].*",
-        "every kernel is waited for: nothing overlaps",
-        "unset it",
-    ),
-    (
-        "(TORCH_)?NCCL_BLOCKING_WAIT",
-        r"[1-9].*",
-        "the host waits in every message, so passes no longer hide them",
-        "unset it",
-    ),
-    (
-        "TORCH_NCCL_AVOID_RECORD_STREAMS",
-        r"0",
-        "memory of messages stays taken for longer than the plan counts",
-        "unset it",
-    ),
-    (
-        "PYTORCH_NO_CUDA_MEMORY_CACHING",
-        r".+",
-        "every activation set that comes or goes synchronises the device",
-        "unset it",
-    ),
-    (
-        "NCCL_P2P_DISABLE",
-        r"[1-9].*",
-        "neighbouring ranks of a node talk through the host, which offload needs",
-        "unset it, unless your machine hangs without it",
-    ),
-    (
-        "MEGATRON_EXT_TRACE",
-        r"[1-9].*",
-        "every action is printed as it starts, which costs time",
-        "unset it when you do not look for a hang",
-    ),
-)
+    ("CUDA_DEVICE_MAX_CONNECTIONS", r"1",
+     "one hardware queue: messages, offload copies and MoE chunks wait for the kernels before them",
+     "with tensor and context parallelism 1, or on Blackwell, set 32; else Megatron demands 1"),
+    ("CUDA_LAUNCH_BLOCKING", _ON, "the host waits for every kernel: nothing overlaps", "unset it"),
+    ("(TORCH_)?NCCL_BLOCKING_WAIT", _ON,
+     "the host waits in every message, so passes no longer hide them", "unset it"),
+    ("TORCH_NCCL_AVOID_RECORD_STREAMS", r"0",
+     "memory of messages stays allocated for longer than the plan counts", "unset it"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", r".+",
+     "every allocation of an activation set synchronizes the device", "unset it"),
+    ("NCCL_P2P_DISABLE", _ON,
+     "neighbouring ranks of a node communicate through the host, which offload needs",
+     "unset it, unless your machine hangs without it"),
+    ("MEGATRON_EXT_TRACE", _ON, "every action is printed as it starts, which costs time",
+     "unset it when you do not look for a hang"),
+)  # fmt: skip
 
 
 def conflicts(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(``NAME=value``, what it does, what to do) of variables that work against a schedule."""
+    """(``NAME=value``, effect, fix) of variables that work against a schedule."""
     return [
         (f"{name}={value}", effect, fix)
         for pattern, bad, effect, fix in _CONFLICTS

@@ -1,0 +1,93 @@
+"""``doctor``: what of this machine, its torch and its Megatron works with us, and what to change.
+
+Runs on a bare interpreter. torch and Megatron are looked at by ``probe.py``, in a process of its
+own, so that nothing which they do can end this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..common import InputError, Parser
+from .findings import ERROR, OK, WARNING, Finding, diagnose
+
+PROBE = Path(__file__).with_name("probe.py")
+PROBE_SECONDS = 180
+
+
+def add(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what of this machine, torch and Megatron works, and how to fix the rest",
+        description="One line a subject: ok, warning or error, with the fix. Exit status 1 if one "
+        "is an error.",
+    )
+    parser.add_argument(
+        "--megatron",
+        metavar="CHECKOUT",
+        type=Path,
+        help="a Megatron-LM folder to look at; default: $MEGATRON_LM, else what Python finds",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    checkout: Path | None = args.megatron
+    if checkout is not None and not checkout.is_dir():
+        raise InputError(f"--megatron {checkout} is no folder; give a Megatron-LM checkout")
+    named = os.environ.get("MEGATRON_LM")
+    if checkout is None and named:
+        checkout = Path(named)
+    findings = list(diagnose(probe(checkout), checkout, Path("/")))
+    worst = next(level for level in (ERROR, WARNING, OK) if any(f.level == level for f in findings))
+    if args.json:
+        print(json.dumps({"status": worst, "lines": [asdict(f) for f in findings]}))
+    else:
+        print("\n".join(table(findings)))
+    return 1 if worst == ERROR else 0
+
+
+def table(findings: list[Finding]) -> list[str]:
+    """The findings as text; a fix stands below its line."""
+    level, name = (max(len(getattr(f, x)) for f in findings) for x in ("level", "name"))
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level:<{level}}  {finding.name:<{name}}  {finding.text}")
+        if finding.fix:
+            lines.append(f"{'':<{level}}  {'':<{name}}  -> {finding.fix}")
+    return lines
+
+
+def probe(checkout: Path | None) -> dict[str, Any]:
+    """What ``probe.py`` finds out; ``{"error": ...}`` if it comes to no end."""
+    command = [sys.executable, *(["-S"] if sys.flags.no_site else []), "-W", "ignore", str(PROBE)]
+    if checkout is not None:
+        command.append(str(checkout))
+    # What Megatron compiles or captures for a GPU is not needed, and costs time.
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"error": f"status {done.returncode}: {last}"}
+    facts: dict[str, Any] = json.loads(lines[-1])
+    return facts
