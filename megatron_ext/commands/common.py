@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 
 from .._input import shown
 from ..schedule.actions import Op
-from ..schedule.check import CheckReport, check
 from ..schedule.costs import Costs, number_to_json
 from ..schedule.generators import AUTO, NAMES, generate
 from ..schedule.generators.registry import takers
+from ..schedule.io import load as load_file
 from ..schedule.link import DEFAULT_POLICY, POLICIES, Link
 from ..schedule.memory_cap import cap_sets, parse_cap
 from ..schedule.offload_cap import CapNotKept, auto_offloaded, caps_to_try, generate_offloaded
+from ..schedule.passes.check import CheckReport, check
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
 from ..view import timeline
@@ -198,7 +199,7 @@ def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
 def load(path: str) -> Schedule:
     """The schedule in a file, not yet checked."""
     with user_input():
-        return Schedule.load(path)
+        return load_file(path)
 
 
 def verify(schedule: Schedule) -> CheckReport:

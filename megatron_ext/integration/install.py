@@ -171,7 +171,7 @@ class Installation:
             ConfigError: this Megatron lacks a seam.
         """
         from ..moe.settings import Settings
-        from ..schedule.simulate import peak_sets
+        from ..schedule.effects import peak_sets
         from .features.moe.choice import ChosenMoE, check_budget, stock_sets
         from .features.moe.layer import PipelinedMoE, Policy
 

@@ -16,16 +16,17 @@ import torch.distributed as dist
 from ..plan.layout import Split
 from ..plan.profile import Profile
 from ..runtime.channel import Channel
-from ..runtime.executor import Executor, StepValidator
+from ..runtime.executor import Executor
+from ..runtime.post_validation import StepOperations, StepValidator
 from ..runtime.trace import Recorder
 from ..runtime.watchdog import Watchdog
 from ..runtime.wgrad import WeightGradStore
-from ..schedule.check import check
 from ..schedule.generators import forward_only as forward_only_schedule
-from ..schedule.lower import lower
+from ..schedule.passes.check import check
+from ..schedule.passes.lower import lower
 from ..schedule.placement import Placement
+from ..schedule.post_validation import add_post_validation, describe_gain, head_length
 from ..schedule.schedule import Schedule
-from ..schedule.steady import describe_gain
 from .errors import ConfigError
 from .features import profile
 from .features.log_line import Meter
@@ -244,7 +245,7 @@ class ScheduledPipeline:
         run.rewind = rewind
         try:
             with self._watch(call.group.rank()).armed():
-                run.executor.run_head()
+                run.executor.run(until=head_length(run.plan.ranks[call.group.rank()]))
         except BaseException:
             self._fail(run)
             raise
@@ -302,7 +303,8 @@ class ScheduledPipeline:
         timed = measuring or meter is not None or self._traces.directory is not None
         recorder = Recorder(timed, device)
         watchdog = self._watch(rank)
-        executor = Executor(plan, rank, runner, channel, watchdog, recorder, validator)
+        steps = StepOperations(validator) if validator else None
+        executor = Executor(plan, rank, runner, channel, watchdog, recorder, steps)
         if validator is None:
             self.start_param_sync(call)
         return _Run(call, plan, runner, channel, recorder, executor, offloading, measuring)
@@ -320,7 +322,7 @@ class ScheduledPipeline:
                 run.executor.run()
                 runner.check_finished()
                 losses = self._relay.losses(
-                    plan.placement, group, runner, run.channel.device, watchdog, plan.is_validated
+                    plan.placement, group, runner, run.channel.device, watchdog, plan.is_extended
                 )
         except BaseException:
             self._fail(run)
@@ -391,10 +393,12 @@ class ScheduledPipeline:
                 )
                 if reorder and dist.get_rank() == 0:
                     logger.warning("megatron_ext: %s", plan.note)
-            lowered = lower(plan, validated=self._validated and not forward_only)
+            lowered = lower(plan)
+            if self._validated and not forward_only:
+                lowered = add_post_validation(lowered)
             check(lowered, forward_only=forward_only)
             _require_equal_plans(lowered)
-            if lowered.is_validated and dist.get_rank() == 0:
+            if lowered.is_extended and dist.get_rank() == 0:
                 logger.warning("megatron_ext: %s", describe_gain(lowered))
             if self._offloading is not None and not forward_only and dist.get_rank() == 0:
                 logger.warning("megatron_ext: %s", self._offloading.describe(lowered))
@@ -408,11 +412,8 @@ class ScheduledPipeline:
         return self._watchdog
 
     def start_param_sync(self, call: Call | None = None) -> None:
-        """Start gathering parameters ahead of the first forward passes, if Megatron overlaps it.
-
-        Args:
-            call: of the iteration; None: one like the last.
-        """
+        """Start gathering parameters ahead of the first forward passes of ``call`` (None: of one
+        like the last), if Megatron overlaps it."""
         call = call or self._last
         assert call is not None
         sync = call.iteration.config.param_sync_func

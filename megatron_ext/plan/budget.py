@@ -8,13 +8,14 @@ from fractions import Fraction
 
 from .._input import size_text
 from ..schedule.costs import Costs
+from ..schedule.effects import peak_sets
 from ..schedule.generators import GENERATORS, NAMES
 from ..schedule.generators.auto import costs_for, simplest_first, time_taken
 from ..schedule.generators.cap import v_cap_limits
 from ..schedule.generators.request import Objective
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
-from ..schedule.simulate import peak_sets, simulate
+from ..schedule.simulate import simulate
 from .layout import Split
 from .memory import MESSAGES, RankBytes, StageBytes, message_bytes, rank_bytes, stage_bytes
 from .model import Job, PlanError

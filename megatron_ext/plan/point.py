@@ -11,7 +11,7 @@ from ..schedule.costs import Costs, number_to_json
 from ..schedule.generators import GENERATORS, generate
 from ..schedule.generators.request import Objective
 from ..schedule.link import Link
-from ..schedule.offload import offload
+from ..schedule.passes.offload import offload
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import simulate

@@ -16,11 +16,12 @@ from fractions import Fraction
 
 from ..schedule.bounds import makespan_bound
 from ..schedule.costs import Costs
+from ..schedule.effects import peak_sets
 from ..schedule.generators import GENERATORS
 from ..schedule.generators.cap import v_cap_limits
-from ..schedule.offload import wanted_chunks
+from ..schedule.passes.offload import wanted_chunks
 from ..schedule.schedule import Schedule
-from ..schedule.simulate import peak_sets, run_times
+from ..schedule.simulate import run_times
 from .cases import Space
 from .layout import Split
 from .memory import message_bytes, rank_bytes

@@ -14,7 +14,7 @@ from .generators.auto import costs_for, simplest_first, time_taken
 from .generators.cap import v_cap_limits
 from .link import Link
 from .memory_cap import cap_sets
-from .offload import OffloadPlan, offload
+from .passes.offload import OffloadPlan, offload
 from .schedule import Schedule
 from .simulate import simulate
 

@@ -15,6 +15,7 @@ from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.offload.request import OffloadRequest
 from megatron_ext.integration.validate import Choice, after_megatron, before_megatron
 from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
+from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
 
 from .test_flags import arguments
@@ -148,12 +149,12 @@ class TestWithASchedule:
 
     def test_a_file_that_offloads_already(self, tmp_path: Path) -> None:
         plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
-        plan.save(tmp_path / "x.json")
+        save(plan, tmp_path / "x.json")
         with pytest.raises(ConfigError, match="says already what is offloaded; drop --pp-offload"):
             Choice(str(tmp_path / "x.json"), offloading=asked("half"))
 
     def test_a_file_that_does_not(self, tmp_path: Path) -> None:
-        generate("v-half", 4, 8).save(tmp_path / "x.json")
+        save(generate("v-half", 4, 8), tmp_path / "x.json")
         choice = Choice(str(tmp_path / "x.json"), offloading=asked("half"))
         assert choice.plan(4, 2, 8, Link.of(4, Fraction(1, 4))).has_offload
 

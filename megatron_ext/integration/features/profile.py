@@ -17,7 +17,7 @@ from ...plan.times import PassTimes
 from ...runtime.channel import Channel
 from ...runtime.trace import Recorder
 from ...runtime.wgrad import WeightGradStore
-from ...schedule.actions import Op
+from ...schedule.actions import Action, Op
 from ...schedule.placement import Placement
 from ..arguments import MegatronArgs
 from ..utils import gather
@@ -84,12 +84,14 @@ class Profiler:
         return self._left == 0
 
     def take(self) -> list[Duration]:
-        """All passes, once; waits for the device."""
+        """All passes, once; waits for the device. Joint actions, whose passes have no times of
+        their own, do not count."""
         recorders, self._recorders = self._recorders, []
         return [
             (placement.chunk_of(action.stage), action.op, action.microbatch, seconds)
             for recorder, placement in recorders
             for action, seconds in recorder.durations()
+            if isinstance(action, Action) and isinstance(action.op, Op)
         ]
 
     def agree(

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from ...runtime import files
 from ...runtime.trace import Recorder, TraceFile
+from ...schedule.effects import peak_sets
+from ...schedule.io import save
 from ...schedule.schedule import Schedule
-from ...schedule.simulate import peak_sets
 from ...view.recorded import plan_file
 from ..utils import map_tensors
 from .offload.runtime import Offloading
@@ -63,7 +64,7 @@ class Traces:
             if dist.get_rank() == 0 and not forward_only:
                 path = self._file.directory / plan_file(plan.fingerprint())
                 files.create(path).close()  # its own, whatever lay there
-                plan.unlowered().save(path)
+                save(plan.unlowered(), path)
         self._file.write(
             {
                 "schedule": plan.name,

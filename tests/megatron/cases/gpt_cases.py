@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_ext.integration.install import Installation  # noqa: E402
 from megatron_ext.integration.validate import Choice  # noqa: E402
 from megatron_ext.schedule import generate  # noqa: E402
+from megatron_ext.schedule.io import save  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
 
 WORLD, LAYERS, HIDDEN, HEADS, SEQUENCE, BATCH, VOCAB = 4, 8, 32, 4, 16, 2, 64
@@ -52,6 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gis-h": {"pp": 4, "schedule": "gis-h", "chunks": 2},
     "po": {"pp": 4, "schedule": "po", "chunks": 2},
     "v-min": {"pp": 4, "schedule": "v-min", "chunks": 2},
+    "dualpipev": {"pp": 4, "schedule": "dualpipev", "chunks": 2},
     "v-cap": {"pp": 4, "schedule": "v-cap", "chunks": 2, "cap": "0.875"},
     "gis": {"pp": 4, "schedule": "gis", "chunks": 2},
     # Under this cap and at these costs it is v-half that auto takes.
@@ -226,7 +228,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         path = folder / "schedule.json"
         if schedule == "FILE":
             if dist.get_rank() == 0:
-                case.get("file", generate("v-half", case["pp"], case.get("file_m", m))).save(path)
+                save(case.get("file", generate("v-half", case["pp"], case.get("file_m", m))), path)
             dist.barrier()
             schedule = str(path)
         installation = Installation()

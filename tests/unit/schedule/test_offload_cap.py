@@ -10,7 +10,6 @@ import pytest
 from megatron_ext.schedule import AUTO, NAMES, Costs, Link, Schedule, check, generate, simulate
 from megatron_ext.schedule.generators.auto import simplest_first
 from megatron_ext.schedule.memory_cap import cap_sets
-from megatron_ext.schedule.offload import offload
 from megatron_ext.schedule.offload_cap import (
     NO_CAP,
     CapNotKept,
@@ -19,6 +18,7 @@ from megatron_ext.schedule.offload_cap import (
     family,
     generate_offloaded,
 )
+from megatron_ext.schedule.passes.offload import offload
 from tests.support.grids import sampled
 
 QUARTER = Fraction(1, 4)

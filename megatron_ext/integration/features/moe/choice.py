@@ -16,8 +16,8 @@ from ....moe.decide import Chooser, Measured, Name, load_of
 from ....moe.region import Region
 from ....moe.select import BudgetError, Space, what_fits
 from ....moe.settings import Decides
+from ....schedule.effects import peak_sets
 from ....schedule.generators import generate
-from ....schedule.simulate import peak_sets
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...utils import full_batch

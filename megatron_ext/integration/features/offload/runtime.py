@@ -24,8 +24,9 @@ from ....offload.host_memory import GIB
 from ....offload.sets import Footprint
 from ....offload.store import MIN_BYTES, ActivationStore
 from ....schedule.actions import Op
-from ....schedule.check import CheckReport, check
+from ....schedule.effects import passes
 from ....schedule.link import Link
+from ....schedule.passes.check import CheckReport, check
 from ....schedule.placement import Placement
 from ....schedule.schedule import Schedule
 from ...errors import ConfigError
@@ -121,7 +122,9 @@ class Offloading:
         self._saved.clear()
         if plan is not self._plan:
             self._leaving = frozenset(
-                (plan.placement.chunk_of(a.stage), a.microbatch) for a in row if a.op is Op.OFFLOAD
+                (plan.placement.chunk_of(a.stage), a.microbatch)
+                for a in passes(row)
+                if a.op is Op.OFFLOAD
             )
             self._plan = plan
             if self._store is None:
@@ -301,7 +304,7 @@ class Offloading:
 
     def _needed_bytes(self, plan: Schedule, rank: int) -> int:
         moves = []
-        for op, stage, microbatch in plan.ranks[rank]:
+        for op, stage, microbatch in passes(plan.ranks[rank]):
             if op is Op.OFFLOAD or op is Op.RELOAD:
                 footprint = self._footprints.get(plan.placement.chunk_of(stage), Footprint())
                 moves.append(((stage, microbatch), footprint.host))
@@ -342,7 +345,7 @@ class Offloading:
     def _planned_device_bytes(self, plan: Schedule, rank: int) -> int:
         """The most that the sets take on the device, by the plan and each chunk's footprint."""
         now = most = 0
-        for op, stage, microbatch in plan.ranks[rank]:
+        for op, stage, microbatch in passes(plan.ranks[rank]):
             chunk = plan.placement.chunk_of(stage)
             f, leaves = self._footprints.get(chunk, Footprint()), (chunk, microbatch)
             if op is Op.F:

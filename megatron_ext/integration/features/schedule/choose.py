@@ -13,11 +13,12 @@ from ....plan.budget import Budget
 from ....plan.layout import Split
 from ....plan.model import PlanError
 from ....plan.profile import Profile
-from ....schedule.check import check
 from ....schedule.costs import Costs
+from ....schedule.effects import peak_sets
 from ....schedule.generators import AUTO, GENERATORS, NAMES, generate
 from ....schedule.generators.auto import costs_for, time_taken
 from ....schedule.generators.request import Objective
+from ....schedule.io import load
 from ....schedule.link import Link
 from ....schedule.memory_cap import cap_sets, parse_cap
 from ....schedule.offload_cap import (
@@ -29,9 +30,10 @@ from ....schedule.offload_cap import (
     family,
     generate_offloaded,
 )
+from ....schedule.passes.check import check
 from ....schedule.placement import Placement
 from ....schedule.schedule import Schedule, ScheduleError
-from ....schedule.simulate import peak_sets, simulate
+from ....schedule.simulate import simulate
 from ...errors import ConfigError
 from ..offload.request import OffloadRequest
 from .families import ONE_CHUNK, choose
@@ -124,7 +126,7 @@ class Choice:
                 "or give a file's path (*.json or *.csv, from `megatron-ext schedule --output`)"
             )
         try:
-            self.file = Schedule.load(text).unlowered()
+            self.file = load(text).unlowered()
             if self.file.has_offload and offloading is not None:
                 raise ScheduleError(
                     f"{text} says already what is offloaded; drop --pp-offload and the flags that "
