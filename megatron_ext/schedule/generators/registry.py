@@ -8,6 +8,7 @@ from typing import Literal
 
 from ..actions import AnyAction, RankActions
 from .cap import v_cap
+from .dualpipev import dualpipev
 from .grouped import gis, gis_peak, interleaved_zb, interleaved_zb_small, po
 from .plain import interleaved, one_f_one_b, zb_h1, zb_h2
 from .request import LONG, Request
@@ -110,6 +111,10 @@ def _po(request: Request) -> RankActions:
     return po(request.pp, request.microbatches, request.chunks)
 
 
+def _dualpipev(request: Request) -> list[list[AnyAction]]:
+    return dualpipev(request.pp, request.microbatches)
+
+
 # Simple first: whole backward passes, then split ones, then V placement, then joint actions, then
 # searched orders. Of equally fast schedules ``auto`` takes the first.
 GENERATORS: dict[str, Generator] = {
@@ -143,6 +148,9 @@ GENERATORS: dict[str, Generator] = {
     ),
     "v-min": Generator(
         _v_min, "vee", 2, False, True, "split backward, V placement: about a third of the memory"
+    ),
+    "dualpipev": Generator(
+        _dualpipev, "vee", 2, False, True, "V placement, joint F and B; one set more", effort=0.3
     ),
     "v-cap": Generator(
         v_cap, "vee", 2, False, True, "V placement at any cap", takes_memory_cap=True, effort=14.0
