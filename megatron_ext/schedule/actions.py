@@ -35,7 +35,23 @@ class Operation(str, Enum):
 
     ``Op`` is the alphabet of every schedule. A subclass elsewhere adds operations of a feature
     (``post_validation``); its messages are called ``SEND_...`` and ``RECV_...``.
+
+    Attributes:
+        is_compute: F, B, W or BW: it takes compute time on the rank.
+        is_copy: OFFLOAD, RELEASE, PREPARE or RELOAD.
+        is_send, is_receive: a message that leaves the rank, or comes to it.
     """
+
+    _value_: str
+    is_compute: bool
+    is_copy: bool
+    is_send: bool
+    is_receive: bool
+
+    def __init__(self, text: str) -> None:
+        self.is_compute = text in ("F", "B", "W", "BW")
+        self.is_copy = text in ("OFFLOAD", "RELEASE", "PREPARE", "RELOAD")
+        self.is_send, self.is_receive = text.startswith("SEND_"), text.startswith("RECV_")
 
     # Enum's own hash is a Python call; actions are hashed by the hundred thousand.
     __hash__ = str.__hash__
@@ -74,7 +90,6 @@ _OTHER_END = {
     Op.SEND_B: (-1, Op.RECV_B),
     Op.RECV_B: (1, Op.SEND_B),
 }
-COMPUTE_OPS = frozenset({Op.F, Op.B, Op.W, Op.BW})
 OFFLOAD_OPS = frozenset({Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD})
 
 _TEXT = re.compile(r"([A-Z_]*[A-Z])(\d{1,9})\.(\d{1,9})", re.ASCII)
@@ -98,27 +113,17 @@ class Action(NamedTuple):
     @property
     def is_compute(self) -> bool:
         """True for F, B, W and BW: what takes compute time on the rank."""
-        return self.op in COMPUTE_OPS
+        return self.op.is_compute
 
     @property
     def is_copy(self) -> bool:
         """True for OFFLOAD, RELEASE, PREPARE and RELOAD."""
-        return self.op in OFFLOAD_OPS
-
-    @property
-    def is_send(self) -> bool:
-        """True for a message that leaves the rank, of any alphabet."""
-        return self.op.startswith("SEND_")
-
-    @property
-    def is_receive(self) -> bool:
-        """True for a message that comes to the rank, of any alphabet."""
-        return self.op.startswith("RECV_")
+        return self.op.is_copy
 
     @property
     def is_message(self) -> bool:
-        """True for both."""
-        return self.op.startswith(("SEND_", "RECV_"))
+        """True for a send or receive, of any alphabet."""
+        return self.op.is_send or self.op.is_receive
 
     def peer(self, placement: Placement) -> tuple[int, Action]:
         """Of a message: the rank at its other end, and the matching action there."""

@@ -110,7 +110,7 @@ def _end(action: AnyAction, schedule: Schedule, ends: dict[Action, int]) -> int:
         return ends[action.parts[0]]
     if action.is_copy:
         return -1
-    send = action if action.is_send else action.peer(schedule.placement)[1]
+    send = action if action.op.is_send else action.peer(schedule.placement)[1]
     ops = (Op.F,) if send.op is Op.SEND_F else (Op.B, Op.BW)
     return next(ends[a] for op in ops if (a := send._replace(op=op)) in ends)
 
@@ -200,9 +200,9 @@ def steady_time(schedule: Schedule, costs: Costs | None = None) -> Fraction:
         behind = ((slot(1, rank + 1), hop),) if rank + 1 < pp else ()
         # The VALIDATE of rank 0 is the last of all; every rank waits for it in a slot of its own.
         all_ranks = tuple(slot(2, other) for other in range(pp)) if not rank else ()
-        prefix = Lane(0, before, (slot(0, rank),))
-        validate = Lane(0, behind, (slot(1, rank), *all_ranks))
-        meeting = Lane(0, ((slot(2, rank), 0),), ())
+        prefix = Lane.of(0, before, (slot(0, rank),))
+        validate = Lane.of(0, behind, (slot(1, rank), *all_ranks))
+        meeting = Lane.of(0, ((slot(2, rank), 0),), (slot(3, rank),))
         nodes: Row = []
         for action in row:
             if isinstance(action, Action) and action.op is PREFIX:
@@ -219,14 +219,13 @@ def steady_time(schedule: Schedule, costs: Costs | None = None) -> Fraction:
                 for lane, j in nodes
             ]
         )
-    done = run(rows, base + 3 * pp * _ROUNDS)
+    done = run(rows, base + 4 * pp * _ROUNDS)
     assert done is not None and all(at == len(row) for at, row in zip(done.at, rows))
     first = _ROUNDS // 2 - 1
     taken = []
     for row in schedule.ranks:
         ((lane, j),) = program.row([a for a in row if a.is_compute][-1:])
-        begin, end = (done.ends[lane.gives[0] + j + turn * m] for turn in (first, _ROUNDS - 1))
-        assert begin is not None and end is not None
+        begin, end = (done.ends[lane.gives + j + turn * m] for turn in (first, _ROUNDS - 1))
         taken.append(end - begin)
     return Fraction(max(taken), durations.scale * (_ROUNDS - 1 - first))
 

@@ -92,8 +92,11 @@ class Schedule:
         """(rank, position on the rank, action), rank by rank; joint actions as their passes."""
         for rank, row in enumerate(self.ranks):
             for position, action in enumerate(row):
-                for part in action.parts:
-                    yield rank, position, part
+                if type(action) is Action:
+                    yield rank, position, action
+                else:
+                    for part in action.parts:
+                        yield rank, position, part
 
     def fault(self, rank: int, position: int, text: str) -> ScheduleError:
         """An error at one place, with a picture of it."""

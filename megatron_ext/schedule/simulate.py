@@ -217,9 +217,7 @@ def _finished(
 
 def _at(done: Run, node: Node) -> int:
     lane, j = node
-    end = done.ends[lane.gives[0] + j]
-    assert end is not None
-    return end
+    return done.ends[lane.gives + j]
 
 
 def _last(end: _Times) -> int:
@@ -241,7 +239,7 @@ def _cannot_progress(schedule: Schedule, program: Program, done: Run) -> Schedul
             (k, s, part.microbatch)
             for part in action.parts
             for k, s in inputs(part.op, part.stage, n)
-            if (end := done.ends[program.slot(k, s, part.microbatch)]) is None or end < 0
+            if done.ends[program.slot(k, s, part.microbatch)] < 0
         )
         owner = schedule.placement.rank_of(stage)
         fused = Action(Op.BW, stage, j)

@@ -274,11 +274,11 @@ def _check_message_order(schedule: Schedule) -> None:
     """Point-to-point calls between two ranks match by order, not by content."""
     sent: dict[tuple[int, int], list[Action]] = {}
     for rank, _, action in schedule.actions():
-        if action.is_send:
+        if action.op.is_send:
             sent.setdefault((rank, action.peer(schedule.placement)[0]), []).append(action)
     taken = dict.fromkeys(sent, 0)
     for rank, position, action in schedule.actions():
-        if action.is_receive:
+        if action.op.is_receive:
             source, send = action.peer(schedule.placement)
             actual = sent[source, rank][taken[source, rank]]
             taken[source, rank] += 1
