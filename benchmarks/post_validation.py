@@ -29,7 +29,7 @@ from benchmarks.ranks import add_arguments, priority, save
 from megatron_ext.schedule import lower, simulate
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import GENERATORS, generate
-from megatron_ext.schedule.steady import steady_time
+from megatron_ext.schedule.post_validation import add_post_validation, steady_time
 from tests.support import ROOT
 from tests.support.script_server import ScriptServer
 
@@ -137,9 +137,8 @@ class Trainer:
         simulated = [
             simulate(generate(name, pp, microbatches, costs=costs)).makespan,
             steady_time(
-                lower(
-                    generate(name, pp, microbatches, costs=costs, objective="span"),
-                    validated=True,
+                add_post_validation(
+                    lower(generate(name, pp, microbatches, costs=costs, objective="span"))
                 )
             ),
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.schedule import Costs, Schedule, check
-from megatron_ext.schedule.torch_csv import from_csv
+from megatron_ext.schedule.io import from_csv
 
 # Our name of each, its class in torch, and whether its stages lie on the V.
 CLASSES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from fractions import Fraction
 
-from ..schedule.lower import lower
+from ..schedule.passes.lower import lower
 from .common import Parser, is_forward_only, load, per_rank, user_input, verify
 
 

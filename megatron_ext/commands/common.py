@@ -28,6 +28,7 @@ from ..schedule import (
 )
 from ..schedule.costs import number_to_json
 from ..schedule.generators.registry import takers
+from ..schedule.io import load as load_file
 from ..schedule.link import DEFAULT_POLICY, POLICIES
 from ..schedule.memory_cap import ShareCap, parse_cap
 from ..schedule.select import CapExceeded
@@ -209,7 +210,7 @@ def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
 def load(path: str) -> Schedule:
     """The schedule in a file, not yet checked."""
     with user_input():
-        return Schedule.load(path)
+        return load_file(path)
 
 
 def verify(schedule: Schedule) -> CheckReport:

@@ -19,6 +19,7 @@ from ..plan.profile import Profile
 from ..plan.search import Result, Search
 from ..plan.space import SearchSpace
 from ..schedule.generators import NAMES
+from ..schedule.io import save
 from ..schedule.link import DEFAULT_POLICY, POLICIES
 from .common import InputError, Parser, output, positive, user_input
 from .plan_report import report_json, report_text
@@ -286,4 +287,4 @@ def _save(path: str, result: Result) -> None:
     schedule = result.best.schedule()
     with output(path):
         Path(path).touch()
-        schedule.save(path)
+        save(schedule, path)

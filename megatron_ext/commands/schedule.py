@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ..schedule.lower import lower
-from ..schedule.schedule import is_csv
+from ..schedule.io import is_csv, save
+from ..schedule.passes.lower import lower
 from .common import InputError, Parser, add_schedule_options, offloads, output, schedule_of
 
 
@@ -45,7 +45,7 @@ def _write_schedule(args: argparse.Namespace) -> None:
     else:
         schedule = schedule.compute()
     with output(args.output):
-        schedule.save(args.output)
+        save(schedule, args.output)
     actions = sum(len(row) for row in schedule.ranks)
     print(f"{args.output}: {schedule.name}, pp {schedule.pp}, {actions} actions")
     if schedule.note:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..schedule.costs import Costs
-from ..schedule.generators.blocks import Block
+from ..schedule.generators.building_block import Block
 from ..schedule.generators.vee import v_half_block, v_min_block, v_zb_block
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import simulate

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from .._input import attribute, plain, shown
 from ..schedule.link import POLICIES, Link
-from ..schedule.offload import wanted_chunks
+from ..schedule.passes.offload import wanted_chunks
 from .arguments import MegatronArgs
 from .errors import ConfigError
 

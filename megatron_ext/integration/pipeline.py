@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..runtime.channel import Channel
-from ..runtime.executor import Executor, StepValidator
+from ..runtime.executor import Executor, Extension
 from ..runtime.trace import Recorder
 from ..runtime.watchdog import Watchdog
 from ..runtime.wgrad import WeightGradStore
@@ -140,12 +140,13 @@ class ScheduledPipeline:
             self._watchdog = Watchdog(name, self._timeout)
         return self._watchdog
 
-    def begin(self, call: Call, validator: StepValidator | None = None) -> Step:
+    def begin(self, call: Call, extension: Extension | None = None) -> Step:
         """Everything before the first pass.
 
         Args:
             call: what to run.
-            validator: of the optimizer step before this iteration, which is not validated yet.
+            extension: runs operations beyond F, B, W, messages and copies; None: they are
+                left out.
 
         Raises:
             ConfigError: the plan does not fit the model or the machine.
@@ -171,9 +172,9 @@ class ScheduledPipeline:
         timed = any(callback.times(step.training) for callback in self.callbacks)
         step.recorder = Recorder(timed, device)
         step.executor = Executor(
-            plan, rank, step.runner, step.channel, self.watchdog(rank), step.recorder, validator
+            plan, rank, step.runner, step.channel, self.watchdog(rank), step.recorder, extension
         )
-        if validator is None:
+        if extension is None:
             start_param_sync(call)
         return step
 

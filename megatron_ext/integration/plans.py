@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..schedule.check import check
 from ..schedule.generators import forward_only
-from ..schedule.lower import lower
+from ..schedule.passes.check import check
+from ..schedule.passes.lower import lower
 from ..schedule.placement import Placement
+from ..schedule.post_validation import add_post_validation
 from ..schedule.schedule import Schedule
 from .callbacks import Callback, PlanInputs
 from .errors import ConfigError
@@ -54,7 +55,8 @@ class Plans:
         key = (microbatches, training)
         if key not in self._kept:
             if training:
-                plan = lower(self._make(microbatches), validated=self._post_validation)
+                plan = lower(self._make(microbatches))
+                plan = add_post_validation(plan) if self._post_validation else plan
             else:
                 plan = lower(forward_only(self._placement, microbatches))
             check(plan, forward_only=not training)

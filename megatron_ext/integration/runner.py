@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ..offload.blocks import hollow
+from ..runtime.executor import StageRunner
 from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
@@ -100,7 +101,7 @@ class Call:
         )
 
 
-class MegatronRunner:
+class MegatronRunner(StageRunner):
     """Runs Megatron's own ``forward_step`` and ``backward_step`` for single actions.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..schedule.actions import Op
+from ..schedule.actions import AnyAction, Op
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
 from .activations import SetBytes, stage_set
@@ -127,7 +127,7 @@ def rank_bytes(schedule: Schedule, stages: Sequence[StageBytes], messages: int) 
 
 def _rank(
     rank: int,
-    row: Sequence[tuple[Op, int, int]],
+    row: Sequence[AnyAction],
     stages: Sequence[StageBytes],
     states: StateBytes,
     messages: int,
@@ -135,8 +135,9 @@ def _rank(
     resident = host = most_host = 0
     best: tuple[int, int, int, int] = (-1, 0, 0, 0)
     on_host: set[tuple[int, int]] = set()
-    table = {s: stages[s].sets for s in {action[1] for action in row}}
-    for position, (op, stage, microbatch) in enumerate(row):
+    passes = [(position, part) for position, action in enumerate(row) for part in action.parts]
+    table = {s: stages[s].sets for s in {part.stage for _, part in passes}}
+    for position, (op, stage, microbatch) in passes:
         one = table[stage]
         passing = messages
         if op is Op.F:

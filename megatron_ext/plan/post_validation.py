@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ..schedule.actions import Op
-from ..schedule.lower import lower
-from ..schedule.steady import steady_time
-from ..schedule.validation import head_length
+from ..schedule.effects import passes
+from ..schedule.passes.lower import lower
+from ..schedule.post_validation import add_post_validation, head_length, steady_time
 from .memory import MESSAGES, message_bytes
 from .point import Point
 
@@ -43,12 +43,12 @@ def with_post_validation(point: Point) -> PostValidationEstimate:
     """``point`` with its order made for the longest rank, and its optimizer stepping ahead."""
     work, job = point.workload, point.workload.job
     schedule = point.schedule("span")
-    lowered = lower(schedule, validated=True)
+    lowered = add_post_validation(lower(schedule))
     copies, peaks = [], []
     for usual, row in zip(point.ranks, lowered.ranks):
         own = job.params_dtype == "fp32"
         copied = usual.states.optimizer + (usual.states.parameters if own else 0)
-        begun = [a for a in row[: head_length(row)] if a.op is Op.F]
+        begun = [a for a in passes(row[: head_length(row)]) if a.op is Op.F]
         kept = sum(work.stages[a.stage].sets.bytes_f_to_b for a in begun)
         doubt = usual.states.total + copied + kept + MESSAGES * message_bytes(job)
         copies.append(copied)

@@ -16,8 +16,8 @@ from fractions import Fraction
 
 from ..schedule import GENERATORS, Costs, OffloadSpec, Schedule, ScheduleSpec, select, simulate
 from ..schedule.bounds import makespan_bound
-from ..schedule.offload import wanted_chunks
-from ..schedule.simulate import peak_sets
+from ..schedule.effects import peak_sets
+from ..schedule.passes.offload import wanted_chunks
 from .layout import Split
 from .memory import message_bytes, rank_bytes
 from .model import Job, PlanError

@@ -1,18 +1,19 @@
-"""Interprets one rank's list of a lowered schedule. What was simulated is what runs here."""
+"""The executor: interprets one rank's list of a lowered schedule."""
 
 from __future__ import annotations
 
 import os
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..schedule.actions import OFFLOAD_OPS, Action, Op
+from ..schedule.actions import OFFLOAD_OPS, Action, AnyAction, Joint, Op, Operation
+from ..schedule.effects import passes
+from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
-from ..schedule.validation import head_length, without_validation
 from .channel import Channel, Receipt
 from .trace import Recorder
 from .watchdog import Watchdog
@@ -20,8 +21,25 @@ from .watchdog import Watchdog
 TRACE_ENVIRONMENT = "MEGATRON_EXT_TRACE"
 
 
+class ForwardPass(NamedTuple):
+    """Arguments of ``StageRunner.forward``."""
+
+    chunk: int
+    microbatch: int
+    x: torch.Tensor | None
+
+
+class BackwardPass(NamedTuple):
+    """Arguments of ``StageRunner.backward``."""
+
+    chunk: int
+    microbatch: int
+    grad: torch.Tensor | None
+    split: bool
+
+
 class StageRunner(Protocol):
-    """What the executor asks of a model: one method for each kind of compute action."""
+    """The model as the executor needs it: one method for each kind of compute action."""
 
     def forward(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
         """Run F; ``x`` is the stage's input (None on the first stage).
@@ -38,6 +56,15 @@ class StageRunner(Protocol):
     def weight(self, chunk: int, microbatch: int) -> None:
         """Run W."""
 
+    def joint(
+        self, forward: ForwardPass, backward: BackwardPass
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Run a joint action; both inputs are there. A runner that cannot overlap the two passes
+        inherits this: F, then the backward pass.
+
+        Returns the results of ``forward`` and ``backward``."""
+        return self.forward(*forward), self.backward(*backward)
+
     def move(self, op: Op, chunk: int, microbatch: int) -> None:
         """Run OFFLOAD, RELEASE, PREPARE or RELOAD of an activation set."""
 
@@ -45,24 +72,18 @@ class StageRunner(Protocol):
         """Activation sets on the device at this moment."""
 
 
-class StepValidator(Protocol):
-    """What the executor asks of the optimizer under post-validation: the step before."""
+class Extension(Protocol):
+    """Operations of a feature, beyond the alphabet ``Op``.
+
+    Attributes:
+        channel: the feature's messages, which the executor awaits at its end.
+    """
 
     channel: Channel
 
-    def statistics(self) -> None:
-        """Before PREFIX: this stage's part of them, which waits for the stage's ranks only."""
-
-    def prefix(self, before: torch.Tensor | None) -> torch.Tensor:
-        """Run PREFIX: gradient statistics of this rank and those ``before`` it (None: the first
-        rank); shape and dtype are the channel's."""
-
-    def step(self) -> None:
-        """Run STEP, as far as that is right by the statistics so far."""
-
-    def validate(self, state: torch.Tensor | None) -> torch.Tensor:
-        """Run VALIDATE with all ranks' statistics (None on the last rank, which has them); the
-        result goes to the rank before."""
+    def handlers(self, executor: Executor) -> Mapping[Operation, Callable[[Action], None]]:
+        """One function an operation. It may use the executor's ``take``, ``inbox`` and
+        ``outbox``; all of them must be empty again when the iteration ends."""
 
 
 class Executor:
@@ -73,10 +94,13 @@ class Executor:
         rank: this rank in the pipeline group.
         runner: the model.
         channel: messages to and from the other pipeline ranks.
-        watchdog: is told what is being waited for.
+        watchdog: gets the present action and what it waits for.
         recorder: takes the measured times and resident sets.
-        validator: of the step before this iteration; None: the optimizer has stepped as usual, and
-            the schedule's post-validation is left out, on all ranks.
+        extension: runs the operations beyond ``Op``; None: they are left out, on all ranks.
+
+    Attributes:
+        inbox: by consumer, messages that F or B (or an extension's operation) will take.
+        outbox: by producer, what they have produced for other ranks.
     """
 
     def __init__(
@@ -87,24 +111,18 @@ class Executor:
         channel: Channel,
         watchdog: Watchdog,
         recorder: Recorder,
-        validator: StepValidator | None = None,
+        extension: Extension | None = None,
     ) -> None:
-        self._placement = schedule.placement
-        self._microbatches = schedule.microbatches
-        self._actions = schedule.ranks[rank]
-        self._validator, self._next = validator, 0
-        self._head = head_length(self._actions) if validator is not None else 0
-        if validator is None and schedule.is_validated:
-            self._actions = without_validation(self._actions)
-        self._rank = rank
-        self._runner, self._channel = runner, channel
-        self._watchdog, self._recorder = watchdog, recorder
-        # What F or B of (stage, microbatch) will consume, and what they produced for others.
-        self._inbox: dict[Action, torch.Tensor | Receipt] = {}
-        self._outbox: dict[Action, torch.Tensor] = {}
+        self.placement: Placement = schedule.placement
+        self.microbatches = schedule.microbatches
+        self.rank, self.watchdog = rank, watchdog
+        self.inbox: dict[Action, torch.Tensor | Receipt] = {}
+        self.outbox: dict[Action, torch.Tensor] = {}
+        self._runner, self._recorder = runner, recorder
+        self._channels = [channel] if extension is None else [channel, extension.channel]
         self._taken = {} if channel.polls else _taken_by_then(schedule, rank)
-        self._verbose = os.environ.get(TRACE_ENVIRONMENT) == "1"
-        self._handlers: dict[Op, Callable[[Action], None]] = {
+        self._next = 0
+        handlers: dict[Operation, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
             Op.BW: self._backward,
@@ -114,120 +132,147 @@ class Executor:
             Op.RECV_F: lambda a: self._receive(a, Op.F, a.stage - 1),
             Op.RECV_B: lambda a: self._receive(a, Op.B, a.stage + 1),
             **dict.fromkeys(OFFLOAD_OPS, self._move),
-            Op.PREFIX: self._prefix,
-            Op.STEP: lambda _: self._steps().step(),
-            Op.VALIDATE: self._validate,
-            Op.SEND_PREFIX: lambda a: self._send_validation(a, Op.PREFIX, 1),
-            Op.RECV_PREFIX: lambda a: self._receive_validation(a, Op.PREFIX, -1),
-            Op.SEND_STATE: lambda a: self._send_validation(a, Op.VALIDATE, -1),
-            Op.RECV_STATE: lambda a: self._receive_validation(a, Op.VALIDATE, 1),
         }
+        if extension is not None:
+            handlers.update(extension.handlers(self))
+        row = schedule.ranks[rank]
+        if extension is None and schedule.is_extended:
+            row = tuple(a for a in row if isinstance(a, Joint) or isinstance(a.op, Op))
+        self._program: list[tuple[AnyAction, Callable[[Any], None]]] = [
+            (a, handlers[a[0]] if isinstance(a, Action) else self._joint) for a in row
+        ]
 
-    def run(self) -> None:
-        """The iteration, or what is left of it after ``run_head``.
+    def run(self, until: int | None = None) -> None:
+        """Run the iteration, or go on with it.
+
+        Args:
+            until: the position to stop before. Where no message is under way there, ``run`` may
+                come later for the rest, or ``drop`` in its place. None: to the end.
 
         Raises:
             RuntimeError: a message or an activation set is left over, which means that the
                 schedule and the model disagree.
         """
-        self._run_until(len(self._actions))
+        self._run_until(len(self._program) if until is None else until)
+        if until is not None:
+            return
         self._finish_messages()
-        if self._inbox or self._outbox:
-            left = ", ".join(map(str, [*self._inbox, *self._outbox]))
-            raise RuntimeError(f"pipeline rank {self._rank} ended with messages left over: {left}")
-
-    def run_head(self) -> None:
-        """The step before the iteration, and of the iteration what comes before its validation.
-
-        Nothing that concerns another rank is left to be done then, so ``run`` may come later, or
-        ``drop`` in its place.
-        """
-        self._run_until(self._head)
+        if self.inbox or self.outbox:
+            left = ", ".join(map(str, [*self.inbox, *self.outbox]))
+            raise RuntimeError(f"pipeline rank {self.rank} ended with messages left over: {left}")
 
     def drop(self) -> None:
-        """Forget an iteration of which only the head has run, on all ranks."""
-        for message in self._inbox.values():
+        """Forget an iteration that ``run`` has begun, on all ranks."""
+        for message in self.inbox.values():
             if isinstance(message, Receipt):
                 message.wait()
-        self._inbox.clear()
+        self.inbox.clear()
         self._finish_messages()
 
     def _finish_messages(self) -> None:
-        self._watchdog.waiting("for its last messages to be taken", self._channel.sending_to)
-        self._channel.finish()
-        if self._validator is not None:
-            self._validator.channel.finish()
+        self.watchdog.waiting("for its last messages to be taken", self._channels[0].sending_to)
+        for channel in self._channels:
+            channel.finish()
 
     def _run_until(self, end: int) -> None:
         # What the loop does for every action is on the way to the device's next kernel.
-        total, handlers = len(self._actions), self._handlers
-        at, sending = self._watchdog.at, self._channel.sending_to
+        total = len(self._program)
+        at, sending = self.watchdog.at, self._channels[0].sending_to
+        verbose = os.environ.get(TRACE_ENVIRONMENT) == "1"
         profiled = torch.autograd._profiler_enabled
         for position in range(self._next, end):
-            action = self._actions[position]
+            action, handler = self._program[position]
             at(action, position, total, sending)
-            if self._verbose:
-                line = f"[megatron_ext] rank {self._rank} {position}/{total} {action}\n"
+            if verbose:
+                line = f"[megatron_ext] rank {self.rank} {position}/{total} {action}\n"
                 sys.stderr.write(line)
             # Looking costs a hundredth of a range that nobody records.
             if profiled() and action.is_compute:
                 with torch.profiler.record_function(f"PP:{action}"):
-                    handlers[action.op](action)
+                    handler(action)
             else:
-                handlers[action.op](action)
+                handler(action)
         self._next = end
 
     def _forward(self, action: Action) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        x = self._take(action) if stage > 0 else None
+        arguments = self._forward_arguments(action)
         with self._recorder.measure(action):
-            y = self._runner.forward(self._placement.chunk_of(stage), microbatch, x)
+            y = self._runner.forward(*arguments)
         self._recorder.resident(self._runner.live_sets())
-        if stage + 1 < self._placement.num_stages:
+        self._end_forward(action, y)
+
+    def _forward_arguments(self, action: Action) -> ForwardPass:
+        _, stage, microbatch = action
+        x = self.take(action) if stage > 0 else None
+        return ForwardPass(self.placement.chunk_of(stage), microbatch, x)
+
+    def _end_forward(self, action: Action, y: torch.Tensor | None) -> None:
+        _, stage, microbatch = action
+        if stage + 1 < self.placement.num_stages:
             self._deliver(action, Action(Op.F, stage + 1, microbatch), y)
         self._let_go(action)
 
     def _backward(self, action: Action) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        # Neighbours name the message by the operation B, whether or not this rank fuses W into it.
-        key = Action(Op.B, stage, microbatch)
-        grad = self._take(key) if stage + 1 < self._placement.num_stages else None
+        arguments = self._backward_arguments(action)
         with self._recorder.measure(action):
-            split = action.op is Op.B
-            chunk = self._placement.chunk_of(stage)
-            input_grad = self._runner.backward(chunk, microbatch, grad, split)
+            input_grad = self._runner.backward(*arguments)
+        self._end_backward(action, input_grad)
+
+    def _backward_arguments(self, action: Action) -> BackwardPass:
+        op, stage, microbatch = action
+        # Neighbours name the message by the operation B, whether or not this rank fuses W into it.
+        last = stage + 1 == self.placement.num_stages
+        grad = None if last else self.take(Action(Op.B, stage, microbatch))
+        return BackwardPass(self.placement.chunk_of(stage), microbatch, grad, op is Op.B)
+
+    def _end_backward(self, action: Action, input_grad: torch.Tensor | None) -> None:
+        _, stage, microbatch = action
+        key = Action(Op.B, stage, microbatch)
         if stage > 0:
             self._deliver(key, Action(Op.B, stage - 1, microbatch), input_grad)
         self._let_go(key)
 
+    def _joint(self, action: Joint) -> None:
+        forward = self._forward_arguments(action.forward)
+        backward = self._backward_arguments(action.backward)
+        # The set that F makes comes before the one that the backward pass frees goes.
+        sets = self._runner.live_sets() + 1
+        with self._recorder.measure(action):
+            y, input_grad = self._runner.joint(forward, backward)
+        self._recorder.resident(sets)
+        self._end_forward(action.forward, y)
+        self._end_backward(action.backward, input_grad)
+
     def _weight(self, action: Action) -> None:
         with self._recorder.measure(action):
-            chunk = self._placement.chunk_of(action.stage)
+            chunk = self.placement.chunk_of(action.stage)
             self._runner.weight(chunk, action.microbatch)
 
     def _move(self, action: Action) -> None:
-        chunk = self._placement.chunk_of(action.stage)
+        chunk = self.placement.chunk_of(action.stage)
+        assert isinstance(action.op, Op)
         self._runner.move(action.op, chunk, action.microbatch)
         self._recorder.resident(self._runner.live_sets())
 
     def _deliver(self, producer: Action, consumer: Action, tensor: torch.Tensor | None) -> None:
         if tensor is None:
             raise RuntimeError(
-                f"{producer} on pipeline rank {self._rank} produced nothing for {consumer}; does "
+                f"{producer} on pipeline rank {self.rank} produced nothing for {consumer}; does "
                 "the stage use its input?"
             )
-        if self._placement.rank_of(consumer.stage) == self._rank:
-            self._inbox[consumer] = tensor
+        if self.placement.rank_of(consumer.stage) == self.rank:
+            self.inbox[consumer] = tensor
         else:
-            self._outbox[producer] = tensor
+            self.outbox[producer] = tensor
 
-    def _take(self, consumer: Action) -> torch.Tensor:
-        message = self._inbox.pop(consumer)
+    def take(self, consumer: Action) -> torch.Tensor:
+        """The message for ``consumer``, once it is there."""
+        message = self.inbox.pop(consumer)
         if isinstance(message, Receipt):
-            self._watchdog.waiting(f"for a message from pipeline rank {message.peer}")
+            self.watchdog.waiting(f"for a message from pipeline rank {message.peer}")
             with self._recorder.wait():
                 message = message.wait()
-            self._watchdog.waiting("inside the model")
+            self.watchdog.waiting("inside the model")
         return message
 
     def _let_go(self, consumer: Action) -> None:
@@ -237,61 +282,27 @@ class Executor:
         """
         if consumer in self._taken:
             peer, count = self._taken[consumer]
-            self._watchdog.waiting(f"for pipeline rank {peer} to take a message")
-            self._channel.taken(peer, count)
+            self.watchdog.waiting(f"for pipeline rank {peer} to take a message")
+            self._channels[0].taken(peer, count)
 
     def _send(self, action: Action, op: Op, to_stage: int) -> None:
-        tensor = self._outbox.pop(Action(op, action.stage, action.microbatch))
-        peer = self._placement.rank_of(to_stage)
-        self._watchdog.waiting(f"sending to pipeline rank {peer}")
-        self._channel.send(tensor, peer, self._tag(op, to_stage, action.microbatch))
+        tensor = self.outbox.pop(Action(op, action.stage, action.microbatch))
+        peer = self.placement.rank_of(to_stage)
+        self.watchdog.waiting(f"sending to pipeline rank {peer}")
+        self._channels[0].send(tensor, peer, self._tag(op, to_stage, action.microbatch))
 
     def _receive(self, action: Action, op: Op, from_stage: int) -> None:
-        peer = self._placement.rank_of(from_stage)
+        peer = self.placement.rank_of(from_stage)
         tag = self._tag(op, action.stage, action.microbatch)
-        self._watchdog.waiting(f"posting a receive from pipeline rank {peer}")
-        receipt = self._channel.receive(peer, tag)
-        self._inbox[Action(op, action.stage, action.microbatch)] = receipt
-
-    def _steps(self) -> StepValidator:
-        assert self._validator is not None
-        return self._validator
-
-    def _prefix(self, action: Action) -> None:
-        self._watchdog.waiting("for gradient statistics of its stage")
-        self._steps().statistics()
-        before = self._take(action) if action in self._inbox else None
-        self._outbox[action] = self._steps().prefix(before)
-        if self._rank == self._placement.pp - 1:
-            del self._outbox[action]
-
-    def _validate(self, action: Action) -> None:
-        state = self._take(action) if action in self._inbox else None
-        self._outbox[action] = self._steps().validate(state)
-        if self._rank == 0:
-            del self._outbox[action]
-
-    def _send_validation(self, action: Action, op: Op, step: int) -> None:
-        tensor = self._outbox.pop(action._replace(op=op))
-        peer = self._rank + step
-        self._watchdog.waiting(f"sending to pipeline rank {peer}")
-        self._steps().channel.send(tensor, peer, self._validation_tag(op, peer))
-
-    def _receive_validation(self, action: Action, op: Op, step: int) -> None:
-        peer = self._rank + step
-        self._watchdog.waiting(f"posting a receive from pipeline rank {peer}")
-        receipt = self._steps().channel.receive(peer, self._validation_tag(op, self._rank))
-        self._inbox[action._replace(op=op)] = receipt
-
-    def _validation_tag(self, op: Op, receiver: int) -> int:
-        behind_passes = self._placement.num_stages * self._microbatches * 2
-        return behind_passes + 2 * receiver + (op is Op.VALIDATE)
+        self.watchdog.waiting(f"posting a receive from pipeline rank {peer}")
+        receipt = self._channels[0].receive(peer, tag)
+        self.inbox[Action(op, action.stage, action.microbatch)] = receipt
 
     def _tag(self, op: Op, consumer_stage: int, microbatch: int) -> int:
         # gloo matches by tag, so a wrong order could not even deliver wrong data; NCCL matches by
         # order, which the lowered schedule guarantees.
         kind = 0 if op is Op.F else 1
-        return (consumer_stage * self._microbatches + microbatch) * 2 + kind
+        return (consumer_stage * self.microbatches + microbatch) * 2 + kind
 
 
 # By identities of schedules that are alive; an executor is made for every iteration.
@@ -320,7 +331,7 @@ def _find_taken(schedule: Schedule, rank: int) -> dict[Action, tuple[int, int]]:
     taken: dict[Action, tuple[int, int]] = {}
     for peer, row in enumerate(schedule.ranks):
         count = 0
-        for op, stage, microbatch in row if peer != rank else ():
+        for op, stage, microbatch in passes(row) if peer != rank else ():
             if op is Op.RECV_F or op is Op.RECV_B:
                 count += rank_of(stage - 1 if op is Op.RECV_F else stage + 1) == rank
             elif op is Op.SEND_F or op is Op.SEND_B:

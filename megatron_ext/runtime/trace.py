@@ -1,4 +1,4 @@
-"""What really happened on one rank: times of its compute actions and its resident sets.
+"""Recorder of one rank: times of its compute actions and its resident sets.
 
 Every rank times from a zero of its own. ``Recorder.zero_unix_us`` says where that zero lies on the
 machine's wall clock, so ``zero_unix_us + start_us`` puts the ranks of one node on one clock. Ranks
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..schedule.actions import Action
+from ..schedule.actions import AnyAction
 from . import files
 
 EVERY = 50  # iterations
@@ -56,7 +56,7 @@ class Recorder:
     def reset(self) -> None:
         """Start a new iteration."""
         self.peak_sets = 0
-        self._spans: list[tuple[Action, Any, Any]] = []
+        self._spans: list[tuple[AnyAction, Any, Any]] = []
         self._waits.seconds = 0.0
         self._zero_unix = 0.0
         self._zero: Any = None
@@ -69,12 +69,12 @@ class Recorder:
         """Note how many activation sets the rank holds now."""
         self.peak_sets = max(self.peak_sets, sets)
 
-    def measure(self, action: Action) -> AbstractContextManager[None]:
+    def measure(self, action: AnyAction) -> AbstractContextManager[None]:
         """Time ``action``."""
         return self._measure(action) if self._timed else _NOTHING
 
     @contextmanager
-    def _measure(self, action: Action) -> Iterator[None]:
+    def _measure(self, action: AnyAction) -> Iterator[None]:
         start = self._now()
         yield
         self._spans.append((action, start, self._now()))
@@ -92,7 +92,7 @@ class Recorder:
             for a, s, e in self._spans
         ]
 
-    def durations(self) -> list[tuple[Action, float]]:
+    def durations(self) -> list[tuple[AnyAction, float]]:
         """Seconds that each action since ``reset`` took; waits for the device once."""
         if not self._cuda:
             return [(action, end - start) for action, start, end in self._spans]

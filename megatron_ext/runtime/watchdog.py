@@ -1,4 +1,4 @@
-"""Turns a hang into a per-rank report and a non-zero exit.
+"""Watchdog: turns a hang into a per-rank report and a non-zero exit.
 
 A rank that waits for a dead or stuck peer sits inside a C++ call where no Python runs. So a thread
 watches the progress of the main one, and also takes SIGTERM (what torchrun sends to the survivors
@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..schedule.actions import Action
+from ..schedule.actions import AnyAction
 
 EXIT_STATUS = 75  # EX_TEMPFAIL: the job may succeed when it is started again.
 POLL_SECONDS = 0.5
@@ -46,17 +46,17 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._armed = False
         self._steps = 0
-        self._action: Action | None = None
+        self._action: AnyAction | None = None
         self._position = self._total = 0
         self._detail = ""
         self._sending: Callable[[], list[int]] = list
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
         self._ending = threading.Lock()
-        # The exception on its way through nested blocks that has been reported.
-        self._told: int | None = None
+        # The exception on its way through nested blocks that has been reported already.
+        self._reported: int | None = None
 
     def at(
-        self, action: Action, position: int, total: int, sending: Callable[[], list[int]]
+        self, action: AnyAction, position: int, total: int, sending: Callable[[], list[int]]
     ) -> None:
         """Progress: ``action``, number ``position`` of ``total``, starts now."""
         self._action, self._position, self._total = action, position, total
@@ -95,9 +95,9 @@ class Watchdog:
             if self._ending.locked():
                 _never_return()
             orderly = isinstance(error, SystemExit) and not error.code
-            if self._told != id(error) and not orderly and not isinstance(error, quiet):
+            if self._reported != id(error) and not orderly and not isinstance(error, quiet):
                 self._report(f"failed: {type(error).__name__}: {error}")
-            self._told = id(error) if outer else None
+            self._reported = id(error) if outer else None
             raise
         else:
             # What it waited for may come when it has given up; then it must not end as if well.

@@ -1,14 +1,16 @@
 """Schedules as data: generate, check, simulate, lower. Pure Python, standard library only."""
 
-from .actions import Action, Op
-from .check import CheckReport, check
+from .actions import Action, AnyAction, Joint, Op
 from .costs import Costs
 from .generators import GENERATORS, NAMES, forward_only, generate
+from .io import load, save
 from .link import Link
-from .lower import lower
-from .offload import OffloadPlan
-from .offload import offload as offload_pass
+from .passes.check import CheckReport, check
+from .passes.lower import lower
+from .passes.offload import OffloadPlan
+from .passes.offload import offload as offload_pass
 from .placement import Placement
+from .post_validation import add_post_validation
 from .schedule import FILE_FORMAT, Schedule, ScheduleError
 from .select import AUTO, OffloadSpec, ScheduleSpec, Selected, select
 from .simulate import Simulation, simulate
@@ -19,8 +21,10 @@ __all__ = [
     "GENERATORS",
     "NAMES",
     "Action",
+    "AnyAction",
     "CheckReport",
     "Costs",
+    "Joint",
     "Link",
     "OffloadPlan",
     "OffloadSpec",
@@ -31,11 +35,14 @@ __all__ = [
     "ScheduleSpec",
     "Selected",
     "Simulation",
+    "add_post_validation",
     "check",
     "forward_only",
     "generate",
+    "load",
     "lower",
     "offload_pass",
     "select",
+    "save",
     "simulate",
 ]

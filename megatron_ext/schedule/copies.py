@@ -1,4 +1,4 @@
-"""Copies between device and host in simulated time: who has asked, who goes next, who waits."""
+"""Copies between device and host in simulated time: the queues of the host links."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from .actions import Action, Op
+from .actions import Action, Op, Operation
+from .event_loop import Program
 from .link import Link, LinkTimes
-from .placement import Placement
-from .schedule import ScheduleError
 
 
 class Copy(NamedTuple):
@@ -21,92 +20,69 @@ class Copy(NamedTuple):
     end: int
 
 
+class _Asked(NamedTuple):
+    ready: int
+    rank: int
+    slot: int
+    action: Action
+
+
 class Copies:
-    """All links of a pipeline during one simulated run.
+    """All host links of a pipeline during one simulated run.
 
     Attributes:
         done: per rank, the copies that have a start and an end, by start.
     """
 
-    def __init__(self, times: LinkTimes, link: Link, placement: Placement) -> None:
+    def __init__(self, times: LinkTimes, link: Link, program: Program) -> None:
+        placement = program.placement
         self.done: list[list[Copy]] = [[] for _ in range(placement.pp)]
-        self._times = times
-        self._uses = {
+        self._times, self._program = times, program
+        self._uses: dict[tuple[int, Operation], tuple[Hashable, ...]] = {
             (rank, op): link.uses(rank, op is Op.OFFLOAD)
             for rank in range(placement.pp)
             for op in (Op.OFFLOAD, Op.RELOAD)
         }
-        self._queues: dict[Hashable, deque[tuple[int, int, Action]]] = {}  # (ready, rank, action)
+        self._queues: dict[Hashable, deque[_Asked]] = {}
         # Heads of the queues by a lower bound of their start: (start, ready, rank, number, stream).
         self._heads: list[tuple[int, int, int, int, Hashable]] = []
         self._free: dict[Hashable, int] = {}
-        self._asked: set[Action] = set()
-        self._ends: dict[Action, int] = {}
-        self._waiting: dict[Action, int] = {}
         self._number = 0  # streams need not compare
 
-    def reach(self, rank: int, action: Action, time: int) -> int | None:
-        """``rank``'s computation comes to ``action``: when it can go on, or None if not yet known.
+    def ask(self, rank: int, slot: int, time: int) -> None:
+        """``rank`` asks at ``time`` for the copy whose end is ``slot``."""
+        action = self._program.copy_of(slot)
+        stream = self._uses[rank, action.op][0]
+        queue = self._queues.setdefault(stream, deque())
+        queue.append(_Asked(time, rank, slot, action))
+        if len(queue) == 1:
+            self._push(time, queue[0], stream)
 
-        Raises:
-            ScheduleError: a RELEASE whose OFFLOAD does not stand before it.
-        """
-        op, stage, microbatch = action
-        if op is Op.OFFLOAD or op is Op.RELOAD:
-            self._ask(rank, action, time)
-            return time
-        if op is Op.RELEASE:
-            needs = Action(Op.OFFLOAD, stage, microbatch)
-            if needs not in self._asked:
-                raise ScheduleError(f"rank {rank}: {action} stands before {needs} or without it")
-        elif op is Op.B or op is Op.BW:
-            needs = Action(Op.RELOAD, stage, microbatch)
-            if needs not in self._asked:
-                return time
-        else:
-            return time
-        end = self._ends.get(needs)
-        if end is None:
-            self._waiting[needs] = rank
-            return None
-        return max(time, end)
-
-    def start_next(self) -> list[int]:
-        """Give the copy that can start first its time; the rank that waits for it, if one does.
+    def start_next(self) -> tuple[int, int] | None:
+        """Give the copy that can start first its time: (its slot, its end), or None.
 
         To be called when every rank waits: nobody can ask for an earlier start any more.
         """
         while self._heads:
-            start, ready, rank, _, stream = heapq.heappop(self._heads)
+            start, _, rank, _, stream = heapq.heappop(self._heads)
             queue = self._queues[stream]
-            _, _, action = queue[0]
+            action = queue[0].action
             uses = self._uses[rank, action.op]
             now = max(start, *(self._free.get(key, 0) for key in uses))
             if now > start:
-                self._push(now, ready, rank, stream)
+                self._push(now, queue[0], stream)
                 continue
             times = self._times
             length = (times.to_host if action.op is Op.OFFLOAD else times.to_device)[action.stage]
             for key in uses:
                 self._free[key] = now + length
-            self._ends[action] = now + length
             self.done[rank].append(Copy(action, now, now + length))
-            queue.popleft()
+            slot = queue.popleft().slot
             if queue:
-                self._push(queue[0][0], queue[0][0], rank, stream)
-            waiter = self._waiting.pop(action, None)
-            if waiter is not None:
-                return [waiter]
-        return []
+                self._push(queue[0].ready, queue[0], stream)
+            return slot, now + length
+        return None
 
-    def _ask(self, rank: int, action: Action, ready: int) -> None:
-        self._asked.add(action)
-        stream = self._uses[rank, action.op][0]
-        queue = self._queues.setdefault(stream, deque())
-        queue.append((ready, rank, action))
-        if len(queue) == 1:
-            self._push(ready, ready, rank, stream)
-
-    def _push(self, start: int, ready: int, rank: int, stream: Hashable) -> None:
+    def _push(self, start: int, asked: _Asked, stream: Hashable) -> None:
         self._number += 1
-        heapq.heappush(self._heads, (start, ready, rank, self._number, stream))
+        heapq.heappush(self._heads, (start, asked.ready, asked.rank, self._number, stream))

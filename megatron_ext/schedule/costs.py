@@ -1,4 +1,4 @@
-"""What passes cost. Integers inside, so that scaling all costs never changes an order."""
+"""Pass and latency costs. Integers inside, so that scaling all costs never changes an order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._input import fraction, parse_json, read_text, shown
-from .actions import Op
+from .actions import Op, Operation
 from .placement import Placement
 
 Number = int | float | str | Fraction
@@ -34,7 +34,7 @@ class Durations(NamedTuple):
         ones = (1,) * placement.num_stages
         return cls(ones, ones, ones, 0, 1)
 
-    def of(self, op: Op, stage: int) -> int:
+    def of(self, op: Operation, stage: int) -> int:
         """Of one compute action."""
         if op is Op.F:
             return self.forward[stage]

@@ -1,15 +1,15 @@
-"""Plain-text pictures of the place where a schedule is wrong."""
+"""Plain-text pictures of a fault in a schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .actions import Action
+from .actions import AnyAction
 
 _AROUND = 3  # ranks and positions shown on each side of a fault
 
 
-def around(ranks: Sequence[Sequence[Action]], rank: int, position: int) -> str:
+def around(ranks: Sequence[Sequence[AnyAction]], rank: int, position: int) -> str:
     """The ranks x positions grid around one action; that action stands in brackets.
 
     Args:
@@ -33,14 +33,14 @@ def around(ranks: Sequence[Sequence[Action]], rank: int, position: int) -> str:
 
 
 def stuck(
-    ranks: Sequence[Sequence[Action]], positions: Sequence[int], reasons: Iterable[str]
+    ranks: Sequence[Sequence[AnyAction]], positions: Sequence[int], reasons: Iterable[str]
 ) -> str:
-    """Where every rank stands: what it did last, the blocked action in brackets, what follows.
+    """Every rank's last actions, the blocked one in brackets, and those that follow.
 
     Args:
         ranks: every rank's actions, in order.
         positions: index of the action each rank cannot execute; its list's length if it is done.
-        reasons: one text a rank, what it waits for.
+        reasons: one text a rank, why it is blocked.
     """
     lines = []
     for rank, (row, at) in enumerate(zip(ranks, positions)):

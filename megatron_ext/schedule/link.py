@@ -1,4 +1,4 @@
-"""The way between a GPU and its host's memory: how long sets travel, and which ones at once."""
+"""Host link: D2H and H2D transfer times, and the sharing policy."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Link:
                 f"the transfer policy must be {', '.join(POLICIES[:-1])} or {POLICIES[-1]}, "
                 f"got {shown(policy)}"
             )
-        there = _per_rank(to_host, pp)
-        return cls(there, there if to_device is None else _per_rank(to_device, pp), policy)
+        d2h = _per_rank(to_host, pp)
+        return cls(d2h, d2h if to_device is None else _per_rank(to_device, pp), policy)
 
     def times(self, placement: Placement, durations: Durations) -> LinkTimes:
         """Transfer times of every stage's sets beside its passes, everything in integers.
@@ -82,12 +82,12 @@ class Link:
         )
         whole = [sum(stage) for stage in zip(f, b, w)]
         ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
-        there = tuple(int(self.to_host[r] * x) for r, x in zip(ranks, whole))
-        back = tuple(int(self.to_device[r] * x) for r, x in zip(ranks, whole))
-        return LinkTimes(Durations(f, b, w, d.hop * scale, d.scale * scale), there, back)
+        d2h = tuple(int(self.to_host[r] * x) for r, x in zip(ranks, whole))
+        h2d = tuple(int(self.to_device[r] * x) for r, x in zip(ranks, whole))
+        return LinkTimes(Durations(f, b, w, d.hop * scale, d.scale * scale), d2h, h2d)
 
     def uses(self, rank: int, to_host: bool) -> tuple[Hashable, ...]:
-        """What a transfer of ``rank`` has for itself while it runs.
+        """Resources that a transfer of ``rank`` holds while it runs.
 
         The first is its stream, in which transfers start in the order in which the schedule has
         them; another is shared with a neighbour, whoever is ready first.
@@ -162,4 +162,4 @@ def _time(value: Number) -> Fraction:
 
 
 _PARTS = 64
-_LONGEST = 1000  # beyond, nothing is worth sending
+_LONGEST = 1000  # beyond, no transfer is worth its time

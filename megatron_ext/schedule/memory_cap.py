@@ -8,9 +8,9 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from .._input import fraction, shown
+from .effects import peak_sets
 from .placement import Placement
 from .schedule import Schedule
-from .simulate import peak_sets
 
 _NEAR = Fraction(1, 10**6)  # sets; 0.3333333 of 6 is meant as 2
 

@@ -11,14 +11,15 @@ from fractions import Fraction
 from functools import cached_property
 
 from .costs import Costs
+from .effects import peak_sets
 from .generators import GENERATORS, NAMES, Objective, check_sizes, generate
 from .generators.cap import v_cap_limits
 from .link import Link
 from .memory_cap import Cap, ShareCap, cap_sets, number_text
-from .offload import OffloadPlan, offload
+from .passes.offload import OffloadPlan, offload
 from .placement import Placement
 from .schedule import Schedule
-from .simulate import Simulation, peak_sets, simulate
+from .simulate import Simulation, simulate
 
 AUTO = "auto"  # not a schedule of its own: the fastest that fits
 

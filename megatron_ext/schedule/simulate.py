@@ -1,25 +1,27 @@
-"""Event simulator: when every pass of a schedule runs, and what that says about it."""
+"""Simulation of a schedule: times of every pass, makespan, bubble and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from . import grid
-from .actions import DEVICE_STEPS, Action, Op
+from .actions import Action, AnyAction, Op
 from .copies import Copies, Copy
 from .costs import Costs, Durations
-from .link import Link
+from .effects import DEVICE, KINDS, B, W, curve, inputs, peak_host_sets, peak_sets
+from .event_loop import Node, Program, RepeatedError, Row, Run, run
+from .link import Link, LinkTimes
 from .schedule import Schedule, ScheduleError
 
 
 @dataclass(frozen=True)
 class Transfers:
-    """What the simulation says on offloaded sets.
+    """Offloaded sets in a simulation.
 
     Attributes:
-        link: how they travel.
+        link: their transfer times.
         copies: per rank, every copy by start time; times in 1/``scale`` of the simulation.
         moments: per rank, when its computation reaches each of its offload actions, in order; a
             RELEASE when its copy has ended.
@@ -31,7 +33,7 @@ class Transfers:
     link: Link
     copies: list[list[Copy]]
     moments: list[list[int]]
-    ranks: tuple[tuple[Action, ...], ...]
+    ranks: tuple[tuple[AnyAction, ...], ...]
     peak_host_sets: list[int]
     stall: Fraction
 
@@ -85,16 +87,7 @@ class Simulation:
         """Steps (time in 1/scale, resident sets from then on) of one rank, times increasing."""
         if not any(self.peak_sets):
             return [(0, 0)]
-        curve = [(0, 0)]
-        for step, time in self._steps(rank):
-            # A set freed and one allocated at the same moment are one step: the curve shows what
-            # is resident, and the rank frees before it allocates.
-            sets = curve[-1][1] + step
-            if curve[-1][0] == time:
-                curve[-1] = (time, sets)
-            else:
-                curve.append((time, sets))
-        return curve
+        return curve(self._steps(rank))
 
     def _steps(self, rank: int) -> Iterable[tuple[int, int]]:
         passes = iter(zip(self.start[rank], self.end[rank]))
@@ -102,9 +95,10 @@ class Simulation:
         row = (self.schedule if self.transfers is None else self.transfers).ranks[rank]
         for action in row:
             start, end = next(passes) if action.is_compute else (next(moments),) * 2
-            step = DEVICE_STEPS.get(action.op)
-            if step is not None:
-                yield step, start if step > 0 else end
+            for part in action.parts:
+                step = DEVICE.get(part.op, 0)
+                if step:
+                    yield (start if step > 0 else end), step
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
@@ -112,7 +106,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
     A rank runs one pass at a time in the given order. F of stage s waits for F of stage s-1,
     B (or BW) for its own F and the B of stage s+1, W for its B; a dependency on another rank adds
-    one hop. Communication actions are ignored. Linear in the number of actions.
+    one hop. A joint action waits for the inputs of both its passes and takes as long as both, one
+    after the other. Communication actions are ignored. Linear in the number of actions.
 
     Offloaded sets travel beside the passes. A rank's computation reaches its offload actions when
     the pass before them has ended; a copy can start when it does, and when its link is free (see
@@ -128,23 +123,15 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """
     compute = schedule.compute()
     durations = (schedule.costs if costs is None else costs).durations(schedule.placement)
-    link, transfers = schedule.link, None
+    transfers = None
     if schedule.has_offload:
-        if link is None:
+        if schedule.link is None:
             raise ScheduleError("the schedule offloads sets, but does not say how they travel")
-        times = link.times(schedule.placement, durations)
-        durations, full = times.durations, schedule.unlowered()
-        copies = Copies(times, link, schedule.placement)
-        start, end, moments = _run(full, durations, copies)
+        times = schedule.link.times(schedule.placement, durations)
+        durations = times.durations
+        start, end, transfers = _run_with_copies(schedule.unlowered(), schedule.link, times)
         stall = _last(end) - _last(run_times(compute, durations)[1])
-        transfers = Transfers(
-            link,
-            copies.done,
-            moments,
-            full.ranks,
-            peak_host_sets(full.ranks),
-            Fraction(stall, durations.scale),
-        )
+        transfers = replace(transfers, stall=Fraction(stall, durations.scale))
     else:
         start, end = run_times(compute, durations)
     last = _last(end)
@@ -165,44 +152,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     )
 
 
-def peak_sets(ranks: Sequence[Sequence[Action]]) -> list[int]:
-    """Most activation sets resident at once on each rank; depends on the order only.
-
-    0 everywhere if no rank has a backward action: a forward-only schedule keeps no sets.
-    """
-    if not any(action.op in _FREES for row in ranks for action in row):
-        return [0] * len(ranks)
-    return [_peak(row, DEVICE_STEPS) for row in ranks]
-
-
-def peak_host_sets(ranks: Sequence[Sequence[Action]]) -> list[int]:
-    """Most sets with a copy on the host at once on each rank; depends on the order only.
-
-    A host copy is there from its OFFLOAD to its B (or BW), which waits for the copy back.
-    """
-    peaks = []
-    for row in ranks:
-        away = {(stage, j) for op, stage, j in row if op is Op.OFFLOAD}
-        mine = [a for a in row if a[1:] in away]
-        peaks.append(_peak(mine, _HOST_STEPS))
-    return peaks
-
-
-def _peak(row: Sequence[Action], steps: dict[Op, int]) -> int:
-    sets = peak = 0
-    for action in row:
-        step = steps.get(action.op)
-        if step is not None:
-            sets += step
-            if sets > peak:
-                peak = sets
-    return peak
-
-
-_FREES = frozenset({Op.W, Op.BW})
-# As ``DEVICE_STEPS``, on the host.
-_HOST_STEPS = {Op.OFFLOAD: 1, Op.B: -1, Op.BW: -1}
-
 _Times = list[list[int]]
 
 
@@ -212,99 +161,72 @@ def run_times(schedule: Schedule, durations: Durations) -> tuple[_Times, _Times]
     Raises:
         ScheduleError: as ``simulate``.
     """
-    return _run(schedule, durations, None)[:2]
+    program = _program(schedule, durations)
+    rows = [program.row(row) for row in schedule.ranks]
+    done = _finished(schedule, program, rows)
+    end = [[_at(done, node) for node in row] for row in rows]
+    start = [[at - node[0].took for at, node in zip(e, row)] for e, row in zip(end, rows)]
+    return start, end
 
 
-def _run(
-    schedule: Schedule, durations: Durations, copies: Copies | None
-) -> tuple[_Times, _Times, _Times]:
-    """Start and end of every compute action, and the moments of the others (see ``Transfers``).
+def _run_with_copies(
+    schedule: Schedule, link: Link, times: LinkTimes
+) -> tuple[_Times, _Times, Transfers]:
+    """Start and end of the compute actions, and the copies beside them (without the stall)."""
+    program = _program(schedule, times.durations)
+    rows = []
+    for rank, row in enumerate(schedule.ranks):
+        try:
+            rows.append(program.row_with_copies(row))
+        except ValueError as error:
+            raise ScheduleError(f"rank {rank}: {error}") from None
+    copies = Copies(times, link, program)
+    done = _finished(schedule, program, rows, copies)
+    start: _Times = []
+    end: _Times = []
+    moments: _Times = []
+    for row, nodes in zip(schedule.ranks, rows):
+        reached = [(a.is_compute, _at(done, node), node[0].took) for a, node in zip(row, nodes)]
+        end.append([at for compute, at, _ in reached if compute])
+        start.append([at - took for compute, at, took in reached if compute])
+        moments.append([at for compute, at, _ in reached if not compute])
+    host = peak_host_sets(schedule.ranks)
+    return start, end, Transfers(link, copies.done, moments, schedule.ranks, host, Fraction(0))
 
-    A rank runs until it lacks an input; whoever produces that input wakes it again, so every
-    action is looked at a few times only. Copies are started when no rank can go on without: the
-    first of them cannot be overtaken any more then.
-    """
-    rank_of = [schedule.placement.rank_of(s) for s in range(schedule.placement.num_stages)]
-    ends: tuple[dict[tuple[int, int], int], ...] = ({}, {}, {})  # of F, B, W by (stage, microbatch)
-    waiting: dict[tuple[int, int, int], int] = {}  # (kind, stage, microbatch) -> rank
-    clock, at = [0] * schedule.pp, [0] * schedule.pp
-    start: _Times = [[] for _ in schedule.ranks]
-    end: _Times = [[] for _ in schedule.ranks]
-    moments: _Times = [[] for _ in schedule.ranks]
-    awake = list(range(schedule.pp - 1, -1, -1))
-    while True:
-        if not awake and copies is not None:
-            awake += copies.start_next()
-        if not awake:
-            break
-        rank = awake.pop()
-        row, time = schedule.ranks[rank], clock[rank]
-        for position in range(at[rank], len(row)):
-            op, stage, microbatch = row[position]
-            if copies is not None:
-                ready = copies.reach(rank, row[position], time)
-                if ready is None:
-                    break
-                time = ready
-                if op not in _OUTPUTS:
-                    moments[rank].append(time)
-                    clock[rank], at[rank] = time, position + 1
-                    continue
-            for kind, other in inputs(op, stage, len(rank_of)):
-                ready = ends[kind].get((other, microbatch))
-                if ready is None:
-                    waiting[kind, other, microbatch] = rank
-                    break
-                time = max(time, ready + (durations.hop if rank_of[other] != rank else 0))
-            else:
-                start[rank].append(time)
-                time += durations.of(op, stage)
-                end[rank].append(time)
-                clock[rank], at[rank] = time, position + 1
-                for kind in outputs(op):
-                    if (stage, microbatch) in ends[kind]:
-                        what = f"rank {rank}: {row[position]} repeats a pass that has already run"
-                        raise ScheduleError(
-                            f"{what}\n{grid.around(schedule.ranks, rank, position)}"
-                        )
-                    ends[kind][stage, microbatch] = time
-                    woken = waiting.pop((kind, stage, microbatch), None)
-                    if woken is not None:
-                        awake.append(woken)
-                continue
-            break
-    if any(position < len(row) for position, row in zip(at, schedule.ranks)):
-        raise _cannot_progress(schedule, at, ends)
-    return start, end, moments
+
+def _program(schedule: Schedule, durations: Durations) -> Program:
+    found = (part.microbatch for row in schedule.ranks for a in row for part in a.parts)
+    return Program(schedule.placement, durations, 1 + max(found, default=0))
+
+
+def _finished(
+    schedule: Schedule, program: Program, rows: list[Row], copies: Copies | None = None
+) -> Run:
+    slots = program.pass_slots if copies is None else program.slots
+    try:
+        done = run(rows, slots, copies=copies)
+    except RepeatedError as error:
+        rank, position = error.args
+        what = f"rank {rank}: {schedule.ranks[rank][position]} repeats a pass that has already run"
+        raise ScheduleError(f"{what}\n{grid.around(schedule.ranks, rank, position)}") from None
+    assert done is not None  # only with a limit
+    if any(position < len(row) for position, row in zip(done.at, rows)):
+        raise _cannot_progress(schedule, program, done)
+    return done
+
+
+def _at(done: Run, node: Node) -> int:
+    lane, j = node
+    return done.ends[lane.gives + j]
 
 
 def _last(end: _Times) -> int:
     return max((row[-1] for row in end if row), default=0)
 
 
-_KINDS = (Op.F, Op.B, Op.W)
-_OUTPUTS = {Op.F: (0,), Op.B: (1,), Op.W: (2,), Op.BW: (1, 2)}
-
-
-def outputs(op: Op) -> tuple[int, ...]:
-    """What a compute action completes: 0 the F, 1 the B, 2 the W of its stage and microbatch."""
-    return _OUTPUTS[op]
-
-
-def inputs(op: Op, stage: int, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """(kind as in ``outputs``, stage) of what a compute action waits for, same microbatch."""
-    if op is Op.F:
-        return ((0, stage - 1),) if stage else ()
-    if op is Op.W:
-        return ((1, stage),)
-    return ((0, stage), (1, stage + 1)) if stage + 1 < num_stages else ((0, stage),)
-
-
-def _cannot_progress(
-    schedule: Schedule, positions: list[int], ends: Sequence[dict[tuple[int, int], int]]
-) -> ScheduleError:
-    """Says what every rank waits for, first of all the ranks that wait for each other."""
-    n = schedule.placement.num_stages
+def _cannot_progress(schedule: Schedule, program: Program, done: Run) -> ScheduleError:
+    """Names what every rank waits for, first of all the ranks that wait for each other."""
+    n, positions = schedule.placement.num_stages, done.at
     reasons: list[str] = []
     owners: list[int | None] = []
     for row, at in zip(schedule.ranks, positions):
@@ -313,16 +235,16 @@ def _cannot_progress(
             owners.append(None)
             continue
         action = row[at]
-        kind, stage = next(
-            (k, s)
-            for k, s in inputs(action.op, action.stage, n)
-            if (s, action.microbatch) not in ends[k]
+        kind, stage, j = next(
+            (k, s, part.microbatch)
+            for part in action.parts
+            for k, s in inputs(part.op, part.stage, n)
+            if done.ends[program.slot(k, s, part.microbatch)] < 0
         )
         owner = schedule.placement.rank_of(stage)
-        fused = Action(Op.BW, stage, action.microbatch)
-        needs = (
-            fused if kind and fused in schedule.ranks[owner] else fused._replace(op=_KINDS[kind])
-        )
+        fused = Action(Op.BW, stage, j)
+        whole = kind in (B, W) and any(fused in a.parts for a in schedule.ranks[owner])
+        needs = fused if whole else Action(KINDS[kind], stage, j)
         reasons.append(f"{action} waits for {needs} of rank {owner}")
         owners.append(owner)
     circle = grid.wait_cycle(owners)

@@ -1,11 +1,11 @@
-"""Where a measured run waits longer than planned, and for what."""
+"""Deviations of a measured run from its plan: the longest waits, and their causes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..schedule.actions import Action, Op
+from ..schedule.actions import Action, AnyAction, Op
 from .timeline import Box, Timeline, decimal
 
 
@@ -22,9 +22,9 @@ class Deviation(NamedTuple):
     """
 
     rank: int
-    action: Action
+    action: AnyAction
     longer: float
-    producer: Action | None
+    producer: AnyAction | None
     of: int
     ended: float
 
@@ -50,7 +50,12 @@ def largest(planned: Timeline, measured: Timeline, count: int = 3) -> list[Devia
         count: how many at most; fewer if no more exceed the plan.
     """
     plan = planned.scaled_to(measured)
-    where = {b.action: (rank, b) for rank, row in enumerate(measured.boxes) for b in row}
+    where = {
+        part: (rank, box)
+        for rank, row in enumerate(measured.boxes)
+        for box in row
+        for part in box.action.parts
+    }
     found = []
     for rank, row in enumerate(measured.boxes):
         gaps = {box.action: gap for box, gap in _gaps(plan.boxes[rank])}
@@ -63,7 +68,7 @@ def largest(planned: Timeline, measured: Timeline, count: int = 3) -> list[Devia
     out = []
     for longer, rank, box in found[:count]:
         made = [where[a] for a in _producers(box.action, measured) if a in where]
-        of, producer = made[0] if made else (rank, None)
+        of, producer = max(made, key=lambda one: one[1].end) if made else (rank, None)
         ended = 0.0 if producer is None else box.start - producer.end
         action = None if producer is None else producer.action
         out.append(Deviation(rank, box.action, longer, action, of, ended))
@@ -78,13 +83,16 @@ def _gaps(row: tuple[Box, ...]) -> Iterator[tuple[Box, float]]:
         end = max(end, box.end)
 
 
-def _producers(action: Action, run: Timeline) -> list[Action]:
-    """The pass whose result ``action`` takes, under both names that it may have."""
-    op, stage, microbatch = action
-    if op is Op.F:
-        return [Action(Op.F, stage - 1, microbatch)] if stage else []
-    if op is Op.W:
-        return [Action(Op.B, stage, microbatch)]
-    if stage == run.schedule.placement.num_stages - 1:
-        return [Action(Op.F, stage, microbatch)]
-    return [Action(kind, stage + 1, microbatch) for kind in (Op.B, Op.BW)]
+def _producers(action: AnyAction, run: Timeline) -> list[Action]:
+    """The passes whose results ``action`` takes, under both names that each may have."""
+    found = []
+    for op, stage, microbatch in action.parts:
+        if op is Op.F:
+            found += [Action(Op.F, stage - 1, microbatch)] if stage else []
+        elif op is Op.W:
+            found.append(Action(Op.B, stage, microbatch))
+        elif stage == run.schedule.placement.num_stages - 1:
+            found.append(Action(Op.F, stage, microbatch))
+        else:
+            found += [Action(kind, stage + 1, microbatch) for kind in (Op.B, Op.BW)]
+    return found

@@ -100,6 +100,7 @@ def render(timeline: Timeline, measured: Timeline | None = None) -> str:
         for run in runs
         for rank, row in enumerate(run.boxes)
         for box in row
+        for _ in box.action.parts
     ]
     data = json.dumps(passes, separators=(",", ":")).replace("<", "\\u003c")
     unit = f" {runs[0].unit}" if runs[0].unit else ""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .._input import parse_json, read_text, real, shown, whole
+from ..schedule.io import load as load_schedule
 from ..schedule.schedule import Schedule
 from . import timeline
 
@@ -28,7 +29,7 @@ def plan_of(directory: str | Path, iteration: int | None = None) -> Schedule:
             f"{directory} holds no {path.name}, the plan of iteration {line['iteration']}; give "
             "the schedule too, a file or --schedule NAME"
         )
-    return Schedule.load(path)
+    return load_schedule(path)
 
 
 def plan_file(fingerprint: str) -> str:

@@ -119,7 +119,7 @@ def _header(parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: floa
     )
     y += 14 * u
     x = layout.left
-    used = {box.action.op for run in runs for row in run.boxes for box in row}
+    used = {part.op for run in runs for row in run.boxes for b in row for part in b.action.parts}
     for op in (op for op in _DARK if op in used):
         for chunk in range(schedule.chunks):
             parts.append(_rect(x, y, 14 * u, 12 * u, f"{op.value}{chunk}"))
@@ -161,9 +161,15 @@ def _rows(parts: list[str], layout: _Layout, run: Timeline, y: float) -> float:
         parts.append(
             _rect(layout.left, y, layout.x(run.makespan) - layout.left, layout.row, "idle row")
         )
+        numbers = []
         for box in row:
-            parts.append(_box(layout, box, y, chunk_of(box.action.stage), tooltips))
-        numbers = [_number(layout, box, y, chunk_of(box.action.stage)) for box in row]
+            # The passes of a joint action share its time, one above the other.
+            height = layout.row / len(box.action.parts)
+            for i, part in enumerate(box.action.parts):
+                chunk, top = chunk_of(part.stage), y + i * height
+                kind = f"{part.op.value}{chunk}"
+                parts.append(_box(layout, box, top, height, kind, tooltips))
+                numbers.append(_number(layout, box, top, height, part.microbatch, chunk))
         if any(numbers):
             parts.append(f'<g class="n" font-size="{_n(layout.font)}">{"".join(numbers)}</g>')
         busy = math.fsum(box.end - box.start for box in row)
@@ -185,32 +191,30 @@ def _copies(layout: _Layout, boxes: Sequence[Box], y: float, tooltips: bool) -> 
     """To the host on the upper lane, to the device on the lower one."""
     height = layout.row * _LANES / 2
     for action, start, end in boxes:
-        lane = int(action.op is Op.RELOAD)
+        op = action.parts[0].op
+        lane = int(op is Op.RELOAD)
         title = f"{action}: {decimal(start)} to {decimal(end)}" if tooltips else ""
         width = max(layout.plot * (end - start) / layout.span, 0.3)
-        kind = f"copy {action.op.value}"
+        kind = f"copy {op.value}"
         yield _rect(layout.x(start), y + lane * height, width, height, kind, title)
 
 
-def _box(layout: _Layout, box: Box, y: float, chunk: int, tooltip: bool) -> str:
+def _box(layout: _Layout, box: Box, y: float, height: float, kind: str, tooltip: bool) -> str:
     x, width = layout.x(box.start), layout.plot * (box.end - box.start) / layout.span
     # A hairline between boxes, left out where it would eat the box.
     inset = 0.5 if width > 4 else 0.0
-    kind = f"box {box.action.op.value}{chunk}"
     title = f"{box.action}: {decimal(box.start)} to {decimal(box.end)}" if tooltip else ""
-    return _rect(x + inset, y, max(width - 2 * inset, 0.3), layout.row, kind, title)
+    return _rect(x + inset, y, max(width - 2 * inset, 0.3), height, f"box {kind}", title)
 
 
-def _number(layout: _Layout, box: Box, y: float, chunk: int) -> str:
-    text = str(box.action.microbatch)
+def _number(layout: _Layout, box: Box, y: float, height: float, microbatch: int, chunk: int) -> str:
+    text = str(microbatch)
     room = layout.plot * (box.end - box.start) / layout.span
-    if not layout.font or len(text) * _DIGIT * layout.font > room:
+    if not layout.font or len(text) * _DIGIT * layout.font > room or layout.font > height:
         return ""
     x = layout.x((box.start + box.end) / 2)
     kind = ' class="l"' if chunk else ""
-    return (
-        f'<text x="{_n(x)}" y="{_n(y + layout.row / 2 + layout.font * 0.36)}"{kind}>{text}</text>'
-    )
+    return f'<text x="{_n(x)}" y="{_n(y + height / 2 + layout.font * 0.36)}"{kind}>{text}</text>'
 
 
 def _axis(parts: list[str], layout: _Layout, unit: str, y: float) -> float:

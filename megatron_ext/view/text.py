@@ -1,8 +1,8 @@
-"""The timeline in plain ASCII: one row per rank, readable over SSH and in a log."""
+"""Timeline in plain ASCII: one row per rank, readable over SSH and in a log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..schedule.actions import Op
 from .timeline import Box, Timeline, decimal, reference_peak
@@ -81,7 +81,7 @@ def _numbered(timeline: Timeline) -> list[str]:
     scale = max(((len(_label(box)) + 1) / (box.end - box.start) for box in boxes), default=0.0)
 
     def fill(timeline: Timeline, box: Box, columns: int) -> str:
-        text = _cased(timeline, box, _label(box))
+        text = "+".join(_cased(timeline, box, _label(box).split("+")))
         return text.ljust(columns - 1, "-")[:columns].ljust(columns)
 
     return _draw(timeline, scale, fill)
@@ -93,7 +93,8 @@ def _letters(timeline: Timeline) -> list[str]:
     shortest = min((length for length in lengths if length > 0), default=0.0)
 
     def fill(timeline: Timeline, box: Box, columns: int) -> str:
-        return _cased(timeline, box, box.action.op.value[0]) * columns
+        letters = _cased(timeline, box, [part.op.value[0] for part in box.action.parts])
+        return ("".join(letters) * columns)[:columns]
 
     return _draw(timeline, 1 / shortest if shortest else 0.0, fill)
 
@@ -105,7 +106,7 @@ def _copies(timeline: Timeline, total: int) -> list[str]:
     for boxes in timeline.copies:
         row = [" "] * total
         for action, start, end in boxes:
-            mark = ">" if action.op is Op.OFFLOAD else "<"
+            mark = ">" if action.parts[0].op is Op.OFFLOAD else "<"
             first = min(round(start * scale), total - 1)
             for column in range(first, max(round(end * scale), first + 1)):
                 row[column] = mark if row[column] in (" ", mark) else "x"
@@ -114,12 +115,16 @@ def _copies(timeline: Timeline, total: int) -> list[str]:
 
 
 def _label(box: Box) -> str:
-    return f"{box.action.op.value}{box.action.microbatch}"
+    return "+".join(f"{part.op.value}{part.microbatch}" for part in box.action.parts)
 
 
-def _cased(timeline: Timeline, box: Box, text: str) -> str:
-    chunk = timeline.schedule.placement.chunk_of(box.action.stage)
-    return text.lower() if chunk % 2 else text
+def _cased(timeline: Timeline, box: Box, texts: Sequence[str]) -> list[str]:
+    """One text a pass, in lower case if its chunk is odd."""
+    chunk_of = timeline.schedule.placement.chunk_of
+    return [
+        text.lower() if chunk_of(part.stage) % 2 else text
+        for part, text in zip(box.action.parts, texts)
+    ]
 
 
 def _draw(timeline: Timeline, scale: float, fill: Callable[[Timeline, Box, int], str]) -> list[str]:

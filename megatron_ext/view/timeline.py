@@ -1,4 +1,4 @@
-"""One run of a schedule, simulated or measured, in the form that every picture is drawn from."""
+"""Timeline: one run of a schedule, simulated or measured, as every picture takes it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .._input import shown
-from ..schedule.actions import Action, Op
-from ..schedule.generators.blocks import Block
+from ..schedule.actions import AnyAction, Op, parse
+from ..schedule.effects import FREES, curve
+from ..schedule.generators.building_block import Block
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
 
@@ -17,14 +18,14 @@ from ..schedule.simulate import Simulation
 class Box(NamedTuple):
     """One action on one rank, from ``start`` to ``end`` in the timeline's unit."""
 
-    action: Action
+    action: AnyAction
     start: float
     end: float
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every compute action of every rank ran, or is to run.
+    """Times of every compute action of every rank.
 
     Attributes:
         label: ``planned``, ``measured`` or, of a block, ``stamped``.
@@ -113,12 +114,15 @@ def planned(simulation: Simulation) -> Timeline:
 
 
 def stamped(block: Block, name: str, microbatches: int) -> Timeline:
-    """A building block as it was designed, repeated and not squeezed; every pass takes 1."""
-    ranks = tuple(tuple(row) for row in block.stamp(microbatches))
-    schedule = Schedule(name, block.placement, microbatches, ranks)
+    """A building block as it was designed, repeated without reordering; every pass takes 1."""
+    ranks = block.stamp(microbatches)
+    schedule = Schedule(name, block.placement, microbatches, tuple(map(tuple, ranks)))
     boxes = tuple(
         tuple(
-            Box(action, float(at), float(at + 1)) for action in row for at in (_at(block, action),)
+            Box(action, float(at), float(at + 1))
+            for action in row
+            for start in (block.offsets[Op(action.op), action.stage],)
+            for at in (start + block.interval * action.microbatch,)
         )
         for row in ranks
     )
@@ -126,10 +130,6 @@ def stamped(block: Block, name: str, microbatches: int) -> Timeline:
     facts = f"a microbatch every {block.interval}, which holds {peak} at most (1F1B {schedule.pp})"
     memory = tuple(_memory(row) for row in boxes)
     return Timeline("stamped", schedule, boxes, memory, facts=facts)
-
-
-def _at(block: Block, action: Action) -> int:
-    return block.offsets[action.op, action.stage] + block.interval * action.microbatch
 
 
 def measured(schedule: Schedule, events: Sequence[Sequence[Mapping[str, Any]]]) -> Timeline:
@@ -149,19 +149,16 @@ def measured(schedule: Schedule, events: Sequence[Sequence[Mapping[str, Any]]]) 
     rows = [_boxes(schedule, rank, row) for rank, row in enumerate(events)]
     origin = min((row[0].start for row in rows if row), default=0.0)
     shifted = tuple(tuple(Box(a, s - origin, e - origin) for a, s, e in row) for row in rows)
-    backward = any(box.action.op in _FREES for row in shifted for box in row)
+    backward = any(p.op in FREES for row in shifted for box in row for p in box.action.parts)
     memory = tuple(_memory(row) if backward else ((0.0, 0),) for row in shifted)
     return Timeline("measured", schedule.compute(), shifted, memory, "ms")
-
-
-_FREES = (Op.W, Op.BW)
 
 
 def _boxes(schedule: Schedule, rank: int, events: Sequence[Mapping[str, Any]]) -> list[Box]:
     boxes = []
     for event in events:
         try:
-            action = Action.parse(event["action"])
+            action = parse(event["action"])
             start, end = float(event["start_us"]) / 1000, float(event["end_us"]) / 1000
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -172,7 +169,7 @@ def _boxes(schedule: Schedule, rank: int, events: Sequence[Mapping[str, Any]]) -
             raise ValueError(f"rank {rank}: {action} runs from {start} to {end} ms")
         if not action.is_compute:
             continue
-        if action.stage not in schedule.placement.stages[rank]:
+        if any(part.stage not in schedule.placement.stages[rank] for part in action.parts):
             held = ", ".join(str(s) for s in schedule.placement.stages[rank])
             raise ValueError(f"rank {rank}: {action} was traced, but the rank holds stages {held}")
         boxes.append(Box(action, start, end))
@@ -181,17 +178,11 @@ def _boxes(schedule: Schedule, rank: int, events: Sequence[Mapping[str, Any]]) -
 
 def _memory(boxes: Sequence[Box]) -> tuple[tuple[float, int], ...]:
     """Resident sets over time: a set lives from its F's start to its W's (or BW's) end."""
-    steps = [(box.start, 1) for box in boxes if box.action.op is Op.F]
-    steps += [(box.end, -1) for box in boxes if box.action.op in _FREES]
-    curve = [(0.0, 0)]
-    # Sorted so that a set freed at the moment another is allocated goes first.
-    for time, step in sorted(steps):
-        sets = curve[-1][1] + step
-        if curve[-1][0] == time:
-            curve[-1] = (time, sets)
-        else:
-            curve.append((time, sets))
-    return tuple(curve)
+    steps: list[tuple[float, int]] = []
+    for box in boxes:
+        steps += [(box.start, 1) for part in box.action.parts if part.op is Op.F]
+        steps += [(box.end, -1) for part in box.action.parts if part.op in FREES]
+    return tuple(curve(sorted(steps)))
 
 
 def reference_peak(schedule: Schedule) -> int:

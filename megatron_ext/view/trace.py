@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..schedule.actions import Action, Op
+from ..schedule.actions import Action, AnyAction, Op
 from .timeline import Box, Timeline
 
 
@@ -49,10 +49,11 @@ _COPIES = 100  # tracks of copies stand below those of passes
 def _copies(timeline: Timeline, rank: int, track: int, factor: float) -> Iterator[dict[str, Any]]:
     boxes = timeline.copies[rank] if timeline.copies else ()
     for lane, (op, text) in enumerate(((Op.OFFLOAD, "to host"), (Op.RELOAD, "to device"))):
-        mine = [box for box in boxes if box.action.op is op]
+        mine = [box for box in boxes if box.action.parts[0].op is op]
         if mine:
             yield _name("thread_name", f"{text}, {timeline.label}", rank, track + lane)
         for action, start, end in mine:
+            (part,) = action.parts
             yield {
                 "ph": "X",
                 "name": str(action),
@@ -61,7 +62,7 @@ def _copies(timeline: Timeline, rank: int, track: int, factor: float) -> Iterato
                 "tid": track + lane,
                 "ts": start * factor,
                 "dur": (end - start) * factor,
-                "args": {"stage": action.stage, "microbatch": action.microbatch},
+                "args": {"stage": part.stage, "microbatch": part.microbatch},
             }
 
 
@@ -72,19 +73,19 @@ def _name(kind: str, text: str, pid: int, tid: int) -> dict[str, Any]:
 def _passes(timeline: Timeline, rank: int, track: int, factor: float) -> Iterator[dict[str, Any]]:
     chunk_of = timeline.schedule.placement.chunk_of
     for action, start, end in timeline.boxes[rank]:
+        passes = [
+            {"stage": stage, "chunk": chunk_of(stage), "microbatch": microbatch}
+            for _, stage, microbatch in action.parts
+        ]
         yield {
             "ph": "X",
             "name": f"PP:{action}",
-            "cat": action.op.value,
+            "cat": "+".join(part.op.value for part in action.parts),
             "pid": rank,
             "tid": track,
             "ts": start * factor,
             "dur": (end - start) * factor,
-            "args": {
-                "stage": action.stage,
-                "chunk": chunk_of(action.stage),
-                "microbatch": action.microbatch,
-            },
+            "args": passes[0] if len(passes) == 1 else dict(zip(("forward", "backward"), passes)),
         }
 
 
@@ -102,7 +103,10 @@ def _counter(timeline: Timeline, rank: int, factor: float) -> Iterator[dict[str,
 def _arrows(timeline: Timeline, track: int, factor: float) -> Iterator[dict[str, Any]]:
     """Flow events from the end of a pass to the start of the pass on another rank that needs it."""
     where: dict[Action, tuple[int, Box]] = {
-        box.action: (rank, box) for rank, row in enumerate(timeline.boxes) for box in row
+        part: (rank, box)
+        for rank, row in enumerate(timeline.boxes)
+        for box in row
+        for part in box.action.parts
     }
     number = 0
     for rank, row in enumerate(timeline.boxes):
@@ -118,11 +122,12 @@ def _arrows(timeline: Timeline, track: int, factor: float) -> Iterator[dict[str,
                 yield {"ph": "f", "bp": "e", **flow, "pid": other, "tid": track, "ts": end}
 
 
-def _consumers(action: Action) -> list[Action]:
-    """The passes of the neighbouring stage that may use this pass's result."""
-    op, stage, microbatch = action
-    if op is Op.F:
-        return [Action(Op.F, stage + 1, microbatch)]
-    if op is Op.W or not stage:
-        return []
-    return [Action(kind, stage - 1, microbatch) for kind in (Op.B, Op.BW)]
+def _consumers(action: AnyAction) -> list[Action]:
+    """The passes of the neighbouring stages that may use this action's results."""
+    found = []
+    for op, stage, microbatch in action.parts:
+        if op is Op.F:
+            found.append(Action(Op.F, stage + 1, microbatch))
+        elif op is not Op.W and stage:
+            found += [Action(kind, stage - 1, microbatch) for kind in (Op.B, Op.BW)]
+    return found

@@ -41,7 +41,7 @@ from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule import Schedule, check, generate, lower
 from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.link import Link
-from megatron_ext.schedule.offload import offload
+from megatron_ext.schedule.passes.offload import offload
 from tests.support.held_time import HeldTime
 from tests.support.waiting import PATIENCE, wait_until
 

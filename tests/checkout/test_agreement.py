@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ext.integration.features import consistency as agreement
 from megatron_ext.schedule import generate
+from megatron_ext.schedule.io import save
 from tests.support.checkouts import MAIN_TAG, Serve
 from tests.support.script_server import Outcome
 
@@ -44,7 +45,7 @@ class TestOnRanks:
         """Paths of files and directories may differ: what they hold counts."""
         own = {}
         for rank in range(4):
-            generate("zb-h1", 4, 8).save(tmp_path / f"{rank}.json")
+            save(generate("zb-h1", 4, 8), tmp_path / f"{rank}.json")
             own[rank] = ["--pp-schedule", str(tmp_path / f"{rank}.json")]
             own[rank] += ["--pp-trace", str(tmp_path / f"traces{rank}")]
             own[rank] += ["--merge-file", str(tmp_path / f"{rank}.txt")]
@@ -64,8 +65,8 @@ class TestOnRanks:
     def test_another_plan_in_a_file_of_the_same_name(
         self, start: Callable[..., Outcome], tmp_path: Path
     ) -> None:
-        generate("zb-h1", 4, 8).save(tmp_path / "a.json")
-        generate("1f1b", 4, 8).save(tmp_path / "b.json")
+        save(generate("zb-h1", 4, 8), tmp_path / "a.json")
+        save(generate("1f1b", 4, 8), tmp_path / "b.json")
         files = {rank: ["--pp-schedule", str(tmp_path / "a.json")] for rank in range(3)}
         said = _said(start(more={**files, 3: ["--pp-schedule", str(tmp_path / "b.json")]}))
         assert said.startswith("rank 3 runs with --pp-schedule a file with SHA-256 ")

@@ -23,6 +23,7 @@ from megatron_ext.integration.flags import (
     wanted,
 )
 from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
+from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
 from tests.support.schedules import made
 from tests.support.stand_ins import after_megatron, before_megatron, megatron_args
@@ -80,7 +81,7 @@ def test_profile_of_no_steps(steps: int) -> None:
 
 
 def test_profile_of_a_file(tmp_path: Path) -> None:
-    generate("1f1b", 4, 8).save(tmp_path / "x.json")
+    save(generate("1f1b", 4, 8), tmp_path / "x.json")
     text = refusal(str(tmp_path / "x.json"), pp_profile_steps=2)
     assert "a file's order is fixed; drop --pp-profile-steps 2" in text
 
@@ -388,7 +389,7 @@ class TestCheapRecompute:
 class TestFile:
     def write(self, folder: Path, schedule: Schedule) -> str:
         path = folder / "schedule.json"
-        schedule.save(path)
+        save(schedule, path)
         return str(path)
 
     def test_unreadable(self, tmp_path: Path) -> None:

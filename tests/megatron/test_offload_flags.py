@@ -15,6 +15,7 @@ from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
+from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
 from tests.support.stand_ins import after_megatron, before_megatron
 
@@ -156,12 +157,12 @@ class TestWithASchedule:
 
     def test_a_file_that_offloads_already(self, tmp_path: Path) -> None:
         plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
-        plan.save(tmp_path / "x.json")
+        save(plan, tmp_path / "x.json")
         with pytest.raises(ConfigError, match="has its own offload actions; drop --pp-offload"):
             ScheduleRequest.of(str(tmp_path / "x.json"), offloading=asked("half"))
 
     def test_a_file_that_does_not(self, tmp_path: Path) -> None:
-        generate("v-half", 4, 8).save(tmp_path / "x.json")
+        save(generate("v-half", 4, 8), tmp_path / "x.json")
         request = ScheduleRequest.of(str(tmp_path / "x.json"), offloading=asked("half"))
         assert request.resolve(4, 2, 8).plan(8, Link.of(4, Fraction(1, 4))).has_offload
 

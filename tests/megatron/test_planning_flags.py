@@ -19,8 +19,9 @@ from megatron_ext.plan.layout import Split, even_split
 from megatron_ext.plan.profile import Profile
 from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule import AUTO, Costs, generate, simulate
+from megatron_ext.schedule.effects import peak_sets
+from megatron_ext.schedule.io import save
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.simulate import peak_sets
 from tests.support.stand_ins import after_megatron, before_megatron
 
 from .test_flags import arguments, refusal
@@ -209,7 +210,7 @@ class TestProfileFlag:
         assert "cannot be written after 2 steps" in text
 
     def test_a_file_has_its_own_order(self, tmp_path: Path) -> None:
-        generate("1f1b", 4, 8).save(tmp_path / "x.json")
+        save(generate("1f1b", 4, 8), tmp_path / "x.json")
         path = self.file(tmp_path)
         text = refusal(str(tmp_path / "x.json"), pp_profile=path, **self.ARGUMENTS)
         assert f"a file's order is fixed; drop --pp-profile {path}" in text

@@ -29,10 +29,10 @@ from megatron_ext.moe import cost_file
 from megatron_ext.moe.plan import LayerPlan
 from megatron_ext.plan.layout import Split, read_layout
 from megatron_ext.plan.profile import Profile
-from megatron_ext.schedule import Costs, Link, Schedule, generate, lower, offload_pass, simulate
+from megatron_ext.schedule import Costs, Link, generate, lower, offload_pass, simulate
 from megatron_ext.schedule.generators import MOST_SETS
+from megatron_ext.schedule.io import from_json, load, to_csv
 from megatron_ext.schedule.memory_cap import cap_sets, parse_cap
-from megatron_ext.schedule.torch_csv import to_csv
 from megatron_ext.view import recorded
 
 LONGEST_SENTENCE = 1000  # characters, the path of the file included
@@ -105,9 +105,9 @@ def _file(name: str, data: bytes) -> str:
 
 def _schedule(path: str) -> None:
     """As ``check``, ``show`` and ``--pp-schedule`` use a file."""
-    schedule = Schedule.load(path)
+    schedule = load(path)
     verify(schedule)
-    again = Schedule.from_json(json.loads(json.dumps(schedule.to_json())))
+    again = from_json(json.loads(json.dumps(schedule.to_json())))
     if again.fingerprint() != schedule.fingerprint():
         raise Fault("written and read again, the schedule is another one")
     lowered = lower(schedule.unlowered())

@@ -1,9 +1,9 @@
 """v-cap: V placement at any memory cap from V-Min's to 1F1B's.
 
-Candidates are periodic building blocks, squeezed under the cap: blocks that change their steps
-once along the ranks (CM, appendix A), for unequal costs also the best steady states that a search
-finds, and the named V orders. Whatever a smaller cap gives is a candidate for a larger one, so a
-larger cap is never slower.
+Candidates are periodic building blocks, list-scheduled under the cap: blocks that change their
+steps once along the ranks (CM, appendix A), for unequal costs also the best steady states that a
+search finds, and the named V orders. Whatever a smaller cap gives is a candidate for a larger one,
+so a larger cap is never slower.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import product
 
-from ..actions import Orders
+from ..actions import RankActions
 from ..costs import Durations
+from ..effects import peak_sets
 from ..placement import Placement
-from ..schedule import ScheduleError
-from ..simulate import peak_sets
-from .blocks import Block, vee_block
+from .building_block import Block, vee_block
 from .chain import chains, most_sets
+from .list_scheduler import list_schedule
 from .period import Pattern, improve
 from .request import Request
-from .squeeze import squeeze
 from .vee import v_half, v_half_block, v_half_cap, v_min, v_min_block, v_min_cap, v_zb, v_zb_block
 
 _STEPS = ((1, 1), (1, 2), (2, 2), (4, 2), (2, 1))  # (down, up) of one hop
 _TURNS = range(1, 5)
-_TRIES = 24  # blocks squeezed at equal costs; the bound is nearly always met within ten
-_WHOLE = 2048  # microbatches times ranks; more of them take long to squeeze
+_TRIES = 24  # blocks scheduled at equal costs; the bound is nearly always met within ten
+_WHOLE = 2048  # microbatches times ranks; more of them take long to schedule
 _LATER = 6  # orders that are repeated up to the real number of microbatches
 _SEARCH = 640  # tabu steps times p^2, so that a search takes about as long at every p
 
@@ -39,7 +38,7 @@ def v_cap_limits(pp: int) -> tuple[int, int]:
     return v_min_cap(pp), 2 * pp
 
 
-def v_cap(request: Request) -> Orders:
+def v_cap(request: Request) -> RankActions:
     """The fastest order found under ``request.memory_cap`` activation sets (default 2p).
 
     At F=B=W, without hops and for m >= 2p the makespan is at most 1 chunk unit above
@@ -57,7 +56,7 @@ def v_cap(request: Request) -> Orders:
     return request.fastest([*_named(request, cap), *(_own(plain, k) for k in searched)])
 
 
-def _at_unit_times(request: Request, cap: int) -> Orders:
+def _at_unit_times(request: Request, cap: int) -> RankActions:
     """The fastest order of this cap and all smaller ones; those of which the bound says that they
     cannot be faster are not made."""
     one, m = request.durations.forward[0], request.microbatches
@@ -78,7 +77,7 @@ def _at_unit_times(request: Request, cap: int) -> Orders:
     return request.fastest([best, *_named(request, cap)]) if few else best
 
 
-def _time(request: Request, orders: Orders) -> int:
+def _time(request: Request, orders: RankActions) -> int:
     taken = request.time_of(orders)
     assert taken is not None  # only with a limit
     return taken
@@ -93,7 +92,7 @@ def unit_bound(pp: int, microbatches: int, cap: int) -> int:
     return 6 * microbatches + max(6 * pp - 3 * cap - 1, 3 * pp - 1 - min(cap, 2 * pp))
 
 
-def _named(request: Request, cap: int) -> Iterator[Orders]:
+def _named(request: Request, cap: int) -> Iterator[RankActions]:
     """The fixed V orders that fit, shaped for the costs."""
     pp, m = request.pp, request.microbatches
     plain = replace(request, memory_cap=None)
@@ -106,14 +105,14 @@ def _named(request: Request, cap: int) -> Iterator[Orders]:
 
 
 @lru_cache(maxsize=16)
-def _shaped(request: Request, make: Callable[[int, int], Orders], cap: int) -> Orders:
-    """The fastest of a fixed V order and its squeezes; the same for all larger caps."""
+def _shaped(request: Request, make: Callable[[int, int], RankActions], cap: int) -> RankActions:
+    """The fastest of a fixed V order and its reorderings; the same for all larger caps."""
     fixed = make(request.pp, request.microbatches)
-    return request.fastest([fixed, *request.squeezes(fixed, cap, thorough=True)])
+    return request.fastest([fixed, *request.reordered(fixed, cap, thorough=True)])
 
 
 @lru_cache(maxsize=64)
-def _own(request: Request, cap: int) -> Orders:
+def _own(request: Request, cap: int) -> RankActions:
     """The fastest order from blocks chosen for this cap. Long runs are planned for fewer
     microbatches, and the steady state repeated."""
     more = request.microbatches - 3 * request.pp
@@ -126,13 +125,13 @@ def _own(request: Request, cap: int) -> Orders:
                 valid.append(longer)
         if valid:
             if not request.at_unit_times and request.microbatches * request.pp <= _WHOLE:
-                # What a greedy squeeze gains at the ends may be no steady state to repeat.
+                # What a greedy schedule gains at the ends may be no steady state to repeat.
                 valid += _best_whole(request, short, cap, more)
             return request.fastest(valid)
     return _plans(request, cap, 0)[0]
 
 
-def _best_whole(request: Request, short: Request, cap: int, more: int) -> Iterable[Orders]:
+def _best_whole(request: Request, short: Request, cap: int, more: int) -> Iterable[RankActions]:
     """All microbatches of the pattern that promises most."""
     promises = []
     for number, pattern in enumerate(_patterns(request.pp, request.durations, cap)):
@@ -141,30 +140,30 @@ def _best_whole(request: Request, short: Request, cap: int, more: int) -> Iterab
         assert period is not None
         promises += [
             (_time(short, orders) + more * period, number)
-            for orders in short.squeezes(stamped, cap)
+            for orders in short.reordered(stamped, cap)
         ]
     best = _patterns(request.pp, request.durations, cap)[min(promises)[1]]
-    return request.squeezes(best.stamp(request.microbatches), cap)
+    return request.reordered(best.stamp(request.microbatches), cap)
 
 
-def _runs(request: Request, orders: Orders) -> bool:
+def _runs(request: Request, orders: RankActions) -> bool:
     try:
         request.time_of(orders)
-    except ScheduleError:
+    except ValueError:
         return False  # the ranks' steady states do not fit together there
     return True
 
 
-def _plans(request: Request, cap: int, more: int) -> list[Orders]:
+def _plans(request: Request, cap: int, more: int) -> list[RankActions]:
     """The fastest order, and those that promise most for ``more`` microbatches more."""
     if request.at_unit_times:
         return [_unit_plan(request, cap, _blocks(request.pp, cap))]
-    ranked: list[tuple[int, int, Fraction, Orders]] = []
+    ranked: list[tuple[int, int, Fraction, RankActions]] = []
     for pattern in _patterns(request.pp, request.durations, cap):
         stamped = pattern.stamp(request.microbatches)
         period = pattern.period(request.durations)
         assert period is not None
-        for orders in (stamped, *request.squeezes(stamped, cap)):
+        for orders in (stamped, *request.reordered(stamped, cap)):
             ranked.append((_time(request, orders), len(ranked), period, orders))
     first = min(ranked)
     if not more:
@@ -222,19 +221,19 @@ def _exaggerated(durations: Durations) -> Durations:
     return Durations(f, b, w, 4 * count * durations.hop, 4 * count * durations.scale)
 
 
-def _unit_plan(request: Request, cap: int, blocks: Sequence[Block]) -> Orders:
-    """The squeezed block that takes least at equal times; stops at the bound, and one above it
-    after a few more tries."""
+def _unit_plan(request: Request, cap: int, blocks: Sequence[Block]) -> RankActions:
+    """The list-scheduled block that takes least at equal times; stops at the bound, and one above
+    it after a few more tries."""
     one = request.durations.forward[0]
     bound = unit_bound(request.pp, request.microbatches, cap) * one
     tries = _TRIES
     if request.objective == "span":
         # All there is to tell when to stop is the work of a rank, which few orders meet.
         bound, tries = 6 * request.microbatches * one, _TRIES // 3
-    best: Orders | None = None
+    best: RankActions | None = None
     least = 0
     for tried, block in enumerate(blocks[:tries]):
-        orders = squeeze(block.stamp(request.microbatches), block.placement, cap)
+        orders = list_schedule(block.stamp(request.microbatches), block.placement, cap)
         taken = _time(request, orders)
         if best is None or taken < least:
             best, least = orders, taken
@@ -301,14 +300,14 @@ def _block(
         yield block
 
 
-def repeat_period(orders: Orders, more: int) -> Orders | None:
+def repeat_period(orders: RankActions, more: int) -> RankActions | None:
     """``orders`` for ``more`` microbatches more: every rank's steady state repeated.
 
     Returns:
         None if some rank has no steady state, i.e. never runs the same passes for the next
         microbatch twice in a row.
     """
-    longer: Orders = []
+    longer: RankActions = []
     for row in orders:
         size = len({(a.op, a.stage) for a in row})
         run = best = end = 0

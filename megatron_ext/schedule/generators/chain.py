@@ -15,7 +15,7 @@ from itertools import product
 from ..actions import Op
 from ..costs import Durations
 from ..placement import Placement
-from .blocks import INTERVAL, w_times
+from .building_block import INTERVAL, w_times
 from .cycles import Graph, Row
 from .period import Pattern, row_peak
 

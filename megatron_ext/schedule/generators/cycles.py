@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from ..actions import Op
 from ..costs import Durations
+from ..effects import inputs
 from ..placement import Placement
-from ..simulate import inputs
 
 Entry = tuple[Op, int, int]  # (op, stage, lag): in period n it runs microbatch n - lag
 Row = tuple[Entry, ...]

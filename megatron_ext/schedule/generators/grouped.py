@@ -11,12 +11,12 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from ..actions import Action, Op, Orders
+from ..actions import Action, Op, RankActions
 
 _Unit = tuple[int, int]  # (chunk, microbatch) of a forward; backwards count chunks from the last
 
 
-def gis(pp: int, microbatches: int, chunks: int, group: int) -> Orders:
+def gis(pp: int, microbatches: int, chunks: int, group: int) -> RankActions:
     """GIS(g): interleaved 1F1B with split backward, W right after its B, and a short warm-up.
 
     In units of one chunk's costs f, b, w, if g divides m: bubble (p-1)(f+b) + (v-1)[(p-g)f +
@@ -29,7 +29,7 @@ def gis(pp: int, microbatches: int, chunks: int, group: int) -> Orders:
     """
     # Other m take the order of the next multiple without the surplus microbatches.
     units = _units([group] * -(-microbatches // group), chunks)
-    ranks: Orders = []
+    ranks: RankActions = []
     for rank in range(pp):
         ahead = group * (chunks - 1) + pp - 1 - rank
         row = _row(rank, pp, chunks, units, ahead, ahead)
@@ -43,18 +43,18 @@ def gis_peak(pp: int, microbatches: int, chunks: int, group: int) -> list[int]:
     return [min(microbatches * chunks, inner + pp - rank) for rank in range(pp)]
 
 
-def interleaved_zb(pp: int, microbatches: int, chunks: int) -> Orders:
+def interleaved_zb(pp: int, microbatches: int, chunks: int) -> RankActions:
     """GIS with W delayed, as in ZB-H1, so that every rank holds 1F1B's p*v activation sets.
 
     At F=B=W, without hops and for m >= 2p: makespan m(F+B+W) + (p-1)F/v if p divides m; for other
-    m the squeeze of this order reaches it.
+    m the list schedule of this order reaches it.
     """
     units = _units(_groups(pp, microbatches), chunks)
     full = pp * (chunks - 1) + pp - 1
     return [_row(rank, pp, chunks, units, full - rank, full) for rank in range(pp)]
 
 
-def interleaved_zb_small(pp: int, microbatches: int, chunks: int) -> Orders | None:
+def interleaved_zb_small(pp: int, microbatches: int, chunks: int) -> RankActions | None:
     """The same memory, with smaller groups after the first.
 
     Groups of about 3p/4 need fewer sets for what is on its way, so a rank keeps W's in reserve,
@@ -68,7 +68,7 @@ def interleaved_zb_small(pp: int, microbatches: int, chunks: int) -> Orders | No
     sizes = [pp, *(rest // count + (i < rest % count) for i in range(count))]
     units = _units(sizes, chunks)
     ahead = [size * (chunks - 1) for size in sizes for _ in range(size * chunks)]
-    ranks: Orders = []
+    ranks: RankActions = []
     for rank in range(pp):
         row: list[Action] = []
         pending: deque[Action] = deque()
@@ -103,7 +103,7 @@ def _groups(pp: int, microbatches: int) -> list[int]:
     return [pp] * (whole - 1) + [inner, tail - inner]
 
 
-def po(pp: int, microbatches: int, chunks: int) -> Orders:
+def po(pp: int, microbatches: int, chunks: int) -> RankActions:
     """PO: the block of GIS-H repeated uniformly, a microbatch every 3v slots.
 
     The lifespans of a rank's chunks then add to the memory evenly in time, which is what offload
@@ -116,7 +116,7 @@ def po(pp: int, microbatches: int, chunks: int) -> Orders:
     # slot of the period (v slots for v chunks), the later one moves on by one slot.
     cycle = chunks // math.gcd(chunks, half)
     start = [half * c + c // cycle for c in range(chunks)]
-    ranks: Orders = []
+    ranks: RankActions = []
     for rank in range(pp):
         first_b = start[-1] + pp - 1 - rank
         slots = []

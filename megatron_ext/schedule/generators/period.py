@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..actions import DEVICE_STEPS, Action, Op, Orders
+from ..actions import Action, Op, RankActions
 from ..costs import Durations
+from ..effects import DEVICE, peak
 from ..placement import Placement
 from .cycles import Graph, Length, Row
 
@@ -38,9 +39,9 @@ class Pattern:
             rows.append(tuple((op, s, lag) for _, op, s, lag in here))
         return cls(placement, tuple(rows))
 
-    def stamp(self, microbatches: int) -> Orders:
+    def stamp(self, microbatches: int) -> RankActions:
         """Every rank's passes of all microbatches in this order."""
-        orders: Orders = []
+        orders: RankActions = []
         for row in self.rows:
             first, last = min(lag for _, _, lag in row), max(lag for _, _, lag in row)
             order = [
@@ -65,14 +66,8 @@ class Pattern:
 def row_peak(row: Row) -> int:
     """Most activation sets on a rank that repeats ``row``."""
     # Sets resident as a period begins: those whose F ran in an earlier one, but not their W.
-    sets = 0
-    for op, _, lag in row:
-        sets += -lag if op is Op.F else lag if op is Op.W else 0
-    peak = sets
-    for op, _, _ in row:
-        sets += DEVICE_STEPS.get(op, 0)
-        peak = max(peak, sets)
-    return peak
+    start = sum(-lag if op is Op.F else lag if op is Op.W else 0 for op, _, lag in row)
+    return peak([DEVICE.get(op, 0) for op, _, _ in row], start)
 
 
 def improve(pattern: Pattern, durations: Durations, cap: int, steps: int) -> Pattern:

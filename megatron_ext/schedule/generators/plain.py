@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ..actions import Action, Op, Orders
+from ..actions import Action, Op, RankActions
 
 
-def one_f_one_b(pp: int, microbatches: int, chunks: int = 1) -> Orders:
+def one_f_one_b(pp: int, microbatches: int, chunks: int = 1) -> RankActions:
     """1F1B: rank r runs pp-1-r forwards ahead, then alternates.
 
     At F=B=W: makespan 3(m+p-1) in units of F, peak min(m, p-r) microbatches on rank r.
     """
-    ranks: Orders = []
+    ranks: RankActions = []
     for rank in range(pp):
         ahead = pp - 1 - rank
         row = []
@@ -23,7 +23,7 @@ def one_f_one_b(pp: int, microbatches: int, chunks: int = 1) -> Orders:
     return ranks
 
 
-def interleaved(pp: int, microbatches: int, chunks: int) -> Orders:
+def interleaved(pp: int, microbatches: int, chunks: int) -> RankActions:
     """Interleaved 1F1B in Megatron's order (groups of pp microbatches, chunk by chunk).
 
     Megatron wants m to be a multiple of p. Other m take the order for the next multiple without
@@ -33,7 +33,7 @@ def interleaved(pp: int, microbatches: int, chunks: int) -> Orders:
     """
     groups = -(-microbatches // pp)
     total = groups * pp * chunks
-    ranks: Orders = []
+    ranks: RankActions = []
     for rank in range(pp):
         ahead = min(total, 2 * (pp - 1 - rank) + (chunks - 1) * pp)
         row = []
@@ -56,13 +56,13 @@ def _unit(x: int, pp: int, chunks: int) -> tuple[int, int]:
     return within // pp, group * pp + within % pp
 
 
-def zb_h1(pp: int, microbatches: int, chunks: int = 1) -> Orders:
+def zb_h1(pp: int, microbatches: int, chunks: int = 1) -> RankActions:
     """ZB-H1: 1F1B with W delayed so that every rank keeps p microbatches (ZB, section 2.3).
 
     Steady state of rank r: F_x, B_{x-(p-1-r)}, W_{x-(p-1)}. At F=B=W: makespan 3m+p-1 in units
     of F for m >= p, peak min(m, p) microbatches.
     """
-    ranks: Orders = []
+    ranks: RankActions = []
     for rank in range(pp):
         ahead = pp - 1 - rank
         row = []
@@ -77,13 +77,13 @@ def zb_h1(pp: int, microbatches: int, chunks: int = 1) -> Orders:
     return ranks
 
 
-def zb_h2(pp: int, microbatches: int, chunks: int = 1) -> Orders:
+def zb_h2(pp: int, microbatches: int, chunks: int = 1) -> RankActions:
     """ZB-H2: no bubble within a rank's own span, for nearly twice 1F1B's memory (ZB, section 2.4).
 
     Steady state of rank r: F_x, B_{x-2(p-1-r)}, W_{x-2(p-1)}. At F=B=W and m >= 2p-1: makespan
     3m+p-1 in units of F, every rank's own span 3m, peak min(m, 2p-1) microbatches.
     """
-    ranks: Orders = []
+    ranks: RankActions = []
     for rank in range(pp):
         ahead, late = 2 * (pp - 1 - rank), 2 * (pp - 1)
         row = []

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..actions import Orders
+from ..actions import AnyAction, RankActions
 from .cap import v_cap
+from .dualpipev import dualpipev
 from .grouped import gis, gis_peak, interleaved_zb, interleaved_zb_small, po
 from .plain import interleaved, one_f_one_b, zb_h1, zb_h2
 from .request import LONG, Request
@@ -31,7 +32,7 @@ class Generator:
         effort: what the planner counts for one of its passes; one of zb-h1 is 1.
     """
 
-    orders: Callable[[Request], Orders]
+    orders: Callable[[Request], Sequence[Sequence[AnyAction]]]
     placement: Literal["loop", "vee"]
     default_chunks: int
     any_chunks: bool
@@ -42,76 +43,80 @@ class Generator:
     effort: float = 1.0
 
 
-def _shaped(fixed: Orders, cap: int | list[int], request: Request) -> Orders:
-    """``fixed``, or what its squeezes for the costs under the same cap make of it."""
-    return request.fastest([fixed, *request.squeezes(fixed, cap, thorough=True)])
+def _shaped(fixed: RankActions, cap: int | list[int], request: Request) -> RankActions:
+    """``fixed``, or what list scheduling for the costs under the same cap makes of it."""
+    return request.fastest([fixed, *request.reordered(fixed, cap, thorough=True)])
 
 
-def _one_f_one_b(request: Request) -> Orders:
+def _one_f_one_b(request: Request) -> RankActions:
     return one_f_one_b(request.pp, request.microbatches)
 
 
-def _interleaved(request: Request) -> Orders:
+def _interleaved(request: Request) -> RankActions:
     return interleaved(request.pp, request.microbatches, request.chunks)
 
 
-def _zb_h1(request: Request) -> Orders:
+def _zb_h1(request: Request) -> RankActions:
     return _shaped(zb_h1(request.pp, request.microbatches), request.pp, request)
 
 
-def _zb_h2(request: Request) -> Orders:
+def _zb_h2(request: Request) -> RankActions:
     return _shaped(zb_h2(request.pp, request.microbatches), 2 * request.pp - 1, request)
 
 
-def _interleaved_zb(request: Request) -> Orders:
+def _interleaved_zb(request: Request) -> RankActions:
     pp, chunks = request.pp, request.chunks
     fixed = interleaved_zb(pp, request.microbatches, chunks)
     if request.microbatches % pp:
-        fixed = request.fastest([fixed, request.unit_squeeze(fixed, pp * chunks)])
-    candidates = [fixed, *request.squeezes(fixed, pp * chunks, thorough=True)]
+        fixed = request.fastest([fixed, request.reordered_at_unit_times(fixed, pp * chunks)])
+    candidates = [fixed, *request.reordered(fixed, pp * chunks, thorough=True)]
     other = interleaved_zb_small(pp, request.microbatches, chunks)
     if other is not None and not request.at_unit_times:
         short = sum(map(len, other)) <= LONG
-        candidates += request.squeezes(other, pp * chunks, thorough=short)
+        candidates += request.reordered(other, pp * chunks, thorough=short)
     return request.fastest(candidates)
 
 
-def _v_min(request: Request) -> Orders:
+def _v_min(request: Request) -> RankActions:
     return _shaped(v_min(request.pp, request.microbatches), v_min_cap(request.pp), request)
 
 
-def _v_half(request: Request) -> Orders:
+def _v_half(request: Request) -> RankActions:
     return _shaped(v_half(request.pp, request.microbatches), v_half_cap(request.pp), request)
 
 
-def _v_zb(request: Request) -> Orders:
+def _v_zb(request: Request) -> RankActions:
     return _shaped(v_zb(request.pp, request.microbatches), 2 * request.pp, request)
 
 
-def _gis(request: Request) -> Orders:
+def _gis(request: Request) -> RankActions:
     return _grouped(request, request.group_size or request.pp)
 
 
-def _gis_h(request: Request) -> Orders:
+def _gis_h(request: Request) -> RankActions:
     return _grouped(request, -(-request.pp // 2))
 
 
-def _grouped(request: Request, group: int) -> Orders:
+def _grouped(request: Request, group: int) -> RankActions:
     size = request.pp, request.microbatches, request.chunks, group
     fixed, peak = gis(*size), gis_peak(*size)
     candidates = [fixed]
     if request.microbatches % group:
         # A last group that is not whole leaves holes in the fixed order.
-        candidates.append(request.unit_squeeze(fixed, peak))
-    return request.fastest([*candidates, *request.squeezes(fixed, peak, thorough=True)])
+        candidates.append(request.reordered_at_unit_times(fixed, peak))
+    return request.fastest([*candidates, *request.reordered(fixed, peak, thorough=True)])
 
 
-def _po(request: Request) -> Orders:
+def _po(request: Request) -> RankActions:
     return po(request.pp, request.microbatches, request.chunks)
 
 
-# Simple first: whole backward passes, then split ones, then V placement, then searched orders. Of
-# equally fast schedules ``auto`` takes the first.
+def _dualpipev(request: Request) -> list[list[AnyAction]]:
+    return dualpipev(request.pp, request.microbatches)
+
+
+# Simple first: whole backward passes, then split ones, then V placement, then joint actions, then
+# searched orders. Of equally fast schedules ``auto`` takes the first.
 GENERATORS: dict[str, Generator] = {
     "1f1b": Generator(
         _one_f_one_b, "loop", 1, False, False, "one forward, one backward; the default", effort=0.2
@@ -143,6 +148,9 @@ GENERATORS: dict[str, Generator] = {
     ),
     "v-min": Generator(
         _v_min, "vee", 2, False, True, "split backward, V placement: about a third of the memory"
+    ),
+    "dualpipev": Generator(
+        _dualpipev, "vee", 2, False, True, "V placement, joint F and B; one set more", effort=0.3
     ),
     "v-cap": Generator(
         v_cap, "vee", 2, False, True, "V placement at any cap", takes_memory_cap=True, effort=14.0

@@ -1,4 +1,4 @@
-"""What a schedule is asked for, and how fast candidates for it are."""
+"""The request for one schedule, and the comparison of candidates for it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from ..actions import Orders
+from ..actions import RankActions
 from ..costs import Durations
+from ..event_loop import time_of
 from ..placement import Placement
-from .squeeze import Patience, squeeze
-from .timing import time_of
+from .list_scheduler import MinGap, list_schedule
 
 Objective = Literal["makespan", "span"]
 
@@ -54,19 +54,21 @@ class Request:
         times = {*d.forward, *d.backward_input, *d.backward_weight}
         return len(times) == 1 and d.hop == 0
 
-    def time_of(self, orders: Orders, limit: int | None = None) -> int | None:
+    def time_of(self, orders: RankActions, limit: int | None = None) -> int | None:
         """How long ``orders`` take under this request's durations and objective; None if more
         than ``limit``."""
         span = self.objective == "span"
-        return time_of(orders, self.placement, self.durations, span=span, limit=limit)
+        return time_of(
+            orders, self.placement, self.durations, self.microbatches, span=span, limit=limit
+        )
 
-    def fastest(self, candidates: Iterable[Orders]) -> Orders:
+    def fastest(self, candidates: Iterable[RankActions]) -> RankActions:
         """The candidate that takes least; the first of them if several do.
 
         Raises:
             ValueError: there is none.
         """
-        best: Orders | None = None
+        best: RankActions | None = None
         least: int | None = None
         for orders in candidates:
             taken = self.time_of(orders, None if least is None else least - 1)
@@ -76,36 +78,36 @@ class Request:
             raise ValueError("no candidate order")
         return best
 
-    def unit_squeeze(self, orders: Orders, cap: int | Sequence[int]) -> Orders:
-        """``squeeze`` at equal times: the published way, blind to the costs."""
-        return squeeze(orders, self.placement, cap, Durations.unit(self.placement))
+    def reordered_at_unit_times(self, orders: RankActions, cap: int | Sequence[int]) -> RankActions:
+        """``list_schedule`` at equal times: the published way, blind to the costs."""
+        return list_schedule(orders, self.placement, cap, Durations.unit(self.placement))
 
-    def squeezes(
-        self, orders: Orders, cap: int | Sequence[int], *, thorough: bool = False
-    ) -> Iterable[Orders]:
-        """``squeeze`` for the costs, patient (never delays what comes first) and greedy.
+    def reordered(
+        self, orders: RankActions, cap: int | Sequence[int], *, thorough: bool = False
+    ) -> Iterable[RankActions]:
+        """``list_schedule`` for the costs, with and without gaps.
 
-        Nothing if the costs are equal and hops free: ``unit_squeeze`` is the same then.
+        Nothing if the costs are equal and hops free: ``reordered_at_unit_times`` is the same then.
 
         Args:
-            orders: as for ``squeeze``.
-            cap: as for ``squeeze``.
-            thorough: patient here and greedy there too, as many ways as there is time for.
+            orders: as for ``list_schedule``.
+            cap: as for ``list_schedule``.
+            thorough: different gaps on different ranks too, as many ways as there is time for.
         """
         if self.at_unit_times:
             return
         passes = sum(map(len, orders))
-        ways = patiences(self.pp)
+        ways = min_gaps(self.pp)
         if thorough:
             tries = 2 + _THOROUGH // passes
         else:
             tries = 2 if passes <= LONG else 1
-        for patience in ways[:tries]:
-            yield squeeze(orders, self.placement, cap, self.durations, patience)
+        for min_gap in ways[:tries]:
+            yield list_schedule(orders, self.placement, cap, self.durations, min_gap)
 
 
-def patiences(pp: int) -> list[list[Patience]]:
-    """Ways to be patient, rank by rank; the first two are everywhere and nowhere, the others the
+def min_gaps(pp: int) -> list[list[MinGap]]:
+    """Least gaps to fill, rank by rank; the first two are 1 and 0 everywhere, the others the
     likely best first.
 
     A W in a gap shorter than itself delays the B that the rank waits for, and then all ranks
@@ -113,20 +115,20 @@ def patiences(pp: int) -> list[list[Patience]]:
     and costs where others wait; which of them it is depends on hop and costs. So both are tried,
     on the first ranks, on the last ones, for the whole run and for the cool-down alone.
     """
-    ways: list[list[Patience]] = [[(1, 1)] * pp, [(0, 0)] * pp]
+    ways: list[list[MinGap]] = [[(1, 1)] * pp, [(0, 0)] * pp]
     for last_ranks, quarters, share in _WAYS:
         # Four quarters are all ranks but one.
         count = pp - 1 if quarters == 4 else pp * quarters // 4
-        patient: list[Patience] = [(1, 1)] * (count if last_ranks else pp - max(1, count))
-        other = [share] * (pp - len(patient))
-        ways.append(patient + other if last_ranks else other + patient)
+        whole: list[MinGap] = [(1, 1)] * (count if last_ranks else pp - max(1, count))
+        other = [share] * (pp - len(whole))
+        ways.append(whole + other if last_ranks else other + whole)
     return [way for number, way in enumerate(ways) if way not in ways[:number]]
 
 
 _QUARTER, _HALF = Fraction(1, 4), Fraction(1, 2)
-# Who is not fully patient: the ranks from so many quarters of them on, or those before; and how
-# patient those are. In the order of how often each was the best over costs, hops, p and m.
-_WAYS: tuple[tuple[bool, int, Patience], ...] = (
+# The ranks with a least gap below 1: from so many quarters of them on, or those before; and that
+# gap. In the order of how often each was the best over costs, hops, p and m.
+_WAYS: tuple[tuple[bool, int, MinGap], ...] = (
     (True, 0, (1, 0)),
     (True, 3, (_QUARTER, _QUARTER)),
     (True, 2, (1, 0)),
@@ -152,5 +154,5 @@ _WAYS: tuple[tuple[bool, int, Patience], ...] = (
     (False, 3, (1, _HALF)),
 )
 # Both keep generation under a second.
-LONG = 30_000  # passes of an order that is not squeezed a second way
+LONG = 30_000  # passes of an order that is not scheduled a second way
 _THOROUGH = 30_000  # passes of all ways after the first two

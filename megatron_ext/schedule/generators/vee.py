@@ -1,14 +1,14 @@
 """V schedules: two chunks a rank, first and last stage both on rank 0, memory balanced.
 
 A named one fixes the memory, its ``k`` activation sets on every rank. Its order at equal costs is
-``published``: stamp the block, squeeze it at unit times under k.
+the published one: stamp the block, list-schedule it at unit times under k.
 """
 
 from __future__ import annotations
 
-from ..actions import Orders
-from .blocks import Block, vee_block
-from .squeeze import squeeze
+from ..actions import RankActions
+from .building_block import Block, vee_block
+from .list_scheduler import list_schedule
 
 
 def v_min_block(pp: int) -> Block:
@@ -46,7 +46,7 @@ def v_zb_block(pp: int) -> Block:
     return vee_block(pp, down=4, up=2, f_turn=1, loss_turn=1, b_turn=1)
 
 
-def v_min(pp: int, microbatches: int) -> Orders:
+def v_min(pp: int, microbatches: int) -> RankActions:
     """V-Min: about a third of 1F1B's memory.
 
     Cap k = 2*floor((p+4)/3) activation sets on every rank. At F=B=W and m >= p the makespan is
@@ -55,10 +55,10 @@ def v_min(pp: int, microbatches: int) -> Orders:
     and W costs throughput.
     """
     block = v_min_block(pp)
-    return squeeze(block.stamp(microbatches), block.placement, cap=v_min_cap(pp))
+    return list_schedule(block.stamp(microbatches), block.placement, cap=v_min_cap(pp))
 
 
-def v_half(pp: int, microbatches: int) -> Orders:
+def v_half(pp: int, microbatches: int) -> RankActions:
     """V-Half: about half of 1F1B's memory.
 
     Cap k = 2*floor((p+2)/2) activation sets on every rank. At F=B=W and m >= p the makespan is
@@ -67,14 +67,14 @@ def v_half(pp: int, microbatches: int) -> Orders:
     optimum.
     """
     block = v_half_block(pp)
-    return squeeze(block.stamp(microbatches), block.placement, cap=v_half_cap(pp))
+    return list_schedule(block.stamp(microbatches), block.placement, cap=v_half_cap(pp))
 
 
-def v_zb(pp: int, microbatches: int) -> Orders:
+def v_zb(pp: int, microbatches: int) -> RankActions:
     """V-ZB: no bubble within a rank's own span, at 1F1B's memory.
 
     Cap 2p activation sets on every rank. At F=B=W and m >= p the makespan is 6m+p-1 chunk units;
     divide by 2 for units of F.
     """
     block = v_zb_block(pp)
-    return squeeze(block.stamp(microbatches), block.placement, cap=2 * pp)
+    return list_schedule(block.stamp(microbatches), block.placement, cap=2 * pp)

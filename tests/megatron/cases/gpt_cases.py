@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_ext.integration.feature import Run  # noqa: E402
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest  # noqa: E402
 from megatron_ext.integration.install import Installation  # noqa: E402
-from megatron_ext.schedule import AUTO, generate  # noqa: E402
+from megatron_ext.schedule import AUTO, generate, save  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
 from tests.support.stand_ins import megatron_args  # noqa: E402
 
@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zb-h1": {"pp": 4, "schedule": "zb-h1"},
     "v-half": {"pp": 4, "schedule": "v-half", "chunks": 2},
     "v-zb": {"pp": 4, "schedule": "v-zb", "chunks": 2},
+    "dualpipev": {"pp": 4, "schedule": "dualpipev", "chunks": 2},
     "zb-h2": {"pp": 4, "schedule": "zb-h2"},
     "interleaved-zb": {"pp": 4, "schedule": "interleaved-zb", "chunks": 2},
     "gis-h": {"pp": 4, "schedule": "gis-h", "chunks": 2},
@@ -227,7 +228,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         path = folder / "schedule.json"
         if schedule == "FILE":
             if dist.get_rank() == 0:
-                case.get("file", generate("v-half", case["pp"], case.get("file_m", m))).save(path)
+                save(case.get("file", generate("v-half", case["pp"], case.get("file_m", m))), path)
             dist.barrier()
             schedule = str(path)
         installation = Installation()

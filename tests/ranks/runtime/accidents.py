@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from megatron_ext.runtime.executor import StageRunner
 from tests.ranks.runtime import toy
 from tests.support.held_time import HeldTime, TimeInPasses
 from tests.support.waiting import wait_until
 
 
-class SleepyRunner:
+class SleepyRunner(StageRunner):
     """Passes that take time and compute nothing."""
 
     def __init__(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.runtime.executor import StageRunner
 from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule.placement import Placement
 
@@ -149,7 +150,7 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.detach().reshape(-1).view(torch.uint8).tolist())
 
 
-class ToyRunner:
+class ToyRunner(StageRunner):
     """StageRunner of one rank for one iteration."""
 
     def __init__(

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from megatron_ext.schedule.generators import GENERATORS, NAMES, generate
-from megatron_ext.schedule.torch_csv import from_csv, to_csv
+from megatron_ext.schedule.io import from_csv, to_csv
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext import cli
+from megatron_ext.schedule.io import save
 
 FIELDS = [
     "schedule",
@@ -47,7 +48,7 @@ def file_of(tmp_path):
 
     def file_of(schedule):
         path = tmp_path / "schedule.json"
-        schedule.save(path)
+        save(schedule, path)
         return path
 
     return file_of

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import forward_only, generate
+from megatron_ext.schedule.io import load
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.schedule import Schedule
 
 from .conftest import options
 
@@ -21,8 +21,8 @@ def test_schedule_file_round_trip(run, tmp_path, lowered):
     status, out, _ = run(*argv, *(["--lowered"] if lowered else []))
     assert status == 0
     assert out.startswith(f"{path}: zb-h1, pp 4, {144 if lowered else 72} actions")
-    assert Schedule.load(path).is_lowered is lowered
-    assert Schedule.load(path).compute().ranks == generate("zb-h1", 4, 6).ranks
+    assert load(path).is_lowered is lowered
+    assert load(path).compute().ranks == generate("zb-h1", 4, 6).ranks
     plain = json.loads(run("simulate", *options("zb-h1", 4, 6), "--hop", "0.1", "--json")[1])
     loaded = json.loads(run("simulate", "--schedule", path, "--json")[1])
     for data in (plain, loaded):
@@ -96,7 +96,7 @@ def test_csv_files(run, tmp_path):
     path = tmp_path / "s.csv"
     argv = [*options("v-half", 4, 8), "--cost", "1,1.2,0.8", "--output", path]
     assert run("schedule", *argv)[1] == f"{path}: v-half, pp 4, 192 actions\n"
-    assert Schedule.load(path).ranks == generate("v-half", 4, 8, costs=Costs.of(1, 1.2, 0.8)).ranks
+    assert load(path).ranks == generate("v-half", 4, 8, costs=Costs.of(1, 1.2, 0.8)).ranks
     assert "file, pp 4, chunks 2, microbatches 8, 192 actions: ok" in run("check", path)[1]
     assert run("show", path)[1].startswith("file (planned): pp 4, chunks 2")
     loaded = json.loads(run("simulate", "--schedule", path, "--json", "--cost", "1,1.2,0.8")[1])

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import NAMES, generate
-from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.io import load
 
 from .conftest import FIELDS, options
 
@@ -91,12 +91,12 @@ def test_group_size_and_objective_reach_the_generator(run, tmp_path):
     path = tmp_path / "s.json"
     argv = ["schedule", *options("gis", 4, 8), "--group-size", 3, "--output", path]
     assert run(*argv)[0] == 0
-    assert Schedule.load(path).ranks == generate("gis", 4, 8, group_size=3).ranks
+    assert load(path).ranks == generate("gis", 4, 8, group_size=3).ranks
     cost = "1,1.3,0.6"
     argv = [*options("zb-h2", 4, 8), "--cost", cost, "--output", path, "--objective", "span"]
     assert run("schedule", *argv)[0] == 0
     made = generate("zb-h2", 4, 8, costs=Costs.parse(cost), objective="span")
-    assert Schedule.load(path).ranks == made.ranks
+    assert load(path).ranks == made.ranks
 
 
 def test_memory_cap_reaches_the_generator_in_sets(run, tmp_path):
@@ -104,7 +104,7 @@ def test_memory_cap_reaches_the_generator_in_sets(run, tmp_path):
     path = tmp_path / "s.json"
     argv = [*options("v-cap", 8, 8), "--memory-cap", 0.5]
     assert run("schedule", *argv, "--output", path)[0] == 0
-    assert Schedule.load(path).ranks == generate("v-cap", 8, 8, memory_cap=8).ranks
+    assert load(path).ranks == generate("v-cap", 8, 8, memory_cap=8).ranks
     assert json.loads(run("simulate", *argv, "--json")[1])["peak_activation_vs_1f1b"] <= 0.5
 
 

@@ -22,7 +22,8 @@ from megatron_ext._input import fraction, parse_json, read_text, shown
 from megatron_ext.cli import main
 from megatron_ext.moe import cost_file
 from megatron_ext.plan.profile import Profile
-from megatron_ext.schedule import NAMES, Costs, Schedule, ScheduleError, check, generate
+from megatron_ext.schedule import NAMES, Costs, ScheduleError, check, generate
+from megatron_ext.schedule.io import load, save
 from tests.support.fuzz_checks import (
     FAST,
     check_documents,
@@ -61,8 +62,8 @@ def test_files_hold_the_schedule(name: str, pp: int, m: int, suffix: str) -> Non
     schedule = generate(name, pp, m)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"schedule.{suffix}")
-        schedule.save(path)
-        again = Schedule.load(path)
+        save(schedule, path)
+        again = load(path)
     assert again.ranks == schedule.ranks
     assert again.placement == schedule.placement
     assert again.fingerprint() == schedule.fingerprint()
@@ -75,10 +76,10 @@ def _valid() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("read", "text"),
     [
-        (Schedule.load, '{"format": "megatron-ext-schedule/1", "pp": 1000000000, "chunks": 1, '
+        (load, '{"format": "megatron-ext-schedule/1", "pp": 1000000000, "chunks": 1, '
          '"microbatches": 1000000000, "placement": [[0], [1]], "ranks": [["F0.0"], ["F1.0"]]}'),
-        (Schedule.load, json.dumps({**_valid(), "microbatches": 10**9})),
-        (Schedule.load, json.dumps({**_valid(), "cost": {"hop": "1e999999999"}})),
+        (load, json.dumps({**_valid(), "microbatches": 10**9})),
+        (load, json.dumps({**_valid(), "cost": {"hop": "1e999999999"}})),
         (Profile.load, '{"format": "megatron-ext-profile/1", "micro_batch_size": 1e400}'),
         (cost_file.load, '{"format": "megatron-ext-moe-costs/1", "message": [1e308, 1, 1]}'),
         (Costs().with_stage_file, '{"stages": [["1e-999999999", 1, 1]]}'),
@@ -103,14 +104,14 @@ def test_csv_with_a_far_microbatch(tmp_path: Path) -> None:
     path = tmp_path / "far.csv"
     path.write_text("0F0,0F999999999\n1F0,1F999999999\n")
     with pytest.raises(ScheduleError, match=r"F0\.1 is missing"):
-        check(Schedule.load(path), forward_only=True)
+        check(load(path), forward_only=True)
 
 
 def test_endless_files_are_read_to_the_limit() -> None:
     if not Path("/dev/zero").exists():
         pytest.skip("needs /dev/zero")
     with pytest.raises(ScheduleError, match="more than the 64 MiB"):
-        Schedule.load("/dev/zero")
+        load("/dev/zero")
 
 
 def test_nothing_is_evaluated(tmp_path: Path) -> None:

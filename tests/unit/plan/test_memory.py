@@ -13,7 +13,7 @@ from megatron_ext.plan.parameters import Count, state_bytes
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import generate
 from megatron_ext.schedule.link import Link
-from megatron_ext.schedule.offload import offload
+from megatron_ext.schedule.passes.offload import offload
 from megatron_ext.schedule.simulate import simulate
 from tests.support.grids import sampled
 

@@ -184,7 +184,7 @@ def test_cap_out_of_range(cap: int) -> None:
 def test_auto_takes_the_fastest_that_fits_and_says_why() -> None:
     schedule = made(AUTO, 4, 8)
     assert schedule.name == "interleaved-zb"  # as fast as v-zb, and simpler
-    fit = len(NAMES) - 2  # all but interleaved and zb-h2
+    fit = len(NAMES) - 3  # all but interleaved, zb-h2 and dualpipev
     assert f"interleaved-zb is the fastest of {fit} that fit in 4 microbatches" in schedule.note
     assert "next is v-zb, as fast, but less simple; too large: interleaved (5.5)" in schedule.note
     small = made(AUTO, 4, 8, memory_cap=4)

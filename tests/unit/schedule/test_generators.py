@@ -24,8 +24,10 @@ from megatron_ext.schedule import (
     lower,
     simulate,
 )
-from megatron_ext.schedule.generators import blocks, cap
-from megatron_ext.schedule.generators.blocks import squeeze, vee_block
+from megatron_ext.schedule.generators import building_block as blocks
+from megatron_ext.schedule.generators import cap
+from megatron_ext.schedule.generators.building_block import vee_block
+from megatron_ext.schedule.generators.list_scheduler import list_schedule
 from megatron_ext.schedule.generators.vee import v_half_block, v_zb_block
 from tests.support import ROOT
 from tests.support.grids import RANKS, sampled
@@ -55,6 +57,7 @@ def named_cap(name: str, pp: int, chunks: int) -> int:
         "v-half": half_cap(pp),
         "v-zb": 2 * pp,
         "v-cap": 2 * pp,
+        "dualpipev": 2 * pp + 1,
         "gis": chunks * pp,
         "gis-h": half * (chunks - 1) + pp,
         "po": half * (chunks - 1) + (chunks - 1) * math.gcd(chunks, half) // chunks + pp,
@@ -467,7 +470,7 @@ def test_colliding_block_and_too_small_cap() -> None:
         vee_block(4, down=2, up=1, f_turn=1, loss_turn=1, b_turn=2)
     block = v_zb_block(4)
     with pytest.raises(ValueError, match="keeps 8 activation sets, more than the cap of 6"):
-        squeeze(block.stamp(8), block.placement, cap=6)
+        list_schedule(block.stamp(8), block.placement, cap=6)
 
 
 def test_passes_of_very_different_length_take_no_time_to_order() -> None:

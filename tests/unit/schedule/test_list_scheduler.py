@@ -12,14 +12,14 @@ from megatron_ext.schedule import (
     Costs,
     generate,
 )
+from megatron_ext.schedule.generators import list_scheduler
 from megatron_ext.schedule.generators import request as request_module
-from megatron_ext.schedule.generators import squeeze as squeezing
 
 
-def test_squeezing_looks_again_when_something_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_looks_again_when_something_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Very unequal passes: to look again after each of the shortest takes minutes."""
-    looks, squeezed = Counter[str](), squeezing.squeeze
-    choose = squeezing._Rank.choose
+    looks, original = Counter[str](), list_scheduler.list_schedule
+    choose = list_scheduler._Rank.choose
 
     def counted(rank: Any, time: int) -> int | None:
         looks["at ranks"] += 1
@@ -27,15 +27,15 @@ def test_squeezing_looks_again_when_something_happens(monkeypatch: pytest.Monkey
 
     def checked(orders: Any, *args: Any, **kwargs: Any) -> Any:
         looks.clear()
-        result = squeezed(orders, *args, **kwargs)
+        result = original(orders, *args, **kwargs)
         # Once at the start, and when a pass ends: its own rank, and one that it feeds.
         assert looks["at ranks"] <= len(orders) + 2 * sum(map(len, orders))
-        looks["squeezes"] += 1
+        looks["runs"] += 1
         return result
 
-    monkeypatch.setattr(squeezing._Rank, "choose", counted)
-    monkeypatch.setattr(request_module, "squeeze", checked)
+    monkeypatch.setattr(list_scheduler._Rank, "choose", counted)
+    monkeypatch.setattr(request_module, "list_schedule", checked)
     rows = (1, 2, 1), (2**31, 2, 1), (1, 2, 1), (1, 2002, 10**9)
     costs = Costs(stages=tuple((Fraction(f), Fraction(b), Fraction(w)) for f, b, w in rows))
     generate("zb-h1", 4, 3, costs=costs)
-    assert looks["squeezes"] == 1
+    assert looks["runs"] == 1

@@ -22,7 +22,7 @@ from megatron_ext.schedule import (
     simulate,
 )
 from megatron_ext.schedule.memory_cap import ShareCap, cap_sets
-from megatron_ext.schedule.offload import offload
+from megatron_ext.schedule.passes.offload import offload
 from megatron_ext.schedule.select import CapExceeded, by_name, placed_alike
 from tests.support.grids import sampled
 

@@ -12,8 +12,15 @@ from megatron_ext.schedule import Schedule, ScheduleError, check, generate, lowe
 from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import NAMES
-from megatron_ext.schedule.steady import describe_gain, steady_time
-from megatron_ext.schedule.validation import head_length, without_validation
+from megatron_ext.schedule.io import from_json
+from megatron_ext.schedule.post_validation import (
+    ValidationOp,
+    add_post_validation,
+    describe_gain,
+    head_length,
+    steady_time,
+    without_validation,
+)
 from tests.support.grids import sampled
 
 
@@ -31,7 +38,7 @@ def test_every_schedule_has_it_and_cannot_deadlock(name: str, pp: int) -> None:
             schedule = made(name, pp, microbatches, costs=Costs.parse("10,12,8,1"))
         except ValueError:
             continue  # a number of microbatches that this schedule has not got
-        lowered = lower(schedule, validated=True)
+        lowered = add_post_validation(lower(schedule))
         check(lowered)
         assert lowered.unlowered().ranks == schedule.ranks
         assert [without_validation(row) for row in lowered.ranks] == list(lower(schedule).ranks)
@@ -44,14 +51,14 @@ def test_every_schedule_has_it_and_cannot_deadlock(name: str, pp: int) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-zb", "interleaved-zb"])
 def test_the_pipeline_is_filled_meanwhile(name: str) -> None:
-    for row in lower(made(name), validated=True).ranks:
+    for row in add_post_validation(lower(made(name))).ranks:
         rank = row[0].stage
         passes = [str(a) for a in row[: head_length(row)] if a.is_compute]
         assert passes == [f"F{rank}.{j}" for j in range(4 - rank)]
 
 
 def test_order_of_each_rank() -> None:
-    rows = [" ".join(map(str, r)) for r in lower(made("1f1b", 3, 2), validated=True).ranks]
+    rows = [" ".join(map(str, r)) for r in add_post_validation(lower(made("1f1b", 3, 2))).ranks]
     assert rows[0].startswith(
         "PREFIX0.0 SEND_PREFIX0.0 STEP0.0 F0.0 SEND_F0.0 F0.1 SEND_F0.1 RECV_STATE0.0 VALIDATE0.0 "
     )
@@ -70,7 +77,7 @@ def moved(schedule: Schedule, action: str, rank: int, to: int) -> Schedule:
 
 
 class TestFaults:
-    lowered = lower(made("v-zb", 3, 4), validated=True)
+    lowered = add_post_validation(lower(made("v-zb", 3, 4)))
 
     @pytest.mark.parametrize(
         ("action", "rank", "to", "message"),
@@ -115,7 +122,7 @@ class TestFaults:
         """The rank before hands its statistics on only after it has validated them."""
         row = self.lowered.ranks[0]
         rows = [list(r) for r in self.lowered.ranks]
-        rows[0] = [a for a in row if a.op is not Op.SEND_PREFIX]
+        rows[0] = [a for a in row if a.op is not ValidationOp.SEND_PREFIX]
         with pytest.raises(ScheduleError):
             check(self.lowered.with_ranks(rows))
 
@@ -126,7 +133,7 @@ class TestTime:
     )
     def test_v_zb_loses_its_parallelogram(self, pp: int, m: int, gain: float) -> None:
         """ZB, section 4: what is left is the longest rank's span, here its work."""
-        lowered = lower(made("v-zb", pp, m, objective="span"), validated=True)
+        lowered = add_post_validation(lower(made("v-zb", pp, m, objective="span")))
         assert steady_time(lowered) == 3 * m
         assert float(1 - steady_time(lowered) / simulate(lowered).makespan) == pytest.approx(
             gain, abs=5e-5
@@ -135,16 +142,16 @@ class TestTime:
 
     @pytest.mark.parametrize("name", NAMES)
     def test_never_shorter_than_the_longest_span(self, name: str) -> None:
-        lowered = lower(made(name, objective="span"), validated=True)
+        lowered = add_post_validation(lower(made(name, objective="span")))
         run = simulate(lowered)
         span = max(end[-1] - start[0] for start, end in zip(run.start, run.end))
         assert Fraction(span, run.scale) <= steady_time(lowered) <= run.makespan
 
     def test_nothing_to_gain_is_said(self) -> None:
-        assert "gains 1f1b nothing" in describe_gain(lower(made("1f1b"), validated=True))
+        assert "gains 1f1b nothing" in describe_gain(add_post_validation(lower(made("1f1b"))))
 
     def test_hops_count(self) -> None:
-        lowered = lower(made("v-zb", objective="span"), validated=True)
+        lowered = add_post_validation(lower(made("v-zb", objective="span")))
         slow = replace(lowered.costs, hop=Fraction(1, 10))
         assert steady_time(lowered, slow) > steady_time(lowered)
 
@@ -154,7 +161,7 @@ class TestTime:
 
 
 def test_a_file_holds_it_as_it_is() -> None:
-    lowered = lower(made("v-half"), validated=True)
-    again = Schedule.from_json(lowered.to_json())
+    lowered = add_post_validation(lower(made("v-half")))
+    again = from_json(lowered.to_json())
     assert again.ranks == lowered.ranks
     check(again)

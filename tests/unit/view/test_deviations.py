@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ext.cli import main
 from megatron_ext.schedule import Action, Op, generate, lower, simulate
+from megatron_ext.schedule.io import save
 from megatron_ext.view import deviations, recorded, timeline
 
 SCHEDULE = generate("1f1b", 3, 4)
@@ -75,7 +76,7 @@ def test_three_at_most_longest_first():
 def folder(tmp_path):
     """What ``--pp-trace`` leaves of that run."""
     lowered = lower(SCHEDULE)
-    SCHEDULE.save(tmp_path / recorded.plan_file(lowered.fingerprint()))
+    save(SCHEDULE, tmp_path / recorded.plan_file(lowered.fingerprint()))
     for rank, events in enumerate(run_with({"BW1.0": 5.0})):
         line = {
             "schedule": "1f1b",

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from megatron_ext.schedule import Link, generate, simulate
-from megatron_ext.schedule.offload import offload
+from megatron_ext.schedule.passes.offload import offload
 from megatron_ext.view import page, svg, text, timeline, trace
 
 SVG = "{http://www.w3.org/2000/svg}"

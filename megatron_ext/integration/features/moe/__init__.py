@@ -138,7 +138,7 @@ class MoE(Feature):
         if request is None:
             return ()
         from ....moe.plan import LayerPlan
-        from ....schedule.simulate import peak_sets
+        from ....schedule.effects import peak_sets
         from .choice import ChosenMoE
         from .flags import check_budget, stock_sets
         from .layer import FixedPolicy, PipelinedMoE

@@ -10,8 +10,8 @@ from ...._input import attribute, parse_bytes
 from ....moe import cost_file
 from ....moe.autotune import AUTO, SearchSpace
 from ....moe.plan import Budget, BudgetError, LayerShape
+from ....schedule.effects import peak_sets
 from ....schedule.generators import generate
-from ....schedule.simulate import peak_sets
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import require_no_conflict

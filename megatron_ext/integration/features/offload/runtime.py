@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from ....offload.device import CpuDevice, CudaDevice, Device
 from ....schedule.actions import Op
-from ....schedule.check import CheckReport, check
+from ....schedule.effects import passes
 from ....schedule.link import Link
+from ....schedule.passes.check import CheckReport, check
 from ....schedule.schedule import Schedule
 from ... import saved_parameters
 from ...callbacks import Callback, Duration, PlanInputs, Step
@@ -115,7 +116,7 @@ class Offloading(Callback):
                 plan,
                 frozenset(
                     (plan.placement.chunk_of(a.stage), a.microbatch)
-                    for a in plan.ranks[rank]
+                    for a in passes(plan.ranks[rank])
                     if a.op is Op.OFFLOAD
                 ),
             )

@@ -19,6 +19,7 @@ from ....offload.host_memory import GIB
 from ....offload.sets import Footprint
 from ....offload.store import MIN_BYTES, ActivationStore
 from ....schedule.actions import Op
+from ....schedule.effects import passes
 from ....schedule.schedule import Schedule
 from ...errors import ConfigError
 from ...utils import unwrapped
@@ -133,8 +134,8 @@ class RankSets:
     def device_bytes(self, plan: Schedule, rank: int) -> int:
         """The most that the sets take on the device, by the plan and each chunk's footprint."""
         now = most = 0
-        offloaded = {a[1:] for a in plan.ranks[rank] if a.op is Op.OFFLOAD}
-        for op, stage, microbatch in plan.ranks[rank]:
+        offloaded = {a[1:] for a in passes(plan.ranks[rank]) if a.op is Op.OFFLOAD}
+        for op, stage, microbatch in passes(plan.ranks[rank]):
             f = self.footprints.get(plan.placement.chunk_of(stage), Footprint())
             if op is Op.F:
                 now += f.here
@@ -160,7 +161,7 @@ class RankSets:
 
     def _needed_bytes(self, plan: Schedule, rank: int) -> int:
         moves = []
-        for op, stage, microbatch in plan.ranks[rank]:
+        for op, stage, microbatch in passes(plan.ranks[rank]):
             if op is Op.OFFLOAD or op is Op.RELOAD:
                 footprint = self.footprints.get(plan.placement.chunk_of(stage), Footprint())
                 moves.append(((stage, microbatch), footprint.host))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ....runtime.executor import StepValidator
+from ....runtime.post_validation import StepOperations, StepValidator
+from ....schedule.post_validation import describe_gain, head_length
 from ....schedule.schedule import Schedule
-from ....schedule.steady import describe_gain
 from ...callbacks import Callback, Step
 from ...pipeline import ScheduledPipeline
 from ...runner import Call
@@ -82,10 +82,10 @@ class Head(Callback):
         assert self._begun is None
         call = self.last
         rewind = Rewind(call.iteration.models, call.iteration.data_iterators)
-        step = self._pipeline.begin(call, validator)
+        step = self._pipeline.begin(call, StepOperations(validator))
         try:
             with self._pipeline.watchdog(step.rank).armed():
-                step.executor.run_head()
+                step.executor.run(until=head_length(step.plan.ranks[step.rank]))
         except BaseException:
             self._pipeline.drop(step, failed=True)
             raise

@@ -12,7 +12,7 @@ from ....plan.profile import MODEL, Profile
 from ....plan.times import PassTimes
 from ....runtime.trace import Recorder
 from ....runtime.wgrad import WeightGradStore
-from ....schedule.actions import Op
+from ....schedule.actions import Action, Op
 from ....schedule.placement import Placement
 from ....schedule.schedule import Schedule
 from ...callbacks import Callback, Duration, PlanInputs, Step
@@ -105,12 +105,14 @@ class Profiler(Callback):
         return self._left == 0
 
     def take(self) -> list[Duration]:
-        """All passes, once; waits for the device."""
+        """All passes, once; waits for the device. Joint actions, whose passes have no times of
+        their own, do not count."""
         recorders, self._recorders = self._recorders, []
         return [
             (placement.chunk_of(action.stage), action.op, action.microbatch, seconds)
             for recorder, placement in recorders
             for action, seconds in recorder.durations()
+            if isinstance(action, Action) and isinstance(action.op, Op)
         ]
 
     def agree(

@@ -23,6 +23,7 @@ from ....schedule import (
     ScheduleSpec,
     Selected,
     check,
+    load,
     select,
     simulate,
 )
@@ -398,7 +399,7 @@ def _load(path: str, offloading: OffloadRequest | None) -> Schedule:
             "or give a file's path (*.json or *.csv, from `megatron-ext schedule --output`)"
         )
     try:
-        schedule = Schedule.load(path).unlowered()
+        schedule = load(path).unlowered()
         if schedule.has_offload and offloading is not None:
             raise ScheduleError(
                 f"{path} has its own offload actions; drop --pp-offload and the flags that "

@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from ....runtime import files
 from ....runtime.trace import TraceFile
+from ....schedule.effects import peak_sets
+from ....schedule.io import save
 from ....schedule.schedule import Schedule
-from ....schedule.simulate import peak_sets
 from ....view.recorded import plan_file
 from ...callbacks import Callback, Step
 from ...utils import map_tensors
@@ -44,7 +45,7 @@ class Traces(Callback):
             if dist.get_rank() == 0 and step.training:
                 path = self._file.directory / plan_file(plan.fingerprint())
                 files.create(path).close()  # its own, whatever lay there
-                plan.unlowered().save(path)
+                save(plan.unlowered(), path)
         self._file.write(
             {
                 "schedule": plan.name,

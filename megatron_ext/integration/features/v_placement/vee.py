@@ -276,7 +276,7 @@ class VeeCallback(Callback):
             step.runner,
             step.channel.device,
             watchdog,
-            step.plan.is_validated,
+            step.plan.is_extended,
         )
 
     def gradients_reduced(self, step: Step) -> None:

@@ -1,7 +1,8 @@
-"""The offload pass: which activation sets leave the device, and when (PipeOffload, section 4).
+"""The offload pass: the activation sets to offload, and the times of their copies.
 
-Works on any schedule of compute actions. Under the costs and times it is given, its copies delay no
-pass: they go where the link is idle, around the passes as they would run without them.
+PipeOffload (arXiv 2503.01328), section 4. Works on any schedule of compute actions. Under the costs
+and times it is given, its copies delay no pass: they go where the link is idle, around the passes
+as they would run without them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from .actions import DEVICE_STEPS, Action, Op
-from .costs import Costs
-from .link import Link, LinkTimes
-from .placing import Passes, Placing, Set_
-from .schedule import Schedule
-from .simulate import peak_sets, run_times, simulate
+from ..actions import AnyAction, Op
+from ..costs import Costs
+from ..effects import peak_sets, steps
+from ..link import Link, LinkTimes
+from ..schedule import Schedule
+from ..simulate import run_times, simulate
+from .placing import ActivationSet, Passes, Placing
 
-Row = tuple[Action, ...]
+Row = tuple[AnyAction, ...]
 
 SHORT = "needed again too soon for the way there and back"
 FULL = "the link is taken"
@@ -27,7 +29,7 @@ SPARE = "not chosen"
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """A schedule with offload actions, and what became of its sets.
+    """A schedule with offload actions, and the number of sets offloaded and kept.
 
     Attributes:
         schedule: compute and offload actions; ``link`` set if there are any of the latter.
@@ -54,7 +56,7 @@ class OffloadPlan:
 
 
 def wanted_chunks(text: str, chunks: int) -> Fraction | None:
-    """What ``--offload`` says, in chunks per rank; None for ``auto``.
+    """The value of ``--offload`` in chunks per rank; None for ``auto``.
 
     Raises:
         ValueError: it is none of these, or more chunks than there are.
@@ -119,13 +121,13 @@ def offload(
     return planner.forced(Fraction(0))
 
 
-_PATIENCE = 6  # shares in a row that are no better, then the search ends
+_STOP_AFTER = 6  # shares in a row that are no better
 # Shares of its time asked of a link: more is not tried; up to this, fewer sets do not help.
 _CROWDED, _EASY = Fraction(9, 8), Fraction(3, 4)
 
 
 class _Planner:
-    """What all attempts on one schedule share."""
+    """Shared data of all attempts on one schedule."""
 
     def __init__(self, base: Schedule, link: Link, times: LinkTimes) -> None:
         self.base, self.link, self.times = base, link, times
@@ -141,11 +143,11 @@ class _Planner:
                 self.groups.append([rank])
         self.order = [self._by_lifespan(rank) for rank in range(base.pp)]
 
-    def _sets_of(self, rank: int) -> list[Set_]:
+    def _sets_of(self, rank: int) -> list[ActivationSet]:
         row, passes = self.base.ranks[rank], self.passes[rank]
-        first = {a[1:]: i for i, a in enumerate(row) if a.op is Op.F}
+        first = {p[1:]: i for i, a in enumerate(row) for p in a.parts if p.op is Op.F}
         return [
-            Set_(
+            ActivationSet(
                 rank,
                 stage,
                 j,
@@ -156,7 +158,8 @@ class _Planner:
                 self.times.to_host[stage],
                 self.times.to_device[stage],
             )
-            for i, (op, stage, j) in enumerate(row)
+            for i, action in enumerate(row)
+            for op, stage, j in action.parts
             if (op is Op.B or op is Op.BW) and (stage, j) in first
         ]
 
@@ -167,7 +170,7 @@ class _Planner:
             spans[item.stage] += item.gap
         return sorted(spans, key=lambda stage: (-spans[stage], stage))
 
-    def chosen(self, rank: int, chunks: Fraction) -> list[Set_]:
+    def chosen(self, rank: int, chunks: Fraction) -> list[ActivationSet]:
         """Sets of so many of the rank's chunks; of a part of a chunk, evenly spread."""
         share = {
             stage: min(max(chunks - place, Fraction(0)), Fraction(1))
@@ -190,10 +193,10 @@ class _Planner:
             up, down = pace.numerator, pace.denominator
             chosen = [
                 item._replace(
-                    kept=item.kept * up,
-                    needed=item.needed * up,
-                    there=item.there * down,
-                    back=item.back * down,
+                    saved_at=item.saved_at * up,
+                    needed_at=item.needed_at * up,
+                    d2h=item.d2h * down,
+                    h2d=item.h2d * down,
                 )
                 for item in chosen
             ]
@@ -201,7 +204,7 @@ class _Planner:
                 rank: Passes([t * up for t in p.start], [t * up for t in p.end])
                 for rank, p in passes.items()
             }
-        slack *= max((max(item.there, item.back) for item in chosen), default=0)
+        slack *= max((max(item.d2h, item.h2d) for item in chosen), default=0)
         for grid in (False, True):
             for mirrored in (False, True):
                 yield Placing(chosen, passes, self.link.uses, grid, mirrored, slack)
@@ -226,7 +229,9 @@ class _Planner:
                 score = self._score(group, placing)
                 if best is None or score < best[0]:
                     best, since = (score, placing), 0
-            if since == _PATIENCE or (load <= _EASY and not all(placing.full for placing in tried)):
+            if since == _STOP_AFTER or (
+                load <= _EASY and not all(placing.full for placing in tried)
+            ):
                 break  # the link is no longer what is short
         assert best is not None  # no chunk at all is one of the shares
         return best[1]
@@ -269,21 +274,21 @@ class _Planner:
         """The share of its time, maybe more than 1, that the link of ``group`` is asked for."""
         load: dict[object, int] = {}
         items = [item for rank in group for item in self.chosen(rank, chunks)]
-        items = [item for item in items if item.gap >= item.there + item.back]
+        items = [item for item in items if item.gap >= item.d2h + item.h2d]
         if not items:
             return Fraction(0)
         for item in items:
             for key in self.link.uses(item.rank, True):
-                load[key] = load.get(key, 0) + item.there
+                load[key] = load.get(key, 0) + item.d2h
             for key in self.link.uses(item.rank, False):
-                load[key] = load.get(key, 0) + item.back
-        span = max(i.needed for i in items) - min(i.kept for i in items)
+                load[key] = load.get(key, 0) + item.h2d
+        span = max(i.needed_at for i in items) - min(i.saved_at for i in items)
         # A sixteenth up: keeps the integers small.
         return Fraction(-(-16 * max(load.values()) // span), 16)
 
     def row(self, rank: int, placing: Placing) -> Row:
         """The rank's passes with the offload actions between them."""
-        out: list[Action] = []
+        out: list[AnyAction] = []
         passes, at = self.base.ranks[rank], 0
         for position, action in placing.actions(rank):
             out += passes[at:position]
@@ -315,13 +320,13 @@ class _Planner:
         return OffloadPlan(schedule, moved, kept, stall, run.peak_sets)
 
 
-def _resident(row: Sequence[Action]) -> list[int]:
-    """Sets there are during each pass, without offload."""
+def _resident(row: Row) -> list[int]:
+    """Sets on the device during each pass, without offload."""
     counts, sets = [], 0
     for action in row:
-        step = DEVICE_STEPS.get(action.op, 0)
-        counts.append(sets + max(step, 0))
-        sets += step
+        changes = list(steps([action]))
+        counts.append(sets + max(*changes, 0))
+        sets += sum(changes)
     return counts
 
 
@@ -343,8 +348,9 @@ def _late_forwards(
         ((at, rank, i) for rank, row in enumerate(start) for i, at in enumerate(row)), reverse=True
     )
     for at, rank, i in order:
-        op, stage, j = base.ranks[rank][i]
-        if op is Op.F:
+        action = base.ranks[rank][i]
+        op, stage, j = action.parts[0]
+        if op is Op.F and len(action.parts) == 1:
             follows = [begins[k] for k in ((False, stage, j),) if k in begins]
             if i + 1 < len(late[rank]):
                 follows.append(late[rank][i + 1])
@@ -353,13 +359,13 @@ def _late_forwards(
                 follows.append(begins[True, stage + 1, j] - hop)
             at = min(follows, default=end[rank][i]) - durations.forward[stage]
             late[rank][i] = at
-        if op is not Op.W:
-            begins[op is Op.F, stage, j] = at
+        for op, stage, j in action.parts:
+            if op is not Op.W:
+                begins[op is Op.F, stage, j] = at
     # Taking the later of two times that keep all dependencies keeps them.
     for rank, row in enumerate(base.ranks):
-        for i, action in enumerate(row):
-            if action.op is Op.F:
-                late[rank][i] = max(start[rank][i], late[rank][i] - margin)
+        for i in range(len(row)):
+            late[rank][i] = max(start[rank][i], late[rank][i] - margin)
     ends = [
         [at + (e - s) for at, s, e in zip(row, starts, stops)]
         for row, starts, stops in zip(late, start, end)

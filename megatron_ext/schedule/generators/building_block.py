@@ -1,4 +1,4 @@
-"""Building blocks: a schedule is one microbatch's passes, stamped, squeezed and reordered.
+"""Building blocks: the passes of one microbatch, repeated at a fixed interval.
 
 "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362, below CM), sections 2 to 4.
 Times here are chunk units: every F, B and W of one chunk takes 1.
@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from ..actions import Action, Op, Orders
+from ..actions import Action, Op, RankActions
 from ..placement import Placement
-from .squeeze import squeeze
-
-__all__ = ["Block", "squeeze", "vee_block"]
 
 INTERVAL = 6  # of a V block: F, B and W of two chunks
 
@@ -49,12 +46,12 @@ class Block:
                 most = max(most, sets)
         return most
 
-    def stamp(self, microbatches: int) -> Orders:
+    def stamp(self, microbatches: int) -> RankActions:
         """Every rank's passes of all microbatches in the order of the repeated block.
 
         The order can be executed: the block's own offsets respect the dependencies.
         """
-        ranks: Orders = []
+        ranks: RankActions = []
         for row in self.placement.stages:
             passes = [(at, op, s) for (op, s), at in self.offsets.items() if s in row]
             stamped = sorted(

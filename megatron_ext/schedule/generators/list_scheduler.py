@@ -1,4 +1,7 @@
-"""Squeezing: remove idle time from an order and reorder it under a memory cap."""
+"""List scheduler: remove idle time from an order and reorder it under a memory cap.
+
+"Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362, below CM) calls it squeezing.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,24 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..actions import DEVICE_STEPS, Action, Op, Orders
+from ..actions import Action, Op, Operation, RankActions
 from ..costs import Durations
+from ..effects import DEVICE, inputs, peak_sets, results
 from ..placement import Placement
-from ..simulate import inputs, outputs, peak_sets
 
-# Share of its duration by which a pass may delay what comes first: while its rank has F's left, and
-# after them.
-Patience = tuple[Fraction | int, Fraction | int]
+# Least gap that a pass may fill, as a share of its duration: while its rank has F's left, and after
+# them.
+MinGap = tuple[Fraction | int, Fraction | int]
 _Waits = tuple[tuple[int, int], tuple[int, int]]
 
 
-def squeeze(
-    orders: Orders,
+def list_schedule(
+    orders: RankActions,
     placement: Placement,
     cap: int | Sequence[int],
     durations: Durations | None = None,
-    patience: Fraction | int | Sequence[Patience] = 1,
-) -> Orders:
+    min_gap: Fraction | int | Sequence[MinGap] = 1,
+) -> RankActions:
     """Remove idle time and reorder under a memory cap (CM, section 3.1 and appendix C, in one).
 
     List scheduling: whenever a rank is free it runs the first pass, in the given order, whose
@@ -41,7 +44,7 @@ def squeeze(
         cap: most activation sets resident on a rank, counted from F's start to W's (BW's) end;
             one number, or one a rank.
         durations: of the passes, and of a hop; default 1 each and no hop.
-        patience: a pass may overtake if those before it, as far as is known, stay away for
+        min_gap: a pass may overtake if those before it, as far as is known, stay away for
             this share of its duration. 1 never delays what comes first, 0 never waits. At equal
             durations without a hop both mean the same. One number, or a pair a rank: for while it
             has F's left, and for after them.
@@ -59,7 +62,7 @@ def squeeze(
                 f"this order keeps {need} activation sets, more than the cap of {most}"
             )
     work = Durations.unit(placement) if durations is None else durations
-    pairs = patience if isinstance(patience, Sequence) else [(patience, patience)] * placement.pp
+    pairs = min_gap if isinstance(min_gap, Sequence) else [(min_gap, min_gap)] * placement.pp
     waits = [
         (Fraction(first).as_integer_ratio(), Fraction(last).as_integer_ratio())
         for first, last in pairs
@@ -141,7 +144,7 @@ class _Rank:
         self.growing = [i for i, lane in enumerate(self.lanes) if lane.grows]
         self.done: list[Action] = []
 
-    def _lane(self, op: Op, stage: int) -> _Lane:
+    def _lane(self, op: Operation, stage: int) -> _Lane:
         work, last = self.durations, self.placement.num_stages - 1
 
         def ends(kind: int, other: int) -> list[int]:
@@ -158,16 +161,16 @@ class _Rank:
             for kind, other in inputs(op, stage, last + 1)
         ]
         # Both the next stage's F and the previous stage's B are fed; nothing waits for a W.
-        fed = {Op.F: stage + 1, Op.W: stage}.get(op, stage - 1)
+        fed = stage + 1 if op is Op.F else stage if op is Op.W else stage - 1
         feeds = None
         if 0 <= fed <= last and self.placement.rank_of(fed) != self.rank:
             feeds = self.placement.rank_of(fed), hop(fed)
         return _Lane(
-            DEVICE_STEPS.get(op, 0),
+            DEVICE.get(op, 0),
             work.of(op, stage),
             after,
             after[-1][:2] if after else None,
-            [ends(kind, stage) for kind in outputs(op)],
+            [ends(kind, stage) for kind in results(op)],
             feeds,
             op is Op.F,
             op is Op.W,

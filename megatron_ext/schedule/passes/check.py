@@ -6,33 +6,25 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from . import grid
-from .actions import (
-    COMMUNICATION_OPS,
-    OFFLOAD_OPS,
-    RECV_OPS,
-    SEND_OPS,
-    VALIDATION_MESSAGES,
-    Action,
-    Op,
-)
-from .costs import Costs
-from .messages import peer_of
-from .schedule import Schedule, ScheduleError
-from .simulate import Simulation, Transfers, inputs, peak_sets, simulate
-from .validation import check_validation
+from .. import grid
+from ..actions import Action, AnyAction, Op
+from ..costs import Costs
+from ..effects import inputs, passes, peak_sets
+from ..post_validation import check_post_validation
+from ..schedule import Schedule, ScheduleError
+from ..simulate import Simulation, Transfers, simulate
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a valid schedule keeps in memory.
+    """Memory of a valid schedule.
 
     Attributes:
         peak_sets: per rank, the most activation sets resident at once (see ``simulate``).
         peak_activation: the same in microbatches, i.e. divided by the chunks per rank.
         peak_host_sets: per rank, the most sets with a copy on the host at once; empty if the
             schedule offloads none.
-        offloaded_sets: how many sets leave, per rank; empty if none do.
+        offloaded_sets: how many sets are offloaded, per rank; empty if none are.
     """
 
     peak_sets: list[int]
@@ -52,9 +44,7 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     the peer stands at the matching RECV finishes. With offload also: every OFFLOAD has its RELEASE,
     PREPARE and RELOAD, between its F and its B and in this order, and in simulated time no copy
     starts before what it needs or meets another one on what they share (see ``Link.uses``). With
-    post-validation also: on every rank what ``lower`` says, in this order, with nothing but
-    messages and forward passes of first chunks in between, and none of those messages under way
-    when the ranks validate.
+    post-validation also: see ``check_post_validation``.
 
     Args:
         schedule: lowered or not.
@@ -72,8 +62,8 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     simulate(schedule, Costs())
     if schedule.is_lowered:
         _check_transfers(schedule, where)
-        if schedule.is_validated:
-            check_validation(schedule)
+        if schedule.is_extended:
+            check_post_validation(schedule)
         _check_message_order(schedule)
         _check_rendezvous(schedule)
     sets = peak_sets(schedule.ranks)
@@ -81,7 +71,7 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     if not schedule.has_offload:
         return CheckReport(sets, peaks)
     transfers = _check_copies(simulate(schedule))
-    moved = [sum(a.op is Op.OFFLOAD for a in row) for row in schedule.ranks]
+    moved = [sum(a.op is Op.OFFLOAD for a in passes(row)) for row in schedule.ranks]
     return CheckReport(sets, peaks, transfers.peak_host_sets, moved)
 
 
@@ -143,11 +133,16 @@ def _missing(schedule: Schedule, rank: int, action: Action) -> ScheduleError:
         Op.F: "every stage needs F of every microbatch",
         Op.B: "every stage needs B, or BW, of every microbatch",
         Op.W: "every B needs its W",
-    }[action.op]
+    }[Op(action.op)]
     row = schedule.ranks[rank]
-    same = [i for i, a in enumerate(row) if a.stage == action.stage and a.op in (action.op, Op.BW)]
-    before = [i for i in same if row[i].microbatch < action.microbatch]
-    position = before[-1] + 1 if before else (same[0] if same else len(row))
+    same = [
+        (i, part.microbatch)
+        for i, a in enumerate(row)
+        for part in a.parts
+        if part.stage == action.stage and part.op in (action.op, Op.BW)
+    ]
+    before = [i for i, microbatch in same if microbatch < action.microbatch]
+    position = before[-1] + 1 if before else (same[0][0] if same else len(row))
     return schedule.fault(rank, position, f"{action} is missing; {rule} exactly once")
 
 
@@ -201,7 +196,7 @@ def _check_transfers(schedule: Schedule, where: _Where) -> None:
                 text = f"{Action(receive, consumer.stage, j)} stands after {consumer}"
                 raise schedule.fault(*arrival, f"{text}; a RECV must come before its consumer")
     for rank, position, action in schedule.actions():
-        if action.op in COMMUNICATION_OPS - VALIDATION_MESSAGES and action not in needed:
+        if action.is_message and isinstance(action.op, Op) and action not in needed:
             text = f"{action} is not needed: no pass on another rank is at its other end"
             raise schedule.fault(rank, position, text)
 
@@ -217,13 +212,13 @@ def _check_behind(schedule: Schedule, where: _Where, send: Action, source: tuple
         raise schedule.fault(*where[send], text)
 
 
-_JOURNEY = (Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD)
+_STEPS = (Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD)
 
 
 def _check_offload(schedule: Schedule, where: _Where) -> None:
     """F, OFFLOAD, RELEASE, PREPARE, RELOAD, B: all of them or F and B only, in this order."""
     for rank, position, action in schedule.actions():
-        if action.op not in OFFLOAD_OPS:
+        if not action.is_copy:
             continue
         if schedule.link is None:
             text = f"{action} needs to know how sets travel; the schedule lacks it"
@@ -231,7 +226,7 @@ def _check_offload(schedule: Schedule, where: _Where) -> None:
         _, stage, j = action
         backward = Op.BW if Action(Op.BW, stage, j) in where else Op.B
         before = Action(Op.F, stage, j)
-        for op in (*_JOURNEY, backward):
+        for op in (*_STEPS, backward):
             step = Action(op, stage, j)
             if step not in where:
                 text = f"{step} is missing; an offloaded set needs"
@@ -252,7 +247,8 @@ def _check_copies(run: Simulation) -> Transfers:
     begin: dict[Action, int] = {}
     for row, starts, ends in zip(run.schedule.ranks, run.start, run.end):
         for action, start, end in zip(row, starts, ends):
-            begin[action] = end if action.op is Op.F else start
+            for part in action.parts:
+                begin[part] = end if part.op is Op.F else start
     home: dict[tuple[int, int], int] = {}  # end of the set's OFFLOAD
     for copy, rank in sorted(copies, key=lambda c: (c[0].start, c[0].end)):
         op, stage, j = copy.action
@@ -278,12 +274,12 @@ def _check_message_order(schedule: Schedule) -> None:
     """Point-to-point calls between two ranks match by order, not by content."""
     sent: dict[tuple[int, int], list[Action]] = {}
     for rank, _, action in schedule.actions():
-        if action.op in SEND_OPS:
-            sent.setdefault((rank, peer_of(schedule, action)[0]), []).append(action)
+        if action.op.is_send:
+            sent.setdefault((rank, action.peer(schedule.placement)[0]), []).append(action)
     taken = dict.fromkeys(sent, 0)
     for rank, position, action in schedule.actions():
-        if action.op in RECV_OPS:
-            source, send = peer_of(schedule, action)
+        if action.op.is_receive:
+            source, send = action.peer(schedule.placement)
             actual = sent[source, rank][taken[source, rank]]
             taken[source, rank] += 1
             if actual != send:
@@ -301,11 +297,11 @@ def _check_rendezvous(schedule: Schedule) -> None:
     while awake:
         rank = awake.pop()
         row = schedule.ranks[rank]
-        while at[rank] < len(row) and row[at[rank]].op not in COMMUNICATION_OPS:
+        while at[rank] < len(row) and not row[at[rank]].is_message:
             at[rank] += 1
         if at[rank] == len(row):
             continue
-        peer, matching = peer_of(schedule, row[at[rank]])
+        peer, matching = _peer(schedule, row[at[rank]])
         if at[peer] < len(schedule.ranks[peer]) and schedule.ranks[peer][at[peer]] == matching:
             at[rank] += 1
             at[peer] += 1
@@ -313,6 +309,11 @@ def _check_rendezvous(schedule: Schedule) -> None:
     if all(position == len(row) for position, row in zip(at, schedule.ranks)):
         return
     raise _deadlock(schedule, at)
+
+
+def _peer(schedule: Schedule, message: AnyAction) -> tuple[int, Action]:
+    assert isinstance(message, Action)
+    return message.peer(schedule.placement)
 
 
 def _deadlock(schedule: Schedule, at: list[int]) -> ScheduleError:
@@ -323,7 +324,7 @@ def _deadlock(schedule: Schedule, at: list[int]) -> ScheduleError:
             reasons.append("done")
             peers.append(None)
         else:
-            peer, matching = peer_of(schedule, row[position])
+            peer, matching = _peer(schedule, row[position])
             reasons.append(f"{row[position]} waits for {matching} of rank {peer}")
             peers.append(peer)
     circle = grid.wait_cycle(peers)

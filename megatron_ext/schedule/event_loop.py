@@ -1,0 +1,375 @@
+"""The event loop: the times of everything that executes a fixed order of actions on every rank.
+
+A *slot* holds when one result is there: of a pass, a copy, or whatever else a rank may wait for.
+Every rank works through its list: an action starts when the rank is free and the slots that it
+needs are filled, and fills its own at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from .actions import Action, AnyAction, Op, Operation
+from .costs import Durations
+from .effects import inputs, results
+from .placement import Placement
+
+
+class More(NamedTuple):
+    """What few lanes have: further inputs and results, and copies.
+
+    Attributes:
+        needs: (slot, latency) of further inputs.
+        gives: slots of further results.
+        copy: of an OFFLOAD or RELOAD: the slot of its copy's end.
+    """
+
+    needs: tuple[tuple[int, int], ...] = ()
+    gives: tuple[int, ...] = ()
+    copy: int | None = None
+
+
+class Lane(NamedTuple):
+    """All actions of one kind: those of microbatch j use the slots given here plus j.
+
+    Attributes:
+        took: duration.
+        need: slot of an input; less than 0 if it has none.
+        latency: from that slot.
+        gives: slot of the result.
+        more: what else there is.
+    """
+
+    took: int
+    need: int
+    latency: int
+    gives: int
+    more: More | None = None
+
+    @classmethod
+    def of(
+        cls,
+        took: int,
+        needs: Sequence[tuple[int, int]],
+        gives: Sequence[int],
+        copy: int | None = None,
+    ) -> Lane:
+        """Any numbers of (slot, latency) of inputs, and of slots of results, at least one."""
+        (need, latency), *further = needs or ((-1, 0),)
+        more = None
+        if further or len(gives) > 1 or copy is not None:
+            more = More(tuple(further), tuple(gives[1:]), copy)
+        return cls(took, need, latency, gives[0], more)
+
+    @property
+    def needs(self) -> tuple[tuple[int, int], ...]:
+        """(slot, latency) of all inputs."""
+        first = ((self.need, self.latency),) if self.need >= 0 else ()
+        return first + (self.more.needs if self.more else ())
+
+    @property
+    def all_gives(self) -> tuple[int, ...]:
+        """Slots of all results."""
+        return (self.gives, *(self.more.gives if self.more else ()))
+
+
+Node = tuple[Lane, int]  # one action: its lane, and its microbatch
+Row = list[Node]
+
+
+class CopyQueue(Protocol):
+    """Copies beside the ranks' computation."""
+
+    def ask(self, rank: int, slot: int, time: int) -> None:
+        """``rank`` asks at ``time`` for the copy whose end is ``slot``."""
+
+    def start_next(self) -> tuple[int, int] | None:
+        """The copy that can start first: (its slot, its end); None if none is left."""
+
+
+class Run(NamedTuple):
+    """What a run has come to.
+
+    Attributes:
+        ends: by slot, when it was filled; less than 0 if it never was.
+        clock: per rank, the end of its last action.
+        at: per rank, the position of the action that it could not run; the length if it has ended.
+    """
+
+    ends: list[int]
+    clock: list[int]
+    at: list[int]
+
+
+class RepeatedError(Exception):
+    """A slot is filled twice: arguments are the rank and the position of the second action."""
+
+
+def run(
+    rows: Sequence[Row],
+    slots: int,
+    *,
+    copies: CopyQueue | None = None,
+    slack: list[int] | None = None,
+    skip_first: bool = False,
+) -> Run | None:
+    """Execute ``rows``, every action as early as the order and its inputs allow.
+
+    A rank runs until it lacks an input; whoever fills that slot wakes it again, so every action is
+    looked at a few times only. Copies are started when no rank can go on without: the first of
+    them cannot be overtaken any more then.
+
+    Args:
+        rows: of every rank.
+        slots: how many slots there are.
+        copies: takes the copies that actions ask for.
+        slack: per rank, the idle time after which the run is given up; consumed.
+        skip_first: with ``slack``: idle time before a rank's first action does not count.
+
+    Returns:
+        None if it was given up; a run in which ranks wait for each other ends early.
+
+    Raises:
+        RepeatedError: an action is there twice.
+    """
+    # A slot that is waited for holds the complement of the rank, an empty one that of no rank.
+    empty = ~len(rows)
+    ends = [empty] * slots
+    clock, at = [0] * len(rows), [0] * len(rows)
+    awake = list(range(len(rows) - 1, -1, -1))
+    while True:
+        if not awake:
+            copy = None if copies is None else copies.start_next()
+            if copy is None:
+                return Run(ends, clock, at)
+            waiter = ends[copy[0]]
+            ends[copy[0]] = copy[1]
+            if waiter != empty:
+                awake.append(~waiter)
+            continue
+        rank = awake.pop()
+        row, time = rows[rank], clock[rank]
+        for position in range(at[rank], len(row)):
+            (took, need, latency, gives, more), j = row[position]
+            start = time
+            if need >= 0:
+                end = ends[need + j]
+                if end < 0:
+                    missing = need + j
+                    break
+                if end + latency > start:
+                    start = end + latency
+            if more is not None:
+                start, missing = _begin(more, j, start, ends)
+                if missing >= 0:
+                    break
+            if start > time and slack is not None and (position or not skip_first):
+                slack[rank] -= start - time
+                if slack[rank] < 0:
+                    return None
+            time = start + took
+            slot = gives + j
+            waiter = ends[slot]
+            ends[slot] = time
+            if waiter != empty:
+                if waiter >= 0:
+                    raise RepeatedError(rank, position)
+                awake.append(~waiter)
+            if more is not None:
+                woken = _finish(more, j, time, ends)
+                if any(waiter >= 0 for waiter in woken):
+                    raise RepeatedError(rank, position)
+                awake += [~waiter for waiter in woken if waiter != empty]
+                if more.copy is not None:
+                    assert copies is not None
+                    copies.ask(rank, more.copy + j, time)
+        else:
+            clock[rank], at[rank] = time, len(row)
+            continue
+        ends[missing] = ~rank
+        clock[rank], at[rank] = time, position
+
+
+def _begin(more: More, j: int, start: int, ends: list[int]) -> tuple[int, int]:
+    """The start with further inputs too; and a slot of them that is empty, -1 if none is."""
+    for slot, latency in more.needs:
+        end = ends[slot + j]
+        if end < 0:
+            return start, slot + j
+        start = max(start, end + latency)
+    return start, -1
+
+
+def _finish(more: More, j: int, time: int, ends: list[int]) -> list[int]:
+    """Fill the slots of further results; their former contents."""
+    before = [ends[slot + j] for slot in more.gives]
+    for slot in more.gives:
+        ends[slot + j] = time
+    return before
+
+
+# Kinds of slots behind those of passes: when an offload action was reached, when a copy has ended.
+_REACHED: dict[Operation, int] = {Op.OFFLOAD: 3, Op.RELEASE: 4, Op.PREPARE: 5, Op.RELOAD: 6}
+_COPIED: dict[Operation, int] = {Op.OFFLOAD: 7, Op.RELOAD: 8}
+
+
+class _Lanes(dict[tuple[Operation, int], Lane]):
+    """The lanes of a program, each made when it is first looked up."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def __missing__(self, key: tuple[Operation, int]) -> Lane:
+        lane = self[key] = self._program.lane(*key)
+        return lane
+
+
+class Program:
+    """Slots and lanes of one pipeline; every slot number is kind * stages * microbatches + ...
+
+    Args:
+        placement: where the stages lie.
+        durations: of the passes and hops.
+        microbatches: more than any action's microbatch.
+
+    Attributes:
+        lanes: of compute actions, by operation and stage.
+    """
+
+    def __init__(self, placement: Placement, durations: Durations, microbatches: int) -> None:
+        self.placement, self.durations, self.microbatches = placement, durations, microbatches
+        self._kind = placement.num_stages * microbatches
+        self.lanes = _Lanes(self)
+
+    @property
+    def pass_slots(self) -> int:
+        """Slots of passes, which come first."""
+        return 3 * self._kind
+
+    @property
+    def slots(self) -> int:
+        """Slots of passes, offload actions and copies; others may come after them."""
+        return 9 * self._kind
+
+    def slot(self, kind: int, stage: int, microbatch: int = 0) -> int:
+        """The slot of one result."""
+        return kind * self._kind + stage * self.microbatches + microbatch
+
+    def copy_of(self, slot: int) -> Action:
+        """The OFFLOAD or RELOAD whose copy's end is ``slot``."""
+        kind, rest = divmod(slot, self._kind)
+        op = next(op for op, number in _COPIED.items() if number == kind)
+        return Action(op, *divmod(rest, self.microbatches))
+
+    def lane(self, op: Operation, stage: int) -> Lane:
+        """The lane of a compute action."""
+        rank_of, n = self.placement.rank_of, self.placement.num_stages
+        rank, hop = rank_of(stage), self.durations.hop
+        return Lane.of(
+            self.durations.of(op, stage),
+            # The input that comes last: a B's own F has ended if the next stage's B has.
+            [
+                (self.slot(kind, other), hop if rank_of(other) != rank else 0)
+                for kind, other in inputs(op, stage, n)[-1:]
+            ],
+            [self.slot(kind, stage) for kind in results(op)],
+        )
+
+    def row(self, actions: Iterable[AnyAction]) -> Row:
+        """Nodes of compute actions."""
+        lanes, row = self.lanes, []
+        for action in actions:
+            if type(action) is Action:
+                op, stage, microbatch = action
+                row.append((lanes[op, stage], microbatch))
+            else:
+                row.append((self._joint(action.parts), 0))
+        return row
+
+    def _joint(self, parts: Sequence[Action]) -> Lane:
+        """Runs when the inputs of all parts are there, and takes as long as they do together."""
+        lanes = [(self.lanes[part.op, part.stage], part.microbatch) for part in parts]
+        return Lane.of(
+            sum(lane.took for lane, _ in lanes),
+            [(slot + j, latency) for lane, j in lanes for slot, latency in lane.needs],
+            [slot + j for lane, j in lanes for slot in lane.all_gives],
+        )
+
+    def row_with_copies(self, actions: Sequence[AnyAction]) -> Row:
+        """Nodes of compute and offload actions.
+
+        Raises:
+            ValueError: a RELEASE whose OFFLOAD does not stand before it.
+        """
+        row: Row = []
+        asked: set[Action] = set()
+        for action in actions:
+            if not action.is_copy:
+                ((lane, j),) = self.row([action])
+                for part in action.parts:
+                    reload = Action(Op.RELOAD, part.stage, part.microbatch)
+                    if part.op in (Op.B, Op.BW) and reload in asked:
+                        h2d = self.slot(_COPIED[Op.RELOAD], part.stage, part.microbatch)
+                        needs = (*lane.needs, (h2d - j, 0))
+                        lane = Lane.of(lane.took, needs, lane.all_gives)
+                row.append((lane, j))
+                continue
+            assert isinstance(action, Action)
+            op, stage, j = action
+            copy: int | None = None
+            waits: tuple[tuple[int, int], ...] = ()
+            if op in _COPIED:
+                asked.add(action)
+                copy = self.slot(_COPIED[op], stage)
+            elif op is Op.RELEASE:
+                offload = Action(Op.OFFLOAD, stage, j)
+                if offload not in asked:
+                    raise ValueError(f"{action} stands before {offload} or without it")
+                waits = ((self.slot(_COPIED[Op.OFFLOAD], stage), 0),)
+            row.append((Lane.of(0, waits, (self.slot(_REACHED[op], stage),), copy), j))
+        return row
+
+
+def time_of(
+    orders: Sequence[Sequence[Action]],
+    placement: Placement,
+    durations: Durations,
+    microbatches: int,
+    *,
+    span: bool = False,
+    limit: int | None = None,
+) -> int | None:
+    """Makespan of compute actions, or with ``span`` the longest single rank's own span.
+
+    Args:
+        orders: of every rank; no joint actions.
+        placement: where the stages lie.
+        durations: of the passes and hops.
+        microbatches: more than any action's microbatch.
+        limit: give up, and return None, once the time is known to exceed this.
+
+    Raises:
+        ValueError: the order cannot progress, or holds an action twice.
+    """
+    program = Program(placement, durations, microbatches)
+    lanes = program.lanes
+    rows = [[(lanes[op, stage], j) for op, stage, j in row] for row in orders]
+    slack = None
+    if limit is not None:
+        # A rank is done no sooner than its work and its idle time so far allow.
+        slack = [limit - sum([lane[0] for lane, _ in row]) for row in rows]
+        if min(slack) < 0:
+            return None
+    done = run(rows, program.pass_slots, slack=slack, skip_first=span)
+    if done is None:
+        return None
+    if any(position < len(row) for position, row in zip(done.at, rows)):
+        raise ValueError("the order cannot progress")
+    begins = [0] * len(rows)
+    if span:
+        begins = [
+            done.ends[row[0][0].gives + row[0][1]] - row[0][0].took if row else 0 for row in rows
+        ]
+    taken = max(end - begin for end, begin in zip(done.clock, begins))
+    return None if limit is not None and taken > limit else taken

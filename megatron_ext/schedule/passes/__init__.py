@@ -1,0 +1,1 @@
+"""Passes over a schedule: check it, add offload, lower it to messages."""
