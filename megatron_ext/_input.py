@@ -1,4 +1,4 @@
-"""Reading what users give us: files and numbers of any size and shape, refused in one sentence.
+"""User input: files and numbers of any size and shape, read or refused with one sentence.
 
 Nothing here evaluates what it reads. Sizes are limited before anything is allocated for them.
 """
@@ -39,7 +39,7 @@ def read_text(path: str | Path, encoding: str = "utf-8", most_bytes: int = MOST_
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON text says; NaN and infinities, which JSON has not, are refused.
+    """The value of a JSON text; NaN and infinities, which JSON has not, are refused.
 
     Raises:
         ValueError: it is no JSON, or nested more deeply than anything of ours.

@@ -33,7 +33,7 @@ def patch_text(before: bytes) -> str:
         raise PatchError(f"{FILE} is patched already")
     after = insert(before)
     hashes = [hashlib.sha1(b"blob %d\0" % len(text) + text).hexdigest() for text in (before, after)]
-    sides = [text.decode().split("\n") for text in (before, after)]
+    sides = [text.decode().removesuffix("\n").split("\n") for text in (before, after)]
     lines = difflib.unified_diff(*sides, f"a/{FILE}", f"b/{FILE}", lineterm="")
     head = f"diff --git a/{FILE} b/{FILE}\nindex {hashes[0]}..{hashes[1]} 100644\n"
     return HEADER + head + "\n".join(lines) + "\n"

@@ -199,7 +199,9 @@ def last_complete(found: dict[int | str, Path], but: int | str | None = None) ->
 def advice(root: Path, last: int | None) -> str:
     """What to do where the iteration to load is incomplete, and ``last`` is complete."""
     if last is None:
-        return "no other iteration there is complete: restore it, or start anew without --load"
+        return (
+            "no other iteration there is complete: restore this one, or start anew without --load"
+        )
     return (
         f"the last complete one is {last}: write {last} into {root / TRACKER}, or add "
         f"--ckpt-step {last}"

@@ -1,4 +1,4 @@
-"""What decides which parameters of a model lie on which rank."""
+"""Layout of a run: the sizes that place parameters on ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Layout:
         tp, pp, ep, etp: tensor, pipeline, expert and expert-tensor parallel sizes.
         chunks: model chunks a rank.
         placement: ``loop`` (Megatron's) or ``vee``.
-        layers: what else the flags say of the layers of each stage, as text.
+        layers: other flags that place layers on stages, as text.
     """
 
     tp: int

@@ -102,7 +102,7 @@ def _problem(
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """What saved an iteration, and what it holds."""
+    """Arguments and contents of an iteration."""
     try:
         state = saved.common(folder)
         held = None if saved.by_rank(folder) else saved.contents(folder)

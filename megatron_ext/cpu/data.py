@@ -1,4 +1,4 @@
-"""Data loading: no page-locked memory, and no say in what dropout draws."""
+"""Data loading without page-locked memory and without effect on dropout's random numbers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _ignore_pin_memory() -> None:
 
 def _keep_random_state() -> None:
     """An iterator's seed comes from the CPU's generator, from which dropout draws here, too: a
-    restart, which makes its iterators behind the loading of the random state, would go on with
-    other masks than a run that was never interrupted."""
+    restart, which makes its iterators after it has loaded the random state, would continue with
+    other masks than an uninterrupted run."""
     base: Any = dataloader._BaseDataLoaderIter
     iterator_init = base.__init__
 

@@ -1,4 +1,4 @@
-"""The few places where Megatron itself, not torch, must be told that it runs on a CPU.
+"""Changes of Megatron itself, not of torch, for a run on CPUs.
 
 Each fix is applied around the import of its module, so that nothing of Megatron is imported
 before the script asks for it.
@@ -118,7 +118,7 @@ def _triton_stub() -> Iterator[None]:
 
     core_v0.16.1 imports triton unconditionally in one module that every training script reaches,
     and CPU builds of torch come without it. Only there: other modules ask whether triton can be
-    imported and must hear no.
+    imported, and the answer must be no.
     """
     if "triton" in sys.modules or importlib.util.find_spec("triton") is not None:
         yield

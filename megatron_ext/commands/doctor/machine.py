@@ -19,7 +19,7 @@ class Gpu:
 
     Attributes:
         bus: its PCI address, such as ``0000:3b:00.0``.
-        node: its NUMA node; None where the machine does not say.
+        node: its NUMA node; None where the machine does not report it.
         link: speed and width now, such as ``32.0 GT/s x16``; a sleeping link is slower.
         root: address of the root port that it hangs on; GPUs with the same one share its rate.
     """
@@ -48,7 +48,7 @@ def gpus(root: Path) -> list[Gpu]:
 
 
 def numa_nodes(root: Path) -> list[int]:
-    """Numbers of the machine's NUMA nodes; empty where the kernel does not say."""
+    """Numbers of the machine's NUMA nodes; empty where the kernel does not report them."""
     names = (path.name for path in (root / "sys/devices/system/node").glob("node[0-9]*"))
     return sorted(int(name.removeprefix("node")) for name in names)
 

@@ -60,7 +60,7 @@ def choose_formats(args: MegatronArgs, name: str, vee: bool) -> str | None:
         What rank 0 should log, if anything.
 
     Raises:
-        ConfigError: checkpoints by rank, which cannot say that layers lie in a V.
+        ConfigError: checkpoints by rank, whose format has no V placement.
     """
     by_rank = args.ckpt_format == "torch"
     loads = args.load and not args.auto_detect_ckpt_format
