@@ -169,7 +169,7 @@ class _Rank:
     """
 
     def __init__(self, queue: list[int], lanes: Sequence[_Lane], cap: int, waits: _Waits) -> None:
-        self.queue, self.lanes, self.cap, self.waits = queue, lanes, cap, waits
+        self.queue, self.lanes, self.limits = queue, lanes, (cap, waits)
         size = len(queue)
         # Entry ``size``, also reached as -1, is the ring's joint: before the first, after the last.
         self.following: list[int] = [*range(1, size + 1), 0]
@@ -179,6 +179,7 @@ class _Rank:
         self.gates = [(lane.gate, total[i]) for i, lane in enumerate(lanes)]
         self.clock = self.sets = 0
         self.forwards = sum(lanes[number].grows for number in queue)
+        self.growing = [i for i, lane in enumerate(lanes) if lane.grows]
         self.done: list[int] = []
 
     def choose(self, time: int) -> int | None:
@@ -201,8 +202,8 @@ class _Rank:
         ready_lanes = self._ready_lanes(time)
         if not ready_lanes:
             return None
-        size, cap = len(queue), self.cap
-        num, den = self.waits[self.forwards == 0]
+        size, (cap, waits) = len(queue), self.limits
+        num, den = waits[self.forwards == 0]
         sets = peak = self.sets  # resident now, and the most up to this place of the queue
         blocked = [False] * len(lanes)
         free = len(lanes)
@@ -237,8 +238,8 @@ class _Rank:
                 peak = sets
             if peak >= cap and not full:
                 full = True
-                for number, growing in enumerate(lanes):
-                    if growing.grows and not blocked[number]:
+                for number in self.growing:
+                    if not blocked[number]:
                         blocked[number] = True
                         free -= 1
             index = following[index]
