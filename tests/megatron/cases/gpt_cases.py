@@ -54,7 +54,6 @@ CASES: dict[str, dict[str, Any]] = {
     "gis-h": {"pp": 4, "schedule": "gis-h", "chunks": 2},
     "po": {"pp": 4, "schedule": "po", "chunks": 2},
     "v-min": {"pp": 4, "schedule": "v-min", "chunks": 2},
-    "dualpipev": {"pp": 4, "schedule": "dualpipev", "chunks": 2},
     "v-cap": {"pp": 4, "schedule": "v-cap", "chunks": 2, "cap": "0.875"},
     "gis": {"pp": 4, "schedule": "gis", "chunks": 2},
     # Under this cap and at these costs it is v-half that auto takes.
