@@ -46,8 +46,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._armed = False
         self._steps = 0
-        self._action: AnyAction | None = None
-        self._position = self._total = 0
+        self._place: tuple[AnyAction, int, int] | None = None  # action, position, of how many
         self._detail = ""
         self._sending: Callable[[], list[int]] = list
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
@@ -59,7 +58,7 @@ class Watchdog:
         self, action: AnyAction, position: int, total: int, sending: Callable[[], list[int]]
     ) -> None:
         """Progress: ``action``, number ``position`` of ``total``, starts now."""
-        self._action, self._position, self._total = action, position, total
+        self._place = action, position + 1, total
         self._detail, self._sending = "", sending
         self._steps += 1
 
@@ -67,7 +66,7 @@ class Watchdog:
         """Progress: within the present action, the rank now does, or waits, as ``detail`` says."""
         self._detail = detail
         if sending is not None:
-            self._action, self._sending = None, sending
+            self._place, self._sending = None, sending
         self._steps += 1
 
     @contextmanager
@@ -86,7 +85,7 @@ class Watchdog:
         if self._thread is None:
             self._start()
         outer, before = self._armed, self._detail
-        self._action, self._detail, self._sending = None, detail, list
+        self._place, self._detail, self._sending = None, detail, list
         self._steps += 1
         self._armed = True
         try:
@@ -106,7 +105,7 @@ class Watchdog:
         finally:
             self._armed = outer
             if outer:
-                self._action, self._detail, self._sending = None, before, list
+                self._place, self._detail, self._sending = None, before, list
                 self._steps += 1
 
     def _start(self) -> None:
@@ -219,8 +218,8 @@ class Watchdog:
         if detail.startswith("for "):
             detail = f"waiting {detail}"
         where = ""
-        if self._action is not None:
-            where = f"in {self._action} (action {self._position + 1} of {self._total}), "
+        if self._place is not None:
+            where = "in {} (action {} of {}), ".format(*self._place)
         lines = [f"[megatron_ext] {self.name} {what}", f"  it was {where}{detail}"]
         # The report must come out, and the process end, whatever state the run is in.
         with contextlib.suppress(Exception):

@@ -10,7 +10,6 @@ from .passes.lower import lower
 from .passes.offload import OffloadPlan
 from .passes.offload import offload as offload_pass
 from .placement import Placement
-from .post_validation import add_post_validation
 from .schedule import FILE_FORMAT, Schedule, ScheduleError
 from .select import AUTO, OffloadSpec, ScheduleSpec, Selected, select
 from .simulate import Simulation, simulate
@@ -35,7 +34,6 @@ __all__ = [
     "ScheduleSpec",
     "Selected",
     "Simulation",
-    "add_post_validation",
     "check",
     "forward_only",
     "generate",

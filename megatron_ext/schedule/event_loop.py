@@ -116,9 +116,8 @@ def run(
 ) -> Run | None:
     """Execute ``rows``, every action as early as the order and its inputs allow.
 
-    A rank runs until it lacks an input; whoever fills that slot wakes it again, so every action is
-    looked at a few times only. Copies are started when no rank can go on without: the first of
-    them cannot be overtaken any more then.
+    A rank runs until it lacks an input; whoever fills that slot wakes it again. Copies are started
+    when no rank can go on without: the first of them cannot be overtaken any more then.
 
     Args:
         rows: of every rank.
@@ -134,8 +133,7 @@ def run(
         RepeatedError: an action is there twice.
     """
     # A slot that is waited for holds the complement of the rank, an empty one that of no rank.
-    empty = ~len(rows)
-    ends = [empty] * slots
+    ends = [empty := ~len(rows)] * slots
     clock, at = [0] * len(rows), [0] * len(rows)
     awake = list(range(len(rows) - 1, -1, -1))
     while True:
@@ -177,12 +175,11 @@ def run(
                     raise RepeatedError(rank, position)
                 awake.append(~waiter)
             if more is not None:
-                woken = _finish(more, j, time, ends)
-                if any(waiter >= 0 for waiter in woken):
-                    raise RepeatedError(rank, position)
-                awake += [~waiter for waiter in woken if waiter != empty]
-                if more.copy is not None:
-                    assert copies is not None
+                for waiter in _finish(more, j, time, ends):
+                    if waiter >= 0:
+                        raise RepeatedError(rank, position)
+                    awake += [~waiter] if waiter != empty else []
+                if more.copy is not None and copies is not None:
                     copies.ask(rank, more.copy + j, time)
         else:
             clock[rank], at[rank] = time, len(row)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..actions import Action, Op, Operation, RankActions
+from ..actions import Op, Operation, RankActions
 from ..costs import Durations
 from ..effects import DEVICE, inputs, peak_sets, results
 from ..placement import Placement
@@ -69,10 +69,13 @@ def list_schedule(
     ]
     ends: dict[tuple[int, int], list[int]] = {}
     fused = {a.stage for row in orders for a in row if a.op is Op.BW}
-    ranks = [
-        _Rank(order, placement, rank, work, fused, ends, most, wait)
-        for rank, (order, most, wait) in enumerate(zip(orders, caps, waits))
-    ]
+    ranks = []
+    for order, most, wait in zip(orders, caps, waits):
+        names = sorted({(a[0], a[1]) for a in order})
+        lanes = [_lane(op, stage, placement, work, fused, ends) for op, stage in names]
+        number = {name: i for i, name in enumerate(names)}
+        queue = [number[op, stage] for op, stage, _ in order]
+        ranks.append(_Rank(queue, lanes, most, wait))
     pp, before = placement.pp, -1
     wakes = list(range(pp))  # a heap of time * pp + rank
     while wakes:
@@ -82,7 +85,7 @@ def list_schedule(
         before = wake
         time, at = divmod(wake, pp)
         rank = ranks[at]
-        if time < rank.clock or rank.following[-1] == rank.size:
+        if time < rank.clock or rank.following[-1] == len(rank.queue):
             continue
         index = rank.choose(time)
         # A rank that finds nothing, or gives way to a pass that is expected, looks again when it is
@@ -93,7 +96,7 @@ def list_schedule(
             heapq.heappush(wakes, clock * pp + at)
             if feeds is not None:
                 heapq.heappush(wakes, (clock + feeds[1]) * pp + feeds[0])
-    return [rank.done for rank in ranks]
+    return [[order[i] for i in rank.done] for order, rank in zip(orders, ranks)]
 
 
 class _Lane(NamedTuple):
@@ -111,70 +114,73 @@ class _Lane(NamedTuple):
     only_w: bool
 
 
+def _lane(
+    op: Operation,
+    stage: int,
+    placement: Placement,
+    work: Durations,
+    fused: set[int],
+    all_ends: dict[tuple[int, int], list[int]],
+) -> _Lane:
+    rank_of, last = placement.rank_of, placement.num_stages - 1
+    rank = rank_of(stage)
+
+    def ends(kind: int, other: int) -> list[int]:
+        return all_ends.setdefault((kind, other), [])
+
+    def hop(other: int) -> int:
+        return work.hop if rank_of(other) != rank else 0
+
+    def producer(kind: int, other: int) -> int:
+        return work.of((Op.F, Op.BW if other in fused else Op.B)[kind], other)
+
+    after = [
+        (ends(kind, other), hop(other), producer(kind, other))
+        for kind, other in inputs(op, stage, last + 1)
+    ]
+    # Both the next stage's F and the previous stage's B are fed; nothing waits for a W.
+    fed = stage + 1 if op is Op.F else stage if op is Op.W else stage - 1
+    feeds = None
+    if 0 <= fed <= last and rank_of(fed) != rank:
+        feeds = rank_of(fed), hop(fed)
+    return _Lane(
+        DEVICE.get(op, 0),
+        work.of(op, stage),
+        after,
+        after[-1][:2] if after else None,
+        [ends(kind, stage) for kind in results(op)],
+        feeds,
+        op is Op.F,
+        op is Op.W,
+    )
+
+
 class _Rank:
-    """One rank's passes: a ring of those that have not run yet, in the given order."""
+    """One rank's passes: a ring of those that have not run yet, in the given order.
 
-    def __init__(
-        self,
-        order: Sequence[Action],
-        placement: Placement,
-        rank: int,
-        durations: Durations,
-        fused: set[int],
-        all_ends: dict[tuple[int, int], list[int]],
-        cap: int,
-        waits: _Waits,
-    ) -> None:
-        self.order, self.cap, self.waits = order, cap, waits
-        self.placement, self.rank, self.durations = placement, rank, durations
-        self.fused, self.all_ends = fused, all_ends
-        names = sorted({(a[0], a[1]) for a in order})
-        self.lanes = [self._lane(op, stage) for op, stage in names]
-        number = {name: i for i, name in enumerate(names)}
-        self.queue = [number[op, stage] for op, stage, _ in order]
-        self.size = len(order)
+    Args:
+        queue: the lane of every pass.
+        lanes: of the rank.
+        cap: most activation sets.
+        waits: least gaps, as numerator and denominator.
+
+    Attributes:
+        done: positions in the given order, in the new one.
+    """
+
+    def __init__(self, queue: list[int], lanes: Sequence[_Lane], cap: int, waits: _Waits) -> None:
+        self.queue, self.lanes, self.limits = queue, lanes, (cap, waits)
+        size = len(queue)
         # Entry ``size``, also reached as -1, is the ring's joint: before the first, after the last.
-        self.following: list[int] = [*range(1, self.size + 1), 0]
-        self.previous = [self.size, *range(self.size)]
-        self.count = [0] * len(names)  # passes of each lane that have run
-        total = Counter(self.queue)
-        self.gates = [(lane.gate, total[i]) for i, lane in enumerate(self.lanes)]
+        self.following: list[int] = [*range(1, size + 1), 0]
+        self.previous = [size, *range(size)]
+        self.count = [0] * len(lanes)  # passes of each lane that have run
+        total = Counter(queue)
+        self.gates = [(lane.gate, total[i]) for i, lane in enumerate(lanes)]
         self.clock = self.sets = 0
-        self.forwards = sum(a[0] is Op.F for a in order)
-        self.growing = [i for i, lane in enumerate(self.lanes) if lane.grows]
-        self.done: list[Action] = []
-
-    def _lane(self, op: Operation, stage: int) -> _Lane:
-        work, last = self.durations, self.placement.num_stages - 1
-
-        def ends(kind: int, other: int) -> list[int]:
-            return self.all_ends.setdefault((kind, other), [])
-
-        def hop(other: int) -> int:
-            return work.hop if self.placement.rank_of(other) != self.rank else 0
-
-        def producer(kind: int, other: int) -> int:
-            return work.of((Op.F, Op.BW if other in self.fused else Op.B)[kind], other)
-
-        after = [
-            (ends(kind, other), hop(other), producer(kind, other))
-            for kind, other in inputs(op, stage, last + 1)
-        ]
-        # Both the next stage's F and the previous stage's B are fed; nothing waits for a W.
-        fed = stage + 1 if op is Op.F else stage if op is Op.W else stage - 1
-        feeds = None
-        if 0 <= fed <= last and self.placement.rank_of(fed) != self.rank:
-            feeds = self.placement.rank_of(fed), hop(fed)
-        return _Lane(
-            DEVICE.get(op, 0),
-            work.of(op, stage),
-            after,
-            after[-1][:2] if after else None,
-            [ends(kind, stage) for kind in results(op)],
-            feeds,
-            op is Op.F,
-            op is Op.W,
-        )
+        self.forwards = sum(lanes[number].grows for number in queue)
+        self.growing = [i for i, lane in enumerate(lanes) if lane.grows]
+        self.done: list[int] = []
 
     def choose(self, time: int) -> int | None:
         """Index of the pass to start at ``time``, or None: stay idle."""
@@ -196,8 +202,8 @@ class _Rank:
         ready_lanes = self._ready_lanes(time)
         if not ready_lanes:
             return None
-        size, cap = self.size, self.cap
-        num, den = self.waits[self.forwards == 0]
+        size, (cap, waits) = len(queue), self.limits
+        num, den = waits[self.forwards == 0]
         sets = peak = self.sets  # resident now, and the most up to this place of the queue
         blocked = [False] * len(lanes)
         free = len(lanes)
@@ -270,5 +276,5 @@ class _Rank:
         self.sets += lane.sets
         if lane.grows:
             self.forwards -= 1
-        self.done.append(self.order[index])
+        self.done.append(index)
         return lane.feeds

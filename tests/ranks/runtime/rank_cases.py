@@ -341,7 +341,7 @@ class Telling(Watchdog):
     def waiting(self, detail: str, sending: Any = None) -> None:
         """See ``Watchdog``."""
         super().waiting(detail, sending)
-        say(f"{self._action} {detail}")
+        say(f"{self._place and self._place[0]} {detail}")
 
 
 class WatchedTime(HeldTime):
