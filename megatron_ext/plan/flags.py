@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from .._input import attribute
+from .._input import attribute, flag_of
 from .model import Job, PlanError
 
 # Fields of the job that have no flag of their own name.
@@ -28,7 +28,7 @@ _TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 # fields, and those that fields follow from.
 FLAGS: dict[str, Any] = {
     **{
-        "--" + each.name.replace("_", "-"): _TYPES[str(each.type).split(" |")[0]]
+        flag_of(each.name): _TYPES[str(each.type).split(" |")[0]]
         for each in fields(Job)
         if each.name not in _COMPUTED
     },
