@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .._input import parse_bytes
-from ..plan.flags import add_flags, job_of, notes_on, read
+from .._input import attribute, parse_bytes
+from ..plan.flags import FLAGS, add_flags, job_of, notes_on, read
 from ..plan.gpu import GPUS, Gpu, gpu_of
 from ..plan.model import Job, PlanError
 from ..plan.profile import Profile
@@ -134,13 +134,7 @@ def _plan(args: argparse.Namespace) -> None:
         print(report_text(result, space, ignored, notes, seconds, args.output))
 
 
-def _known() -> set[str]:
-    parser = argparse.ArgumentParser(add_help=False)
-    add_flags(parser)
-    return {action.dest for action in parser._actions}
-
-
-_KNOWN = _known()
+_KNOWN = {attribute(name) for name in FLAGS}
 
 
 def _tokens(line: str | None) -> list[str]:
