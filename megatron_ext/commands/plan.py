@@ -128,10 +128,8 @@ def _plan(args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - started
     if args.output is not None and result.best is not None:
         _save(args.output, result)
-    if args.json:
-        print(json.dumps(report_json(result, space, ignored, notes, seconds, args.output)))
-    else:
-        print(report_text(result, space, ignored, notes, seconds, args.output))
+    data = report_json(result, space, ignored, notes, seconds, args.output)
+    print(json.dumps(data) if args.json else report_text(data, args.output))
 
 
 _KNOWN = {attribute(name) for name in FLAGS}
