@@ -156,3 +156,8 @@ def size_text(size: int) -> str:
 def attribute(flag: str) -> str:
     """Name of a flag's value in parsed arguments: ``--pp-cost`` -> ``pp_cost``."""
     return flag.removeprefix("--").replace("-", "_")
+
+
+def flag_of(name: str) -> str:
+    """The flag of a value in parsed arguments: ``pp_cost`` -> ``--pp-cost``."""
+    return "--" + name.replace("_", "-")

@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .._input import shown
+from .._input import flag_of, shown
 from ..schedule import (
     AUTO,
     NAMES,
@@ -171,8 +171,9 @@ def offloads(args: argparse.Namespace) -> bool:
         )
     for option in ("offload_time", "offload_transfer"):
         if getattr(args, option) is not None and not asked:
-            flag = "--" + option.replace("_", "-")
-            raise InputError(f"{flag} {getattr(args, option)} is for --offload; give both")
+            raise InputError(
+                f"{flag_of(option)} {getattr(args, option)} is for --offload; give both"
+            )
     return asked
 
 
@@ -306,10 +307,9 @@ def _check_name(args: argparse.Namespace, offload: bool) -> None:
         if option == "memory_cap" and offload:
             continue  # every schedule has one then
         if getattr(args, option) is not None and args.schedule not in some:
-            flag = "--" + option.replace("_", "-")
             raise InputError(
-                f"{flag} {getattr(args, option)} is for {' and '.join(some)}, and "
-                f"{args.schedule} has none; leave {flag} out, or give another --schedule"
+                f"{flag_of(option)} {getattr(args, option)} is for {' and '.join(some)}, and "
+                f"{args.schedule} has none; leave {flag_of(option)} out, or give another --schedule"
             )
 
 
@@ -331,10 +331,9 @@ def _from_file(path: str, args: argparse.Namespace) -> Schedule:
             )
     for option in ("memory_cap", "group_size", "objective"):
         if getattr(args, option) is not None:
-            flag = "--" + option.replace("_", "-")
             raise InputError(
-                f"{flag} {getattr(args, option)} shapes a generated schedule, but the order in "
-                f"{path} is fixed; leave {flag} out"
+                f"{flag_of(option)} {getattr(args, option)} shapes a generated schedule, but the "
+                f"order in {path} is fixed; leave {flag_of(option)} out"
             )
     schedule = replace(schedule, costs=costs_of(args, schedule.costs))
     with user_input(path):

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .._input import parse_bytes
-from ..plan.flags import add_flags, job_of, notes_on, read
+from .._input import attribute, parse_bytes
+from ..plan.flags import FLAGS, add_flags, job_of, notes_on, read
 from ..plan.gpu import GPUS, Gpu, gpu_of
 from ..plan.model import Job, PlanError
 from ..plan.profile import Profile
@@ -128,19 +128,11 @@ def _plan(args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - started
     if args.output is not None and result.best is not None:
         _save(args.output, result)
-    if args.json:
-        print(json.dumps(report_json(result, space, ignored, notes, seconds, args.output)))
-    else:
-        print(report_text(result, space, ignored, notes, seconds, args.output))
+    data = report_json(result, space, ignored, notes, seconds, args.output)
+    print(json.dumps(data) if args.json else report_text(data, args.output))
 
 
-def _known() -> set[str]:
-    parser = argparse.ArgumentParser(add_help=False)
-    add_flags(parser)
-    return {action.dest for action in parser._actions}
-
-
-_KNOWN = _known()
+_KNOWN = {attribute(name) for name in FLAGS}
 
 
 def _tokens(line: str | None) -> list[str]:

@@ -12,7 +12,7 @@ from ..plan.post_validation import PostValidationEstimate, with_post_validation
 from ..plan.search import Result
 from ..plan.space import SearchSpace
 from ..schedule.costs import number_to_json
-from .common import short
+from ..view.timeline import decimal
 
 
 def report_json(
@@ -54,11 +54,14 @@ def report_json(
         }
     else:
         least = result.smallest
+        part, size = least.worst.largest_part()
         data["needs"] = {
             "bytes": least.worst.total,
             "rank": least.worst.rank,
-            "part": least.worst.largest_part()[0],
+            "part": part,
+            "part_bytes": size,
             **point_json(least),
+            "flags": least.flags(),
             "ranks": [rank_json(rank) for rank in least.ranks],
         }
     return data
@@ -70,6 +73,8 @@ def point_json(point: Point) -> dict[str, Any]:
     return {
         "schedule": point.spec.name,
         "chunks": point.spec.chunks,
+        "memory_cap": None if point.cap is None else number_to_json(point.cap),
+        "group_size": point.spec.group_size,
         "microbatches": point.spec.microbatches,
         "micro_batch_size": job.micro_batch_size,
         "cheap_recompute": job.cheap_recompute,
@@ -114,32 +119,25 @@ def rank_json(rank: RankBytes) -> dict[str, Any]:
     }
 
 
-def report_text(
-    result: Result,
-    space: SearchSpace,
-    ignored: Sequence[str],
-    notes: Sequence[str],
-    seconds: float,
-    file: str | None,
-) -> str:
-    """The same for people."""
+def report_text(data: dict[str, Any], file: str | None) -> str:
+    """``report_json``'s answer for people; ``file`` as there."""
     lines = [
-        f"{space.pp} ranks of {space.gpu.name}, {gib(result.budget)} a rank; "
-        f"{result.candidates} candidates, {len(result.points)} points simulated in {seconds:.1f} s"
+        f"{data['pp']} ranks of {data['gpu']}, {gib(data['memory_cap_bytes'])} a rank; "
+        f"{data['candidates']} candidates, {data['simulated']} points simulated in "
+        f"{data['seconds']:.1f} s"
     ]
-    if result.skipped:
-        lines.append(f"{result.skipped} more were left out; --effort 2 simulates more of them")
+    if data["skipped"]:
+        lines.append(f"{data['skipped']} more were left out; --effort 2 simulates more of them")
     lines.append("")
-    best = result.best
-    if best is None:
-        lines += _nothing_fits(result)
+    if data["chosen"] is None:
+        lines += _nothing_fits(data)
     else:
-        lines += [*_front(result.front), "", *_chosen(best, file)]
-        lines += [_post_validation(best, result.budget), "", *_ranks(best.ranks)]
-    if ignored:
-        lines += ["", "ignored flags: " + " ".join(ignored)]
+        lines += [*_front(data["front"]), "", *_chosen(data["chosen"], file)]
+        lines += [_post_validation(data), "", *_ranks(data["chosen"]["ranks"])]
+    if data["ignored"]:
+        lines += ["", "ignored flags: " + " ".join(data["ignored"])]
     lines += ["", "assumptions:"]
-    lines += [f"  {text}" for text in _assumptions(space, notes)]
+    lines += [f"  {text}" for text in data["assumptions"]]
     return "\n".join(lines)
 
 
@@ -160,7 +158,7 @@ _HEADS = (
 )
 
 
-def _front(points: Sequence[Point]) -> list[str]:
+def _front(points: Sequence[dict[str, Any]]) -> list[str]:
     """The Pareto-optimal points within the budget."""
     cells = [_HEADS, *(_cells(point) for point in points)]
     widths = [max(map(len, column)) for column in zip(*cells)]
@@ -171,78 +169,76 @@ def _front(points: Sequence[Point]) -> list[str]:
     return lines
 
 
-def _cells(point: Point) -> tuple[str, ...]:
-    spec, work = point.spec, point.workload
-    name, stages = spec.name, spec.placement.num_stages
-    if point.cap is not None:
-        name += f" {point.cap * stages}/{stages}"
-    if spec.group_size is not None:
-        name += f" g={spec.group_size}"
+def _cells(point: dict[str, Any]) -> tuple[str, ...]:
+    name, stages = point["schedule"], len(point["layers"])
+    if point["memory_cap"] is not None:
+        name += f" {round(point['memory_cap'] * stages)}/{stages}"
+    if point["group_size"] is not None:
+        name += f" g={point['group_size']}"
     return (
         name,
-        str(spec.chunks),
-        str(work.job.micro_batch_size),
-        "cheap" if work.job.cheap_recompute else "-",
-        point.offload or "-",
-        "even" if work.split.even else "custom",
-        f"{float(point.makespan_us) / 1000:.1f}",
-        f"{float(100 * point.bubble):.2f} %",
-        f"{point.worst.total / 2**30:.2f}",
-        str(point.worst.rank),
-        f"{point.host_bytes / 2**30:.2f}",
+        str(point["chunks"]),
+        str(point["micro_batch_size"]),
+        "cheap" if point["cheap_recompute"] else "-",
+        point["offload"] or "-",
+        "even" if point["layout"] is None else "custom",
+        f"{point['step_ms']:.1f}",
+        f"{100 * point['bubble']:.2f} %",
+        f"{point['peak_bytes'] / 2**30:.2f}",
+        str(point["peak_rank"]),
+        f"{point['host_bytes'] / 2**30:.2f}",
     )
 
 
-def _chosen(best: Point, file: str | None) -> list[str]:
-    lines = ["flags of the fastest:"]
-    lines += [f"  {words}" for words in best.flags(file)]
-    if file is None and best.offload is None:
-        named = best.as_named()
-        if named != best.makespan_us:
-            lines.append(
-                f"  (--pp-cost has one cost for all stages: with an order made for it a step takes "
-                f"{float(named) / 1000:.1f} ms; --output FILE.json writes the order above, for "
-                "--pp-schedule FILE.json)"
-            )
+def _chosen(best: dict[str, Any], file: str | None) -> list[str]:
+    lines = ["flags of the fastest:", *(f"  {words}" for words in best["flags"])]
+    named = best["step_ms_by_name"]
+    if file is None and named not in (None, best["step_ms"]):
+        lines.append(
+            f"  (--pp-cost has one cost for all stages: with an order made for it a step takes "
+            f"{named:.1f} ms; --output FILE.json writes the order above, for "
+            "--pp-schedule FILE.json)"
+        )
     return lines
 
 
-def _post_validation(best: Point, budget: int) -> str:
+def _post_validation(data: dict[str, Any]) -> str:
     """What ``--pp-post-validation`` would change."""
-    found = with_post_validation(best)
-    gain = float(1 - found.step_us / best.makespan_us)
+    best, found = data["chosen"], data["chosen"]["post_validation"]
+    gain = 1 - found["step_ms"] / best["step_ms"]
     if gain < 0.0005:
         return "  (--pp-post-validation would gain nothing)"
-    more = found.worst - best.worst.total
+    more = found["peak_bytes"] - best["peak_bytes"]
     peak = f"{gib(more)} more at the peak" if more > 0 else "no more at the peak"
-    if found.worst > budget:
+    if found["peak_bytes"] > data["memory_cap_bytes"]:
         peak += ", which is over the budget"
     return (
-        f"  (--pp-post-validation: a step takes {float(found.step_us) / 1000:.1f} ms, "
-        f"{gain:.1%} less; extra {gib(max(found.copies))} at most until validated, {peak})"
+        f"  (--pp-post-validation: a step takes {found['step_ms']:.1f} ms, {gain:.1%} less; extra "
+        f"{gib(found['copies_bytes'])} at most until validated, {peak})"
     )
 
 
-def _ranks(ranks: Sequence[RankBytes]) -> list[str]:
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "running_pass", "total")
+
+
+def _ranks(ranks: Sequence[dict[str, Any]]) -> list[str]:
     lines = ["GiB per rank: parameters, gradients, optimizer, activations, running pass = total"]
     for rank in ranks:
-        parts = (rank.states.parameters, rank.states.gradients, rank.states.optimizer)
-        row = "  ".join(f"{x / 2**30:6.2f}" for x in (*parts, rank.kept, rank.passing, rank.total))
-        host = f"  host {rank.host / 2**30:.2f}" if rank.host else ""
-        lines.append(f"  {rank.rank:3d}  {row}  at {rank.at}{host}")
+        row = "  ".join(f"{rank[part] / 2**30:6.2f}" for part in _PARTS)
+        host = f"  host {rank['host'] / 2**30:.2f}" if rank["host"] else ""
+        lines.append(f"  {rank['rank']:3d}  {row}  at {rank['at']}{host}")
     return lines
 
 
-def _nothing_fits(result: Result) -> list[str]:
-    least = result.smallest
-    part, size = least.worst.largest_part()
-    name = least.spec.name + (f" with offload {least.offload}" if least.offload else "")
-    step = short(least.makespan_us / 1000)
+def _nothing_fits(data: dict[str, Any]) -> list[str]:
+    least = data["needs"]
+    name = least["schedule"] + (f" with offload {least['offload']}" if least["offload"] else "")
     return [
-        f"nothing fits in {gib(result.budget)}. The least that was found to fit is "
-        f"--memory-cap {least.worst.total / 2**30 + 0.005:.2f}GiB: {name}, {step} ms a step.",
-        f"Rank {least.worst.rank} binds, with {gib(size)} of {part}:",
-        *_ranks(least.ranks),
+        f"nothing fits in {gib(data['memory_cap_bytes'])}. The least that was found to fit is "
+        f"--memory-cap {least['bytes'] / 2**30 + 0.005:.2f}GiB: {name}, "
+        f"{decimal(least['step_ms'])} ms a step.",
+        f"Rank {least['rank']} binds, with {gib(least['part_bytes'])} of {least['part']}:",
+        *_ranks(least["ranks"]),
         "its flags would be:",
-        *(f"  {words}" for words in least.flags()),
+        *(f"  {words}" for words in least["flags"]),
     ]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from .._input import flag_of
 from ..schedule.costs import Costs
 from ..schedule.generators.building_block import Block
 from ..schedule.generators.vee import v_half_block, v_min_block, v_zb_block
@@ -147,10 +148,10 @@ def _block(args: argparse.Namespace) -> timeline.Timeline:
     """A building block repeated, or squeezed too. A pass takes 1 in both."""
     for option in _NOT_FOR_BLOCKS:
         if getattr(args, option) is not None:
-            flag = "--" + option.replace("_", "-")
             raise InputError(
-                f"{flag} {getattr(args, option)} is not for --block {args.block}, which is the "
-                f"same at any cost; leave {flag} out, or use --schedule {args.block}"
+                f"{flag_of(option)} {getattr(args, option)} is not for --block {args.block}, which "
+                f"is the same at any cost; leave {flag_of(option)} out, or use --schedule "
+                f"{args.block}"
             )
     if args.pp is None or args.pp < 2:
         raise InputError(f"--block {args.block} needs --pp P, at least 2 pipeline ranks")

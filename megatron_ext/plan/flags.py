@@ -4,76 +4,50 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NoReturn
 
-from .._input import attribute
+from .._input import attribute, flag_of
 from .model import Job, PlanError
 
-# Flag -> type of its value; bool is a switch. Names are pretrain_gpt.py's.
+# Fields of the job that have no flag of their own name.
+_COMPUTED = {
+    *(
+        "moe_layers",
+        "add_bias_linear",
+        "flash_attention",
+        "transformer_engine",
+        "data_parallel_size",
+    ),
+    *("params_dtype", "grads_in_fp32", "cheap_recompute", "recompute_modules", "layout"),
+    "assumptions",
+}
+_TYPES = {"int": int, "float": float, "str": str, "bool": bool}
+
+# Flag -> type of its value; bool is a switch. Names are pretrain_gpt.py's: those of the job's
+# fields, and those that fields follow from.
 FLAGS: dict[str, Any] = {
-    "--num-layers": int,
-    "--hidden-size": int,
-    "--ffn-hidden-size": int,
-    "--num-attention-heads": int,
+    **{
+        flag_of(each.name): _TYPES[str(each.type).split(" |")[0]]
+        for each in fields(Job)
+        if each.name not in _COMPUTED
+    },
     "--group-query-attention": bool,
-    "--num-query-groups": int,
-    "--kv-channels": int,
-    "--seq-length": int,
-    "--max-position-embeddings": int,
-    "--position-embedding-type": str,
     "--use-rotary-position-embeddings": bool,
-    "--normalization": str,
-    "--swiglu": bool,
-    "--squared-relu": bool,
     "--disable-bias-linear": bool,
-    "--add-qkv-bias": bool,
-    "--qk-layernorm": bool,
-    "--untie-embeddings-and-output-weights": bool,
     "--vocab-size": int,
-    "--padded-vocab-size": int,
     "--make-vocab-size-divisible-by": int,
-    "--hidden-dropout": float,
-    "--attention-dropout": float,
     "--attention-backend": str,
-    "--attention-softmax-in-fp32": bool,
     "--apply-query-key-layer-scaling": bool,
     "--use-flash-attn": bool,
     "--transformer-impl": str,
-    "--num-experts": int,
     "--moe-layer-freq": str,
-    "--moe-ffn-hidden-size": int,
-    "--moe-router-topk": int,
-    "--moe-expert-capacity-factor": float,
-    "--moe-shared-expert-intermediate-size": int,
-    "--moe-shared-expert-gate": bool,
-    "--moe-grouped-gemm": bool,
-    "--tensor-model-parallel-size": int,
-    "--pipeline-model-parallel-size": int,
-    "--context-parallel-size": int,
-    "--expert-model-parallel-size": int,
-    "--expert-tensor-parallel-size": int,
-    "--sequence-parallel": bool,
     "--world-size": int,
     "--bf16": bool,
     "--fp16": bool,
     "--accumulate-allreduce-grads-in-fp32": bool,
-    "--grad-reduce-in-bf16": bool,
-    "--use-distributed-optimizer": bool,
-    "--use-precision-aware-optimizer": bool,
-    "--main-params-dtype": str,
-    "--main-grads-dtype": str,
-    "--exp-avg-dtype": str,
-    "--exp-avg-sq-dtype": str,
-    "--optimizer": str,
-    "--sgd-momentum": float,
     "--recompute-activations": bool,
-    "--recompute-granularity": str,
-    "--recompute-method": str,
-    "--recompute-num-layers": int,
     "--recompute-modules": list,
-    "--distribute-saved-activations": bool,
-    "--micro-batch-size": int,
-    "--global-batch-size": int,
     "--pipeline-model-parallel-layout": str,
     "--pp-cheap-recompute": bool,
 }

@@ -6,6 +6,8 @@ import ast
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from .._input import flag_of
+
 
 class PlanError(ValueError):
     """Input that cannot be planned with; the text gives the reason and the fix."""
@@ -158,8 +160,7 @@ class Job:
             )
         for name in ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(self, name) not in _BYTES:
-                flag = "--" + name.replace("_", "-")
-                raise PlanError(f"{flag} must be one of {', '.join(_BYTES)}")
+                raise PlanError(f"{flag_of(name)} must be one of {', '.join(_BYTES)}")
         if self.cheap_recompute and self.recompute_granularity == "full":
             raise PlanError(
                 "--pp-cheap-recompute has nothing to do under --recompute-granularity full; drop "
@@ -230,8 +231,7 @@ class Job:
 def _positive(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if type(value) is int and value < 1:
-            flag = "--" + name.replace("_", "-")
-            raise PlanError(f"{flag} must be a whole number >= 1, got {value}")
+            raise PlanError(f"{flag_of(name)} must be a whole number >= 1, got {value}")
 
 
 def _flash(given: dict[str, Any]) -> bool:

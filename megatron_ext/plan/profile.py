@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from .._input import parse_json, read_text, real, shown, whole
+from .._input import flag_of, parse_json, read_text, real, shown, whole
 from ..schedule.costs import Costs
 from ..schedule.link import travel_time
 from ..schedule.placement import Placement
@@ -176,7 +176,7 @@ class Profile:
         for name, measured, own in pairs:
             if measured != own:
                 raise PlanError(
-                    f"the profile was measured with --{name.replace('_', '-')} {measured}, but the "
+                    f"the profile was measured with {flag_of(name)} {measured}, but the "
                     f"job has {own}; measure it anew with --pp-profile-steps"
                 )
         if self.cheap_recompute != job.cheap_recompute:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 
 from .costs import Costs
 from .effects import peak_sets
@@ -95,11 +95,9 @@ class ScheduleSpec:
     @property
     def splits_backward(self) -> bool:
         """True if the schedule named has B and W passes of their own."""
-        return (
-            GENERATORS[self.name].split_backward
-            if self.order is None
-            else (self.order.splits_backward)
-        )
+        if self.order is not None:
+            return self.order.splits_backward
+        return GENERATORS[self.name].split_backward
 
     def order_alone(self) -> ScheduleSpec:
         """The same without offload, and without a cap that only offload could keep."""
@@ -129,8 +127,7 @@ class Selected:
     @property
     def place(self) -> tuple[Fraction, int]:
         """Lower is better: the time, then the position in the registry."""
-        name = self.schedule.name
-        return self.time, NAMES.index(name) if name in NAMES else -1
+        return self.time, NAMES.index(self.schedule.name)
 
 
 class CapExceeded(ValueError):
@@ -221,17 +218,13 @@ def _named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
         chosen: the user named it; else it is one of those that ``auto`` tries.
     """
     options = _options(spec, chosen)
-    tried: dict[tuple[int, int], Selected | ValueError] = {}
 
+    @cache
     def attempt(index: int, microbatches: int) -> Selected | ValueError:
-        if (index, microbatches) not in tried:
-            try:
-                made = _made(replace(spec, microbatches=microbatches), options[index])
-            except ValueError as error:
-                tried[index, microbatches] = error
-            else:
-                tried[index, microbatches] = made
-        return tried[index, microbatches]
+        try:
+            return _made(replace(spec, microbatches=microbatches), options[index])
+        except ValueError as error:
+            return error
 
     largest = len(options) - 1
     if largest:

@@ -29,7 +29,6 @@ class Generator:
         description: one line for people.
         takes_group_size, takes_memory_cap: which options it has; a group of ceil(p/2)+1 to p
             microbatches, a cap of ``v_cap_limits``.
-        effort: what the planner counts for one of its passes; one of zb-h1 is 1.
     """
 
     orders: Callable[[Request], Sequence[Sequence[AnyAction]]]
@@ -40,7 +39,6 @@ class Generator:
     description: str
     takes_group_size: bool = False
     takes_memory_cap: bool = False
-    effort: float = 1.0
 
 
 def _shaped(fixed: RankActions, cap: int | list[int], request: Request) -> RankActions:
@@ -119,10 +117,10 @@ def _dualpipev(request: Request) -> list[list[AnyAction]]:
 # searched orders. Of equally fast schedules ``auto`` takes the first.
 GENERATORS: dict[str, Generator] = {
     "1f1b": Generator(
-        _one_f_one_b, "loop", 1, False, False, "one forward, one backward; the default", effort=0.2
+        _one_f_one_b, "loop", 1, False, False, "one forward, one backward; the default"
     ),
     "interleaved": Generator(
-        _interleaved, "loop", 2, True, False, "1F1B over several chunks; more memory", effort=0.3
+        _interleaved, "loop", 2, True, False, "1F1B over several chunks; more memory"
     ),
     "zb-h1": Generator(
         _zb_h1, "loop", 1, False, True, "split backward at 1F1B's memory; a third of its bubble"
@@ -131,14 +129,14 @@ GENERATORS: dict[str, Generator] = {
         _zb_h2, "loop", 1, False, True, "split backward, nearly twice the memory; no idle in a span"
     ),
     "interleaved-zb": Generator(
-        _interleaved_zb, "loop", 2, True, True, "split backward, at 1F1B's memory", effort=2.0
+        _interleaved_zb, "loop", 2, True, True, "split backward, at 1F1B's memory"
     ),
     "gis-h": Generator(
         _gis_h, "loop", 2, True, True, "gis with groups of p/2: half of interleaved's memory"
     ),
     "gis": Generator(_gis, "loop", 2, True, True, "interleaved in groups of --pp-group-size", True),
     "po": Generator(
-        _po, "loop", 2, True, True, "gis-h's block repeated uniformly, made for offload", effort=0.3
+        _po, "loop", 2, True, True, "gis-h's block repeated uniformly, made for offload"
     ),
     "v-zb": Generator(
         _v_zb, "vee", 2, False, True, "split backward, V placement: 1F1B's memory, least bubble"
@@ -150,10 +148,10 @@ GENERATORS: dict[str, Generator] = {
         _v_min, "vee", 2, False, True, "split backward, V placement: about a third of the memory"
     ),
     "dualpipev": Generator(
-        _dualpipev, "vee", 2, False, True, "V placement, joint F and B; one set more", effort=0.3
+        _dualpipev, "vee", 2, False, True, "V placement, joint F and B; one set more"
     ),
     "v-cap": Generator(
-        v_cap, "vee", 2, False, True, "V placement at any cap", takes_memory_cap=True, effort=14.0
+        v_cap, "vee", 2, False, True, "V placement at any cap", takes_memory_cap=True
     ),
 }
 
