@@ -159,6 +159,9 @@ class Tuner:
         self._bucket = bucket(report.tokens)
         times = self.costs.times.setdefault(largest(self._bucket), {})
         fitting = self._fitting(grown and not first)
+        if not times and len(fitting) > 1 and (first or self._trial is None):
+            tokens = largest(self._bucket)
+            self._log(f"up to {tokens} tokens a rank: trying {len(fitting)} plans, a step each")
         if first and self._budget is not None and not times:
             fitting = [self._budget.least(self._plans, rows)]
         self._recheck(times)
@@ -214,9 +217,6 @@ class Tuner:
     ) -> LayerPlan | None:
         """The next plan to time: all in the paper's order, then other orders of the fastest."""
         new = [p for p in fitting if p not in times and not self._copies_too_long(p, times)]
-        if len(new) == len(fitting) > 1:
-            tokens = largest(self._bucket)
-            self._log(f"up to {tokens} tokens a rank: trying {len(new)} plans, a step each")
         if new:
             return new[0]
         best = self._fastest(fitting, times)
