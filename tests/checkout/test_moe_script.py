@@ -107,6 +107,20 @@ def test_what_auto_chooses_trains_as_stock(
     assert "MoE layers of hidden" not in outcome.log(1)
 
 
+def test_auto_under_stocks_schedule(
+    start: Callable[..., Outcome], train: Callable[..., Losses]
+) -> None:
+    """A step each: Megatron's own layer, which trains bit for bit as it does, then chunks."""
+    outcome = start("--moe-pipeline-chunks", "auto")
+    assert outcome.status == "ok", outcome.log(0)[-6000:]
+    log = outcome.log(3).replace("\n", " ")
+    _close((TRAINING.findall(log), EVALUATION.findall(log)), train())
+    summary = [line for line in outcome.log(0).splitlines() if "over the run" in line]
+    for plan in ("Megatron's own layer;", "2 chunks, none, lookahead 2;", "4 chunks, none"):
+        assert sum(f"rank: {plan}" in line for line in summary) == 1, plan
+    assert "trying 4 plans, a step each" in outcome.log(0)
+
+
 def test_a_budget_that_nothing_keeps_ends_before_training(start: Callable[..., Outcome]) -> None:
     flags = ("--moe-pipeline-chunks", "auto", "--moe-memory-reuse", "auto")
     outcome = start(*flags, "--moe-memory-budget", "1KiB")

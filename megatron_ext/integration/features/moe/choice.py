@@ -136,7 +136,7 @@ class ChosenMoE(FixedPolicy):
                 like = hidden.new_empty((1, shape.hidden))
                 local, rows = exchange.local_experts, self._rows
                 kept = kept_bytes_per_row(region.experts, region.parameters, local, like, probs)
-                self._rows = rows  # those of the probe are no one's
+                self._rows = rows  # without those of the probe
                 known = replace(known, kept_bytes=_largest((kept,), hidden, region)[0])
             if self.restores and known.to_host is None:
                 device = region.memory.device
