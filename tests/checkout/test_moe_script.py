@@ -110,7 +110,7 @@ def test_what_auto_chooses_trains_as_stock(
 def test_auto_under_stocks_schedule(
     start: Callable[..., Outcome], train: Callable[..., Losses]
 ) -> None:
-    """A step each: Megatron's own layer, which trains bit for bit as it does, then chunks."""
+    """A step each: Megatron's own layer, then 2 and 4 chunks."""
     outcome = start("--moe-pipeline-chunks", "auto")
     assert outcome.status == "ok", outcome.log(0)[-6000:]
     log = outcome.log(3).replace("\n", " ")
