@@ -167,7 +167,7 @@ class Bench:
     def close(self) -> None:
         """End threads."""
         for ours in self.ours.values():
-            ours.release()
+            ours.close()
 
 
 def fixed_plans(names: Iterable[Strategy]) -> dict[str, LayerPlan]:
