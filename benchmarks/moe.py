@@ -83,11 +83,11 @@ class Auto(ChosenMoE):
 
     def __init__(self, space: SearchSpace, budget: int | None = None) -> None:
         super().__init__(space, budget, lambda chunks, microbatches: [IN_FLIGHT])
-        self.said: list[str] = []
+        self.lines: list[str] = []
         atexit.unregister(self.close)
 
     def _log(self, text: str) -> None:
-        self.said.append(text)
+        self.lines.append(text)
 
     def _in_flight(self) -> int:
         return IN_FLIGHT
@@ -167,7 +167,7 @@ class Bench:
     def close(self) -> None:
         """End threads."""
         for ours in self.ours.values():
-            ours.release()
+            ours.close()
 
 
 def fixed_plans(names: Iterable[Strategy]) -> dict[str, LayerPlan]:
@@ -229,7 +229,7 @@ def choice_row(
         "best": min(usable, key=lambda name: median[name]),
         "worst": max(usable, key=lambda name: median[name]),
         "chosen": name_of(auto.tuner.plan),
-        "said": auto.said,
+        "log": auto.lines,
     }
 
 

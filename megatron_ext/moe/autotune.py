@@ -68,10 +68,9 @@ class StepReport(NamedTuple):
 
 @dataclass
 class _Trial:
-    """A plan that is being timed; ``least`` in milliseconds a token."""
+    """A plan that is being timed, for a bucket; ``least`` in milliseconds a token."""
 
-    bucket: int
-    plan: LayerPlan
+    of: tuple[int, LayerPlan]
     least: float = float("inf")
     samples: float = 0
     steps: int = 0
@@ -159,6 +158,9 @@ class Tuner:
         self._bucket = bucket(report.tokens)
         times = self.costs.times.setdefault(largest(self._bucket), {})
         fitting = self._fitting(grown and not first)
+        if not times and len(fitting) > 1 and (first or self._trial is None):
+            tokens = largest(self._bucket)
+            self._log(f"up to {tokens} tokens a rank: trying {len(fitting)} plans, a step each")
         if first and self._budget is not None and not times:
             fitting = [self._budget.least(self._plans, rows)]
         self._recheck(times)
@@ -167,11 +169,8 @@ class Tuner:
         self.plan = fastest if untried is None else untried
         if untried is None:
             self._choose(fastest)
-        elif self._trial is None or (self._trial.bucket, self._trial.plan) != (
-            self._bucket,
-            untried,
-        ):
-            self._trial = _Trial(self._bucket, untried)
+        elif self._trial is None or self._trial.of != (self._bucket, untried):
+            self._trial = _Trial((self._bucket, untried))
 
     # --- trials ---
 
@@ -186,7 +185,7 @@ class Tuner:
             trial.least = min(trial.least, report.ms_per_token)
         if trial.samples >= SAMPLES or trial.steps >= MOST_STEPS:
             times = self.costs.times.setdefault(largest(bucket(report.tokens)), {})
-            times[trial.plan] = trial.least
+            times[trial.of[1]] = trial.least
             self._trial = None
 
     def _fitting(self, report_excess: bool) -> list[LayerPlan]:
@@ -214,9 +213,6 @@ class Tuner:
     ) -> LayerPlan | None:
         """The next plan to time: all in the paper's order, then other orders of the fastest."""
         new = [p for p in fitting if p not in times and not self._copies_too_long(p, times)]
-        if len(new) == len(fitting) > 1:
-            tokens = largest(self._bucket)
-            self._log(f"up to {tokens} tokens a rank: trying {len(new)} plans, a step each")
         if new:
             return new[0]
         best = self._fastest(fitting, times)
@@ -241,13 +237,13 @@ class Tuner:
 
     def _fastest(self, fitting: Sequence[LayerPlan], times: dict[LayerPlan, float]) -> LayerPlan:
         """Of the plans that were timed and fit, the simplest within a margin of the fastest."""
-        timed = [p for p in simplest_first(list(times)) if self.allows(p) and self._allowed(p)]
+        timed = [p for p in simplest_first(list(times)) if self.allows(p) and self._in_space(p)]
         if not timed:
             return fitting[0]
         least = min(times[plan] for plan in timed)
         return next(plan for plan in timed if times[plan] <= least * (1 + MARGIN))
 
-    def _allowed(self, plan: LayerPlan) -> bool:
+    def _in_space(self, plan: LayerPlan) -> bool:
         return plan._replace(lookahead=2) in self._plans
 
     def _recheck(self, times: dict[LayerPlan, float]) -> None:

@@ -1,5 +1,5 @@
-"""Where a chunk's tensors lie: rings that all layers share, memory on its way to the host, and
-what each chunk keeps from its forward for its backward pass.
+"""Memory of a chunk's tensors: rings that all layers share, transfers to the host, and what each
+chunk keeps from its forward for its backward pass.
 
 A ring has a buffer for each purpose and slot; chunk i uses slot i mod depth. Buffers only grow, to
 what the worst chunk of any rank needs, so after the first steps nothing is allocated any more.
@@ -117,7 +117,7 @@ class Departures:
         self._departing.append(Departure(ticket, memory))
 
     def make_room(self) -> None:
-        """Before another chunk computes: let go what has left; wait where too much has not."""
+        """Before another chunk computes: free what is copied; wait where too much is not."""
         while self._departing:
             ticket = self._departing[0].ticket
             full = len(self._departing) >= self._depth
@@ -126,7 +126,7 @@ class Departures:
             self._drop(self._departing.pop(0))
 
     def flush(self) -> None:
-        """Let go everything; compute waits for what has not left."""
+        """Free everything; compute waits for copies that are not done."""
         while self._departing:
             self._engine.release(self._departing[0].ticket)
             self._drop(self._departing.pop(0))
@@ -171,7 +171,7 @@ class Memory:
 
     @classmethod
     def on(cls, device: torch.device, **options: Any) -> Memory:
-        """For layers whose tensors lie on ``device``."""
+        """For layers with tensors on ``device``."""
         if device.type == "cuda":
             return cls(CudaDevice(device), **options)
         return cls(CpuDevice(), **options)
@@ -198,10 +198,10 @@ class Record:
     go where there is no backward pass.
 
     Args:
-        memory: where it may lie.
+        memory: what it may use.
         number: the chunk's.
         strategy: how it comes back.
-        depth: slots for the experts' input. What lies inside them has always two.
+        depth: slots for the experts' input; their intermediate tensors always have two.
 
     Attributes:
         used_bytes: of the chunk's slot of the ring ``input``.

@@ -178,7 +178,7 @@ class Exchange:
         self.local_experts = experts // self.ep_size
 
     def count(self, routing_map: torch.Tensor, finest: int) -> Counted:
-        """Tell all ranks how many rows go where; one collective and one wait of the host.
+        """Count on all ranks how many rows go where; one collective and one wait of the host.
 
         Args:
             routing_map: which token goes to which expert, (tokens, experts) bool.
@@ -296,7 +296,7 @@ class Exchange:
         return first.to(rows.dtype)
 
     def order(self, table: ChunkTable, number: int, inverse: bool = False) -> torch.Tensor | None:
-        """Where each row that the experts take lies among the gathered ones; None: they are equal.
+        """Index of each row that the experts take among the gathered ones; None: the same order.
 
         Args:
             table, number: of the chunk.

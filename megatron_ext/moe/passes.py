@@ -24,7 +24,7 @@ class ChunkState:
 
     Attributes:
         index: of the rows sent, see ``Exchange.split``; autograd keeps it in between.
-        record: what is kept of the experts' input and of what lies inside them.
+        record: what is kept of the experts' input and intermediate tensors.
         probs: as sent, where rows are sent again; autograd keeps them in between.
         graph: of the experts, where the strategy keeps one.
     """

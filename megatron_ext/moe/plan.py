@@ -1,6 +1,6 @@
 """How one call of an MoE layer runs, as data: chunks, restored tensors, order; and its bytes.
 
-The tuner times a ``LayerPlan``, the byte formula weighs it, and the region executes its
+The tuner times a ``LayerPlan``, the byte formula predicts its memory, and the region executes its
 ``operations``: what is planned is what runs. Plain Python.
 """
 
@@ -28,8 +28,8 @@ class Strategy(str, enum.Enum):
     """A memory-reuse strategy, by the name that ``--moe-memory-reuse`` has for it.
 
     Backward needs the experts' *input* (the rows that this rank received, with their
-    probabilities; the paper's T_DI) and what lies *inside* the experts (T_M). A strategy says how
-    each is restored (MPipeMoE, table I). In this order they need more of the link to the host.
+    probabilities; the paper's T_DI) and the tensors *inside* the experts (T_M). A strategy defines
+    how each is restored (MPipeMoE, table I). In this order they need more of the link to the host.
 
     Raises:
         ValueError: there is none of that name.

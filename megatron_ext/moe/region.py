@@ -40,7 +40,7 @@ class GradientStore(Protocol):
         """Inside, what it takes are parts of gradients, one part a chunk."""
 
     def takes(self, parameter: Any, grad: torch.Tensor | None) -> bool:
-        """True if the gradient of ``parameter`` is its business: it will compute what is missing
+        """True if it owes the gradient of ``parameter``: it will compute what is missing
         from ``grad``, which is what a chunk gave or None, and add ``grad`` if that is real."""
 
 

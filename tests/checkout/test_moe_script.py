@@ -27,7 +27,7 @@ MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 
 
 TRAINING = re.compile(r"iteration +\d+/.*?lm loss: (\S+) .*?load_balancing_loss: (\S+)")
 EVALUATION = re.compile(r"validation loss at iteration \d+.*?lm loss value: (\S+)")
-CALLS = re.compile(r"over the run (\d+) calls?")
+CALLS = re.compile(r"over the run, .*?: (\d+) calls")
 PP = ("--pipeline-model-parallel-size", "2")
 
 Losses = tuple[list[tuple[str, str]], list[str]]
@@ -85,7 +85,7 @@ def test_chunks_under_a_schedule_that_offloads(train: Callable[..., Losses]) -> 
 def test_what_auto_chooses_trains_as_stock(
     start: Callable[..., Outcome], train: Callable[..., Losses]
 ) -> None:
-    """A budget below what stock keeps, under a schedule of ours; the log says what was chosen."""
+    """A budget below what stock keeps, under a schedule of ours; the log says what was tried."""
     flags = (*PP, "--pp-schedule", "zb-h1", "--moe-pipeline-chunks", "auto")
     flags += ("--moe-memory-reuse", "auto", "--moe-memory-budget", "32KB")
     outcome = start(*flags)
@@ -95,15 +95,30 @@ def test_what_auto_chooses_trains_as_stock(
     for rank, stage in ((0, 0), (2, 1)):
         said = [line for line in outcome.log(rank).splitlines() if "MoE layers of hidden" in line]
         costs = [cost_file.parse(line[line.index("{") :]) for line in said if "{" in line]
-        decided = [line for line in said if "over the run" not in line and "{" not in line]
-        summary = [line for line in said if "over the run" in line]
-        assert len(costs) == 1  # what --moe-pipeline-costs takes
-        assert decided and "ms predicted" in decided[0] and "bytes predicted" in decided[0], stage
+        tried = [line for line in said if "over the run" not in line and "{" not in line]
+        summary = [line for line in said if "over the run" in line and "{" not in line]
+        assert costs and costs[-1].times  # what --moe-pipeline-costs takes
+        assert tried and re.search(r"trying \d+ plans, a step each", tried[0]), stage
         calls = sum(int(CALLS.search(line)[1]) for line in summary)  # type: ignore[index]
         assert calls == 3 * 4 * 2  # steps, microbatches, layers
         assert all(re.search(r", s[1-4], ", line) for line in summary)
-        assert "measured" in " ".join(summary)
+        assert all("bytes predicted" in line for line in summary)
+        assert " ms" in " ".join(summary)
     assert "MoE layers of hidden" not in outcome.log(1)
+
+
+def test_auto_under_stocks_schedule(
+    start: Callable[..., Outcome], train: Callable[..., Losses]
+) -> None:
+    """A step each: Megatron's own layer, then 2 and 4 chunks."""
+    outcome = start("--moe-pipeline-chunks", "auto")
+    assert outcome.status == "ok", outcome.log(0)[-6000:]
+    log = outcome.log(3).replace("\n", " ")
+    _close((TRAINING.findall(log), EVALUATION.findall(log)), train())
+    summary = [line for line in outcome.log(0).splitlines() if "over the run" in line]
+    for plan in ("Megatron's own layer;", "2 chunks, none, lookahead 2;", "4 chunks, none"):
+        assert sum(f"rank: {plan}" in line for line in summary) == 1, plan
+    assert "trying 4 plans, a step each" in outcome.log(0)
 
 
 def test_a_budget_that_nothing_keeps_ends_before_training(start: Callable[..., Outcome]) -> None:

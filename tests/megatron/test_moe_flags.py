@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Conflict, markdown
 from megatron_ext.integration.features.moe import CONFLICTS, FLAGS
-from megatron_ext.integration.features.moe.flags import MoERequest, stock_sets
+from megatron_ext.integration.features.moe.flags import MoERequest, require_supported, stock_sets
 from megatron_ext.moe.cost_file import Costs
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
 from tests.support.checkouts import ROOT
@@ -146,6 +146,19 @@ def test_conflicts_are_refused(rule: Conflict) -> None:
         request = MoERequest.of(arguments(**{name: value}))
         assert request is not None
         request.check(arguments(**{name: value}))
+
+
+@pytest.mark.parametrize("rule", CONFLICTS, ids=lambda r: " ".join((r.flag, *r.values)))
+def test_layers_are_checked_whoever_built_them(rule: Conflict) -> None:
+    """A configuration has the names of the flags."""
+    value = "e4m3" if rule.attribute in ("fp8", "fp4") else _wrong(rule)
+    config = arguments(**{rule.attribute: value})
+    with pytest.raises(ConfigError, match="an MoE layer") as error:
+        require_supported(config, True)
+    assert rule.flag in str(error.value) and rule.reason in str(error.value)
+    require_supported(arguments(), True)
+    if rule.only:
+        require_supported(config, False)
 
 
 def test_the_documentation_has_the_table() -> None:

@@ -230,4 +230,4 @@ def chunked(policy: FixedPolicy, **options: Any) -> Any:
         yield ours
     finally:
         hooks.revert()
-        ours.release()
+        ours.close()

@@ -114,7 +114,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         finally:
             hooks.revert()
             for moe in made:
-                moe.release()
+                moe.close()
     return result
 
 

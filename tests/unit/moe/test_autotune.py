@@ -226,6 +226,7 @@ def test_every_plan_keeps_the_budget(rows: int) -> None:
     job = Job(SearchSpace.of(), budget)
     for _ in range(40):
         assert peak(job.step(by_chunks(9, 7, 5, 8), rows=rows), rows) <= budget
+    assert len(job.trials) <= 18
     kept = [plan for plan in SearchSpace.of().plans() if peak(plan, rows * 9 // 8) <= budget]
     for plan in kept:
         if plan == job.trials[0]:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ...callbacks import Callback
 from ...feature import Conflict, Feature, Flag, Run
-from ...hooks import Hook
 from ...utils import file_contents
-
-if TYPE_CHECKING:
-    from .layer import PipelinedMoE
 
 logger = logging.getLogger(__name__)
 
@@ -160,17 +155,4 @@ class MoE(Feature):
             logger.warning(
                 "megatron_ext: %s on megatron-core %s", request.text(run.args), run.version
             )
-        return (_Layers(PipelinedMoE(policy, run.store)),)
-
-
-class _Layers(Callback):
-    """The MoE layers of this rank."""
-
-    def __init__(self, layers: PipelinedMoE) -> None:
-        self._layers = layers
-
-    def hooks(self) -> Sequence[Hook]:
-        return self._layers.hooks()
-
-    def close(self) -> None:
-        self._layers.release()
+        return (PipelinedMoE(policy, run.store),)

@@ -134,8 +134,9 @@ class ChosenMoE(FixedPolicy):
             if known.kept_bytes is None:
                 probs = _NAMED.get(layer.config.moe_router_dtype, hidden.dtype)
                 like = hidden.new_empty((1, shape.hidden))
-                local = exchange.local_experts
+                local, rows = exchange.local_experts, self._rows
                 kept = kept_bytes_per_row(region.experts, region.parameters, local, like, probs)
+                self._rows = rows  # without those of the probe
                 known = replace(known, kept_bytes=_largest((kept,), hidden, region)[0])
             if self.restores and known.to_host is None:
                 device = region.memory.device

@@ -119,6 +119,22 @@ def _read(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
         raise ConfigError(f"{flag}: {error}") from None
 
 
+def require_supported(config: Any, restores: bool) -> None:
+    """Refuse a layer that cannot run in chunks, whoever built it.
+
+    Args:
+        config: of the layer; its attributes have the names of Megatron's flags.
+        restores: whether a strategy other than none is used.
+
+    Raises:
+        ConfigError: the first conflict.
+    """
+    parts = {"": "an MoE layer in chunks"}
+    if restores:
+        parts[RESTORED] = "an MoE layer that restores its experts (--moe-memory-reuse)"
+    require_no_conflict(config, CONFLICTS, parts)
+
+
 def layer_shape(config: Any, hidden: int, tp: int, element_bytes: int) -> LayerShape:
     """Sizes of a layer's experts.
 

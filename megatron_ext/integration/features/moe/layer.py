@@ -20,11 +20,11 @@ from ....moe.plan import ExecutionPolicy, LayerPlan, Strategy
 from ....moe.region import Region
 from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
+from ...callbacks import Callback
 from ...errors import ConfigError
-from ...feature import require_no_conflict
 from ...gradients import accumulate, finish
 from ...hooks import Hook
-from . import CONFLICTS, RESTORED
+from .flags import require_supported
 from .timing import CallTimer
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -78,7 +78,7 @@ class FixedPolicy:
         """No call will come."""
 
 
-class PipelinedMoE:
+class PipelinedMoE(Callback):
     """Runs the MoE layers of one rank.
 
     Args:
@@ -101,7 +101,6 @@ class PipelinedMoE:
         self._regions: weakref.WeakKeyDictionary[Any, Region] = weakref.WeakKeyDictionary()
 
     def hooks(self) -> tuple[Hook, ...]:
-        """The places in Megatron that this needs."""
         steps = [
             Hook(
                 (f"{_SCHEDULES}:forward_backward_{kind}",),
@@ -135,8 +134,7 @@ class PipelinedMoE:
     def _parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.memory is None else self.memory.parameter(tensor)
 
-    def release(self) -> None:
-        """Give threads and memory back."""
+    def close(self) -> None:
         self._policy.close()
         self._regions.clear()
         if self.memory is not None:
@@ -233,11 +231,7 @@ class PipelinedMoE:
     def _region(self, layer: Any, device: torch.device) -> Region:
         region = self._regions.get(layer)
         if region is None:
-            # Whoever built the layer: its configuration has the names of Megatron's flags.
-            parts = {"": "an MoE layer in chunks"}
-            if self._policy.restores:
-                parts[RESTORED] = "an MoE layer that restores its experts (--moe-memory-reuse)"
-            require_no_conflict(layer.config, CONFLICTS, parts)
+            require_supported(layer.config, self._policy.restores)
             if self.memory is None:
                 self.memory = Memory.on(device, **self._options)
             dispatcher = layer.token_dispatcher
