@@ -1,7 +1,7 @@
-"""What the transfer engine asks of the hardware, on a CUDA device and on CPU tensors.
+"""Streams, events and copies as the transfer engine needs them: of CUDA, or of threads.
 
-Three clocks matter: the host, which only issues work; the compute stream; the copy streams. On CPU
-tensors copy streams are threads, so the same ordering mistakes give the same wrong numbers.
+Three timelines matter: the host, which only issues work; the compute stream; the copy streams. On
+CPU tensors copy streams are threads, so the same ordering mistakes give the same wrong numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import enum
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -36,7 +35,11 @@ class Event(Protocol):
         """True if all work before it is done; never waits."""
 
     def synchronize(self) -> None:
-        """The host waits for it (at start, at the end and after errors only)."""
+        """The host waits for it (at start, at the end and after errors only).
+
+        Raises:
+            RuntimeError: the work failed, or did not end in two minutes.
+        """
 
 
 class Device(Protocol):
@@ -73,7 +76,7 @@ class Device(Protocol):
         """The host waits for all copies."""
 
     def close(self) -> None:
-        """Give back threads."""
+        """End threads, after what they were given."""
 
 
 class CudaDevice:
@@ -91,13 +94,12 @@ class CudaDevice:
         self._streams = [torch.cuda.Stream(torch_device) for _ in range(streams)]
 
     def record(self) -> Event:
-        """See ``Device``; the stream that is current for the caller counts as compute."""
+        # The stream that is current for the caller counts as compute.
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
     def wait(self, event: Event) -> None:
-        """See ``Device``."""
         torch.cuda.current_stream(self.torch_device).wait_event(event)  # type: ignore[arg-type]
 
     def copy(
@@ -108,7 +110,6 @@ class CudaDevice:
         after: Sequence[Event],
         guard: AbstractContextManager[Any] | None = None,
     ) -> Event:
-        """See ``Device``."""
         on = self._streams[stream % len(self._streams)]
         for event in after:
             on.wait_event(event)  # type: ignore[arg-type]
@@ -120,19 +121,17 @@ class CudaDevice:
         return done
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """See ``Device``."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def discard(self, buffer: torch.Tensor) -> None:
-        """Nothing: the caching allocator orders reuse on the compute stream."""
+        pass  # The caching allocator orders reuse on the compute stream.
 
     def synchronize(self) -> None:
-        """See ``Device``."""
         for stream in self._streams:
             stream.synchronize()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        pass
 
 
 class HostEvent:
@@ -150,7 +149,6 @@ class HostEvent:
         self._done.set()
 
     def query(self) -> bool:
-        """See ``Event``."""
         return self._done.is_set()
 
     def wait(self) -> None:
@@ -163,17 +161,12 @@ class HostEvent:
             raise RuntimeError(f"a transfer has not ended after {STUCK_SECONDS:.0f} s")
 
     def synchronize(self) -> None:
-        """See ``Event``.
-
-        Raises:
-            RuntimeError: the work failed, or did not end in two minutes.
-        """
         self.wait()
         if self.error is not None:
             raise RuntimeError(f"a transfer failed: {self.error}") from self.error
 
 
-class _Worker:
+class Worker:
     """A thread that does tasks in order: a stream without a GPU."""
 
     def __init__(self, name: str) -> None:
@@ -183,11 +176,13 @@ class _Worker:
         self._thread.start()
 
     def put(self, task: Callable[[], None]) -> HostEvent:
+        """Do ``task`` after all others; the event follows it."""
         event = HostEvent()
         self._tasks.put((task, event))
         return event
 
     def close(self) -> None:
+        """End the thread, after all tasks."""
         self._tasks.put(None)
         self._thread.join(STUCK_SECONDS)
 
@@ -207,11 +202,11 @@ class _Worker:
 
 @dataclass
 class Faults:
-    """What tests make worse than it is.
+    """Faults that tests inject.
 
     Attributes:
         delay: seconds that a copy of this direction waits before it starts.
-        poison: memory that is let go is filled with bytes 0xFF, which is NaN in every float format.
+        poison: discarded memory is filled with bytes 0xFF, which is NaN in every float format.
     """
 
     delay: Callable[[Direction], float] | None = None
@@ -219,16 +214,12 @@ class Faults:
 
 
 class CpuDevice:
-    """CPU tensors as "device" memory; every copy stream is a thread.
+    """CPU tensors as "device" memory; every copy stream is a thread, and compute is the caller.
 
     Args:
         streams: copy threads.
         throttle_bytes_per_second: emulated link, by direction; None: as fast as memory is.
         faults: for tests.
-        compute_thread: compute is a thread too, fed with ``compute``; otherwise it is the caller,
-            for whom everything issued is done already.
-        recycle: ``allocate`` hands out discarded buffers of the same size at once, last one first,
-            as a caching allocator does; only for buffers that ``allocate`` made.
     """
 
     pins_host_memory = False
@@ -239,36 +230,21 @@ class CpuDevice:
         streams: int = 2,
         throttle_bytes_per_second: dict[Direction, float] | None = None,
         faults: Faults | None = None,
-        compute_thread: bool = False,
-        recycle: bool = False,
     ) -> None:
         self.torch_device = torch.device("cpu")
         self.faults = faults or Faults()
         self.throttle_bytes_per_second = throttle_bytes_per_second or {}
-        self._copiers = [_Worker(f"copy stream {number}") for number in range(streams)]
-        self._computer = _Worker("compute stream") if compute_thread else None
-        self._pool: dict[int, list[torch.Tensor]] | None = defaultdict(list) if recycle else None
+        self._copiers = [Worker(f"copy stream {number}") for number in range(streams)]
         self._copies: list[HostEvent] = []
         self._pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of copies under way
 
-    def compute(self, task: Callable[[], None]) -> None:
-        """Give ``task`` to compute."""
-        if self._computer is None:
-            task()
-        else:
-            self._computer.put(task)
-
     def record(self) -> HostEvent:
-        """See ``Device``."""
-        if self._computer is not None:
-            return self._computer.put(lambda: None)
         event = HostEvent()
-        event.finish()
+        event.finish()  # Compute is the caller: it has done all that it was given.
         return event
 
     def wait(self, event: Event) -> None:
-        """See ``Device``."""
-        self.compute(event.synchronize)
+        event.synchronize()
 
     def copy(
         self,
@@ -278,7 +254,6 @@ class CpuDevice:
         after: Sequence[Event],
         guard: AbstractContextManager[Any] | None = None,
     ) -> HostEvent:
-        """See ``Device``; ``guard`` is held by the copy thread while it copies."""
         pairs, after, span = list(pairs), list(after), list[float]()
 
         def task() -> None:
@@ -286,7 +261,7 @@ class CpuDevice:
                 event.synchronize()
             if self.faults.delay is not None:
                 time.sleep(self.faults.delay(direction))
-            with guard or contextlib.nullcontext():
+            with guard or contextlib.nullcontext():  # Only the copy thread waits for the guard.
                 span.append(time.monotonic())
                 for destination, source in pairs:
                     destination.copy_(source)
@@ -308,28 +283,23 @@ class CpuDevice:
         return event
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """See ``Device``."""
-        if self._pool is not None and self._pool[nbytes]:
-            return self._pool[nbytes].pop()
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def discard(self, buffer: torch.Tensor) -> None:
-        """See ``Device``."""
         # Where somebody else still uses the memory, dropping it here frees nothing.
-        if self.faults.poison and (self._pool is not None or self._owners(buffer) <= 1):
-            self.compute(lambda: _poison(buffer))
-        if self._pool is not None:
-            self._pool[buffer.numel()].append(buffer)
+        if self.faults.poison and self._owners(buffer) <= 1:
+            buffer.fill_(0xFF)
 
     def synchronize(self) -> None:
-        """See ``Device``."""
         copies, self._copies = self._copies, []
-        if self._computer is not None:
-            copies.append(self._computer.put(lambda: None))
         for event in copies:
             event.wait()
         for event in copies:
             event.synchronize()
+
+    def close(self) -> None:
+        for worker in self._copiers:
+            worker.close()
 
     def _owners(self, buffer: torch.Tensor) -> int:
         """How many tensors own the memory of ``buffer``. Copies under way do not count: on a GPU
@@ -340,12 +310,7 @@ class CpuDevice:
         tensors = [t for pairs in self._pairs for pair in list(pairs) for t in pair]
         return owners - sum(1 for t in tensors if t.untyped_storage()._cdata == identity)
 
-    def close(self) -> None:
-        """End the threads, after what they were given."""
-        for worker in (*self._copiers, self._computer):
-            if worker is not None:
-                worker.close()
 
-
-def _poison(buffer: torch.Tensor) -> None:
-    buffer.fill_(0xFF)
+def device_for(torch_device: torch.device) -> Device:
+    """The device that serves tensors on ``torch_device``."""
+    return CudaDevice(torch_device) if torch_device.type == "cuda" else CpuDevice()

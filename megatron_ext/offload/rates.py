@@ -1,4 +1,4 @@
-"""How fast the link is, measured at start, and which transfer policy that speaks for."""
+"""Measured transfer rates of the host link, and the transfer policy that fits them."""
 
 from __future__ import annotations
 

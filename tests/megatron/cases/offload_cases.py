@@ -22,7 +22,7 @@ from tests.megatron.cases import wgrad_cases
 
 # isort: split
 from megatron_ext.integration.features import profile
-from megatron_ext.integration.features.offload import runtime as offload
+from megatron_ext.integration.features.offload import measure
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.device import CpuDevice, Faults
 from megatron_ext.plan.times import PassTimes
@@ -104,7 +104,7 @@ CASES["v-cap/profiled"] = {
 _HEAVY = (*[PassTimes(0.064, 0.064, 0.064)] * 7, PassTimes(0.096, 0.096, 0.096))
 
 
-def _faulty() -> CpuDevice:
+def _faulty(*unused: Any) -> CpuDevice:
     rng = random.Random(os.getpid())
     return CpuDevice(faults=Faults(delay=lambda _: rng.random() / 500, poison=True))
 
@@ -118,7 +118,7 @@ def _heavy(*args: Any) -> profile.Profile:
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """As the others', with late copies, and the same costs measured every time."""
-    with mock.patch.object(offload, "CpuDevice", _faulty):
+    with mock.patch.object(measure, "device_for", _faulty):
         agree = _heavy if "profile" in case else original_agree
         with mock.patch.object(profile.Profiler, "agree", agree):
             return original_run_case(case, folder)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ext.offload.blocks import hollow
+from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.device import Direction, Faults
-from megatron_ext.offload.engine import FileTurns
+from megatron_ext.offload.engine import FileLinkLock
 from megatron_ext.offload.store import ActivationStore
 from megatron_ext.runtime.wgrad import WeightGradStore
 from tests.support.gate import Gate
@@ -101,7 +101,7 @@ def _step(
                 with store.saving(key):
                     graphs[microbatch] = chunk(x).square().mean()
                 if microbatch in leaves:
-                    hollow(x)
+                    release_storage(x)
             inputs[microbatch] = x
         elif action == "B":
             with chunk.wgrad.collect(microbatch):
@@ -128,7 +128,7 @@ def test_random_steps_are_exact(make_engine, tmp_path, policy):
     engine = make_engine(
         "dual" if policy == "patient" else policy,
         expected_sets=MICROBATCHES,
-        turns=FileTurns(tmp_path) if policy == "paired" else None,
+        link_lock=FileLinkLock(tmp_path) if policy == "paired" else None,
         faults=faults,
     )
     wgrad = WeightGradStore()
@@ -150,7 +150,7 @@ def test_random_steps_are_exact(make_engine, tmp_path, policy):
             assert torch.equal(got[name], grad), f"step {step}: {name} differs; plan {plan}"
         store.end_step()
         capacity = capacity or engine.arena.capacity_bytes
-        assert engine.arena.capacity_bytes == capacity and engine.arena.sealed
+        assert engine.arena.capacity_bytes == capacity and engine.arena._sealed
         assert engine.arena.used_bytes == 0
         with torch.no_grad():
             for chunk, grads in ((plain, expected), (moved, got)):
