@@ -183,22 +183,16 @@ class Engine:
         self.counters.bytes_to_host += sum(sizes)
         return True
 
-    def release(self, ticket: Ticket, patient: bool = False) -> bool:
-        """Make it safe to drop the device's copy of the set.
+    def release(self, ticket: Ticket) -> None:
+        """Make it safe to drop the device's copy of the set, which the caller does next.
 
-        If the copy to the host is not complete, compute waits for it, so that the memory is there
-        when the schedule says so; with ``patient`` nothing waits, and the caller tries again.
-
-        Returns:
-            True if the caller may (and must) drop it now.
+        If the copy to the host is not complete, compute waits for it, so that the memory is free
+        when the schedule says so.
         """
         assert ticket.sent is not None
         if not ticket.sent.query():
-            if patient:
-                return False
             self.counters.waited_releases += 1
             self._compute_waits("release-after-offload", ticket.sent)
-        return True
 
     def prepare(self, ticket: Ticket) -> list[torch.Tensor]:
         """Device memory for the set's blocks, in the order of ``offload``; 1-D uint8."""

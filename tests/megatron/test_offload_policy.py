@@ -67,8 +67,8 @@ class TestTheFlag:
     def check(self, policy: str | None, cap: str | None = None, offloads: bool = True) -> None:
         args = megatron_args(pp_offload_policy=policy, pp_memory_cap=cap)
         cap_bytes = 1 << 30 if cap is not None and cap.endswith("B") else None
-        schedule: Any = SimpleNamespace(offloads=offloads, cap_bytes=cap_bytes)
-        Offload().check(Run(args, "0.0.0", schedule=schedule))
+        request: Any = SimpleNamespace(offloads=offloads, cap_bytes=cap_bytes)
+        Offload().check(Run(args, "0.0.0", request=request))
 
     def test_what_is_accepted(self) -> None:
         self.check(None, offloads=False)

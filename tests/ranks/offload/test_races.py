@@ -21,7 +21,7 @@ from megatron_ext.runtime.wgrad import WeightGradStore
 from tests.support.gate import Gate
 
 HIDDEN, MICROBATCHES = 8, 3
-STEPS = 260  # times four policies: more than a thousand
+STEPS = 340  # times three policies: more than a thousand
 
 
 class Split(torch.autograd.Function):
@@ -119,14 +119,14 @@ def _step(
     return grads
 
 
-@pytest.mark.parametrize("policy", ["single", "dual", "paired", "patient"])
+@pytest.mark.parametrize("policy", ["single", "dual", "paired"])
 def test_random_steps_are_exact(make_engine, tmp_path, policy):
     rng = random.Random(policy)
     delays = random.Random(1)
     # Mostly short, sometimes longer than everything that happens meanwhile.
     faults = Faults(lambda way: delays.choice([0, 0, 1e-4, 1e-3, 4e-3]), poison=True)
     engine = make_engine(
-        "dual" if policy == "patient" else policy,
+        policy,
         expected_sets=MICROBATCHES,
         link_lock=FileLinkLock(tmp_path) if policy == "paired" else None,
         faults=faults,
@@ -134,7 +134,7 @@ def test_random_steps_are_exact(make_engine, tmp_path, policy):
     wgrad = WeightGradStore()
     plain = Chunk(wgrad, lambda weight: weight, seed=0)
     moved = Chunk(wgrad, lambda weight: store.parameter(weight), seed=0)
-    store = ActivationStore(engine, moved.parameters, min_bytes=64, patient=policy == "patient")
+    store = ActivationStore(engine, moved.parameters, min_bytes=64)
     capacity = 0
     for step in range(STEPS):
         plan = _plan(rng)
@@ -161,10 +161,7 @@ def test_random_steps_are_exact(make_engine, tmp_path, policy):
                 moved(torch.randn(3, HIDDEN))
     counters = engine.counters
     assert counters.offloads > STEPS and counters.bytes_to_host > 0
-    if policy == "patient":
-        assert store.late_releases > 0
-    else:
-        assert counters.waited_releases > 0 and counters.reloads == counters.offloads
+    assert counters.waited_releases > 0 and counters.reloads == counters.offloads
     assert counters.waited_uses > 0
 
 

@@ -58,7 +58,7 @@ class Offload(Feature):
             )
         from .policy import keep_nothing, policy_of
 
-        if policy_of(policy) is not keep_nothing and run.schedule.cap_bytes is not None:
+        if policy_of(policy) is not keep_nothing and run.request.cap_bytes is not None:
             raise ConfigError(
                 f"--pp-offload-policy {policy} keeps parts of offloaded sets on the device, which "
                 f"--pp-memory-cap {run.args.pp_memory_cap} cannot count; give the cap as a "
