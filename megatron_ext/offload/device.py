@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 STUCK_SECONDS = 120.0
+
+# (destination, source), 1-D uint8 tensors of one size.
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Direction(enum.Enum):
@@ -59,12 +61,14 @@ class Device(Protocol):
         self,
         stream: int,
         direction: Direction,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pairs: Pairs,
         after: Sequence[Event],
         guard: AbstractContextManager[Any] | None = None,
     ) -> Event:
-        """Copy source to destination for all (destination, source), 1-D uint8 tensors, on one copy
-        stream after the events ``after``; the returned event follows the last copy."""
+        """Copy on one copy stream after the events ``after``, while ``guard`` is held.
+
+        ``pairs`` may be emptied once it is copied. The returned event follows the last copy.
+        """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Device memory for compute: 1-D uint8, ordered with the compute stream."""
@@ -106,7 +110,7 @@ class CudaDevice:
         self,
         stream: int,
         direction: Direction,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pairs: Pairs,
         after: Sequence[Event],
         guard: AbstractContextManager[Any] | None = None,
     ) -> Event:
@@ -200,26 +204,12 @@ class Worker:
             del event, error
 
 
-@dataclass
-class Faults:
-    """Faults that tests inject.
-
-    Attributes:
-        delay: seconds that a copy of this direction waits before it starts.
-        poison: discarded memory is filled with bytes 0xFF, which is NaN in every float format.
-    """
-
-    delay: Callable[[Direction], float] | None = None
-    poison: bool = False
-
-
 class CpuDevice:
     """CPU tensors as "device" memory; every copy stream is a thread, and compute is the caller.
 
     Args:
         streams: copy threads.
         throttle_bytes_per_second: emulated link, by direction; None: as fast as memory is.
-        faults: for tests.
     """
 
     pins_host_memory = False
@@ -229,14 +219,11 @@ class CpuDevice:
         self,
         streams: int = 2,
         throttle_bytes_per_second: dict[Direction, float] | None = None,
-        faults: Faults | None = None,
     ) -> None:
         self.torch_device = torch.device("cpu")
-        self.faults = faults or Faults()
         self.throttle_bytes_per_second = throttle_bytes_per_second or {}
         self._copiers = [Worker(f"copy stream {number}") for number in range(streams)]
         self._copies: list[HostEvent] = []
-        self._pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of copies under way
 
     def record(self) -> HostEvent:
         event = HostEvent()
@@ -250,17 +237,15 @@ class CpuDevice:
         self,
         stream: int,
         direction: Direction,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pairs: Pairs,
         after: Sequence[Event],
         guard: AbstractContextManager[Any] | None = None,
     ) -> HostEvent:
-        pairs, after, span = list(pairs), list(after), list[float]()
+        after, span = list(after), list[float]()
 
         def task() -> None:
             for event in after:
                 event.synchronize()
-            if self.faults.delay is not None:
-                time.sleep(self.faults.delay(direction))
             with guard or contextlib.nullcontext():  # Only the copy thread waits for the guard.
                 span.append(time.monotonic())
                 for destination, source in pairs:
@@ -278,17 +263,13 @@ class CpuDevice:
         event.span = span
         self._copies = [copy for copy in self._copies if not copy.query()]
         self._copies.append(event)
-        self._pairs = [former for former in self._pairs if former]
-        self._pairs.append(pairs)
         return event
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def discard(self, buffer: torch.Tensor) -> None:
-        # Where somebody else still uses the memory, dropping it here frees nothing.
-        if self.faults.poison and self._owners(buffer) <= 1:
-            buffer.fill_(0xFF)
+        pass
 
     def synchronize(self) -> None:
         copies, self._copies = self._copies, []
@@ -300,15 +281,6 @@ class CpuDevice:
     def close(self) -> None:
         for worker in self._copiers:
             worker.close()
-
-    def _owners(self, buffer: torch.Tensor) -> int:
-        """How many tensors own the memory of ``buffer``. Copies under way do not count: on a GPU
-        they would not keep it either, and it is their ordering that poison is there to test."""
-        # This order of the two counts errs on the side of no poison if a copy ends between them.
-        identity = buffer.untyped_storage()._cdata
-        owners = int(torch._C._storage_Use_Count(identity)) - 1  # the Python storage object
-        tensors = [t for pairs in self._pairs for pair in list(pairs) for t in pair]
-        return owners - sum(1 for t in tensors if t.untyped_storage()._cdata == identity)
 
 
 def device_for(torch_device: torch.device) -> Device:

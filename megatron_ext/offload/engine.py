@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from .arena import HostArena, Slot, padded
-from .device import Device, Direction, Event
+from .device import Device, Direction, Event, Pairs
 from .errors import OffloadConfigError
 
 EDGES = {
@@ -249,7 +249,7 @@ class Engine:
     def _copy(
         self,
         direction: Direction,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pairs: Pairs,
         after: Sequence[Event],
     ) -> Event:
         stream = int(self.policy is Policy.DUAL and direction is Direction.TO_DEVICE)

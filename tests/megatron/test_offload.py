@@ -34,12 +34,9 @@ OURS = [
     *("zb-h1/overlap-bf16", "v-half/overlap-bf16", "v-half/tied", "v-half/lengths"),
     *("interleaved-zb/recompute", "v-half/moe", "v-half/measured", "file/", "v-cap/profiled"),
 ]
-KEPT = {
-    "v-half/keep": "v-half/",
-    "1f1b/keep": "1f1b/",
-    "interleaved-zb/keep-recompute": "interleaved-zb/recompute",
-}
-OURS += KEPT
+# With a policy and without. What is recomputed keeps nothing that a policy could.
+KEPT = {"v-half/keep": "v-half/", "1f1b/keep": "1f1b/"}
+OURS += [*KEPT, "interleaved-zb/keep-recompute"]
 # Where a case's model is not the second part of its name.
 STOCK = {"measured": "", "profiled": "", "keep": "", "keep-recompute": "recompute"}
 
@@ -125,6 +122,8 @@ def test_a_policy_moves_bytes_from_the_host_to_the_device(results: Cases, name: 
     for kept, every in ((a[-1]["offload"], b[-1]["offload"]) for a, b in pairs):
         assert kept["kept_bytes"]["policy"] > 0 and "policy" not in every["kept_bytes"]
         assert kept["offloads"] == every["offloads"]
+        if not every["offloads"]:
+            continue  # the last rank of 1f1b
         assert kept["bytes_to_host"] < every["bytes_to_host"]
         assert kept["arena_bytes"] < every["arena_bytes"]
         assert kept["planned_device_bytes"] > every["planned_device_bytes"]

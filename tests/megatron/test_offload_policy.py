@@ -25,9 +25,10 @@ from megatron_ext.integration.features.offload.policy import (
 from megatron_ext.integration.features.offload.sets import least_bytes
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.blocks import release_storage
-from megatron_ext.offload.device import CpuDevice, Faults
+from megatron_ext.offload.device import CpuDevice
 from megatron_ext.offload.engine import Engine
 from megatron_ext.offload.store import ActivationStore
+from tests.support.faulty_device import Faults, FaultyDevice
 from tests.support.stand_ins import megatron_args
 
 from .cases import keep_policies
@@ -152,7 +153,7 @@ def trip() -> Iterator[Trip]:
     devices: list[CpuDevice] = []
 
     def run(policy: OffloadPolicy, model: Model) -> tuple[ActivationStore, list[torch.Tensor]]:
-        device = CpuDevice(faults=Faults(poison=True))
+        device = FaultyDevice(faults=Faults(poison=True))
         devices.append(device)
         found = PolicyFilter(policy, [model])
         store = ActivationStore(

@@ -25,10 +25,11 @@ from tests.megatron.cases import wgrad_cases
 from megatron_ext.integration.features import profile
 from megatron_ext.integration.features.offload import measure
 from megatron_ext.integration.offload_request import OffloadRequest
-from megatron_ext.offload.device import CpuDevice, Faults
+from megatron_ext.offload.device import CpuDevice
 from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule import generate, offload_pass
 from megatron_ext.schedule.link import Link
+from tests.support.faulty_device import Faults, FaultyDevice
 
 
 def _request(wanted: str, policy: str | None, time: str | None = "0.25") -> OffloadRequest:
@@ -112,7 +113,7 @@ _HEAVY = (*[PassTimes(0.064, 0.064, 0.064)] * 7, PassTimes(0.096, 0.096, 0.096))
 
 def _faulty(*unused: Any) -> CpuDevice:
     rng = random.Random(os.getpid())
-    return CpuDevice(faults=Faults(delay=lambda _: rng.random() / 500, poison=True))
+    return FaultyDevice(faults=Faults(delay=lambda _: rng.random() / 500, poison=True))
 
 
 def _heavy(*args: Any) -> profile.Profile:

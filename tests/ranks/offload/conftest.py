@@ -26,10 +26,10 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., Any]]:
     """``make_engine(policy, arena_bytes=0, expected_sets=1, link_lock=None, skip_edges=(),
-    device_class=CpuDevice, **device)``: an engine that is closed after the test."""
+    device_class=FaultyDevice, **device)``: an engine that is closed after the test."""
     from megatron_ext.offload.arena import HostArena
-    from megatron_ext.offload.device import CpuDevice
     from megatron_ext.offload.engine import Engine
+    from tests.support.faulty_device import FaultyDevice
 
     engines = []
 
@@ -39,7 +39,7 @@ def make_engine() -> Iterator[Callable[..., Any]]:
         expected_sets: int = 1,
         link_lock: Any = None,
         skip_edges: Any = (),
-        device_class: Any = CpuDevice,
+        device_class: Any = FaultyDevice,
         **device: Any,
     ) -> Any:
         on = device_class(**device)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megatron_ext.offload.blocks import release_storage
-from megatron_ext.offload.device import Faults
 from megatron_ext.offload.store import ActivationStore
+from tests.support.faulty_device import Faults
 
 ROWS, HIDDEN = 12, 16
 KEY = (0, 0)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron_ext.offload.device import CpuDevice, Event, HostEvent, Worker
+from megatron_ext.offload.device import Event, HostEvent, Worker
+from tests.support.faulty_device import FaultyDevice
 
 
-class StreamDevice(CpuDevice):
+class StreamDevice(FaultyDevice):
     """As a GPU with its caching allocator.
 
     ``allocate`` hands out discarded buffers of the same size, last one first; a discarded buffer

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.offload.device import CpuDevice, Direction, Faults
+from megatron_ext.offload.device import CpuDevice, Direction
 from megatron_ext.offload.engine import EDGES, Engine, FileLinkLock, Policy
 from megatron_ext.offload.errors import OffloadConfigError
+from tests.support.faulty_device import Faults
 from tests.support.waiting import wait_until
 
 from .stream_device import StreamDevice

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from megatron_ext.offload.blocks import release_storage
-from megatron_ext.offload.device import Direction, Faults
+from megatron_ext.offload.device import Direction
 from megatron_ext.offload.engine import FileLinkLock
 from megatron_ext.offload.store import ActivationStore
 from megatron_ext.runtime.wgrad import WeightGradStore
+from tests.support.faulty_device import Faults
 from tests.support.gate import Gate
 
 HIDDEN, MICROBATCHES = 8, 3

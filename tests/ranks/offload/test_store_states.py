@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megatron_ext.offload.blocks import release_storage
-from megatron_ext.offload.device import CpuDevice, Direction, Faults
+from megatron_ext.offload.device import CpuDevice, Direction
 from megatron_ext.offload.store import ActivationStore
+from tests.support.faulty_device import Faults
 from tests.support.gate import Gate
 
 from .store_trips import (
