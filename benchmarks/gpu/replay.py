@@ -146,7 +146,7 @@ def set_size(rank: Rank, size: Size) -> int:
     chunk.set_input_tensor([None])
     with store.saving((0, 0)):
         y = chunk(x)
-    found = store.footprint((0, 0)).here
+    found = store.footprint((0, 0)).device
     del y
     store.finish((0, 0))
     engine.close()

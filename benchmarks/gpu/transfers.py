@@ -35,10 +35,10 @@ def _rates(nbytes: int) -> Rates:
     device = CudaDevice(DEVICE) if CUDA else CpuDevice()
     arena = HostArena(device.torch_device, nbytes)
     try:
-        slot = arena.take(nbytes)
+        slot = arena.allocate(nbytes)
         assert slot is not None
         found = measure_rates(device, slot.memory)
-        arena.give(slot)
+        arena.free(slot)
         return found
     finally:
         arena.close()
@@ -53,7 +53,7 @@ def computing(tiny: bool) -> list[dict[str, Any]]:
     nbytes = TINY_BYTES if tiny else PROBE_BYTES
     device = CudaDevice(DEVICE) if CUDA else CpuDevice()
     arena = HostArena(device.torch_device, 2 * nbytes)
-    slots = {direction: arena.take(nbytes) for direction in Direction}
+    slots = {direction: arena.allocate(nbytes) for direction in Direction}
     near = {direction: device.allocate(nbytes) for direction in Direction}
 
     def once(directions: tuple[Direction, ...]) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..offload.arena import HostArena
-from ..offload.device import CpuDevice, CudaDevice, Device
+from ..offload.device import Device, device_for
 from ..offload.engine import Policy
 from ..offload.host_memory import available_host_bytes
 from ..offload.rates import Rates, choose_policy, measure_rates
@@ -89,7 +89,7 @@ def host_rates(device: torch.device, group: Any) -> tuple[float, float] | None:
     """
     if min(gather(available_host_bytes())) < _AMPLE * PROBE_BYTES[device.type]:
         return None
-    own: Device = CudaDevice(device) if device.type == "cuda" else CpuDevice()
+    own = device_for(device)
     try:
         rates, _ = measure_link(group.rank(), group.size(), False, own, group)
     finally:
@@ -103,7 +103,7 @@ def measure_link(
     """Rates of this rank while its neighbour is quiet, and its opinion on the policy."""
     nbytes = 2 * PROBE_BYTES["cuda" if device.torch_device.type == "cuda" else "cpu"]
     arena = HostArena(device.torch_device, nbytes)
-    slot = arena.take(nbytes)
+    slot = arena.allocate(nbytes)
     assert slot is not None
     alone = crowded = None
     for turn in (0, 1):
@@ -114,7 +114,7 @@ def measure_link(
     if paired and (rank ^ 1) < size:
         crowded = measure_rates(device, slot.memory)
     dist.barrier(group)
-    arena.give(slot)
+    arena.free(slot)
     arena.close()
     assert alone is not None
     return alone, choose_policy(alone, crowded)

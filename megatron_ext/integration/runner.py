@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..offload.blocks import hollow
+from ..offload.blocks import release_storage
 from ..runtime.executor import StageRunner
 from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
@@ -33,10 +33,10 @@ class Mover(Protocol):
     def finish(self, key: tuple[int, int]) -> None:
         """The set's last pass has run."""
 
-    def leaves(self, key: tuple[int, int]) -> bool:
+    def will_offload(self, key: tuple[int, int]) -> bool:
         """True if the set will be offloaded."""
 
-    def sets_away(self) -> int:
+    def sets_on_host(self) -> int:
         """Sets that take no device memory now."""
 
 
@@ -136,7 +136,7 @@ class MegatronRunner(StageRunner):
 
     def live_sets(self) -> int:
         """Activation sets on the device now."""
-        return len(self._live) - (self._mover.sets_away() if self._mover else 0)
+        return len(self._live) - (self._mover.sets_on_host() if self._mover else 0)
 
     def move(self, op: Op, chunk: int, microbatch: int) -> None:
         """OFFLOAD, RELEASE, PREPARE or RELOAD; see ``StageRunner``."""
@@ -174,9 +174,9 @@ class MegatronRunner(StageRunner):
             self._observer.forward(chunk, microbatch, y)
         if not it.forward_only:
             self._live[key] = ActivationSet(x, y)
-            if x is not None and self._mover is not None and self._mover.leaves(key):
+            if x is not None and self._mover is not None and self._mover.will_offload(key):
                 # Its values are in the set; here it waits for its gradient only.
-                hollow(x)
+                release_storage(x)
         if last:
             return None
         # The alias keeps the values alive for the receiver only; the graph keeps its node.

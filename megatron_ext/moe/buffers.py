@@ -120,9 +120,10 @@ class Departures:
         """Before another chunk computes: free what is copied; wait where too much is not."""
         while self._departing:
             ticket = self._departing[0].ticket
-            full = len(self._departing) >= self._depth
-            if not self._engine.release(ticket, patient=not full):
+            assert ticket.sent is not None
+            if len(self._departing) < self._depth and not ticket.sent.query():
                 return
+            self._engine.release(ticket)
             self._drop(self._departing.pop(0))
 
     def flush(self) -> None:

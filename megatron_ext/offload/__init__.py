@@ -1,1 +1,1 @@
-"""Activations leave the device while nobody needs them: store, host arena, transfer engine."""
+"""Activation offloading: store, host arena, transfer engine."""

@@ -17,7 +17,7 @@ import torch
 
 from .device import Event
 from .errors import OffloadConfigError
-from .host import near, pci_bus_id, require_host_memory
+from .host import bound_to_numa_node, pci_bus_id, require_host_memory
 from .host_memory import GIB, available_host_bytes
 
 ALIGNMENT = 512  # as device allocations are; keeps copies on full PCIe transactions
@@ -29,13 +29,13 @@ def padded(nbytes: int) -> int:
 
 
 class FreeList:
-    """Which bytes of [0, ``nbytes``) are free; the first place that is large enough is taken."""
+    """First-fit allocation of byte ranges of [0, ``nbytes``)."""
 
     def __init__(self, nbytes: int) -> None:
         # Sorted, disjoint, never touching: [start, end).
         self._free = [(0, nbytes)]
 
-    def take(self, size: int) -> int | None:
+    def allocate(self, size: int) -> int | None:
         """Where ``size`` bytes start; None if there is no such place."""
         for number, (start, end) in enumerate(self._free):
             if end - start >= size:
@@ -45,8 +45,8 @@ class FreeList:
                 return start
         return None
 
-    def give(self, start: int, size: int) -> None:
-        """Give ``size`` bytes at ``start`` back."""
+    def free(self, start: int, size: int) -> None:
+        """Free ``size`` bytes at ``start``."""
         ranges: list[tuple[int, int]] = []
         for first, last in sorted([*self._free, (start, start + size)]):
             if ranges and ranges[-1][1] == first:
@@ -56,19 +56,19 @@ class FreeList:
 
 
 def arena_bytes(moves: Iterable[tuple[Hashable, int]]) -> int:
-    """Capacity that an arena needs, so that every set finds its place.
+    """Capacity that an arena needs, so that first fit finds a place for every set.
 
     Args:
-        moves: (set, its bytes) in the order of the steps: the first time a set is named it
-            arrives, the second time it leaves.
+        moves: (set, its bytes) in the order of the steps: a set is allocated where it is named
+            first, and freed where it is named again.
     """
-    free, places, most = FreeList(1 << 62), dict[Hashable, tuple[int, int]](), 0
+    memory, places, most = FreeList(1 << 62), dict[Hashable, tuple[int, int]](), 0
     for key, nbytes in moves:
         if key in places:
-            free.give(*places.pop(key))
+            memory.free(*places.pop(key))
             continue
         size = padded(max(nbytes, 1))
-        start = free.take(size)
+        start = memory.allocate(size)
         assert start is not None
         places[key] = start, size
         most = max(most, start + size)
@@ -78,8 +78,8 @@ def arena_bytes(moves: Iterable[tuple[Hashable, int]]) -> int:
 @dataclass(eq=False)
 class _Region:
     memory: torch.Tensor
-    free: FreeList
-    # Ranges given back while a copy still reads them, with that copy's event.
+    free_list: FreeList
+    # Ranges freed while a copy still reads them, with that copy's event.
     read: list[tuple[int, int, Event]] = field(default_factory=list)
 
 
@@ -103,26 +103,17 @@ class HostArena:
         nbytes: allocated now: (host peak sets) x (padded bytes of a set), known or estimated.
         expected_sets: where bytes are not known before the first forward pass: the first growth
             takes this many times the set that is asked for.
-        available_bytes: what growth may take; default: what the host says then.
 
     Raises:
         OffloadConfigError: the host lacks the memory.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        nbytes: int = 0,
-        expected_sets: int = 1,
-        available_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, nbytes: int = 0, expected_sets: int = 1) -> None:
         self._device, self._expected_sets = device, expected_sets
-        self._available_bytes = available_bytes
         self._regions: list[_Region] = []
         self._sealed = False
         self.used_bytes = 0
         self.peak_bytes = 0
-        self.placement = ""
         if nbytes:
             self._grow(nbytes)
 
@@ -131,16 +122,11 @@ class HostArena:
         """Bytes allocated (and pinned, for a CUDA device)."""
         return sum(region.memory.numel() for region in self._regions)
 
-    @property
-    def sealed(self) -> bool:
-        """True after ``seal``."""
-        return self._sealed
-
     def seal(self) -> None:
         """No growth from here on: called at the end of the first step."""
         self._sealed = True
 
-    def take(self, nbytes: int) -> Slot | None:
+    def allocate(self, nbytes: int) -> Slot | None:
         """A place of ``padded(nbytes)`` bytes; None if there is none and the arena is sealed.
 
         Raises:
@@ -156,13 +142,13 @@ class HostArena:
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return slot
 
-    def give(self, slot: Slot, read: Event | None = None) -> None:
-        """Give a place back; copies into it by its next owners come after ``read``."""
+    def free(self, slot: Slot, read: Event | None = None) -> None:
+        """Free a place; copies into it by its next owners come after ``read``."""
         region: _Region = slot.region
         self.used_bytes -= slot.end - slot.start
         if read is not None:
             region.read.append((slot.start, slot.end, read))
-        region.free.give(slot.start, slot.end - slot.start)
+        region.free_list.free(slot.start, slot.end - slot.start)
 
     def resize(self, nbytes: int) -> None:
         """Replace all memory by one piece of ``nbytes``, sealed; between steps only.
@@ -187,7 +173,7 @@ class HostArena:
 
     def _first_fit(self, size: int) -> Slot | None:
         for region in self._regions:
-            start = region.free.take(size)
+            start = region.free_list.allocate(size)
             if start is None:
                 continue
             end = start + size
@@ -198,16 +184,10 @@ class HostArena:
 
     def _grow(self, nbytes: int) -> None:
         size = padded(nbytes)
-        available = self._available_bytes
-        if available is None:
-            available = available_host_bytes()
-        else:
-            available -= self.capacity_bytes
-        require_host_memory([size], available)
-        with near(pci_bus_id(self._device)) as where:
-            self.placement = f"NUMA node {where.node}: {where.reason}"
+        require_host_memory([size], available_host_bytes())
+        with bound_to_numa_node(pci_bus_id(self._device)):
             memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-            # First touch decides where the pages lie. torch's own threads are not bound by `near`.
+            # First touch decides where the pages lie. torch's own threads are not bound.
             ctypes.memset(memory.data_ptr(), 0, size)
             if self._device.type == "cuda":
                 _pin(memory, self._device)

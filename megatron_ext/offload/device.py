@@ -1,7 +1,7 @@
-"""What the transfer engine asks of the hardware, on a CUDA device and on CPU tensors.
+"""Streams, events and copies as the transfer engine needs them: of CUDA, or of threads.
 
-Three clocks matter: the host, which only issues work; the compute stream; the copy streams. On CPU
-tensors copy streams are threads, so the same ordering mistakes give the same wrong numbers.
+Three timelines matter: the host, which only issues work; the compute stream; the copy streams. On
+CPU tensors copy streams are threads, so the same ordering mistakes give the same wrong numbers.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import enum
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 STUCK_SECONDS = 120.0
+
+# (destination, source), 1-D uint8 tensors of one size.
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Direction(enum.Enum):
@@ -36,7 +37,11 @@ class Event(Protocol):
         """True if all work before it is done; never waits."""
 
     def synchronize(self) -> None:
-        """The host waits for it (at start, at the end and after errors only)."""
+        """The host waits for it (at start, at the end and after errors only).
+
+        Raises:
+            RuntimeError: the work failed, or did not end in two minutes.
+        """
 
 
 class Device(Protocol):
@@ -56,12 +61,14 @@ class Device(Protocol):
         self,
         stream: int,
         direction: Direction,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pairs: Pairs,
         after: Sequence[Event],
         guard: AbstractContextManager[Any] | None = None,
     ) -> Event:
-        """Copy source to destination for all (destination, source), 1-D uint8 tensors, on one copy
-        stream after the events ``after``; the returned event follows the last copy."""
+        """Copy on one copy stream after the events ``after``, while ``guard`` is held.
+
+        ``pairs`` may be emptied once it is copied. The returned event follows the last copy.
+        """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Device memory for compute: 1-D uint8, ordered with the compute stream."""
@@ -73,7 +80,7 @@ class Device(Protocol):
         """The host waits for all copies."""
 
     def close(self) -> None:
-        """Give back threads."""
+        """End threads, after what they were given."""
 
 
 class CudaDevice:
@@ -91,24 +98,22 @@ class CudaDevice:
         self._streams = [torch.cuda.Stream(torch_device) for _ in range(streams)]
 
     def record(self) -> Event:
-        """See ``Device``; the stream that is current for the caller counts as compute."""
+        # The stream that is current for the caller counts as compute.
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
     def wait(self, event: Event) -> None:
-        """See ``Device``."""
         torch.cuda.current_stream(self.torch_device).wait_event(event)  # type: ignore[arg-type]
 
     def copy(
         self,
         stream: int,
         direction: Direction,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pairs: Pairs,
         after: Sequence[Event],
         guard: AbstractContextManager[Any] | None = None,
     ) -> Event:
-        """See ``Device``."""
         on = self._streams[stream % len(self._streams)]
         for event in after:
             on.wait_event(event)  # type: ignore[arg-type]
@@ -120,19 +125,17 @@ class CudaDevice:
         return done
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """See ``Device``."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def discard(self, buffer: torch.Tensor) -> None:
-        """Nothing: the caching allocator orders reuse on the compute stream."""
+        pass  # The caching allocator orders reuse on the compute stream.
 
     def synchronize(self) -> None:
-        """See ``Device``."""
         for stream in self._streams:
             stream.synchronize()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        pass
 
 
 class HostEvent:
@@ -150,7 +153,6 @@ class HostEvent:
         self._done.set()
 
     def query(self) -> bool:
-        """See ``Event``."""
         return self._done.is_set()
 
     def wait(self) -> None:
@@ -163,17 +165,12 @@ class HostEvent:
             raise RuntimeError(f"a transfer has not ended after {STUCK_SECONDS:.0f} s")
 
     def synchronize(self) -> None:
-        """See ``Event``.
-
-        Raises:
-            RuntimeError: the work failed, or did not end in two minutes.
-        """
         self.wait()
         if self.error is not None:
             raise RuntimeError(f"a transfer failed: {self.error}") from self.error
 
 
-class _Worker:
+class Worker:
     """A thread that does tasks in order: a stream without a GPU."""
 
     def __init__(self, name: str) -> None:
@@ -183,11 +180,13 @@ class _Worker:
         self._thread.start()
 
     def put(self, task: Callable[[], None]) -> HostEvent:
+        """Do ``task`` after all others; the event follows it."""
         event = HostEvent()
         self._tasks.put((task, event))
         return event
 
     def close(self) -> None:
+        """End the thread, after all tasks."""
         self._tasks.put(None)
         self._thread.join(STUCK_SECONDS)
 
@@ -205,30 +204,12 @@ class _Worker:
             del event, error
 
 
-@dataclass
-class Faults:
-    """What tests make worse than it is.
-
-    Attributes:
-        delay: seconds that a copy of this direction waits before it starts.
-        poison: memory that is let go is filled with bytes 0xFF, which is NaN in every float format.
-    """
-
-    delay: Callable[[Direction], float] | None = None
-    poison: bool = False
-
-
 class CpuDevice:
-    """CPU tensors as "device" memory; every copy stream is a thread.
+    """CPU tensors as "device" memory; every copy stream is a thread, and compute is the caller.
 
     Args:
         streams: copy threads.
         throttle_bytes_per_second: emulated link, by direction; None: as fast as memory is.
-        faults: for tests.
-        compute_thread: compute is a thread too, fed with ``compute``; otherwise it is the caller,
-            for whom everything issued is done already.
-        recycle: ``allocate`` hands out discarded buffers of the same size at once, last one first,
-            as a caching allocator does; only for buffers that ``allocate`` made.
     """
 
     pins_host_memory = False
@@ -238,55 +219,34 @@ class CpuDevice:
         self,
         streams: int = 2,
         throttle_bytes_per_second: dict[Direction, float] | None = None,
-        faults: Faults | None = None,
-        compute_thread: bool = False,
-        recycle: bool = False,
     ) -> None:
         self.torch_device = torch.device("cpu")
-        self.faults = faults or Faults()
         self.throttle_bytes_per_second = throttle_bytes_per_second or {}
-        self._copiers = [_Worker(f"copy stream {number}") for number in range(streams)]
-        self._computer = _Worker("compute stream") if compute_thread else None
-        self._pool: dict[int, list[torch.Tensor]] | None = defaultdict(list) if recycle else None
+        self._copiers = [Worker(f"copy stream {number}") for number in range(streams)]
         self._copies: list[HostEvent] = []
-        self._pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of copies under way
-
-    def compute(self, task: Callable[[], None]) -> None:
-        """Give ``task`` to compute."""
-        if self._computer is None:
-            task()
-        else:
-            self._computer.put(task)
 
     def record(self) -> HostEvent:
-        """See ``Device``."""
-        if self._computer is not None:
-            return self._computer.put(lambda: None)
         event = HostEvent()
-        event.finish()
+        event.finish()  # Compute is the caller: it has done all that it was given.
         return event
 
     def wait(self, event: Event) -> None:
-        """See ``Device``."""
-        self.compute(event.synchronize)
+        event.synchronize()
 
     def copy(
         self,
         stream: int,
         direction: Direction,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pairs: Pairs,
         after: Sequence[Event],
         guard: AbstractContextManager[Any] | None = None,
     ) -> HostEvent:
-        """See ``Device``; ``guard`` is held by the copy thread while it copies."""
-        pairs, after, span = list(pairs), list(after), list[float]()
+        after, span = list(after), list[float]()
 
         def task() -> None:
             for event in after:
                 event.synchronize()
-            if self.faults.delay is not None:
-                time.sleep(self.faults.delay(direction))
-            with guard or contextlib.nullcontext():
+            with guard or contextlib.nullcontext():  # Only the copy thread waits for the guard.
                 span.append(time.monotonic())
                 for destination, source in pairs:
                     destination.copy_(source)
@@ -303,49 +263,26 @@ class CpuDevice:
         event.span = span
         self._copies = [copy for copy in self._copies if not copy.query()]
         self._copies.append(event)
-        self._pairs = [former for former in self._pairs if former]
-        self._pairs.append(pairs)
         return event
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """See ``Device``."""
-        if self._pool is not None and self._pool[nbytes]:
-            return self._pool[nbytes].pop()
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def discard(self, buffer: torch.Tensor) -> None:
-        """See ``Device``."""
-        # Where somebody else still uses the memory, dropping it here frees nothing.
-        if self.faults.poison and (self._pool is not None or self._owners(buffer) <= 1):
-            self.compute(lambda: _poison(buffer))
-        if self._pool is not None:
-            self._pool[buffer.numel()].append(buffer)
+        pass
 
     def synchronize(self) -> None:
-        """See ``Device``."""
         copies, self._copies = self._copies, []
-        if self._computer is not None:
-            copies.append(self._computer.put(lambda: None))
         for event in copies:
             event.wait()
         for event in copies:
             event.synchronize()
 
-    def _owners(self, buffer: torch.Tensor) -> int:
-        """How many tensors own the memory of ``buffer``. Copies under way do not count: on a GPU
-        they would not keep it either, and it is their ordering that poison is there to test."""
-        # This order of the two counts errs on the side of no poison if a copy ends between them.
-        identity = buffer.untyped_storage()._cdata
-        owners = int(torch._C._storage_Use_Count(identity)) - 1  # the Python storage object
-        tensors = [t for pairs in self._pairs for pair in list(pairs) for t in pair]
-        return owners - sum(1 for t in tensors if t.untyped_storage()._cdata == identity)
-
     def close(self) -> None:
-        """End the threads, after what they were given."""
-        for worker in (*self._copiers, self._computer):
-            if worker is not None:
-                worker.close()
+        for worker in self._copiers:
+            worker.close()
 
 
-def _poison(buffer: torch.Tensor) -> None:
-    buffer.fill_(0xFF)
+def device_for(torch_device: torch.device) -> Device:
+    """The device that serves tensors on ``torch_device``."""
+    return CudaDevice(torch_device) if torch_device.type == "cuda" else CpuDevice()

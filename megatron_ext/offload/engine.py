@@ -1,4 +1,4 @@
-"""The transfer engine: which copy runs when, without the host ever waiting in steady state.
+"""The transfer engine orders copies between streams; in steady state the host never waits.
 
 An activation set goes through ``offload``, ``release``, ``prepare``, ``reload`` and ``use`` (or
 ``finish``). The order that keeps its numbers right is a handful of edges between streams, each
@@ -8,16 +8,16 @@ with a name in ``EDGES``; tests remove them one at a time.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .arena import HostArena, Slot, padded
-from .device import Device, Direction, Event
+from .device import Device, Direction, Event, Pairs
 from .errors import OffloadConfigError
 
 EDGES = {
@@ -39,18 +39,18 @@ class Policy(str, enum.Enum):
     PAIRED = "paired"  # single, and two ranks behind one switch never go the same way at once
 
 
-class Turns(Protocol):
+class LinkLock(Protocol):
     """Lets one of the ranks that share a link copy in a direction at a time."""
 
-    def turn(self, direction: Direction) -> AbstractContextManager[Any]:
+    def hold(self, direction: Direction) -> AbstractContextManager[Any]:
         """Held while a copy of ``direction`` runs."""
 
 
-class FileTurns:
-    """``Turns`` between processes of one host: a locked file for each direction.
+class FileLinkLock:
+    """``LinkLock`` between processes of one host: a locked file for each direction.
 
-    The files are open from the start, so their folder may be removed once all ranks have them:
-    then nothing is left of them, however the ranks end.
+    The files are open from the start, so their folder may be removed once all ranks have opened
+    them: then nothing is left of them, however the ranks end.
 
     Args:
         folder: of this host (``/dev/shm/...``), the same for the ranks that share a link.
@@ -60,24 +60,15 @@ class FileTurns:
         folder.mkdir(parents=True, exist_ok=True)
         self._files = {d: (folder / d.value).open("w") for d in Direction}
 
-    def turn(self, direction: Direction) -> AbstractContextManager[Any]:
-        """See ``Turns``; only the copy thread waits here, never the host's."""
-        return _FileLock(self._files[direction])
-
-
-class _FileLock:
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    def __enter__(self) -> None:
+    @contextmanager
+    def hold(self, direction: Direction) -> Iterator[None]:
         import fcntl  # Not on every system; only this policy needs it.
 
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        import fcntl
-
-        fcntl.flock(self._file, fcntl.LOCK_UN)
+        fcntl.flock(self._files[direction], fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._files[direction], fcntl.LOCK_UN)
 
 
 @dataclass(eq=False)
@@ -123,7 +114,7 @@ class Engine:
         device: hardware, or its emulation.
         arena: host memory.
         policy: how directions share the link.
-        turns: for ``Policy.PAIRED`` where the device can hold them (``guards_copies``); on CUDA
+        link_lock: for ``Policy.PAIRED`` where the device can hold it (``guards_copies``); on CUDA
             the schedule alone staggers the neighbours.
         skip_edges: for mutation tests only: edges that are not enforced.
 
@@ -136,11 +127,11 @@ class Engine:
         device: Device,
         arena: HostArena,
         policy: Policy | str = Policy.SINGLE,
-        turns: Turns | None = None,
+        link_lock: LinkLock | None = None,
         skip_edges: Collection[str] = (),
     ) -> None:
         self.device, self.arena, self.policy = device, arena, Policy(policy)
-        if self.policy is Policy.PAIRED and device.guards_copies and turns is None:
+        if self.policy is Policy.PAIRED and device.guards_copies and link_lock is None:
             raise OffloadConfigError(
                 "--pp-offload-transfer paired needs a neighbour that shares the link; use single "
                 "or dual on a rank that has none"
@@ -148,7 +139,7 @@ class Engine:
         unknown = set(skip_edges) - set(EDGES)
         if unknown:
             raise ValueError(f"no such ordering edges: {sorted(unknown)}")
-        self._turns = turns if self.policy is Policy.PAIRED else None
+        self._link_lock = link_lock if self.policy is Policy.PAIRED else None
         self._skip = frozenset(skip_edges)
         self.counters = Counters()
 
@@ -178,7 +169,7 @@ class Engine:
         for size in sizes:
             places.append(total)
             total += padded(size)
-        slot = self.arena.take(max(total, reserve_bytes))
+        slot = self.arena.allocate(max(total, reserve_bytes))
         if slot is None:
             self.counters.refused += 1
             return False
@@ -192,22 +183,16 @@ class Engine:
         self.counters.bytes_to_host += sum(sizes)
         return True
 
-    def release(self, ticket: Ticket, patient: bool = False) -> bool:
-        """Make it safe to drop the device's copy of the set.
+    def release(self, ticket: Ticket) -> None:
+        """Make it safe to drop the device's copy of the set, which the caller does next.
 
-        If the copy to the host is not complete, compute waits for it, so that the memory is there
-        when the schedule says so; with ``patient`` nothing waits, and the caller tries again.
-
-        Returns:
-            True if the caller may (and must) drop it now.
+        If the copy to the host is not complete, compute waits for it, so that the memory is free
+        when the schedule says so.
         """
         assert ticket.sent is not None
         if not ticket.sent.query():
-            if patient:
-                return False
             self.counters.waited_releases += 1
             self._compute_waits("release-after-offload", ticket.sent)
-        return True
 
     def prepare(self, ticket: Ticket) -> list[torch.Tensor]:
         """Device memory for the set's blocks, in the order of ``offload``; 1-D uint8."""
@@ -217,13 +202,13 @@ class Engine:
 
     def reload(self, ticket: Ticket, buffers: Sequence[torch.Tensor | None]) -> None:
         """Start copying back into ``buffers``, in the order of ``offload`` (None: not needed any
-        more), and give the place on the host back."""
+        more), and free the place on the host."""
         assert ticket.sent is not None and ticket.prepared is not None and ticket.slot is not None
         pairs = [(b, self._host(ticket, i)) for i, b in enumerate(buffers) if b is not None]
         after = self._edge("reload-after-prepare", ticket.prepared)
         after += self._edge("reload-after-offload", ticket.sent)
         ticket.arrived = self._copy(Direction.TO_DEVICE, pairs, after)
-        self.arena.give(ticket.slot, ticket.arrived)
+        self.arena.free(ticket.slot, ticket.arrived)
         ticket.slot = None
         self.counters.reloads += 1
         self.counters.bytes_to_device += sum(b.numel() for b in buffers if b is not None)
@@ -244,7 +229,7 @@ class Engine:
         if pending is not None and not ticket.used and not pending.query():
             self._compute_waits("drop-after-reload", pending)
         if ticket.slot is not None:
-            self.arena.give(ticket.slot, pending)
+            self.arena.free(ticket.slot, pending)
             ticket.slot = None
 
     def synchronize(self) -> None:
@@ -264,11 +249,11 @@ class Engine:
     def _copy(
         self,
         direction: Direction,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pairs: Pairs,
         after: Sequence[Event],
     ) -> Event:
         stream = int(self.policy is Policy.DUAL and direction is Direction.TO_DEVICE)
-        guard = None if self._turns is None else self._turns.turn(direction)
+        guard = None if self._link_lock is None else self._link_lock.hold(direction)
         return self.device.copy(stream, direction, pairs, after, guard)
 
     def _edge(self, name: str, event: Event) -> list[Event]:

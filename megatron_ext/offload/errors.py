@@ -1,4 +1,4 @@
-"""Errors that a user can mend; the integration passes their sentence on."""
+"""User-facing errors; the integration passes their sentence on."""
 
 
 class OffloadConfigError(ValueError):

@@ -1,11 +1,10 @@
-"""The host side of offloading: how much memory there is, and which memory is near the device."""
+"""Host memory of all ranks of a host, and the NUMA node of a device."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,33 +37,25 @@ def require_host_memory(needed_bytes: Sequence[int], available_bytes: int) -> No
         )
 
 
-@dataclass(frozen=True)
-class Nearness:
-    """What ``near`` did: the device's NUMA node (None: unknown), the CPUs used, and why."""
-
-    node: int | None
-    cpus: frozenset[int]
-    reason: str
-
-
 @contextlib.contextmanager
-def near(pci_bus_id: str | None, root: Path = Path("/")) -> Iterator[Nearness]:
+def bound_to_numa_node(pci_bus_id: str | None, root: Path = Path("/")) -> Iterator[None]:
     """Run the block on CPUs next to a PCI device, so that memory first touched there lies there.
 
     The binding ends with the block: only first touch matters to copies, and data loader workers
     should not inherit it. A binding from outside (numactl, taskset, a container's cpuset) always
-    wins: then nothing is changed. ``root`` is for tests.
+    wins, and where the node is unknown nothing is changed. ``root`` is for tests.
 
     Args:
         pci_bus_id: as in ``/sys/bus/pci/devices``, such as ``0000:3b:00.0``; None: unknown.
     """
     before = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
-    result = _choose(pci_bus_id, before, root)
-    changed = result.cpus != before
+    cpus = frozenset() if pci_bus_id is None else _local_cpus(pci_bus_id, root)
+    online = _cpu_list("".join(read_lines(root / "sys/devices/system/cpu/online")))
+    changed = before == online and bool(cpus & before)
     if changed:
-        os.sched_setaffinity(0, result.cpus)
+        os.sched_setaffinity(0, cpus & before)
     try:
-        yield result
+        yield
     finally:
         if changed:
             os.sched_setaffinity(0, before)
@@ -83,18 +74,13 @@ def pci_bus_id(device: torch.device) -> str | None:
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
-def _choose(bus: str | None, before: frozenset[int], root: Path) -> Nearness:
-    if bus is None:
-        return Nearness(None, before, "the device's place on the bus is unknown")
-    place = root / "sys/bus/pci/devices" / bus
+def _local_cpus(pci_bus_id: str, root: Path) -> frozenset[int]:
+    """The CPUs of a device's NUMA node; none if the machine does not say."""
+    place = root / "sys/bus/pci/devices" / pci_bus_id
     node = read_number(place / "numa_node")
-    cpus = _cpu_list("".join(read_lines(place / "local_cpulist")))
-    if node is None or node < 0 or not cpus:
-        return Nearness(None, before, "the machine does not say which CPUs are near the device")
-    online = _cpu_list("".join(read_lines(root / "sys/devices/system/cpu/online")))
-    if before != online:
-        return Nearness(node, before, "the process was bound from outside; that is respected")
-    return Nearness(node, cpus & before or before, "bound to the device's node")
+    if node is None or node < 0:
+        return frozenset()
+    return _cpu_list("".join(read_lines(place / "local_cpulist")))
 
 
 def _cpu_list(text: str) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""How fast the link is, measured at start, and which transfer policy that speaks for."""
+"""Measured transfer rates of the host link, and the transfer policy that fits them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Rates:
         return max(nbytes / self.to_host_together, nbytes / self.to_device_together)
 
 
-def copy_seconds(
+def _copy_seconds(
     device: Device, buffers: Mapping[Direction, tuple[torch.Tensor, torch.Tensor]]
 ) -> dict[Direction, float]:
     """How long one copy takes in each direction that has buffers, all of them at once.
@@ -84,12 +84,12 @@ def measure_rates(
     buffers = {direction: (device.allocate(half), part) for direction, part in parts.items()}
 
     def alone(direction: Direction) -> float:
-        return copy_seconds(device, {direction: buffers[direction]})[direction]
+        return _copy_seconds(device, {direction: buffers[direction]})[direction]
 
-    copy_seconds(device, buffers)  # The first use of a buffer costs more than the copy.
+    _copy_seconds(device, buffers)  # The first use of a buffer costs more than the copy.
     best: dict[str, float] = {}
     for _ in range(repeats):
-        together = copy_seconds(device, buffers)
+        together = _copy_seconds(device, buffers)
         for name, value in (
             ("to_host", alone(out)),
             ("to_device", alone(back)),

@@ -1,101 +1,111 @@
-"""One activation set: which blocks it has, where it is, and what that takes."""
+"""One activation set: its memory blocks, its state, its sizes."""
 
 from __future__ import annotations
 
 import enum
 import weakref
-from collections import Counter
 from collections.abc import Hashable
 from dataclasses import astuple, dataclass
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .arena import padded
 from .blocks import Block
 from .engine import Ticket
 
 NO_ROOM = "the host arena had no room"
 NOTHING = "nothing in it can move"
-LATE = "its copy was not complete when it was needed again"
 
 
 class State(enum.Enum):
     """Where a set is."""
 
-    HERE = "on the device"
-    LEAVING = "on the device, being copied to the host"
-    AWAY = "on the host"
+    ON_DEVICE = "on the device"
+    OFFLOADING = "on the device, being copied to the host"
+    ON_HOST = "on the host"
     PREPARED = "on the host, device memory prepared"
-    COMING = "being copied back to the device"
-    BACK = "back on the device"
-
-
-@dataclass(frozen=True)
-class SetBytes:
-    """Bytes of one set.
-
-    Attributes:
-        device: of blocks that occupy device memory now (prepared ones too).
-        host: of the set's copy in the arena, as long as its place is taken.
-        kept: of tensors saved by reference that never leave.
-    """
-
-    device: int
-    host: int
-    kept: int
+    RELOADING = "being copied back to the device"
+    RELOADED = "back on the device"
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one set takes, in bytes, after its F: enough to say what any plan needs.
+    """Bytes of one set, known when its F has ended: all that a plan needs.
 
     Attributes:
-        here: on the device, from F to RELEASE.
-        away: of that, what stays there after RELEASE.
-        back: on the device from PREPARE on.
+        device: on the device from F to RELEASE, or to the end of W if it is not offloaded.
+        kept: of ``device``, what stays there after RELEASE.
+        reloaded: on the device from PREPARE on.
         host: its place in the arena.
     """
 
-    here: int = 0
-    away: int = 0
-    back: int = 0
+    device: int = 0
+    kept: int = 0
+    reloaded: int = 0
     host: int = 0
 
     def union(self, other: Footprint) -> Footprint:
-        """The larger of both, each number for itself."""
+        """The larger of both, field by field."""
         return Footprint(*map(max, astuple(self), astuple(other)))
 
 
 class ActivationSet:
-    """One activation set."""
+    """What one model chunk saves for one microbatch.
+
+    Attributes:
+        ticket: of its transfers; None until F has ended.
+        blocks: one a storage. Weak references, because autograd's graph owns the blocks.
+        in_copy: blocks that a copy reads or writes; the set owns them meanwhile.
+        offloaded: the blocks that were copied to the host.
+        released: storages that RELEASE dropped, with their bytes.
+        buffers: device memory between PREPARE and RELOAD.
+        stays: why there is no transfer (``NO_ROOM``, ``NOTHING``), or "".
+        device_bytes: as of the last action; backward frees blocks in between.
+    """
 
     def __init__(self, key: Hashable) -> None:
-        self.key, self.state = key, State.HERE
+        self.key, self.state = key, State.ON_DEVICE
         self.ticket: Ticket | None = None
-        # Weak: graphs own blocks. Strong only while a copy is under way.
         self.blocks: list[weakref.ref[Block]] = []
-        self.moving: list[Block] = []
-        self.moved: list[weakref.ref[Block]] = []
+        self.in_copy: list[Block] = []
+        self.offloaded: list[weakref.ref[Block]] = []
+        self.released: list[tuple[StorageWeakRef, int]] = []
         self.buffers: list[torch.Tensor] = []
-        self.by_storage: dict[int, weakref.ref[Block]] = {}
-        self.kept: Counter[str] = Counter()
-        self.gone: list[tuple[StorageWeakRef, int]] = []
-        # Why there is no transfer (NO_ROOM, NOTHING, LATE), or "".
         self.stays = ""
-        # As of the last action; backward frees blocks meanwhile without telling.
         self.device_bytes = 0
-        self.late = False
 
-    def alive(self) -> list[Block]:
-        """Blocks that some graph still needs."""
-        return [block for ref in self.blocks if (block := ref()) is not None]
+    @property
+    def on_device(self) -> bool:
+        """True if it counts as a set on the device, which it does except on the host."""
+        return self.state is not State.ON_HOST or self.stays == NO_ROOM
+
+    @property
+    def on_host(self) -> bool:
+        """True if it has a place in the arena."""
+        return self.ticket is not None and self.ticket.slot is not None
 
     def where(self) -> str:
-        """In words, for errors."""
+        """Its state in words, for errors."""
         return f"on the device ({self.stays})" if self.stays else self.state.value
 
+    def alive(self) -> list[Block]:
+        """Blocks that a graph still needs."""
+        return [block for ref in self.blocks if (block := ref()) is not None]
 
-def storage_bytes(block: Block) -> int:
-    """Bytes of the storage that a block on the device lies in."""
-    assert block.memory is not None
-    return block.memory.untyped_storage().nbytes()
+    def movable(self) -> list[Block]:
+        """Blocks on the device that can be offloaded."""
+        return [block for block in self.alive() if block.can_move()]
+
+    def measure(self) -> int:
+        """Bytes on the device now, also kept as ``device_bytes``."""
+        memory = [block.memory for block in self.alive() if block.memory is not None]
+        self.device_bytes = sum(m.untyped_storage().nbytes() for m in (*memory, *self.buffers))
+        return self.device_bytes
+
+    def footprint(self) -> Footprint:
+        """Its sizes, between F and OFFLOAD."""
+        movable, device = self.movable(), self.measure()
+        kept = device - sum(block.storage_bytes() for block in movable)
+        saved = [end - start for start, end in (block.range_bytes() for block in movable)]
+        return Footprint(device, kept, kept + sum(saved), sum(map(padded, saved)))

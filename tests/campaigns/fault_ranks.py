@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.offload.arena import HostArena
-from megatron_ext.offload.blocks import hollow
+from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.device import CpuDevice
 from megatron_ext.offload.engine import Engine
 from megatron_ext.offload.store import ActivationStore
@@ -306,7 +306,7 @@ class Runner:
         result = None if last else y.detach()
         self.live[key] = x, y
         if key in self.leaving:
-            hollow(x)
+            release_storage(x)
         return result
 
     def backward(

@@ -60,7 +60,7 @@ def _input(microbatch: int) -> Any:
 
 def _step(model: Any, microbatches: int, store: Any = None) -> list[Any]:
     """Gradients of a step in which all sets leave after F and come back two passes before B."""
-    from megatron_ext.offload.blocks import hollow
+    from megatron_ext.offload.blocks import release_storage
 
     losses, inputs = {}, {}
     for m in range(microbatches):
@@ -70,7 +70,7 @@ def _step(model: Any, microbatches: int, store: Any = None) -> list[Any]:
             continue
         with store.saving((0, m)):
             losses[m] = model(x).float().square().mean()
-        hollow(x)
+        release_storage(x)
         store.offload((0, m))
         if m:
             store.release((0, m - 1))
@@ -114,7 +114,7 @@ def test_exact_without_host_synchronisation(engines: Any, policy: str) -> None:
         assert all(map(torch.equal, got, expected))
     assert engine.arena.capacity_bytes == capacity
     assert torch.cuda.memory_stats()["num_alloc_retries"] == retries
-    assert engine.counters.refused == 0 and store.held_elsewhere_bytes == 0
+    assert engine.counters.refused == 0 and store.statistics.held_elsewhere_bytes == 0
 
 
 @pytest.mark.parametrize("policy", ["single", "dual"])
@@ -153,14 +153,14 @@ def test_memory_leaves_and_the_arena_is_pinned(engines: Any) -> None:
     with store.saving((0, 0)):
         loss = model(x).float().square().mean()
     store.offload((0, 0))
-    before, here = torch.cuda.memory_allocated(), store.set_bytes((0, 0)).device
-    from megatron_ext.offload.blocks import hollow
+    before, here = torch.cuda.memory_allocated(), store.footprint((0, 0)).device
+    from megatron_ext.offload.blocks import release_storage
 
-    hollow(x)
+    release_storage(x)
     store.release((0, 0))
     freed = before - torch.cuda.memory_allocated()
     assert here > 100 * MIB and abs(freed - here) < MIB
-    assert engine.arena.take(1024).memory.is_pinned()
+    assert engine.arena.allocate(1024).memory.is_pinned()
     store.prepare((0, 0))
     store.reload((0, 0))
     loss.backward()
@@ -175,7 +175,7 @@ def test_rates_and_overlap(engines: Any, record_property: Any) -> None:
     from megatron_ext.offload.rates import choose_policy, measure_rates
 
     engine = engines("dual", 512 * MIB)
-    host = engine.arena.take(512 * MIB).memory
+    host = engine.arena.allocate(512 * MIB).memory
     rates = measure_rates(engine.device, host)
     policy, reason = choose_policy(rates)
     record_property("rates", str(rates))

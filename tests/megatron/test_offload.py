@@ -34,6 +34,11 @@ OURS = [
     *("zb-h1/overlap-bf16", "v-half/overlap-bf16", "v-half/tied", "v-half/lengths"),
     *("interleaved-zb/recompute", "v-half/moe", "v-half/measured", "file/", "v-cap/profiled"),
 ]
+# With a policy and without. What is recomputed keeps nothing that a policy could.
+KEPT = {"v-half/keep": "v-half/", "1f1b/keep": "1f1b/"}
+OURS += [*KEPT, "interleaved-zb/keep-recompute"]
+# Where a case's model is not the second part of its name.
+STOCK = {"measured": "", "profiled": "", "keep": "", "keep-recompute": "recompute"}
 
 
 def test_every_case_is_compared(results: Cases) -> None:
@@ -52,7 +57,7 @@ def steps(result: dict[str, Any]) -> list[list[dict[str, Any]]]:
 def test_losses_and_gradients_are_bitwise_stocks(results: Cases, name: str) -> None:
     """With random delays of every copy, and NaN in memory that was let go."""
     model = name.split("/")[1]
-    stock = results["stock/" + ("" if model in ("measured", "profiled") else model)]
+    stock = results["stock/" + STOCK.get(model, model)]
     assert results[name]["losses"] == stock["losses"]
     assert len(stock["gradients"]) >= 101
     mine = results[name]["gradients"]
@@ -108,6 +113,21 @@ def test_resident_sets_are_the_plans(results: Cases, name: str, wanted: str, pol
         at = rank[0]["pipeline_rank"]
         assert [line["peak_sets"] for line in rank] == [report.peak_sets[at]] * 3
         assert rank[-1]["offload"]["offloads"] == 3 * report.offloaded_sets[at]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_policy_moves_bytes_from_the_host_to_the_device(results: Cases, name: str) -> None:
+    """As planned, see above; the same sets are offloaded, each with fewer bytes."""
+    pairs = zip(steps(results[name]), steps(results[KEPT[name]]))
+    for kept, every in ((a[-1]["offload"], b[-1]["offload"]) for a, b in pairs):
+        assert kept["kept_bytes"]["policy"] > 0 and "policy" not in every["kept_bytes"]
+        assert kept["offloads"] == every["offloads"]
+        if not every["offloads"]:
+            continue  # the last rank of 1f1b
+        assert kept["bytes_to_host"] < every["bytes_to_host"]
+        assert kept["arena_bytes"] < every["arena_bytes"]
+        assert kept["planned_device_bytes"] > every["planned_device_bytes"]
+        assert kept["held_elsewhere_bytes"] <= every["held_elsewhere_bytes"]
 
 
 def test_offload_lowers_the_peak(results: Cases) -> None:

@@ -176,34 +176,32 @@ class TestOnTheMachine:
         group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 4)
         device: Any = None
         with pytest.raises(ConfigError) as error:
-            offload_measure.settle("paired", False, device, group)
+            offload_measure.choose_transfers("paired", False, device, group)
         assert "ranks 2 and 3 are on different hosts (b and c)" in str(error.value)
 
     def test_too_little_host_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ranks of one host are added up; another host's do not count."""
-        from megatron_ext.integration.features.offload import measure as offload_measure
+        from megatron_ext.integration.features.offload import memory
 
         gib = 1 << 30
         here = socket.gethostname()
         others = [(here, 6 * gib, 0, 10 * gib), ("elsewhere", 100 * gib, 0, 200 * gib)]
 
-        monkeypatch.setattr(
-            offload_measure, "gather", lambda mine: [(*mine[:3], 10 * gib), *others]
-        )
-        offload_measure.require_memory_on_hosts(2 * gib)
+        monkeypatch.setattr(memory, "gather", lambda mine: [(*mine[:3], 10 * gib), *others])
+        memory.require_memory_on_hosts(2 * gib)
         with pytest.raises(ConfigError) as error:
-            offload_measure.require_memory_on_hosts(4 * gib)
+            memory.require_memory_on_hosts(4 * gib)
         text = str(error.value)
         assert f"host {here}: offloading needs 10.00 GiB" in text
         assert "--pp-offload-chunks" in text
         # What this rank's present arena gives back counts as available.
-        offload_measure.require_memory_on_hosts(4 * gib, held_bytes=2 * gib)
+        memory.require_memory_on_hosts(4 * gib, held_bytes=2 * gib)
 
     def test_least_bytes_of_a_set(self) -> None:
         """20 bytes per token and hidden element in 16 bits (PipeOffload, section 2), not 34."""
         import torch
 
-        from megatron_ext.integration.features.offload.measure import least_set_bytes
+        from megatron_ext.integration.features.offload.memory import least_set_bytes
 
         config = SimpleNamespace(
             pipeline_dtype=torch.bfloat16,
@@ -278,9 +276,9 @@ def test_an_arena_of_the_planned_size_is_just_enough() -> None:
             refused = False
             for key, size in moves:
                 if key in slots:
-                    arena.give(slots.pop(key))
+                    arena.free(slots.pop(key))
                 else:
-                    slots[key] = arena.take(size)
+                    slots[key] = arena.allocate(size)
                     if slots[key] is None:
                         refused = True
                         break

@@ -12,7 +12,7 @@ import torch
 
 from megatron_ext.integration import flags
 from megatron_ext.integration.feature import Feature, Run
-from megatron_ext.integration.features.offload.policy import Saved, policy_of
+from megatron_ext.integration.features.offload.policy import SavedTensor, policy_of
 from megatron_ext.integration.install import Installation
 from megatron_ext.schedule import check, lower, simulate
 from megatron_ext.schedule.generators import GENERATORS, generate
@@ -79,5 +79,5 @@ def test_offload_policy(code: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "my_policies", module)
     policy = policy_of("my_policies:keep_first_layer")
     tensor = torch.ones(1)
-    assert policy(Saved(tensor, "decoder.layers.0.mlp.linear_fc1"))
-    assert not policy(Saved(tensor, "decoder.layers.10.mlp"))
+    assert policy(SavedTensor(tensor, "decoder.layers.0.mlp.linear_fc1"))
+    assert not policy(SavedTensor(tensor, "decoder.layers.10.mlp"))

@@ -24,7 +24,8 @@ from megatron_ext.integration.hooks import Hooks
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.moe import buffers
 from megatron_ext.moe.plan import LayerPlan
-from megatron_ext.offload.device import CpuDevice, Faults
+from megatron_ext.offload.device import CpuDevice
+from tests.support.faulty_device import Faults, FaultyDevice
 
 gpt_cases = wgrad_cases.gpt_cases
 parallel_state = gpt_cases.parallel_state
@@ -74,7 +75,7 @@ for _name, _schedule, _strategy, _chunks in (
 
 def _faulty(*unused: Any) -> CpuDevice:
     rng = random.Random(os.getpid())
-    return CpuDevice(faults=Faults(delay=lambda _: rng.random() / 500, poison=True))
+    return FaultyDevice(faults=Faults(delay=lambda _: rng.random() / 500, poison=True))
 
 
 def global_names(chunk: Any) -> dict[str, Any]:
@@ -122,6 +123,6 @@ original_run_case = gpt_cases.run_case
 gpt_cases.run_case = run_case
 
 if __name__ == "__main__":
-    with mock.patch.object(offload, "CpuDevice", _faulty):
+    with mock.patch.object(offload.measure, "device_for", _faulty):
         with mock.patch.object(buffers, "CpuDevice", _faulty):
             gpt_cases.serve(CASES, gpt_cases.rank_main, gpt_cases.WORLD)

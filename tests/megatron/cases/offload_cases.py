@@ -6,6 +6,7 @@ device memory that was let go is filled with NaN.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from dataclasses import replace
@@ -22,12 +23,13 @@ from tests.megatron.cases import wgrad_cases
 
 # isort: split
 from megatron_ext.integration.features import profile
-from megatron_ext.integration.features.offload import runtime as offload
+from megatron_ext.integration.features.offload import measure
 from megatron_ext.integration.offload_request import OffloadRequest
-from megatron_ext.offload.device import CpuDevice, Faults
+from megatron_ext.offload.device import CpuDevice
 from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule import generate, offload_pass
 from megatron_ext.schedule.link import Link
+from tests.support.faulty_device import Faults, FaultyDevice
 
 
 def _request(wanted: str, policy: str | None, time: str | None = "0.25") -> OffloadRequest:
@@ -91,6 +93,11 @@ CASES["v-half/measured"] = {**CASES["v-half/"], "offload": _request("auto", None
 # A file says all.
 _FILE = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
 CASES["file/"] = {"pp": 4, **_TWO, "iterations": 3, "schedule": "FILE", "file": _FILE}
+# Tensors that stay on the device, chosen by a policy of ours, or of the user's.
+_OWN = "tests.megatron.cases.keep_policies:keep_mlp"
+CASES["v-half/keep"] = {**CASES["v-half/"], "policy": "keep-attention-inputs"}
+CASES["1f1b/keep"] = {**CASES["1f1b/"], "policy": _OWN}
+CASES["interleaved-zb/keep-recompute"] = {**CASES["interleaved-zb/recompute"], "policy": _OWN}
 # The order is made anew after two steps, without offload and with it. What is measured here is
 # noise, so it is replaced: a last stage that takes half as long again.
 _PROFILED = {"pp": 4, **_TWO, "profile": 2, "iterations": 3}
@@ -104,9 +111,9 @@ CASES["v-cap/profiled"] = {
 _HEAVY = (*[PassTimes(0.064, 0.064, 0.064)] * 7, PassTimes(0.096, 0.096, 0.096))
 
 
-def _faulty() -> CpuDevice:
+def _faulty(*unused: Any) -> CpuDevice:
     rng = random.Random(os.getpid())
-    return CpuDevice(faults=Faults(delay=lambda _: rng.random() / 500, poison=True))
+    return FaultyDevice(faults=Faults(delay=lambda _: rng.random() / 500, poison=True))
 
 
 def _heavy(*args: Any) -> profile.Profile:
@@ -118,15 +125,18 @@ def _heavy(*args: Any) -> profile.Profile:
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """As the others', with late copies, and the same costs measured every time."""
-    with mock.patch.object(offload, "CpuDevice", _faulty):
+    with mock.patch.object(measure, "device_for", _faulty):
         agree = _heavy if "profile" in case else original_agree
+        args = functools.partial(original_args, pp_offload_policy=case.get("policy"))
         with mock.patch.object(profile.Profiler, "agree", agree):
-            return original_run_case(case, folder)
+            with mock.patch.object(gpt_cases, "megatron_args", args):
+                return original_run_case(case, folder)
 
 
 # Not imported here: wgrad_cases has to prepare a module before Megatron is imported.
 gpt_cases = wgrad_cases.gpt_cases
 original_agree, original_run_case = profile.Profiler.agree, gpt_cases.run_case
+original_args = gpt_cases.megatron_args
 gpt_cases.run_case = run_case
 
 

@@ -14,7 +14,8 @@ from megatron_ext.moe.graph import GradientSums, kept_bytes_per_row
 from megatron_ext.moe.passes import Backward, Forward
 from megatron_ext.moe.plan import LayerPlan, Step, Strategy
 from megatron_ext.moe.region import Region
-from megatron_ext.offload.device import CpuDevice, Direction, Faults
+from megatron_ext.offload.device import CpuDevice, Direction
+from tests.support.faulty_device import Faults, FaultyDevice
 from tests.support.gate import Gate
 
 EXPERTS, WIDTH, FFN, TOKENS = 4, 16, 24, 40
@@ -116,7 +117,7 @@ def test_other_orders_change_nothing(make: Callable[..., Region], lookahead: int
     """Chunks in other slots, five of them all dispatched first, while copies start late."""
     for strategy in ("none", *RESTORING):
         faults = Faults(delay=lambda direction: 0.002, poison=True)
-        region = make(Memory(CpuDevice(faults=faults), min_bytes=1))
+        region = make(Memory(FaultyDevice(faults=faults), min_bytes=1))
         wanted = run(make(), 5, strategy, layers=2)
         found = run(region, 5, strategy, layers=2, lookahead=lookahead)
         assert equal(found, wanted), strategy
@@ -128,7 +129,7 @@ def test_slow_copies_change_nothing(make: Callable[..., Region]) -> None:
     wanted = run(make(), 5, "none", layers=2)
     for strategy in RESTORING:
         faults = Faults(delay=lambda direction: 0.004, poison=True)
-        region = make(Memory(CpuDevice(faults=faults), min_bytes=1))
+        region = make(Memory(FaultyDevice(faults=faults), min_bytes=1))
         assert equal(run(region, 5, strategy, layers=2), wanted), strategy
 
 
@@ -137,13 +138,13 @@ def test_each_direction_alone(make: Callable[..., Region], slow: Direction) -> N
     wanted = run(make(), 4, "none")
     for strategy in ("s1", "s2", "s3"):
         faults = Faults(delay=lambda direction: 0.005 if direction is slow else 0.0)
-        region = make(Memory(CpuDevice(faults=faults), min_bytes=1))
+        region = make(Memory(FaultyDevice(faults=faults), min_bytes=1))
         assert equal(run(region, 4, strategy), wanted), strategy
 
 
 def behind(gate: Gate) -> CpuDevice:
     """A device whose copies wait for the gate."""
-    return CpuDevice(faults=Faults(gate.delay))
+    return FaultyDevice(faults=Faults(gate.delay))
 
 
 def test_slots_have_to_wait_for_their_readers(make: Callable[..., Region]) -> None:
@@ -276,7 +277,7 @@ def test_what_is_planned_is_what_runs(
 def test_rings_may_be_cleared_between_passes(make: Callable[..., Region]) -> None:
     """Between two plans buffers are given back, and calls before and after are right."""
     region = make(
-        Memory(CpuDevice(faults=Faults(lambda direction: 0.004, poison=True)), min_bytes=1)
+        Memory(FaultyDevice(faults=Faults(lambda direction: 0.004, poison=True)), min_bytes=1)
     )
     for strategy, chunks in (("s1", 2), ("s3", 4), ("none", 3)):
         wanted = run(make(), chunks, strategy)

@@ -25,11 +25,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., Any]]:
-    """``make_engine(policy, arena_bytes=0, expected_sets=1, turns=None, skip_edges=(), **device)``:
-    an engine that is closed after the test."""
+    """``make_engine(policy, arena_bytes=0, expected_sets=1, link_lock=None, skip_edges=(),
+    device_class=FaultyDevice, **device)``: an engine that is closed after the test."""
     from megatron_ext.offload.arena import HostArena
-    from megatron_ext.offload.device import CpuDevice
     from megatron_ext.offload.engine import Engine
+    from tests.support.faulty_device import FaultyDevice
 
     engines = []
 
@@ -37,13 +37,14 @@ def make_engine() -> Iterator[Callable[..., Any]]:
         policy: str = "single",
         arena_bytes: int = 0,
         expected_sets: int = 1,
-        turns: Any = None,
+        link_lock: Any = None,
         skip_edges: Any = (),
+        device_class: Any = FaultyDevice,
         **device: Any,
     ) -> Any:
-        on = CpuDevice(**device)
+        on = device_class(**device)
         arena = HostArena(on.torch_device, arena_bytes, expected_sets)
-        engines.append(Engine(on, arena, policy, turns, skip_edges))
+        engines.append(Engine(on, arena, policy, link_lock, skip_edges))
         return engines[-1]
 
     yield make

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from megatron_ext.offload.blocks import hollow
-from megatron_ext.offload.device import Faults
+from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.store import ActivationStore
+from tests.support.faulty_device import Faults
 
 ROWS, HIDDEN = 12, 16
 KEY = (0, 0)
@@ -20,7 +20,24 @@ def make_store(make_engine: Any, *resident: torch.Tensor, **kwargs: Any) -> Acti
     faults = Faults(delay=lambda way: 0.001, poison=True)
     engine = make_engine(kwargs.pop("policy", "dual"), faults=faults)
     kwargs.setdefault("min_bytes", 1)
+    engine.device.torch_device = torch.device(kwargs.pop("device_type", "cpu"))
     return ActivationStore(engine, lambda: resident, **kwargs)
+
+
+def device_bytes(store: ActivationStore, key: Any = KEY) -> int:
+    """Bytes of a set's blocks on the device now."""
+    return store._sets[key].measure()
+
+
+def host_bytes(store: ActivationStore, key: Any = KEY) -> int:
+    """Bytes of a set's place in the arena."""
+    slot = store._sets[key].ticket.slot
+    return slot.end - slot.start if slot is not None else 0
+
+
+def host_sets(store: ActivationStore) -> int:
+    """Sets with a place in the arena."""
+    return sum(record.on_host for record in store._sets.values())
 
 
 def leave(store: ActivationStore, key: Any = KEY) -> None:
@@ -57,7 +74,7 @@ def compare(
     x = tensor(*(shape or (ROWS, HIDDEN)))
     with store.saving(KEY):
         loss = function(x).square().sum()
-    hollow(x)
+    release_storage(x)
     trip(store)
     loss.backward()
     store.finish(KEY)

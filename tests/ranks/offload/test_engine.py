@@ -17,10 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.offload.device import CpuDevice, Direction, Faults
-from megatron_ext.offload.engine import EDGES, Engine, FileTurns, Policy
+from megatron_ext.offload.device import CpuDevice, Direction
+from megatron_ext.offload.engine import EDGES, Engine, FileLinkLock, Policy
 from megatron_ext.offload.errors import OffloadConfigError
+from tests.support.faulty_device import Faults
 from tests.support.waiting import wait_until
+
+from .stream_device import StreamDevice
 
 # With all edges nothing can overtake the work that is held: it goes on by itself.
 SLOW = 0.08  # seconds
@@ -125,11 +128,10 @@ def slow_former_owner(bench: Bench) -> None:
 
 
 def slow_offload_unreleased(bench: Bench) -> None:
-    """Read back before it is complete; no release makes compute wait for it (a patient one)."""
+    """Read back before it is complete; no release makes compute wait for it."""
     bench.hold_copies(Direction.TO_HOST, lambda: _arrived(ticket))
     ticket, block = bench.forward(1)
     bench.engine.offload(ticket, [block])
-    assert not bench.engine.release(ticket, patient=True)
     buffer = bench.back(ticket)
     bench.engine.use(ticket)
     bench.backward(buffer, 1)
@@ -192,9 +194,8 @@ SCENARIOS: dict[str, Callable[[Bench], None]] = {
 
 
 def _bench(make_engine: Any, patience: float = SLOW, **kwargs: Any) -> Bench:
-    kwargs |= {"compute_thread": True, "recycle": True, "faults": Faults(poison=True)}
     # Room for one set on the host, so that a second one has to take its place.
-    engine = make_engine(arena_bytes=NBYTES, **kwargs)
+    engine = make_engine(arena_bytes=NBYTES, device_class=StreamDevice, **kwargs)
     engine.arena.seal()
     return Bench(engine, patience)
 
@@ -268,10 +269,10 @@ def test_a_failed_copy_is_reported_where_it_is_waited_for(make_engine):
 
 
 def test_pairs_never_go_the_same_way_at_once(make_engine, tmp_path):
-    """Two ranks that share a link; without turns their copies overlap."""
+    """Two ranks that share a link; without a lock their copies overlap."""
 
-    def most(turns: bool) -> int:
-        """Copies of one direction at a time; without turns each waits for the other rank's."""
+    def most(locked: bool) -> int:
+        """Copies of one direction at a time; without a lock each waits for the other rank's."""
         meetings = {way: threading.Barrier(2) for way in Direction}
         present: Counter[Direction] = Counter()
         counts, lock = [], threading.Lock()
@@ -283,7 +284,7 @@ def test_pairs_never_go_the_same_way_at_once(make_engine, tmp_path):
                 with lock:
                     present[way] += 1
                     counts.append(present[way])
-                time.sleep(0.01) if turns else meetings[way].wait(60)
+                time.sleep(0.01) if locked else meetings[way].wait(60)
                 with lock:
                     present[way] -= 1
                 return None
@@ -291,8 +292,8 @@ def test_pairs_never_go_the_same_way_at_once(make_engine, tmp_path):
         engines = []
         for _ in range(2):
             engine = make_engine(
-                "paired" if turns else "single",
-                turns=FileTurns(tmp_path) if turns else None,
+                "paired" if locked else "single",
+                link_lock=FileLinkLock(tmp_path) if locked else None,
                 throttle_bytes_per_second=Link(dict.fromkeys(Direction, 1e6)),
             )
             engines.append(engine)
@@ -309,8 +310,8 @@ def test_pairs_never_go_the_same_way_at_once(make_engine, tmp_path):
         assert len(counts) == len(events)
         return max(counts)
 
-    assert most(turns=False) == 2
-    assert most(turns=True) == 1
+    assert most(locked=False) == 2
+    assert most(locked=True) == 1
 
 
 def test_policies_are_checked(make_engine):

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.offload.blocks import hollow
-from megatron_ext.offload.device import Faults
+from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.store import ActivationStore
 from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.generators import generate
 from megatron_ext.schedule.simulate import simulate
+from tests.support.faulty_device import Faults
 
 HIDDEN = 8
 MOVES = (Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD)
@@ -134,7 +134,7 @@ def _run(schedule: Any, stores: list[ActivationStore] | None) -> dict[str, torch
                 store.finish(key)
         else:
             if op is Op.OFFLOAD:
-                hollow(live[here][0])
+                release_storage(live[here][0])
             getattr(store, op.value.lower())(key)
     grads = {f"weight {stage}": s.total for stage, s in enumerate(stages)}
     return grads | {f"input {m}": sent[Op.B, -1, m] for m in range(schedule.microbatches)}

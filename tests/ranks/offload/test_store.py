@@ -11,7 +11,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .store_trips import HIDDEN, KEY, ROWS, come_back, compare, leave, make_store, tensor, trip
+from .store_trips import (
+    HIDDEN,
+    KEY,
+    ROWS,
+    come_back,
+    compare,
+    device_bytes,
+    leave,
+    make_store,
+    tensor,
+    trip,
+)
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dense": lambda x: (x * 2).exp(),
@@ -31,8 +42,9 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("coverage", [0.0, 0.9])
-def test_views(make_engine, name, coverage):
-    store = compare(make_engine, VIEWS[name], min_coverage=coverage)
+def test_views(make_engine, monkeypatch, name, coverage):
+    monkeypatch.setattr("megatron_ext.offload.blocks.MIN_COVERAGE", coverage)
+    store = compare(make_engine, VIEWS[name])
     if coverage == 0:
         assert store.engine.counters.bytes_to_host > 0
         assert store.engine.counters.bytes_to_host == store.engine.counters.bytes_to_device
@@ -85,8 +97,8 @@ def test_parameters_and_their_views_stay(make_engine):
     x = tensor(ROWS, HIDDEN)
     with store.saving(KEY):
         y = (linear(x * 2) * other).sum()
-    assert store.set_bytes(KEY).device == ROWS * HIDDEN * 4
-    assert store.kept["parameter"] == (HIDDEN * HIDDEN + HIDDEN) * 4
+    assert device_bytes(store) == ROWS * HIDDEN * 4
+    assert store.statistics.kept_bytes["parameter"] == (HIDDEN * HIDDEN + HIDDEN) * 4
     trip(store)
     y.backward()
     store.finish(KEY)
@@ -132,7 +144,7 @@ def test_marked_tensors_stay(make_engine, mark):
     setattr(h, mark, True)
     with store.saving(KEY):
         y = tensor(ROWS, HIDDEN) * h
-    assert store.kept == {"marked": ROWS * HIDDEN * 4}
+    assert store.statistics.kept_bytes == {"marked": ROWS * HIDDEN * 4}
     trip(store)
     y.sum().backward()
     store.finish(KEY)
@@ -143,7 +155,7 @@ def test_small_and_unwanted_tensors_stay(make_engine):
     store = make_store(make_engine, min_bytes=256, keep=lambda t: t.data_ptr() == wanted.data_ptr())
     with store.saving(KEY):
         y = (tensor(ROWS, HIDDEN) * wanted).sum(-1).exp()
-    assert store.kept == {"kept on request": ROWS * HIDDEN * 4, "small": ROWS * 4}
+    assert store.statistics.kept_bytes == {"policy": ROWS * HIDDEN * 4, "small": ROWS * 4}
     trip(store)
     y.sum().backward()
     store.finish(KEY)
@@ -151,11 +163,10 @@ def test_small_and_unwanted_tensors_stay(make_engine):
 
 def test_other_devices_stay(make_engine):
     """On CUDA, tensors in host memory; here it is the other way round."""
-    store = make_store(make_engine)
-    store.engine.device.torch_device = torch.device("meta")
+    store = make_store(make_engine, device_type="meta")
     with store.saving(KEY):
         y = tensor(ROWS, HIDDEN).exp()
-    assert store.kept == {"other device": ROWS * HIDDEN * 4}
+    assert store.statistics.kept_bytes == {"other device": ROWS * HIDDEN * 4}
     y.sum().backward()
     store.finish(KEY)
 

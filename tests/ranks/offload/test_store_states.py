@@ -8,13 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.offload.blocks import hollow
-from megatron_ext.offload.device import CpuDevice, Direction, Faults
-from megatron_ext.offload.sets import SetBytes, State
+from megatron_ext.offload.blocks import release_storage
+from megatron_ext.offload.device import CpuDevice, Direction
 from megatron_ext.offload.store import ActivationStore
+from tests.support.faulty_device import Faults
 from tests.support.gate import Gate
 
-from .store_trips import HIDDEN, KEY, ROWS, come_back, compare, leave, make_store, tensor, trip
+from .store_trips import (
+    HIDDEN,
+    KEY,
+    ROWS,
+    come_back,
+    compare,
+    device_bytes,
+    host_bytes,
+    host_sets,
+    leave,
+    make_store,
+    tensor,
+    trip,
+)
 
 
 def test_forward_only_does_nothing(make_engine):
@@ -34,14 +47,14 @@ def test_an_exception_leaves_nothing_behind(make_engine):
             tensor(ROWS, HIDDEN).exp()
             raise ZeroDivisionError
     saved = tensor(ROWS, HIDDEN).exp()
-    assert saved.grad_fn._saved_result is not None and not store.kept
+    assert saved.grad_fn._saved_result is not None and not store.statistics.kept_bytes
     with store.saving(KEY):  # The same key again.
         y = tensor(ROWS, HIDDEN).exp()
     store.offload(KEY)
     with store.saving((0, 1)):
         tensor(ROWS, HIDDEN).exp()
     store.clear()
-    assert store.device_sets() == store.host_sets() == store.engine.arena.used_bytes == 0
+    assert store.device_sets() == host_sets(store) == store.engine.arena.used_bytes == 0
     store.end_step()
     y.sum().backward()  # Nothing was released yet, so even this still works.
 
@@ -106,7 +119,7 @@ def test_what_w_keeps_outlives_b(make_engine):
     del y
     gc.collect()
     # exp's result is the linear layer's input; sigmoid's is freed inside backward, as without us.
-    assert store.set_bytes(KEY).device == 0
+    assert device_bytes(store) == 0
     trip_again(store)
     assert torch.equal(kept[0], (x.detach() * 2).exp())
     store.finish(KEY)
@@ -128,19 +141,19 @@ def test_bytes_and_sets_are_counted(make_engine):
     assert store.device_sets() == 0
     with store.saving(KEY):
         y = (tensor(ROWS, HIDDEN) * 2).exp().tanh().sum()
-    assert store.set_bytes(KEY) == SetBytes(2 * nbytes, 0, 0)
+    assert (device_bytes(store), host_bytes(store)) == (2 * nbytes, 0)
     store.offload(KEY)
     slot = 2 * 1024  # 768 bytes each, padded to 512
-    assert store.set_bytes(KEY).host == slot and store.state(KEY) is State.LEAVING
-    assert (store.device_sets(), store.host_sets()) == (1, 1)
+    assert host_bytes(store) == slot and device_bytes(store) == 2 * nbytes
+    assert (store.device_sets(), host_sets(store)) == (1, 1)
     store.release(KEY)
-    assert store.set_bytes(KEY).device == 0
-    assert (store.device_sets(), store.host_sets()) == (0, 1)
+    assert device_bytes(store) == 0
+    assert (store.device_sets(), host_sets(store)) == (0, 1)
     store.prepare(KEY)
-    assert store.set_bytes(KEY).device == 2 * nbytes
-    assert (store.device_sets(), store.host_sets()) == (1, 1)
+    assert device_bytes(store) == 2 * nbytes
+    assert (store.device_sets(), host_sets(store)) == (1, 1)
     store.reload(KEY)
-    assert (store.device_sets(), store.host_sets()) == (1, 0)
+    assert (store.device_sets(), host_sets(store)) == (1, 0)
     y.backward()
     store.finish(KEY)
     store.end_step()
@@ -157,16 +170,16 @@ def test_memory_that_somebody_else_holds_is_reported(make_engine):
         h = tensor(ROWS, HIDDEN).exp()
         y = h.sum()
     trip(store)
-    assert store.held_elsewhere_bytes == ROWS * HIDDEN * 4
+    assert store.statistics.held_elsewhere_bytes == ROWS * HIDDEN * 4
     y.backward()
     store.finish(KEY)
 
 
-def test_a_hollow_input_gets_its_gradient():
+def test_an_input_without_storage_gets_its_gradient():
     x = tensor(ROWS, HIDDEN)
     pointer = x.data_ptr()
     y = x * 2 + x.exp()
-    hollow(x)
+    release_storage(x)
     assert x.shape == (ROWS, HIDDEN) and x.data_ptr() != pointer
     assert x.untyped_storage().nbytes() == 4 and x.requires_grad and x.is_leaf
     y.sum().backward()
@@ -182,9 +195,9 @@ def test_deallocated_outputs(make_engine):
         y = (x * 2).tanh()
     values = y.detach().clone()
     y.data = torch.empty((1,))
-    hollow(x)
+    release_storage(x)
     trip(store)
-    assert store.held_elsewhere_bytes == 0
+    assert store.statistics.held_elsewhere_bytes == 0
     grad = tensor(ROWS, HIDDEN, seed=1, grad=False)
     # Without autograd's check of the output's shape, as Megatron calls it.
     torch.autograd.Variable._execution_engine.run_backward(
@@ -198,7 +211,7 @@ def test_deallocated_outputs(make_engine):
 
 
 def test_two_uses_of_a_stage_input(make_engine):
-    """The gradient of a hollow leaf is summed from several places."""
+    """The gradient of a leaf without storage is summed from several places."""
     compare(make_engine, lambda x: x.exp() * x.t().contiguous().t() + x[:, :1] * x.sum(0))
 
 
@@ -219,34 +232,6 @@ def test_a_full_arena_keeps_sets_here(make_engine):
     assert store.report()["refused"] == 1
 
 
-def test_patient_release_waits_for_nobody(make_engine):
-    gate = Gate(Direction.TO_HOST)
-    engine = make_engine(faults=Faults(gate.delay, poison=True))
-    store = ActivationStore(engine, min_bytes=1, patient=True)
-    x = tensor(ROWS, HIDDEN)
-    with store.saving(KEY):
-        y = x.exp().sum()
-    leave(store)
-    assert store.late_releases == 1 and store.device_sets() == 1
-    come_back(store)  # Needed before it was gone: nothing is copied back.
-    gate.open()
-    y.backward()
-    store.finish(KEY)
-    assert engine.counters.reloads == 0 and engine.counters.waited_releases == 0
-    assert torch.equal(x.grad, x.detach().exp())
-    with store.saving(KEY):
-        y = x.exp().sum()
-    leave(store)
-    engine.synchronize()
-    with store.saving((0, 1)):  # Any later call drops what is late.
-        pass
-    assert store.set_bytes(KEY).device == 0
-    come_back(store)
-    y.backward()
-    store.finish(KEY)
-    store.finish((0, 1))
-
-
 def test_a_graph_dropped_under_a_reload(make_engine):
     """Nobody may get the memory that the copy still writes to."""
     gate = Gate(Direction.TO_DEVICE)
@@ -258,7 +243,7 @@ def test_a_graph_dropped_under_a_reload(make_engine):
     come_back(store)
     del y
     gc.collect()
-    assert store.set_bytes(KEY).device == ROWS * HIDDEN * 4
+    assert device_bytes(store) == ROWS * HIDDEN * 4
     gate.open()
     store.finish(KEY)
     assert engine.counters.bytes_to_device == ROWS * HIDDEN * 4

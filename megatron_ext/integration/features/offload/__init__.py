@@ -10,7 +10,7 @@ from ...feature import Feature, Flag, Run
 
 
 class Offload(Feature):
-    """On with ``--pp-offload`` or a schedule file that offloads."""
+    """On with ``--pp-offload``, ``--pp-offload-chunks`` or a schedule file that offloads."""
 
     flags = (
         Flag(
@@ -29,14 +29,14 @@ class Offload(Feature):
         ),
         Flag(
             "--pp-offload-time",
-            "time that one activation set takes to the host, and back, as a fraction of its "
+            "transfer time of one activation set to the host, and back, as a fraction of its "
             "chunk's F+B+W; default: measured in the first step",
             "T[,T2]",
         ),
         Flag(
             "--pp-offload-transfer",
-            "one copy stream, one a direction, or neighbours that share a switch taking turns; "
-            "default: measured at start",
+            "single: one copy stream; dual: one a direction; paired: two neighbours that share a "
+            "switch never copy the same way at once; default: measured at start",
             "{single,dual,paired}",
         ),
         Flag(
@@ -56,9 +56,14 @@ class Offload(Feature):
                 f"--pp-offload-policy {policy} is for offloading, which is off; add --pp-offload "
                 "auto (or half, full), or drop --pp-offload-policy"
             )
-        from .policy import policy_of
+        from .policy import keep_nothing, policy_of
 
-        policy_of(policy)
+        if policy_of(policy) is not keep_nothing and run.request.cap_bytes is not None:
+            raise ConfigError(
+                f"--pp-offload-policy {policy} keeps parts of offloaded sets on the device, which "
+                f"--pp-memory-cap {run.args.pp_memory_cap} cannot count; give the cap as a "
+                "fraction, or use --pp-offload-policy all"
+            )
 
     def start(self, run: Run) -> Sequence[Callback]:
         schedule = run.schedule

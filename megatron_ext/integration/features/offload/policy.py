@@ -1,13 +1,14 @@
 """Offload policies: which saved tensors of an offloaded activation set stay on the device.
 
 The schedule decides which *sets* are offloaded; a policy decides about single tensors inside them.
-A policy is a function of ``Saved`` that returns True to keep the tensor on the device. To add one,
-write it here and list it in ``POLICIES``; ``--pp-offload-policy package.module:function`` names
-one that lies elsewhere.
+It is a function of ``SavedTensor`` that returns True to keep the tensor on the device. To add one,
+write it here and list it in ``POLICIES``; ``--pp-offload-policy package.module:function`` names one
+in another package. If it keeps one tensor of a storage, the whole storage stays.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ...errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """A tensor that autograd saves during the forward pass of a model chunk.
 
     Attributes:
@@ -32,22 +33,22 @@ class Saved:
     module: str
 
 
-Policy = Callable[[Saved], bool]
+OffloadPolicy = Callable[[SavedTensor], bool]
 
 
-def keep_nothing(saved: Saved) -> bool:
+def keep_nothing(saved: SavedTensor) -> bool:
     """Offload all that can be moved."""
     return False
 
 
-def keep_attention_inputs(saved: Saved) -> bool:
-    """Keep the input of the query-key-value projections, and query, key and value.
+def keep_attention_inputs(saved: SavedTensor) -> bool:
+    """Keep what the query-key-value projections and the attention kernel save.
 
-    They are needed at once when a layer's attention backward starts; the MLP's tensors, more than
-    half of a dense layer's bytes, are still offloaded.
+    That is the projections' input, query, key, value, and what else the kernel saves: the output
+    with flash attention, the scores without. The norms' and the MLP's tensors, more than half of
+    a dense layer's bytes with flash attention, are offloaded.
     """
-    *_, last = saved.module.split(".")
-    return last in _ATTENTION
+    return saved.module.rpartition(".")[2] in _ATTENTION
 
 
 # Megatron's names: plain and latent attention's projections, and the attention kernel.
@@ -55,13 +56,13 @@ _ATTENTION = frozenset(
     ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "core_attention")
 )
 
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[str, OffloadPolicy] = {
     "all": keep_nothing,
     "keep-attention-inputs": keep_attention_inputs,
 }
 
 
-def policy_of(text: str) -> Policy:
+def policy_of(text: str) -> OffloadPolicy:
     """The policy that ``--pp-offload-policy`` names.
 
     Raises:
@@ -73,7 +74,7 @@ def policy_of(text: str) -> Policy:
     if not name:
         raise ConfigError(
             f"--pp-offload-policy {text} is not known; use {', '.join(POLICIES)}, or "
-            "package.module:function of a function that takes a saved tensor and returns True to "
+            "package.module:function of a function that takes a SavedTensor and returns True to "
             "keep it on the device"
         )
     try:
@@ -89,7 +90,7 @@ def policy_of(text: str) -> Policy:
         raise ConfigError(
             f"--pp-offload-policy {text} is a {type(found).__name__}, but a function is needed"
         )
-    policy: Policy = found
+    policy: OffloadPolicy = found
     return policy
 
 
@@ -98,34 +99,40 @@ class PolicyFilter:
 
     Args:
         policy: of the run.
-        models: model chunks, without wrappers; hooks note which of their modules runs.
+        models: model chunks, without wrappers; hooks record which of their modules is running.
     """
 
-    def __init__(self, policy: Policy, models: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, policy: OffloadPolicy, models: Sequence[torch.nn.Module]) -> None:
         self._policy = policy
         self._running: list[str] = []
         self._handles: list[Any] = []
         for model in models:
             for name, module in model.named_modules():
                 self._handles += (
-                    module.register_forward_pre_hook(self._enter(name)),
-                    module.register_forward_hook(self._leave, always_call=True),
+                    module.register_forward_pre_hook(functools.partial(self._enter, name)),
+                    # After an exception too: recomputation ends with one.
+                    module.register_forward_hook(
+                        functools.partial(self._leave, name), always_call=True
+                    ),
                 )
 
     def __call__(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor`` stays on the device."""
-        return bool(self._policy(Saved(tensor, self._running[-1] if self._running else "")))
+        return bool(self._policy(SavedTensor(tensor, self._running[-1] if self._running else "")))
+
+    def reset(self) -> None:
+        """No module is running, whatever an exception left behind."""
+        self._running.clear()
 
     def close(self) -> None:
         """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def enter(*unused: Any) -> None:
-            self._running.append(name)
+    def _enter(self, name: str, *unused: Any) -> None:
+        self._running.append(name)
 
-        return enter
-
-    def _leave(self, *unused: Any) -> None:
-        self._running.pop()
+    def _leave(self, name: str, *unused: Any) -> None:
+        # A pre-hook that failed before ours has not entered.
+        if self._running and self._running[-1] == name:
+            self._running.pop()

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....offload.device import CpuDevice, CudaDevice, Device
 from ....schedule.actions import Op
 from ....schedule.effects import passes
 from ....schedule.link import Link
@@ -24,11 +23,10 @@ from ....schedule.schedule import Schedule
 from ... import saved_parameters
 from ...callbacks import Callback, Duration, PlanInputs, Step
 from ...hooks import Hook
-from ...measuring import pass_seconds
 from ...offload_request import OffloadRequest
 from . import measure
 from .measure import TransferSetup
-from .policy import Policy, keep_nothing
+from .policy import OffloadPolicy, keep_nothing
 from .sets import Key, RankSets, as_config_error, least_bytes
 
 logger = logging.getLogger(__name__)
@@ -38,7 +36,7 @@ _ASSUMED = "0.25"
 
 
 class Offloading(Callback):
-    """Moves the activation sets of one rank, one training step after the other (a ``Mover``).
+    """Moves the activation sets of one rank in every training step (a ``Mover``).
 
     Args:
         request: of the flags; None if a schedule file decides everything.
@@ -54,14 +52,13 @@ class Offloading(Callback):
         link: Link | None,
         inputs: PlanInputs,
         trace: bool = False,
-        policy: Policy = keep_nothing,
+        policy: OffloadPolicy = keep_nothing,
     ) -> None:
         self._request, self._inputs, self._trace, self._policy = request, inputs, trace, policy
         inputs.link = link
         self._assumed = request is not None and not request.known
         inputs.steps_to_measure = int(self._assumed)
         self._setup: TransferSetup | None = None
-        self._device: Device | None = None
         self._sets: RankSets | None = None
         self._plan: tuple[Schedule, frozenset[Key]] | None = None
         self._checked: tuple[Schedule, CheckReport] | None = None
@@ -82,16 +79,14 @@ class Offloading(Callback):
         if not step.training or self._setup is not None:
             return
         group = step.call.group
-        parameter = next(step.call.iteration.models[0].parameters())
-        cuda = parameter.device.type == "cuda"
-        self._device = CudaDevice(parameter.device) if cuda else CpuDevice()
+        device = next(step.call.iteration.models[0].parameters()).device
         if self._request is None:
             assert self._inputs.link is not None
-            asked: str | None = self._inputs.link.policy
+            requested: str | None = self._inputs.link.policy
         else:
-            asked = self._request.policy
+            requested = self._request.policy
         with as_config_error():
-            self._setup = measure.settle(asked, self._assumed, self._device, group)
+            self._setup = measure.choose_transfers(requested, self._assumed, device, group)
         if self._request is not None:
             policy = self._setup.policy.value
             given = self._request.link(group.size(), policy)
@@ -123,16 +118,15 @@ class Offloading(Callback):
             if self._sets is not None:
                 self._sets.fit(plan, rank)
         if self._sets is None:
-            assert self._device is not None and self._setup is not None
+            assert self._setup is not None
             peaks = self._report(plan).peak_host_sets
             models, config = step.call.iteration.models, step.call.iteration.config
             self._sets = RankSets(
                 self._setup,
-                self._device,
                 models,
                 self._policy,
                 peaks[rank] if peaks else 0,
-                least_bytes(models, config, step.call.shape),
+                least_bytes(models, config, step.call.shape, self._policy),
             )
         self._sets.store.reset_peaks()
         step.mover = self
@@ -161,11 +155,9 @@ class Offloading(Callback):
         if not self._assumed:
             return
         assert self._setup is not None and self._sets is not None
-        # A pass may have waited for a copy; that must not make the link look fast.
-        seconds = pass_seconds(durations, min)
         bytes_of = {chunk: footprint.host for chunk, footprint in self._sets.footprints.items()}
         self._inputs.link = measure.link(
-            self._setup, step.plan.placement, step.rank, seconds, bytes_of
+            self._setup, step.plan.placement, step.rank, durations, bytes_of
         )
         self._assumed = False
 
@@ -177,14 +169,14 @@ class Offloading(Callback):
         if self._sets is not None:
             self._sets.close()
             self._sets = None
-        elif self._device is not None:
-            self._device.close()
+        elif self._setup is not None:
+            self._setup.device.close()
         self._setup = None
 
     # --- for the runner ---
 
     def saving(self, key: Key) -> AbstractContextManager[None]:
-        if not (self.leaves(key) or self._trace or self._steps == 0):
+        if not (self.will_offload(key) or self._trace or self._steps == 0):
             return nullcontext()
         return self._save(key)
 
@@ -198,10 +190,10 @@ class Offloading(Callback):
             self._saved.remove(key)
             self._sets.store.finish(key)
 
-    def leaves(self, key: Key) -> bool:
+    def will_offload(self, key: Key) -> bool:
         return self._plan is not None and key in self._plan[1]
 
-    def sets_away(self) -> int:
+    def sets_on_host(self) -> int:
         store = None if self._sets is None else self._sets.store
         return 0 if store is None else len(store) - store.device_sets()
 
@@ -219,14 +211,13 @@ class Offloading(Callback):
         return tensor if self._sets is None else self._sets.store.parameter(tensor)
 
     def _set_bytes(self) -> dict[int, int]:
-        """By model chunk, device bytes of a set from F to B if it stays."""
+        """By model chunk, device bytes of a set from F to B if it is not offloaded."""
         assert self._sets is not None
-        return {chunk: footprint.here for chunk, footprint in self._sets.footprints.items()}
+        return {chunk: footprint.device for chunk, footprint in self._sets.footprints.items()}
 
     def _rates(self) -> tuple[float, float] | None:
         """Bytes/s to the host and back; None if they were not measured."""
-        setup = self._setup
-        return None if setup is None or setup.rates is None else measure.ways(setup)
+        return None if self._setup is None else self._setup.bytes_per_second()
 
     def _report(self, plan: Schedule) -> CheckReport:
         if self._checked is None or self._checked[0] is not plan:
@@ -253,7 +244,7 @@ class Offloading(Callback):
         sets = plan.pp * plan.chunks * plan.microbatches
         return (
             f"offload{', until it is measured' if self._assumed else ''}: "
-            f"{sum(report.offloaded_sets)} of {sets} activation sets a step leave the device; at "
+            f"{sum(report.offloaded_sets)} of {sets} activation sets a step are offloaded; at "
             f"most {max(report.peak_sets)} sets on a device, "
             f"{max(report.peak_host_sets, default=0)} of a rank on the host; transfer "
             f"{self._setup.policy.value} ({self._setup.why}); one set takes at most "

@@ -1,4 +1,4 @@
-"""The activation store of one rank, with a host arena of the size that the plan needs."""
+"""Activation sets of one rank, with a host arena of the size that the plan needs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....offload.arena import HostArena, arena_bytes
-from ....offload.device import Device
-from ....offload.engine import Engine
 from ....offload.errors import OffloadConfigError
 from ....offload.host_memory import GIB
+from ....offload.saved import MIN_BYTES
 from ....offload.sets import Footprint
-from ....offload.store import MIN_BYTES, ActivationStore
+from ....offload.store import ActivationStore
 from ....schedule.actions import Op
-from ....schedule.effects import passes
 from ....schedule.schedule import Schedule
 from ...errors import ConfigError
 from ...utils import unwrapped
-from .measure import TransferSetup, least_set_bytes, require_memory_on_hosts
-from .policy import Policy, PolicyFilter, keep_nothing
+from . import memory
+from .measure import TransferSetup
+from .policy import OffloadPolicy, PolicyFilter, keep_nothing
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +38,10 @@ class RankSets:
 
     Args:
         setup: of the transfers.
-        device: of this rank.
         models: this rank's chunks.
         policy: which tensors stay on the device.
         host_sets: most sets on the host at once.
-        least_bytes: a set has at least so many.
+        least_bytes: a set has at least so many on the host.
 
     Attributes:
         store: of the sets.
@@ -57,19 +54,17 @@ class RankSets:
     def __init__(
         self,
         setup: TransferSetup,
-        device: Device,
         models: Sequence[torch.nn.Module],
-        policy: Policy,
+        policy: OffloadPolicy,
         host_sets: int,
         least_bytes: int,
     ) -> None:
-        require_memory_on_hosts(host_sets * least_bytes)
+        memory.require_memory_on_hosts(host_sets * least_bytes)
         self._models = [unwrapped(model) for model in models]
         # Following the modules costs time; most runs need not.
         self._filter = None if policy is keep_nothing else PolicyFilter(policy, self._models)
         with as_config_error():
-            arena = HostArena(device.torch_device, expected_sets=max(1, host_sets))
-            engine = Engine(device, arena, setup.policy, turns=setup.turns)
+            engine = setup.engine(host_sets)
         self.store = ActivationStore(
             engine,
             self._residents,
@@ -82,6 +77,8 @@ class RankSets:
     @contextmanager
     def saving(self, key: Key) -> Iterator[None]:
         """Around F of ``key``."""
+        if self._filter is not None:
+            self._filter.reset()
         with self.store.saving(key):
             yield
         known = self.footprints.get(key[0], Footprint())
@@ -101,18 +98,18 @@ class RankSets:
         Raises:
             ConfigError: the hosts lack the memory.
         """
-        engine, needed = self.store.engine, self._needed_bytes(plan, rank)
+        engine, needed = self.store.engine, memory.host_bytes(plan, rank, self.footprints)
         engine.synchronize()
-        require_memory_on_hosts(needed, engine.arena.capacity_bytes)
+        memory.require_memory_on_hosts(needed, engine.arena.capacity_bytes)
         if needed != engine.arena.capacity_bytes:
             with as_config_error():
                 engine.arena.resize(needed)
 
     def enlarge(self, plan: Schedule, rank: int) -> None:
-        """After a step in which sets outgrew the arena (varying lengths, routing): a larger one."""
+        """Enlarge the arena after a step in which sets outgrew it (varying lengths, routing)."""
         engine, refused = self.store.engine, self._refused
         self._refused = engine.counters.refused
-        needed = self._needed_bytes(plan, rank)
+        needed = memory.host_bytes(plan, rank, self.footprints)
         needed += needed // _SLACK
         if self._refused == refused or needed <= engine.arena.capacity_bytes:
             return
@@ -132,21 +129,8 @@ class RankSets:
         )
 
     def device_bytes(self, plan: Schedule, rank: int) -> int:
-        """The most that the sets take on the device, by the plan and each chunk's footprint."""
-        now = most = 0
-        offloaded = {a[1:] for a in passes(plan.ranks[rank]) if a.op is Op.OFFLOAD}
-        for op, stage, microbatch in passes(plan.ranks[rank]):
-            f = self.footprints.get(plan.placement.chunk_of(stage), Footprint())
-            if op is Op.F:
-                now += f.here
-            elif op is Op.RELEASE:
-                now -= f.here - f.away
-            elif op is Op.PREPARE:
-                now += f.back - f.away
-            elif op is Op.W or op is Op.BW:
-                now -= f.back if (stage, microbatch) in offloaded else f.here
-            most = max(most, now)
-        return most
+        """The most that the sets take on the device under ``plan``."""
+        return memory.device_bytes(plan, rank, self.footprints)
 
     def close(self) -> None:
         """End copy threads, unpin memory, remove the hooks of the models' modules."""
@@ -159,18 +143,14 @@ class RankSets:
             yield from model.parameters()
             yield from model.buffers()
 
-    def _needed_bytes(self, plan: Schedule, rank: int) -> int:
-        moves = []
-        for op, stage, microbatch in passes(plan.ranks[rank]):
-            if op is Op.OFFLOAD or op is Op.RELOAD:
-                footprint = self.footprints.get(plan.placement.chunk_of(stage), Footprint())
-                moves.append(((stage, microbatch), footprint.host))
-        return arena_bytes(moves)
 
-
-def least_bytes(models: Sequence[Any], config: Any, shape: tuple[int, ...] | None) -> int:
-    """Bytes of the smallest set that one of ``models`` can have (see ``least_set_bytes``)."""
-    return min(least_set_bytes(unwrapped(model), config, shape) for model in models)
+def least_bytes(
+    models: Sequence[Any], config: Any, shape: tuple[int, ...] | None, policy: OffloadPolicy
+) -> int:
+    """Bytes that any set of ``models`` copies to the host at least (see ``least_set_bytes``)."""
+    if policy is not keep_nothing:
+        return 0  # A policy may keep everything on the device.
+    return min(memory.least_set_bytes(unwrapped(model), config, shape) for model in models)
 
 
 @contextmanager

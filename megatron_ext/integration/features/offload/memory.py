@@ -1,0 +1,106 @@
+"""Bytes of activation sets: on the device and on the host, by the plan and at the least."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ....offload.arena import arena_bytes
+from ....offload.host import require_host_memory
+from ....offload.host_memory import available_host_bytes
+from ....offload.sets import Footprint
+from ....schedule.actions import Op
+from ....schedule.effects import passes
+from ....schedule.schedule import Schedule
+from ...errors import ConfigError
+from ...utils import gather
+
+# The largest set seen so far of each model chunk.
+Footprints = Mapping[int, Footprint]
+
+
+def device_bytes(plan: Schedule, rank: int, footprints: Footprints) -> int:
+    """The most that the sets of a rank take on the device under ``plan``."""
+    now = most = 0
+    offloaded = {a[1:] for a in passes(plan.ranks[rank]) if a.op is Op.OFFLOAD}
+    for op, stage, microbatch in passes(plan.ranks[rank]):
+        f = footprints.get(plan.placement.chunk_of(stage), Footprint())
+        if op is Op.F:
+            now += f.device
+        elif op is Op.RELEASE:
+            now -= f.device - f.kept
+        elif op is Op.PREPARE:
+            now += f.reloaded - f.kept
+        elif op is Op.W or op is Op.BW:
+            now -= f.reloaded if (stage, microbatch) in offloaded else f.device
+        most = max(most, now)
+    return most
+
+
+def host_bytes(plan: Schedule, rank: int, footprints: Footprints) -> int:
+    """The size of the arena that a rank needs for ``plan``."""
+    moves = []
+    for op, stage, microbatch in passes(plan.ranks[rank]):
+        if op is Op.OFFLOAD or op is Op.RELOAD:
+            footprint = footprints.get(plan.placement.chunk_of(stage), Footprint())
+            moves.append(((stage, microbatch), footprint.host))
+    return arena_bytes(moves)
+
+
+def require_memory_on_hosts(needed_bytes: int, held_bytes: int = 0) -> None:
+    """Check, with all ranks of the job, that their arenas fit into their hosts' memory.
+
+    Args:
+        needed_bytes: of this rank.
+        held_bytes: of an arena of this rank that goes away.
+
+    Raises:
+        ConfigError: the ranks of one host, whichever, need too much.
+    """
+    mine = socket.gethostname(), needed_bytes, held_bytes, available_host_bytes()
+    every = gather(mine)
+    for host in sorted({entry[0] for entry in every}):
+        needs, held, available = zip(*(entry[1:] for entry in every if entry[0] == host))
+        try:
+            require_host_memory(needs, min(available) + sum(held))
+        except ValueError as error:
+            raise ConfigError(f"host {host}: {error}") from None
+
+
+def least_set_bytes(model: torch.nn.Module, config: Any, shape: tuple[int, ...] | None) -> int:
+    """Bytes that a set of one model chunk has at least, before any was seen.
+
+    What a transformer layer keeps after all cheap recomputation: the inputs of both norms, query,
+    key, value, context, and the output of a dense layer's first linear (PipeOffload, section 2:
+    20 bytes per token and hidden element with 16-bit numbers).
+
+    Args:
+        model: the chunk, unwrapped.
+        config: its transformer configuration.
+        shape: (sequence, microbatch, hidden) of what this rank gets from its neighbour; None: it
+            varies, and nothing is known.
+    """
+    layers = getattr(getattr(model, "decoder", None), "layers", ())
+    if shape is None or not layers:
+        return 0
+    sequence, batch, hidden = shape
+    size = (config.pipeline_dtype or torch.float32).itemsize
+    tokens = sequence * batch
+    if config.recompute_granularity == "full":
+        return 0 if config.recompute_method == "block" else tokens * hidden * size
+    width = 2 * hidden  # sharded as the message is
+    full = tokens * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    inner = 0
+    if not getattr(config, "multi_latent_attention", False):
+        heads = config.num_attention_heads
+        groups = config.num_query_groups or heads
+        inner += (2 * heads + 2 * groups) * config.kv_channels
+    modules = getattr(config, "recompute_modules", None) or ()
+    if not config.num_moe_experts and "mlp" not in modules:
+        inner += config.ffn_hidden_size * (2 if config.gated_linear_unit else 1)
+    inner //= config.tensor_model_parallel_size
+    nbytes: int = len(layers) * (tokens * width + full * inner) * size
+    return nbytes
