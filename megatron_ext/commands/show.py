@@ -10,11 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .._input import flag_of
-from ..schedule.costs import Costs
-from ..schedule.generators.building_block import Block
-from ..schedule.generators.vee import v_half_block, v_min_block, v_zb_block
-from ..schedule.schedule import Schedule
-from ..schedule.simulate import simulate
+from ..schedule import Costs, Schedule, simulate
+from ..schedule.generators.vee import BLOCKS
 from ..view import deviations, page, recorded, svg, text, timeline, trace
 from .common import (
     InputError,
@@ -35,7 +32,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     block = parser.add_argument_group("building block, in place of a schedule")
     block.add_argument(
         "--block",
-        choices=tuple(_BLOCKS),
+        choices=tuple(BLOCKS),
         help="draw the block that a schedule is made of, at equal costs, for --microbatches "
         "(default 1) as it repeats",
     )
@@ -67,12 +64,6 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.set_defaults(run=_show_timeline)
 
-
-_BLOCKS: dict[str, Callable[[int], Block]] = {
-    "v-min": v_min_block,
-    "v-half": v_half_block,
-    "v-zb": v_zb_block,
-}
 
 # Each draws one run, or the planned and the measured one.
 _RENDERERS: dict[str, Callable[[Sequence[timeline.Timeline]], str]] = {
@@ -155,7 +146,7 @@ def _block(args: argparse.Namespace) -> timeline.Timeline:
             )
     if args.pp is None or args.pp < 2:
         raise InputError(f"--block {args.block} needs --pp P, at least 2 pipeline ranks")
-    block, microbatches = _BLOCKS[args.block](args.pp), args.microbatches or 1
+    block, microbatches = BLOCKS[args.block](args.pp), args.microbatches or 1
     if not args.squeeze:
         return timeline.stamped(block, f"block of {args.block}", microbatches)
     ranks = tuple(tuple(row) for row in block.stamp(microbatches))

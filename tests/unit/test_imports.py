@@ -52,6 +52,9 @@ BARE = ["schedule", "view", "plan", "checkpoints", "commands"]
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
+MAX_CLASS_LINES = 250
+MAX_ATTRIBUTES = 12  # that methods of a class assign to ``self``
+MAX_IMPORTS = 12  # modules of this package that one module imports
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 _ids = [str(path.relative_to(PACKAGE)) for path in FILES]
@@ -122,6 +125,41 @@ def test_files_are_documented_and_small(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
             assert lines <= MAX_FUNCTION_LINES, f"{name}: {node.name} has {lines} lines"
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    return {
+        inner.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute)
+        and isinstance(inner.ctx, ast.Store)
+        and isinstance(inner.value, ast.Name)
+        and inner.value.id == "self"
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=_ids)
+def test_classes_are_small(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            where = f"{path.relative_to(ROOT)}: {node.name}"
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= MAX_CLASS_LINES, f"{where} has {lines} lines"
+            held = _attributes(node)
+            assert len(held) <= MAX_ATTRIBUTES, f"{where} has {len(held)} attributes: {held}"
+
+
+def _module(name: str) -> str:
+    """The module that ``name``, a module or something in it, belongs to."""
+    path = ROOT.joinpath(*name.split("."))
+    return name if path.with_suffix(".py").exists() or path.is_dir() else name.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=_ids)
+def test_modules_import_few_others(path):
+    found = {_module(name) for _, name in _imports(path) if name.startswith("megatron_ext.")}
+    where = path.relative_to(ROOT)
+    assert len(found) <= MAX_IMPORTS, f"{where} imports {len(found)} modules: {sorted(found)}"
 
 
 def test_the_table_sees_a_wrong_import(tmp_path, monkeypatch):

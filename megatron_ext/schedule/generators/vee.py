@@ -6,6 +6,8 @@ the published one: stamp the block, list-schedule it at unit times under k.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..actions import RankActions
 from .building_block import Block, vee_block
 from .list_scheduler import list_schedule
@@ -78,3 +80,10 @@ def v_zb(pp: int, microbatches: int) -> RankActions:
     """
     block = v_zb_block(pp)
     return list_schedule(block.stamp(microbatches), block.placement, cap=2 * pp)
+
+
+BLOCKS: dict[str, Callable[[int], Block]] = {
+    "v-min": v_min_block,
+    "v-half": v_half_block,
+    "v-zb": v_zb_block,
+}

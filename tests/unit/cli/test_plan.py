@@ -21,7 +21,8 @@ FAST = "--micro-batch-sizes 1 --schedules 1f1b,v-half,v-zb"
 def _json(run, *words):
     line = " ".join([MODEL, SIZES, FAST, *words, "--json"])
     status, out, err = run("plan", *shlex.split(line))
-    assert (status, err) == (0, "")
+    # Where the machine is slow, there is progress on stderr.
+    assert (status, [x for x in err.splitlines() if not x.startswith("plan: ")]) == (0, [])
     return json.loads(out)
 
 
