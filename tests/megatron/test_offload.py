@@ -118,16 +118,19 @@ def test_resident_sets_are_the_plans(results: Cases, name: str, wanted: str, pol
 @pytest.mark.parametrize("name", KEPT)
 def test_a_policy_moves_bytes_from_the_host_to_the_device(results: Cases, name: str) -> None:
     """As planned, see above; the same sets are offloaded, each with fewer bytes."""
-    pairs = zip(steps(results[name]), steps(results[KEPT[name]]))
-    for kept, every in ((a[-1]["offload"], b[-1]["offload"]) for a, b in pairs):
+    last = [[rank[-1]["offload"] for rank in steps(results[n])] for n in (name, KEPT[name])]
+    for kept, every in zip(*last):
         assert kept["kept_bytes"]["policy"] > 0 and "policy" not in every["kept_bytes"]
         assert kept["offloads"] == every["offloads"]
         if not every["offloads"]:
             continue  # the last rank of 1f1b
         assert kept["bytes_to_host"] < every["bytes_to_host"]
         assert kept["arena_bytes"] < every["arena_bytes"]
-        assert kept["planned_device_bytes"] > every["planned_device_bytes"]
+        # Equal where the peak is before the first RELEASE.
+        assert kept["planned_device_bytes"] >= every["planned_device_bytes"]
         assert kept["held_elsewhere_bytes"] <= every["held_elsewhere_bytes"]
+    kept_bytes, every_bytes = (sum(o["planned_device_bytes"] for o in ranks) for ranks in last)
+    assert kept_bytes > every_bytes
 
 
 def test_offload_lowers_the_peak(results: Cases) -> None:

@@ -12,8 +12,8 @@ from ....offload.arena import arena_bytes
 from ....offload.host import require_host_memory
 from ....offload.host_memory import available_host_bytes
 from ....offload.sets import Footprint
-from ....schedule.actions import Op
-from ....schedule.effects import passes
+from ....schedule.actions import Action, Op, Operation
+from ....schedule.effects import FREES, passes, peak
 from ....schedule.schedule import Schedule
 from ...errors import ConfigError
 from ...utils import gather
@@ -24,20 +24,18 @@ Footprints = Mapping[int, Footprint]
 
 def device_bytes(plan: Schedule, rank: int, footprints: Footprints) -> int:
     """The most that the sets of a rank take on the device under ``plan``."""
-    now = most = 0
-    offloaded = {a[1:] for a in passes(plan.ranks[rank]) if a.op is Op.OFFLOAD}
-    for op, stage, microbatch in passes(plan.ranks[rank]):
-        f = footprints.get(plan.placement.chunk_of(stage), Footprint())
-        if op is Op.F:
-            now += f.device
-        elif op is Op.RELEASE:
-            now -= f.device - f.kept
-        elif op is Op.PREPARE:
-            now += f.reloaded - f.kept
-        elif op is Op.W or op is Op.BW:
-            now -= f.reloaded if (stage, microbatch) in offloaded else f.device
-        most = max(most, now)
-    return most
+    row = list(passes(plan.ranks[rank]))
+    offloaded = {action[1:] for action in row if action.op is Op.OFFLOAD}
+
+    def change(action: Action) -> int:
+        f = footprints.get(plan.placement.chunk_of(action.stage), Footprint())
+        if action.op in FREES:
+            return -(f.reloaded if action[1:] in offloaded else f.device)
+        changes: dict[Operation, int]
+        changes = {Op.F: f.device, Op.RELEASE: f.kept - f.device, Op.PREPARE: f.reloaded - f.kept}
+        return changes.get(action.op, 0)
+
+    return peak(map(change, row))
 
 
 def host_bytes(plan: Schedule, rank: int, footprints: Footprints) -> int:
