@@ -1,4 +1,4 @@
-"""A copy of the package with one schedule more, added by CONTRIBUTING.md's recipe."""
+"""A copy of the package with one schedule more, added by the recipe of docs/22-extending.md."""
 
 from __future__ import annotations
 
