@@ -158,7 +158,7 @@ def test_a_stopped_rank_makes_the_others_give_up(launch):
         assert action == f"BW{rank}.0"
         assert detail == f"waiting for a message from pipeline rank {rank + 1}"
         output = ranks.output(rank)
-        assert "in _take" in output and "in _watch" in output, "stacks of all threads"
+        assert "in take" in output and "in _watch" in output, "stacks of all threads"
         assert "buffered on stdout" in output
 
 
