@@ -122,6 +122,8 @@ def _plan(args: argparse.Namespace) -> None:
         host = None if args.host_memory is None else parse_bytes(args.host_memory)
         if args.effort <= 0:
             raise PlanError(f"--effort must be > 0, got {args.effort}")
+        if args.output is not None and not args.output.endswith(".json"):
+            raise InputError(f"--output {args.output}: a schedule file's name ends in .json")
         with _progress() as progress:
             result = Search(space, budget, host, args.effort, progress).run()
     notes = [*job.assumptions, *notes_on(ignored)]
@@ -273,8 +275,6 @@ _ANY = ("half", "full", "auto")
 
 
 def _save(path: str, result: Result) -> None:
-    if not path.endswith(".json"):
-        raise InputError(f"--output {path}: a schedule file's name ends in .json")
     assert result.best is not None
     schedule = result.best.schedule()
     with output(path):

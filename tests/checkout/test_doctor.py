@@ -5,13 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
-
 from tests.support.checkouts import MAIN_TAG, existing
 from tests.support.doctor import compare, normal, run, without_gpu
 
 GOLDEN = Path(__file__).parent / "golden"
-pytestmark = [without_gpu, pytest.mark.timeout(250)]
+pytestmark = without_gpu
 
 
 def test_with_a_checkout() -> None:

@@ -19,7 +19,8 @@ from ..common import InputError, Parser
 from .findings import ERROR, OK, WARNING, Finding, diagnose
 
 PROBE = Path(__file__).with_name("probe.py")
-PROBE_SECONDS = 180
+PROBE_SECONDS = 180.0  # imports take seconds; an importer that hangs must not hold the report
+SECONDS_ENVIRONMENT = "MEGATRON_EXT_DOCTOR_SECONDS"
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -81,7 +82,7 @@ def probe(checkout: Path | None) -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=PROBE_SECONDS,
+            timeout=float(os.environ.get(SECONDS_ENVIRONMENT, PROBE_SECONDS)),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}

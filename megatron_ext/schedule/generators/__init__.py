@@ -90,7 +90,7 @@ def check_sizes(
     Raises:
         ValueError: unknown name, or a number out of range.
     """
-    if name not in (*NAMES, *more):
+    if name not in GENERATORS and name not in more:
         raise ValueError(f"unknown schedule {name!r}; known: {', '.join((*NAMES, *more))}")
     if pp < 2:
         raise ValueError(f"{name} needs at least 2 pipeline ranks, got pp={pp}")
