@@ -24,10 +24,10 @@ from .model import Job, PlanError
 from .point import Point, evaluate, front
 from .space import SearchSpace, Workload
 
-# Passes of all orders of a search; about half a minute of one core. Orders at a cap and offload
-# plans are searched for, and count tenfold.
+# Passes of all orders of a search; about half a minute of one core. Offload plans and orders at a
+# cap are searched for, which takes so many times as long.
 MOST_PASSES = 2_000_000
-_SEARCHED = 10
+_OFFLOAD, _CAP = 10, 25
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,7 @@ class Search:
     def _add(self, spec: ScheduleSpec, work: Workload) -> Point | None:
         """Simulate a point; None if the search has made all its passes, or nothing keeps a cap."""
         passes = 3 * spec.placement.num_stages * spec.microbatches
-        if spec.offload is not None or spec.cap is not None:
-            passes *= _SEARCHED
+        passes *= _CAP if spec.cap is not None else _OFFLOAD if spec.offload is not None else 1
         # The first few are free: there is always an answer.
         if passes > self.passes_left and len(self.result.points) >= _ALWAYS:
             self.result.skipped += 1

@@ -78,7 +78,7 @@ def test_nothing_measured_nothing_said(log: SimpleNamespace) -> None:
 
 def test_a_bubble_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks and two iterations; starts and ends of all ranks count, not each rank's own."""
-    from megatron_ext.integration.features import log_line
+    from megatron_ext.integration.features.telemetry import log_line
 
     class Timed:
         peak_sets = 3
@@ -98,7 +98,7 @@ def test_a_bubble_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_the_last_iterations_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no iteration's times are asked for, which would wait for the device, before the line."""
-    from megatron_ext.integration.features import log_line
+    from megatron_ext.integration.features.telemetry import log_line
 
     monkeypatch.setattr(log_line, "gather", lambda value, group: [value])
     meter, asked = log_line.Meter(), []

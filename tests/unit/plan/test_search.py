@@ -156,7 +156,7 @@ def test_work_of_a_search_with_large_pipelines():
     assert where.pp == 32
     result, calls = counted(Search(where, 20 * GIB).run)
     assert result.best is not None
-    # Found: 22 million calls of functions, 15 to 20 s on one core.
+    # About 20 s on one core.
     assert calls < 40e6
 
 
