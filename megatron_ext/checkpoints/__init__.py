@@ -1,1 +1,1 @@
-"""What lies in a folder of checkpoints, read without torch and without running anything of it."""
+"""Checkpoint folders, read without torch and without running anything of their pickles."""

@@ -1,4 +1,4 @@
-"""What the commands share: schedule options, input errors, formats of numbers."""
+"""Shared by the commands: schedule options, input errors, formats of numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plan the MoE layers of a rank run: tried in training, step by step, the fastest stays.
+"""Autotuner by trials: plans of the MoE layers, tried in training step by step; the fastest stays.
 
 A step of training runs all its calls by one plan; so a forward pass that is repeated is cut as it
 was, and Megatron's own layer can be one of the plans. Between steps the ranks of a group agree on a

@@ -1,4 +1,4 @@
-"""What auto found in one run, as a file for another (``--moe-pipeline-costs``).
+"""Cost file: what ``auto`` found in one run, for another (``--moe-pipeline-costs``).
 
     {"format": "megatron-ext-moe-costs/2", "layers": "MoE layers of hidden size ...",
      "kept_bytes": 12288, "to_host": 4.0e-08, "to_device": 4.1e-08,

@@ -1,4 +1,4 @@
-"""Which rows of a batch go where, chunk by chunk, and the collectives that carry them.
+"""Exchange of rows between ranks, chunk by chunk, and the collectives that carry them.
 
 The tokens are routed once, as one batch. Then the batch is cut along its tokens into n chunks, and
 each chunk's rows (one for each expert that a token is sent to) travel in all-to-alls of their own:

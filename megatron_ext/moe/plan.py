@@ -1,4 +1,4 @@
-"""How one call of an MoE layer runs, as data: chunks, restored tensors, order; and its bytes.
+"""Layer plan: chunks, restored tensors and order of one call of an MoE layer; and its bytes.
 
 The tuner times a ``LayerPlan``, the byte formula predicts its memory, and the region executes its
 ``operations``: what is planned is what runs. Plain Python.

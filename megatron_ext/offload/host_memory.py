@@ -1,4 +1,4 @@
-"""How much host memory there is, without torch."""
+"""Host memory of this machine, without torch."""
 
 from __future__ import annotations
 

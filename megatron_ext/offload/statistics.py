@@ -1,4 +1,4 @@
-"""What an activation store counts."""
+"""Statistics of an activation store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no order can beat: lower bounds of the makespan, to say how good a schedule is."""
+"""Lower bounds on the makespan, to say how good a schedule is."""
 
 from __future__ import annotations
 

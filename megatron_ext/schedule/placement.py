@@ -1,4 +1,4 @@
-"""Which rank and chunk holds which stage of the model."""
+"""Placement: rank and chunk of every stage of the model."""
 
 from __future__ import annotations
 
