@@ -48,7 +48,7 @@ def _doctor(args: argparse.Namespace) -> int:
     named = os.environ.get("MEGATRON_LM")
     if checkout is None and named:
         checkout = Path(named)
-    findings = list(diagnose(probe(checkout), checkout, Path("/")))
+    findings = list(diagnose(run_probe(checkout), checkout, Path("/")))
     worst = next(level for level in (ERROR, WARNING, OK) if any(f.level == level for f in findings))
     if args.json:
         print(json.dumps({"status": worst, "lines": [asdict(f) for f in findings]}))
@@ -68,7 +68,7 @@ def table(findings: list[Finding]) -> list[str]:
     return lines
 
 
-def probe(checkout: Path | None) -> dict[str, Any]:
+def run_probe(checkout: Path | None) -> dict[str, Any]:
     """What ``probe.py`` finds out; ``{"error": ...}`` if it comes to no end."""
     command = [sys.executable, *(["-S"] if sys.flags.no_site else []), "-W", "ignore", str(PROBE)]
     if checkout is not None:

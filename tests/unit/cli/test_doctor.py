@@ -50,7 +50,7 @@ def test_survives_whatever_the_probe_does(what: str, tmp_path: Path, monkeypatch
     """torch may end the process that imports it."""
     (tmp_path / "probe.py").write_text(f"import os, sys\n{what}\n")
     monkeypatch.setattr(doctor, "PROBE", tmp_path / "probe.py")
-    findings = list(doctor.diagnose(doctor.probe(None), None, Path("/")))
+    findings = list(doctor.diagnose(doctor.run_probe(None), None, Path("/")))
     assert [f.level for f in findings if f.name == "torch"] == ["error"]
     assert any(f.name == "host memory" for f in findings)
 
