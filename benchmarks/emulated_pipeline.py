@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from benchmarks.ranks import add_arguments, measured, save
 from benchmarks.rivals import SHAPE, Way, parallel_state, start, ways
-from megatron_ext.integration.features import profile as measuring
+from megatron_ext.integration import measuring
 from megatron_ext.runtime.channel import Channel
 from megatron_ext.schedule import Costs, simulate
 

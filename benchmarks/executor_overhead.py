@@ -33,7 +33,7 @@ import torch.distributed as dist
 from benchmarks import rivals
 from benchmarks.ranks import add_arguments, measured, save
 from benchmarks.rivals import MegatronWay, Ours, Stage, Torch, Way, stock
-from megatron_ext.integration.features import profile as measuring
+from megatron_ext.integration import measuring
 from megatron_ext.integration.pipeline import ScheduledPipeline
 from megatron_ext.integration.plans import Plans
 from megatron_ext.runtime.watchdog import Watchdog
