@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..schedule.actions import OFFLOAD_OPS, Action, AnyAction, Joint, Op, Operation
+from ..schedule.actions import OFFLOAD_OPS, Action, Joint, Op, Operation
 from ..schedule.effects import passes
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
@@ -138,9 +138,7 @@ class Executor:
         row = schedule.ranks[rank]
         if extension is None and schedule.is_extended:
             row = tuple(a for a in row if isinstance(a, Joint) or isinstance(a.op, Op))
-        self._program: list[tuple[AnyAction, Callable[[Any], None]]] = [
-            (a, handlers[a[0]] if isinstance(a, Action) else self._joint) for a in row
-        ]
+        self._handlers, self._row = handlers, row
 
     def run(self, until: int | None = None) -> None:
         """Run the iteration, or go on with it.
@@ -153,7 +151,7 @@ class Executor:
             RuntimeError: a message or an activation set is left over, which means that the
                 schedule and the model disagree.
         """
-        self._run_until(len(self._program) if until is None else until)
+        self._run_until(len(self._row) if until is None else until)
         if until is not None:
             return
         self._finish_messages()
@@ -176,12 +174,16 @@ class Executor:
 
     def _run_until(self, end: int) -> None:
         # What the loop does for every action is on the way to the device's next kernel.
-        total = len(self._program)
+        row, joint = self._row, self._joint
+        handlers: Mapping[Any, Callable[[Any], None]] = self._handlers
+        total = len(row)
         at, sending = self.watchdog.at, self._channels[0].sending_to
         verbose = os.environ.get(TRACE_ENVIRONMENT) == "1"
         profiled = torch.autograd._profiler_enabled
         for position in range(self._next, end):
-            action, handler = self._program[position]
+            action = row[position]
+            # An action starts with its operation, a joint one with its forward pass.
+            handler = handlers.get(action[0], joint)
             at(action, position, total, sending)
             if verbose:
                 line = f"[megatron_ext] rank {self.rank} {position}/{total} {action}\n"
@@ -195,46 +197,48 @@ class Executor:
         self._next = end
 
     def _forward(self, action: Action) -> None:
-        arguments = self._forward_arguments(action)
-        with self._recorder.measure(action):
-            y = self._runner.forward(*arguments)
-        self._recorder.resident(self._runner.live_sets())
-        self._end_forward(action, y)
-
-    def _forward_arguments(self, action: Action) -> ForwardPass:
         _, stage, microbatch = action
         x = self.take(action) if stage > 0 else None
-        return ForwardPass(self.placement.chunk_of(stage), microbatch, x)
+        with self._recorder.measure(action):
+            y = self._runner.forward(self.placement.chunk_of(stage), microbatch, x)
+        self._recorder.resident(self._runner.live_sets())
+        self._end_forward(action, y)
 
     def _end_forward(self, action: Action, y: torch.Tensor | None) -> None:
         _, stage, microbatch = action
         if stage + 1 < self.placement.num_stages:
             self._deliver(action, Action(Op.F, stage + 1, microbatch), y)
-        self._let_go(action)
+        if action in self._taken:
+            self._let_go(action)
 
     def _backward(self, action: Action) -> None:
-        arguments = self._backward_arguments(action)
+        op, stage, microbatch = action
+        grad = self._gradient(stage, microbatch)
         with self._recorder.measure(action):
-            input_grad = self._runner.backward(*arguments)
+            chunk = self.placement.chunk_of(stage)
+            input_grad = self._runner.backward(chunk, microbatch, grad, op is Op.B)
         self._end_backward(action, input_grad)
 
-    def _backward_arguments(self, action: Action) -> BackwardPass:
-        op, stage, microbatch = action
+    def _gradient(self, stage: int, microbatch: int) -> torch.Tensor | None:
         # Neighbours name the message by the operation B, whether or not this rank fuses W into it.
         last = stage + 1 == self.placement.num_stages
-        grad = None if last else self.take(Action(Op.B, stage, microbatch))
-        return BackwardPass(self.placement.chunk_of(stage), microbatch, grad, op is Op.B)
+        return None if last else self.take(Action(Op.B, stage, microbatch))
 
     def _end_backward(self, action: Action, input_grad: torch.Tensor | None) -> None:
         _, stage, microbatch = action
         key = Action(Op.B, stage, microbatch)
         if stage > 0:
             self._deliver(key, Action(Op.B, stage - 1, microbatch), input_grad)
-        self._let_go(key)
+        if key in self._taken:
+            self._let_go(key)
 
     def _joint(self, action: Joint) -> None:
-        forward = self._forward_arguments(action.forward)
-        backward = self._backward_arguments(action.backward)
+        (_, stage, microbatch), (op, other, another) = action
+        x = self.take(action.forward) if stage > 0 else None
+        chunk_of = self.placement.chunk_of
+        forward = ForwardPass(chunk_of(stage), microbatch, x)
+        grad = self._gradient(other, another)
+        backward = BackwardPass(chunk_of(other), another, grad, op is Op.B)
         # The set that F makes comes before the one that the backward pass frees goes.
         sets = self._runner.live_sets() + 1
         with self._recorder.measure(action):
@@ -280,10 +284,9 @@ class Executor:
 
         Not before it, so that a transfer still under way hides behind the pass.
         """
-        if consumer in self._taken:
-            peer, count = self._taken[consumer]
-            self.watchdog.waiting(f"for pipeline rank {peer} to take a message")
-            self._channels[0].taken(peer, count)
+        peer, count = self._taken[consumer]
+        self.watchdog.waiting(f"for pipeline rank {peer} to take a message")
+        self._channels[0].taken(peer, count)
 
     def _send(self, action: Action, op: Op, to_stage: int) -> None:
         tensor = self.outbox.pop(Action(op, action.stage, action.microbatch))
