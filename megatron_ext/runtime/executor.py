@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..schedule.actions import OFFLOAD_OPS, Action, Joint, Op, Operation
+from ..schedule.actions import OFFLOAD_OPS, Action, AnyAction, Joint, Op, Operation
 from ..schedule.effects import passes
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
@@ -138,7 +138,8 @@ class Executor:
         row = schedule.ranks[rank]
         if extension is None and schedule.is_extended:
             row = tuple(a for a in row if isinstance(a, Joint) or isinstance(a.op, Op))
-        self._handlers, self._row = handlers, row
+        self._program: tuple[Sequence[AnyAction], Mapping[Any, Callable[[Any], None]]]
+        self._program = row, handlers
 
     def run(self, until: int | None = None) -> None:
         """Run the iteration, or go on with it.
@@ -151,7 +152,7 @@ class Executor:
             RuntimeError: a message or an activation set is left over, which means that the
                 schedule and the model disagree.
         """
-        self._run_until(len(self._row) if until is None else until)
+        self._run_until(len(self._program[0]) if until is None else until)
         if until is not None:
             return
         self._finish_messages()
@@ -174,8 +175,7 @@ class Executor:
 
     def _run_until(self, end: int) -> None:
         # What the loop does for every action is on the way to the device's next kernel.
-        row, joint = self._row, self._joint
-        handlers: Mapping[Any, Callable[[Any], None]] = self._handlers
+        (row, handlers), joint = self._program, self._joint
         total = len(row)
         at, sending = self.watchdog.at, self._channels[0].sending_to
         verbose = os.environ.get(TRACE_ENVIRONMENT) == "1"
