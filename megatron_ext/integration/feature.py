@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .._input import attribute
@@ -38,6 +38,7 @@ class Flag:
         alone: it works without ``--pp-schedule``.
         compared: given the value and all arguments, what must be equal on all ranks; default: the
             value itself. For files, whose paths may differ between nodes.
+        not_in_library: why it needs Megatron's arguments (see ``Run.library``), and what to do.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Flag:
     const: Any = None
     alone: bool = False
     compared: Callable[[str, MegatronArgs], str] | None = None
+    not_in_library: str = ""
 
     @property
     def attribute(self) -> str:
@@ -158,21 +160,26 @@ class Run:
         args: Megatron's arguments, with ours.
         version: of megatron-core.
         training: Megatron's training package is in use, not only its core.
+        library: there is no command line (``megatron_ext.enable``). What Megatron's arguments would
+            tell is known only when a model comes; ``for_model`` is the run of that model.
         stock_flags: Megatron's own options that were given, with their values as text.
         request: what ``--pp-schedule`` asks for; None: Megatron's own schedule runs.
-        schedule: what answers it; known after Megatron's validation.
+        schedule: what answers it; known after Megatron's validation, or see ``choice``.
         profile: of a former run, to plan with.
-        chunks: model chunks a rank; known after Megatron's validation.
+        chunks: model chunks a rank; known after Megatron's validation, or with the model.
         experts_in_chunks: MoE layers run in chunks of tokens.
         inputs: of training plans; callbacks change them while the run goes on.
         store: of delayed weight gradients.
         pipeline: the forward-backward function.
+        models: of a library: the chunks of the model whose run this is, with their wrappers.
+        group: of a library: the model's pipeline.
         notices: for rank 0's log once the run is set up.
     """
 
     args: MegatronArgs
     version: str
     training: bool = True
+    library: bool = False
     stock_flags: Mapping[str, str] = field(default_factory=dict)
     request: ScheduleRequest | None = None
     schedule: Choice | None = None
@@ -182,7 +189,41 @@ class Run:
     inputs: PlanInputs = field(default_factory=PlanInputs)
     store: WeightGradStore | None = None
     pipeline: ScheduledPipeline | None = None
+    models: Sequence[Any] = ()
+    group: Any = None
     notices: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.request is None and self.schedule is not None:
+            self.request = self.schedule.request
+
+    def choice(self, microbatches: int) -> Choice:
+        """What answers the request; in a library settled by the first training step.
+
+        Args:
+            microbatches: of that step.
+
+        Raises:
+            ConfigError: options that do not fit the model, or a cap that is not kept.
+        """
+        if self.schedule is None:
+            assert self.request is not None
+            pp = self.args.pipeline_model_parallel_size
+            self.schedule = self.request.resolve(pp, self.chunks, microbatches)
+        return self.schedule
+
+    def for_model(self, args: MegatronArgs, models: Sequence[Any], group: Any) -> Run:
+        """The run of one of a library's models: what all share stays, the rest is its own."""
+        return replace(
+            self,
+            args=args,
+            chunks=len(models),
+            models=models,
+            group=group,
+            schedule=None,
+            inputs=PlanInputs(),
+            pipeline=None,
+        )
 
 
 class Feature:
@@ -191,10 +232,13 @@ class Feature:
     Attributes:
         flags: its command-line options.
         conflicts: options of Megatron that it does not support.
+        per_model: its callbacks hold the state of one model; with several models in a process
+            (``Run.for_model``) each gets its own.
     """
 
     flags: tuple[Flag, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
+    per_model: bool = False
 
     def check(self, run: Run) -> None:
         """Check the user's flags before Megatron's own validation; may set Megatron's arguments.
@@ -205,6 +249,13 @@ class Feature:
 
     def check_derived(self, run: Run) -> None:
         """Check what Megatron's validation has derived.
+
+        Raises:
+            ConfigError: a combination that cannot work.
+        """
+
+    def check_model(self, run: Run) -> None:
+        """In a library, in place of the two checks above: check the model whose run this is.
 
         Raises:
             ConfigError: a combination that cannot work.

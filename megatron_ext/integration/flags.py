@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
 
 from .arguments import MegatronArgs
 from .errors import ConfigError
@@ -41,6 +43,45 @@ def lost_in_yaml(argv: Sequence[str], config: Mapping[str, str]) -> str | None:
     if "--yaml-cfg" not in given:
         return None
     return next((f.name for f in FLAGS if f.name in given or f.attribute in config), None)
+
+
+def option(flag: Flag) -> str:
+    """The flag's name in ``megatron_ext.enable``."""
+    return flag.attribute.removeprefix("pp_")
+
+
+def parsed(options: Mapping[str, object]) -> argparse.Namespace:
+    """The options of ``megatron_ext.enable`` as a command line's: every flag, converted.
+
+    Raises:
+        ConfigError: an unknown option, or a value that the flag does not take.
+    """
+    known = {option(flag): flag.attribute for flag in FLAGS}
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{name!r} is no option of megatron_ext; it has {', '.join(known)}")
+    parser = add_arguments(_Parser(allow_abbrev=False))
+    parser.set_defaults(**defaults({known[name]: value for name, value in options.items()}))
+    return parser.parse_args([])
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+@contextlib.contextmanager
+def in_options() -> Iterator[None]:
+    """Errors name our options as ``megatron_ext.enable`` does, where there is no command line."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for flag in sorted(FLAGS, key=lambda flag: -len(flag.name)):
+            text = text.replace(flag.name, option(flag))
+        if text == str(error):
+            raise
+        raise ConfigError(text) from error.__cause__
 
 
 def _names(argv: Sequence[str]) -> set[str]:

@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from .errors import ConfigError
+
 DDP_HOOK = "_megatron_ext_grad_hook"  # attribute of a parameter: Megatron's hook
 _ADDED = "_megatron_ext_added_to_main_grad"
+
+
+def require_gradient_hooks(models: Sequence[Any]) -> None:
+    """Megatron's data parallelism must have been built with our hook on its own in force.
+
+    Where it was not, and reduces nothing before the end of an iteration, that is made up for here.
+
+    Args:
+        models: chunks, with their wrappers.
+
+    Raises:
+        ConfigError: gradients would be reduced before their W pass has run.
+    """
+    for model in models:
+        make = getattr(model, "_make_backward_post_hook", None)
+        if make is None:
+            continue
+        late = [p for p in model.parameters() if p.requires_grad and not hasattr(p, DDP_HOOK)]
+        if not late:
+            continue
+        if model.ddp_config.overlap_grad_reduce or any(
+            hasattr(module, "wgrad_store") for module in model.modules()
+        ):
+            raise ConfigError(
+                "this schedule computes weight gradients in passes of their own, but the model was "
+                "wrapped in Megatron's DistributedDataParallel before, which reduces them "
+                "earlier (overlap_grad_reduce), or has layers of Transformer Engine; call "
+                "megatron_ext.enable() before the model is wrapped"
+            )
+        for parameter in late:
+            setattr(parameter, DDP_HOOK, make(parameter))
 
 
 def accumulate(parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:

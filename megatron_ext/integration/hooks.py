@@ -54,11 +54,15 @@ class Binding:
     replacement: Any
     holders: list[tuple[Any, str]] = field(default_factory=list)
 
-    def undo(self) -> None:
+    def bind(self) -> None:
+        """Give every holder the replacement."""
+        for holder, name in self.holders:
+            setattr(holder, name, self.replacement)
+
+    def unbind(self) -> None:
         """Give every holder its original back."""
         for holder, name in reversed(self.holders):
             setattr(holder, name, self.original)
-        self.holders.clear()
 
     def where(self) -> list[str]:
         """Names of the modules and classes that hold the replacement."""
@@ -71,6 +75,7 @@ class Hooks:
     def __init__(self, version: str) -> None:
         self.version = version
         self.bindings: list[Binding] = []
+        self._modules = 0
 
     def apply(self, hooks: Sequence[Hook]) -> None:
         """Bind all of ``hooks``, or none.
@@ -82,14 +87,30 @@ class Hooks:
         bindings = self._prepared(hooks)
         try:
             for binding in bindings:
-                for holder, attribute in binding.holders:
-                    setattr(holder, attribute, binding.replacement)
+                binding.bind()
             _check_bound(bindings)
         except BaseException:
             for binding in reversed(bindings):
-                binding.undo()
+                binding.unbind()
             raise
         self.bindings += bindings
+
+    def pause(self) -> None:
+        """Give Megatron its symbols back until ``resume``."""
+        for binding in reversed(self.bindings):
+            binding.unbind()
+        self._modules = len(sys.modules)
+
+    def resume(self) -> None:
+        """Bind again what was paused, in modules that were imported since then too."""
+        if len(sys.modules) != self._modules:
+            first = {id(b.original): b for b in reversed(self.bindings)}
+            for key, holders in _modules_holding([b.original for b in first.values()]).items():
+                binding = first[key]
+                if inspect.ismodule(binding.owner):
+                    binding.holders[:] = [*binding.holders, *(set(holders) - set(binding.holders))]
+        for binding in self.bindings:
+            binding.bind()
 
     def find(self, hook: Hook) -> str:
         """The target that ``hook`` would bind, which stays as it is.
@@ -104,7 +125,7 @@ class Hooks:
     def revert(self) -> None:
         """Undo everything, last hook first."""
         while self.bindings:
-            self.bindings.pop().undo()
+            self.bindings.pop().unbind()
 
     def report(self) -> str:
         """One line a hook: what is bound, and where."""

@@ -8,7 +8,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from .arguments import MegatronArgs
 from .callbacks import Callback
@@ -25,6 +25,7 @@ from .flags import (
 )
 from .hooks import Hook, Hooks
 from .report import Report
+from .takeover import FUNCTIONS, SCHEDULES
 from .versions import megatron_version, require_supported
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,16 @@ class Installation:
                     self._with_validation,
                     ("args",),
                     "our flags would not be checked",
+                ),
+                *(
+                    Hook(
+                        (f"{SCHEDULES}:{name}",),
+                        self._requiring_arguments,
+                        ("forward_step_func",),
+                        "a schedule that is asked for would have no effect",
+                    )
+                    for name in FUNCTIONS
+                    if self._defaults
                 ),
             ]
         )
@@ -150,9 +161,24 @@ class Installation:
 
         return validate_args
 
+    def _requiring_arguments(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's pipeline function, which must not run before its arguments are parsed."""
+
+        @functools.wraps(original)
+        def forward_backward(**kwargs: Any) -> Any:
+            if self.run is None:
+                raise ConfigError(
+                    f"megatron_ext.apply({self._defaults}) has had no effect: it adds flags to "
+                    "Megatron's argument parser, and this trainer has not used that; call "
+                    "megatron_ext.enable() instead, with the same names without pp_"
+                )
+            return original(**kwargs)
+
+        return forward_backward
+
     def _run_of(self, args: MegatronArgs) -> Run:
         """What ``args``, not yet validated by Megatron, ask for."""
-        from .features.schedule.pipeline import request_of
+        from .features.schedule.pipeline import prepare
 
         if not hasattr(args, "pp_schedule"):
             raise ConfigError(
@@ -168,7 +194,7 @@ class Installation:
             if lost:
                 raise ConfigError(f"{lost[0]} needs --pp-schedule; add it or drop {lost[0]}")
         else:
-            run.request = request_of(args)
+            prepare(run)
         return run
 
     @staticmethod
@@ -177,8 +203,35 @@ class Installation:
             feature.check_derived(run)
 
 
-# What this process has in force, by whichever door.
-_current: Installation | None = None
+class InForce(Protocol):
+    """What a process has in force, by whichever door it came."""
+
+    hooks: Hooks
+
+    def revert(self) -> None:
+        """Give Megatron all its symbols back."""
+
+
+_current: InForce | None = None
+
+
+def claim(mine: InForce | None, door: str = "apply") -> None:
+    """Let ``mine`` be what this process has in force; None: nothing.
+
+    Args:
+        door: that it comes by, a function of ``megatron_ext``.
+
+    Raises:
+        ConfigError: something is in force already.
+    """
+    global _current
+    if mine is not None and _current is not None:
+        raise ConfigError(
+            f"megatron_ext is applied already, with {len(_current.hooks.bindings)} hooks; "
+            "call megatron_ext.revert() first"
+            + (", or apply(exist_ok=True) without a configuration" * (door == "apply"))
+        )
+    _current = mine
 
 
 def install(argv: Sequence[str] | None = None) -> Installation | None:
@@ -201,13 +254,8 @@ def install(argv: Sequence[str] | None = None) -> Installation | None:
 
 def apply(config: Mapping[str, object] | None = None, *, exist_ok: bool = False) -> Report:
     """The door of scripts and of the patch series; see ``megatron_ext.apply``."""
-    if _current is not None:
-        if exist_ok and not config:
-            return Report(_current.hooks)
-        raise ConfigError(
-            f"megatron_ext is applied already, with {len(_current.hooks.bindings)} hooks; call "
-            "megatron_ext.revert() first, or apply(exist_ok=True) without a configuration"
-        )
+    if _current is not None and exist_ok and not config:
+        return Report(_current.hooks)
     _require_unparsed()
     return Report(_start(config).hooks)
 
@@ -221,10 +269,13 @@ def revert() -> None:
 
 
 def _start(config: Mapping[str, object] | None) -> Installation:
-    global _current
     installation = Installation(config)
-    installation.hook_arguments()
-    _current = installation
+    claim(installation)
+    try:
+        installation.hook_arguments()
+    except BaseException:
+        claim(None)
+        raise
     return installation
 
 

@@ -70,9 +70,6 @@ class ScheduledPipeline:
         Raises:
             ConfigError: a feature of this call is not supported.
         """
-        if adjust_tensor_shapes_fn is not None:
-            raise ConfigError("adjust_tensor_shapes_fn is not supported under --pp-schedule")
-        from megatron.core import parallel_state
         from megatron.core.utils import get_model_config
 
         models = model if isinstance(model, list) else [model]
@@ -85,16 +82,16 @@ class ScheduledPipeline:
             models,
             get_model_config(models[0]),
             num_microbatches,
-            parallel_state.get_context_parallel_world_size(),
+            _context_parallel_size(pg_collection),
             forward_only,
             collect_non_loss_data,
             first_val_step,
         )
-        group = getattr(pg_collection, "pp", None) or (
-            parallel_state.get_pipeline_model_parallel_group()
-        )
+        group = pipeline_group(p2p_communicator, pg_collection)
         length = decoder_seq_length if decoder_seq_length is not None else seq_length
         shape = message_shape(length, micro_batch_size, iteration)
+        if adjust_tensor_shapes_fn is not None:
+            shape = None  # of any shape, which is sent ahead
         timers = iteration.config.timers
         if timers is not None:
             barrier = iteration.config.barrier_with_L1_time
@@ -155,7 +152,7 @@ class ScheduledPipeline:
         for callback in self.callbacks:
             callback.before_plan(step)
         step.plan = plan = self._plans.lowered(
-            iteration.num_microbatches, step.training, self.callbacks
+            iteration.num_microbatches, step.training, call.group, self.callbacks
         )
         if len(iteration.models) != plan.chunks:
             raise ConfigError(
@@ -199,6 +196,39 @@ class ScheduledPipeline:
             raise
         for callback in reversed(self.callbacks):
             callback.end(step)
+
+
+def pipeline_group(p2p_communicator: Any = None, pg_collection: Any = None) -> Any:
+    """The process group that a call's messages go over: its communicator's, its collection's, or
+    Megatron's global one.
+
+    Raises:
+        ConfigError: the communicator is of another kind than Megatron's own for one pipeline.
+    """
+    if p2p_communicator is None:
+        group = getattr(pg_collection, "pp", None)
+        if group is None:
+            from megatron.core import parallel_state
+
+            group = parallel_state.get_pipeline_model_parallel_group()
+        return group
+    kind = type(p2p_communicator)
+    if kind.__name__ != "P2PCommunicator":
+        raise ConfigError(
+            f"p2p_communicator is a {kind.__module__}.{kind.__qualname__}, which may send to other "
+            "places than the neighbours in one pipeline; a schedule of megatron_ext works with "
+            "Megatron's P2PCommunicator or without one"
+        )
+    return p2p_communicator.pp_group
+
+
+def _context_parallel_size(pg_collection: Any) -> int:
+    group = getattr(pg_collection, "cp", None)
+    if group is not None:
+        return int(group.size())
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_context_parallel_world_size())
 
 
 def start_param_sync(call: Call) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..schedule.generators import forward_only
 from ..schedule.passes.check import check
@@ -37,13 +38,14 @@ class Plans:
         self._kept: dict[tuple[int, bool], Schedule] = {}
 
     def lowered(
-        self, microbatches: int, training: bool, callbacks: Sequence[Callback] = ()
+        self, microbatches: int, training: bool, group: Any, callbacks: Sequence[Callback] = ()
     ) -> Schedule:
         """The plan of an iteration, made and verified at its first use; collective then.
 
         Args:
-            microbatches: of the iteration.
+            microbatches: of the iteration; other pipelines may have another number.
             training: False for evaluation, which runs forward passes only.
+            group: the pipeline's.
             callbacks: learn of new training plans.
 
         Raises:
@@ -60,17 +62,19 @@ class Plans:
             else:
                 plan = lower(forward_only(self._placement, microbatches))
             check(plan, forward_only=not training)
-            _require_equal(plan)
+            _require_equal(plan, group)
             self._kept[key] = plan
             for callback in callbacks if training else ():
                 callback.planned(plan)
         return self._kept[key]
 
 
-def _require_equal(plan: Schedule) -> None:
-    """All ranks must follow one plan. Another one in the pipeline would deadlock or mix data, and
-    another pipeline's would enter tensor- and data-parallel collectives in another order."""
-    every = gather(plan.fingerprint())
+def _require_equal(plan: Schedule, group: Any) -> None:
+    """All ranks of a pipeline must follow one plan: another one would deadlock or mix data.
+
+    Pipelines are compared no further: with batches of variable length each may have its own number
+    of microbatches, and what plans are made from has been agreed on by all ranks of the job."""
+    every = gather(plan.fingerprint(), group)
     if len(set(every)) != 1:
         raise ConfigError(
             f"ranks made different plans for schedule {plan.name}: {every}; start all "

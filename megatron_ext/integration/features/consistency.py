@@ -23,7 +23,7 @@ from ..callbacks import Callback, HooksOnly
 from ..errors import ConfigError
 from ..feature import Feature, Run
 from ..hooks import Hook
-from ..utils import full_batch
+from ..utils import full_batch, gather
 
 WAIT_ENVIRONMENT = "MEGATRON_EXT_AGREEMENT_SECONDS"
 WAIT_SECONDS = 120.0  # ranks come here together, straight from creating the process group
@@ -84,13 +84,21 @@ def _sources() -> str:
 class Consistency(Feature):
     """Compares all ranks of a run with our flags."""
 
+    def check_model(self, run: Run) -> None:
+        from ..flags import given
+
+        mine = facts(given(run.args, compared=True), None, run.version)
+        problem = difference(gather(mine, run.group))
+        if problem:
+            raise ConfigError(problem)
+
     def start(self, run: Run) -> Sequence[Callback]:
         import torch.distributed as dist
 
         from ..flags import given
 
-        if set(given(run.args).values()) <= {"off"}:
-            return ()
+        if run.library or set(given(run.args).values()) <= {"off"}:
+            return ()  # a library's models are compared one by one, over their pipelines
         if dist.is_initialized():
             require_agreement(_facts_of(run))
             return ()

@@ -35,6 +35,8 @@ class Recompute(Feature):
             "recompute norm and activation-function outputs in backward instead of keeping them, "
             "beside what --recompute-modules names",
             switch=True,
+            not_in_library="it sets Megatron's arguments; set recompute_granularity='selective' "
+            "and recompute_modules=['layernorm'] in the model's configuration",
         ),
     )
 

@@ -13,15 +13,15 @@ class Checkpoint(Feature):
     """On for every schedule inside Megatron's training loop."""
 
     def check(self, run: Run) -> None:
-        if run.request is not None:
+        if run.request is not None and not run.library:
             from .hooks import choose_formats
 
             notice = choose_formats(run.args, run.request.name, run.request.vee)
             run.notices += [] if notice is None else [notice]
 
     def start(self, run: Run) -> Sequence[Callback]:
-        if run.schedule is None or not run.training:
+        if run.request is None or not run.training:
             return ()
         from .hooks import Checkpoints
 
-        return (HooksOnly(Checkpoints(run.schedule.name, Layout.of(run.args)).hooks()),)
+        return (HooksOnly(Checkpoints(run.request.name, Layout.of(run.args)).hooks()),)

@@ -107,6 +107,8 @@ class MoE(Feature):
             "device memory that a rank's MoE layers may take, e.g. 8GiB; auto chooses within it",
             "BYTES",
             alone=True,
+            not_in_library="how many passes keep tensors of the experts at a time follows from "
+            "Megatron's arguments; name chunks and strategy",
         ),
         Flag(
             FLAGS[3],
@@ -123,7 +125,8 @@ class MoE(Feature):
 
         request = MoERequest.of(run.args)
         if request is not None:
-            request.check(run.args)
+            if not run.library:  # there each layer is checked by its own configuration
+                request.check(run.args)
             run.experts_in_chunks = not request.stock
 
     def start(self, run: Run) -> Sequence[Callback]:
@@ -138,10 +141,9 @@ class MoE(Feature):
         from .flags import check_budget, stock_sets
         from .layer import FixedPolicy, PipelinedMoE
 
-        pp = run.args.pipeline_model_parallel_size
-
         def sets(chunks: int, microbatches: int) -> list[int]:
             if schedule is None:
+                pp = run.args.pipeline_model_parallel_size
                 return stock_sets(pp, chunks, microbatches)
             return peak_sets(schedule.plan(microbatches).ranks)
 

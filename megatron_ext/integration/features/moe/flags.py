@@ -89,7 +89,7 @@ class MoERequest:
         what = f"MoE layers in {self.chunks} chunk(s), --moe-memory-reuse {self.strategy}"
         if self.budget_bytes is not None:
             what += f", at most {self.budget_bytes} bytes"
-        if not self.stock and args.moe_permute_fusion:
+        if not self.stock and getattr(args, "moe_permute_fusion", False):
             what += " (they permute rows by index; --moe-permute-fusion has no effect on them)"
         return what
 

@@ -12,6 +12,8 @@ from ...feature import Feature, Flag, Run
 class Offload(Feature):
     """On with ``--pp-offload``, ``--pp-offload-chunks`` or a schedule file that offloads."""
 
+    per_model = True
+
     flags = (
         Flag(
             "--pp-offload",
@@ -66,16 +68,16 @@ class Offload(Feature):
             )
 
     def start(self, run: Run) -> Sequence[Callback]:
-        schedule = run.schedule
-        if schedule is None or not schedule.offloads:
+        request = run.request
+        if request is None or not request.offloads:
             return ()
         from .policy import policy_of
         from .runtime import Offloading
 
         return (
             Offloading(
-                schedule.offload,
-                None if schedule.file is None else schedule.file.link,
+                request.offload,
+                None if request.file is None else request.file.link,
                 run.inputs,
                 trace=run.args.pp_trace is not None,
                 policy=policy_of(run.args.pp_offload_policy or "all"),

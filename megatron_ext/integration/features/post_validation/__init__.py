@@ -29,6 +29,8 @@ class PostValidation(Feature):
             "N",
             int,
             const=PATIENCE,
+            not_in_library="it steps the optimizer in the place of Megatron's own training loop; "
+            "start the run with the launcher, or drop it",
         ),
     )
     conflicts = (
@@ -81,7 +83,7 @@ class PostValidation(Feature):
         require_no_conflict(run.args, self.conflicts, {"": _FLAG})
 
     def start(self, run: Run) -> Sequence[Callback]:
-        if run.schedule is None or run.args.pp_post_validation is None:
+        if run.request is None or run.args.pp_post_validation is None:
             return ()
         from .head import Head
         from .setup import StepAhead

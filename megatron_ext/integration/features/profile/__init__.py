@@ -20,6 +20,8 @@ from .profiler import Profiler
 class ProfileSteps(Feature):
     """``--pp-profile-steps`` and ``--pp-profile``."""
 
+    per_model = True
+
     flags = (
         Flag(
             "--pp-profile-steps",
@@ -41,11 +43,16 @@ class ProfileSteps(Feature):
     )
 
     def check(self, run: Run) -> None:
+        if run.library and run.args.pp_profile and run.args.pp_profile_steps is None:
+            raise ConfigError(
+                f"--pp-profile {run.args.pp_profile} cannot be used here: it is compared with "
+                "Megatron's arguments; measure anew with --pp-profile-steps, or give --pp-cost"
+            )
         if run.request is not None:
             run.profile = former_profile(run.args, run.request.file is not None)
 
     def start(self, run: Run) -> Sequence[Callback]:
-        if run.schedule is None:
+        if run.request is None:
             return ()
         args = run.args
         steps = args.pp_profile_steps or 0

@@ -12,12 +12,11 @@ from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...feature import Conflict, Feature, Flag, Run
 from ...hooks import Hook
+from ...takeover import FUNCTIONS, SCHEDULES, require_megatrons_own
 from ...utils import file_contents
 
 if TYPE_CHECKING:
     from ...pipeline import ScheduledPipeline
-
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 def _compared(value: str, args: MegatronArgs) -> str:
@@ -129,9 +128,13 @@ class Schedule(Feature):
     )
 
     def check(self, run: Run) -> None:
-        if run.request is not None:
-            from .validate import before_megatron
+        if run.request is None:
+            return
+        from .validate import before_megatron, require_named
 
+        if run.library:
+            require_named(run)
+        else:
             run.request = before_megatron(run.args, run.request, run.profile)
 
     def check_derived(self, run: Run) -> None:
@@ -139,13 +142,18 @@ class Schedule(Feature):
             from .validate import after_megatron
 
             run.schedule = after_megatron(run.args, run.request)
-            run.chunks = run.schedule.placement.chunks
+            run.request, run.chunks = run.schedule.request, run.schedule.placement.chunks
+
+    def check_model(self, run: Run) -> None:
+        from .validate import check_model
+
+        check_model(run)
 
     def start(self, run: Run) -> Sequence[Callback]:
-        if run.schedule is None or run.pipeline is None:
+        if run.pipeline is None or run.request is None:
             return ()
         # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
-        run.args.pp_placement = "vee" if run.schedule.vee else "loop"
+        run.args.pp_placement = "vee" if run.request.vee else "loop"
         return (_Entry(run.pipeline, run.training),)
 
 
@@ -156,15 +164,7 @@ class _Entry(Callback):
         self._pipeline, self._training = pipeline, training
 
     def hooks(self) -> Sequence[Hook]:
-        hooks = [
-            Hook(
-                (f"{_SCHEDULES}:forward_backward_pipelining_{kind}_interleaving",),
-                self._scheduled,
-                ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only"),
-                "stock's schedule would run",
-            )
-            for kind in ("with", "without")
-        ]
+        hooks = entry_hooks(self._pipeline)
         if self._training:
             hooks.append(
                 Hook(
@@ -176,11 +176,25 @@ class _Entry(Callback):
             )
         return hooks
 
-    def _scheduled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        pipeline = self._pipeline
+
+def entry_hooks(pipeline: Callable[..., Any]) -> list[Hook]:
+    """Those that let Megatron's two pipeline functions be ``pipeline``."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        require_megatrons_own(original)
 
         @functools.wraps(original)
         def forward_backward(**kwargs: Any) -> Any:
             return pipeline(**kwargs)
 
         return forward_backward
+
+    return [
+        Hook(
+            (f"{SCHEDULES}:{name}",),
+            make,
+            ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only"),
+            "stock's schedule would run",
+        )
+        for name in FUNCTIONS
+    ]

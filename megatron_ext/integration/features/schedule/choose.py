@@ -122,8 +122,19 @@ class ScheduleRequest:
         return GENERATORS[self.name].placement == "vee"
 
     @property
+    def splits_backward(self) -> bool:
+        """B and W are passes of their own; not known of ``auto`` before ``decide``."""
+        if self.file is not None:
+            return self.file.splits_backward
+        return GENERATORS[self.name].split_backward
+
+    def placement(self, pp: int, chunks: int) -> Placement:
+        """Where the stages lie on ``pp`` ranks; not known of ``auto`` before ``decide``."""
+        return ScheduleSpec(self.name, pp, 1, chunks, order=self.file).placement
+
+    @property
     def offloads(self) -> bool:
-        """True if activation sets leave the device."""
+        """True if activation sets are offloaded."""
         return self.offload is not None or (self.file is not None and self.file.has_offload)
 
     def for_job(self, job: Job) -> ScheduleRequest:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ....plan.layout import Split
 from ....runtime.wgrad import WeightGradStore
 from ....schedule.schedule import Schedule
-from ...arguments import MegatronArgs
 from ...feature import Run
 from ...offload_request import OffloadRequest
 from ...pipeline import ScheduledPipeline
@@ -13,14 +12,16 @@ from ...plans import Plans
 from .choose import ScheduleRequest
 
 
-def request_of(args: MegatronArgs) -> ScheduleRequest:
-    """What ``--pp-schedule`` and its options ask for.
+def prepare(run: Run) -> None:
+    """What ``--pp-schedule`` and its options ask for, and what its features share.
 
     Raises:
         ConfigError: options that contradict each other.
     """
+    args = run.args
     assert args.pp_schedule is not None
-    return ScheduleRequest.of(
+    run.store = WeightGradStore()
+    run.request = ScheduleRequest.of(
         args.pp_schedule,
         args.pp_cost,
         args.pp_memory_cap,
@@ -31,13 +32,13 @@ def request_of(args: MegatronArgs) -> ScheduleRequest:
 
 
 def pipeline_of(run: Run) -> None:
-    """Make the forward-backward function of a validated run."""
-    args, schedule, inputs = run.args, run.schedule, run.inputs
-    assert schedule is not None
+    """Make the forward-backward function of a validated run, or of a library's model."""
+    args, request, inputs = run.args, run.request, run.inputs
+    assert request is not None
 
     def plan(microbatches: int) -> Schedule:
         measured = inputs.profile
-        return schedule.plan(
+        return run.choice(microbatches).plan(
             microbatches,
             link=inputs.link,
             costs=None if measured is None else measured.costs(Split(measured.layers)),
@@ -45,8 +46,10 @@ def pipeline_of(run: Run) -> None:
             profile=measured,
         )
 
-    run.store = WeightGradStore()
+    if run.store is None:
+        run.store = WeightGradStore()
     post_validation = args.pp_post_validation is not None
-    plans = Plans(plan, schedule.placement, inputs, post_validation)
+    placement = request.placement(args.pipeline_model_parallel_size, run.chunks)
+    plans = Plans(plan, placement, inputs, post_validation)
     minutes = args.distributed_timeout_minutes
     run.pipeline = ScheduledPipeline(plans, run.store, 60.0 * minutes)

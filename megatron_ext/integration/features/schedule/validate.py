@@ -10,7 +10,7 @@ from ....schedule import AUTO, GENERATORS
 from ....schedule.select import ANY_CHUNKS, ONE_CHUNK
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
-from ...feature import require_no_conflict
+from ...feature import Run, require_no_conflict
 from ...layout import count_stages, vee_layout_text
 from ...utils import full_batch
 from . import V_PLACEMENT, Schedule
@@ -89,6 +89,63 @@ def before_megatron(
             f"({asked}); remove that flag or use --pp-schedule interleaved"
         )
     return request
+
+
+def require_named(run: Run) -> None:
+    """Refuse what can be decided only with all of Megatron's arguments.
+
+    Raises:
+        ConfigError: ``auto``, or a cap in bytes.
+    """
+    assert run.request is not None
+    if run.request.name == AUTO:
+        raise ConfigError(
+            "--pp-schedule auto would choose the placement of the model's stages, which must be "
+            "known before the model is built; run `megatron-ext compare` for your sizes and name "
+            "the schedule"
+        )
+    if run.request.cap_bytes is not None:
+        raise ConfigError(
+            f"--pp-memory-cap {run.args.pp_memory_cap} in bytes needs the sizes of the model and "
+            "its optimizer before they are built; run `megatron-ext plan` for them and give the "
+            "cap as a fraction of 1F1B's peak"
+        )
+
+
+def check_model(run: Run) -> None:
+    """Checks of a library's model: what its configuration uses, and how it was cut into chunks.
+
+    Raises:
+        ConfigError: a combination that cannot work.
+    """
+    request, pp, chunks = run.request, run.args.pipeline_model_parallel_size, len(run.models)
+    assert request is not None
+    if pp < 2:
+        raise ConfigError(
+            f"--pp-schedule {request.name} needs a pipeline of 2 ranks or more, got {pp}; use "
+            "Megatron's forward_backward_no_pipelining for this model"
+        )
+    flag = f"--pp-schedule {request.name}"
+    require_no_conflict(
+        run.args, Schedule.conflicts, {"": flag, **({V_PLACEMENT: flag} if request.vee else {})}
+    )
+    if request.file is not None:
+        if (request.file.pp, request.file.chunks) != (pp, chunks):
+            raise ConfigError(
+                f"{flag} is for {request.file.pp} ranks with {request.file.chunks} chunk(s) each, "
+                f"but the model was built for {pp} with {chunks}; generate it with --pp {pp} "
+                f"--chunks {chunks}"
+            )
+        return
+    generator = GENERATORS[request.name]
+    fits = chunks > 1 if generator.any_chunks else chunks == generator.default_chunks
+    if not fits:
+        wanted = "2 or more" if generator.any_chunks else generator.default_chunks
+        size = None if wanted == 1 else 2
+        raise ConfigError(
+            f"{flag} needs {wanted} model chunk(s) on each rank, but the model was built with "
+            f"{chunks}; build it with virtual_pipeline_model_parallel_size={size}"
+        )
 
 
 def _decide(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRequest:

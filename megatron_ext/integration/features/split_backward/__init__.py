@@ -11,8 +11,14 @@ from ...feature import Feature, Run
 class SplitBackward(Feature):
     """On for schedules with W passes."""
 
+    def check_model(self, run: Run) -> None:
+        if run.request is not None and run.request.splits_backward:
+            from ...gradients import require_gradient_hooks
+
+            require_gradient_hooks(run.models)
+
     def start(self, run: Run) -> Sequence[Callback]:
-        if run.schedule is None or not run.schedule.splits_backward:
+        if run.request is None or not run.request.splits_backward:
             return ()
         from .split import Splitter
 

@@ -23,7 +23,7 @@ class Telemetry(Feature):
     )
 
     def start(self, run: Run) -> Sequence[Callback]:
-        if run.schedule is None:
+        if run.request is None:
             return ()
         trace = run.args.pp_trace
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from ...callbacks import Callback
@@ -11,9 +12,15 @@ from ...feature import Feature, Run
 class VPlacement(Feature):
     """On for schedules with V placement."""
 
+    def check_model(self, run: Run) -> None:
+        if run.request is not None and run.request.vee:
+            from .vee import require_embedding_ranks
+
+            require_embedding_ranks(run.request.name)
+
     def start(self, run: Run) -> Sequence[Callback]:
-        if run.schedule is None or not run.schedule.vee:
+        if run.request is None or not run.request.vee:
             return ()
         from .vee import VeeCallback
 
-        return (VeeCallback(run.training),)
+        return (VeeCallback(run.training or "megatron.training" in sys.modules),)

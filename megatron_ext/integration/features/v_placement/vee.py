@@ -23,6 +23,7 @@ from ...utils import has_second_embedding, unwrapped
 from .relay import Relay
 
 CHUNKS = 2
+_PLACED = "_megatron_ext_placed"  # attribute of a model chunk that was built for a V
 
 
 def is_first_stage(pp_rank: int, vp_stage: int | None) -> bool:
@@ -100,6 +101,7 @@ def _gpt_model_init(original: Callable[..., None]) -> Callable[..., None]:
         if vp_stage is None:
             original(self, *args, **kwargs)
             return
+        setattr(self, _PLACED, True)
         rank = _pp_rank()
         bound.arguments["pre_process"] = is_first_stage(rank, vp_stage)
         bound.arguments["post_process"] = is_last_stage(rank, vp_stage)
@@ -235,6 +237,29 @@ def require_gpt(chunks: list[Any], name: str) -> None:
                 f"megatron.core's GPTModel, but this model is a {type(chunk).__name__}; use a "
                 "schedule with Megatron's own placement, e.g. zb-h1 or interleaved-zb"
             )
+        if not hasattr(chunk, _PLACED):
+            raise ConfigError(
+                f"--pp-schedule {name} places stages as a V, but this {type(chunk).__name__} was "
+                "built in Megatron's own order of stages; call megatron_ext.enable() before the "
+                "model is built"
+            )
+
+
+def require_embedding_ranks(name: str) -> None:
+    """Megatron's group for embeddings must have been made with the hook on it in force.
+
+    Raises:
+        ConfigError: it reduces tied embeddings over a rank that has none.
+    """
+    from megatron.core import parallel_state
+
+    ranks = parallel_state._EMBEDDING_GLOBAL_RANKS
+    if parallel_state.model_parallel_is_initialized() and ranks is not None and len(ranks) > 1:
+        raise ConfigError(
+            f"--pp-schedule {name} has embedding and output layer on one rank, but Megatron's "
+            f"embedding group was made for ranks {list(ranks)}; call megatron_ext.enable() before "
+            "initialize_model_parallel()"
+        )
 
 
 def reduce_tied_gradients(chunks: list[Any]) -> None:

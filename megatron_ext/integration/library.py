@@ -1,0 +1,198 @@
+"""Our schedules in the process of a trainer that does not parse Megatron's arguments.
+
+What a command line would tell is known only step by step: the options at once, the sizes of the
+pipeline and of a model when that model comes to the forward-backward function for the first time.
+So the hooks are bound at once, and schedule, plans and offload are settled model by model.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from .callbacks import Callback
+from .errors import ConfigError
+from .feature import Feature, Run
+from .features import FEATURES
+from .features.schedule import entry_hooks
+from .features.schedule.pipeline import pipeline_of, prepare
+from .flags import FLAGS, given, in_options, options_without_schedule, parsed
+from .hooks import Hook, Hooks
+from .model_args import ModelArgs
+from .pipeline import ScheduledPipeline, pipeline_group
+from .utils import unwrapped
+from .versions import megatron_version, require_supported
+
+logger = logging.getLogger(__name__)
+
+
+class Library:
+    """Our schedules in a process whose trainer we do not know.
+
+    Args:
+        options: as ``megatron_ext.enable``.
+
+    Attributes:
+        hooks: in force.
+
+    Raises:
+        ConfigError: an option is unknown, or cannot work without Megatron's arguments.
+    """
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        version = megatron_version()
+        require_supported(version)
+        self._options = vars(parsed(options))
+        args: Any = SimpleNamespace(**self._options, rank=_rank())
+        self._run = run = Run(args, version, training=False, library=True)
+        if args.pp_schedule is not None:
+            prepare(run)
+        elif not given(args) or options_without_schedule(args):
+            raise ConfigError("--pp-schedule is missing; give one, e.g. 'v-half'")
+        for flag in FLAGS:
+            if flag.not_in_library and flag.of(args) is not None:
+                raise ConfigError(f"{flag.name} cannot be used here: {flag.not_in_library}")
+        for feature in FEATURES:
+            feature.check(run)
+        self.hooks = Hooks(version)
+        self._used = False
+        self._shared: dict[Feature, list[Callback]] = {}
+        self._own: list[Callback] = []
+        self._pipelines: weakref.WeakKeyDictionary[Any, ScheduledPipeline]
+        self._pipelines = weakref.WeakKeyDictionary()
+
+    @property
+    def vee(self) -> bool:
+        """V placement is asked for."""
+        return self._run.request is not None and self._run.request.vee
+
+    def start(self, entry: bool) -> None:
+        """Bind the hooks that all models share.
+
+        Args:
+            entry: Megatron's own functions lead to ``forward_backward``.
+
+        Raises:
+            ConfigError: one cannot be bound, or nothing would ever call them.
+        """
+        hooks: list[Hook] = []
+        if entry and self._run.request is not None:
+            hooks += entry_hooks(self.forward_backward)
+            hooks.append(
+                Hook(
+                    ("megatron.core.parallel_state:initialize_model_parallel",),
+                    self._with_pipeline_check,
+                    ("pipeline_model_parallel_size",),
+                    "a job without a pipeline would not be noticed",
+                )
+            )
+            self._require_pipeline()
+        for feature in FEATURES:
+            if not feature.per_model:
+                self._shared[feature] = list(feature.start(self._run))
+                hooks += (hook for part in self._shared[feature] for hook in part.hooks())
+        self.hooks.apply(hooks)
+
+    def revert(self) -> None:
+        """Give everything back."""
+        atexit.unregister(self.warn_if_unused)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.hooks.revert)
+            for callback in (*self._own, *(c for part in self._shared.values() for c in part)):
+                undo.callback(callback.close)
+        self._pipelines.clear()
+
+    def forward_backward(self, **kwargs: Any) -> Any:
+        """One call of the forward-backward function, for whichever model it is.
+
+        Raises:
+            ConfigError: the schedule or an option does not fit this model.
+        """
+        self._used = True
+        with in_options():
+            model = kwargs["model"]
+            models = model if isinstance(model, list) else [model]
+            key = unwrapped(models[0])
+            if key not in self._pipelines:
+                group = pipeline_group(kwargs.get("p2p_communicator"), kwargs.get("pg_collection"))
+                self._pipelines[key] = self._pipeline(models, group)
+            return self._pipelines[key](**kwargs)
+
+    def warn_if_unused(self) -> None:
+        """At the end of the process: all was in vain if no pipeline call came."""
+        if not self._used and self._run.request is not None:
+            logger.warning(
+                "megatron_ext: no forward-backward call came for schedule %s, which had no effect; "
+                "the trainer must fetch its function by Megatron's get_forward_backward_func()",
+                self._run.request.name,
+            )
+
+    def _pipeline(self, models: list[Any], group: Any) -> ScheduledPipeline:
+        """The forward-backward function of a model that has not come before."""
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(models[0])
+        args: Any = ModelArgs(self._options, models, config, group.size(), _rank())
+        run = self._run.for_model(args, models, group)
+        for feature in FEATURES:
+            feature.check_model(run)
+        pipeline_of(run)
+        assert run.request is not None and run.pipeline is not None
+        callbacks: list[Callback] = []
+        for feature in FEATURES:
+            part = self._shared.get(feature)
+            if part is None:
+                part = list(feature.start(run))
+                self.hooks.apply([hook for callback in part for hook in callback.hooks()])
+                self._own += part
+            callbacks += part
+        run.pipeline.callbacks = tuple(callbacks)
+        if dist.get_rank() == 0:
+            logger.warning(
+                "megatron_ext: schedule %s on megatron-core %s for a %s, %d chunk(s) on each of "
+                "%d pipeline ranks\n%s",
+                run.request.name,
+                run.version,
+                type(unwrapped(models[0])).__name__,
+                len(models),
+                group.size(),
+                self.hooks.report(),
+            )
+        return run.pipeline
+
+    def _with_pipeline_check(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            with in_options():
+                self._require_pipeline()
+            return result
+
+        return initialize_model_parallel
+
+    def _require_pipeline(self) -> None:
+        from megatron.core import parallel_state
+
+        assert self._run.request is not None
+        if not parallel_state.model_parallel_is_initialized():
+            return
+        if parallel_state.get_pipeline_model_parallel_world_size() < 2:
+            raise ConfigError(
+                f"--pp-schedule {self._run.request.name} needs pipeline_model_parallel_size >= 2, "
+                "got 1: nothing would call it; raise the size, or do not enable a schedule"
+            )
+
+
+def _rank() -> int:
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,86 @@
+"""Whose Megatron's pipeline functions are: nobody else's, before we take their place."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CellType, FrameType, FunctionType
+from typing import Any
+
+from .errors import ConfigError
+
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+FUNCTIONS = tuple(
+    f"forward_backward_pipelining_{kind}_interleaving" for kind in ("with", "without")
+)
+
+
+def require_megatrons_own(function: Any) -> None:
+    """Refuse to take the place of a function that another extension has put there.
+
+    Raises:
+        ConfigError: it names the other.
+    """
+    code = getattr(function, "__code__", None)
+    ours = str(Path(__file__).parent)
+    if code is not None and (
+        code.co_filename == sys.modules[SCHEDULES].__file__ or code.co_filename.startswith(ours)
+    ):
+        return
+    name = getattr(function, "__name__", repr(function))
+    other = getattr(function, "__module__", "another module") if code is None else code.co_filename
+    raise ConfigError(
+        f"{SCHEDULES}.{name} is no longer Megatron's own: {other} has replaced it; two extensions "
+        "cannot both run the pipeline, so leave one of them out"
+    )
+
+
+def require_not_held() -> None:
+    """Refuse to replace functions that someone has fetched already and will go on calling.
+
+    Modules that imported a function by name are no obstacle: hooks bind there too.
+
+    Raises:
+        ConfigError: it names the holder.
+    """
+    module = sys.modules[SCHEDULES]
+    for name in FUNCTIONS:
+        holder = next(_holders(getattr(module, name)), None)
+        if holder is not None:
+            raise ConfigError(
+                f"{holder} holds Megatron's {name}, fetched by get_forward_backward_func() before "
+                "megatron_ext.enable(), and would go on calling it; call enable() first"
+            )
+
+
+def _holders(function: FunctionType) -> Iterator[str]:
+    """Those that hold ``function``, in words: variables, attributes, containers, closures."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename != __file__ and frame.f_locals is not frame.f_globals:
+            for name, value in frame.f_locals.items():
+                if value is function:
+                    yield f"the variable {name} of {frame.f_code.co_name}()"
+        frame = frame.f_back
+    modules = {id(getattr(m, "__dict__", None)) for m in list(sys.modules.values())}
+    for referrer in gc.get_referrers(function):
+        if id(referrer) in modules or isinstance(referrer, FrameType):
+            continue
+        if isinstance(referrer, dict) and set(referrer) == {"__wrapped__"}:
+            continue  # of a wrapper, which nobody need call
+        if isinstance(referrer, (dict, list, tuple, set, CellType)):
+            owners = gc.get_referrers(referrer) if isinstance(referrer, dict) else []
+            owner = next((x for x in owners if getattr(x, "__dict__", None) is referrer), None)
+            kind = "a closure" if isinstance(referrer, CellType) else f"a {type(referrer).__name__}"
+            yield kind if owner is None else _attribute(owner, function)
+        elif not isinstance(referrer, type):
+            yield _attribute(referrer, function)
+
+
+def _attribute(owner: Any, function: FunctionType) -> str:
+    values = getattr(owner, "__dict__", {})
+    name = next((name for name, value in values.items() if value is function), None)
+    kind = type(owner).__qualname__
+    return f"a {kind}" if name is None else f"the attribute {name} of a {kind}"
