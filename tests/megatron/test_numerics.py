@@ -36,6 +36,11 @@ EQUAL = {
     "v-half-recompute": "stock-recompute",
     "zb-h1-lengths": "stock-lengths",
     "v-half-lengths": "stock-lengths",
+    "zb-h1-enabled": "stock",
+    "interleaved-zb-enabled": "stock",
+    "v-half-tied-enabled": "stock-tied",
+    "v-zb-overlap-bf16-enabled": "stock-overlap-bf16",
+    "zb-h1-dropped-in": "stock",
     # Two copies of one weight add their gradients; with two summands no order differs.
     "v-half-tied": "stock-tied",
 }

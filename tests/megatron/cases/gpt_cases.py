@@ -11,6 +11,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import megatron_ext
 from megatron_ext import cpu
 
 cpu.install()
@@ -83,6 +84,31 @@ CASES: dict[str, dict[str, Any]] = {
     "stock-lengths": {"pp": 4, "lengths": True},
     "zb-h1-lengths": {"pp": 4, "schedule": "zb-h1", "lengths": True},
     "v-half-lengths": {"pp": 4, "schedule": "v-half", "chunks": 2, "lengths": True},
+    # Through the library's doors.
+    "zb-h1-enabled": {"pp": 4, "schedule": "zb-h1", "door": "enable"},
+    "interleaved-zb-enabled": {
+        "pp": 4,
+        "schedule": "interleaved-zb",
+        "chunks": 2,
+        "door": "enable",
+        "options": {"offload": "half", "offload_time": "0.25"},
+    },
+    "v-half-tied-enabled": {
+        "pp": 4,
+        "schedule": "v-half",
+        "chunks": 2,
+        "tied": True,
+        "door": "enable",
+    },
+    "v-zb-overlap-bf16-enabled": {
+        "pp": 2,
+        "schedule": "v-zb",
+        "chunks": 2,
+        "bf16": True,
+        "overlap": True,
+        "door": "enable",
+    },
+    "zb-h1-dropped-in": {"pp": 4, "schedule": "zb-h1", "door": "forward_backward_func"},
     "stock-recompute": {"pp": 2, "recompute": True},
     "v-half-recompute": {"pp": 2, "schedule": "v-half", "chunks": 2, "recompute": True},
 }
@@ -223,8 +249,11 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Two iterations; the second one's gradients, so that state left over would show."""
     m, chunks, schedule = case.get("m", 8), case.get("chunks", 1), case.get("schedule")
     forward_only = case.get("forward_only", False)
-    installation = None
-    if schedule is not None:
+    installation, door, dropped_in = None, case.get("door"), None
+    if door is not None:
+        opened = getattr(megatron_ext, door)(schedule, **case.get("options", {}))
+        dropped_in = opened if door == "forward_backward_func" else None
+    elif schedule is not None:
         path = folder / "schedule.json"
         if schedule == "FILE":
             if dist.get_rank() == 0:
@@ -259,7 +288,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         )
         model_parallel_cuda_manual_seed(1)
         models, bare = build(case, config_of(case))
-        step = schedules.get_forward_backward_func()
+        step = dropped_in or schedules.get_forward_backward_func()
 
         def run(forward_only: bool) -> Any:
             data = [batches(m, case.get("lengths", False)) for _ in models]
@@ -294,6 +323,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         }
     finally:
         parallel_state.destroy_model_parallel()
+        megatron_ext.disable()
         if installation is not None:
             installation.revert()
 
