@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,24 +18,24 @@ FUNCTIONS = tuple(
 )
 
 
-def require_megatrons_own(function: Any) -> None:
-    """Refuse to take the place of a function that another extension has put there.
+def require_megatrons_own() -> None:
+    """Refuse to take the place of functions that another extension has put there.
 
     Raises:
         ConfigError: it names the other.
     """
-    code = getattr(function, "__code__", None)
-    ours = str(Path(__file__).parent)
-    if code is not None and (
-        code.co_filename == sys.modules[SCHEDULES].__file__ or code.co_filename.startswith(ours)
-    ):
-        return
-    name = getattr(function, "__name__", repr(function))
-    other = getattr(function, "__module__", "another module") if code is None else code.co_filename
-    raise ConfigError(
-        f"{SCHEDULES}.{name} is no longer Megatron's own: {other} has replaced it; two extensions "
-        "cannot both run the pipeline, so leave one of them out"
-    )
+    module = importlib.import_module(SCHEDULES)
+    for name in FUNCTIONS:
+        function = getattr(module, name, None)
+        code = getattr(function, "__code__", None)
+        ours = code is not None and Path(__file__).parent in Path(code.co_filename).parents
+        if function is None or ours or (code and code.co_filename == module.__file__):
+            continue
+        other = getattr(function, "__module__", None) if code is None else code.co_filename
+        raise ConfigError(
+            f"{SCHEDULES}.{name} is no longer Megatron's own: {other} has replaced it; two "
+            "extensions cannot both run the pipeline, so leave one of them out"
+        )
 
 
 def require_not_held() -> None:

@@ -127,7 +127,7 @@ def config_of(case: dict[str, Any]) -> TransformerConfig:
         }
     return TransformerConfig(
         num_layers=LAYERS,
-        hidden_size=HIDDEN,
+        hidden_size=case.get("hidden", HIDDEN),
         num_attention_heads=HEADS,
         pipeline_model_parallel_size=case["pp"],
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,

@@ -178,11 +178,14 @@ class _Entry(Callback):
 
 
 def entry_hooks(pipeline: Callable[..., Any]) -> list[Hook]:
-    """Those that let Megatron's two pipeline functions be ``pipeline``."""
+    """Those that let Megatron's two pipeline functions be ``pipeline``.
+
+    Raises:
+        ConfigError: another extension has replaced them.
+    """
+    require_megatrons_own()
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        require_megatrons_own(original)
-
         @functools.wraps(original)
         def forward_backward(**kwargs: Any) -> Any:
             return pipeline(**kwargs)

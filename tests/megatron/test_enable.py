@@ -1,0 +1,119 @@
+"""``enable`` for trainers without Megatron's arguments: exact results, or one clear sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.support.case_server import Cases, case_results
+
+results = case_results("megatron.cases.enable_cases")
+
+
+def merged(ranks: Sequence[dict[str, Any]], what: str) -> dict[str, bytes]:
+    """One dictionary of those of all ranks."""
+    return {key: value for rank in ranks for key, value in rank[what].items()}
+
+
+@pytest.mark.parametrize(
+    ("case", "stock"),
+    [
+        ("zb-h1-2", "stock-2"),
+        ("v-half-2", "stock-2"),
+        ("zb-h1-4", "stock-4"),
+        ("v-half-4", "stock-4"),
+        ("v-zb-4-offloaded", "stock-4"),
+        ("zb-h1-4", "one-process"),
+        ("v-half-4", "one-process"),
+    ],
+)
+def test_three_models_are_bitwise_stocks(results: Cases, case: str, stock: str) -> None:
+    """Losses and log-probabilities of every microbatch, and the gradients of the last step."""
+    ours, theirs = results[case], results[stock]
+    returned = merged(theirs, "returned")
+    assert len(returned) == 3 * (4 + 7 + 5)
+    assert merged(ours, "returned") == returned
+    gradients = merged(theirs, "gradients")
+    found = merged(ours, "gradients")
+    assert [name for name in gradients if found[name] != gradients[name]] == []
+    assert found.keys() == gradients.keys()
+    trained = [name for name in gradients if not name.startswith("reference")]
+    assert all(any(gradients[name]) for name in trained)
+
+
+def test_what_is_returned_lies_where_megatron_has_it(results: Cases) -> None:
+    for case in ("stock-4", "v-half-4"):
+        assert [bool(rank["returned"]) for rank in results[case]] == [False, False, False, True]
+
+
+def test_pipelines_may_differ_in_their_microbatches(results: Cases) -> None:
+    last = [rank["returned"] for rank in results["zb-h1-unequal"] if rank["returned"]]
+    assert [len(returned) for returned in last] == [48, 57]
+    stock = merged(results["stock-2"], "returned")
+    assert all(last[0][key] == value for key, value in stock.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("unknown", "ConfigError: 'memory' is no option of megatron_ext; it has schedule,"),
+        ("no_schedule", "ConfigError: schedule is missing"),
+        ("nothing", "ConfigError: schedule is missing"),
+        ("name", "ConfigError: schedule 'v-hlaf' is not known"),
+        ("auto", "ConfigError: schedule auto would choose the placement"),
+        ("bytes", "ConfigError: memory_cap 40GiB in bytes needs the sizes"),
+        ("post_validation", "ConfigError: post_validation cannot be used here: it steps the"),
+        ("offload", "ConfigError: offload must be off, half, full, auto, got 'some'"),
+        ("type", "ConfigError: group_size: invalid int value: 'two'"),
+        ("drop_in_vee", "ConfigError: schedule v-half places stages as a V"),
+        ("twice", "ConfigError: megatron_ext is applied already"),
+        ("held_attribute", "ConfigError: the attribute forward_backward of a"),
+        ("held_variable", "ConfigError: the variable local of refusals() holds Megatron's"),
+        ("held_partial", "ConfigError: a partial holds Megatron's"),
+        ("replaced", "is no longer Megatron's own"),
+        ("no_pipeline", "needs pipeline_model_parallel_size >= 2, got 1"),
+        ("no_pipeline_later", "needs pipeline_model_parallel_size >= 2, got 1"),
+        ("dead_apply", "call megatron_ext.enable() instead"),
+        ("unused", "no forward-backward call came for schedule zb-h1"),
+    ],
+)
+def test_refused_before_there_is_a_model(results: Cases, name: str, text: str) -> None:
+    for rank in results["refusals"]:
+        assert text in rank[name]
+
+
+def test_the_other_extension_is_named(results: Cases) -> None:
+    assert "enable_cases.py has replaced it" in results["refusals"][0]["replaced"]
+
+
+def test_all_symbols_come_back(results: Cases) -> None:
+    found = results["refusals"][0]
+    assert "megatron.core.models.gpt.gpt_model:GPTModel.__init__" in found["hooks"]
+    assert f"{len(found['hooks'])} symbols" not in found["report"]  # one is bound twice
+    assert found["same_after_disable"] is True
+    assert found["same_with_drop_in"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("one_chunk", "schedule v-half needs 2 model chunk(s) on each rank, but the model was"),
+        ("two_chunks", "schedule zb-h1 needs 1 model chunk(s) on each rank"),
+        ("no_chunks", "schedule interleaved-zb needs 2 or more model chunk(s)"),
+        ("built_before", "call megatron_ext.enable() before"),
+        ("embedding_group", "call megatron_ext.enable() before initialize_model_parallel()"),
+        ("wrapped_before", "call megatron_ext.enable() before the model is wrapped"),
+        ("drop_in_overlap", "call megatron_ext.enable() before the model is wrapped"),
+        ("conflict", "schedule zb-h1 does not support --delay-wgrad-compute"),
+        ("communicator", "OtherCommunicator, which may send to other places"),
+    ],
+)
+def test_refused_with_the_model(results: Cases, name: str, text: str) -> None:
+    for rank in results["refusals-of-models"]:
+        assert text in rank[name]
+
+
+def test_without_overlap_a_model_may_be_wrapped_before(results: Cases) -> None:
+    assert results["refusals-of-models"][0]["late_but_right"] == ""
