@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ext.integration.arguments import MegatronArgs
 from tests.support.checkouts import TAGS, environment, python_path, version
+from tests.support.waiting import PATIENCE
 
 # Not from Megatron's parser: Megatron computes them, the training loop or we set them.
 DERIVED = {
@@ -36,7 +37,7 @@ print(json.dumps([action.dest for action in parser._actions]))
 def test_every_version_has_them(tag: str) -> None:
     env = {**environment(), "PYTHONPATH": python_path(tag)}
     done = subprocess.run(
-        [sys.executable, "-c", NAMES], env=env, capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", NAMES], env=env, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     names = set(json.loads(done.stdout.splitlines()[-1]))

@@ -17,6 +17,7 @@ import pytest
 
 from megatron_ext.releases import TAGS
 from tests.support import ROOT
+from tests.support.waiting import PATIENCE
 
 SOURCES = sorted(
     path
@@ -77,7 +78,7 @@ def _script(name: str, *arguments: str, **environment: str) -> subprocess.Comple
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 
@@ -112,7 +113,7 @@ def test_cdpath_leads_nowhere(tmp_path: Path) -> None:
         env={**os.environ, "CDPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.returncode == 2
     assert f"patches for {' '.join(TAGS)} only" in done.stderr

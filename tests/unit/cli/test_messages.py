@@ -11,6 +11,7 @@ import pytest
 from megatron_ext import __version__, cli
 from megatron_ext.commands import compare, schedule, show, simulate
 from megatron_ext.commands.common import Parser
+from tests.support.waiting import PATIENCE
 
 
 def test_the_commands_share_their_options():
@@ -138,5 +139,5 @@ def test_a_reader_that_leaves_is_no_error(repo_root):
     ) as process:
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(timeout=60) == 141
+        assert process.wait(timeout=PATIENCE) == 141
         assert process.stderr.read() == b""

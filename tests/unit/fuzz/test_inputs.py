@@ -32,6 +32,7 @@ from tests.support.fuzz_checks import (
     code_that_leaves,
 )
 from tests.support.fuzz_inputs import Fault, Target, bare_targets, feed, sentence
+from tests.support.waiting import PATIENCE
 
 TARGETS = bare_targets()
 JSON = [name for name in TARGETS if name not in ("csv", "traces", "flags", "pickle")]
@@ -197,7 +198,7 @@ def test_the_long_run(tmp_path: Path, repo_root: Path) -> None:
             env=dict(os.environ, PYTHONPATH=str(repo_root)),
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=PATIENCE,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         answers.append(json.loads(result.read_text()))
