@@ -57,6 +57,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     # Two pipelines, with another number of microbatches in each.
     "zb-h1-unequal": {"pp": 2, "schedule": "zb-h1", "unequal": True},
+    "v-half-4-groups": {"pp": 4, "schedule": "v-half", "chunks": 2, "groups": True},
+    "stock-wide": {"pp": 2, "world": 2, "wide": True},
+    "zb-h1-wide": {"pp": 2, "world": 2, "schedule": "zb-h1", "wide": True},
     "refusals": {"pp": 2, "world": 2, "main": "refusals"},
     "refusals-of-models": {"pp": 2, "world": 2, "main": "refusals_of_models"},
 }
@@ -85,11 +88,36 @@ def forward_step(iterator: Iterator[Any], model: Any) -> Any:
     mask = torch.triu(torch.ones(1, 1, tokens.shape[1], tokens.shape[1]), diagonal=1).bool()
     losses = model(tokens, positions, mask, labels=labels)
 
-    def loss_func(output: torch.Tensor) -> Any:
+    def loss_func(output: torch.Tensor, non_loss_data: bool = False) -> Any:
         loss = output.float().mean()
-        return loss, {"loss": loss.detach().clone(), "log_probs": (-output).detach().clone()}
+        found = {"loss": loss.detach().clone(), "log_probs": (-output).detach().clone()}
+        return found if non_loss_data else (loss, found)
 
     return losses, loss_func
+
+
+def wide(model: Any) -> None:
+    """Let stages send each other twice the hidden size, as for distillation."""
+    inner = unwrapped(model)
+    forward, take = inner.forward, inner.set_input_tensor
+
+    def sends_more(*args: Any, **kwargs: Any) -> torch.Tensor:
+        output = forward(*args, **kwargs)
+        return output if inner.post_process else torch.cat([output, output], dim=-1)
+
+    def takes_half(tensor: Any) -> None:
+        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        take(tensor if tensor is None else tensor[..., : inner.config.hidden_size])
+
+    inner.forward, inner.set_input_tensor = sends_more, takes_half
+
+
+def wider(received: Any, sent: Any) -> Any:
+    """The shapes of what such stages send, where they are known."""
+    return tuple(
+        [(*shape[:-1], 2 * shape[-1]) if shape else shape for shape in shapes]
+        for shapes in (received, sent)
+    )
 
 
 def batches(microbatches: int, seed: int) -> Iterator[Any]:
@@ -112,6 +140,11 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
     model_parallel_cuda_manual_seed(1)
     models = {name: build(case, hidden) for name, hidden in MODELS.items()}
     step, last = get_forward_backward_func(), parallel_state.is_pipeline_last_stage()
+    more: dict[str, Any] = {}
+    if case.get("wide"):
+        more["adjust_tensor_shapes_fn"] = wider
+        for model in models.values():
+            wide(model[0])
     returned: dict[str, bytes] = {}
     for number, microbatches in enumerate(STEPS):
         if case.get("unequal"):
@@ -131,6 +164,9 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
                     seq_length=1,
                     micro_batch_size=BATCH,
                     forward_only=evaluated,
+                    collect_non_loss_data=evaluated,
+                    **more,
+                    **groups(case, model[0]),
                 )
             if last:
                 assert len(result) == microbatches
@@ -144,6 +180,21 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
         for key, parameter in global_names(unwrapped(chunk)).items()
     }
     return {"returned": returned, "gradients": gradients}
+
+
+def groups(case: dict[str, Any], model: Any) -> dict[str, Any]:
+    """A communicator and process groups in the call, as Megatron's main branch has them."""
+    if not case.get("groups"):
+        return {}
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    return {
+        "pg_collection": collection,
+        "p2p_communicator": p2p_communication.P2PCommunicator(
+            pp_group=collection.pp, config=unwrapped(model).config
+        ),
+    }
 
 
 def error_of(do: Callable[[], Any]) -> str:
