@@ -28,6 +28,8 @@ def merged(ranks: Sequence[dict[str, Any]], what: str) -> dict[str, bytes]:
         ("v-half-4-groups", "stock-4"),
         ("zb-h1-wide", "stock-wide"),
         ("zb-h1-wide", "stock-2"),
+        ("zb-h1-experts", "stock-experts"),
+        ("stock-chunked-experts", "stock-experts"),
         ("zb-h1-4", "one-process"),
         ("v-half-4", "one-process"),
     ],

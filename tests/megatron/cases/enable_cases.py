@@ -41,6 +41,13 @@ from tests.support.case_server import serve  # noqa: E402
 
 MODELS = {"actor": 32, "reference": 32, "critic": 16}  # hidden sizes
 STEPS = (4, 7, 5)  # microbatches of each
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_grouped_gemm": False,
+    "add_bias_linear": False,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+}
 CASES: dict[str, dict[str, Any]] = {
     "one-process": {"pp": 1, "world": 1},
     "stock-2": {"pp": 2, "world": 2},
@@ -58,6 +65,23 @@ CASES: dict[str, dict[str, Any]] = {
     # Two pipelines, with another number of microbatches in each.
     "zb-h1-unequal": {"pp": 2, "schedule": "zb-h1", "unequal": True},
     "v-half-4-groups": {"pp": 4, "schedule": "v-half", "chunks": 2, "groups": True},
+    "stock-experts": {"pp": 2, "world": 2, "config": EXPERTS},
+    "zb-h1-experts": {
+        "pp": 2,
+        "world": 2,
+        "config": EXPERTS,
+        "schedule": "zb-h1",
+        # More chunks round differently.
+        "options": {"moe_pipeline_chunks": 1, "moe_memory_reuse": "s3"},
+    },
+    # Megatron's own schedule; only the MoE layers are ours.
+    "stock-chunked-experts": {
+        "pp": 2,
+        "world": 2,
+        "config": EXPERTS,
+        "schedule": None,
+        "options": {"moe_pipeline_chunks": 1, "moe_memory_reuse": "s4"},
+    },
     "stock-wide": {"pp": 2, "world": 2, "wide": True},
     "zb-h1-wide": {"pp": 2, "world": 2, "schedule": "zb-h1", "wide": True},
     "refusals": {"pp": 2, "world": 2, "main": "refusals"},
@@ -72,6 +96,7 @@ def case_of(case: dict[str, Any], hidden: int) -> dict[str, Any]:
         "chunks": case.get("chunks", 1),
         "lengths": True,
         "hidden": hidden,
+        "config": case.get("config", {}),
     }
 
 
@@ -131,7 +156,7 @@ def batches(microbatches: int, seed: int) -> Iterator[Any]:
 def trained(case: dict[str, Any]) -> dict[str, Any]:
     """Three steps of all models."""
     chunks, schedule = case.get("chunks", 1), case.get("schedule")
-    if schedule is not None:
+    if "schedule" in case:
         megatron_ext.enable(schedule, **case.get("options", {}))
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=case["pp"],
