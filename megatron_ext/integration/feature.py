@@ -161,7 +161,7 @@ class Run:
         version: of megatron-core.
         training: Megatron's training package is in use, not only its core.
         library: there is no command line (``megatron_ext.enable``). What Megatron's arguments would
-            tell is known only when a model comes; ``for_model`` is the run of that model.
+            hold is known only when a model comes; ``for_model`` is the run of that model.
         stock_flags: Megatron's own options that were given, with their values as text.
         request: what ``--pp-schedule`` asks for; None: Megatron's own schedule runs.
         schedule: what answers it; known after Megatron's validation, or see ``choice``.

@@ -1,6 +1,6 @@
 """Our schedules in the process of a trainer that does not parse Megatron's arguments.
 
-What a command line would tell is known only step by step: the options at once, the sizes of the
+What a command line would contain is known only step by step: the options at once, the sizes of the
 pipeline and of a model when that model comes to the forward-backward function for the first time.
 So the hooks are bound at once, and schedule, plans and offload are settled model by model.
 """
