@@ -7,10 +7,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import utils
 
+from megatron_ext.integration.errors import ConfigError
 from megatron_ext.integration.features.v_placement import roles
+from megatron_ext.integration.features.v_placement.tied import TiedCopies
 from megatron_ext.integration.hooks import Hooks
 
 PP, CHUNKS = 4, 2
@@ -89,3 +92,55 @@ def test_slime_reads_returned_values_on_rank_0_too(monkeypatch: pytest.MonkeyPat
         assert parallel_state.is_pipeline_last_stage() == (rank == PP - 1)
     hooks.revert()
     assert model.forward_only is forward_only
+
+
+def _tied(first: float, last: float) -> list[Any]:
+    class Chunk(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    chunks = []
+    for value in (first, last):
+        weight = torch.full((2, 3), value)
+        chunks.append(
+            Chunk(
+                share_embeddings_and_output_weights=True,
+                shared_embedding_or_output_weight=lambda w=weight: w,
+            )
+        )
+    return chunks
+
+
+def _step(chunks: list[Any]) -> Any:
+    iteration = SimpleNamespace(models=chunks)
+    return SimpleNamespace(
+        call=SimpleNamespace(iteration=iteration), plan=SimpleNamespace(name="v-half")
+    )
+
+
+def test_tied_copies_that_differ_are_refused(on_rank: Any) -> None:
+    on_rank(0)
+    callback = TiedCopies()
+    callback.begin(_step(_tied(1.0, 1.0)))
+    with pytest.raises(ConfigError, match="v-half has both copies .* differ"):
+        callback.begin(_step(_tied(1.0, 2.0)))
+    on_rank(1)
+    callback.begin(_step(_tied(1.0, 2.0)))
+
+
+def test_the_bridge_loads_both_copies(on_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own function takes rank 0, with the last chunk, for a receiver of the weights."""
+    module = ModuleType("megatron.bridge.models.conversion.model_bridge")
+
+    class MegatronModelBridge:
+        def _broadcast_shared_embeddings(self, megatron_model: Any) -> None:
+            raise AssertionError
+
+    module.MegatronModelBridge = MegatronModelBridge  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert TiedCopies().hooks()
+    on_rank(0)
+    hooks, chunks = Hooks("a test"), _tied(1.0, 2.0)
+    hooks.apply(TiedCopies().hooks())
+    MegatronModelBridge()._broadcast_shared_embeddings(chunks)
+    hooks.revert()
+    assert float(chunks[1].shared_embedding_or_output_weight()[0, 0]) == 1.0
