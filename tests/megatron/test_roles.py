@@ -26,6 +26,7 @@ def on_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     hooks.apply(roles.role_hooks(training=False))
 
     def be(rank: int) -> Any:
+        monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: rank)
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: PP)
         monkeypatch.setattr(
@@ -84,6 +85,7 @@ def test_slime_reads_returned_values_on_rank_0_too(monkeypatch: pytest.MonkeyPat
     hooks = Hooks("a test")
     hooks.apply(roles.role_hooks(training=False))
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: PP)
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     for rank in range(PP):
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda r=rank: r)
         assert model.forward_only(None, None) == (rank in (0, PP - 1))
@@ -144,3 +146,8 @@ def test_the_bridge_loads_both_copies(on_rank: Any, monkeypatch: pytest.MonkeyPa
     MegatronModelBridge()._broadcast_shared_embeddings(chunks)
     hooks.revert()
     assert float(chunks[1].shared_embedding_or_output_weight()[0, 0]) == 1.0
+
+
+def test_groups_without_parallel_state_are_refused(on_rank: Any) -> None:
+    with pytest.raises(ConfigError, match="use_decentralized_pg=False"):
+        utils.is_vp_last_stage(vp_stage=1, vp_size=2)

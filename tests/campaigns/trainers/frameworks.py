@@ -360,6 +360,7 @@ class Bridge(Driver):
             ),
             ddp=SimpleNamespace(overlap_param_gather=False),
             dataset=SimpleNamespace(dataloader_type="single"),
+            # Else it asks modelopt, which is stubbed, whether this is a distillation.
             dist=SimpleNamespace(use_decentralized_pg=True),
             rerun_state_machine=SimpleNamespace(
                 check_for_nan_in_loss=False, check_for_spiky_loss=False

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...errors import ConfigError
 from ...hooks import Hook
 
 CHUNKS = 2
@@ -22,9 +23,20 @@ _results_on_both = False
 
 
 def pp_rank() -> int:
-    """This process's rank in the pipeline."""
+    """This process's rank in the pipeline.
+
+    Raises:
+        ConfigError: the trainer has process groups of its own and none of ``parallel_state``.
+    """
     from megatron.core import parallel_state
 
+    if not parallel_state.model_parallel_is_initialized():
+        raise ConfigError(
+            "V placement asks megatron.core.parallel_state for the pipeline rank, but it is not "
+            "initialized; call initialize_model_parallel() before the model is built (in "
+            "Megatron-Bridge: dist.use_decentralized_pg=False), or use a schedule with Megatron's "
+            "own placement, e.g. zb-h1"
+        )
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
