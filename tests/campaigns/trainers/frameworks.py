@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -66,14 +67,23 @@ NOT_USED = {
     "megatron.bridge.training.checkpointing megatron.bridge.training.config "
     "megatron.bridge.data.datasets",
 }
+# Imported before megatron_ext is enabled, as in a worker of the framework.
+MODULES = {
+    "verl": "verl.workers.engine.megatron.transformer_impl",
+    "RL": "nemo_rl.models.megatron.train",
+    "ms-swift": "swift.megatron.trainers.trainer",
+    "slime": "slime.backends.megatron_utils",
+    "Megatron-Bridge": "megatron.bridge.training.gpt_step",
+}
 BARE = {"Megatron-Bridge": "megatron.bridge megatron.bridge.training megatron.bridge.data"}
 
 
 def prepare(framework: str, checkout: Path) -> None:
-    """Make the framework's step importable; ``checkout`` is on ``sys.path``."""
+    """Import the framework; ``checkout`` is on ``sys.path``."""
     stub(STUBS[framework].split(), instead=NOT_USED.get(framework, "").split())
     for package in BARE.get(framework, "").split():
         bare(package, checkout / package.replace(".", "/"))
+    importlib.import_module(MODULES[framework])
 
 
 class Verl(Driver):

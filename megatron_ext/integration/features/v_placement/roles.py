@@ -163,7 +163,7 @@ def role_hooks(training: bool) -> Sequence[Hook]:
     Args:
         training: Megatron's training package is in use.
     """
-    slime = f"{_SLIME}.model" in sys.modules
+    slime = _SLIME in sys.modules
     return (
         *_HOOKS,
         *(_TRAINING_HOOKS if training else ()),
