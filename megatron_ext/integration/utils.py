@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from .arguments import MegatronArgs
@@ -19,17 +17,6 @@ def unwrapped(model: Any) -> Any:
     while hasattr(model, "module"):
         model = model.module
     return model
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """``value`` with every tensor in its dicts, lists and tuples replaced by ``change`` of it."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {k: map_tensors(v, change) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(v, change) for v in value)
-    return value
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:

@@ -1,11 +1,22 @@
-"""Losses reach the last pipeline rank, however late it is and however soon the other is done."""
+"""Returned values reach the last pipeline rank, whatever they are, however late it is and however
+soon the other is done."""
 
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
+import pytest
+import torch
+
+from megatron_ext.integration.errors import ConfigError
+from megatron_ext.integration.features.telemetry.traces import exact
+from megatron_ext.integration.features.v_placement.relay import pack, unpack
 from tests.support.checkouts import run_cases
+from tests.support.returned import Batch, Output, Pair, returned, same
+
+CPU = torch.device("cpu")
 
 
 def test_nothing_is_lost_when_the_sender_is_done_first(tmp_path: Path) -> None:
@@ -14,6 +25,71 @@ def test_nothing_is_lost_when_the_sender_is_done_first(tmp_path: Path) -> None:
     sender, last = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     for way in ("waiting", "ahead"):
         assert last[way]["losses"] == [0, 1, 2, 3, 4] and last[way]["tokens"] == 7
+        assert last[way]["structure"]
         assert sender[way]["finished behind"]
     assert sender["waiting"]["had to wait"]
     assert not sender["ahead"]["had to wait"]
+
+
+@pytest.mark.parametrize("kind", sorted(returned()))
+def test_a_value_of_each_kind_arrives(kind: str) -> None:
+    value = returned()[kind]
+    assert same(unpack(*pack(value, CPU)), value)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "log_probs", "batch", "output", "pair", "list"])
+def test_the_comparison_sees_a_changed_value(kind: str) -> None:
+    value = unpack(*pack(returned()[kind], CPU))
+    assert same(value, returned()[kind])
+    tensors: list[torch.Tensor] = []
+    _collect(value, tensors)
+    tensors[0][0] += 1
+    assert not same(value, returned()[kind])
+
+
+def _collect(value: object, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value.values() if value.is_nested else value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, dict):
+        _collect(list(value.values()), found)
+    elif hasattr(value, "__dict__"):
+        _collect(vars(value), found)
+
+
+def test_tensors_are_not_pickled() -> None:
+    """They go as they are, once each, from wherever they lie: a large one through the pickle would
+    go through the CPU's memory."""
+    big = torch.zeros(1 << 18)
+    nested = torch.nested.as_nested_tensor([big, big], layout=torch.jagged)
+    values = [{"a": Output(big)}, Pair(big, 1), Batch(a=big, b=big), big]
+    skeleton, data = pack(values, CPU)
+    assert skeleton < 2048 and data.numel() == skeleton + big.nbytes
+    again = unpack(skeleton, data)
+    assert again[3] is again[1].values is again[0]["a"].logits
+    skeleton, data = pack(nested, CPU)
+    assert skeleton < 2048 and data.numel() > 2 * big.nbytes
+
+
+def test_a_part_of_a_tensor_goes_without_the_rest() -> None:
+    skeleton, data = pack(torch.zeros(1000, 1000)[:, 3], CPU)
+    assert data.numel() == skeleton + 4000
+
+
+def test_a_received_tensor_keeps_no_other_alive() -> None:
+    _large, small = unpack(*pack((torch.zeros(1 << 16), torch.ones(1)), CPU))
+    assert small.untyped_storage().nbytes() == 4
+
+
+def test_what_does_not_pickle_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not pickle.*lock.*return tensors"):
+        pack({"loss": torch.ones(1), "lock": threading.Lock()}, CPU)
+
+
+def test_a_trace_takes_any_returned_value() -> None:
+    found = json.loads(json.dumps(exact(returned())))
+    assert found["loss"] == 0.25 and found["none"] is None and found["batch"] == "Batch"
+    assert found["pair"][1] == 3 and len(found["log_probs"]) == 9
+    assert float.fromhex(found["bf16"][0]) == float(returned()["bf16"][0, 0])

@@ -24,7 +24,8 @@ TARGETS = (
     "megatron.core.parallel_state:initialize_model_parallel",
     "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
     "megatron.core.models.gpt.gpt_model:GPTModel.forward",
-    "megatron.core.transformer.module:Float16Module.forward",
+    "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
+    "megatron.core.pipeline_parallel.utils:is_vp_last_stage",
 )
 
 

@@ -20,6 +20,7 @@ from megatron_ext.integration.features.v_placement.relay import Relay
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule.placement import Placement
 from tests.support.ranks import on_ranks
+from tests.support.returned import returned, same
 from tests.support.waiting import PATIENCE, wait_until
 
 WORLD = 2
@@ -40,8 +41,7 @@ def rank(number: int) -> None:
     found = {}
     for way in ("waiting", "ahead"):
         relay, watchdog = Relay(), Watchdog("a test", 60)
-        value = torch.arange(5.0) if number == 0 else torch.zeros(1)
-        losses = [{"lm loss": value}] if number == 0 else []
+        losses = [{"lm loss": torch.arange(5.0)}, returned()] if number == 0 else []
         runner = SimpleNamespace(losses=losses, num_tokens=torch.tensor(7 * (1 - number)))
         taken, ahead = folder / f"{way} taken", folder / "is ahead"
         dist.barrier()
@@ -54,6 +54,7 @@ def rank(number: int) -> None:
         got = relay.losses(placement, group, runner, device, watchdog, way == "ahead")
         found[way] = {
             "losses": got[0]["lm loss"].tolist(),
+            "structure": same(got[1], returned()),
             "tokens": int(runner.num_tokens),
             "had to wait": taken.exists(),
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -12,7 +14,6 @@ from ....schedule.io import save
 from ....schedule.schedule import Schedule
 from ....view.recorded import plan_file
 from ...callbacks import Callback, Step
-from ...utils import map_tensors
 
 
 class Traces(Callback):
@@ -59,13 +60,27 @@ class Traces(Callback):
                 "zero_unix_us": recorder.zero_unix_us,
                 "waited_us": recorder.waited_us,
                 "wgrad": step.note("wgrad"),
-                "losses": map_tensors(step.losses, _exact),
+                "losses": exact(step.losses),
                 "offload": step.note("offload"),
                 "events": recorder.events(),
             }
         )
 
 
-def _exact(tensor: torch.Tensor) -> list[str]:
-    """A tensor's values as hexadecimal floats: comparable bit for bit."""
-    return [float(x).hex() for x in tensor.detach().flatten().tolist()]
+def exact(value: Any) -> Any:
+    """What a loss function returned, for JSON: a tensor by its values as hexadecimal floats, which
+    compare bit for bit; an object of any other class by the name of its class."""
+    if isinstance(value, torch.Tensor):
+        dense = value.detach().values() if value.is_nested else value.detach().to_dense()
+        return [_hex(x) for x in dense.flatten().tolist()]
+    if isinstance(value, dict):
+        return {str(k): exact(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [exact(v) for v in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return type(value).__name__
+
+
+def _hex(number: complex) -> str:
+    return repr(number) if isinstance(number, complex) else float(number).hex()

@@ -21,6 +21,8 @@ class VPlacement(Feature):
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not run.request.vee:
             return ()
+        from .tied import TiedCopies
         from .vee import VeeCallback
 
-        return (VeeCallback(run.training or "megatron.training" in sys.modules),)
+        training = run.training or "megatron.training" in sys.modules
+        return (VeeCallback(training), TiedCopies())

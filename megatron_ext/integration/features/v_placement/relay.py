@@ -1,7 +1,9 @@
-"""Relay of the losses from the rank that computes them to the last rank, where Megatron logs."""
+"""Relay of returned values from the rank that computes the loss to the last pipeline rank, where
+Megatron logs and trainers collect results."""
 
 from __future__ import annotations
 
+import io
 import pickle
 from typing import Any
 
@@ -10,12 +12,16 @@ import torch.distributed as dist
 
 from ....runtime.watchdog import Watchdog
 from ....schedule.placement import Placement
+from ...errors import ConfigError
 from ...runner import MegatronRunner
-from ...utils import map_tensors
+
+# A tensor's class, first byte in the message, dtype, shape, and whether it was in CPU memory.
+_Taken = tuple[type, int, torch.dtype, torch.Size, bool]
 
 
 class Relay:
-    """Sends losses, token count and multi-token-prediction metrics to the last pipeline rank."""
+    """Sends what the loss function returned, the token count and multi-token-prediction metrics to
+    the last pipeline rank."""
 
     def __init__(self) -> None:
         self._sending: list[tuple[Any, torch.Tensor]] = []
@@ -38,6 +44,9 @@ class Relay:
         Returns:
             On the last rank and on the one that computed the losses: the losses; elsewhere an
             empty list.
+
+        Raises:
+            ConfigError: the loss function returned what cannot be sent.
         """
         source = placement.rank_of(placement.num_stages - 1)
         target, rank = group.size() - 1, group.rank()
@@ -47,21 +56,20 @@ class Relay:
         if rank == source:
             watchdog.waiting(f"for pipeline rank {target} to take the losses", list)
             self.finish()
-            # Unpickling a CUDA tensor would put it on the sender's device index.
-            parts = (runner.losses, int(runner.num_tokens), _take_mtp_metrics())
-            body = pickle.dumps(map_tensors(parts, lambda t: t.detach().cpu()))
-            # As send_object_list, whose other end is below, but without waiting.
-            data = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(device)
-            size = torch.tensor([len(body)], dtype=torch.int64, device=device)
-            self._sending = [(dist.isend(t, ranks[target], group), t) for t in (size, data)]
+            skeleton, data = pack((runner.losses, runner.num_tokens, _take_mtp_metrics()), device)
+            sizes = torch.tensor([skeleton, data.numel()], device=device)
+            self._sending = [(dist.isend(t, ranks[target], group), t) for t in (sizes, data)]
             if not ahead:
                 self.finish()
             return runner.losses
-        message = [None]
         watchdog.waiting(f"for the losses from pipeline rank {source}", list)
-        dist.recv_object_list(message, src=ranks[source], group=group, device=device)
-        losses, tokens, metrics = map_tensors(message[0], lambda t: t.to(device))
-        runner.num_tokens.fill_(tokens)
+        sizes = torch.empty(2, dtype=torch.int64, device=device)
+        dist.recv(sizes, ranks[source], group)
+        skeleton, size = sizes.tolist()
+        data = torch.empty(size, dtype=torch.uint8, device=device)
+        dist.recv(data, ranks[source], group)
+        losses, tokens, metrics = unpack(skeleton, data)
+        runner.num_tokens.copy_(tokens)
         _add_mtp_metrics(metrics)
         result: list[Any] = losses
         return result
@@ -72,6 +80,91 @@ class Relay:
         sending, self._sending = self._sending, []
         for work, _ in sending:
             work.wait()
+
+
+def pack(value: Any, device: torch.device) -> tuple[int, torch.Tensor]:
+    """``value`` as one message: its structure pickled, then its tensors' bytes, from device memory.
+
+    Args:
+        value: any object that pickles; tensors in it, wherever they lie (in a nested tensor, a
+            TensorDict, a dataclass), are taken out of the pickle, once each, without their graph.
+        device: of the message.
+
+    Returns:
+        Bytes of the pickled structure, and the message (one-dimensional, uint8).
+
+    Raises:
+        ConfigError: something in ``value`` does not pickle.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    try:
+        pickler.dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError) as error:
+        raise ConfigError(
+            "under V placement the rank of the loss sends what the loss function returned to the "
+            f"last pipeline rank, but it does not pickle ({error}); return tensors, numbers and "
+            "objects of classes at the top level of a module"
+        ) from None
+    skeleton = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
+    tensors = (t.detach().resolve_conj().resolve_neg().to(device) for t in pickler.tensors)
+    parts = [t.contiguous().reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
+    return skeleton.numel(), torch.cat([skeleton, *parts])
+
+
+def unpack(skeleton: int, data: torch.Tensor) -> Any:
+    """The value that ``pack`` made ``data`` of.
+
+    Its tensors have memory of their own, on the message's device; those that were in CPU memory
+    are there again (sizes of a nested tensor, for one).
+    """
+    structure = io.BytesIO(data[:skeleton].cpu().numpy().tobytes())
+    return _Unpickler(structure, data[skeleton:]).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Takes plain tensors out of what it pickles; other kinds reduce themselves to plain ones."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self._taken: dict[int, _Taken] = {}
+        self._bytes = 0
+
+    def persistent_id(self, obj: Any) -> _Taken | None:
+        if not isinstance(obj, torch.Tensor) or not _is_plain(obj):
+            return None
+        if id(obj) not in self._taken:
+            # Kept, so that no other tensor gets the same identity before the end.
+            self.tensors.append(obj)
+            kind = torch.Tensor if isinstance(obj, torch.nn.Parameter) else type(obj)
+            self._taken[id(obj)] = (kind, self._bytes, obj.dtype, obj.shape, obj.is_cpu)
+            self._bytes += obj.numel() * obj.element_size()
+        return self._taken[id(obj)]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts tensors back in; for messages between ranks of one job, which trust each other."""
+
+    def __init__(self, file: io.BytesIO, data: torch.Tensor) -> None:
+        super().__init__(file)
+        self._data = data
+        self._made: dict[_Taken, torch.Tensor] = {}
+
+    def persistent_load(self, taken: Any) -> torch.Tensor:
+        if taken not in self._made:
+            kind, begin, dtype, shape, on_cpu = taken
+            end = begin + shape.numel() * dtype.itemsize
+            tensor = self._data[begin:end].clone().view(dtype).view(shape).as_subclass(kind)
+            self._made[taken] = tensor.cpu() if on_cpu else tensor
+        return self._made[taken]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True if a tensor is its own memory, not a wrapper of other tensors or another layout."""
+    wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    other = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return tensor.layout == torch.strided and not wrapper and not other
 
 
 def _tracker() -> dict[str, Any]:

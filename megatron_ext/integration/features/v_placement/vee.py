@@ -21,25 +21,9 @@ from ...hooks import Hook
 from ...layout import vee_layout
 from ...utils import has_second_embedding, unwrapped
 from .relay import Relay
+from .roles import CHUNKS, is_first_stage, is_last_stage, pp_rank, role_hooks
 
-CHUNKS = 2
 _PLACED = "_megatron_ext_placed"  # attribute of a model chunk that was built for a V
-
-
-def is_first_stage(pp_rank: int, vp_stage: int | None) -> bool:
-    """True for the model's first stage under V placement (the embedding)."""
-    return pp_rank == 0 and vp_stage == 0
-
-
-def is_last_stage(pp_rank: int, vp_stage: int | None) -> bool:
-    """True for the model's last stage under V placement (final norm, output layer, loss)."""
-    return pp_rank == 0 and vp_stage == CHUNKS - 1
-
-
-def _pp_rank() -> int:
-    from megatron.core import parallel_state
-
-    return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def _config_post_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -62,17 +46,6 @@ def _config_post_init(original: Callable[..., None]) -> Callable[..., None]:
         original(self)
 
     return __post_init__
-
-
-def _is_pipeline_last_stage(original: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        if ignore_virtual or vp_stage is None:
-            # "The last rank", which logs; the executor brings the losses there.
-            return original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
-        return is_last_stage(_pp_rank(), vp_stage)
-
-    return is_pipeline_last_stage
 
 
 def _initialize_model_parallel(original: Callable[..., None]) -> Callable[..., None]:
@@ -102,7 +75,7 @@ def _gpt_model_init(original: Callable[..., None]) -> Callable[..., None]:
             original(self, *args, **kwargs)
             return
         setattr(self, _PLACED, True)
-        rank = _pp_rank()
+        rank = pp_rank()
         bound.arguments["pre_process"] = is_first_stage(rank, vp_stage)
         bound.arguments["post_process"] = is_last_stage(rank, vp_stage)
         original(*bound.args, **bound.kwargs)
@@ -136,48 +109,12 @@ def _gpt_model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _float16_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(self: Any, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        from megatron.core.transformer import module
-
-        if self.vp_stage is None:
-            return original(self, *inputs, fp32_output=fp32_output, **kwargs)
-        rank = _pp_rank()
-        if is_first_stage(rank, self.vp_stage):
-            inputs = module.fp32_to_float16(inputs, self.float16_convertor)
-        outputs = self.module(*inputs, **kwargs)
-        if is_last_stage(rank, self.vp_stage) and fp32_output:
-            outputs = module.float16_to_fp32(outputs)
-        return outputs
-
-    return forward
-
-
-def _batch_on_this_tp_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
-        # Stock broadcasts only tokens on the first rank and only labels on the last; rank 0 of a
-        # V needs both, which is what Megatron does for a rank with multi-token prediction.
-        if _pp_rank() == 0:
-            kwargs["mtp_on_this_rank"] = True
-        return original(*args, **kwargs)
-
-    return get_batch_on_this_tp_rank
-
-
 HOOKS = (
     Hook(
         ("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",),
         _config_post_init,
         ("self",),
         "layers and checkpoint keys would be in loop order",
-    ),
-    Hook(
-        ("megatron.core.parallel_state:is_pipeline_last_stage",),
-        _is_pipeline_last_stage,
-        ("ignore_virtual", "vp_stage"),
-        "no labels where the loss is computed",
     ),
     Hook(
         ("megatron.core.parallel_state:initialize_model_parallel",),
@@ -196,24 +133,6 @@ HOOKS = (
         _gpt_model_forward,
         ("self", "inference_context"),
         "inference would pass tensors between the wrong stages",
-    ),
-    Hook(
-        ("megatron.core.transformer.module:Float16Module.forward",),
-        _float16_forward,
-        ("self", "inputs", "fp32_output"),
-        "inputs and outputs cast on the wrong stages",
-    ),
-)
-# Only where the training package is in use: megatron-core's wheel had none before 0.17.
-TRAINING_HOOKS = (
-    Hook(
-        (
-            "megatron.core.utils:get_batch_on_this_tp_rank",
-            "megatron.training.utils:get_batch_on_this_tp_rank",
-        ),
-        _batch_on_this_tp_rank,
-        ("mtp_on_this_rank",),
-        "no labels on rank 0 with tensor parallelism",
     ),
 )
 
@@ -271,7 +190,7 @@ def reduce_tied_gradients(chunks: list[Any]) -> None:
     Args:
         chunks: this rank's unwrapped model chunks, in order.
     """
-    if _pp_rank() == 0 and has_second_embedding(chunks[-1]):
+    if pp_rank() == 0 and has_second_embedding(chunks[-1]):
         first, last = (c.shared_embedding_or_output_weight() for c in (chunks[0], chunks[-1]))
         first.main_grad.add_(last.main_grad)
         last.main_grad.copy_(first.main_grad)
@@ -289,7 +208,7 @@ class VeeCallback(Callback):
         self._relay = Relay()
 
     def hooks(self) -> Sequence[Hook]:
-        return (*HOOKS, *(TRAINING_HOOKS if self._training else ()))
+        return (*HOOKS, *role_hooks(self._training))
 
     def begin(self, step: Step) -> None:
         require_gpt([unwrapped(m) for m in step.call.iteration.models], step.plan.name)

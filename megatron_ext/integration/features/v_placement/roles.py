@@ -1,0 +1,171 @@
+"""Roles under V placement: rank 0 holds the first and the last stage, so it alone feeds the model
+and computes the loss; the last rank gets what the loss function returned.
+
+Megatron and the trainers on it ask for a role in two ways. ``parallel_state`` answers for rank and
+virtual stage at once, process groups answer for each by itself, and the asker joins both answers.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...errors import ConfigError
+from ...hooks import Hook
+
+CHUNKS = 2
+_SLIME = "slime.backends.megatron_utils"
+
+# True while a trainer asks for the rank that has the returned values, and rank 0 needs them too.
+_results_on_both = False
+
+
+def pp_rank() -> int:
+    """This process's rank in the pipeline.
+
+    Raises:
+        ConfigError: the trainer has process groups of its own and none of ``parallel_state``.
+    """
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        raise ConfigError(
+            "V placement asks megatron.core.parallel_state for the pipeline rank, but it is not "
+            "initialized; call initialize_model_parallel() before the model is built (in "
+            "Megatron-Bridge: dist.use_decentralized_pg=False), or use a schedule with Megatron's "
+            "own placement, e.g. zb-h1"
+        )
+    return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def is_first_stage(rank: int, vp_stage: int | None) -> bool:
+    """True for the model's first stage under V placement (the embedding)."""
+    return rank == 0 and vp_stage == 0
+
+
+def is_last_stage(rank: int, vp_stage: int | None) -> bool:
+    """True for the model's last stage under V placement (final norm, output layer, loss)."""
+    return rank == 0 and vp_stage == CHUNKS - 1
+
+
+def _is_pipeline_last_stage(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        if ignore_virtual or vp_stage is None:
+            # "The last rank", which logs; the executor brings the losses there.
+            last = original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
+            return last or (_results_on_both and pp_rank() == 0)
+        return is_last_stage(pp_rank(), vp_stage)
+
+    return is_pipeline_last_stage
+
+
+def _is_pp_last_stage(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def is_pp_last_stage(pp_group: Any) -> bool:
+        from megatron.core.pipeline_parallel.utils import is_pp_first_stage
+
+        # Joined with ``is_vp_last_stage``, which is true on rank 0 alone. By itself it is asked for
+        # the rank that has the losses: both have them.
+        return original(pp_group) or is_pp_first_stage(pp_group)
+
+    return is_pp_last_stage
+
+
+def _is_vp_last_stage(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def is_vp_last_stage(vp_stage: int | None, vp_size: int | None) -> bool:
+        last = original(vp_stage=vp_stage, vp_size=vp_size)
+        return last and (vp_size != CHUNKS or is_last_stage(pp_rank(), vp_stage))
+
+    return is_vp_last_stage
+
+
+def _with_results_on_both(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def on_both(*args: Any, **kwargs: Any) -> Any:
+        global _results_on_both
+        before, _results_on_both = _results_on_both, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _results_on_both = before
+
+    return on_both
+
+
+def _batch_on_this_tp_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
+        # Stock broadcasts only tokens on the first rank and only labels on the last; rank 0 of a
+        # V needs both, which is what Megatron does for a rank with multi-token prediction.
+        if pp_rank() == 0:
+            kwargs["mtp_on_this_rank"] = True
+        return original(*args, **kwargs)
+
+    return get_batch_on_this_tp_rank
+
+
+_HOOKS = (
+    Hook(
+        ("megatron.core.parallel_state:is_pipeline_last_stage",),
+        _is_pipeline_last_stage,
+        ("ignore_virtual", "vp_stage"),
+        "no labels where the loss is computed",
+    ),
+    Hook(
+        ("megatron.core.pipeline_parallel.utils:is_pp_last_stage",),
+        _is_pp_last_stage,
+        ("pp_group",),
+        "no labels where the loss is computed, for callers with process groups",
+    ),
+    Hook(
+        ("megatron.core.pipeline_parallel.utils:is_vp_last_stage",),
+        _is_vp_last_stage,
+        ("vp_stage", "vp_size"),
+        "an output layer, or labels, on the last rank too, for callers with process groups",
+    ),
+)
+# megatron-core's wheel had no training package before 0.17.
+_TRAINING_HOOKS = (
+    Hook(
+        (
+            "megatron.core.utils:get_batch_on_this_tp_rank",
+            "megatron.training.utils:get_batch_on_this_tp_rank",
+        ),
+        _batch_on_this_tp_rank,
+        ("mtp_on_this_rank",),
+        "no labels on rank 0 with tensor parallelism",
+    ),
+)
+# slime keeps log-probabilities where they were returned, the last rank, and its loss reads them.
+_SLIME_HOOKS = (
+    Hook(
+        (f"{_SLIME}.model:forward_only",),
+        _with_results_on_both,
+        ("data_iterator", "store_prefix"),
+        "no log-probabilities of the old policy where slime's loss is computed",
+    ),
+    Hook(
+        (f"{_SLIME}.loss:compute_advantages_and_returns",),
+        _with_results_on_both,
+        ("rollout_data",),
+        "no advantages where slime's loss is computed",
+    ),
+)
+
+
+def role_hooks(training: bool) -> Sequence[Hook]:
+    """The hooks that give every asker the roles of a V.
+
+    Args:
+        training: Megatron's training package is in use.
+    """
+    slime = _SLIME in sys.modules
+    return (
+        *_HOOKS,
+        *(_TRAINING_HOOKS if training else ()),
+        *(_SLIME_HOOKS if slime else ()),
+    )

@@ -1,0 +1,74 @@
+"""Tied word embeddings under V placement: rank 0 has both copies, and both must be loaded."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...callbacks import Callback, Step
+from ...errors import ConfigError
+from ...hooks import Hook
+from ...utils import has_second_embedding, unwrapped
+from .roles import pp_rank
+
+_BRIDGE = "megatron.bridge.models.conversion.model_bridge"
+
+
+def copies(chunks: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both copies, of the first and the last chunk; None on a rank, or of a model, without."""
+    if pp_rank() != 0 or not has_second_embedding(chunks[-1]):
+        return None
+    first, last = (chunk.shared_embedding_or_output_weight() for chunk in (chunks[0], chunks[-1]))
+    return None if first is None or last is None else (first, last)
+
+
+def _broadcast_shared_embeddings(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def broadcast_shared_embeddings(self: Any, megatron_model: Any) -> None:
+        # The original has the embedding on one rank and the output layer on another; here it
+        # would fill rank 0's output layer from memory that nobody has written.
+        models = megatron_model if isinstance(megatron_model, list) else [megatron_model]
+        found = copies([unwrapped(model) for model in models])
+        if found is not None:
+            found[1].data.copy_(found[0].data)
+
+    return broadcast_shared_embeddings
+
+
+class TiedCopies(Callback):
+    """Loads both copies where a trainer's loader is known, and refuses to train where they differ:
+    their gradients are added, so they would stay apart."""
+
+    def __init__(self) -> None:
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def hooks(self) -> Sequence[Hook]:
+        if _BRIDGE not in sys.modules:
+            return ()
+        return (
+            Hook(
+                (f"{_BRIDGE}:MegatronModelBridge._broadcast_shared_embeddings",),
+                _broadcast_shared_embeddings,
+                ("megatron_model",),
+                "the output layer of a model with tied embeddings would not be loaded",
+            ),
+        )
+
+    def begin(self, step: Step) -> None:
+        chunks = [unwrapped(model) for model in step.call.iteration.models]
+        if chunks[0] in self._checked:
+            return
+        self._checked.add(chunks[0])
+        found = copies(chunks)
+        if found is not None and not torch.equal(*found):
+            raise ConfigError(
+                f"--pp-schedule {step.plan.name} has both copies of the tied word embeddings on "
+                "one rank, but they differ: whatever loaded the weights filled one of them; load "
+                "a torch_dist checkpoint, or use a schedule with Megatron's own placement, e.g. "
+                "zb-h1"
+            )

@@ -1,0 +1,153 @@
+"""Who holds an end of the model under V placement, asked in every way that trainers ask."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import utils
+
+from megatron_ext.integration.errors import ConfigError
+from megatron_ext.integration.features.v_placement import roles
+from megatron_ext.integration.features.v_placement.tied import TiedCopies
+from megatron_ext.integration.hooks import Hooks
+
+PP, CHUNKS = 4, 2
+
+
+@pytest.fixture
+def on_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``on_rank(r)``: this process is pipeline rank r of four, with the hooks in force."""
+    hooks = Hooks("a test")
+    hooks.apply(roles.role_hooks(training=False))
+
+    def be(rank: int) -> Any:
+        monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: rank)
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: PP)
+        monkeypatch.setattr(
+            parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: CHUNKS
+        )
+        monkeypatch.setattr(utils, "get_pg_rank", lambda group: group.rank())
+        monkeypatch.setattr(utils, "get_pg_size", lambda group: group.size())
+        return SimpleNamespace(rank=lambda: rank, size=lambda: PP)
+
+    yield be
+    hooks.revert()
+
+
+@pytest.mark.parametrize("rank", range(PP))
+@pytest.mark.parametrize("stage", range(CHUNKS))
+def test_the_ends_of_the_model(on_rank: Any, rank: int, stage: int) -> None:
+    group = on_rank(rank)
+    groups = (
+        utils.is_pp_first_stage(group) and utils.is_vp_first_stage(stage, CHUNKS),
+        utils.is_pp_last_stage(group) and utils.is_vp_last_stage(vp_stage=stage, vp_size=CHUNKS),
+    )
+    state = (
+        parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+    )
+    assert groups == state == (rank == 0 and stage == 0, rank == 0 and stage == 1)
+
+
+@pytest.mark.parametrize("rank", range(PP))
+def test_the_rank_that_returns_values(on_rank: Any, rank: int) -> None:
+    """One by ``parallel_state``: trainers broadcast from it. A process group's question is also
+    half of the one for the model's end, so rank 0 answers it too."""
+    group = on_rank(rank)
+    assert parallel_state.is_pipeline_last_stage() == (rank == PP - 1)
+    assert utils.is_pp_last_stage(group) == (rank in (0, PP - 1))
+    assert utils.is_vp_last_stage(None, None)  # a model without virtual stages
+
+
+def test_slime_reads_returned_values_on_rank_0_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss reads log-probabilities and advantages, which it keeps where they were returned."""
+    package = "slime.backends.megatron_utils"
+    loss, model = ModuleType(f"{package}.loss"), ModuleType(f"{package}.model")
+
+    def forward_only(f: Any, data_iterator: Any, store_prefix: str = "") -> bool:
+        return bool(parallel_state.is_pipeline_last_stage())
+
+    def compute_advantages_and_returns(args: Any, rollout_data: Any) -> bool:
+        raise RuntimeError
+
+    model.forward_only = forward_only  # type: ignore[attr-defined]
+    loss.compute_advantages_and_returns = compute_advantages_and_returns  # type: ignore[attr-defined]
+    for name in ("slime", "slime.backends", package):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, loss.__name__, loss)
+    monkeypatch.setitem(sys.modules, model.__name__, model)
+    hooks = Hooks("a test")
+    hooks.apply(roles.role_hooks(training=False))
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: PP)
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    for rank in range(PP):
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda r=rank: r)
+        assert model.forward_only(None, None) == (rank in (0, PP - 1))
+        with pytest.raises(RuntimeError):
+            loss.compute_advantages_and_returns(None, None)
+        assert parallel_state.is_pipeline_last_stage() == (rank == PP - 1)
+    hooks.revert()
+    assert model.forward_only is forward_only
+
+
+def _tied(first: float, last: float) -> list[Any]:
+    class Chunk(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    chunks = []
+    for value in (first, last):
+        weight = torch.full((2, 3), value)
+        chunks.append(
+            Chunk(
+                share_embeddings_and_output_weights=True,
+                shared_embedding_or_output_weight=lambda w=weight: w,
+            )
+        )
+    return chunks
+
+
+def _step(chunks: list[Any]) -> Any:
+    iteration = SimpleNamespace(models=chunks)
+    return SimpleNamespace(
+        call=SimpleNamespace(iteration=iteration), plan=SimpleNamespace(name="v-half")
+    )
+
+
+def test_tied_copies_that_differ_are_refused(on_rank: Any) -> None:
+    on_rank(0)
+    callback = TiedCopies()
+    callback.begin(_step(_tied(1.0, 1.0)))
+    with pytest.raises(ConfigError, match="v-half has both copies .* differ"):
+        callback.begin(_step(_tied(1.0, 2.0)))
+    on_rank(1)
+    callback.begin(_step(_tied(1.0, 2.0)))
+
+
+def test_the_bridge_loads_both_copies(on_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own function takes rank 0, with the last chunk, for a receiver of the weights."""
+    module = ModuleType("megatron.bridge.models.conversion.model_bridge")
+
+    class MegatronModelBridge:
+        def _broadcast_shared_embeddings(self, megatron_model: Any) -> None:
+            raise AssertionError
+
+    module.MegatronModelBridge = MegatronModelBridge  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert TiedCopies().hooks()
+    on_rank(0)
+    hooks, chunks = Hooks("a test"), _tied(1.0, 2.0)
+    hooks.apply(TiedCopies().hooks())
+    MegatronModelBridge()._broadcast_shared_embeddings(chunks)
+    hooks.revert()
+    assert float(chunks[1].shared_embedding_or_output_weight()[0, 0]) == 1.0
+
+
+def test_groups_without_parallel_state_are_refused(on_rank: Any) -> None:
+    with pytest.raises(ConfigError, match="use_decentralized_pg=False"):
+        utils.is_vp_last_stage(vp_stage=1, vp_size=2)
