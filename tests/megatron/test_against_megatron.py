@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ext.plan.activations import stage_set
 from megatron_ext.plan.flags import job_of, read
-from megatron_ext.plan.layout import read_layout
+from megatron_ext.plan.layout import Stage, read_layout
 from megatron_ext.plan.parameters import (
     embedding_parameters,
     layer_parameters,
@@ -25,6 +25,11 @@ def measured(tmp_path_factory):
 
 def job(shape):
     return job_of(read(tokens(shape))[0])
+
+
+def whole(this):
+    """The only stage of a model without a pipeline."""
+    return Stage(range(this.num_layers), first=True, last=True, predicts=True)
 
 
 def of_cpu(shape):
@@ -63,7 +68,7 @@ def test_bytes_kept_for_b(measured, shape):
     and within 1 % with what CPU tensors are known to keep in addition."""
     this = job(shape)
     found = sum(measured[shape]["kept"].values())
-    own = stage_set(this, range(this.num_layers), first=True, last=True).bytes_f_to_b
+    own = stage_set(this, whole(this)).bytes_f_to_b
     assert own + of_cpu(shape) == pytest.approx(found, rel=0.01), measured[shape]["kept"]
     if of_cpu(shape) == this.seq_length**2:  # nothing but the mask
         assert own == pytest.approx(found, rel=0.02)
@@ -73,7 +78,7 @@ def test_bytes_kept_for_b(measured, shape):
 def test_bytes_kept_for_w(measured, shape):
     """What waits in the weight-gradient store between B and W, byte for byte."""
     this = job(shape)
-    sets = stage_set(this, range(this.num_layers), first=True, last=True)
+    sets = stage_set(this, whole(this))
     assert measured[shape]["waiting"] == sets.bytes_b_to_w
 
 

@@ -89,7 +89,7 @@ def config_of(job: Job) -> TransformerConfig:
             num_moe_experts=job.num_experts,
             moe_router_topk=job.moe_router_topk,
             moe_ffn_hidden_size=job.moe_ffn_hidden_size,
-            moe_layer_freq=[int(x) for x in job.moe_layers],
+            moe_layer_freq=[int("E" in kinds) for kinds in job.layers],
             moe_token_dispatcher_type="alltoall",
             moe_shared_expert_intermediate_size=job.moe_shared_expert_intermediate_size or None,
         )
