@@ -152,6 +152,9 @@ def latent_attention(job: Job) -> Part:
     # The same input as the queries'.
     down = down._replace(input="kept" if before.input == "own" else before.input, waits=False)
     pieces += [down, *_up(job, "keys and values", latent, kv)]
+    # A view: the down-projection's whole output stays, with the rotary part of the keys.
+    rotary = e * job.sharded_tokens * job.qk_pos_emb_head_dim
+    pieces.append(SavedTensor("rotary part of keys", rotary, 0 if job.qk_layernorm else rotary))
     if job.qk_layernorm:
         parameters += norm_parameters(job, latent)
         parameters += norm_parameters(job, job.q_lora_rank) if job.q_lora_rank else 0

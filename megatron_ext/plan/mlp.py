@@ -93,8 +93,8 @@ def experts(job: Job) -> Part:
     # Logits, scores and probabilities, in fp32, and which token goes where.
     inner: Pieces = [router, SavedTensor("scores", 3 * FP32 * t * count + t * count)]
     if job.moe_latent_size:
-        inner.append(Linear("input of the latent", t, h, latent, input=source))
-        inner.append(Linear("experts' outputs in the latent", t, latent, h))
+        inner.append(Linear("input of the latent", t, h, latent, bias=bias, input=source))
+        inner.append(Linear("experts' outputs in the latent", t, latent, h, bias=bias))
     fc1 = Linear("experts' input", routed, latent, job.gates * width, own, bias, expert=True)
     drops = job.cheap_recompute or job.recomputes("moe_act")
     routed_pieces = _inner(job, "experts'", fc1, latent, drops=drops)

@@ -11,9 +11,10 @@ from megatron_ext.plan.parameters import (
     embedding_parameters,
     layer_parameters,
     output_parameters,
+    prediction_parameters,
 )
 from tests.support.checkouts import result
-from tests.unit.plan.shapes import LAYOUTS, SHAPES, tokens
+from tests.unit.plan.shapes import FLAGS_ALONE, LAYOUTS, RECURRENT, SHAPES, tokens
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,13 @@ def of_cpu(shape):
         extra += (2 * this.num_layers + 1) * 4 * t * h
     if this.position_embedding_type == "rope":
         # cos and sin as every layer computes them; fused kernels take the shared table.
-        extra += 2 * this.num_layers * 2 * s * this.kv_channels * this.element_bytes
+        layers = this.num_layers + len(this.mtp_layers)
+        tables, width = 4, this.kv_channels
+        if this.multi_latent_attention:
+            # Queries and keys have one each; recomputed, there is the table of angles alone.
+            tables = 1 if "mla_up_proj" in this.recompute_modules else 4
+            width = this.qk_pos_emb_head_dim
+        extra += layers * tables * s * width * this.element_bytes
     return extra
 
 
@@ -56,6 +63,13 @@ def test_parameters_are_exact(measured, shape):
     decoder = sum(layer_parameters(this, i).total for i in range(this.num_layers))
     output = output_parameters(this, with_embedding=True)
     assert counts["decoder"] + counts.get("output_layer", 0) == decoder + output
+    assert counts.get("mtp", 0) == prediction_parameters(this).total
+
+
+@pytest.mark.parametrize("shape", RECURRENT)
+def test_parameters_of_recurrent_layers(measured, shape):
+    """Mamba and gated delta nets: Megatron's modules without their kernels' packages."""
+    assert measured[shape] == layer_parameters(job(shape), 0).total
 
 
 # Without them: a query norm's input is a view there of all queries, keys and values together.
@@ -93,4 +107,4 @@ def test_training_plans_for_the_same_job(measured):
     """``--pp-memory-cap 40GiB`` reads Megatron's parsed arguments, ``plan`` the command line."""
     if "arguments" not in measured:
         pytest.skip("this wheel has no megatron.training")
-    assert measured["arguments"] == dict.fromkeys(SHAPES, "")
+    assert measured["arguments"] == dict.fromkeys(SHAPES | RECURRENT | FLAGS_ALONE, "")

@@ -28,12 +28,17 @@ from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 
 from megatron_ext.integration.features import recompute
 from megatron_ext.integration.features.split_backward import local as wgrad
@@ -42,7 +47,8 @@ from megatron_ext.integration.versions import megatron_version
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.model import Job
 from megatron_ext.runtime.wgrad import WeightGradStore
-from tests.unit.plan.shapes import LAYOUTS, SHAPES, tokens
+from tests.megatron.cases import recurrent_layers
+from tests.unit.plan.shapes import FLAGS_ALONE, LAYOUTS, RECURRENT, SHAPES, tokens
 
 
 def config_of(job: Job) -> TransformerConfig:
@@ -84,6 +90,8 @@ def config_of(job: Job) -> TransformerConfig:
         options["activation_func"] = squared_relu
     if job.params_dtype == "bf16":
         options.update(bf16=True, params_dtype=torch.bfloat16)
+    if job.mtp_layers:
+        options["mtp_num_layers"] = len(job.mtp_layers)
     if job.num_experts:
         options.update(
             num_moe_experts=job.num_experts,
@@ -93,7 +101,26 @@ def config_of(job: Job) -> TransformerConfig:
             moe_token_dispatcher_type="alltoall",
             moe_shared_expert_intermediate_size=job.moe_shared_expert_intermediate_size or None,
         )
-    return TransformerConfig(**options)
+    if not job.multi_latent_attention:
+        return TransformerConfig(**options)
+    del options["num_query_groups"]
+    return MLATransformerConfig(
+        **options,
+        multi_latent_attention=True,
+        rope_type="rope",
+        **{name: getattr(job, name) for name in LATENT},
+    )
+
+
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+class LocalAttention(DotProductAttention):
+    """Megatron's own unfused attention, which does not take the widths that MLA gives."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options = {n: v for n, v in options.items() if n not in ("k_channels", "v_channels")}
+        super().__init__(*args, **options)
 
 
 def model_of(job: Job) -> GPTModel:
@@ -105,8 +132,16 @@ def model_of(job: Job) -> GPTModel:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     else:
         spec = get_gpt_layer_local_spec(
-            qk_layernorm=job.qk_layernorm, normalization=job.normalization
+            qk_layernorm=job.qk_layernorm,
+            normalization=job.normalization,
+            multi_latent_attention=job.multi_latent_attention,
         )
+    if job.multi_latent_attention:
+        for layer in getattr(spec, "layer_specs", [spec]):
+            layer.submodules.self_attention.submodules.core_attention = LocalAttention
+    more = {}
+    if job.mtp_layers:
+        more["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return GPTModel(
         config,
         spec,
@@ -114,6 +149,7 @@ def model_of(job: Job) -> GPTModel:
         job.max_position_embeddings,
         share_embeddings_and_output_weights=not job.untie_embeddings_and_output_weights,
         position_embedding_type=job.position_embedding_type,
+        **more,
     )
 
 
@@ -215,9 +251,13 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     found: dict[str, Any] = {name: run(name) for name in SHAPES}
+    for name in RECURRENT:
+        job = job_of(read(tokens(name))[0])
+        found[name] = recurrent_layers.parameters(job, config_of(job))
     found["layouts"] = {text: layers_of(text) for text in LAYOUTS}
     if importlib.util.find_spec("megatron.training") is not None:
-        found["arguments"] = {name: from_megatrons_arguments(name) for name in SHAPES}
+        names = SHAPES | RECURRENT | FLAGS_ALONE
+        found["arguments"] = {name: from_megatrons_arguments(name) for name in names}
     print("RESULT " + json.dumps(found))
 
 
