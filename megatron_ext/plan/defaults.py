@@ -160,4 +160,11 @@ def _data_parallel(given: dict[str, Any], tp: int, assumed: list[str]) -> dict[s
             f"--world-size {world} is no multiple of tensor x pipeline x context parallel ranks, "
             f"{tp} x {pp} x {cp}"
         )
+    experts = given.get("expert_model_parallel_size", 1)
+    experts *= given.get("expert_tensor_parallel_size", tp)
+    if given.get("num_experts") and world // pp % experts:
+        raise PlanError(
+            f"--world-size {world} has {world // pp} ranks a pipeline stage, which "
+            f"{experts} expert-parallel x expert-tensor-parallel ranks do not divide"
+        )
     return {"data_parallel_size": world // (tp * pp * cp)}

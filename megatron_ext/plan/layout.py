@@ -87,6 +87,22 @@ def even_split(layers: int, stages: int) -> Split | None:
     return None if layers % stages else Split((layers // stages,) * stages, even=True)
 
 
+def _spread(job: Job, stages: int) -> Split | None:
+    """Megatron's own split: evenly, but for what the job's flags say of both ends."""
+    first, last = job.decoder_first_pipeline_num_layers, job.decoder_last_pipeline_num_layers
+    embedding = int(job.account_for_embedding_in_pipeline_split)
+    loss = int(job.account_for_loss_in_pipeline_split)
+    others = stages - (first is not None) - (last is not None)
+    left = job.num_layers + embedding + loss - (first or 0) - (last or 0)
+    each, rest = divmod(left, others) if others else (0, left)
+    if rest or each < max(embedding, loss):
+        return None
+    counts = [each] * stages
+    counts[0] = each - embedding if first is None else first
+    counts[-1] = each - loss if last is None else last
+    return Split(tuple(counts), even=True)
+
+
 def read_layout(text: str, layers: int) -> Split:
     """The split of ``--pipeline-model-parallel-layout``.
 
@@ -134,6 +150,6 @@ def split_of(job: Job, stages: int) -> Split | None:
     if job.segments is not None:
         return Split(job.segments) if len(job.segments) == stages else None
     if job.layout is None:
-        return even_split(job.num_layers, stages)
+        return _spread(job, stages)
     split = read_layout(job.layout, job.num_layers)
     return split if len(split.counts) == stages else None

@@ -51,8 +51,9 @@ def dense(job: Job) -> Part:
     pieces = _inner(job, "MLP", fc1, h, drops=job.cheap_recompute)
     recomputed = job.recomputes("mlp")
     if recomputed:
-        # Nothing inside is kept but the input, here the norm's output.
-        pieces = [fc1, *dropped(pieces[1:])]
+        # Nothing inside is kept but the input: the norm's, where one module has both.
+        kept = 0 if job.transformer_engine else 1
+        pieces = [*pieces[:kept], *dropped(pieces[kept:])]
     activation = _activation(job, job.tokens, width)
     return Part(
         (before.saved, *pieces, *dropout_mask(job)),

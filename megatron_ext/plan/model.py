@@ -94,6 +94,7 @@ class Job:
     params_dtype: str = "fp32"
     recipe: str | None = None
     quantized_parameters: bool = False
+    disable_parameter_transpose_cache: bool = False
     grads_in_fp32: bool = False
     grad_reduce_in_bf16: bool = False
     use_distributed_optimizer: bool = False
@@ -116,6 +117,10 @@ class Job:
     micro_batch_size: int = 1
     global_batch_size: int | None = None
     layout: str | None = None
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
     assumptions: tuple[str, ...] = field(default=(), compare=False)
 
     def check(self) -> None:

@@ -9,7 +9,6 @@ from .kinds import embedding, last_norm, layer, prediction_layer
 from .layout import Stage
 from .model import _BYTES, Job
 from .parts import Part
-from .quantization import COPIES_OF_WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,10 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
     (Megatron's distributed optimizer page: bf16 18, or 6 + 12/d bytes a parameter; fp16 16, or
     4 + 12/d; fp32 16, or 8 + 8/d). Padding of buckets is not counted.
 
-    Quantized weights are there row-wise and column-wise. Without ``--fp8-param-gather`` (or fp4)
-    the 16-bit ones are there too, and the quantized ones are kept through a step.
+    Quantized weights are there row-wise for F and column-wise for B. Without
+    ``--fp8-param-gather`` (or fp4) the 16-bit ones are there too, and both copies are kept through
+    a step. ``--disable-parameter-transpose-cache`` makes the column-wise one, or without gathering
+    both, anew for each microbatch.
     """
     size = job.element_bytes
     gradient = 4 if job.grads_in_fp32 or job.params_dtype == "fp32" else size
@@ -130,9 +131,10 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
     matrices, total = count.dense + count.expert, count.total
     parameters = total * size
     if job.quantization is not None:
-        parameters += COPIES_OF_WEIGHTS * job.quantization.bytes(matrices)
+        copies = 0 if job.disable_parameter_transpose_cache else 1
+        parameters += 2 * copies * job.quantization.bytes(matrices)
         if job.quantized_parameters:
-            parameters -= size * matrices
+            parameters += (1 - copies) * job.quantization.bytes(matrices) - size * matrices
     main = 0 if job.params_dtype == "fp32" else _BYTES[job.main_params_dtype]
     if job.use_precision_aware_optimizer and job.params_dtype == "bf16" and main == 4:
         main = 2  # a bf16 parameter is the upper half of the fp32 one; the lower half is stored

@@ -37,6 +37,3 @@ RECIPES = {
     "mxfp8": Quantization(8, 32, 8),
     "nvfp4": Quantization(4, 16, 8),
 }
-
-# Row-wise for F and column-wise for B; of weights both stay.
-COPIES_OF_WEIGHTS = 2

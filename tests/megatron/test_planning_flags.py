@@ -226,6 +226,6 @@ class TestCapInBytes:
             ScheduleRequest.of("auto", memory_cap="0GiB")
 
     def test_of_a_model_that_is_not_modelled(self) -> None:
-        args = arguments(mtp_num_layers=1, pp_memory_cap="4GiB")
-        with pytest.raises(ConfigError, match="--mtp-num-layers adds layers .* as a fraction"):
+        args = arguments(use_torch_fsdp2=True, pp_memory_cap="4GiB")
+        with pytest.raises(ConfigError, match="--use-torch-fsdp2 shards .* as a fraction"):
             before_megatron(args, ScheduleRequest.of("auto", memory_cap="4GiB"))
