@@ -182,7 +182,7 @@ throughput with the same model, device, number of devices, precision, TP, PP, CP
 
 Assumptions beside plan's own: memory of CUDA graphs, of the dispatchers' buffers and of the paged
 stash is not counted; nor are the additional sets that stock keeps where it overlaps the
-expert-parallel exchange; tensorwise FP8 weights count twice (Hopper needs that, Blackwell one copy);
+expert-parallel exchange; tensorwise FP8 weights count twice (Hopper does, Blackwell has one copy);
 of vision-language models only the language model counts; for VR200 and R100 the memory of GB300 is
 assumed, because no public number says what a process finds there.
 """

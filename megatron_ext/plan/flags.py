@@ -38,6 +38,7 @@ FLAGS: dict[str, Any] = {
     "--use-flash-attn": bool,
     "--transformer-impl": str,
     "--moe-layer-freq": str,
+    "--moe-token-dispatcher-type": str,
     "--mtp-num-layers": int,
     "--hybrid-layer-pattern": str,
     "--hybrid-override-pattern": str,
@@ -76,7 +77,6 @@ COUNTED_AS = {
     "--first-last-layers-bf16": "all layers are counted as quantized",
     "--cuda-graph-impl": "memory of CUDA graphs is not counted",
     "--enable-cuda-graph": "memory of CUDA graphs is not counted",
-    "--moe-flex-dispatcher-backend": "buffers of the flex dispatcher are not counted",
     "--overlap-moe-expert-parallel-comm": "stock's overlapped schedule holds more sets; plan's "
     "schedules do not overlap this way",
 }

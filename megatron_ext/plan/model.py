@@ -178,6 +178,11 @@ class Job:
         return self.optimizer in ("muon", "dist_muon")
 
     @property
+    def stages_are_given(self) -> bool:
+        """True if a layout or a hybrid pattern lists every stage's layers."""
+        return self.layout is not None or self.segments is not None
+
+    @property
     def in_place_loss(self) -> bool:
         """True for Transformer Engine's loss, which replaces logits by their gradient."""
         return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te"
