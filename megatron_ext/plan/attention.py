@@ -71,10 +71,8 @@ def attention(job: Job, *, window: int | None = None) -> Part:
         job: the job.
         window: tokens that a query attends to; None: all before it.
     """
-    e, t, h, tp = (
-        *(job.element_bytes, job.tokens, job.hidden_size),
-        job.tensor_model_parallel_size,
-    )
+    e, t, h = job.element_bytes, job.tokens, job.hidden_size
+    tp = job.tensor_model_parallel_size
     q, k = job.query_width // tp, job.key_width // tp
     gate = q if job.attention_output_gate else 0
     before = norm(job, "attention", fused=True, offload="attn_norm")
@@ -131,10 +129,8 @@ def _projection(job: Job, width: int) -> Pieces:
 
 def latent_attention(job: Job) -> Part:
     """Multi-latent attention and the norm before it."""
-    e, t, h, tp = (
-        *(job.element_bytes, job.tokens, job.hidden_size),
-        job.tensor_model_parallel_size,
-    )
+    e, t, h = job.element_bytes, job.tokens, job.hidden_size
+    tp = job.tensor_model_parallel_size
     heads = job.num_attention_heads // tp
     q, v = heads * (job.qk_head_dim + job.qk_pos_emb_head_dim), heads * job.v_head_dim
     kv = heads * (job.qk_head_dim + job.v_head_dim)

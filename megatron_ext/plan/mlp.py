@@ -127,13 +127,9 @@ def experts(job: Job) -> Part:
 
 def _shared_expert(job: Job, source: str) -> Pieces:
     width = job.moe_shared_expert_intermediate_size // job.tensor_model_parallel_size
-    name, fc1 = (
-        "shared expert's",
-        column(
-            *(job, "input of the shared expert", job.hidden_size, job.gates * width), input=source
-        ),
-    )
-    pieces = _inner(job, name, fc1, job.hidden_size, drops=job.cheap_recompute)
+    h, what = job.hidden_size, "input of the shared expert"
+    fc1 = column(job, what, h, job.gates * width, input=source)
+    pieces = _inner(job, "shared expert's", fc1, h, drops=job.cheap_recompute)
     return [fc1, *dropped(pieces[1:], really=job.recomputes("shared_experts"))]
 
 

@@ -18,10 +18,8 @@ _DELTA_CHUNK = 64  # the same of the gated delta rule
 
 def mamba(job: Job) -> Part:
     """A Mamba-2 mixer and the norm before it."""
-    e, t, h, tp = (
-        *(job.element_bytes, job.tokens, job.hidden_size),
-        job.tensor_model_parallel_size,
-    )
+    e, t, h = job.element_bytes, job.tokens, job.hidden_size
+    tp = job.tensor_model_parallel_size
     heads = job.mamba_heads // tp
     inner = heads * job.mamba_head_dim
     states = job.mamba_num_groups * job.mamba_state_dim // tp
@@ -50,10 +48,8 @@ def mamba(job: Job) -> Part:
 
 def delta_net(job: Job) -> Part:
     """A gated delta net (as in Qwen3-Next) and the norm before it."""
-    e, t, h, tp = (
-        *(job.element_bytes, job.tokens, job.hidden_size),
-        job.tensor_model_parallel_size,
-    )
+    e, t, h = job.element_bytes, job.tokens, job.hidden_size
+    tp = job.tensor_model_parallel_size
     heads = job.linear_num_value_heads // tp
     keys = job.linear_num_key_heads * job.linear_key_head_dim // tp
     values = heads * job.linear_value_head_dim

@@ -90,6 +90,8 @@ def config_of(job: Job) -> TransformerConfig:
         options["activation_func"] = squared_relu
     if job.params_dtype == "bf16":
         options.update(bf16=True, params_dtype=torch.bfloat16)
+    if job.attention_output_gate:
+        options["attention_output_gate"] = True
     if job.mtp_layers:
         options["mtp_num_layers"] = len(job.mtp_layers)
     if job.num_experts:

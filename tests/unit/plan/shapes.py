@@ -45,6 +45,7 @@ SHAPES = {
     "--recompute-num-layers 1",
     "cheap recompute": "--pp-cheap-recompute",
     "cheap llama": LLAMA + " --pp-cheap-recompute",
+    "output gate": LLAMA + " --attention-output-gate",
     "latent attention": LATENT,
     "latent attention bf16": LATENT + " --bf16",
     "latent keys only": LATENT.replace("--q-lora-rank 48 ", "").replace("--qk-layernorm ", ""),
