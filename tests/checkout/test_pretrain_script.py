@@ -255,7 +255,8 @@ def test_all_ranks_agree_on_a_measured_plan(start: Callable[..., Outcome], tmp_p
 
 
 PREDICTING = (
-    *("--mtp-num-layers", "1", "--position-embedding-type", "rope"),
+    *("--mtp-num-layers", "1", "--position-embedding-type", "rope", "--disable-bias-linear"),
+    *("--moe-token-dispatcher-type", "alltoall"),
     *("--num-experts", "4", "--moe-layer-freq", "([0]*1+[1]*7)", "--moe-router-topk", "2"),
 )
 

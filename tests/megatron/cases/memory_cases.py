@@ -34,6 +34,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
@@ -161,6 +162,7 @@ def run(name: str) -> dict[str, Any]:
     store = WeightGradStore()
     hooks = Hooks(megatron_version())
     hooks.apply([*wgrad.hooks(store), *(recompute.hooks() if job.cheap_recompute else ())])
+    MTPLossLoggingHelper.tracker = {}  # of a former model's depths
     model = model_of(job)
     counts: Counter[str] = Counter()
     for parameter_name, parameter in model.named_parameters():
