@@ -27,8 +27,9 @@ from .plan_report import report_json, report_text
 _HELP = """
 The model and how it is divided are given as Megatron's own flags, as pretrain_gpt.py has them
 (--num-layers, --hidden-size, --num-attention-heads, --seq-length, --swiglu, --num-experts,
---tensor-model-parallel-size, --world-size, --global-batch-size, --use-distributed-optimizer,
---bf16, --recompute-activations, ...), or with --from-args as a whole command line.
+--multi-latent-attention, --mtp-num-layers, --hybrid-layer-pattern, --tensor-model-parallel-size,
+--world-size, --global-batch-size, --use-distributed-optimizer, --optimizer, --bf16, --fp8-format,
+--fp8-param-gather, --recompute-activations, ...), or with --from-args as a whole command line.
 """
 
 

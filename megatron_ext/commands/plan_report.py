@@ -80,7 +80,7 @@ def point_json(point: Point) -> dict[str, Any]:
         "cheap_recompute": job.cheap_recompute,
         "offload": point.offload,
         "layers": list(split.counts),
-        "layout": None if split.even else split.text(),
+        "layout": None if split.even else split.flag(job)[1],
         "step_ms": number_to_json(point.makespan_us / 1000),
         "bubble": number_to_json(point.bubble),
         "peak_bytes": point.worst.total,

@@ -8,19 +8,15 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from .._input import attribute, flag_of
+from .defaults import job_with_defaults
 from .model import Job, PlanError
 
 # Fields of the job that have no flag of their own name.
 _COMPUTED = {
-    *(
-        "moe_layers",
-        "add_bias_linear",
-        "flash_attention",
-        "transformer_engine",
-        "data_parallel_size",
-    ),
+    *("layers", "mtp_layers", "segments", "hybrid", "window", "recipe", "quantized_parameters"),
+    *("add_bias_linear", "flash_attention", "transformer_engine", "data_parallel_size"),
     *("params_dtype", "grads_in_fp32", "cheap_recompute", "recompute_modules", "layout"),
-    "assumptions",
+    *("offload_modules", "assumptions"),
 }
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
@@ -42,33 +38,47 @@ FLAGS: dict[str, Any] = {
     "--use-flash-attn": bool,
     "--transformer-impl": str,
     "--moe-layer-freq": str,
+    "--moe-token-dispatcher-type": str,
+    "--mtp-num-layers": int,
+    "--hybrid-layer-pattern": str,
+    "--hybrid-override-pattern": str,
+    "--experimental-attention-variant": str,
+    "--linear-attention-freq": str,
+    "--window-size": str,
+    "--window-attn-skip-freq": str,
     "--world-size": int,
     "--bf16": bool,
     "--fp16": bool,
+    "--fp8-format": str,
+    "--fp8-recipe": str,
+    "--fp8-param-gather": bool,
+    "--fp4-format": str,
+    "--fp4-recipe": str,
+    "--fp4-param-gather": bool,
     "--accumulate-allreduce-grads-in-fp32": bool,
     "--recompute-activations": bool,
     "--recompute-modules": list,
+    "--fine-grained-activation-offloading": bool,
+    "--offload-modules": list,
     "--pipeline-model-parallel-layout": str,
     "--pp-cheap-recompute": bool,
 }
 
 # What would make every number here wrong, and what to do instead.
 NOT_MODELLED = {
-    "--multi-latent-attention": "keeps and computes other tensors",
-    "--mtp-num-layers": "adds layers and a second loss to the last stage",
-    "--hybrid-layer-pattern": "has layers that are not transformer layers",
-    "--hybrid-override-pattern": "has layers that are not transformer layers",
     "--use-megatron-fsdp": "shards parameters in another way",
     "--use-torch-fsdp2": "shards parameters in another way",
     "--use-legacy-models": "is another model",
-    "--optimizer-cpu-offload": "keeps optimizer states on the host",
+    "--enable-hyper-connections": "widens every message and residual",
 }
 
 # Also known, because they change what is counted here by less than its error or not at all.
 COUNTED_AS = {
-    "--fp8-format": "FP8 is counted as 16 bits; give --efficiency for its speed",
-    "--fp8": "FP8 is counted as 16 bits; give --efficiency for its speed",
-    "--window-size": "sliding-window attention is counted as full causal attention",
+    "--first-last-layers-bf16": "all layers are counted as quantized",
+    "--cuda-graph-impl": "memory of CUDA graphs is not counted",
+    "--enable-cuda-graph": "memory of CUDA graphs is not counted",
+    "--overlap-moe-expert-parallel-comm": "stock's overlapped schedule holds more sets; plan's "
+    "schedules do not overlap this way",
 }
 
 
@@ -130,10 +140,12 @@ def job_of(given: dict[str, Any]) -> Job:
     Raises:
         PlanError: a flag that is needed is missing, or two of them contradict each other.
     """
-    missing = [f for f in _NEEDED if given.get(attribute(f)) is None]
+    hybrid = given.get("hybrid_layer_pattern") or given.get("hybrid_override_pattern")
+    needed = _NEEDED[1:] if hybrid else _NEEDED
+    missing = [f for f in needed if given.get(attribute(f)) is None]
     if missing:
         raise PlanError(f"plan needs {', '.join(missing)} too, as pretrain_gpt.py has them")
-    return Job.of(dict(given))
+    return job_with_defaults(dict(given))
 
 
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")

@@ -83,6 +83,10 @@ _A100 = _sources(
     "220 of 312 TFLOP/s, PipeOffload's B_c (arXiv 2503.01328, formula 1 and figure 1)",
 )
 _GEN5 = _LINK.format(5, 63, "50 GB/s")
+_C2C = (
+    "NVLink-C2C carries 450 GB/s each way to one Grace CPU with its memory, for two devices; "
+    "150 GB/s a device are assumed to arrive"
+)
 
 GPUS: dict[str, Gpu] = {
     "A100": Gpu(
@@ -106,6 +110,18 @@ GPUS: dict[str, Gpu] = {
     "B200": Gpu(
         *("B200", 2250 * _TFLOP, 178 * 2**30, 7700 * _GB, 50 * _GB, 50 * _GB, 900 * _GB),
         sources=_sources(_sheet("B200 in a DGX or HGX"), _GEN5),
+    ),
+    "B300": Gpu(
+        *("B300", 2250 * _TFLOP, 268 * 2**30, 7700 * _GB, 50 * _GB, 50 * _GB, 900 * _GB),
+        sources=_sources(_sheet("B300 in a DGX or HGX"), _GEN5),
+    ),
+    "GB200": Gpu(
+        *("GB200", 2500 * _TFLOP, 185 * 2**30, 7700 * _GB, 150 * _GB, 150 * _GB, 900 * _GB),
+        sources=_sources(_sheet("GB200 NVL72"), _C2C),
+    ),
+    "GB300": Gpu(
+        *("GB300", 2500 * _TFLOP, 277 * 2**30, 7700 * _GB, 150 * _GB, 150 * _GB, 900 * _GB),
+        sources=_sources(_sheet("GB300 NVL72"), _C2C),
     ),
 }
 

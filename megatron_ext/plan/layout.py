@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .._input import shown
 from .model import Job, PlanError
@@ -12,34 +13,73 @@ from .model import Job, PlanError
 _LONGEST = 100_000  # characters
 
 
+class Stage(NamedTuple):
+    """What one stage holds.
+
+    Attributes:
+        layers: numbers of its decoder layers, from 0.
+        first, last: it has the embedding, or the output layer and the loss.
+        predicts: it has the layers of multi-token prediction, if the model has some.
+    """
+
+    layers: range
+    first: bool = False
+    last: bool = False
+    predicts: bool = False
+
+
 @dataclass(frozen=True)
 class Split:
     """Layers of every stage, in model order; the embedding is on the first, the loss on the last.
 
     Attributes:
-        counts: transformer layers per stage.
+        counts: decoder layers per stage.
         even: Megatron's own split, without a layout flag.
+        predicts: the stage with multi-token prediction; -1 is the last.
     """
 
     counts: tuple[int, ...]
     even: bool = False
+    predicts: int = -1
 
     @property
     def first_layers(self) -> list[int]:
         """The number, from 0, of each stage's first layer."""
         return [sum(self.counts[:stage]) for stage in range(len(self.counts))]
 
-    def text(self) -> str:
-        """For ``--pipeline-model-parallel-layout``."""
-        return layout_text(self.counts)
+    @property
+    def stages(self) -> list[Stage]:
+        """Every stage."""
+        last = len(self.counts) - 1
+        return [
+            Stage(range(begin, begin + n), s == 0, s == last, s == self.predicts % (last + 1))
+            for s, (begin, n) in enumerate(zip(self.first_layers, self.counts))
+        ]
+
+    def text(self, predictions: int = 0) -> str:
+        """For ``--pipeline-model-parallel-layout``, with so many layers of prediction."""
+        texts = ["t" * count for count in self.counts]
+        texts[0] = "E" + texts[0]
+        texts[self.predicts] += "m" * predictions
+        texts[-1] += "L"
+        return "|".join(texts)
+
+    def pattern(self, job: Job) -> str:
+        """For ``--hybrid-layer-pattern``: the job's, with these stages."""
+        layers = iter(job.layers)
+        parts = ["".join(next(layers) for _ in range(count)) for count in self.counts]
+        return "/".join(["|".join(parts), *job.mtp_layers])
+
+    def flag(self, job: Job) -> tuple[str, str]:
+        """The flag of a layout other than Megatron's even one, and its value."""
+        if job.hybrid:
+            return "--hybrid-layer-pattern", self.pattern(job)
+        return "--pipeline-model-parallel-layout", self.text(len(job.mtp_layers))
 
 
 def layout_text(counts: Sequence[int]) -> str:
     """The layout string of stages with these numbers of layers, in model order."""
-    texts = ["t" * count for count in counts]
-    texts[0] = "E" + texts[0]
-    texts[-1] += "L"
-    return "|".join(texts)
+    return Split(tuple(counts)).text()
 
 
 def even_split(layers: int, stages: int) -> Split | None:
@@ -47,11 +87,28 @@ def even_split(layers: int, stages: int) -> Split | None:
     return None if layers % stages else Split((layers // stages,) * stages, even=True)
 
 
+def _spread(job: Job, stages: int) -> Split | None:
+    """Megatron's own split: evenly, but for what the job's flags say of both ends."""
+    first, last = job.decoder_first_pipeline_num_layers, job.decoder_last_pipeline_num_layers
+    embedding = int(job.account_for_embedding_in_pipeline_split)
+    loss = int(job.account_for_loss_in_pipeline_split)
+    others = stages - (first is not None) - (last is not None)
+    left = job.num_layers + embedding + loss - (first or 0) - (last or 0)
+    each, rest = divmod(left, others) if others else (0, left)
+    if rest or each < max(embedding, loss):
+        return None
+    counts = [each] * stages
+    counts[0] = each - embedding if first is None else first
+    counts[-1] = each - loss if last is None else last
+    return Split(tuple(counts), even=True)
+
+
 def read_layout(text: str, layers: int) -> Split:
     """The split of ``--pipeline-model-parallel-layout``.
 
-    Understands what Megatron's own parser does: ``E`` embedding, ``t`` layer, ``L`` loss, ``|``
-    between stages, commas for reading, ``x*3`` and ``(xy)*3`` for repetition.
+    Understands what Megatron's own parser does: ``E`` embedding, ``t`` layer, ``m`` multi-token
+    prediction, ``L`` loss, ``|`` between stages, commas for reading, ``x*3`` and ``(xy)*3`` for
+    repetition.
 
     Raises:
         PlanError: it is no such string, or lists another number of layers.
@@ -67,17 +124,21 @@ def read_layout(text: str, layers: int) -> Split:
                     f"{_LONGEST} layers and stages; --num-layers is {layers}"
                 )
             plain = plain[: found.start()] + found[1] * int(found[2]) + plain[found.end() :]
-    if re.search(r"[^EtL|]", plain) or not plain.startswith("E") or not plain.endswith("L"):
-        raise PlanError(f"{flag}: plan reads E, t, L, | and repetitions, E first and L last")
+    if re.search(r"[^EtmL|]", plain) or not plain.startswith("E") or not plain.endswith("L"):
+        raise PlanError(f"{flag}: plan reads E, t, m, L, | and repetitions, E first and L last")
     stages = plain.split("|")
     if any("E" in stage for stage in stages[1:]) or any("L" in stage for stage in stages[:-1]):
         raise PlanError(
             f"{flag}: plan expects the embedding on the first and the loss on the last stage"
         )
+    predicting = [number for number, stage in enumerate(stages) if "m" in stage]
+    if len(predicting) > 1:
+        raise PlanError(f"{flag}: plan expects all of multi-token prediction (m) on one stage")
     counts = tuple(stage.count("t") for stage in stages)
     if sum(counts) != layers:
         raise PlanError(f"{flag} has {sum(counts)} layers, but --num-layers is {layers}")
-    return Split(counts)
+    where = predicting[0] if predicting and predicting[0] != len(stages) - 1 else -1
+    return Split(counts, predicts=where)
 
 
 def split_of(job: Job, stages: int) -> Split | None:
@@ -86,7 +147,9 @@ def split_of(job: Job, stages: int) -> Split | None:
     Raises:
         PlanError: as ``read_layout``.
     """
+    if job.segments is not None:
+        return Split(job.segments) if len(job.segments) == stages else None
     if job.layout is None:
-        return even_split(job.num_layers, stages)
+        return _spread(job, stages)
     split = read_layout(job.layout, job.num_layers)
     return split if len(split.counts) == stages else None

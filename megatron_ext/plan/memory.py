@@ -12,14 +12,7 @@ from ..schedule.schedule import Schedule
 from .activations import SetBytes, stage_set
 from .layout import Split
 from .model import Job
-from .parameters import (
-    Count,
-    StateBytes,
-    embedding_parameters,
-    layer_parameters,
-    output_parameters,
-    state_bytes,
-)
+from .parameters import Count, StateBytes, stage_parameters, state_bytes
 
 MESSAGES = 4  # stage inputs and outputs that are on their way, to and from both neighbours
 
@@ -82,20 +75,12 @@ class RankBytes:
 def stage_bytes(job: Job, split: Split) -> list[StageBytes]:
     """What every stage of a split takes."""
     out = []
-    last = len(split.counts) - 1
-    known: dict[tuple[tuple[bool, ...], bool, bool], StageBytes] = {}
-    for stage, (begin, count) in enumerate(zip(split.first_layers, split.counts)):
-        layers = range(begin, begin + count)
-        ends = stage == 0, stage == last
-        key = (job.moe_layers[begin : begin + count], *ends)
+    known: dict[tuple[object, ...], StageBytes] = {}
+    for stage in split.stages:
+        key = tuple(job.layers[number] for number in stage.layers), stage[1:]
         if key not in known:
-            total = sum((layer_parameters(job, i) for i in layers), Count())
-            if ends[0]:
-                total += Count(embedding_parameters(job))
-            if ends[1]:
-                total += Count(output_parameters(job, with_embedding=ends[0]))
-            sets = stage_set(job, layers, first=ends[0], last=ends[1])
-            known[key] = StageBytes(total, state_bytes(job, total), sets)
+            total = stage_parameters(job, stage)
+            known[key] = StageBytes(total, state_bytes(job, total), stage_set(job, stage))
         out.append(known[key])
     return out
 

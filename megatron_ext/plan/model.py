@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._input import flag_of
+from .quantization import RECIPES, Quantization
 
 
 class PlanError(ValueError):
@@ -20,9 +20,14 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 class Job:
     """One training job. Names and defaults are those of Megatron's arguments.
 
-    Sizes are in elements, ``micro_batch_size`` in samples. ``moe_layers[i]`` is true where layer i
-    has experts. ``padded_vocab_size`` is what Megatron pads the vocabulary to. ``cheap_recompute``
-    is ``--pp-cheap-recompute``.
+    Sizes are in elements, ``micro_batch_size`` in samples. ``padded_vocab_size`` is what Megatron
+    pads the vocabulary to. ``cheap_recompute`` is ``--pp-cheap-recompute``.
+
+    ``layers[i]`` are the parts of decoder layer i and ``mtp_layers[i]`` those of depth i of
+    multi-token prediction, by the symbols of ``kinds.PARTS``. ``segments`` are the layers of every
+    stage, where a hybrid pattern lists stages. ``recipe`` is the FP8 or FP4 recipe;
+    ``quantized_parameters`` is ``--fp8-param-gather`` (or fp4). ``window`` is how many tokens a
+    layer with a sliding window attends to.
     """
 
     num_layers: int
@@ -34,7 +39,7 @@ class Job:
     kv_channels: int
     max_position_embeddings: int
     padded_vocab_size: int
-    moe_layers: tuple[bool, ...]
+    layers: tuple[str, ...]
     moe_ffn_hidden_size: int
     position_embedding_type: str = "learned_absolute"
     normalization: str = "LayerNorm"
@@ -49,7 +54,31 @@ class Job:
     flash_attention: bool = True
     attention_softmax_in_fp32: bool = False
     transformer_engine: bool = True
+    mtp_layers: tuple[str, ...] = ()
+    segments: tuple[int, ...] | None = None
+    hybrid: bool = False
+    mtp_use_repeated_layer: bool = False
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 32
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    attention_output_gate: bool = False
+    window: int | None = None
+    mamba_state_dim: int = 128
+    mamba_head_dim: int = 64
+    mamba_num_groups: int = 8
+    mamba_num_heads: int | None = None
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    cross_entropy_loss_fusion: bool = False
+    cross_entropy_fusion_impl: str = "native"
     num_experts: int = 0
+    moe_latent_size: int | None = None
     moe_router_topk: int = 2
     moe_expert_capacity_factor: float | None = None
     moe_shared_expert_intermediate_size: int = 0
@@ -63,6 +92,9 @@ class Job:
     sequence_parallel: bool = False
     data_parallel_size: int = 1
     params_dtype: str = "fp32"
+    recipe: str | None = None
+    quantized_parameters: bool = False
+    disable_parameter_transpose_cache: bool = False
     grads_in_fp32: bool = False
     grad_reduce_in_bf16: bool = False
     use_distributed_optimizer: bool = False
@@ -73,84 +105,43 @@ class Job:
     exp_avg_sq_dtype: str = "fp32"
     optimizer: str = "adam"
     sgd_momentum: float = 0.9
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int = 1
     recompute_modules: tuple[str, ...] = ()
+    offload_modules: tuple[str, ...] = ()
     distribute_saved_activations: bool = False
     cheap_recompute: bool = False
     micro_batch_size: int = 1
     global_batch_size: int | None = None
     layout: str | None = None
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
     assumptions: tuple[str, ...] = field(default=(), compare=False)
 
-    @classmethod
-    def of(cls, given: dict[str, Any]) -> Job:
-        """From Megatron's arguments that were given, by name; the rest gets Megatron's defaults.
+    def check(self) -> None:
+        """Refuse numbers that do not divide each other, and flags that contradict.
 
         Raises:
-            PlanError: numbers that do not divide each other, or flags that contradict.
+            PlanError: with the numbers and the fix.
         """
-        assumed: list[str] = []
-        h, heads = given["hidden_size"], given["num_attention_heads"]
-        layers = given["num_layers"]
-        tp = given.get("tensor_model_parallel_size", 1)
-        _positive(given)
-        kv = given.get("kv_channels") or h // heads
-        groups = given.get("num_query_groups") or heads
-        if given.get("num_query_groups") and not given.get("group_query_attention"):
-            groups = heads
-            assumed.append("--num-query-groups has no effect without --group-query-attention")
-        if heads % groups:
-            raise PlanError(
-                f"--num-attention-heads {heads} is no multiple of {groups} query groups"
-            )
-        ffn = given.get("ffn_hidden_size")
-        if ffn is None:
-            # Megatron: two thirds of 4h for SwiGLU, in multiples of 64.
-            ffn = int((4 * h * 2 / 3) / 64) * 64 if given.get("swiglu") else 4 * h
-        experts = given.get("num_experts") or 0
-        values = {f.name: given[f.name] for f in fields(cls) if f.name in given}
-        values.update(
-            ffn_hidden_size=ffn,
-            num_query_groups=groups,
-            kv_channels=kv,
-            max_position_embeddings=given.get("max_position_embeddings", given["seq_length"]),
-            padded_vocab_size=_vocabulary(given, tp, assumed),
-            num_experts=experts,
-            moe_layers=_moe_layers(given.get("moe_layer_freq"), layers, experts),
-            moe_ffn_hidden_size=given.get("moe_ffn_hidden_size") or ffn,
-            moe_shared_expert_intermediate_size=given.get("moe_shared_expert_intermediate_size")
-            or 0,
-            add_bias_linear=not given.get("disable_bias_linear"),
-            flash_attention=_flash(given),
-            # Megatron's scaling of queries and keys by the layer's number implies it.
-            attention_softmax_in_fp32=bool(
-                given.get("attention_softmax_in_fp32") or given.get("apply_query_key_layer_scaling")
-            ),
-            transformer_engine=given.get("transformer_impl", "transformer_engine") != "local",
-            expert_tensor_parallel_size=given.get("expert_tensor_parallel_size", tp),
-            params_dtype=_dtype(given),
-            layout=given.get("pipeline_model_parallel_layout"),
-            cheap_recompute=bool(given.get("pp_cheap_recompute")),
-            **_recompute(given),
-            **_gradients(given),
-            **_data_parallel(given, tp, assumed),
-        )
-        if given.get("use_rotary_position_embeddings"):
-            values["position_embedding_type"] = "rope"
-        job = cls(**values, assumptions=tuple(assumed))
-        job._check()
-        return job
-
-    def _check(self) -> None:
         tp, pairs = self.tensor_model_parallel_size, []
         pairs += [("--num-attention-heads", self.num_attention_heads, tp)]
         pairs += [("the query groups", max(self.num_query_groups, tp), tp)]
         pairs += [("--seq-length", self.seq_length, self.context_parallel_size)]
         pairs += [("--ffn-hidden-size", self.ffn_hidden_size, tp)]
-        if self.num_experts:
+        kinds = "".join((*self.layers, *self.mtp_layers))
+        if "E" in kinds:
             pairs += [("--num-experts", self.num_experts, self.expert_model_parallel_size)]
+        if "M" in kinds:
+            pairs += [("the Mamba heads", self.mamba_heads, tp)]
+            pairs += [("--mamba-num-groups", self.mamba_num_groups, tp)]
+        if "G" in kinds:
+            pairs += [("--linear-num-key-heads", self.linear_num_key_heads, tp)]
         for what, value, divisor in pairs:
             if value % divisor:
                 raise PlanError(f"{what} {value} cannot be divided by {divisor} ranks")
@@ -161,6 +152,10 @@ class Job:
         for name in ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(self, name) not in _BYTES:
                 raise PlanError(f"{flag_of(name)} must be one of {', '.join(_BYTES)}")
+        if self.recipe not in (None, *RECIPES):
+            raise PlanError(f"--fp8-recipe (or fp4) must be one of {', '.join(RECIPES)}")
+        if not 0 <= self.optimizer_offload_fraction <= 1:
+            raise PlanError("--optimizer-offload-fraction must be between 0 and 1")
         if self.cheap_recompute and self.recompute_granularity == "full":
             raise PlanError(
                 "--pp-cheap-recompute has nothing to do under --recompute-granularity full; drop "
@@ -171,6 +166,35 @@ class Job:
     def element_bytes(self) -> int:
         """Bytes of a parameter and of an activation."""
         return _BYTES[self.params_dtype]
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """Of linear layers; None in 16 or 32 bits."""
+        return None if self.recipe is None else RECIPES[self.recipe]
+
+    @property
+    def muon(self) -> bool:
+        """True if matrices have Muon's one moment."""
+        return self.optimizer in ("muon", "dist_muon")
+
+    @property
+    def stages_are_given(self) -> bool:
+        """True if a layout or a hybrid pattern lists every stage's layers."""
+        return self.layout is not None or self.segments is not None
+
+    @property
+    def in_place_loss(self) -> bool:
+        """True for Transformer Engine's loss, which replaces logits by their gradient."""
+        return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te"
+
+    def recomputes(self, module: str) -> bool:
+        """True if ``--recompute-modules`` has it."""
+        return module in self.recompute_modules
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a Mamba layer; its inner size is twice the hidden size unless they are given."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
 
     @property
     def tokens(self) -> int:
@@ -226,106 +250,3 @@ class Job:
     def with_(self, **changes: Any) -> Job:
         """The same job with other values."""
         return replace(self, **changes)
-
-
-def _positive(given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if type(value) is int and value < 1:
-            raise PlanError(f"{flag_of(name)} must be a whole number >= 1, got {value}")
-
-
-def _flash(given: dict[str, Any]) -> bool:
-    """Left alone, Megatron's local layers do not use flash kernels, Transformer Engine's do."""
-    backend = given.get("attention_backend", "auto")
-    if backend == "auto":
-        return given.get("transformer_impl") != "local"
-    return backend not in ("unfused", "local")
-
-
-def _vocabulary(given: dict[str, Any], tp: int, assumed: list[str]) -> int:
-    if given.get("padded_vocab_size"):
-        return int(given["padded_vocab_size"])
-    vocabulary = given.get("vocab_size")
-    if vocabulary is None:
-        assumed.append("no --vocab-size (a tokenizer decides it): 128256 is assumed")
-        vocabulary = 128256
-    multiple = given.get("make_vocab_size_divisible_by", 128) * tp
-    return int(-(-vocabulary // multiple) * multiple)
-
-
-def _moe_layers(text: str | None, layers: int, experts: int) -> tuple[bool, ...]:
-    """``--moe-layer-freq``: N, or a Python list expression such as ``([0]*1+[1]*3)``."""
-    if not experts:
-        return (False,) * layers
-    text = "1" if text is None else text
-    try:
-        pattern = _pattern(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError, TypeError):
-        raise PlanError(
-            f"--moe-layer-freq must be N or a list like ([0]*1+[1]*3), got {text!r}"
-        ) from None
-    if isinstance(pattern, int):
-        return tuple(i % pattern == 0 for i in range(layers))
-    if len(pattern) != layers:
-        raise PlanError(f"--moe-layer-freq lists {len(pattern)} layers, but there are {layers}")
-    return tuple(bool(x) for x in pattern)
-
-
-def _pattern(node: ast.expr) -> Any:
-    """A number, a list, and sums and multiples of lists; nothing else is evaluated."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value >= 0:
-        return node.value
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_pattern(x) for x in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _pattern(node.left), _pattern(node.right)
-        return left + right if isinstance(node.op, ast.Add) else left * right
-    raise ValueError(ast.dump(node))
-
-
-def _dtype(given: dict[str, Any]) -> str:
-    if given.get("bf16") and given.get("fp16"):
-        raise PlanError("--bf16 and --fp16 exclude each other; give one")
-    return "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else "fp32"
-
-
-def _gradients(given: dict[str, Any]) -> dict[str, Any]:
-    """Megatron accumulates bf16 gradients in fp32 unless flags keep or reduce them in bf16."""
-    reduced = bool(given.get("grad_reduce_in_bf16"))
-    narrow = given.get("main_grads_dtype", "fp32") != "fp32"
-    wide = bool(given.get("accumulate_allreduce_grads_in_fp32"))
-    wide = wide or (bool(given.get("bf16")) and not narrow)
-    return {"grads_in_fp32": wide and not reduced, "grad_reduce_in_bf16": reduced}
-
-
-def _recompute(given: dict[str, Any]) -> dict[str, Any]:
-    granularity = given.get("recompute_granularity")
-    if given.get("recompute_activations"):
-        granularity = "selective"
-    modules = given.get("recompute_modules")
-    if granularity == "selective" and modules is None:
-        modules = ["core_attn"]
-    if granularity not in (None, "selective", "full"):
-        raise PlanError(f"--recompute-granularity must be full or selective, got {granularity!r}")
-    if granularity == "full" and given.get("recompute_method") not in ("uniform", "block"):
-        raise PlanError("--recompute-granularity full needs --recompute-method uniform or block")
-    return {
-        "recompute_granularity": granularity,
-        "recompute_modules": tuple(modules or ()),
-    }
-
-
-def _data_parallel(given: dict[str, Any], tp: int, assumed: list[str]) -> dict[str, Any]:
-    world = given.get("world_size")
-    pp, cp = given.get("pipeline_model_parallel_size", 1), given.get("context_parallel_size", 1)
-    if world is None:
-        assumed.append(
-            "no --world-size: one data-parallel rank, so optimizer states are not divided"
-        )
-        return {"data_parallel_size": 1}
-    if world % (tp * pp * cp):
-        raise PlanError(
-            f"--world-size {world} is no multiple of tensor x pipeline x context parallel ranks, "
-            f"{tp} x {pp} x {cp}"
-        )
-    return {"data_parallel_size": world // (tp * pp * cp)}

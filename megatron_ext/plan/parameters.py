@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .kinds import embedding, last_norm, layer, prediction_layer
+from .layout import Stage
 from .model import _BYTES, Job
+from .parts import Part
 
 
 @dataclass(frozen=True)
@@ -12,20 +16,24 @@ class Count:
     """Parameters on one rank, in elements.
 
     Attributes:
-        dense: sharded over all data-parallel ranks by the distributed optimizer.
-        expert: of experts, which fewer ranks share.
+        dense: weights of linear layers; the distributed optimizer shards them over all
+            data-parallel ranks.
+        expert: the same of experts, which fewer ranks share.
+        other: norms, embeddings, the router, the output layer: never quantized, and Adam's where
+            the optimizer is Muon.
     """
 
     dense: int = 0
     expert: int = 0
+    other: int = 0
 
-    def __add__(self, other: Count) -> Count:
-        return Count(self.dense + other.dense, self.expert + other.expert)
+    def __add__(self, more: Count) -> Count:
+        return Count(self.dense + more.dense, self.expert + more.expert, self.other + more.other)
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.dense + self.expert
+        return self.dense + self.expert + self.other
 
 
 @dataclass(frozen=True)
@@ -49,57 +57,25 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def norm_parameters(job: Job, width: int) -> int:
-    """Of one norm: LayerNorm has a bias beside its weight."""
-    return width if job.normalization == "RMSNorm" else 2 * width
+def count(parts: Iterable[Part]) -> Count:
+    """Parameters of parts."""
+    total = Count()
+    for part in parts:
+        total += Count(other=part.parameters)
+        for linear in part.linears:
+            kind = "expert" if linear.expert else "dense" if linear.quantized else "other"
+            total += Count(**{kind: linear.parameters})
+    return total
 
 
-def attention_parameters(job: Job) -> int:
-    """Of one layer's self-attention on one tensor-parallel rank, its input norm included."""
-    tp, h = job.tensor_model_parallel_size, job.hidden_size
-    qkv = (job.query_width + 2 * job.key_width) // tp
-    count = h * qkv + job.query_width // tp * h
-    if job.add_bias_linear or job.add_qkv_bias:
-        count += qkv
-    if job.add_bias_linear:
-        count += h  # of the projection, the same on every tensor-parallel rank
-    if job.qk_layernorm:
-        count += 2 * norm_parameters(job, job.kv_channels)
-    return count + norm_parameters(job, h)
-
-
-def mlp_parameters(job: Job, width: int, shards: int, *, bias: bool) -> int:
-    """Of one MLP of ``width`` hidden units on one of ``shards`` ranks, without a norm."""
-    h, f = job.hidden_size, width // shards
-    return h * job.gates * f + f * h + ((job.gates * f + h) if bias else 0)
-
-
-def layer_parameters(job: Job, layer: int) -> Count:
-    """Of one transformer layer (numbered from 0) on one rank."""
-    dense = attention_parameters(job) + norm_parameters(job, job.hidden_size)
-    tp = job.tensor_model_parallel_size
-    if not job.moe_layers[layer]:
-        return Count(dense + mlp_parameters(job, job.ffn_hidden_size, tp, bias=job.add_bias_linear))
-    dense += job.num_experts * job.hidden_size  # the router
-    if job.add_bias_linear:
-        dense += job.num_experts
-    shared = job.moe_shared_expert_intermediate_size
-    if shared:
-        dense += mlp_parameters(job, shared, tp, bias=False)
-        dense += job.hidden_size if job.moe_shared_expert_gate else 0
-    own = job.num_experts // job.expert_model_parallel_size
-    one = mlp_parameters(
-        job, job.moe_ffn_hidden_size, job.expert_tensor_parallel_size, bias=job.add_bias_linear
-    )
-    return Count(dense, own * one)
+def layer_parameters(job: Job, number: int) -> Count:
+    """Of one decoder layer (numbered from 0) on one rank."""
+    return count(layer(job, job.layers[number]))
 
 
 def embedding_parameters(job: Job) -> int:
     """Word embeddings of one tensor-parallel rank, and learned position embeddings."""
-    words = job.padded_vocab_size // job.tensor_model_parallel_size * job.hidden_size
-    if job.position_embedding_type == "learned_absolute":
-        words += job.max_position_embeddings * job.hidden_size
-    return words
+    return embedding(job).parameters
 
 
 def output_parameters(job: Job, *, with_embedding: bool) -> int:
@@ -112,34 +88,67 @@ def output_parameters(job: Job, *, with_embedding: bool) -> int:
     """
     shared = with_embedding and not job.untie_embeddings_and_output_weights
     words = 0 if shared else job.padded_vocab_size // job.tensor_model_parallel_size
-    return norm_parameters(job, job.hidden_size) + words * job.hidden_size
+    return last_norm(job).parameters + words * job.hidden_size
+
+
+def prediction_parameters(job: Job) -> Count:
+    """Of all depths of multi-token prediction, without the embedding that their stage needs."""
+    kinds = job.mtp_layers[:1] if job.mtp_use_repeated_layer else job.mtp_layers
+    return sum((count(prediction_layer(job, each)) for each in kinds), Count())
+
+
+def stage_parameters(job: Job, stage: Stage) -> Count:
+    """Of one stage on one rank."""
+    total = sum((layer_parameters(job, number) for number in stage.layers), Count())
+    predicts = stage.predicts and bool(job.mtp_layers)
+    if stage.first or predicts:
+        total += Count(other=embedding_parameters(job))
+    if predicts:
+        total += prediction_parameters(job)
+    if stage.last:
+        total += Count(other=output_parameters(job, with_embedding=stage.first))
+    return total
 
 
 def state_bytes(job: Job, count: Count) -> StateBytes:
     """What stays on the device for ``count`` parameters: the parameters, gradients, optimizer.
 
     Megatron keeps gradients in buffers of one type; mixed precision adds an fp32 copy of the
-    parameters; Adam two numbers each. The distributed optimizer divides the last three over the
-    data-parallel ranks (Megatron's distributed optimizer page: bf16 18, or 6 + 12/d bytes a
-    parameter; fp16 16, or 4 + 12/d; fp32 16, or 8 + 8/d). Padding of buckets is not counted.
+    parameters; Adam two numbers each, Muon one (and Adam's for what is no matrix). The distributed
+    optimizer, or Muon's layer-wise one, divides the last three over the data-parallel ranks
+    (Megatron's distributed optimizer page: bf16 18, or 6 + 12/d bytes a parameter; fp16 16, or
+    4 + 12/d; fp32 16, or 8 + 8/d). Padding of buckets is not counted.
+
+    Quantized weights are there row-wise for F and column-wise for B. Without
+    ``--fp8-param-gather`` (or fp4) the 16-bit ones are there too, and both copies are kept through
+    a step. ``--disable-parameter-transpose-cache`` makes the column-wise one, or without gathering
+    both, anew for each microbatch.
     """
     size = job.element_bytes
     gradient = 4 if job.grads_in_fp32 or job.params_dtype == "fp32" else size
     if job.grad_reduce_in_bf16:
         gradient = 2
-    if job.optimizer == "sgd":
-        moments = 4 if job.sgd_momentum else 0
-    else:
-        moments = _BYTES[job.exp_avg_dtype] + _BYTES[job.exp_avg_sq_dtype]
+    matrices, total = count.dense + count.expert, count.total
+    parameters = total * size
+    if job.quantization is not None:
+        copies = 0 if job.disable_parameter_transpose_cache else 1
+        parameters += 2 * copies * job.quantization.bytes(matrices)
+        if job.quantized_parameters:
+            parameters += (1 - copies) * job.quantization.bytes(matrices) - size * matrices
     main = 0 if job.params_dtype == "fp32" else _BYTES[job.main_params_dtype]
     if job.use_precision_aware_optimizer and job.params_dtype == "bf16" and main == 4:
         main = 2  # a bf16 parameter is the upper half of the fp32 one; the lower half is stored
+    moments = _BYTES[job.exp_avg_dtype] + _BYTES[job.exp_avg_sq_dtype]
+    if job.optimizer == "sgd":
+        moments = 4 if job.sgd_momentum else 0
     each = main + moments
-    total = count.total
-    if not job.use_distributed_optimizer:
-        return StateBytes(total * size, total * gradient, total * each)
-    d = job.data_parallel_size * job.context_parallel_size
-    optimizer = -(-count.dense * each // d) + -(
-        -count.expert * each // job.expert_data_parallel_size
-    )
-    return StateBytes(total * size, total * gradient, optimizer)
+    of_matrix = main + 4 if job.muon else each
+    d = expert_d = 1
+    if job.use_distributed_optimizer or job.optimizer == "dist_muon":
+        d = job.data_parallel_size * job.context_parallel_size
+        expert_d = job.expert_data_parallel_size
+    optimizer = -(-(count.dense * of_matrix + count.other * each) // d)
+    optimizer += -(-count.expert * of_matrix // expert_d)
+    if job.optimizer_cpu_offload:
+        optimizer = round(optimizer * (1 - job.optimizer_offload_fraction))
+    return StateBytes(parameters, total * gradient, optimizer)

@@ -96,8 +96,9 @@ class Point:
         job, spec, split = self.workload.job, self.spec, self.workload.split
         words = [f"--pipeline-model-parallel-size {spec.pp}"]
         words += [f"--micro-batch-size {job.micro_batch_size}"]
-        if not split.even:
-            words += [f"--pipeline-model-parallel-layout '{split.text()}'"]
+        if not split.even or (job.hybrid and spec.placement.chunks > 1):
+            flag, value = split.flag(job)
+            words += [f"{flag} '{value}'"]
         elif spec.placement.chunks > 1 and not spec.placement.is_vee():
             words += [f"--num-virtual-stages-per-pipeline-rank {spec.chunks}"]
         if job.cheap_recompute:

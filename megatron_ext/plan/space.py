@@ -143,7 +143,7 @@ class SearchSpace:
 
     def balanced_in_time(self, job: Job, placement: Placement) -> Split | None:
         """The split that evens out the ranks' work; None if it has to stay or cannot be."""
-        if not self.balance or job.layout is not None or placement.num_stages < 3:
+        if not self.balance or job.stages_are_given or placement.num_stages < 3:
             return None
         first, middle, last = map(sum, self._times(job, _ends(job)))
         each = [middle / job.num_layers] * placement.pp
@@ -152,7 +152,7 @@ class SearchSpace:
     def balanced_in_bytes(self, job: Job, order: Schedule, peaks: Sequence[int]) -> Split | None:
         """The split that evens out the ranks' bytes under an order with these peaks, in sets."""
         placement = order.placement
-        if not self.balance or job.layout is not None or placement.num_stages < 3:
+        if not self.balance or job.stages_are_given or placement.num_stages < 3:
             return None
         first, middle, last = stage_bytes(job, _ends(job))
         layers, v = job.num_layers, placement.chunks

@@ -252,3 +252,30 @@ def test_all_ranks_agree_on_a_measured_plan(start: Callable[..., Outcome], tmp_p
     assert every == [every[0]] * 4
     note = next(x for x in outcome.log(0).splitlines() if "re-planned" in x or "order stays" in x)
     assert "order stays" in note or "activation sets (measured" in note
+
+
+PREDICTING = (
+    *("--mtp-num-layers", "1", "--position-embedding-type", "rope", "--disable-bias-linear"),
+    *("--moe-token-dispatcher-type", "alltoall"),
+    *("--num-experts", "4", "--moe-layer-freq", "([0]*1+[1]*7)", "--moe-router-topk", "2"),
+)
+
+
+@pytest.mark.matrix
+def test_a_cap_in_bytes_with_prediction_and_experts(
+    start: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """The planner knows this model: the cap is taken, and what waits for W is byte for byte what
+    was computed, on both sides of the V. From F to B unfused CPU kernels keep more."""
+    path = tmp_path / "profile.json"
+    flags = ["--pipeline-model-parallel-size", "4", "--pp-schedule", "auto"]
+    flags += ["--pp-memory-cap", "1GiB", "--pp-profile-steps", "2", "--pp-profile", str(path)]
+    outcome = start(*PREDICTING, *flags)
+    assert outcome.status == "ok", outcome.log(0)[-6000:]
+    assert "fit in 1GiB a rank" in outcome.log(0)
+    profile = Profile.load(str(path))
+    job = job_of(read_flags([*MODEL.split(), *CPU_KERNELS, *PREDICTING])[0])
+    stages = stage_bytes(job, Split(profile.layers))
+    for stage, kept, waiting in zip(stages, profile.set_bytes, profile.weight_set_bytes):
+        assert kept >= stage.sets.bytes_f_to_b
+        assert waiting == stage.sets.bytes_b_to_w

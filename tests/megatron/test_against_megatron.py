@@ -6,14 +6,15 @@ import pytest
 
 from megatron_ext.plan.activations import stage_set
 from megatron_ext.plan.flags import job_of, read
-from megatron_ext.plan.layout import read_layout
+from megatron_ext.plan.layout import Stage, read_layout
 from megatron_ext.plan.parameters import (
     embedding_parameters,
     layer_parameters,
     output_parameters,
+    prediction_parameters,
 )
 from tests.support.checkouts import result
-from tests.unit.plan.shapes import LAYOUTS, SHAPES, tokens
+from tests.unit.plan.shapes import FLAGS_ALONE, LAYOUTS, RECURRENT, SHAPES, tokens
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,11 @@ def measured(tmp_path_factory):
 
 def job(shape):
     return job_of(read(tokens(shape))[0])
+
+
+def whole(this):
+    """The only stage of a model without a pipeline."""
+    return Stage(range(this.num_layers), first=True, last=True, predicts=True)
 
 
 def of_cpu(shape):
@@ -40,7 +46,13 @@ def of_cpu(shape):
         extra += (2 * this.num_layers + 1) * 4 * t * h
     if this.position_embedding_type == "rope":
         # cos and sin as every layer computes them; fused kernels take the shared table.
-        extra += 2 * this.num_layers * 2 * s * this.kv_channels * this.element_bytes
+        layers = this.num_layers + len(this.mtp_layers)
+        tables, width = 4, this.kv_channels
+        if this.multi_latent_attention:
+            # Queries and keys have one each; recomputed, there is the table of angles alone.
+            tables = 1 if "mla_up_proj" in this.recompute_modules else 4
+            width = this.qk_pos_emb_head_dim
+        extra += layers * tables * s * width * this.element_bytes
     return extra
 
 
@@ -51,6 +63,13 @@ def test_parameters_are_exact(measured, shape):
     decoder = sum(layer_parameters(this, i).total for i in range(this.num_layers))
     output = output_parameters(this, with_embedding=True)
     assert counts["decoder"] + counts.get("output_layer", 0) == decoder + output
+    assert counts.get("mtp", 0) == prediction_parameters(this).total
+
+
+@pytest.mark.parametrize("shape", RECURRENT)
+def test_parameters_of_recurrent_layers(measured, shape):
+    """Mamba and gated delta nets: Megatron's modules without their kernels' packages."""
+    assert measured[shape] == layer_parameters(job(shape), 0).total
 
 
 # Without them: a query norm's input is a view there of all queries, keys and values together.
@@ -63,7 +82,7 @@ def test_bytes_kept_for_b(measured, shape):
     and within 1 % with what CPU tensors are known to keep in addition."""
     this = job(shape)
     found = sum(measured[shape]["kept"].values())
-    own = stage_set(this, range(this.num_layers), first=True, last=True).bytes_f_to_b
+    own = stage_set(this, whole(this)).bytes_f_to_b
     assert own + of_cpu(shape) == pytest.approx(found, rel=0.01), measured[shape]["kept"]
     if of_cpu(shape) == this.seq_length**2:  # nothing but the mask
         assert own == pytest.approx(found, rel=0.02)
@@ -73,7 +92,7 @@ def test_bytes_kept_for_b(measured, shape):
 def test_bytes_kept_for_w(measured, shape):
     """What waits in the weight-gradient store between B and W, byte for byte."""
     this = job(shape)
-    sets = stage_set(this, range(this.num_layers), first=True, last=True)
+    sets = stage_set(this, whole(this))
     assert measured[shape]["waiting"] == sets.bytes_b_to_w
 
 
@@ -88,4 +107,4 @@ def test_training_plans_for_the_same_job(measured):
     """``--pp-memory-cap 40GiB`` reads Megatron's parsed arguments, ``plan`` the command line."""
     if "arguments" not in measured:
         pytest.skip("this wheel has no megatron.training")
-    assert measured["arguments"] == dict.fromkeys(SHAPES, "")
+    assert measured["arguments"] == dict.fromkeys(SHAPES | RECURRENT | FLAGS_ALONE, "")

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
+from megatron_ext.integration.features.schedule.job import splits_of
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.plan.budget import Budget
 from megatron_ext.plan.flags import job_of, read
@@ -226,6 +227,12 @@ class TestCapInBytes:
             ScheduleRequest.of("auto", memory_cap="0GiB")
 
     def test_of_a_model_that_is_not_modelled(self) -> None:
-        args = arguments(mtp_num_layers=1, pp_memory_cap="4GiB")
-        with pytest.raises(ConfigError, match="--mtp-num-layers adds layers .* as a fraction"):
+        args = arguments(use_torch_fsdp2=True, pp_memory_cap="4GiB")
+        with pytest.raises(ConfigError, match="--use-torch-fsdp2 shards .* as a fraction"):
             before_megatron(args, ScheduleRequest.of("auto", memory_cap="4GiB"))
+
+    def test_knows_the_stage_with_prediction(self) -> None:
+        layout = "Etttt|tttt|tttt|ttt|t|m|L"
+        for text, where in ((layout, 5), ("Etttt|tttt|tttt|ttttmL", -1)):
+            split = splits_of(arguments(pipeline_model_parallel_layout=text))(text.count("|") + 1)
+            assert (sum(split.counts), split.predicts) == (16, where)

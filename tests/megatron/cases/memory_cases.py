@@ -28,12 +28,18 @@ from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 
 from megatron_ext.integration.features import recompute
 from megatron_ext.integration.features.split_backward import local as wgrad
@@ -42,7 +48,8 @@ from megatron_ext.integration.versions import megatron_version
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.model import Job
 from megatron_ext.runtime.wgrad import WeightGradStore
-from tests.unit.plan.shapes import LAYOUTS, SHAPES, tokens
+from tests.megatron.cases import recurrent_layers
+from tests.unit.plan.shapes import FLAGS_ALONE, LAYOUTS, RECURRENT, SHAPES, tokens
 
 
 def config_of(job: Job) -> TransformerConfig:
@@ -84,16 +91,39 @@ def config_of(job: Job) -> TransformerConfig:
         options["activation_func"] = squared_relu
     if job.params_dtype == "bf16":
         options.update(bf16=True, params_dtype=torch.bfloat16)
+    if job.attention_output_gate:
+        options["attention_output_gate"] = True
+    if job.mtp_layers:
+        options["mtp_num_layers"] = len(job.mtp_layers)
     if job.num_experts:
         options.update(
             num_moe_experts=job.num_experts,
             moe_router_topk=job.moe_router_topk,
             moe_ffn_hidden_size=job.moe_ffn_hidden_size,
-            moe_layer_freq=[int(x) for x in job.moe_layers],
+            moe_layer_freq=[int("E" in kinds) for kinds in job.layers],
             moe_token_dispatcher_type="alltoall",
             moe_shared_expert_intermediate_size=job.moe_shared_expert_intermediate_size or None,
         )
-    return TransformerConfig(**options)
+    if not job.multi_latent_attention:
+        return TransformerConfig(**options)
+    del options["num_query_groups"]
+    return MLATransformerConfig(
+        **options,
+        multi_latent_attention=True,
+        rope_type="rope",
+        **{name: getattr(job, name) for name in LATENT},
+    )
+
+
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+class LocalAttention(DotProductAttention):
+    """Megatron's own unfused attention, which does not take the widths that MLA gives."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options = {n: v for n, v in options.items() if n not in ("k_channels", "v_channels")}
+        super().__init__(*args, **options)
 
 
 def model_of(job: Job) -> GPTModel:
@@ -105,8 +135,16 @@ def model_of(job: Job) -> GPTModel:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     else:
         spec = get_gpt_layer_local_spec(
-            qk_layernorm=job.qk_layernorm, normalization=job.normalization
+            qk_layernorm=job.qk_layernorm,
+            normalization=job.normalization,
+            multi_latent_attention=job.multi_latent_attention,
         )
+    if job.multi_latent_attention:
+        for layer in getattr(spec, "layer_specs", [spec]):
+            layer.submodules.self_attention.submodules.core_attention = LocalAttention
+    more = {}
+    if job.mtp_layers:
+        more["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return GPTModel(
         config,
         spec,
@@ -114,6 +152,7 @@ def model_of(job: Job) -> GPTModel:
         job.max_position_embeddings,
         share_embeddings_and_output_weights=not job.untie_embeddings_and_output_weights,
         position_embedding_type=job.position_embedding_type,
+        **more,
     )
 
 
@@ -123,6 +162,7 @@ def run(name: str) -> dict[str, Any]:
     store = WeightGradStore()
     hooks = Hooks(megatron_version())
     hooks.apply([*wgrad.hooks(store), *(recompute.hooks() if job.cheap_recompute else ())])
+    MTPLossLoggingHelper.tracker = {}  # of a former model's depths
     model = model_of(job)
     counts: Counter[str] = Counter()
     for parameter_name, parameter in model.named_parameters():
@@ -215,9 +255,13 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     found: dict[str, Any] = {name: run(name) for name in SHAPES}
+    for name in RECURRENT:
+        job = job_of(read(tokens(name))[0])
+        found[name] = recurrent_layers.parameters(job, config_of(job))
     found["layouts"] = {text: layers_of(text) for text in LAYOUTS}
     if importlib.util.find_spec("megatron.training") is not None:
-        found["arguments"] = {name: from_megatrons_arguments(name) for name in SHAPES}
+        names = SHAPES | RECURRENT | FLAGS_ALONE
+        found["arguments"] = {name: from_megatrons_arguments(name) for name in names}
     print("RESULT " + json.dumps(found))
 
 

@@ -115,7 +115,7 @@ def test_nothing_fits(run):
         ("--efficiency 2", "a share"),
         ("--profile /no/such", "cannot read profile"),
         ("--host-bandwidth fast", "in bytes/s"),
-        ("--from-args '--mtp-num-layers 1'", "does not model"),
+        ("--from-args '--use-megatron-fsdp --bf16'", "does not model"),
         ("--from-args '\"'", "cannot be split"),
         ("--output plan.svg --memory-cap 30GiB", "ends in .json"),
         ("--effort 0", "must be > 0"),

@@ -16,6 +16,12 @@ LLAMA = (
 )
 EXPERTS = "--swiglu --disable-bias-linear --num-experts 4 --moe-router-topk 2"
 
+LATENT = (
+    "--multi-latent-attention --qk-layernorm --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 24 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 32 --swiglu --disable-bias-linear "
+    "--position-embedding-type rope --ffn-hidden-size 320 --untie-embeddings-and-output-weights"
+)
+
 SHAPES = {
     "dense tied": "",
     "dense untied": "--untie-embeddings-and-output-weights",
@@ -39,6 +45,16 @@ SHAPES = {
     "--recompute-num-layers 1",
     "cheap recompute": "--pp-cheap-recompute",
     "cheap llama": LLAMA + " --pp-cheap-recompute",
+    "output gate": LLAMA + " --attention-output-gate",
+    "latent attention": LATENT,
+    "latent attention bf16": LATENT + " --bf16",
+    "latent keys only": LATENT.replace("--q-lora-rank 48 ", "").replace("--qk-layernorm ", ""),
+    "latent attention, recomputed": LATENT
+    + " --recompute-granularity selective --recompute-modules mla_up_proj",
+    "prediction": LLAMA + " --untie-embeddings-and-output-weights --mtp-num-layers 1",
+    "two predictions": LLAMA + " --untie-embeddings-and-output-weights --mtp-num-layers 2 --bf16",
+    "deepseek": LATENT + " --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 "
+    "--moe-shared-expert-intermediate-size 192 --moe-layer-freq ([0]+[1]) --mtp-num-layers 1",
 }
 
 # Read by both, and some that plan writes.
@@ -50,4 +66,29 @@ LAYOUTS = (
 
 def tokens(shape: str) -> list[str]:
     """One shape's command line; a later flag wins."""
-    return f"{BASE} {SHAPES[shape]}".split()
+    return f"{BASE} {(SHAPES | RECURRENT | FLAGS_ALONE)[shape]}".split()
+
+
+# Layers whose kernels need a GPU: only their parameters are compared.
+RECURRENT = {
+    "mamba": "--hybrid-layer-pattern MM --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--mamba-state-dim 16 --mamba-head-dim 32 --mamba-num-groups 2",
+    "mamba heads": "--hybrid-layer-pattern MM --swiglu --disable-bias-linear --mamba-state-dim 16 "
+    "--mamba-head-dim 16 --mamba-num-groups 4 --mamba-num-heads 8",
+    "delta net": "--hybrid-layer-pattern GG --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--linear-key-head-dim 16 --linear-value-head-dim 24 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4",
+}
+
+# Flags that no CPU model shows: training's parsed arguments have to describe the same job.
+FLAGS_ALONE = {
+    "fp8": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
+    "muon": "--bf16 --optimizer muon",
+    "window": "--window-size 8,0 --window-attn-skip-freq 2",
+    "offloaded optimizer": "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5 "
+    "--use-precision-aware-optimizer",
+    "linear attention": "--experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 2",
+    "hybrid": "--hybrid-layer-pattern M*|-E/M- --num-experts 4 --position-embedding-type rope",
+    "fused loss": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+}

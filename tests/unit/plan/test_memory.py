@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.plan.activations import SetBytes, layer, stage_set
+from megatron_ext.plan.activations import SetBytes, stage_set, sums
 from megatron_ext.plan.flags import job_of, read
-from megatron_ext.plan.layout import Split, even_split
+from megatron_ext.plan.kinds import layer
+from megatron_ext.plan.layout import Split, Stage, even_split
 from megatron_ext.plan.memory import message_bytes, rank_bytes, stage_bytes
 from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.parameters import Count, state_bytes
@@ -30,7 +31,7 @@ def job(*more):
 
 def per_bsh(job, held="bytes_f_to_b"):
     """Bytes of one layer as a multiple of batch x sequence x hidden size."""
-    size = sum(getattr(item, held) for item in layer(job, 0))
+    size = sums(job, layer(job, job.layers[0]))[("bytes_f_to_b", "bytes_b_to_w").index(held)]
     return size / (job.tokens * job.hidden_size)
 
 
@@ -76,12 +77,12 @@ def test_attention_scores_without_flash_attention():
 def test_full_recompute_keeps_a_layers_input():
     full = job("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2")
     tensor = 2 * full.tokens * full.hidden_size
-    sets = stage_set(full, range(4), first=False, last=False)
+    sets = stage_set(full, Stage(range(4)))
     assert sets.bytes_f_to_b == 2 * tensor, "arXiv 2205.05198, table 2: 2sbh for each that is kept"
-    assert sets.recompute_bytes == 2 * sum(item.bytes_f_to_b for item in layer(full, 0))
+    assert sets.recompute_bytes == 2 * sums(full, layer(full, full.layers[0]))[0]
     block = job("--recompute-granularity full --recompute-method block --recompute-num-layers 3")
-    sets = stage_set(block, range(4), first=False, last=False)
-    assert sets.bytes_f_to_b == 3 * tensor + sum(item.bytes_f_to_b for item in layer(block, 0))
+    sets = stage_set(block, Stage(range(4)))
+    assert sets.bytes_f_to_b == 3 * tensor + sums(block, layer(block, "*-"))[0]
 
 
 # Megatron's distributed optimizer page, "theoretical bytes per parameter": d ranks.
@@ -227,7 +228,7 @@ def test_a_v_has_both_ends_on_rank_0():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--multi-latent-attention", "does not model"),
+        ("--use-megatron-fsdp", "does not model"),
         ("--bf16 --fp16", "exclude each other"),
         ("--num-query-groups 7 --group-query-attention", "no multiple of 7"),
         ("--tensor-model-parallel-size 3", "cannot be divided by 3"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...._input import attribute
 from ....plan.flags import FLAGS, NOT_MODELLED, job_of
-from ....plan.layout import Split
+from ....plan.layout import Split, read_layout
 from ....plan.model import Job, PlanError
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
@@ -31,10 +31,11 @@ def job_of_args(args: MegatronArgs) -> Job:
             )
     given: dict[str, Any] = {}
     for flag, kind in FLAGS.items():
-        value = getattr(args, attribute(flag), None)
+        name = attribute(flag)
+        value = getattr(args, _OTHER_NAMES.get(name, name), None)
         value = getattr(value, "name", value)  # of an enumeration
         if value is not None and value is not False:
-            given[attribute(flag)] = str(value) if kind is str else value
+            given[name] = str(value) if kind is str else value
     given["disable_bias_linear"] = not args.add_bias_linear
     if not given.get("group_query_attention"):
         given.pop("num_query_groups", None)
@@ -44,10 +45,19 @@ def job_of_args(args: MegatronArgs) -> Job:
         raise ConfigError(f"--pp-memory-cap {args.pp_memory_cap}: {error}") from None
 
 
+# Of flags whose value Megatron's parsed arguments have under another name.
+_OTHER_NAMES = {"fp8_format": "fp8", "fp4_format": "fp4"}
+
+
 def splits_of(args: MegatronArgs) -> Callable[[int], Split]:
     """How Megatron's flags divide the layers over a number of stages, in model order."""
 
     def split(stages: int) -> Split:
-        return Split(tuple(layer_counts(args, stages)))
+        counts = tuple(layer_counts(args, stages))
+        layout = getattr(args, "pipeline_model_parallel_layout", None)
+        layout = getattr(layout, "input_data", layout)  # Megatron's validation wraps it
+        if not isinstance(layout, str) or "m" not in layout:
+            return Split(counts)
+        return Split(counts, predicts=read_layout(layout, sum(counts)).predicts)
 
     return split

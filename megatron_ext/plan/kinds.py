@@ -1,0 +1,92 @@
+"""The table of layer kinds, and the pieces at both ends of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .attention import attention, latent_attention
+from .mlp import dense, experts
+from .model import Job
+from .parts import (
+    FP32,
+    Part,
+    Pieces,
+    SavedTensor,
+    Work,
+    column,
+    dropout_mask,
+    norm_parameters,
+)
+from .recurrent import delta_net, mamba
+
+# By the symbols of --hybrid-layer-pattern, and "w" for attention with a sliding window. A GPT layer
+# is two of them, such as "*-"; a layer of a hybrid pattern is one.
+PARTS: dict[str, Callable[[Job], Part]] = {
+    "*": attention,
+    "w": lambda job: attention(job, window=job.window),
+    "+": latent_attention,
+    "M": mamba,
+    "G": delta_net,
+    "-": dense,
+    "E": experts,
+}
+
+
+def layer(job: Job, kinds: str) -> list[Part]:
+    """The parts of one layer."""
+    return [PARTS[kind](job) for kind in kinds]
+
+
+def prediction_layer(job: Job, kinds: str) -> list[Part]:
+    """One depth of multi-token prediction: two norms, a projection, a layer, a last norm.
+
+    DeepSeek-V3 (arXiv 2412.19437, section 2.2); Megatron's ``MultiTokenPredictionLayer``.
+    """
+    e, h, t = job.element_bytes, job.hidden_size, job.sharded_tokens
+    numbers = 1 if job.normalization == "RMSNorm" else 2
+    inputs = 2 * (e * t * h + FP32 * numbers * t)
+    part = h // job.tensor_model_parallel_size
+    # The projection's input is what both norms make, side by side.
+    projection = column(job, "input of the projection", 2 * h, part)
+    pieces: Pieces = [SavedTensor("inputs of both norms", inputs), projection]
+    begin = Part((*pieces, *dropout_mask(job)), 2 * norm_parameters(job, h))
+    return [begin, *layer(job, kinds), last_norm(job)]
+
+
+def embedding(job: Job) -> Part:
+    """Word and learned position embeddings; token numbers are kept, and a mask with dropout."""
+    words = job.padded_vocab_size // job.tensor_model_parallel_size * job.hidden_size
+    if job.position_embedding_type == "learned_absolute":
+        words += job.max_position_embeddings * job.hidden_size
+    size = job.element_bytes * job.tokens * job.hidden_size
+    # Its look-up, and adding to its gradient, which is part of B.
+    work = Work(moved=2 * size, moved_back=4 * size, kernels=3)
+    tokens = SavedTensor("token numbers", 8 * job.tokens)
+    return Part((tokens, *dropout_mask(job)), words, work)
+
+
+def last_norm(job: Job) -> Part:
+    """The norm after all layers."""
+    e, h, t = job.element_bytes, job.hidden_size, job.sharded_tokens
+    numbers = 1 if job.normalization == "RMSNorm" else 2
+    work = Work(moved=5 * e * t * h, moved_back=7 * e * t * h, kernels=2)
+    saved = SavedTensor("last norm's input", e * t * h + FP32 * numbers * t)
+    return Part((saved,), norm_parameters(job, h), work)
+
+
+def loss(job: Job) -> Part:
+    """Output layer and loss, without the layer's own weight.
+
+    Softmax of the logits is kept in fp32. Transformer Engine's fused loss
+    (``--cross-entropy-fusion-impl te``) writes the logits' gradient in their place instead.
+    """
+    e, t, h = job.element_bytes, job.tokens, job.hidden_size
+    words = job.padded_vocab_size // job.tensor_model_parallel_size
+    output = column(job, "output layer's input", h, words, quantized=False)
+    output = output._replace(waiting_rows=job.sharded_tokens)
+    kept = SavedTensor("softmax of the logits", (e if job.in_place_loss else FP32) * t * words)
+    # Which labels lie in this rank's part of the vocabulary, and which they are there.
+    labels = SavedTensor("labels", 9 * t)
+    # The loss reads and writes fp32 logits a few times.
+    work = Work(moved=t * words * (e + 5 * 4), moved_back=t * words * (3 * 4 + e), kernels=10)
+    return Part((output, kept, labels), 0, work)

@@ -1,0 +1,247 @@
+"""What a part of a model consists of: linear layers, other saved tensors, parameters, work.
+
+Everything that is computed about a kind of layer follows from one ``Part``: its parameters, the
+bytes of an activation set, the bytes between B and W, and the time of its passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from .model import Job
+
+
+class SavedTensor(NamedTuple):
+    """One tensor (or several of one kind).
+
+    Attributes:
+        what: which, for people.
+        bytes_f_to_b: bytes from F to the end of B.
+        bytes_b_to_w: bytes from B to W, if the backward pass is split: inputs of linear layers and
+            the gradients of their outputs.
+        recompute_bytes: bytes that are not kept from F on but computed again (or fetched from the
+            host) during B.
+    """
+
+    what: str
+    bytes_f_to_b: int = 0
+    bytes_b_to_w: int = 0
+    recompute_bytes: int = 0
+
+    def dropped(self) -> SavedTensor:
+        """The same, there again during B instead of saved in F."""
+        return SavedTensor(
+            self.what, 0, self.bytes_b_to_w, self.bytes_f_to_b + self.recompute_bytes
+        )
+
+
+class Linear(NamedTuple):
+    """A linear layer on one rank.
+
+    Attributes:
+        what: which, for people.
+        rows: tokens that it multiplies, of all its weights together.
+        inputs, outputs: features of one weight on this rank.
+        weights: how many there are (experts).
+        bias: it has one.
+        input: who keeps its input from F to B. "own": the layer itself. "kept": another tensor of
+            the part, in 16 bits, and a quantized layer a copy of its own. "original": another
+            tensor, and a quantized layer needs no copy if its recipe can use that one. "dropped":
+            nobody, it is computed again.
+        saved_rows: rows of its input from F to B; None: all.
+        waiting_rows: rows of its input from B to W; None: all.
+        quantized: in FP8 or FP4 where the job is.
+        splits: W can be apart from B.
+        waits: its 16-bit input is not another layer's that waits for W too.
+        expert: its weights are experts.
+    """
+
+    what: str
+    rows: int
+    inputs: int
+    outputs: int
+    weights: int = 1
+    bias: bool = False
+    input: str = "own"
+    saved_rows: int | None = None
+    waiting_rows: int | None = None
+    quantized: bool = True
+    splits: bool = True
+    waits: bool = True
+    expert: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Of all its weights and biases."""
+        return self.weights * self.outputs * (self.inputs + self.bias)
+
+    def dropped(self) -> Linear:
+        """The same, with its input computed again (or fetched) during B."""
+        return self._replace(input="dropped")
+
+    def saved(self, job: Job) -> SavedTensor:
+        """Its input from F to B; input and output gradient from B to W."""
+        recipe = job.quantization if self.quantized else None
+        rows = self.rows if self.saved_rows is None else self.saved_rows
+        waiting = self.rows if self.waiting_rows is None else self.waiting_rows
+
+        def size(elements: int) -> int:
+            return job.element_bytes * elements if recipe is None else recipe.bytes(elements)
+
+        copied = recipe is not None and (
+            self.input == "kept" or (self.input == "original" and not recipe.saves_originals)
+        )
+        kept = size(rows * self.inputs) if self.input == "own" or copied else 0
+        needed = 0
+        if self.splits:
+            needed = size(self.rows * self.outputs)
+            if recipe is not None or self.waits:
+                needed += size(waiting * self.inputs)
+        again = job.element_bytes * rows * self.inputs if self.input == "dropped" else 0
+        return SavedTensor(self.what, kept, needed, again)
+
+
+class Work(NamedTuple):
+    """What lies between the linear layers, on one rank for one microbatch.
+
+    Attributes:
+        flops, flops_back: of products that are no linear layers, in F and in B.
+        moved, moved_back: bytes that other kernels read and write, in F and in B.
+        kernels: of F; B has twice as many.
+        launches: kernels that wait for each other besides (experts one by one), of each pass.
+        tensor_bytes: that tensor-parallel ranks exchange, in F and in B.
+        expert_bytes: that expert-parallel ranks exchange, in F and in B.
+    """
+
+    flops: float = 0
+    flops_back: float = 0
+    moved: float = 0
+    moved_back: float = 0
+    kernels: float = 0
+    launches: float = 0
+    tensor_bytes: float = 0
+    expert_bytes: float = 0
+
+    def plus(self, other: Work) -> Work:
+        """Both, one after the other."""
+        return Work(*(a + b for a, b in zip(self, other)))
+
+
+class Part(NamedTuple):
+    """A norm with what follows it (attention, an MLP, ...), or another piece of a stage.
+
+    Attributes:
+        pieces: linear layers and other saved tensors.
+        parameters: beside those of linear layers.
+        work: beside that of linear layers.
+        again: of ``work``, what B computes once more.
+        widest: bytes of gradients of its widest activation, inputs and outputs together.
+        repeated: B runs all linear layers and all work once more.
+    """
+
+    pieces: tuple[Linear | SavedTensor, ...]
+    parameters: int = 0
+    work: Work = Work()
+    again: Work = Work()
+    widest: int = 0
+    repeated: bool = False
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Its linear layers."""
+        return [piece for piece in self.pieces if isinstance(piece, Linear)]
+
+    def tensors(self, job: Job) -> list[SavedTensor]:
+        """Everything that autograd keeps of it."""
+        return [p.saved(job) if isinstance(p, Linear) else p for p in self.pieces]
+
+
+Pieces = list[Linear | SavedTensor]
+
+FP32 = 4  # bytes
+
+
+def dropped(pieces: Iterable[Linear | SavedTensor], *, really: bool = True) -> Pieces:
+    """The pieces, recomputed or fetched in B if ``really``."""
+    return [piece.dropped() if really else piece for piece in pieces]
+
+
+class Norm(NamedTuple):
+    """A norm before other layers.
+
+    Attributes:
+        saved: what it keeps itself.
+        input: for the linear layer after it, as ``Linear.input``.
+        parameters, work: its own.
+        again: what B computes once more.
+    """
+
+    saved: SavedTensor
+    input: str
+    parameters: int
+    work: Work
+    again: Work
+
+
+def norm_parameters(job: Job, width: int) -> int:
+    """Of one norm: LayerNorm has a bias beside its weight."""
+    return width if job.normalization == "RMSNorm" else 2 * width
+
+
+def norm(job: Job, what: str, *, fused: bool = False, offload: str = "") -> Norm:
+    """A norm over the hidden size.
+
+    Args:
+        job: the job.
+        what: name of the part.
+        fused: Transformer Engine has it in one module with a linear layer, so that its output
+            cannot be recomputed.
+        offload: its name among ``--offload-modules``.
+    """
+    e, h, t = job.element_bytes, job.hidden_size, job.sharded_tokens
+    asked = job.cheap_recompute or "layernorm" in job.recompute_modules
+    drops = asked and not (fused and job.transformer_engine)
+    # Mean and reciprocal deviation of each token; RMSNorm has no mean.
+    statistics = FP32 * t * (1 if job.normalization == "RMSNorm" else 2)
+    kept = e * t * h if offload not in job.offload_modules else 0
+    saved = SavedTensor(
+        f"{what} norm's input",
+        kept + (0 if drops else statistics),
+        0,
+        (statistics if drops else 0) + e * t * h - kept,
+    )
+    # With the residual sum before it.
+    work = Work(moved=5 * e * t * h, moved_back=7 * e * t * h, kernels=2)
+    return Norm(
+        saved,
+        "dropped" if drops else "own",
+        norm_parameters(job, h),
+        work,
+        work if drops else Work(),
+    )
+
+
+def column(job: Job, what: str, inputs: int, outputs: int, **more: Any) -> Linear:
+    """A column-parallel layer, whose input sequence parallelism shards.
+
+    Local layers gather it over sequence-parallel ranks in W, Transformer Engine's do so in B.
+    """
+    rows, sharded = job.tokens, job.sharded_tokens
+    waiting = rows if job.transformer_engine else sharded
+    layer = Linear(what, rows, inputs, outputs, saved_rows=sharded, waiting_rows=waiting)
+    return layer._replace(**more)
+
+
+def exchange(job: Job) -> Work:
+    """All-gather and reduce-scatter around a tensor-parallel part."""
+    tp = job.tensor_model_parallel_size
+    size = 2 * job.element_bytes * job.tokens * job.hidden_size * (tp - 1) / tp
+    return Work(tensor_bytes=size, kernels=2 if tp > 1 else 0)
+
+
+def dropout_mask(job: Job) -> Pieces:
+    """One byte a number, before the residual sum."""
+    if not job.hidden_dropout:
+        return []
+    return [SavedTensor("dropout mask", job.sharded_tokens * job.hidden_size)]

@@ -1,0 +1,229 @@
+"""Architectures of today: sizes of published models, peaks measured by NVIDIA, bytes by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import cli
+from megatron_ext.plan.activations import stage_set, sums
+from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.kinds import layer
+from megatron_ext.plan.layout import Split, Stage, read_layout, split_of
+from megatron_ext.plan.memory import stage_bytes
+from megatron_ext.plan.model import PlanError
+from megatron_ext.plan.parameters import Count, stage_parameters, state_bytes
+from tests.support import ROOT
+
+MODELS = json.loads(Path(ROOT, "benchmarks", "bridge_recipes.json").read_text(encoding="utf-8"))[
+    "models"
+]
+
+
+def job(line):
+    return job_of(read(line.split())[0])
+
+
+# Billions of parameters by the model cards, without prediction layers; whole numbers are no more
+# than the model's name. Qwen3.5 is counted here without its vision encoder.
+PUBLISHED = {
+    "DeepSeek-V3": 671.0,
+    "Kimi-K2": 1026.4,
+    "Qwen3-235B-A22B": 235.1,
+    "Qwen3-30B-A3B": 30.5,
+    "Llama-3-70B": 70.6,
+    "Llama-3.1-405B": 405.9,
+    "Qwen3-Next-80B-A3B": 79.7,
+    "gpt-oss-120b": 116.8,
+    "Nemotron-3-Super-120B-A12B": 120.7,
+    "Qwen3.5-35B-A3B": 35,
+    "Qwen3.5-122B-A10B": 122,
+    "Qwen3.5-397B-A17B": 397,
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_parameters_of_published_models(model):
+    this = job(f"{MODELS[model]} --seq-length 4096")
+    stage = Stage(range(this.num_layers), first=True, last=True)
+    total = stage_parameters(this, stage).total
+    exact = isinstance(PUBLISHED[model], float)
+    assert total / 1e9 == pytest.approx(PUBLISHED[model], rel=0.002 if exact else 0.01)
+
+
+# Nemotron 3 Nano (52 layers of Mamba, attention and experts) on 16 H100: the peak of rank 0 in GB
+# that NVIDIA measured (Megatron-Bridge 067f987d, skills/nemo-mbridge-perf-activation-recompute,
+# study of 2026-08-12), without a pipeline.
+NANO = (
+    "--bf16 --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+    "--squared-relu --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 "
+    "--moe-grouped-gemm --cross-entropy-loss-fusion --cross-entropy-fusion-impl te "
+    "--use-distributed-optimizer --grad-reduce-in-bf16 --group-query-attention "
+    "--num-query-groups 2 --hidden-size 2688 --num-attention-heads 32 --kv-channels 128 "
+    "--hybrid-layer-pattern MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME "
+    "--mamba-num-heads 64 --mamba-head-dim 64 --mamba-num-groups 8 --mamba-state-dim 128 "
+    "--num-experts 128 --moe-router-topk 6 --moe-ffn-hidden-size 1856 "
+    "--moe-shared-expert-intermediate-size 3712 --vocab-size 131072 --seq-length 8192 "
+    "--world-size 16 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 "
+    "--recompute-granularity selective --recompute-modules "
+)
+
+
+@pytest.mark.parametrize(("modules", "measured"), [("moe", 64.653), ("moe layernorm", 63.639)])
+def test_peaks_that_nvidia_measured(modules, measured):
+    """Whole experts recomputed, and norms too: within 1 % (0.1 % when this was written)."""
+    this = job(NANO + modules)
+    one = stage_bytes(this, Split((52,)))[0]
+    peak = one.states.total + one.sets.bytes_f_to_b + one.sets.recompute_bytes + one.sets.layer
+    assert peak / 1e9 == pytest.approx(measured, rel=0.01)
+
+
+def test_savings_that_nvidia_measured():
+    """4.194 GB less with recomputed activation functions of experts, in the same study."""
+    kept = {}
+    for modules in ("core_attn", "moe_act"):
+        this = job(NANO + modules)
+        kept[modules] = stage_set(this, Stage(range(52), first=True, last=True)).bytes_f_to_b
+    assert (kept["core_attn"] - kept["moe_act"]) / 1e9 == pytest.approx(4.194, rel=0.01)
+
+
+DENSE = (
+    "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --bf16 "
+    "--disable-bias-linear --normalization RMSNorm --hidden-dropout 0 --attention-dropout 0 "
+    "--vocab-size 1024 --swiglu --ffn-hidden-size 4096 "
+)
+
+
+def test_quantized_layers_keep_their_inputs_in_their_format():
+    """Of 2 norm outputs (2sbh each) and the activation's output (8sbh) half and more is saved;
+    the output projection keeps what attention keeps anyway, but a copy with delayed scaling."""
+    kept = {}
+    for recipe in ("", "tensorwise", "delayed", "mxfp8", "blockwise"):
+        flags = f"--fp8-format hybrid --fp8-recipe {recipe}" if recipe else ""
+        this = job(DENSE + flags)
+        kept[recipe] = sums(this, layer(this, "*-"))[0] / (this.tokens * this.hidden_size)
+    four = job(DENSE + "--fp4-format e2m1")
+    kept["nvfp4"] = sums(four, layer(four, "*-"))[0] / (four.tokens * four.hidden_size)
+    saved = {name: kept[""] - size for name, size in kept.items()}
+    inputs = 1 + 1 + 4  # elements per b*s*h
+    assert saved["tensorwise"] == pytest.approx(inputs)
+    assert saved["delayed"] == pytest.approx(inputs - 1)
+    assert saved["mxfp8"] == pytest.approx(inputs * (2 - 33 / 32))
+    assert saved["blockwise"] == pytest.approx(inputs * (2 - 33 / 32))
+    assert saved["nvfp4"] == pytest.approx(inputs * (2 - 9 / 16))
+
+
+@pytest.mark.parametrize(
+    ("flags", "count", "total"),
+    [
+        # Weights twice in FP8, and in 16 bits unless gathered in FP8; fp32 gradients, 12 for Adam.
+        ("--fp8-format hybrid --fp8-recipe tensorwise", Count(dense=1000), 2 + 2 + 4 + 12),
+        ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", Count(1000), 2 + 4 + 12),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", Count(other=1000), 2 + 4 + 12),
+        (
+            "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather",
+            Count(dense=3200),
+            2 * 33 / 32 + 4 + 12,
+        ),
+        (
+            "--fp8-format hybrid --fp8-param-gather --disable-parameter-transpose-cache",
+            Count(dense=1000),
+            1 + 4 + 12,
+        ),
+        ("--fp4-format e2m1 --fp4-param-gather", Count(expert=1600), 2 * 9 / 16 + 4 + 12),
+        # Muon: one fp32 moment for matrices, Adam for what is none.
+        ("--optimizer muon", Count(dense=1000), 2 + 4 + 8),
+        ("--optimizer muon", Count(other=1000), 2 + 4 + 12),
+        ("--optimizer dist_muon --world-size 4", Count(dense=1000), 2 + 4 + 8 / 4),
+        ("--optimizer-cpu-offload", Count(dense=1000), 2 + 4),
+        (
+            "--optimizer-cpu-offload --optimizer-offload-fraction 0.25",
+            Count(dense=1000),
+            2 + 4 + 12 * 0.75,
+        ),
+    ],
+)
+def test_bytes_of_a_parameter(flags, count, total):
+    assert state_bytes(job(DENSE + flags), count).total == pytest.approx(count.total * total)
+
+
+def test_fine_grained_offloading_keeps_no_experts_inputs():
+    line = DENSE + "--num-experts 8 --moe-ffn-hidden-size 512 "
+    more = "--fine-grained-activation-offloading --offload-modules expert_fc1"
+    plain, offloaded = (job(line + flags) for flags in ("", more))
+    gone = sums(plain, layer(plain, "*E"))[0] - sums(offloaded, layer(offloaded, "*E"))[0]
+    assert gone == 2 * plain.tokens * 2 * plain.hidden_size, "tokens for two experts, 16 bits"
+
+
+def test_prediction_is_where_the_layout_has_it():
+    """Standalone before the loss: its stage has an embedding, the last one two softmaxes."""
+    line = DENSE + "--vocab-size 64000 --untie-embeddings-and-output-weights --mtp-num-layers 1 "
+    line += "--pipeline-model-parallel-layout Ett|tt|m|L "
+    this = job(line)
+    split = split_of(this, 4)
+    assert split is not None and split.predicts == 2
+    stages = stage_bytes(this, split)
+    words = this.padded_vocab_size * this.hidden_size
+    assert stages[2].parameters.total > words and stages[2].parameters.dense > 0
+    assert stages[3].parameters.total == words + this.hidden_size
+    softmax = 4 * this.tokens * this.padded_vocab_size
+    assert 2 * softmax < stages[3].sets.bytes_f_to_b < 2.1 * softmax
+    fused = job(line + "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te")
+    sets = stage_bytes(fused, split)[3].sets
+    assert sets.bytes_f_to_b < 1.1 * softmax and sets.logits == 0
+    assert read_layout("Ett|ttmL", 4).predicts == -1
+
+
+def test_layers_follow_their_flags():
+    flags = "--num-experts 4 --moe-layer-freq ([0]*1+[1]*3) --experimental-attention-variant gdn "
+    assert job(DENSE + flags + "--linear-attention-freq 4").layers == ("G-", "GE", "GE", "*E")
+    window = job(DENSE + "--window-size 127,0 --window-attn-skip-freq 2")
+    assert (window.layers, window.window) == (("w-", "*-", "w-", "*-"), 128)
+    latent = job(DENSE + "--multi-latent-attention --mtp-num-layers 2")
+    assert (set(latent.layers), latent.mtp_layers) == ({"+-"}, ("+-", "+-"))
+    hybrid = job(DENSE + "--hybrid-layer-pattern M*-|M-/M-/M-")
+    assert hybrid.layers == ("M", "*", "-", "M", "-")
+    assert (hybrid.segments, hybrid.mtp_layers) == ((3, 2), ("M-", "M-"))
+
+
+def test_a_hybrid_plan_is_a_pattern(capsys):
+    """``plan`` answers with stages in the pattern, which is how Megatron takes them."""
+    line = (
+        "plan --pp 2 --world-size 2 --microbatches 8 --hybrid-layer-pattern M-M*M-M-/M- "
+        "--hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --bf16 --vocab-size 32000 "
+        "--chunks 2 --schedules 1f1b,v-half,interleaved --offload off --micro-batch-sizes 1 --json"
+    )
+    assert cli.main(line.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    for point in found["front"]:
+        if point["chunks"] > 1:
+            layout = point["layout"] or "even"
+            assert layout == "even" or layout.count("|") == 3
+    chosen = " ".join(found["chosen"]["flags"])
+    assert "--pipeline-model-parallel-layout" not in chosen
+    if found["chosen"]["chunks"] > 1:
+        assert "--hybrid-layer-pattern" in chosen and chosen.count("|") == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--hybrid-layer-pattern MDM", "not D"),
+        ("--hybrid-layer-pattern MM --mtp-num-layers 1", "needs the layers of each depth"),
+        ("--experimental-attention-variant dsa", "does not model"),
+        ("--experimental-attention-variant gdn", "needs --linear-attention-freq"),
+        ("--fp8-format hybrid --fp8-recipe custom", "must be one of delayed, tensorwise"),
+        ("--fp8-format hybrid --fp4-format e2m1", "exclude each other"),
+        ("--window-size 5", "BEFORE,AFTER"),
+        ("--moe-layer-freq 0 --num-experts 4", "N >= 1"),
+        (
+            "--num-experts 8 --expert-model-parallel-size 8 --world-size 4",
+            "8 expert-parallel x expert-tensor-parallel ranks do not divide",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(flags, words):
+    with pytest.raises(PlanError, match=words):
+        job(DENSE + flags)
