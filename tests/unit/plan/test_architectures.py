@@ -153,8 +153,8 @@ def test_fine_grained_offloading_keeps_no_experts_inputs():
     line = DENSE + "--num-experts 8 --moe-ffn-hidden-size 512 "
     more = "--fine-grained-activation-offloading --offload-modules expert_fc1"
     plain, offloaded = (job(line + flags) for flags in ("", more))
-    gone = sums(plain, layer(plain, "*E"))[0] - sums(offloaded, layer(offloaded, "*E"))[0]
-    assert gone == 2 * plain.tokens * 2 * plain.hidden_size, "tokens for two experts, 16 bits"
+    saved = sums(plain, layer(plain, "*E"))[0] - sums(offloaded, layer(offloaded, "*E"))[0]
+    assert saved == 2 * plain.tokens * 2 * plain.hidden_size, "tokens for two experts, 16 bits"
 
 
 def test_prediction_is_where_the_layout_has_it():
