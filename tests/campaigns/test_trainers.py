@@ -19,8 +19,8 @@ from tests.support.checkouts import INSTALLED, environment, missing, python_path
 
 # The folder of the step's package, what Megatron it runs on, what it needs installed.
 FRAMEWORKS = {
-    "verl": (".", INSTALLED, ("tensordict", "omegaconf", "hydra")),
-    "RL": (".", INSTALLED, ()),
+    "verl": (".", "core_v0.18.2", ("tensordict", "omegaconf", "hydra")),
+    "RL": (".", "core_v0.20.0-d98e8a64", ()),
     "ms-swift": (".", INSTALLED, ()),
     "slime": (".", "core_v0.16.0rc0-1dcf0daf", ()),
     "Megatron-Bridge": ("src", "core_v0.20.0-d98e8a64", ("omegaconf",)),
