@@ -56,18 +56,19 @@ def init_process_group(
     return original(backend or "gloo", *args, **kwargs)
 
 
-class _DividingWork:
-    """A pending sum that becomes an average when it has been waited for."""
+class _UnfinishedWork:
+    """A pending collective whose result needs a last step when it has been waited for."""
 
-    def __init__(self, work: Any, tensor: torch.Tensor, count: int) -> None:
-        self._work, self._tensor, self._count = work, tensor, count
+    def __init__(self, work: Any, finish: Callable[[], Any]) -> None:
+        self._work = work
+        self._finish: Callable[[], Any] | None = finish
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        """Wait for the sum, then divide once."""
+        """Wait for the collective, then finish once."""
         done = self._work.wait(*args, **kwargs)
-        if self._count > 1:
-            self._tensor.div_(self._count)
-            self._count = 1
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         return bool(done)
 
     def __getattr__(self, name: str) -> Any:
@@ -87,10 +88,36 @@ def all_reduce(
         # Inside a coalescing context the call is only recorded; gloo will report what it lacks.
         return original(tensor, op, group, async_op)
     work = original(tensor, dist.ReduceOp.SUM, group, async_op)
-    count = dist.get_world_size(group)
+    finish = functools.partial(tensor.div_, dist.get_world_size(group))
     if async_op:
-        return _DividingWork(work, tensor, count)
-    tensor.div_(count)
+        return _UnfinishedWork(work, finish)
+    finish()
+    return work
+
+
+def all_gather(
+    original: Callable[..., Any],
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Parts of unequal sizes, as layer-wise optimizers have them, padded: gloo wants equal ones."""
+    sizes = [part.numel() for part in tensor_list]
+    if len(set(sizes)) == 1:
+        return original(tensor_list, tensor, group, async_op)
+    mine = tensor.new_zeros(max(sizes))
+    mine[: tensor.numel()] = tensor.flatten()
+    padded = [torch.empty_like(mine) for _ in sizes]
+    work = original(padded, mine, group, async_op)
+
+    def finish() -> None:
+        for part, whole in zip(tensor_list, padded, strict=True):
+            part.copy_(whole[: part.numel()].view_as(part))
+
+    if async_op:
+        return _UnfinishedWork(work, finish)
+    finish()
     return work
 
 
@@ -152,7 +179,7 @@ def _patch_workers() -> None:
 
 def install() -> None:
     """Rebind torch.distributed's functions. Call once, from ``megatron_ext.cpu``."""
-    for wrapper in (init_process_group, all_reduce, all_to_all_single, isend):
+    for wrapper in (init_process_group, all_reduce, all_gather, all_to_all_single, isend):
         _wrap(wrapper)
     _patch_workers()
     # Groups: device_id binds a group to a GPU, pg_options are NCCL's.

@@ -1,8 +1,8 @@
-"""Context and sequence parallelism for Megatron's local layers, which support neither.
+"""What Megatron's local attention and norm lack beside Transformer Engine's, which need a GPU.
 
-Stock has both in Transformer Engine's layers alone, which need a GPU. What is here computes the
-same numbers plainly (every rank gathers all keys and values), so that schedules can be tested with
-these features on CPU ranks.
+Context and sequence parallelism, packed sequences (``thd``), and the head sizes of multi-latent
+attention. What is here computes the same numbers plainly (every rank gathers all keys and values,
+documents are told apart by a mask), so that schedules can be tested with these on CPU ranks.
 """
 
 from __future__ import annotations
@@ -50,47 +50,83 @@ def _whole(part: torch.Tensor, group: Any) -> torch.Tensor:
     return torch.cat(in_order)
 
 
-def _causal_mask(length: int, group: Any, device: torch.device) -> torch.Tensor:
-    """True where this rank's ``length`` queries must not look: (1, 1, length, whole sequence)."""
+def _mask(length: int, group: Any, documents: torch.Tensor | None) -> torch.Tensor:
+    """True where this rank's ``length`` queries must not look: (1, 1, length, whole sequence).
+
+    Args:
+        length: of this rank's part of the sequence.
+        group: of the ranks that share the sequence.
+        documents: where each document of a packed sequence starts, and where the last ends; None:
+            it is one document.
+    """
     half, size = length // 2, group.size()
-    mine = _chunk_order(size)[2 * group.rank() : 2 * group.rank() + 2]
-    queries = torch.cat([torch.arange(half, device=device) + chunk * half for chunk in mine])
-    keys = torch.arange(length * size, device=device)
-    return (keys[None, :] > queries[:, None])[None, None]
+    keys = torch.arange(length * size)
+    queries = keys
+    if size > 1:
+        mine = _chunk_order(size)[2 * group.rank() : 2 * group.rank() + 2]
+        queries = torch.cat([torch.arange(half) + chunk * half for chunk in mine])
+    hidden = keys[None, :] > queries[:, None]
+    if documents is not None:
+        of = torch.searchsorted(documents.to(keys), keys, right=True)
+        hidden = hidden | (of[None, :] != of[queries][:, None])
+    return hidden[None, None]
 
 
 def fix_attention(module: ModuleType) -> None:
-    """Let ``DotProductAttention`` of Megatron's module work on a part of the sequence."""
+    """Let ``DotProductAttention`` of Megatron's module work on a part of the sequence, on packed
+    sequences, and with values of another size than keys."""
     cls = module.DotProductAttention
     init, forward = cls.__init__, cls.forward
 
     @functools.wraps(init)
-    def init_with_parts(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def init_completed(
+        self: Any,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # Multi-latent attention passes the channels; here they come with keys and values.
         whole = copy.copy(config)
         whole.context_parallel_size = 1  # what it asserts
         init(self, whole, *args, **kwargs)
         self.config = config
 
     @functools.wraps(forward)
-    def forward_with_parts(
+    def forward_completed(
         self: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *args: Any,
+        packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if self.config.context_parallel_size == 1:
+        self.hidden_size_per_partition = value.shape[-1] * self.num_attention_heads_per_partition
+        parts, packed = self.config.context_parallel_size, packed_seq_params
+        if parts == 1 and packed is None:
             return forward(self, query, key, value, attention_mask, *args, **kwargs)
+        if self.scale_mask_softmax.window_size is not None:
+            raise NotImplementedError(
+                "a sliding window with context parallelism or packed sequences needs Transformer "
+                "Engine's attention; the CPU device has none"
+            )
         from megatron.core import parallel_state
 
         group = parallel_state.get_context_parallel_group()
-        mask = _causal_mask(query.shape[0], group, query.device)
-        whole = [_whole(part, group) for part in (key, value)]
-        return forward(self, query, *whole, mask, *args, **kwargs)
+        documents = None
+        if packed is not None:  # (tokens, heads, channels): documents one after the other
+            documents = packed.cu_seqlens_q
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        mask = _mask(query.shape[0], group, documents)
+        if parts > 1:
+            key, value = (_whole(part, group) for part in (key, value))
+        context = forward(self, query, key, value, mask, *args, **kwargs)
+        return context if packed is None else context.squeeze(1)
 
-    cls.__init__, cls.forward = init_with_parts, forward_with_parts
+    cls.__init__, cls.forward = init_completed, forward_completed
 
 
 def fix_norm(module: ModuleType) -> None:

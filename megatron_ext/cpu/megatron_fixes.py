@@ -103,6 +103,27 @@ def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
     target.untyped_storage().copy_(storage)
 
 
+def _fix_optimizer_offload(module: Any) -> None:
+    """Let the optimizer that offloads its states take the parameters for a GPU's, as they would be.
+
+    It looks for them by ``is_cuda``, and finds none to offload on a CPU. Works for
+    ``--optimizer-offload-fraction 1``, its default.
+    """
+    cls = module.HybridDeviceOptimizer
+    split = cls._get_sub_optimizer_param_groups
+
+    @functools.wraps(split)
+    def split_as_on_a_gpu(self: Any, offload_fraction: float) -> Any:
+        own = {id(x) for group in self.param_groups for x in group["params"]}
+        torch.Tensor.is_cuda = property(lambda tensor: id(tensor) in own)  # type: ignore[assignment]
+        try:
+            return split(self, offload_fraction)
+        finally:
+            del torch.Tensor.is_cuda
+
+    cls._get_sub_optimizer_param_groups = split_as_on_a_gpu
+
+
 class _TritonStub(ModuleType):
     """Enough of triton to define kernels that nobody calls on a CPU."""
 
@@ -138,6 +159,7 @@ _CONTEXTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "megatron.core.transformer.custom_layers.batch_invariant_kernels": _triton_stub,
 }
 _FIXES: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _fix_optimizer_offload,
     "megatron.core.optimizer.distrib_optimizer": _fix_distributed_optimizer,
     "megatron.core.tensor_parallel.random": _fix_recompute,
     "megatron.core.transformer.dot_product_attention": context_parallel.fix_attention,
