@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ....schedule import AUTO, NAMES
 from ....schedule.generators.registry import takers
 from ...arguments import MegatronArgs
-from ...callbacks import Callback
+from ...callbacks import Callback, HooksOnly
 from ...feature import Conflict, Feature, Flag, Run
 from ...hooks import Hook
 from ...takeover import FUNCTIONS, SCHEDULES, require_megatrons_own
@@ -60,6 +60,13 @@ _FSDP = (
     "--use-distributed-optimizer"
 )
 V_PLACEMENT = "V placement"
+
+
+class _LocalAttention(Conflict):
+    """A conflict with Megatron's local attention only; Transformer Engine's ignores the flag."""
+
+    def found(self, args: MegatronArgs) -> str | None:
+        return super().found(args) if args.transformer_impl == "local" else None
 
 
 class Schedule(Feature):
@@ -125,6 +132,25 @@ class Schedule(Feature):
             "schedule without V placement, e.g. zb-h1",
             only=V_PLACEMENT,
         ),
+        Conflict(
+            "--heterogeneous-layers-config-path",
+            "Megatron's scripts build these layers for one chunk a rank; use a schedule with one, "
+            "e.g. zb-h1",
+            only=V_PLACEMENT,
+        ),
+        Conflict(
+            "--iterations-to-skip",
+            "Megatron's scripts draw the data of skipped iterations for one chunk a rank; use a "
+            "schedule with one, e.g. zb-h1",
+            only=V_PLACEMENT,
+        ),
+        _LocalAttention(
+            "--reset-attention-mask",
+            "with --transformer-impl local the stages between the first and the last would look "
+            "across documents, since Megatron's scripts make this mask on these two alone; use a "
+            "schedule without V placement, e.g. zb-h1, on two ranks",
+            only=V_PLACEMENT,
+        ),
     )
 
     def check(self, run: Run) -> None:
@@ -154,7 +180,9 @@ class Schedule(Feature):
             return ()
         # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
         run.args.pp_placement = "vee" if run.request.vee else "loop"
-        return (_Entry(run.pipeline, run.training),)
+        from .packed_sequences import hooks
+
+        return (_Entry(run.pipeline, run.training), HooksOnly(hooks(run)))
 
 
 class _Entry(Callback):
