@@ -23,6 +23,13 @@ from .runner import Call, Iteration, MegatronRunner
 
 WATCHDOG_ENVIRONMENT = "MEGATRON_EXT_WATCHDOG_SECONDS"
 _LISTED = 16
+# Options of the model's configuration with which messages are not all of one known shape.
+_OTHER_SHAPES = (
+    "variable_seq_lengths",
+    "mtp_standalone",
+    "enable_mhc_connections",
+    "enable_hyper_connections",  # as Megatron's branch dev calls them
+)
 
 
 class ScheduledPipeline:
@@ -88,7 +95,9 @@ class ScheduledPipeline:
             first_val_step,
         )
         group = pipeline_group(p2p_communicator, pg_collection)
-        length = decoder_seq_length if decoder_seq_length is not None else seq_length
+        length = seq_length
+        if decoder_seq_length is not None and len(models) == 1:  # stock's interleaved ignores it
+            length = decoder_seq_length
         shape = message_shape(length, micro_batch_size, iteration)
         if adjust_tensor_shapes_fn is not None:
             shape = None  # of any shape, which is sent ahead
@@ -246,11 +255,12 @@ def message_shape(
 ) -> tuple[int, ...] | None:
     """Shape of what travels between stages: (sequence on this rank, microbatch, hidden).
 
-    None where it differs between microbatches, or (multi-token prediction on a stage of its own,
-    which passes several hidden states on) between stages.
+    None where it differs between microbatches, or between stages, or is not that: multi-token
+    prediction on a stage of its own passes several hidden states on, hyper-connections pass all
+    their residual streams on.
     """
     config = iteration.config
-    if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
+    if any(getattr(config, name, False) for name in _OTHER_SHAPES):
         return None
     length //= iteration.cp_size
     if config.sequence_parallel:
