@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from tests.support.architectures import ARCHITECTURES
 from tests.support.feature_runs import DEFECTS, SCHEDULES, Cell, run_feature
 from tests.support.features import FEATURES
 from tests.support.script_server import ScriptServer
@@ -81,7 +82,7 @@ def main() -> int:
     version = version_of(options.checkout)
     chosen = [
         f
-        for f in FEATURES
+        for f in FEATURES + ARCHITECTURES
         if f.first <= version and re.search(options.features, f.name, re.IGNORECASE)
     ]
     folder = options.keep or Path(tempfile.mkdtemp(prefix="feature-matrix-"))

@@ -23,6 +23,7 @@ from tests.support.script_server import Outcome, ScriptServer
 
 SCHEDULES = "1f1b,interleaved,zb-h1,zb-h2,interleaved-zb,v-min,v-half,v-zb,v-cap,gis,gis-h,po,auto"
 _LOOPED = ("interleaved", "interleaved-zb", "gis", "gis-h", "po")
+_LAYOUTS = ("LAYOUT", "STANDALONE")  # words in a feature's flags that stand for one
 DEFECTS = ("DIFFERENT", "FAILED", "HUNG")
 # Megatron prints norms with three or more digits; they are sums over ranks.
 _PRINTED = 2e-3
@@ -75,19 +76,21 @@ def command(feature: Feature, name: str, checkpoint: Path | None) -> list[str]:
     words += ["--load", str(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng"]
     ours = schedule_flags(name, feature.pp)
     more = feature.ours.split() if ours else []
-    if "LAYOUT" in words and "--num-virtual-stages-per-pipeline-rank" in ours:
+    if {*_LAYOUTS} & {*words} and "--num-virtual-stages-per-pipeline-rank" in ours:
         ours = ours[:-2]  # the layout says how many
     words += ours + more
     board = str(checkpoint.parent / "board")
     words = [board if word == "TENSORBOARD" else word for word in words]
-    return [_layout(name, feature.pp) if word == "LAYOUT" else word for word in words]
+    return [_layout(name, feature.pp, word) if word in _LAYOUTS else word for word in words]
 
 
-def _layout(name: str, pp: int) -> str:
-    """Eight layers over the stages, unevenly."""
+def _layout(name: str, pp: int, kind: str) -> str:
+    """Eight layers over the stages, unevenly; STANDALONE: with one for multi-token prediction."""
+    assert pp == 4, "written for four ranks"
     looped = name in _LOOPED or name.startswith("v-")
+    if kind == "STANDALONE":
+        return "Et|t|t|t|tt|tt|m|L" if looped else "Ettt|ttttt|m|L"
     counts = [0, 1, 1, 1, 2, 1, 1, 1] if looped else [1, 3, 2, 2]
-    assert len(counts) == pp * (2 if looped else 1), "written for four ranks"
     stages = ["t" * n for n in counts]
     stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
     return "|".join(stages)
@@ -120,7 +123,7 @@ def compare(feature: Feature, stock: Outcome, ours: Outcome) -> tuple[str, str]:
             worst = max(worst, _relative(float.fromhex(value), float.fromhex(b["losses"][name])))
     if worst > feature.tolerance:
         return "DIFFERENT", f"losses differ by {worst:.2e}"
-    lines, wanted = logged(ours, feature.world), logged(stock, feature.world)
+    lines, wanted = logged(ours, feature.world), logged(stock, feature.stock.world)
     if len(lines) != len(wanted) or not wanted:
         return "DIFFERENT", f"{len(lines)} lines logged, stock {len(wanted)}"
     for a, b in zip(lines, wanted, strict=True):
@@ -178,7 +181,7 @@ def run_cell(
         return Cell(feature.name, name, "rejected", why[10:], outcome.seconds)
     if outcome.status == "failed" or stock.status != "ok":
         if stock.status != "ok":
-            return Cell(feature.name, name, "no stock", reason(stock, feature.world))
+            return Cell(feature.name, name, "no stock", reason(stock, feature.stock.world))
         return Cell(feature.name, name, "FAILED", why, outcome.seconds)
     return Cell(feature.name, name, *compare(feature, stock, outcome), outcome.seconds)
 
@@ -200,7 +203,8 @@ def run_feature(
         why = "no checkpoint: " + reason(made, 1)
         print(f"{feature.name:36} {why[:200]}", flush=True)
         return [Cell(feature.name, name, "no stock", why) for name in schedules]
-    stock = server.run(command(feature, "stock", start), feature.world, folder / "stock")
+    alike = feature.stock
+    stock = server.run(command(alike, "stock", start), alike.world, folder / "stock")
     cells = []
     for name in schedules:
         cells.append(run_cell(server, feature, name, stock, folder / name, start))

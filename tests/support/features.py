@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BASE = """--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 5 --lr 1e-3
@@ -34,6 +34,7 @@ class Feature:
         repeat: compare with a second run of the same schedule, not with stock: what is random then
             has to be reproducible, and cannot be stock's.
         first: the oldest version that knows these flags.
+        alone: stock cannot run it in a pipeline; it runs it without one.
     """
 
     name: str
@@ -47,6 +48,12 @@ class Feature:
     why: str = ""
     repeat: bool = False
     first: tuple[int, int] = (0, 16)
+    alone: bool = False
+
+    @property
+    def stock(self) -> Feature:
+        """What stock runs to compare with."""
+        return replace(self, pp=1, world=self.world // self.pp) if self.alone else self
 
 
 _CHEAP = "--pp-cheap-recompute"
