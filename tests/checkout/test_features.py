@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.architectures import ARCHITECTURES
 from tests.support.checkouts import Serve, version
 from tests.support.feature_runs import run_feature
 from tests.support.features import FEATURES
@@ -33,6 +34,22 @@ ROWS = {
         "offload, full, TP 2, sequence parallel": "zb-h1",
         "offload, full, recompute selective, ramp-up": "v-half",
         "offload, full, cheap recompute": "zb-h1",
+        "DeepSeek-V3, offload, full": "v-zb",
+        "packed sequences": "v-half",
+        "MLA, TP 2, sequence parallel": "zb-h1,v-half",
+        "MoE, allgather dispatcher, EP 2": "interleaved-zb,v-half",
+        "DeepSeek-V3: MLA, dense first layers, MoE, MTP; EP 2, both overlaps": "zb-h1,v-zb",
+        "DeepSeek-V3, recompute of MLA's up projection and shared experts": "interleaved-zb,v-half",
+        "MTP on a stage of its own": "zb-h1,interleaved-zb",
+        "Qwen3: QK norm, GQA, MoE, vocabulary of 152k": "zb-h1,v-half",
+        "GPT-OSS: sliding window, sinks, clamped GLU, MoE": "interleaved-zb,v-half",
+        "heterogeneous layers": "zb-h1",
+        "packed sequences, PP 4": "zb-h1,interleaved-zb,v-zb",
+        "packed sequences, MLA": "v-half",
+        "packed sequences, TP 2": "interleaved-zb,v-half",
+        "packed sequences, CP 2": "zb-h1,v-half",
+        "optimizer on the CPU": "zb-h1,v-half",
+        "decoder sequence length": "interleaved,interleaved-zb",
     },
     "core_v0.16.1": {
         "MoE, EP 2, bf16, both overlaps": "v-half",
@@ -51,6 +68,8 @@ ROWS = {
 }
 
 
+# Of current architectures by default: together these pass through the most of what they need.
+DAILY = ("DeepSeek-V3, offload, full", "packed sequences")
 # In tier matrix: what the other rows, or the tests of offload on the wheel, nearly cover.
 NIGHTLY = (
     *("fewer first and last layers", "per-token loss", "batch-size ramp-up"),
@@ -58,6 +77,7 @@ NIGHTLY = (
     "offload, full, TP 2, sequence parallel",
     "offload, full, recompute selective, ramp-up",
     "offload, full, cheap recompute",
+    *(feature.name for feature in ARCHITECTURES if feature.name not in DAILY),
 )
 
 
@@ -80,12 +100,12 @@ def test_losses_are_stocks(
     server: ScriptServer, feature: str, schedules: str, tmp_path: Path
 ) -> None:
     """Bit for bit, or, where another order of summands is unavoidable, as close as stated."""
-    by_name = {feature.name: feature for feature in FEATURES}
-    for cell in run_feature(server, by_name[feature], schedules.split(","), tmp_path):
+    [row] = [row for row in FEATURES + ARCHITECTURES if row.name == feature]
+    for cell in run_feature(server, row, schedules.split(","), tmp_path):
         assert cell.result == "equal" or cell.result.startswith("~"), cell
         # In Megatron's line, on the rank that prints it; without our flags nowhere.
-        last = f"rank{by_name[feature].world - 1}.log"
-        logs = [(tmp_path / run / last).read_text() for run in (cell.schedule, "stock")]
+        runs = ((cell.schedule, row.world), ("stock", row.stock.world))
+        logs = [(tmp_path / run / f"rank{world - 1}.log").read_text() for run, world in runs]
         ours, stocks = (len(re.findall(r" iteration +\d+/", log)) for log in logs)
         assert len(LOGGED.findall(logs[0])) == ours == stocks > 0
         assert "pipeline bubble" not in logs[1]

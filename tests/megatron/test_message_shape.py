@@ -1,0 +1,38 @@
+"""The shape of messages between stages, from the model's configuration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.integration.pipeline import message_shape
+
+
+def shape_of(**options: Any) -> tuple[int, ...] | None:
+    """Of microbatches of two sequences of 64 tokens, with context parallelism on two ranks."""
+    known = {"variable_seq_lengths": False, "sequence_parallel": False, "hidden_size": 48}
+    config = SimpleNamespace(**(known | {"tensor_model_parallel_size": 4} | options))
+    iteration: Any = SimpleNamespace(config=config, cp_size=2)
+    return message_shape(64, 2, iteration)
+
+
+def test_each_rank_sends_its_part_of_the_sequence() -> None:
+    assert shape_of() == (32, 2, 48)
+    assert shape_of(sequence_parallel=True) == (8, 2, 48)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "variable_seq_lengths",
+        "mtp_standalone",
+        "enable_mhc_connections",
+        "enable_hyper_connections",
+    ],
+)
+def test_shapes_are_sent_where_they_are_not_known(option: str) -> None:
+    """Among them hyper-connections, whose stages pass all residual streams on."""
+    assert shape_of(**{option: True}) is None
+    assert shape_of(**{option: False}) == (32, 2, 48)
