@@ -1,7 +1,6 @@
 """Rows of the feature matrix for current architectures: DeepSeek-V3, Qwen3, GPT-OSS and others.
 
-What needs Transformer Engine or DeepEP is here too, so that the page says "no stock" with the
-reason; Muon needs the package emerging-optimizers.
+Muon needs the package emerging-optimizers.
 """
 
 from __future__ import annotations
@@ -134,14 +133,6 @@ ARCHITECTURES = (
         pp=2,
         first=(0, 19),
     ),
-    Feature(
-        "optimizer, precision-aware",
-        model="--bf16",
-        run=f"{OVERLAP} --use-precision-aware-optimizer",
-        pp=2,
-    ),
-    Feature("MoE, flex dispatcher", model=MOE.replace("alltoall", "flex"), pp=2, world=2),
-    Feature("fp8", model="--bf16", run="--fp8-format hybrid", pp=2, world=2),
     Feature(
         "decoder sequence length",
         run="--decoder-seq-length 8 --num-virtual-stages-per-pipeline-rank 2",
