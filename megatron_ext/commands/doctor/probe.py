@@ -145,6 +145,7 @@ def _groups() -> dict[str, Callable[[Any], None]]:
                 pipeline_model_parallel_size=2,
                 distributed_timeout_minutes=10,
                 pp_cheap_recompute=recompute,
+                dataloader_inter_document_masking=True,
             )
             request = ScheduleRequest.of(name, offloading=asked)
             start(installation, arguments, request.resolve(2, None, 2))
