@@ -96,8 +96,8 @@ class ScheduledPipeline:
         )
         group = pipeline_group(p2p_communicator, pg_collection)
         length = seq_length
-        if decoder_seq_length is not None and len(models) == 1:  # stock's interleaved ignores it
-            length = decoder_seq_length
+        if decoder_seq_length is not None and len(models) == 1:
+            length = decoder_seq_length  # stock's interleaved schedule takes no notice of it
         shape = message_shape(length, micro_batch_size, iteration)
         if adjust_tensor_shapes_fn is not None:
             shape = None  # of any shape, which is sent ahead
