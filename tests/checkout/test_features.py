@@ -33,6 +33,8 @@ ROWS = {
         "offload, full, TP 2, sequence parallel": "zb-h1",
         "offload, full, recompute selective, ramp-up": "v-half",
         "offload, full, cheap recompute": "zb-h1",
+        "hybrid": "interleaved-zb,v-half",
+        "hybrid, tied, DP 2, bf16, both overlaps, offload": "1f1b,zb-h1,interleaved,v-zb,auto",
     },
     "core_v0.16.1": {
         "MoE, EP 2, bf16, both overlaps": "v-half",
@@ -47,6 +49,7 @@ ROWS = {
     "core_v0.18.2": {
         "tied, bf16, both overlaps": "zb-h1,v-half",
         "offload, full": "v-half",
+        "hybrid": "interleaved-zb,v-half",
     },
 }
 
@@ -58,6 +61,7 @@ NIGHTLY = (
     "offload, full, TP 2, sequence parallel",
     "offload, full, recompute selective, ramp-up",
     "offload, full, cheap recompute",
+    "hybrid, tied, DP 2, bf16, both overlaps, offload",
 )
 
 

@@ -23,4 +23,5 @@ class VPlacement(Feature):
             return ()
         from .vee import VeeCallback
 
-        return (VeeCallback(run.training or "megatron.training" in sys.modules),)
+        training = run.training or "megatron.training" in sys.modules
+        return (VeeCallback(training, run.request.name),)
