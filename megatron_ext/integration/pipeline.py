@@ -88,7 +88,9 @@ class ScheduledPipeline:
             first_val_step,
         )
         group = pipeline_group(p2p_communicator, pg_collection)
-        length = decoder_seq_length if decoder_seq_length is not None else seq_length
+        length = seq_length
+        if decoder_seq_length is not None and len(models) == 1:
+            length = decoder_seq_length  # stock's interleaved schedule takes no notice of it
         shape = message_shape(length, micro_batch_size, iteration)
         if adjust_tensor_shapes_fn is not None:
             shape = None  # of any shape, which is sent ahead
@@ -156,8 +158,8 @@ class ScheduledPipeline:
         )
         if len(iteration.models) != plan.chunks:
             raise ConfigError(
-                f"schedule {plan.name} has {plan.chunks} chunks a rank but the model was built "
-                f"with {len(iteration.models)}"
+                f"the schedule has {plan.chunks} model chunks a rank, but the model was built with "
+                f"{len(iteration.models)}"
             )
         for callback in self.callbacks:
             callback.begin(step)
