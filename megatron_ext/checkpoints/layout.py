@@ -42,6 +42,7 @@ class Layout:
             for name in (
                 "num_layers",
                 "pipeline_model_parallel_layout",
+                "hybrid_layer_pattern",
                 "decoder_first_pipeline_num_layers",
                 "decoder_last_pipeline_num_layers",
                 "account_for_embedding_in_pipeline_split",

@@ -1,16 +1,20 @@
-"""Layers of each stage: Megatron's layout object, for the stages of a V.
+"""Layers of each stage: Megatron's layout object and layer pattern, for the stages of a V.
 
 Stock Megatron has four ways to say how many layers a stage gets (evenly, fewer on the first and
 last, embedding and loss counted as layers, or a layout string). Under V placement all of them
 become one layout string in *model* order, which Megatron's own validation reads, and one layout
-object.
+object. A hybrid model has a pattern instead, which lists its layers and may list its stages.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
+from .._input import attribute
 from ..schedule.placement import Placement
 from .arguments import MegatronArgs
 from .errors import ConfigError
@@ -72,11 +76,14 @@ def vee_layout_text(args: MegatronArgs, pp: int) -> str:
 
 
 def layer_counts(args: MegatronArgs, stages: int) -> list[int]:
-    """Transformer layers of each of ``stages`` stages, in model order, as Megatron's flags say.
+    """Layers of each of ``stages`` stages, in model order, as Megatron's flags say.
 
     Raises:
         ConfigError: the layers do not fit the stages.
     """
+    pattern = LayerPattern.of(args)
+    if pattern is not None:
+        return [len(stage) for stage in pattern.stages_of(args, stages)]
     given = args.pipeline_model_parallel_layout
     given = getattr(given, "input_data", given)  # Megatron's validation makes an object of it
     if given is None:
@@ -93,19 +100,19 @@ def layer_counts(args: MegatronArgs, stages: int) -> list[int]:
 def _counts(args: MegatronArgs, stages: int) -> list[int]:
     """Transformer layers of each stage."""
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    taken = [
-        -1 if args.account_for_embedding_in_pipeline_split else 0,
-        -1 if args.account_for_loss_in_pipeline_split else 0,
-    ]
-    layers = args.num_layers or 0
-    middle = layers - sum(taken) - (first or 0) - (last or 0)
-    even = stages - (first is not None) - (last is not None)
+    taken = (
+        int(bool(args.account_for_embedding_in_pipeline_split)),
+        int(bool(args.account_for_loss_in_pipeline_split)),
+    )
     if any(taken) and (first is not None or last is not None):
         raise ConfigError(
             f"--pp-schedule {args.pp_schedule}: --account-for-*-in-pipeline-split cannot be "
             "combined with --decoder-first/last-pipeline-num-layers; use one of them"
         )
-    if layers < 1 or middle < 0 or middle % even or (even and middle // even + min(taken) < 0):
+    counts = spread(args.num_layers or 0, stages, first, last, taken)
+    if counts is None:
+        middle = (args.num_layers or 0) + sum(taken) - (first or 0) - (last or 0)
+        even = stages - (first is not None) - (last is not None)
         raise ConfigError(
             f"--pp-schedule {args.pp_schedule} splits the layers evenly over {stages} stages, but "
             f"{middle} layers (--num-layers {args.num_layers}, embedding and loss as asked) are "
@@ -113,10 +120,132 @@ def _counts(args: MegatronArgs, stages: int) -> list[int]:
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or "
             f"--pipeline-model-parallel-layout with {stages} stages"
         )
-    counts = [middle // even] * stages
-    counts[0] = counts[0] + taken[0] if first is None else first
-    counts[-1] = counts[-1] + taken[1] if last is None else last
     return counts
+
+
+def spread(
+    layers: int,
+    stages: int,
+    first: int | None = None,
+    last: int | None = None,
+    taken: tuple[int, int] = (0, 0),
+) -> list[int] | None:
+    """Layers of each stage, evenly but for the first and the last; None if that cannot be.
+
+    Args:
+        layers: in all.
+        stages: how many.
+        first, last: layers of the first and the last stage; None: as the others.
+        taken: 1 where the embedding, and where the loss, counts as a layer.
+    """
+    middle = layers + sum(taken) - (first or 0) - (last or 0)
+    even = stages - (first is not None) - (last is not None)
+    each, rest = divmod(middle, even) if even else (0, middle)
+    if layers < 1 or middle < 0 or rest or each < max(taken):
+        return None
+    counts = [each] * stages
+    counts[0] = each - taken[0] if first is None else first
+    counts[-1] = each - taken[1] if last is None else last
+    return counts
+
+
+@dataclass(frozen=True)
+class LayerPattern:
+    """A hybrid model's layers: one symbol a layer, ``|`` between pipeline stages.
+
+    Attributes:
+        main: of the decoder, in model order.
+        mtp: what follows it, from the first ``/`` on: multi-token prediction, on the last stage.
+        flag: that it was given with.
+    """
+
+    main: str
+    mtp: str = ""
+    flag: str = "--hybrid-layer-pattern"
+
+    @classmethod
+    def of(cls, args: MegatronArgs) -> LayerPattern | None:
+        """The pattern in Megatron's arguments; None if the model has none."""
+        # The second is deprecated since core_v0.17, and the only one before.
+        for flag in (cls.flag, "--hybrid-override-pattern"):
+            text = getattr(args, attribute(flag), None)
+            if text:
+                main, slash, mtp = text.partition("/")
+                return cls(main, slash + mtp, flag)
+        return None
+
+    @property
+    def text(self) -> str:
+        """As Megatron takes it."""
+        return self.main + self.mtp
+
+    @property
+    def layers(self) -> int:
+        """Of the decoder."""
+        return len(self.main.replace("|", ""))
+
+    @property
+    def listed(self) -> int | None:
+        """How many stages it lists; None without ``|``: Megatron spreads the layers evenly."""
+        return self.main.count("|") + 1 if "|" in self.main else None
+
+    def stages(self, number: int, first: int | None = None, last: int | None = None) -> list[str]:
+        """The layers of each stage in model order, as listed or cut by Megatron's own rule.
+
+        Args:
+            number: of stages.
+            first, last: layers of the first and the last stage, where none are listed.
+
+        Raises:
+            ConfigError: another number of stages is listed, or the layers do not spread.
+        """
+        if self.listed is not None:
+            if self.listed != number:
+                raise ConfigError(
+                    f"{self.flag} {self.text} lists {self.listed} stages, but {number} are needed; "
+                    f"list {number} in model order, e.g. {self.example(number)}"
+                )
+            return self.main.split("|")
+        counts = spread(self.layers, number, first, last)
+        if counts is None:
+            raise ConfigError(
+                f"the {self.layers} layers of {self.flag} {self.text} do not spread evenly over "
+                f"{number} stages; list the stages in model order, e.g. {self.example(number)}"
+            )
+        return self._cut(counts)
+
+    def stages_of(self, args: MegatronArgs, number: int) -> list[str]:
+        """``stages`` with the first and last that Megatron's flags ask for."""
+        first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+        return self.stages(number, first, last)
+
+    def list_stages(self, args: MegatronArgs, number: int) -> None:
+        """Write these stages into the pattern in Megatron's arguments.
+
+        Raises:
+            ConfigError: see ``stages``.
+        """
+        pattern = replace(self, main="|".join(self.stages_of(args, number)))
+        setattr(args, attribute(self.flag), pattern.text)
+        args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+
+    def example(self, number: int) -> str:
+        """The flag with these layers on ``number`` stages, as evenly as can be."""
+        edges = [self.layers * i // number for i in range(number + 1)]
+        stages = self._cut([end - start for start, end in pairwise(edges)])
+        return f"{self.flag} '{'|'.join(stages)}{self.mtp}'"
+
+    def _cut(self, counts: Sequence[int]) -> list[str]:
+        plain = self.main.replace("|", "")
+        return [plain[end - count : end] for count, end in zip(counts, accumulate(counts))]
+
+
+def hybrid_without_stages(args: MegatronArgs) -> bool:
+    """True for a hybrid model of Megatron before core_v0.17, which has one chunk a rank."""
+    if hasattr(args, "hybrid_layer_pattern"):
+        return False
+    names = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_attention_ratio")
+    return any(getattr(args, name, None) for name in (*names, "hybrid_mlp_ratio"))
 
 
 @functools.cache

@@ -165,8 +165,8 @@ class ScheduledPipeline:
         )
         if len(iteration.models) != plan.chunks:
             raise ConfigError(
-                f"schedule {plan.name} has {plan.chunks} chunks a rank but the model was built "
-                f"with {len(iteration.models)}"
+                f"the schedule has {plan.chunks} model chunks a rank, but the model was built with "
+                f"{len(iteration.models)}"
             )
         for callback in self.callbacks:
             callback.begin(step)

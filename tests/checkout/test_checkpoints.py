@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, Serve, nightly
+from tests.support.feature_runs import PATTERN
 from tests.support.features import BASE, MOE
 from tests.support.script_server import Outcome, ScriptServer
 
@@ -37,19 +38,20 @@ TOUR = (
 class Runs:
     """Training runs of one checkout, each in a folder of its own."""
 
-    def __init__(self, server: ScriptServer, folder: Path) -> None:
-        self.server, self.folder = server, folder
+    def __init__(self, server: ScriptServer, folder: Path, script: str = "", *model: str) -> None:
+        self.server, self.folder, self.script, self.model = server, folder, script, model
 
     def train(self, name: str, pp: int, *flags: str, world: int | None = None) -> Outcome:
         """Train ``name`` (its checkpoints go to ``NAME/checkpoints``) and return how it ended."""
-        argv = [*MODEL, "--pipeline-model-parallel-size", str(pp), *flags]
+        argv = [*MODEL, *self.model, "--pipeline-model-parallel-size", str(pp), *flags]
         if "--save" not in argv and "--nosave" not in argv:
             argv += ["--save", str(self.checkpoints(name))]
             # Else the end of the training is saved.
             argv += [] if "--save-interval" in argv else ["--save-interval", "1000"]
         untied = [] if "--tied" in argv else ["--untie-embeddings-and-output-weights"]
         argv = [word for word in argv if word not in ("--nosave", "--tied")] + untied
-        return self.server.run(argv, world or pp, self.folder / f"{name}-log")
+        log = self.folder / f"{name}-log"
+        return self.server.run(argv, world or pp, log, script=self.script)
 
     def checkpoints(self, name: str) -> Path:
         """Where ``name`` saves."""
@@ -79,6 +81,13 @@ def losses(outcome: Outcome) -> list[float]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
     return Runs(serve(MAIN_TAG), tmp_path_factory.mktemp("main"))
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
+    model = f"--hybrid-layer-pattern {PATTERN} --spec tests.support.hybrid_spec SPEC".split()
+    folder = tmp_path_factory.mktemp("hybrid")
+    return Runs(serve(MAIN_TAG), folder, "pretrain_hybrid.py", *model)
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +173,14 @@ def test_tour_on_the_oldest_version(oldest: Runs) -> None:
     tour(oldest, (([], 2), TOUR[1], (["--pp-schedule", "interleaved", *TWO_CHUNKS], 2), TOUR[4]))
 
 
+@pytest.mark.matrix
+def test_tour_of_a_hybrid_model(hybrid: Runs) -> None:
+    """The layers of a pattern, on whichever rank and chunk its stages lie."""
+    listed = ["--hybrid-layer-pattern", "M*|-|MM*|-M"]
+    vee, looped = ["--pp-schedule", "v-half", *listed], ["--pp-schedule", "interleaved", *listed]
+    tour(hybrid, (([], 2), (vee, 2), (looped, 2), (["--pp-schedule", "v-zb"], 4), (RESHARDABLE, 1)))
+
+
 def test_optimizer_in_shards(runs: Runs) -> None:
     """With two data-parallel ranks, each of which holds half of every bucket's state."""
     flags = [*DISTRIBUTED, "--exit-interval", "2"]
@@ -236,6 +253,19 @@ def test_loaded_and_saved_again(runs: Runs, model: list[str], ranks: int, reques
     assert found == []
     mine, theirs = (saved(runs.checkpoints(f"{name}-{x}"), 2) for x in ("v", "stock"))
     assert_equal(mine, theirs)
+
+
+def test_a_hybrid_model_from_the_loop_to_a_v(hybrid: Runs) -> None:
+    """It continues, and saves what stock's run saves; another pattern is another model."""
+    base = [*DISTRIBUTED, "--train-iters", "2", "--save-interval", "1"]
+    wanted = hybrid.good("loop", 2, *base, *RESHARDABLE)
+    load = [*base, "--load", str(hybrid.checkpoints("loop")), "--ckpt-step", "1"]
+    vee = ["--pp-schedule", "v-half", "--hybrid-layer-pattern"]
+    assert hybrid.good("vee", 2, *load, *vee, "M*|-|MM*|-M") == wanted[1:]
+    mine, theirs = (saved(hybrid.checkpoints(x), 2) for x in ("vee", "loop"))
+    assert_equal(mine, theirs)
+    text = hybrid.refused("other", 2, *load, *vee, "M*M-M*-M")
+    assert "--hybrid-layer-pattern M*-MM*-M (here M*M-M*-M)" in text
 
 
 def without(folder: Path, key: str) -> None:

@@ -51,6 +51,8 @@ ROWS = {
         "packed sequences, CP 2": "zb-h1,v-half",
         "optimizer on the CPU": "zb-h1,v-half",
         "decoder sequence length": "interleaved,interleaved-zb",
+        "hybrid": "interleaved-zb,v-half",
+        "hybrid, tied, DP 2, bf16, both overlaps, offload": "1f1b,zb-h1,interleaved,v-zb,auto",
     },
     "core_v0.16.1": {
         "MoE, EP 2, bf16, both overlaps": "v-half",
@@ -65,6 +67,7 @@ ROWS = {
     "core_v0.18.2": {
         "tied, bf16, both overlaps": "zb-h1,v-half",
         "offload, full": "v-half",
+        "hybrid": "interleaved-zb,v-half",
     },
     "core_v0.16.0rc0-1dcf0daf": {
         "tied, bf16, both overlaps": "zb-h1,v-half",
@@ -91,6 +94,7 @@ NIGHTLY = (
     "offload, full, recompute selective, ramp-up",
     "offload, full, cheap recompute",
     *(feature.name for feature in ARCHITECTURES if feature.name not in DAILY),
+    "hybrid, tied, DP 2, bf16, both overlaps, offload",
 )
 
 

@@ -144,13 +144,13 @@ def test_layers_of_the_v(flags: dict[str, Any], layout: str | None) -> None:
 
 
 def test_other_models_under_v() -> None:
-    from megatron_ext.integration.features.v_placement.vee import require_gpt
+    from megatron_ext.integration.model_classes import require_placed
 
     class BertModel:
         pass
 
     with pytest.raises(ConfigError, match="this model is a BertModel; use a schedule with Mega"):
-        require_gpt([BertModel()], "v-half")
+        require_placed([BertModel()], "v-half")
 
 
 def test_no_inference_under_v() -> None:
@@ -290,7 +290,6 @@ class TestAuto:
             self.decided({"memory_cap": "0.5"}, num_layers=12)
 
     def test_features_that_exclude_the_v(self) -> None:
-        assert self.decided({}, hybrid_layer_pattern="M-M-")[0].name == "zb-h1"
         assert self.decided({}, decoder_first_pipeline_num_layers=2)[0].name == "zb-h1"
 
     def test_virtual_stages_of_the_user(self) -> None:
@@ -304,8 +303,8 @@ class TestAuto:
         choice, _ = self.decided({"memory_cap": "0.875"}, num_virtual_stages_per_pipeline_rank=2)
         assert choice.name in ("gis", "gis-h", "po")
         assert max(simulate(choice.plan(8)).peak_sets) <= 7
-        with pytest.raises(ConfigError, match="auto cannot choose under --pipeline-model-parallel"):
-            self.decided({}, pipeline_model_parallel_layout="E|t|t|L")
+        with pytest.raises(ConfigError, match="auto cannot choose under --num-virtual-stages"):
+            self.decided({}, num_virtual_stages_per_pipeline_rank=1)
 
     def test_group_size(self) -> None:
         with pytest.raises(ConfigError, match="drop --pp-group-size 3"):

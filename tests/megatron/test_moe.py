@@ -25,6 +25,8 @@ SINGLE = [
     "expert-bias",
     "shared-experts",
     "probs-on-input",
+    "allgather",
+    "allgather-etp2-ep2",
     "relu",
     "odd-width",
     "skew",
@@ -60,7 +62,8 @@ def test_every_case_is_compared(results: Cases) -> None:
 @pytest.mark.parametrize("case", COMPARED)
 def test_results_are_stocks(results: Cases, case: str) -> None:
     """Output, gradients of the input, of the router and of the experts, auxiliary losses, and the
-    statistics of the expert bias; one chunk is bitwise the same, whatever is restored."""
+    statistics of the expert bias; one chunk is bitwise the same, whatever is restored, as long as
+    stock sums the experts' outputs where they are summed here."""
     limit = TOLERANCE["fp64" if case in EXACT else "bf16" if case in BF16 else "fp32"]
     for rank in results[case]:
         ways = _ways(rank)
@@ -73,7 +76,7 @@ def test_results_are_stocks(results: Cases, case: str) -> None:
                     continue
                 if stock[name] is None:
                     assert ours[name] is None, f"{way}: {name}"
-                elif way[0] == 1:
+                elif way[0] == 1 and not case.startswith("allgather"):
                     assert ours[name].equal(stock[name]), f"{way}: {name}"
                 else:
                     assert _difference(ours[name], stock[name]) <= limit, f"{way}: {name}"

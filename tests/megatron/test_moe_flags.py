@@ -59,6 +59,15 @@ def test_what_is_asked_for(chunks: str, strategy: str | None) -> None:
     request.check(args)
 
 
+def test_both_plain_dispatchers() -> None:
+    """allgather is Megatron's default."""
+    for name in ("alltoall", "allgather"):
+        args = arguments(moe_token_dispatcher_type=name)
+        request = MoERequest.of(args)
+        assert request is not None
+        request.check(args)
+
+
 def test_unknown_values_list_the_known() -> None:
     assert "off, auto, 1, 2, 4, 8, got '3'" in refusal(moe_pipeline_chunks="3")
     assert "none, s1, s2, s3, s4, auto, got 's5'" in refusal(moe_memory_reuse="s5")
@@ -129,7 +138,7 @@ def _wrong(rule: Conflict) -> Any:
     if rule.values:
         single = rule.flag == "--recompute-granularity"
         return rule.values[0] if single else ["core_attn", rule.values[0]]
-    names = {"--moe-token-dispatcher-type": "allgather", "--cuda-graph-impl": "local"}
+    names = {"--moe-token-dispatcher-type": "flex", "--cuda-graph-impl": "local"}
     numbers = {"--mlp-chunks-for-training": 2, "--cpu-offloading-num-layers": 2}
     return names.get(rule.flag, numbers.get(rule.flag, True))
 

@@ -12,6 +12,7 @@ A cell's result is one of
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ def schedule_flags(name: str, pp: int) -> list[str]:
 
 
 def command(feature: Feature, name: str, checkpoint: Path | None) -> list[str]:
-    """Arguments of ``pretrain_gpt.py`` for one run."""
+    """Arguments of the training script for one run."""
     words, dropped = [], feature.drop.split()
     skip = False
     for word in BASE.split():
@@ -70,18 +71,31 @@ def command(feature: Feature, name: str, checkpoint: Path | None) -> list[str]:
             words.append(word)
     words += feature.model.split()
     if checkpoint is None:
-        return words
+        return [PATTERN if word == "PATTERN" else word for word in words]
     words += feature.run.split()
     words += ["--pipeline-model-parallel-size", str(feature.pp)]
     words += ["--load", str(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng"]
     ours = schedule_flags(name, feature.pp)
     more = feature.ours.split() if ours else []
-    if {*_LAYOUTS} & {*words} and "--num-virtual-stages-per-pipeline-rank" in ours:
+    if {*_LAYOUTS, "PATTERN"} & {*words} and "--num-virtual-stages-per-pipeline-rank" in ours:
         ours = ours[:-2]  # the layout says how many
     words += ours + more
-    board = str(checkpoint.parent / "board")
-    words = [board if word == "TENSORBOARD" else word for word in words]
-    return [_layout(name, feature.pp, word) if word in _LAYOUTS else word for word in words]
+    values = {
+        "TENSORBOARD": lambda: str(checkpoint.parent / "board"),
+        **{kind: functools.partial(_layout, name, feature.pp, kind) for kind in _LAYOUTS},
+        "PATTERN": lambda: _pattern(name),
+    }
+    return [values[word]() if word in values else word for word in words]
+
+
+PATTERN = "M*-MM*-M"
+
+
+def _pattern(name: str) -> str:
+    """A hybrid model's layers on two ranks, with stages where the schedule does not cut them."""
+    if name in ("v-zb", "auto", "1f1b"):
+        return PATTERN
+    return "M*|-|MM*|-M" if name in _LOOPED or name.startswith("v-") else "M*-MM|*-M"
 
 
 def _layout(name: str, pp: int, kind: str) -> str:
@@ -170,10 +184,11 @@ def run_cell(
     server: ScriptServer, feature: Feature, name: str, stock: Outcome, folder: Path, start: Path
 ) -> Cell:
     """Train one schedule with one feature and compare it."""
-    outcome = server.run(command(feature, name, start), feature.world, folder)
+    run = functools.partial(server.run, script=feature.script)
+    outcome = run(command(feature, name, start), feature.world, folder)
     if feature.repeat and outcome.status == "ok":
         stock, again = outcome, folder.with_name(f"{name}-again")
-        outcome = server.run(command(feature, name, start), feature.world, again)
+        outcome = run(command(feature, name, start), feature.world, again)
     if outcome.status == "hung":
         return Cell(feature.name, name, "HUNG", str(folder), outcome.seconds)
     why = reason(outcome, feature.world) if outcome.status == "failed" else ""
@@ -191,7 +206,8 @@ def run_feature(
 ) -> list[Cell]:
     """One row: a checkpoint by stock on one rank, a stock run, and every schedule."""
     start = folder / "weights"
-    made = server.run(
+    run = functools.partial(server.run, script=feature.script)
+    made = run(
         [
             *command(feature, "stock", None),
             *f"--train-iters 1 --save {start} --save-interval 1".split(),
@@ -204,7 +220,7 @@ def run_feature(
         print(f"{feature.name:36} {why[:200]}", flush=True)
         return [Cell(feature.name, name, "no stock", why) for name in schedules]
     alike = feature.stock
-    stock = server.run(command(alike, "stock", start), alike.world, folder / "stock")
+    stock = run(command(alike, "stock", start), alike.world, folder / "stock")
     cells = []
     for name in schedules:
         cells.append(run_cell(server, feature, name, stock, folder / name, start))

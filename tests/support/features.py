@@ -35,6 +35,7 @@ class Feature:
             has to be reproducible, and cannot be stock's.
         first: the oldest version that knows these flags.
         alone: stock cannot run it in a pipeline; it runs it without one.
+        script: of the checkout.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Feature:
     why: str = ""
     repeat: bool = False
     first: tuple[int, int] = (0, 16)
+    script: str = "pretrain_gpt.py"
     alone: bool = False
 
     @property
@@ -59,6 +61,8 @@ class Feature:
 _CHEAP = "--pp-cheap-recompute"
 _LLAMA = """--position-embedding-type rope --swiglu --group-query-attention --num-query-groups 2
 --normalization RMSNorm --disable-bias-linear"""
+_HYBRID = """--hybrid-layer-pattern PATTERN --spec tests.support.hybrid_spec SPEC
+--position-embedding-type rope"""
 _SUM = "two summands of a gradient are added in another order"
 _CLIP = "the norm that clipping divides by is summed per rank, so in another order"
 
@@ -250,5 +254,24 @@ FEATURES = (
     Feature(
         "offload, full, cheap recompute",
         ours="--pp-cheap-recompute --pp-offload full --pp-offload-time 0.25",
+    ),
+    Feature(
+        "hybrid",
+        model=_HYBRID,
+        drop="--num-layers",
+        pp=2,
+        world=2,
+        first=(0, 18),
+        script="pretrain_hybrid.py",
+    ),
+    Feature(
+        "hybrid, tied, DP 2, bf16, both overlaps, offload",
+        model=_HYBRID + " --bf16",
+        run=OVERLAP,
+        ours="--pp-offload half --pp-offload-time 0.2",
+        drop="--num-layers --untie-embeddings-and-output-weights",
+        pp=2,
+        first=(0, 18),
+        script="pretrain_hybrid.py",
     ),
 )

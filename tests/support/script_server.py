@@ -119,6 +119,7 @@ class ScriptServer:
         prelude: Path | None = None,
         value: Any = None,
         grace: float = 10.0,
+        script: str = "",
     ) -> Outcome:
         """Run the script with ``argv`` on ``world`` ranks; waits for the end.
 
@@ -135,6 +136,7 @@ class ScriptServer:
             value: as it is (JSON).
             grace: seconds that the other ranks have to end when one has failed, on a machine that
                 has nothing else to do; those that are stopped have none.
+            script: another one than the server's, of the same folder.
 
         Raises:
             RuntimeError: the server is gone.
@@ -150,7 +152,7 @@ class ScriptServer:
         job["more"] = {str(rank): list(own) for rank, own in (more or {}).items()}
         job["environment"] = {str(rank): dict(own) for rank, own in (environment or {}).items()}
         job["prelude"] = None if prelude is None else str(prelude)
-        job["value"] = value
+        job["value"], job["script"] = value, script
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
@@ -208,7 +210,8 @@ def _rank(script: Path, job: dict[str, Any], rank: int, port: int) -> None:
             if "prepare" in defined:
                 defined["prepare"](job["value"], rank, folder)
         own = ["--device", "cpu", "--loss-log", str(folder / "losses.jsonl")]
-        launch.main([*own, str(script), *job["argv"], *job.get("more", {}).get(str(rank), [])])
+        path = script.with_name(job.get("script") or script.name)
+        launch.main([*own, str(path), *job["argv"], *job.get("more", {}).get(str(rank), [])])
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else (0 if end.code is None else 1)

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_ext import cpu
 from megatron_ext.integration import ConfigError, install
+from megatron_ext.integration.versions import megatron_version, parse
 from tests.support.stand_ins import megatron_args
 
 TARGETS = (
@@ -27,6 +28,19 @@ TARGETS = (
     "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
     "megatron.core.pipeline_parallel.utils:is_vp_last_stage",
 )
+
+
+def hybrid_targets(version: tuple[int, ...]) -> list[str]:
+    """Where hybrid models are built, run and divided into stages."""
+    models, stages = "megatron.core.models", "select_pipeline_segment"
+    if version >= (0, 18):
+        model = f"{models}.hybrid.hybrid_model:HybridModel"
+        stages = f"{models}.hybrid.hybrid_layer_allocation:{stages}"
+    else:
+        model = f"{models}.mamba.mamba_model:MambaModel"
+        stages = f"megatron.core.ssm.mamba_hybrid_layer_allocation:{stages}"
+    found = [f"{model}.__init__", f"{model}.forward", stages]
+    return found if version >= (0, 17) else found[:2]
 
 
 def held(target: str) -> Any:
@@ -61,9 +75,11 @@ def main() -> None:
     )
     out["megatron_loaded_without_flags"] = "megatron.core" in sys.modules
     cpu.install()
-    for target in TARGETS:
-        held(target)
     from megatron.core import package_info, parallel_state
+
+    targets = (*TARGETS, *hybrid_targets(parse(megatron_version())))
+    for target in targets:
+        held(target)
 
     consumer = types.ModuleType("a_training_script")
     consumer.mpu_last = parallel_state.is_pipeline_last_stage  # type: ignore[attr-defined]
@@ -73,7 +89,7 @@ def main() -> None:
     from megatron_ext.integration.hooks import Hook
     from megatron_ext.integration.install import Installation
 
-    before = {target: held(target) for target in TARGETS}
+    before = {target: held(target) for target in targets}
     symbols = megatron_symbols()
     installation = Installation()
     args = megatron_args(
@@ -82,13 +98,13 @@ def main() -> None:
     version, training = installation.hooks.version, "megatron.training" in sys.modules
     choice = ScheduleRequest.of("v-half").resolve(4, None, 8)
     installation.start(Run(args, version, training, schedule=choice, chunks=2))
-    out["changed"] = {t: held(t) is not before[t] for t in TARGETS}
+    out["changed"] = {t: held(t) is not before[t] for t in targets}
     out["consumer_rebound"] = consumer.mpu_last is parallel_state.is_pipeline_last_stage  # type: ignore[attr-defined]
     out["report"] = installation.hooks.report()
     changed = {k for k, v in megatron_symbols().items() if symbols.get(k, v) != v}
     out["changed_symbols"] = sorted(changed)
     installation.revert()
-    out["restored"] = {t: held(t) is before[t] for t in TARGETS}
+    out["restored"] = {t: held(t) is before[t] for t in targets}
     out["same_after_revert"] = {
         k: v for k, v in megatron_symbols().items() if k in symbols
     } == symbols

@@ -25,7 +25,6 @@ from tests.megatron.cases.moe_layers import Traced, build, chunked, config_of, d
 # isort: split
 import torch
 import torch.distributed as dist
-from megatron.core import num_microbatches_calculator
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ext.integration.features.moe.choice import ChosenMoE
@@ -119,7 +118,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         policy = auto_policy(case) if auto else fixed
         with chunked(policy, min_bytes=1) as ours, Traced() as traced:
             for step, (chunks, strategy) in enumerate(steps):
-                policy.begin_step()
+                policy.begin_step(2)
                 if kind == "ours" and not auto:
                     fixed.plan = LayerPlan.of(chunks, strategy)
                 model.zero_grad_buffer()
@@ -145,9 +144,6 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
 def auto_policy(case: dict[str, Any]) -> ChosenMoE:
     """The flags' policy, for a pipeline of one stage with two microbatches in flight."""
-    if num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
-        world = dist.get_world_size()
-        num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2 * world, 1, world)
     return ChosenMoE(
         SearchSpace.of(*case.get("space", ())),
         case["budget"],
@@ -290,6 +286,8 @@ _ON_INPUT = {
     "moe_apply_probs_on_input": True,
 }
 
+_ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+
 # name -> ranks, parallel sizes, and what differs.
 CASES: dict[str, dict[str, Any]] = {
     "ep2-fp64": {"world": 2, "ep": 2, "dtype": torch.float64},
@@ -312,6 +310,15 @@ CASES: dict[str, dict[str, Any]] = {
         "config": {"moe_shared_expert_intermediate_size": 32},
     },
     "probs-on-input": {"world": 2, "ep": 2, "ways": SOME, "config": _ON_INPUT},
+    "allgather": {"world": 2, "ep": 2, "ways": SOME, "config": _ALLGATHER},
+    "allgather-etp2-ep2": {
+        "world": 4,
+        "tp": 2,
+        "etp": 2,
+        "ep": 2,
+        "ways": SOME,
+        "config": _ALLGATHER,
+    },
     "relu": {
         "world": 2,
         "ep": 2,

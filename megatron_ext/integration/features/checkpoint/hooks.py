@@ -19,6 +19,7 @@ from ....checkpoints.layout import Layout
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...hooks import Hook
+from ...layout import LayerPattern
 from ...utils import gather, has_second_embedding, unwrapped
 from . import integrity, metadata
 
@@ -406,6 +407,10 @@ def _differing_flags(args: MegatronArgs, saved: Any) -> str:
         for name in _MODEL_FLAGS
         if hasattr(saved, name) and getattr(saved, name) != getattr(args, name, None)
     ]
+    here, there = LayerPattern.of(args), LayerPattern.of(saved)
+    texts = [None if p is None else p.text.replace("|", "") for p in (here, there)]
+    if texts[0] != texts[1] and there is not None:
+        values.append(f"{there.flag} {texts[1]} (here {texts[0]})")
     return f"it was saved with {', '.join(values)}" if values else ""
 
 

@@ -31,8 +31,8 @@ _SHARDED = "it gathers and frees parameters around whole layers; use --use-distr
 CONFLICTS = (
     Conflict(
         "--moe-token-dispatcher-type",
-        "chunks have all-to-alls of their own; set it to alltoall",
-        off=("alltoall",),
+        "its communication is inside its kernels, and chunks have their own; set it to alltoall",
+        off=("alltoall", "allgather"),
     ),
     Conflict(
         "--moe-pad-expert-input-to-capacity",
@@ -52,6 +52,11 @@ CONFLICTS = (
         "--recompute-modules",
         f"{_THRICE}; drop moe there, or use --moe-memory-reuse none",
         values=("moe",),
+        only=RESTORED,
+    ),
+    Conflict(
+        "--moe-layer-recompute",
+        f"{_THRICE}; drop it, or use --moe-memory-reuse none",
         only=RESTORED,
     ),
     Conflict(

@@ -64,6 +64,7 @@ class ChosenMoE(FixedPolicy):
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._kinds: dict[tuple[LayerShape, int], _Layers] = {}
         self._step = self._rows = 0
+        self._microbatches = 1  # of a call outside of Megatron's schedules
         self._calls: dict[tuple[int, int], int] = {}
         self._logs: bool | None = None
         self._handles: list[Any] = []
@@ -81,8 +82,9 @@ class ChosenMoE(FixedPolicy):
             # Rows are known to all ranks from the exchange of counts; Megatron's layer has its own.
             self._handles.append(layer.experts.register_forward_pre_hook(self._note_rows))
 
-    def begin_step(self) -> None:
+    def begin_step(self, microbatches: int) -> None:
         self._step += 1
+        self._microbatches = microbatches
 
     def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Region]) -> Execution:
         # In the first call of a step the ranks of the layer's groups agree.
@@ -172,10 +174,9 @@ class ChosenMoE(FixedPolicy):
     def _in_flight(self) -> int:
         """Layers on the rank times microbatches between their forward and their backward."""
         from megatron.core import parallel_state
-        from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        key = chunks, get_num_microbatches()
+        key = chunks, self._microbatches
         if key not in self._calls:
             self._calls[key] = self._sets(*key)[parallel_state.get_pipeline_model_parallel_rank()]
         return max(1, -(-len(self._layers) // chunks)) * self._calls[key]

@@ -67,8 +67,8 @@ class FixedPolicy:
     def built(self, layer: Any) -> None:
         """The model has ``layer``."""
 
-    def begin_step(self) -> None:
-        """The calls to come are of another step of training."""
+    def begin_step(self, microbatches: int) -> None:
+        """The calls to come are of another step, with so many microbatches."""
 
     def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Region]) -> Execution:
         """For the next call of ``layer`` with ``hidden``; ``region`` gives the layer's."""
@@ -144,7 +144,7 @@ class PipelinedMoE(Callback):
     def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            self._policy.begin_step()
+            self._policy.begin_step(kwargs["num_microbatches"])
             return original(*args, **kwargs)
 
         return forward_backward

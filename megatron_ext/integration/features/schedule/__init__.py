@@ -12,6 +12,7 @@ from ...arguments import MegatronArgs
 from ...callbacks import Callback, HooksOnly
 from ...feature import Conflict, Feature, Flag, Run
 from ...hooks import Hook
+from ...model_classes import require_chunks
 from ...takeover import FUNCTIONS, SCHEDULES, require_megatrons_own
 from ...utils import file_contents
 
@@ -121,12 +122,6 @@ class Schedule(Feature):
             "(--max-restarts)",
         ),
         Conflict(
-            "--hybrid-layer-pattern",
-            "it places layers in the order of Megatron's own stages; use a schedule without V "
-            "placement, e.g. zb-h1 or interleaved-zb",
-            only=V_PLACEMENT,
-        ),
-        Conflict(
             "--use-legacy-models",
             "Megatron's legacy models number their layers in loop order; drop it, or use a "
             "schedule without V placement, e.g. zb-h1",
@@ -182,27 +177,45 @@ class Schedule(Feature):
         run.args.pp_placement = "vee" if run.request.vee else "loop"
         from .packed_sequences import hooks
 
-        return (_Entry(run.pipeline, run.training), HooksOnly(hooks(run)))
+        entry = _Entry(run.pipeline, run.training, run.request.name, run.chunks)
+        return (entry, HooksOnly(hooks(run)))
 
 
 class _Entry(Callback):
     """The way into the pipeline from Megatron's own functions."""
 
-    def __init__(self, pipeline: ScheduledPipeline, training: bool) -> None:
+    def __init__(self, pipeline: ScheduledPipeline, training: bool, name: str, chunks: int) -> None:
         self._pipeline, self._training = pipeline, training
+        self._name, self._chunks = name, chunks
 
     def hooks(self) -> Sequence[Hook]:
         hooks = entry_hooks(self._pipeline)
         if self._training:
-            hooks.append(
+            hooks += [
                 Hook(
                     ("megatron.training.training:train_step",),
                     self._pipeline.watched,
                     ("forward_step_func", "optimizer"),
                     "a rank that waits before or behind its passes would not be watched",
-                )
-            )
+                ),
+                Hook(
+                    ("megatron.training.training:get_model",),
+                    self._checked,
+                    ("model_provider_func",),
+                    "a script that cannot build model chunks would end in a TypeError",
+                ),
+            ]
         return hooks
+
+    def _checked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        name, chunks = self._name, self._chunks
+
+        @functools.wraps(original)
+        def get_model(model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            require_chunks(model_provider_func, name, chunks)
+            return original(model_provider_func, *args, **kwargs)
+
+        return get_model
 
 
 def entry_hooks(pipeline: Callable[..., Any]) -> list[Hook]:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ....plan.profile import Profile
-from ....schedule import AUTO, GENERATORS
+from ....schedule import AUTO, GENERATORS, NAMES
 from ....schedule.select import ANY_CHUNKS, ONE_CHUNK
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import Run, require_no_conflict
-from ...layout import count_stages, vee_layout_text
+from ...layout import LayerPattern, count_stages, hybrid_without_stages, vee_layout_text
+from ...model_classes import (
+    builds_chunks,
+    builds_other_models,
+    require_chunks,
+    script_provider,
+)
 from ...utils import full_batch
 from . import V_PLACEMENT, Schedule
 from .choose import Choice, ScheduleRequest
@@ -26,6 +32,55 @@ _UNEVEN = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
+_LAYOUT, _CHUNKS, _LAYERS = (
+    "--pipeline-model-parallel-layout",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--num-layers-per-virtual-pipeline-stage",
+)
+_VEE = tuple(name for name in NAMES if GENERATORS[name].placement == "vee")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Model chunks a rank that the user's flags ask for.
+
+    Attributes:
+        flag: with its value.
+        chunks: None where the flag's number of them is known to Megatron only.
+        listed: the flag lists all stages in model order, for any placement.
+    """
+
+    flag: str
+    chunks: int | None
+    listed: bool
+
+
+def _asked(args: MegatronArgs, pp: int) -> _Asked | None:
+    """What the flags say of chunks, in whichever of Megatron's four ways.
+
+    Raises:
+        ConfigError: stages that the ranks cannot share.
+    """
+    pattern, layout = LayerPattern.of(args), args.pipeline_model_parallel_layout
+    stages = None if layout is None else count_stages(layout)
+    flag = f"{_LAYOUT} {layout}"
+    if pattern is not None and layout is None:
+        stages, flag = pattern.listed, f"{pattern.flag} {pattern.text}"
+    if stages is not None:
+        if stages % pp:
+            raise ConfigError(
+                f"--pp-schedule {args.pp_schedule}: {flag} lists {stages} stages, which {pp} "
+                f"pipeline ranks cannot share; list {pp} or a multiple of it"
+            )
+        return _Asked(flag, stages // pp, True)
+    per_stage, chunks = (
+        args.num_layers_per_virtual_pipeline_stage,
+        args.num_virtual_stages_per_pipeline_rank,
+    )
+    if per_stage is not None:
+        layers = args.num_layers or 0
+        return _Asked(f"{_LAYERS} {per_stage}", layers // pp // (per_stage or 1) or None, False)
+    return None if chunks is None else _Asked(f"{_CHUNKS} {chunks}", chunks, False)
 
 
 def before_megatron(
@@ -70,23 +125,24 @@ def before_megatron(
             f"schedule file {request.name} is for pp={request.file.pp} but "
             f"--pipeline-model-parallel-size is {pp}; generate it with --pp {pp}"
         )
+    asked = _asked(args, pp)
     if request.vee:
-        _place_vee(args, request, pp)
-        return request
-    asked = _virtual_stages_asked(args)
-    if request.file is not None and request.file.chunks > 1:
-        if asked is None:
-            args.num_virtual_stages_per_pipeline_rank = request.file.chunks
+        _place_vee(args, request, pp, asked)
     elif request.file is None and GENERATORS[request.name].any_chunks:
+        _require_several(args, request.name, pp, asked)
+    elif request.file is not None and request.file.chunks > 1:
+        _require_chunks_possible(args, request.name, request.file.chunks)
         if asked is None:
-            raise ConfigError(
-                f"--pp-schedule {request.name} needs the number of model chunks a rank; add "
-                "--num-virtual-stages-per-pipeline-rank 2 (or more)"
-            )
-    elif asked is not None and not _layout_has_one_chunk(args, pp):
+            _ask_for_chunks(args, pp, request.file.chunks)
+    elif asked is not None and asked.chunks != 1:
+        what = (
+            f"{asked.flag} lists {(asked.chunks or 0) * pp} stages for {pp} ranks; list {pp}"
+            if asked.listed
+            else f"virtual stages are set ({asked.flag}); remove that flag"
+        )
         raise ConfigError(
-            f"--pp-schedule {request.name} has one model chunk a rank, but virtual stages are set "
-            f"({asked}); remove that flag or use --pp-schedule interleaved"
+            f"--pp-schedule {request.name} has one model chunk a rank, but {what} or use "
+            "--pp-schedule interleaved"
         )
     return request
 
@@ -148,39 +204,88 @@ def check_model(run: Run) -> None:
         )
 
 
+def _require_several(args: MegatronArgs, name: str, pp: int, asked: _Asked | None) -> None:
+    """Refuse a schedule of any number of chunks where the flags do not ask for several."""
+    _require_chunks_possible(args, name, 2)
+    pattern = LayerPattern.of(args)
+    if asked is None and pattern is not None:
+        raise ConfigError(
+            f"--pp-schedule {name} needs the number of model chunks a rank, which {pattern.flag} "
+            f"{pattern.text} says by its stages; list a multiple of {pp}, e.g. "
+            f"{pattern.example(2 * pp)}"
+        )
+    if asked is None:
+        raise ConfigError(
+            f"--pp-schedule {name} needs the number of model chunks a rank; add "
+            "--num-virtual-stages-per-pipeline-rank 2 (or more)"
+        )
+    if asked.chunks == 1:
+        more = f"list {2 * pp}" if asked.listed else "set it to 2 or more"
+        raise ConfigError(
+            f"--pp-schedule {name} needs at least 2 model chunks a rank, but {asked.flag} makes "
+            f"one; {more}, or use a schedule with one chunk, e.g. zb-h1"
+        )
+
+
+def _require_chunks_possible(args: MegatronArgs, name: str, chunks: int) -> None:
+    """Refuse several chunks of a model that can have only one."""
+    require_chunks(script_provider(), name, chunks)
+    if hybrid_without_stages(args):
+        raise ConfigError(
+            f"--pp-schedule {name} has {chunks} model chunks a rank, but this Megatron's hybrid "
+            "models have one; use a schedule with one chunk, e.g. zb-h1, or megatron-core 0.17 or "
+            "newer"
+        )
+
+
 def _decide(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRequest:
     """What auto stands for; asks Megatron for the chunks that it needs."""
-    microbatches = _full_microbatches(args, pp)
-    asked = _virtual_stages_asked(args)
-    layers = args.num_layers
-    if asked is not None:
-        # The user has settled the chunks, and with them that stages lie as Megatron lays them.
-        stages = args.num_virtual_stages_per_pipeline_rank
-        per_stage = args.num_layers_per_virtual_pipeline_stage
-        if stages is None and per_stage and layers:
-            stages = layers // pp // per_stage
-        if not stages or stages < 2:
-            raise ConfigError(
-                f"--pp-schedule auto cannot choose under {asked}; name a schedule, or replace it "
-                "by --num-virtual-stages-per-pipeline-rank"
-            )
-        return request.decide(pp, microbatches, ANY_CHUNKS, stages)
-    even = layers is not None and layers % (2 * pp) == 0
-    uneven = any(getattr(args, attribute) not in (None, False) for attribute in _UNEVEN)
-    if (
-        not even
-        or uneven
-        or any(conflict.found(args) is not None for conflict in Schedule.conflicts)
-    ):
-        return request.decide(pp, microbatches, ONE_CHUNK)
-    request = request.decide(pp, microbatches)
+    asked = _asked(args, pp)
+    chunks = 2 if asked is None else asked.chunks or 0
+    if asked is not None and chunks < 2 and not asked.listed:
+        raise ConfigError(
+            f"--pp-schedule auto cannot choose under {asked.flag}; name a schedule, or replace it "
+            "by --num-virtual-stages-per-pipeline-rank"
+        )
+    names = _suitable(args, pp, asked)
+    if asked is not None and chunks > 1:
+        _require_chunks_possible(args, AUTO, chunks)
+    request = request.decide(pp, _full_microbatches(args, pp), names, max(chunks, 2))
     if request.vee:
-        _place_vee(args, request, pp)
-    elif GENERATORS[request.name].any_chunks:
-        args.num_virtual_stages_per_pipeline_rank = 2
-        # Stock refuses two virtual stages on two ranks without this; ours always overlaps.
-        args.overlap_p2p_comm = True
+        _place_vee(args, request, pp, asked)
+    elif asked is None and GENERATORS[request.name].any_chunks:
+        _ask_for_chunks(args, pp, 2)
     return request
+
+
+def _suitable(args: MegatronArgs, pp: int, asked: _Asked | None) -> tuple[str, ...]:
+    """The schedules that auto may choose from: those that this model can be built for."""
+    provider = script_provider()
+    vee = not any(c.found(args) is not None for c in Schedule.conflicts if c.only == V_PLACEMENT)
+    vee = vee and not (provider is not None and builds_other_models(provider))
+    if asked is not None and asked.chunks == 1:
+        return ONE_CHUNK
+    if asked is not None:
+        # Flags for virtual stages also say that stages lie as Megatron lays them.
+        vee = vee and asked.listed and asked.chunks == 2 and _vee_takes_layout(args, pp)
+        return (*ANY_CHUNKS, *(_VEE if vee else ()))
+    pattern = LayerPattern.of(args)
+    layers = args.num_layers or 0 if pattern is None else pattern.layers
+    uneven = any(getattr(args, attribute) not in (None, False) for attribute in _UNEVEN)
+    one = provider is not None and not builds_chunks(provider)
+    if uneven or one or not layers or layers % (2 * pp) or hybrid_without_stages(args):
+        return ONE_CHUNK
+    return NAMES if vee else tuple(name for name in NAMES if name not in _VEE)
+
+
+def _vee_takes_layout(args: MegatronArgs, pp: int) -> bool:
+    if args.pipeline_model_parallel_layout is None:
+        return True
+    try:
+        vee_layout_text(args, pp)
+    except ConfigError:
+        return False
+    return True
 
 
 def _full_microbatches(args: MegatronArgs, pp: int) -> int:
@@ -218,37 +323,35 @@ def after_megatron(args: MegatronArgs, request: ScheduleRequest) -> Choice:
     return request.resolve(args.pipeline_model_parallel_size, chunks, microbatches)
 
 
-def _place_vee(args: MegatronArgs, request: ScheduleRequest, pp: int) -> None:
+def _place_vee(args: MegatronArgs, request: ScheduleRequest, pp: int, asked: _Asked | None) -> None:
     """Say the V's stages in Megatron's own words: one layout string with two stages a rank."""
-    for attribute in (
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-    ):
-        value = getattr(args, attribute)
-        if value is not None:
+    _require_chunks_possible(args, request.name, 2)
+    if asked is not None and not asked.listed:
+        raise ConfigError(
+            f"--pp-schedule {request.name} always has two model chunks a rank; remove {asked.flag}"
+        )
+    if LayerPattern.of(args) is None:
+        args.pipeline_model_parallel_layout = vee_layout_text(args, pp)
+        args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+        args.account_for_embedding_in_pipeline_split = False
+        args.account_for_loss_in_pipeline_split = False
+        # Stock refuses two virtual stages on two ranks without this; ours always overlaps.
+        args.overlap_p2p_comm = True
+    else:
+        _ask_for_chunks(args, pp, 2)
+
+
+def _ask_for_chunks(args: MegatronArgs, pp: int, chunks: int) -> None:
+    """Ask Megatron for model chunks, where the user's flags leave them open."""
+    pattern = LayerPattern.of(args)
+    if pattern is None:
+        args.num_virtual_stages_per_pipeline_rank = chunks
+    else:
+        try:
+            pattern.list_stages(args, chunks * pp)
+        except ConfigError as error:
             raise ConfigError(
-                f"--pp-schedule {request.name} always has two model chunks a rank; remove "
-                f"--{attribute.replace('_', '-')} {value}"
-            )
-    args.pipeline_model_parallel_layout = vee_layout_text(args, pp)
-    args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
-    args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
-    # Stock refuses two virtual stages on two ranks without this; our executor always overlaps.
+                f"--pp-schedule {args.pp_schedule} with {chunks} model chunks on each of {pp} "
+                f"ranks: {error}"
+            ) from None
     args.overlap_p2p_comm = True
-
-
-def _layout_has_one_chunk(args: MegatronArgs, pp: int) -> bool:
-    text = args.pipeline_model_parallel_layout
-    return text is not None and count_stages(text) == pp
-
-
-def _virtual_stages_asked(args: MegatronArgs) -> str | None:
-    for attribute in (
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-        "pipeline_model_parallel_layout",
-    ):
-        value = getattr(args, attribute)
-        if value is not None:
-            return f"--{attribute.replace('_', '-')} {value}"
-    return None

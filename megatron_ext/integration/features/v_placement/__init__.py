@@ -25,4 +25,4 @@ class VPlacement(Feature):
         from .vee import VeeCallback
 
         training = run.training or "megatron.training" in sys.modules
-        return (VeeCallback(training), TiedCopies())
+        return (VeeCallback(training, run.request.name), TiedCopies())

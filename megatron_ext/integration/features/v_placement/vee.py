@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from ....runtime.watchdog import Watchdog
+from ....schedule.placement import Placement
 from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...hooks import Hook
-from ...layout import vee_layout
+from ...layout import LayerPattern, vee_layout
+from ...model_classes import hybrid_model_has_chunks, require_placed
 from ...utils import has_second_embedding, unwrapped
 from .relay import Relay
 from .roles import CHUNKS, is_first_stage, is_last_stage, pp_rank, role_hooks
@@ -31,13 +33,14 @@ def _config_post_init(original: Callable[..., None]) -> Callable[..., None]:
     def __post_init__(self: Any) -> None:
         layout, pp = self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size
         # A string is what our validation made of the flags. Without one (a library's own config)
-        # the layers are spread evenly.
-        if pp > 1 and layout is None:
+        # the layers are spread evenly. Hybrid models have a pattern of layers instead.
+        if pp > 1 and layout is None and not self.is_hybrid_model:
             per_stage, rest = divmod(self.num_layers, CHUNKS * pp)
             if rest:
                 raise ConfigError(
                     f"V placement on {pp} ranks has {CHUNKS * pp} stages, but num_layers is "
-                    f"{self.num_layers}; make it a multiple or set pipeline_model_parallel_layout"
+                    f"{self.num_layers}; make it a multiple or set pipeline_model_parallel_layout "
+                    "(is_hybrid_model for a hybrid model)"
                 )
             stages = ["t" * per_stage] * (CHUNKS * pp)
             layout = "E" + "|".join(stages) + "m" * (self.mtp_num_layers or 0) + "L"
@@ -62,8 +65,10 @@ def _embedding_ranks(pp_ranks: list[int], *unused: Any) -> list[int]:
     return [pp_ranks[0]]
 
 
-def _gpt_model_init(original: Callable[..., None]) -> Callable[..., None]:
+def _model_init(original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
+    if "vp_stage" not in signature.parameters:
+        return _one_chunk(original)
     first_chunk: weakref.ref[Any] | None = None
 
     @functools.wraps(original)
@@ -94,7 +99,43 @@ def _gpt_model_init(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _gpt_model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+def _one_chunk(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            f"this Megatron's {type(self).__name__} has one chunk a rank and cannot be placed as a "
+            "V; use a schedule with one chunk, e.g. --pp-schedule zb-h1, or megatron-core 0.17 or "
+            "newer"
+        )
+
+    return __init__
+
+
+def _select_pipeline_segment(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def select_pipeline_segment(
+        main_pattern: str,
+        pp_group: Any,
+        vp_stage: int | None,
+        first_stage_layers: int | None = None,
+        last_stage_layers: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[list[str], int]:
+        first, last = first_stage_layers, last_stage_layers
+        if vp_stage is None:
+            whole: tuple[list[str], int] = original(
+                main_pattern, pp_group, vp_stage, first, last, **kwargs
+            )
+            return whole
+        pp, rank = pp_group.size(), pp_group.rank()
+        stages = LayerPattern(main_pattern).stages(CHUNKS * pp, first, last)
+        stage = Placement.vee(pp).stages[rank][vp_stage]
+        return list(stages[stage]), sum(map(len, stages[:stage]))
+
+    return select_pipeline_segment
+
+
+def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Inference passes tensors from rank to rank itself, in the order of Megatron's placement.
@@ -124,44 +165,48 @@ HOOKS = (
     ),
     Hook(
         ("megatron.core.models.gpt.gpt_model:GPTModel.__init__",),
-        _gpt_model_init,
+        _model_init,
         ("self", "config", "pre_process", "post_process", "vp_stage"),
         "no embedding or output layer on the ranks that need them",
     ),
     Hook(
         ("megatron.core.models.gpt.gpt_model:GPTModel.forward",),
-        _gpt_model_forward,
+        _model_forward,
         ("self", "inference_context"),
         "inference would pass tensors between the wrong stages",
     ),
+    Hook(
+        (
+            "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+            "megatron.core.models.mamba.mamba_model:MambaModel.__init__",
+        ),
+        _model_init,
+        ("self", "config", "pre_process", "post_process"),
+        "no embedding or output layer of a hybrid model on the ranks that need them",
+    ),
+    Hook(
+        (
+            "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
+            "megatron.core.models.mamba.mamba_model:MambaModel.forward",
+        ),
+        _model_forward,
+        ("self", "inference_context"),
+        "inference with a hybrid model would pass tensors between the wrong stages",
+    ),
 )
-
-
-def require_gpt(chunks: list[Any], name: str) -> None:
-    """The model must be one whose ends the hooks above put where the V has them.
-
-    Args:
-        chunks: this rank's unwrapped model chunks.
-        name: of the schedule.
-
-    Raises:
-        ConfigError: another kind of model; its embedding or loss would be on the wrong stage.
-    """
-    from megatron.core.models.gpt import GPTModel
-
-    for chunk in chunks:
-        if not isinstance(chunk, GPTModel):
-            raise ConfigError(
-                f"--pp-schedule {name} places stages as a V, which megatron_ext knows for "
-                f"megatron.core's GPTModel, but this model is a {type(chunk).__name__}; use a "
-                "schedule with Megatron's own placement, e.g. zb-h1 or interleaved-zb"
-            )
-        if not hasattr(chunk, _PLACED):
-            raise ConfigError(
-                f"--pp-schedule {name} places stages as a V, but this {type(chunk).__name__} was "
-                "built in Megatron's own order of stages; call megatron_ext.enable() before the "
-                "model is built"
-            )
+# Before core_v0.17 Megatron lacks it: its hybrid models have one chunk a rank, which
+# ``_model_init`` refuses.
+SEGMENT_HOOKS = (
+    Hook(
+        (
+            "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
+            "megatron.core.ssm.mamba_hybrid_layer_allocation:select_pipeline_segment",
+        ),
+        _select_pipeline_segment,
+        ("main_pattern", "pp_group", "vp_stage", "first_stage_layers", "last_stage_layers"),
+        "layers of a hybrid model in loop order",
+    ),
+)
 
 
 def require_embedding_ranks(name: str) -> None:
@@ -201,17 +246,49 @@ class VeeCallback(Callback):
 
     Args:
         training: Megatron's training package is in use.
+        name: of the schedule.
     """
 
-    def __init__(self, training: bool) -> None:
-        self._training = training
+    def __init__(self, training: bool, name: str) -> None:
+        self._training, self._name = training, name
         self._relay = Relay()
 
     def hooks(self) -> Sequence[Hook]:
-        return (*HOOKS, *role_hooks(self._training))
+        found = [*HOOKS, *(SEGMENT_HOOKS if hybrid_model_has_chunks() else ())]
+        found += role_hooks(self._training)
+        if self._training:
+            found.append(
+                Hook(
+                    ("megatron.training.training:get_model",),
+                    self._checked,
+                    ("model_provider_func",),
+                    "a model that cannot be placed as a V would be loaded before it is refused",
+                )
+            )
+        return found
+
+    def _checked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def get_model(*args: Any, **kwargs: Any) -> Any:
+            models = original(*args, **kwargs)
+            self._require_placed(models)
+            return models
+
+        return get_model
+
+    def _require_placed(self, models: Sequence[Any]) -> None:
+        chunks = [unwrapped(m) for m in models]
+        require_placed(chunks, self._name)
+        for chunk in chunks:
+            if not hasattr(chunk, _PLACED):
+                raise ConfigError(
+                    f"--pp-schedule {self._name} places stages as a V, but this "
+                    f"{type(chunk).__name__} was built in Megatron's own order of stages; call "
+                    "megatron_ext.enable() before the model is built"
+                )
 
     def begin(self, step: Step) -> None:
-        require_gpt([unwrapped(m) for m in step.call.iteration.models], step.plan.name)
+        self._require_placed(step.call.iteration.models)
 
     def passes_done(self, step: Step, watchdog: Watchdog) -> None:
         step.losses = self._relay.losses(

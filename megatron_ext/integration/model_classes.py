@@ -1,0 +1,103 @@
+"""Megatron's model classes, and the functions of training scripts that build models."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..schedule.select import ONE_CHUNK
+from .errors import ConfigError
+
+
+def placed_models() -> tuple[type, ...]:
+    """The classes whose layers, embedding and loss V placement can place."""
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel, hybrid_model()
+
+
+def hybrid_model() -> type:
+    """Megatron's class of hybrid models; before core_v0.18 it is ``MambaModel``."""
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel as model
+    except ImportError:
+        from megatron.core.models.mamba.mamba_model import MambaModel as model
+    found: type = model
+    return found
+
+
+def hybrid_model_has_chunks() -> bool:
+    """False before core_v0.17: a hybrid model has one chunk a rank."""
+    return "vp_stage" in inspect.signature(hybrid_model().__init__).parameters  # type: ignore[misc]
+
+
+def require_placed(chunks: Sequence[Any], name: str) -> None:
+    """The model must be one that V placement can place.
+
+    Args:
+        chunks: this rank's unwrapped model chunks.
+        name: of the schedule.
+
+    Raises:
+        ConfigError: another kind of model; its embedding or loss would be on the wrong stage.
+    """
+    known = placed_models()
+    for chunk in chunks:
+        if not isinstance(chunk, known):
+            names = " and ".join(model.__name__ for model in known)
+            raise ConfigError(
+                f"--pp-schedule {name} places stages as a V, which megatron_ext knows for "
+                f"megatron.core's {names}, but this model is a {type(chunk).__name__}; use a "
+                "schedule with Megatron's own placement, e.g. zb-h1 or interleaved-zb"
+            )
+
+
+def script_provider() -> Callable[..., Any] | None:
+    """The running script's ``model_provider``: the name that Megatron's scripts give to the
+    function that builds the model. None where there is none of that name."""
+    provider = getattr(sys.modules.get("__main__"), "model_provider", None)
+    return provider if callable(provider) else None
+
+
+def require_chunks(provider: Callable[..., Any] | None, name: str, chunks: int) -> None:
+    """``provider`` must be able to build one of several model chunks of a rank.
+
+    Args:
+        provider: builds the model; None: not known, which may be any.
+        name: of the schedule.
+        chunks: that the schedule has on a rank.
+
+    Raises:
+        ConfigError: it builds whole models only.
+    """
+    if provider is not None and chunks > 1 and not builds_chunks(provider):
+        *others, last = ONE_CHUNK
+        raise ConfigError(
+            f"--pp-schedule {name} has {chunks} model chunks a rank, but the script's "
+            "model_provider builds only one (it takes no vp_stage); use a schedule with one chunk: "
+            f"{', '.join(others)} or {last}"
+        )
+
+
+def builds_chunks(provider: Callable[..., Any]) -> bool:
+    """True if a model provider takes the number of the chunk that it should build."""
+    parameters = inspect.signature(provider).parameters.values()
+    return any(p.name == "vp_stage" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def builds_other_models(provider: Callable[..., Any]) -> bool:
+    """True if a model provider names, in its own code, a model that no V can hold (BERT's)."""
+    from megatron.core.transformer.module import MegatronModule
+
+    while isinstance(provider, functools.partial):
+        provider = provider.func
+    provider = inspect.unwrap(provider)
+    code, known = getattr(provider, "__code__", None), placed_models()
+    if code is None:
+        return False
+    named = [provider.__globals__.get(name) for name in code.co_names]
+    models = [x for x in named if isinstance(x, type) and issubclass(x, MegatronModule)]
+    return bool(models) and not any(issubclass(model, known) for model in models)

@@ -1,0 +1,199 @@
+"""Hybrid models: the stages of a layer pattern are the model chunks, whatever the schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.checkpoints.layout import Layout
+from megatron_ext.integration import ConfigError
+from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
+from megatron_ext.integration.layout import LayerPattern, layer_counts, spread
+from megatron_ext.schedule import generate
+from megatron_ext.schedule.io import save
+from tests.support.stand_ins import after_megatron, before_megatron, megatron_args
+
+
+def arguments(pattern: str | None, **changed: Any) -> SimpleNamespace:
+    """Megatron's arguments of a hybrid model on two pipeline ranks, before its own validation."""
+    values: dict[str, Any] = {
+        "pp_schedule": "as given",
+        "pipeline_model_parallel_size": 2,
+        "hybrid_layer_pattern": pattern,
+        "cuda_graph_impl": "none",
+        "micro_batch_size": 1,
+        "global_batch_size": 8,
+        "data_parallel_size": 1,
+        "world_size": 2,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+    }
+    return megatron_args(**{**values, **changed})
+
+
+def accepted(schedule: str, pattern: str | None, **changed: Any) -> tuple[SimpleNamespace, Choice]:
+    """Megatron's arguments after our checks, and what runs."""
+    args = arguments(pattern, **changed)
+    request = before_megatron(args, ScheduleRequest.of(schedule))
+    # What Megatron derives.
+    listed = LayerPattern.of(args)
+    chunks = ((listed.listed if listed is not None else None) or 2) // 2
+    args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    assert args.num_virtual_stages_per_pipeline_rank is None
+    assert args.pipeline_model_parallel_layout is None
+    return args, after_megatron(args, request)
+
+
+def refusal(schedule: str, pattern: str | None, **changed: Any) -> str:
+    """The sentence with which a combination is refused before Megatron's validation."""
+    with pytest.raises(ConfigError) as error:
+        before_megatron(arguments(pattern, **changed), ScheduleRequest.of(schedule))
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "v-zb", "v-min", "dualpipev"])
+def test_a_v_takes_the_listed_stages(schedule: str) -> None:
+    args, choice = accepted(schedule, "M*|-|M|*-/MM/MM", overlap_p2p_comm=False)
+    assert args.hybrid_layer_pattern == "M*|-|M|*-/MM/MM"
+    assert args.overlap_p2p_comm
+    assert choice.vee
+    assert layer_counts(args, 4) == [2, 1, 1, 2]
+
+
+def test_a_v_cuts_a_pattern_without_stages() -> None:
+    assert accepted("v-half", "M*-MM*-M/MM")[0].hybrid_layer_pattern == "M*|-M|M*|-M/MM"
+    first = accepted("v-half", "MMM*-M", decoder_first_pipeline_num_layers=3)[0]
+    assert first.hybrid_layer_pattern == "MMM|*|-|M"
+    assert first.decoder_first_pipeline_num_layers is None
+    former = accepted("v-half", None, hybrid_override_pattern="M*-M")[0]
+    assert (former.hybrid_override_pattern, former.hybrid_layer_pattern) == ("M|*|-|M", None)
+
+
+def test_a_v_says_which_stages_to_list() -> None:
+    text = refusal("v-half", "M*-M|MM-/MM")
+    assert "--pp-schedule as given with 2 model chunks on each of 2 ranks: " in text
+    assert "lists 2 stages, but 4 are needed" in text
+    assert text.endswith("e.g. --hybrid-layer-pattern 'M|*-|MM|M-/MM'")
+    text = refusal("v-half", "M*-M-")
+    assert "the 5 layers of --hybrid-layer-pattern M*-M- do not spread evenly over 4" in text
+    assert text.endswith("'M|*|-|M-'")
+    assert "remove --num-virtual" in refusal(
+        "v-half", "M*-M", num_virtual_stages_per_pipeline_rank=2
+    )
+    assert "which 2 pipeline ranks cannot share" in refusal("v-half", "M|*|-")
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved-zb", "gis-h", "po"])
+def test_schedules_of_several_chunks_take_the_listed_stages(schedule: str) -> None:
+    for pattern, chunks in (("M*|-|M|*-", 2), ("M|*|-|M|*|-", 3)):
+        args, choice = accepted(schedule, pattern)
+        assert choice.placement.chunks == chunks
+        assert args.hybrid_layer_pattern == pattern
+    text = refusal(schedule, "M*-M")
+    assert "list a multiple of 2, e.g. --hybrid-layer-pattern 'M|*|-|M'" in text
+    text = refusal(schedule, "M*|-M")
+    assert "needs at least 2 model chunks a rank, but --hybrid-layer-pattern M*|-M makes" in text
+    assert "list 4, or use a schedule with one chunk, e.g. zb-h1" in text
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_schedules_of_one_chunk(schedule: str) -> None:
+    for pattern in ("M*-M", "M*|-M", "M*-|M"):
+        args, choice = accepted(schedule, pattern)
+        assert (args.hybrid_layer_pattern, choice.placement.chunks) == (pattern, 1)
+    text = refusal(schedule, "M*|-M|M|M")
+    assert "has one model chunk a rank, but --hybrid-layer-pattern M*|-M|M|M lists 4 stages" in text
+    assert "for 2 ranks; list 2 or use --pp-schedule interleaved" in text
+
+
+def test_auto_takes_what_the_pattern_allows() -> None:
+    for pattern in ("M*-M", "M|*|-|M"):
+        args, choice = accepted("auto", pattern)
+        assert choice.placement.chunks == 2
+        assert args.hybrid_layer_pattern == "M|*|-|M"
+    for pattern in ("M*|-M", "M*-M-M"):
+        args, choice = accepted("auto", pattern)
+        assert choice.placement.chunks == 1
+        assert args.hybrid_layer_pattern == pattern
+        assert choice.about.endswith("only these suit this model's layers and flags")
+    assert accepted("auto", "M|*|-|M|M|M")[1].placement.chunks == 3
+
+
+def test_auto_takes_a_layout_too() -> None:
+    for layout, chunks in (("Ett|ttL", 1), ("Et|t|t|tL", 2), ("Et||t|t|tm|L", 3)):
+        args = arguments(None, num_layers=4, pipeline_model_parallel_layout=layout)
+        request = before_megatron(args, ScheduleRequest.of("auto"))
+        assert request.resolve(2, None, 8).placement.chunks == chunks
+    # Multi-token prediction that a V cannot place.
+    args = arguments(
+        None, num_layers=4, mtp_num_layers=1, pipeline_model_parallel_layout="Et|t|tm|tL"
+    )
+    request = before_megatron(args, ScheduleRequest.of("auto"))
+    assert not request.vee and request.resolve(2, None, 8).placement.chunks == 2
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-zb", "gis-h"])
+def test_a_layout_of_one_stage_a_rank(schedule: str) -> None:
+    text = refusal(schedule, None, num_layers=4, pipeline_model_parallel_layout="Ett|ttL")
+    assert "but --pipeline-model-parallel-layout Ett|ttL makes one; list 4, or use" in text
+    assert "zb-h1" in text
+
+
+def test_a_schedule_file(tmp_path: Path) -> None:
+    path = tmp_path / "three.json"
+    save(generate("interleaved-zb", 2, 8, 3), path)
+    args, choice = accepted(str(path), "M*-M*-")
+    assert args.hybrid_layer_pattern == "M|*|-|M|*|-"
+    assert choice.placement.chunks == 3
+    with pytest.raises(ConfigError, match="has 3 model chunks a rank but the flags make 2"):
+        accepted(str(path), "M|*|-|M")
+    with pytest.raises(ConfigError, match="do not spread evenly over 6 stages"):
+        accepted(str(path), "M*-M")
+
+
+def test_before_0_17_hybrid_models_have_one_chunk() -> None:
+    """Its patterns have no stages."""
+
+    def older(schedule: str, **changed: Any) -> Any:
+        args = arguments("", hybrid_override_pattern="M*-M", num_layers=4, **changed)
+        del args.hybrid_layer_pattern
+        return before_megatron(args, ScheduleRequest.of(schedule))
+
+    assert older("auto").name == "zb-h1"
+    assert older("zb-h1").name == "zb-h1"
+    for schedule in ("v-half", "interleaved-zb"):
+        with pytest.raises(ConfigError, match="hybrid models have one; use .*zb-h1"):
+            older(schedule, num_virtual_stages_per_pipeline_rank=None)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "first", "last", "taken", "counts"),
+    [
+        (8, 4, None, None, (0, 0), [2, 2, 2, 2]),
+        (7, 4, None, None, (0, 0), None),
+        (6, 4, None, None, (1, 1), [1, 2, 2, 1]),
+        (4, 2, 1, 3, (0, 0), [1, 3]),
+        (4, 2, 1, 2, (0, 0), None),
+        (0, 2, None, None, (0, 0), None),
+        (3, 4, 0, None, (0, 0), [0, 1, 1, 1]),
+    ],
+)
+def test_spread(
+    layers: int,
+    stages: int,
+    first: int | None,
+    last: int | None,
+    taken: tuple[int, int],
+    counts: list[int] | None,
+) -> None:
+    assert spread(layers, stages, first, last, taken) == counts
+
+
+def test_checkpoints_of_other_stages_have_another_layout() -> None:
+    one, other = (Layout.of(arguments(pattern)) for pattern in ("M*|-M", "M|*-M"))
+    assert one != other

@@ -1,0 +1,209 @@
+"""Models that are not GPT: refused, or left to what they can be, before anything is loaded."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.integration import ConfigError
+from megatron_ext.integration.features.schedule import _Entry
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
+from megatron_ext.integration.features.v_placement.vee import VeeCallback
+from megatron_ext.integration.model_classes import (
+    builds_chunks,
+    builds_other_models,
+    require_chunks,
+    require_placed,
+)
+from megatron_ext.integration.pipeline import ScheduledPipeline
+from megatron_ext.runtime.wgrad import WeightGradStore
+from megatron_ext.schedule import GENERATORS
+from megatron_ext.schedule.select import ONE_CHUNK
+from tests.support.stand_ins import before_megatron, megatron_args
+
+BertModel: Any = None  # Megatron's, as a script imports it; see ``megatron``
+GPTModel: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron() -> None:
+    """Import Megatron's models only where a test of this file runs."""
+    global BertModel, GPTModel
+    from megatron.core.models.bert.bert_model import BertModel
+    from megatron.core.models.gpt import GPTModel
+
+
+def vlm(pre_process: bool = True, post_process: bool = True, add_encoder: bool = True) -> Any:
+    """As in ``pretrain_vlm.py`` and ``pretrain_t5.py``: a rank has the whole of its stage."""
+
+
+def bert(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
+    """As in ``pretrain_bert.py``."""
+    return BertModel(pre_process, post_process, vp_stage)
+
+
+def gpt(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
+    """As scripts of one's own."""
+    return GPTModel(pre_process, post_process, vp_stage)
+
+
+def generic(builder: Any, pre_process: bool = True, vp_stage: int | None = None) -> Any:
+    """As ``model_provider.py`` of newer Megatrons."""
+    return builder(pre_process, vp_stage)
+
+
+def test_what_a_provider_can_build() -> None:
+    assert not builds_chunks(vlm) and not builds_chunks(functools.partial(vlm, add_encoder=False))
+    assert builds_chunks(bert) and builds_chunks(functools.partial(generic, gpt))
+    assert builds_chunks(lambda **kwargs: None)
+    assert builds_other_models(bert) and builds_other_models(functools.partial(bert, True))
+    assert not any(builds_other_models(p) for p in (gpt, vlm, functools.partial(generic, gpt)))
+    assert not builds_other_models(len)
+
+
+def arguments(**changed: Any) -> Any:
+    values: dict[str, Any] = {
+        "pp_schedule": "as given",
+        "pipeline_model_parallel_size": 2,
+        "hybrid_layer_pattern": None,
+        "num_layers": 4,
+        "cuda_graph_impl": "none",
+        "micro_batch_size": 1,
+        "global_batch_size": 8,
+        "world_size": 2,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+    }
+    return megatron_args(**{**values, **changed})
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Makes a function the ``model_provider`` of the running script."""
+
+    def run(provider: Any) -> None:
+        main = ModuleType("__main__")
+        main.model_provider = provider  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "__main__", main)
+
+    return run
+
+
+def test_auto_takes_what_the_provider_builds(script: Callable[[Any], None]) -> None:
+    def chosen() -> ScheduleRequest:
+        return before_megatron(arguments(), ScheduleRequest.of("auto"))
+
+    script(vlm)
+    assert chosen().name in ONE_CHUNK
+    assert "only these suit this model's layers and flags" in chosen().note
+    script(bert)
+    assert GENERATORS[chosen().name].placement == "loop"
+    listed = arguments(pipeline_model_parallel_layout="Et|t|t|tL")
+    assert not before_megatron(listed, ScheduleRequest.of("auto")).vee
+    free = []
+    for provider in (None, gpt, ModuleType("model_provider")):
+        script(provider)
+        free.append(chosen())
+    assert len({request.name for request in free}) == 1
+    assert all("only these suit" not in request.note for request in free)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    [
+        ("v-half", {}),
+        ("interleaved", {"num_virtual_stages_per_pipeline_rank": 2}),
+        ("auto", {"num_virtual_stages_per_pipeline_rank": 2}),
+    ],
+)
+def test_several_chunks_of_a_script_with_one(
+    script: Callable[[Any], None], schedule: str, flags: dict[str, Any]
+) -> None:
+    """Before checkpoint formats are looked at, which such a script may not have either."""
+    script(vlm)
+    with pytest.raises(ConfigError) as error:
+        before_megatron(arguments(**flags), ScheduleRequest.of(schedule))
+    text = str(error.value)
+    assert text.startswith(f"--pp-schedule {schedule} has 2 model chunks a rank, but the script's")
+    assert text.endswith("use a schedule with one chunk: 1f1b, zb-h1 or zb-h2")
+    before_megatron(arguments(), ScheduleRequest.of("zb-h1"))
+
+
+def hooked(callback: Any, original: Any) -> Any:
+    """``original`` with the callback's hook on ``get_model``."""
+    (hook,) = (h for h in callback.hooks() if h.targets[0].endswith(":get_model"))
+    return hook.make(original)
+
+
+def test_a_provider_of_another_name_is_asked_before_it_builds() -> None:
+    built = []
+    pipeline: Any = SimpleNamespace(watched=None)
+    get_model = hooked(_Entry(pipeline, True, "v-half", 2), lambda *a, **k: built.append(a))
+    with pytest.raises(ConfigError, match="--pp-schedule v-half has 2 model chunks"):
+        get_model(vlm, "model type")
+    assert not built
+    get_model(gpt, "model type")
+    assert built == [(gpt, "model type")]
+    require_chunks(vlm, "zb-h1", 1)
+    require_chunks(None, "v-half", 2)
+
+
+def test_a_model_is_refused_where_it_was_built() -> None:
+    """Not when it is loaded or run: its stages hold other things than those of a V."""
+    callback = VeeCallback(True, "v-half")
+    chunks: list[Any] = [object.__new__(BertModel), object.__new__(BertModel)]
+    with pytest.raises(ConfigError, match="--pp-schedule v-half .* this model is a BertModel; use"):
+        hooked(callback, lambda *a, **k: chunks)(bert, "model type")
+    # Evaluation first: its plan has another name, which nobody gave.
+    step: Any = SimpleNamespace(
+        call=SimpleNamespace(iteration=SimpleNamespace(models=chunks)),
+        plan=SimpleNamespace(name="forward-only"),
+    )
+    with pytest.raises(ConfigError, match="--pp-schedule v-half .* this model is a BertModel; use"):
+        callback.begin(step)
+
+
+def test_the_known_models() -> None:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.models.mamba.mamba_model import MambaModel
+
+    for model in (GPTModel, HybridModel, MambaModel, type("Mine", (GPTModel,), {})):
+        require_placed([object.__new__(model)], "v-half")
+    with pytest.raises(ConfigError, match="knows for megatron.core's GPTModel and HybridModel, "):
+        require_placed([object.__new__(BertModel)], "v-half")
+
+
+@pytest.mark.parametrize(("chunks", "length"), [(1, 32), (2, 64)])
+def test_decoder_sequences_of_another_length(chunks: int, length: int) -> None:
+    """Stock's interleaved schedule takes no notice of them."""
+    config = SimpleNamespace(
+        timers=None, variable_seq_lengths=False, sequence_parallel=False, hidden_size=8
+    )
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    pipeline: Any = ScheduledPipeline(None, WeightGradStore(), 60.0)  # type: ignore[arg-type]
+
+    class Begun(Exception):
+        pass
+
+    def begin(call: Any) -> Any:
+        assert call.shape == (length, 2, 8) and call.batch == (length, 2)
+        raise Begun
+
+    pipeline.begin = begin
+    models = [SimpleNamespace(config=config)] * chunks
+    with pytest.raises(Begun):
+        pipeline(
+            forward_step_func=None,
+            data_iterator=[None] * chunks,
+            model=models,
+            num_microbatches=4,
+            seq_length=64,
+            micro_batch_size=2,
+            decoder_seq_length=32,
+            pg_collection=SimpleNamespace(pp=group, cp=group),
+        )
