@@ -203,7 +203,7 @@ class Installation:
             feature.check_derived(run)
 
 
-class InForce(Protocol):
+class Applied(Protocol):
     """What a process has in force, by whichever door it came."""
 
     hooks: Hooks
@@ -212,10 +212,10 @@ class InForce(Protocol):
         """Give Megatron all its symbols back."""
 
 
-_current: InForce | None = None
+_current: Applied | None = None
 
 
-def claim(mine: InForce | None, door: str = "apply") -> None:
+def claim(mine: Applied | None, door: str = "apply") -> None:
     """Let ``mine`` be what this process has in force; None: nothing.
 
     Args:
