@@ -35,6 +35,7 @@ ROWS = {
         "offload, full, cheap recompute": "zb-h1",
         "hybrid": "interleaved-zb,v-half",
         "hybrid, tied, DP 2, bf16, both overlaps, offload": "1f1b,zb-h1,interleaved,v-zb,auto",
+        "hybrid, MoE, EP 2, MTP": "zb-h1,interleaved-zb,v-half",
     },
     "core_v0.16.1": {
         "MoE, EP 2, bf16, both overlaps": "v-half",
@@ -62,6 +63,7 @@ NIGHTLY = (
     "offload, full, recompute selective, ramp-up",
     "offload, full, cheap recompute",
     "hybrid, tied, DP 2, bf16, both overlaps, offload",
+    "hybrid, MoE, EP 2, MTP",
 )
 
 
