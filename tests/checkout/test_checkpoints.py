@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, Serve, nightly
-from tests.support.feature_runs import PATTERN
 from tests.support.features import BASE, MOE
 from tests.support.script_server import Outcome, ScriptServer
 
@@ -85,7 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Runs:
-    model = f"--hybrid-layer-pattern {PATTERN} --spec tests.support.hybrid_spec SPEC".split()
+    model = ["--hybrid-layer-pattern", "M*-MM*-M", "--spec", "tests.support.hybrid_spec", "SPEC"]
     folder = tmp_path_factory.mktemp("hybrid")
     return Runs(serve(MAIN_TAG), folder, "pretrain_hybrid.py", *model)
 

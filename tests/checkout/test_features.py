@@ -53,6 +53,7 @@ ROWS = {
         "decoder sequence length": "interleaved,interleaved-zb",
         "hybrid": "interleaved-zb,v-half",
         "hybrid, tied, DP 2, bf16, both overlaps, offload": "1f1b,zb-h1,interleaved,v-zb,auto",
+        "hybrid, MoE, EP 2, MTP": "zb-h1,interleaved-zb,v-half",
     },
     "core_v0.16.1": {
         "MoE, EP 2, bf16, both overlaps": "v-half",
@@ -95,6 +96,7 @@ NIGHTLY = (
     "offload, full, cheap recompute",
     *(feature.name for feature in ARCHITECTURES if feature.name not in DAILY),
     "hybrid, tied, DP 2, bf16, both overlaps, offload",
+    "hybrid, MoE, EP 2, MTP",
 )
 
 

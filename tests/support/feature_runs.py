@@ -71,31 +71,34 @@ def command(feature: Feature, name: str, checkpoint: Path | None) -> list[str]:
             words.append(word)
     words += feature.model.split()
     if checkpoint is None:
-        return [PATTERN if word == "PATTERN" else word for word in words]
+        return words
     words += feature.run.split()
     words += ["--pipeline-model-parallel-size", str(feature.pp)]
     words += ["--load", str(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng"]
     ours = schedule_flags(name, feature.pp)
     more = feature.ours.split() if ours else []
-    if {*_LAYOUTS, "PATTERN"} & {*words} and "--num-virtual-stages-per-pipeline-rank" in ours:
+    listed = {*_LAYOUTS, "--hybrid-layer-pattern"} & {*words}
+    if listed and "--num-virtual-stages-per-pipeline-rank" in ours:
         ours = ours[:-2]  # the layout says how many
+    if "--hybrid-layer-pattern" in words:
+        at = words.index("--hybrid-layer-pattern") + 1
+        words[at] = _pattern(name, words[at])
     words += ours + more
     values = {
         "TENSORBOARD": lambda: str(checkpoint.parent / "board"),
         **{kind: functools.partial(_layout, name, feature.pp, kind) for kind in _LAYOUTS},
-        "PATTERN": lambda: _pattern(name),
     }
     return [values[word]() if word in values else word for word in words]
 
 
-PATTERN = "M*-MM*-M"
-
-
-def _pattern(name: str) -> str:
-    """A hybrid model's layers on two ranks, with stages where the schedule does not cut them."""
+def _pattern(name: str, text: str) -> str:
+    """A hybrid model's eight layers on two ranks; some schedules get them without stages."""
     if name in ("v-zb", "auto", "1f1b"):
-        return PATTERN
-    return "M*|-|MM*|-M" if name in _LOOPED or name.startswith("v-") else "M*-MM|*-M"
+        return text
+    ends = (2, 3, 6) if name in _LOOPED or name.startswith("v-") else (5,)
+    for end in reversed(ends):
+        text = f"{text[:end]}|{text[end:]}"
+    return text
 
 
 def _layout(name: str, pp: int, kind: str) -> str:

@@ -61,8 +61,7 @@ class Feature:
 _CHEAP = "--pp-cheap-recompute"
 _LLAMA = """--position-embedding-type rope --swiglu --group-query-attention --num-query-groups 2
 --normalization RMSNorm --disable-bias-linear"""
-_HYBRID = """--hybrid-layer-pattern PATTERN --spec tests.support.hybrid_spec SPEC
---position-embedding-type rope"""
+_HYBRID = "--spec tests.support.hybrid_spec SPEC --position-embedding-type rope "
 _SUM = "two summands of a gradient are added in another order"
 _CLIP = "the norm that clipping divides by is summed per rank, so in another order"
 
@@ -257,7 +256,7 @@ FEATURES = (
     ),
     Feature(
         "hybrid",
-        model=_HYBRID,
+        model=_HYBRID + "--hybrid-layer-pattern M*-MM*-M",
         drop="--num-layers",
         pp=2,
         world=2,
@@ -266,11 +265,23 @@ FEATURES = (
     ),
     Feature(
         "hybrid, tied, DP 2, bf16, both overlaps, offload",
-        model=_HYBRID + " --bf16",
+        model=_HYBRID + "--hybrid-layer-pattern M*-MM*-M --bf16",
         run=OVERLAP,
         ours="--pp-offload half --pp-offload-time 0.2",
         drop="--num-layers --untie-embeddings-and-output-weights",
         pp=2,
+        first=(0, 18),
+        script="pretrain_hybrid.py",
+    ),
+    # Both ranks have experts under every placement: Megatron's log needs that until 0.19.
+    Feature(
+        "hybrid, MoE, EP 2, MTP",
+        model=_HYBRID + "--hybrid-layer-pattern M*-EM*-E/M* " + MOE,
+        run="--expert-model-parallel-size 2",
+        drop="--num-layers",
+        pp=2,
+        tolerance=1e-5,
+        why=_SUM,
         first=(0, 18),
         script="pretrain_hybrid.py",
     ),
