@@ -49,6 +49,8 @@ ROWS = {
         "packed sequences, TP 2": "interleaved-zb,v-half",
         "packed sequences, CP 2": "zb-h1,v-half",
         "optimizer on the CPU": "zb-h1,v-half",
+        "attention mask of each document": "zb-h1",
+        "attention mask of each document, beside stock's interleaving": "interleaved-zb",
         "decoder sequence length": "interleaved,interleaved-zb",
     },
     "core_v0.16.1": {
