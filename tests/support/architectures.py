@@ -31,6 +31,7 @@ _GPT_OSS = f"""{_LLAMA.replace("--swiglu", "--quick-geglu")} {_GQA} --kv-channel
 # Mock documents have 1 to 4096 tokens.
 _LONG = "--seq-length 256 --max-position-embeddings 256"
 _PACKED = f"--dataloader-inter-document-masking {_LONG}"
+_MASKED = f"--reset-position-ids --reset-attention-mask --eod-mask-loss {_LONG}"
 _HETEROGENEOUS = f"""{_LLAMA} {_GQA} --use-rotary-position-embeddings --use-rope-scaling
 --rope-scaling-factor 8.0 --rotary-base 500000 --heterogeneous-layers-config-path
 {ROOT / "tests" / "support" / "heterogeneous_layers.json"}"""
@@ -106,10 +107,11 @@ ARCHITECTURES = (
         pp=2,
         first=(0, 19),
     ),
-    # Stock's own interleaving gives other losses here: see docs/08-features.md.
-    Feature(
-        "attention mask of each document",
-        model=f"--reset-position-ids --reset-attention-mask --eod-mask-loss {_LONG}",
+    Feature("attention mask of each document", model=_MASKED, pp=2, world=2),
+    Feature(  # Stages between the first and the last have no mask, in stock either.
+        "attention mask of each document, beside stock's interleaving",
+        model=_MASKED,
+        run="--num-virtual-stages-per-pipeline-rank 2",
         pp=2,
         world=2,
     ),
