@@ -20,7 +20,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .releases import RELEASES, TAGS, line
+from .releases import TAGS, closest
 
 FILE = "megatron/training/arguments.py"
 FUNCTION = "parse_args"
@@ -122,7 +122,8 @@ def status(checkout: Path) -> Status:
         PatchError: it is no checkout.
     """
     version = read_version(checkout)
-    tag = next((r.tag for r in RELEASES if r.line == line(version)), None)
+    release = closest(version)
+    tag = None if release is None else release.tag
     try:
         source = _read(checkout)
         original = remove(source)
@@ -163,7 +164,7 @@ def revert(checkout: Path) -> Status:
 
 
 def read_version(checkout: Path) -> str:
-    """Version of a checkout, e.g. ``0.19.1``, read without running anything of it.
+    """Version of a checkout, e.g. ``0.19.1`` or ``0.16.0rc0``, read without running anything of it.
 
     Raises:
         PatchError: this is no Megatron-LM checkout.
@@ -178,7 +179,8 @@ def read_version(checkout: Path) -> str:
     numbers = [re.search(rf"^{n}\s*=\s*(\d+)", text, re.M) for n in ("MAJOR", "MINOR", "PATCH")]
     if None in numbers:
         raise PatchError(f"{checkout}/{PACKAGE_INFO} does not give the version of Megatron")
-    return ".".join(number[1] for number in numbers if number)
+    suffix = re.search(r"^PRE_RELEASE\s*=\s*['\"]([\w.]*)['\"]", text, re.M)
+    return ".".join(number[1] for number in numbers if number) + (suffix[1] if suffix else "")
 
 
 def _usable(checkout: Path) -> Status:

@@ -24,12 +24,17 @@ fi
     die "give the folder of a Megatron-LM checkout, after --revert to take the patch out."
 info=$1/megatron/core/package_info.py
 [[ -f $info ]] || die "$1 is no Megatron-LM checkout: it has no megatron/core/package_info.py."
-number() { sed -nE "s/^$1[[:space:]]*=[[:space:]]*([0-9]+).*/\1/p" "$info" | head -n 1; }
-series=("$PATCHES/core_v$(number MAJOR).$(number MINOR)."*)
-[[ -d ${series[0]} ]] ||
+value() { sed -nE "s/^$1[[:space:]]*=[[:space:]]*['\"]?([0-9a-z.]*).*/\1/p" "$info" | head -n 1; }
+line=$(value MAJOR).$(value MINOR)
+version=$line.$(value PATCH)$(value PRE_RELEASE)
+# The one of this very version, of a commit that says so, or of the same line.
+for series in "$PATCHES/core_v$version" "$PATCHES/core_v$version"-* "$PATCHES/core_v$line."*; do
+    if [[ -d $series ]]; then break; fi
+done
+[[ -d $series ]] ||
     die "there are patches for $(cd "$PATCHES" && echo *) only; try \`megatron-ext patch apply $1\`."
 cd -P "$1"
 # Inside a repository that is not its own, git would silently do nothing.
 export GIT_CEILING_DIRECTORIES=${PWD%/*}
-git -c core.autocrlf=false apply "${options[@]}" "${series[0]}"/*.patch ||
-    die "the patch of ${series[0]##*/} does not fit $1 (see above), so nothing was changed."
+git -c core.autocrlf=false apply "${options[@]}" "$series"/*.patch ||
+    die "the patch of ${series##*/} does not fit $1 (see above), so nothing was changed."

@@ -11,7 +11,8 @@ set -euo pipefail
 
 unset CDPATH # it would send cd elsewhere
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-mapfile -t SUPPORTED < <(awk '/^core_/ { print $1 }' "$HERE/../megatron_ext/releases.txt")
+LIST=$HERE/../megatron_ext/releases.txt
+mapfile -t SUPPORTED < <(awk '/^core_/ { print $1 }' "$LIST")
 SOURCE=${MEGATRON_LM_GIT:-https://github.com/NVIDIA/Megatron-LM.git}
 ROOT=${XDG_CACHE_HOME:-$HOME/.cache}/megatron-ext/Megatron-LM
 
@@ -28,11 +29,8 @@ if [[ $1 == --list ]]; then
     exit 0
 fi
 tag=$1
-known=no
-for candidate in "${SUPPORTED[@]}"; do
-    if [[ $candidate == "$tag" ]]; then known=yes; fi
-done
-[[ $known == yes ]] || die "$tag is not supported; supported are ${SUPPORTED[*]}."
+commit=$(awk -v tag="$tag" '$1 == tag { print $5 }' "$LIST")
+[[ -n $commit ]] || die "$tag is not supported; supported are ${SUPPORTED[*]}."
 
 target=$ROOT/$tag
 if [[ -d $target/megatron/core ]]; then
@@ -42,17 +40,22 @@ fi
 [[ ! -e $target ]] || die "$target exists but is no Megatron-LM checkout; move it away."
 command -v git >/dev/null || die "git is not installed."
 
-# A shallow clone of a local repository needs a URL; of a path, git would copy everything.
+# A shallow fetch from a local repository needs a URL; of a path, git would copy everything.
 if [[ -d $SOURCE ]]; then
     SOURCE=file://$(cd "$SOURCE" && pwd)
 fi
 mkdir -p "$ROOT"
 partial=$(mktemp -d "$ROOT/.$tag.XXXXXX")
 trap 'rm -rf "$partial"' EXIT
-echo "get_megatron: cloning $tag from $SOURCE" >&2
-git -c advice.detachedHead=false clone --quiet --depth 1 --branch "$tag" \
-    -- "$SOURCE" "$partial/$tag" </dev/null >&2 ||
-    die "could not clone $tag from $SOURCE; set MEGATRON_LM_GIT to a repository that has it."
+echo "get_megatron: fetching $tag from $SOURCE" >&2
+what=$commit # GitHub gives any commit by its full name
+if [[ $commit == - ]]; then what=refs/tags/$tag; fi
+git -c init.defaultBranch=main init --quiet "$partial/$tag"
+{
+    git -C "$partial/$tag" fetch --quiet --depth 1 -- "$SOURCE" "$what" &&
+        git -C "$partial/$tag" -c advice.detachedHead=false checkout --quiet FETCH_HEAD
+} </dev/null >&2 ||
+    die "could not fetch $tag from $SOURCE; set MEGATRON_LM_GIT to a repository that has it."
 [[ -d $partial/$tag/megatron/core ]] || die "$SOURCE has no megatron/core at $tag."
 # Another run may have been faster: then its checkout stays and ours is dropped.
 mv -T "$partial/$tag" "$target" 2>/dev/null || [[ -d $target/megatron/core ]] ||

@@ -55,9 +55,9 @@ find_python() {
     die "no Python of at least 3.10 with venv was found; install Python 3.12 or set PYTHON to one."
 }
 
-# Prints "TAG WHEEL PYTHON TORCH" of the newest supported Megatron release for a Python version.
+# Prints "TAG WHEEL PYTHON TORCH -" of the newest supported Megatron release for a Python version.
 release_for() {
-    awk -v minor="${1#3.}" '/^core_/ { if (substr($3, 3) + 0 <= minor + 0) found = $0 }
+    awk -v minor="${1#3.}" '/^core_/ && $5 == "-" { if (substr($3, 3) + 0 <= minor + 0) found = $0 }
         END { print found }' "$REPO/megatron_ext/releases.txt"
 }
 
@@ -65,7 +65,7 @@ release_for() {
 # Megatron releases imports without naming them.
 requirements() {
     local wheel torch
-    read -r _ wheel _ torch < <(release_for "$1")
+    read -r _ wheel _ torch _ < <(release_for "$1")
     printf '%s\n' "megatron-core==$wheel" "torch==$torch"
     printf '%s\n' numpy six pyyaml regex einops pybind11 pydantic psutil packaging 'setuptools>=77' \
         wheel 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' \

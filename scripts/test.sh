@@ -6,8 +6,8 @@
 #   scripts/test.sh tests/ranks -k launch  other arguments go to pytest
 #
 # The first run makes a virtual environment beside the repository (see scripts/lib.sh) and fetches
-# stock Megatron-LM (see scripts/get_megatron.sh): the newest supported version, with --all every
-# one. Without it the tests that need it are left out, and the last lines say how many. The very
+# stock Megatron-LM (see scripts/get_megatron.sh): the newest supported release, with --all every
+# version. Without it the tests that need it are left out, and the last lines say how many. The very
 # last line is pytest's, and the exit status is pytest's, or 1 where style or types are at fault.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -29,7 +29,10 @@ if [[ -z ${MEGATRON_EXT_TE_SOURCE:-} && -d $te_files ]]; then
 fi
 
 mapfile -t tags < <(scripts/get_megatron.sh --list)
-if [[ " $* " != *" --all "* ]]; then tags=("${tags[-1]}"); fi
+if [[ " $* " != *" --all "* ]]; then
+    read -r tag _ < <(release_for "$(python_version "$PY")")
+    tags=("$tag")
+fi
 if [[ -z ${MEGATRON_LM:-} || ${#tags[@]} -gt 1 ]]; then
     for tag in "${tags[@]}"; do
         scripts/get_megatron.sh "$tag" >/dev/null || true # pytest says what that leaves out

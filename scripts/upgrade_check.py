@@ -33,7 +33,7 @@ SECONDS = 300
 _ADVICE = (
     "look for what took its place in that version, then give the hook another target or another "
     "set of parameters in megatron_ext/integration, for this version beside the old ones; until "
-    "then keep this version out of releases.txt: it is refused before training"
+    "then runs that need this hook are refused before training"
 )
 
 
@@ -120,17 +120,16 @@ def hooks_here() -> dict[str, Any]:
     from megatron.core import package_info
 
     from megatron_ext.integration import Installation, install
-    from megatron_ext.integration.versions import ConfigError, require_supported
+    from megatron_ext.integration.versions import ConfigError, untested
 
     version = str(package_info.__version__)
     result: dict[str, Any] = {"version": version, "hooks": {}, "not_restored": []}
     try:
-        require_supported(version)
-        result["supported"] = True
+        result["note"] = "newer than tested" if untested(version) else ""
     except ConfigError:
-        result["supported"] = False
+        result["note"] = "not supported"
     module: Any = sys.modules[install.__module__]
-    module.require_supported = lambda found: (0, 0, 0)  # to look at versions not supported yet
+    module.require_supported = lambda found: None  # to look at unsupported versions too
     for group, hook in probe._groups().items():
         installation, found = Installation(), dict[str, Any]()
         binder = Binder(version, found)
@@ -262,8 +261,8 @@ def page(entries: list[dict[str, Any]]) -> str:
         total = len(entry["hooks"])
         good = sum(hook["error"] is None for hook in entry["hooks"].values())
         text = entry.get("patches", {}).get("state", "")
-        supported = "" if entry["supported"] else " (not supported)"
-        version, commit = entry["version"].split("+")[0] + supported, entry["commit"] or ""
+        note = f" ({entry['note']})" if entry["note"] else ""
+        version, commit = entry["version"].split("+")[0] + note, entry["commit"] or ""
         lines.append(f"| {entry['name']} | {version} | {commit} | {good} of {total} | {text} |")
     wrong = [line for entry in entries for line in problems(entry)]
     lines += ["", "## What does not fit", ""]

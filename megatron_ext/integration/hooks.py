@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..releases import NEWEST
 from .errors import ConfigError
-from .versions import SUPPORTED
 
 _ADVICE = (
-    f"use an unmodified megatron-core {SUPPORTED[-1]}, or drop our flags; scripts/upgrade_check.sh "
-    "shows what moved in a version, for a report"
+    f"use an unmodified megatron-core {NEWEST.version}, or drop our flags; "
+    "scripts/upgrade_check.sh shows what moved in a version, for a report"
 )
 # Modules that hold nothing of Megatron's, most of those of a process; and ours, which may.
 _NEVER = sys.stdlib_module_names | {"torch", "numpy", "megatron_ext"}

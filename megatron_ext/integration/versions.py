@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
-import re
+import logging
+import os
 
-from ..releases import RELEASES
+from ..releases import NEWEST, RELEASES, TAGS, parse
 from .errors import ConfigError
 
-# Of each line of releases, the newest that the tests have run on.
-SUPPORTED = tuple(release.wheel for release in RELEASES)
+logger = logging.getLogger(__name__)
 
 
-def parse(version: str) -> tuple[int, int, int]:
-    """``0.19.2+abc`` -> (0, 19, 2).
-
-    Raises:
-        ConfigError: not a version of that form.
-    """
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    if match is None:
-        raise ConfigError(f"cannot read Megatron's version {version!r}")
-    return int(match[1]), int(match[2]), int(match[3])
-
-
-def require_supported(version: str) -> tuple[int, int, int]:
-    """The parsed version, if its release line is supported.
+def untested(version: str) -> str:
+    """A warning for a version that is newer than every supported one; empty for these.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is older than all of them, or not a version.
     """
-    found = parse(version)
-    lines = {parse(known)[:2] for known in SUPPORTED}
-    lowest = parse(SUPPORTED[0])
-    if found[:2] not in lines or found < lowest:
-        known = ", ".join(f"{a}.{b}.x" for a, b in sorted(lines))
+    try:
+        found = parse(version)
+    except ValueError:
+        raise ConfigError(f"cannot read Megatron's version {version!r}") from None
+    if found < parse(RELEASES[0].version):
         raise ConfigError(
-            f"megatron-core {version} is not supported; megatron_ext knows {known} "
-            f"(from {SUPPORTED[0]} on): install one of these, e.g. megatron-core=={SUPPORTED[-1]}"
+            f"megatron-core {version} is not supported; megatron_ext supports {known()}: install "
+            f"one of these, e.g. megatron-core=={NEWEST.version}"
         )
-    return found
+    if found[:2] <= RELEASES[-1].line:
+        return ""
+    return (
+        f"megatron-core {version} is newer than what megatron_ext supports, {known()}. Every place "
+        "that this run hooks is checked before it trains, and it ends there if one does not fit; "
+        "what Megatron computes behind the same names is not checked. "
+        "`megatron-ext doctor` looks for every hook, scripts/upgrade_check.sh shows what moved"
+    )
+
+
+def require_supported(version: str) -> None:
+    """Check that ``version`` can be hooked, with a warning (of rank 0) if it is too new.
+
+    Raises:
+        ConfigError: it is not supported.
+    """
+    warning = untested(version)
+    if warning and os.environ.get("RANK", "0") == "0":
+        logger.warning("megatron_ext: WARNING: %s", warning)
+
+
+def known() -> str:
+    """The supported versions, for a sentence."""
+    major, minor = RELEASES[-1].line
+    return f"{RELEASES[0].version} to {major}.{minor}.x (tested: {', '.join(TAGS)})"
 
 
 def megatron_version() -> str:
@@ -51,7 +63,7 @@ def megatron_version() -> str:
         from megatron.core import package_info
     except ImportError as error:
         raise ConfigError(
-            f"megatron.core cannot be imported ({error}); install megatron-core=={SUPPORTED[-1]} "
+            f"megatron.core cannot be imported ({error}); install megatron-core=={NEWEST.version} "
             "or put a Megatron-LM checkout on PYTHONPATH"
         ) from None
     return str(package_info.__version__)

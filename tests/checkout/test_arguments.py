@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from megatron_ext.integration.arguments import MegatronArgs
-from tests.support.checkouts import TAGS, environment, python_path, version
+from megatron_ext.releases import TAGS
+from tests.support.checkouts import environment, python_path, version
 from tests.support.waiting import PATIENCE
 
 # Not from Megatron's parser: Megatron computes them, the training loop or we set them.

@@ -9,8 +9,8 @@ import pytest
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.flags import wanted
 from megatron_ext.integration.versions import require_supported
-from megatron_ext.releases import NEWEST, RELEASES
-from tests.support.checkouts import TAGS, result, version
+from megatron_ext.releases import NEWEST, RELEASES, TAGS
+from tests.support.checkouts import result, version
 
 
 @pytest.fixture(scope="module", params=["installed", *map(version, TAGS)])
@@ -38,8 +38,13 @@ class TestOnMegatron:
         assert names == {target.split(":")[1] for target in hooks["changed"]}
         assert hooks["same_after_revert"] is True
 
+    def test_a_newer_version_is_hooked_with_a_warning(self, hooks: dict[str, Any]) -> None:
+        (warning,) = hooks["warnings"]
+        assert "megatron-core 99.1.0 is newer" in warning
+        assert hooks["newer_is_hooked"] is True
+
     def test_a_missing_hook_binds_nothing_and_says_so(self, hooks: dict[str, Any]) -> None:
-        assert "no megatron.core.parallel_state:no_such" in hooks["missing_error"]
+        assert "99.1.0 has no megatron.core.parallel_state:no_such" in hooks["missing_error"]
         assert hooks["missing_all_or_nothing"] is True
 
     def test_a_changed_signature_binds_nothing_and_says_so(self, hooks: dict[str, Any]) -> None:
@@ -47,15 +52,29 @@ class TestOnMegatron:
         assert hooks["signature_all_or_nothing"] is True
 
 
-@pytest.mark.parametrize("version", [*(r.wheel for r in RELEASES), f"{NEWEST.wheel}+abc123"])
-def test_supported_versions(version: str) -> None:
-    assert require_supported(version)[0] == 0
+@pytest.mark.parametrize("version", [*(r.version for r in RELEASES), f"{NEWEST.version}+abc123"])
+def test_supported_versions(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    require_supported(version)
+    assert caplog.text == ""
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.16.0", "0.99.0", "1.0.0", "unknown"])
-def test_unsupported_versions_are_refused_with_the_supported_ones(version: str) -> None:
-    with pytest.raises(ConfigError, match=rf"0\.{NEWEST.line[1]}\.x|cannot read"):
+@pytest.mark.parametrize("version", ["0.15.3", "0.16.0rc0.dev132713", "0.16.0a0", "unknown"])
+def test_older_versions_are_refused_with_the_supported_ones(version: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{RELEASES[0].version} to .*{NEWEST.tag}|cannot read"):
         require_supported(version)
+
+
+@pytest.mark.parametrize("version", ["0.21.0", "0.21.0rc0+abc123", "1.0.0"])
+def test_newer_versions_are_warned_of_by_one_rank(
+    version: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    require_supported(version)
+    assert caplog.text == ""
+    monkeypatch.setenv("RANK", "0")
+    require_supported(version)
+    assert f"WARNING: megatron-core {version} is newer" in caplog.text
+    assert TAGS[-1] in caplog.text and "checked before it trains" in caplog.text
 
 
 @pytest.mark.parametrize(

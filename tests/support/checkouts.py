@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.releases import RELEASES, TAGS
+from megatron_ext.releases import NEWEST, RELEASES
 from tests.support import ROOT
 from tests.support.script_server import ScriptServer
 from tests.support.waiting import PATIENCE
 
-MAIN_TAG, OLDEST_TAG = TAGS[-1], TAGS[0]
+MAIN_TAG = NEWEST.tag
+OLDEST_TAG = next(release.tag for release in RELEASES if release.tagged)
 INSTALLED = "installed"  # not a version: the wheel of this environment
 # Those that run on this Python.
 RUNNING = tuple(release.tag for release in RELEASES if release.python <= sys.version_info[:2])
@@ -62,7 +63,7 @@ def nightly(*values: Any) -> Any:
 
 def missing(tag: str) -> str:
     """Why tests with the checkout of ``tag`` cannot run, and what to do; empty if they can."""
-    if tag == INSTALLED and len(RUNNING) == 1:
+    if tag == INSTALLED and MAIN_TAG not in RUNNING:
         return "the wheel of megatron-core 0.16 has no training loop; use Python 3.12"
     if tag == INSTALLED:
         return ""

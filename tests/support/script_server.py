@@ -232,7 +232,7 @@ def _keep_writing_here() -> None:
 
 def _prepare_for_all() -> None:
     """Do once what every rank of every job would do for seconds, with the same result."""
-    from megatron.core.tokenizers.text import models  # noqa: F401
+    from megatron.core.tokenizers.text import libraries  # noqa: F401
     from megatron.training import argument_utils, arguments
 
     from megatron_ext.integration import install  # noqa: F401

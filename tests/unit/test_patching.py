@@ -55,9 +55,9 @@ def tree(folder: Path) -> dict[str, Any]:
     }
 
 
-def set_version(checkout: Path, major: int, minor: int) -> None:
+def set_version(checkout: Path, major: int, minor: int, patch: int = 7, pre: str = "") -> None:
     """What package_info.py states."""
-    text = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = 7\n"
+    text = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = '{pre}'\n"
     (checkout / patching.PACKAGE_INFO).write_text(text)
 
 
@@ -341,6 +341,27 @@ def test_script_refuses(checkout: Path, script: Path, kind: str) -> None:
     assert (status, out) == (2, "")
     assert err.splitlines()[-1].startswith("apply_patches: ")
     assert tree(checkout) == before
+
+
+@needs_git
+@pytest.mark.parametrize(
+    ("version", "pre"),
+    [((0, 16, 0), "rc0"), ((0, 16, 0), ""), ((0, 16, 1), ""), ((0, 19, 1), ""), ((0, 20, 0), "")],
+)
+def test_script_and_command_choose_the_same(
+    checkout: Path, script: Path, version: tuple[int, int, int], pre: str
+) -> None:
+    """Two versions of a line, and commits without a tag."""
+    set_version(checkout, *version, pre)
+    found = patching.status(checkout)
+    assert found.version == ".".join(map(str, version)) + pre
+    assert found.tag is not None and found.tag.startswith(f"core_v0.{version[1]}.")
+    shutil.rmtree(script.parents[1] / "patches")
+    for tag in TAGS:
+        (script.parents[1] / "patches" / tag).mkdir(parents=True)
+        (script.parents[1] / "patches" / tag / "wrong.patch").write_text("no patch\n")
+    status, _, err = shell(script, checkout)
+    assert status == 2 and f"the patch of {found.tag} does not fit" in err
 
 
 @pytest.mark.parametrize("tag", TAGS)

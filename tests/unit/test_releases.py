@@ -12,31 +12,68 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import patching
-from megatron_ext.releases import LIST, NEWEST, RELEASES, TAGS, line
+from megatron_ext.releases import LIST, NEWEST, RELEASES, closest, line, parse
 from tests.support import ROOT
 
 
-def test_oldest_first_one_of_a_line() -> None:
-    lines = [release.line for release in RELEASES]
-    assert lines == sorted(set(lines))
+def test_oldest_first_one_release_of_a_line() -> None:
+    versions = [parse(release.version) for release in RELEASES]
+    assert versions == sorted(set(versions))
+    lines = [release.line for release in RELEASES if release.tagged]
+    assert len(lines) == len(set(lines)) and lines[-1] == NEWEST.line
     for release in RELEASES:
+        name = f"core_v{release.version}-{release.commit[:8]}"
+        assert release.tag == name or release.tagged, release
         assert line(release.tag.removeprefix("core_v")) == release.line
-    assert (NEWEST, TAGS[-1]) == (RELEASES[-1], NEWEST.tag)
+        assert release.tagged or re.fullmatch("[0-9a-f]{40}", release.commit)
+
+
+def test_order_of_versions() -> None:
+    """As PEP 440 has it."""
+    ordered = (
+        *("0.15.3", "0.16.0.dev7", "0.16.0a1", "0.16.0rc0.dev132713", "0.16.0rc0"),
+        *("0.16.0rc1", "0.16.0rc10", "0.16.0", "0.16.1", "0.16.10", "0.20.0", "1.0.0"),
+    )
+    found = [parse(version) for version in ordered]
+    assert found == sorted(set(found))
+    assert parse("0.20.0+d98e8a64dd") == parse("0.20.0")
+    for wrong in ("unknown", "", "0.19"):
+        with pytest.raises(ValueError, match="cannot read"):
+            parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("version", "tag"),
+    [
+        ("0.16.0rc0", "core_v0.16.0rc0-1dcf0daf"),
+        ("0.16.0", "core_v0.16.0rc0-1dcf0daf"),
+        ("0.16.1", "core_v0.16.1"),
+        ("0.17.0rc0", "core_v0.17.1"),
+        ("0.19.1", "core_v0.19.0"),
+        ("0.20.0+d98e8a64dd", "core_v0.20.0-d98e8a64"),
+        ("0.15.0", None),
+    ],
+)
+def test_what_stands_for_a_version(version: str, tag: str | None) -> None:
+    found = closest(version)
+    assert (found and found.tag) == tag
 
 
 def test_the_extra_installs_a_supported_release() -> None:
     found = re.search(r'"megatron-core>=(\S+),<(\S+)"', (ROOT / "pyproject.toml").read_text())
     assert found is not None
-    assert found[1] == RELEASES[0].wheel
-    assert line(found[2]) == (NEWEST.line[0], NEWEST.line[1] + 1)
+    # From the first release on: a range that begins with a pre-release would let pip install any.
+    assert found[1] == next(release.version for release in RELEASES if release.tagged)
+    assert line(found[2]) == (RELEASES[-1].line[0], RELEASES[-1].line[1] + 1)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/17-support.md"])
 def test_pages_name_every_release(page: str) -> None:
     text = (ROOT / page).read_text()
     for release in RELEASES:
-        assert release.tag.removeprefix("core_v") in text, release.tag
-    assert NEWEST.wheel in text
+        name = release.tag.removeprefix("core_v").split("-")[0]
+        assert name in text and (release.tagged or release.commit[:8] in text), release.tag
+    assert NEWEST.version in text
 
 
 @pytest.mark.skipif(shutil.which("awk") is None, reason="needs awk")
@@ -45,14 +82,14 @@ def test_scripts_read_it() -> None:
         version = ".".join(map(str, python))
         code = f"source scripts/lib.sh; requirements {version} | head -n 2"
         done = subprocess.run(["bash", "-c", code], cwd=ROOT, capture_output=True, text=True)
-        release = [r for r in RELEASES if r.python <= python][-1]
-        wanted = [f"megatron-core=={release.wheel}", f"torch=={release.torch}"]
+        release = [r for r in RELEASES if r.python <= python and r.tagged][-1]
+        wanted = [f"megatron-core=={release.version}", f"torch=={release.torch}"]
         assert done.stdout.splitlines() == wanted, done.stderr
 
 
 def test_no_other_list() -> None:
     """Code spells no release but where one behaves differently from the others."""
-    others = [release.wheel for release in RELEASES[1:]]
+    others = [release.version for release in RELEASES[1:]]
     paths = [*(ROOT / "megatron_ext").rglob("*.py"), *(ROOT / "scripts").rglob("*.*")]
     paths += [ROOT / "setup.py", *(ROOT / "tests" / "support").rglob("*.py")]
     found = [
@@ -73,7 +110,7 @@ def test_a_new_release_by_the_recipe(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("megatron_ext", "scripts", "patches"):
         shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-    major, minor = NEWEST.line
+    major, minor = RELEASES[-1].line
     tag = f"core_v{major}.{minor + 1}.0"
     for name in (patching.FILE, patching.PACKAGE_INFO):
         (checkout / name).parent.mkdir(parents=True)
@@ -88,7 +125,7 @@ def test_a_new_release_by_the_recipe(tmp_path: Path) -> None:
     tool = (sys.executable, "-m", "megatron_ext", "patch")
     assert "warning" in run(*tool, "status", checkout).stderr
     with (copy / "megatron_ext" / "releases.txt").open("a") as file:
-        file.write(f"{tag} {tag[6:]} 3.12 2.15.0\n")
+        file.write(f"{tag} {tag[6:]} 3.12 2.15.0 -\n")
     assert run(sys.executable, "-m", "scripts.make_patches", tag, checkout).returncode == 0
 
     assert run("bash", "scripts/get_megatron.sh", "--list").stdout.split()[-1] == tag

@@ -135,6 +135,9 @@ def _megatron(found: dict[str, Any], checkout: Path | None) -> Iterator[Finding]
     if checkout is not None and Path(found["path"]) != checkout.resolve():
         fix = f"see why {checkout} has no megatron.core; fetch it again"
         yield Finding("megatron", ERROR, f"{where}, not the checkout", fix)
+    elif found.get("untested"):
+        text, _, advice = found["untested"].partition(". ")
+        yield Finding("megatron", WARNING, f"{text}, in {found['path']}", advice)
     else:
         yield Finding("megatron", OK, where)
     if "training_error" in found:

@@ -61,10 +61,10 @@ def megatron_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {"version": str(package_info.__version__)}
     facts["path"] = str(Path(package_info.__file__).resolve().parents[2])
     from megatron_ext.integration import ConfigError
-    from megatron_ext.integration.versions import require_supported
+    from megatron_ext.integration.versions import untested
 
     try:
-        require_supported(facts["version"])
+        facts["untested"] = untested(facts["version"])
     except ConfigError as error:
         return {**facts, "unsupported": str(error)}
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import logging
 import sys
 import types
 from typing import Any
@@ -61,7 +62,7 @@ def main() -> None:
     cpu.install()
     for target in TARGETS:
         held(target)
-    from megatron.core import parallel_state
+    from megatron.core import package_info, parallel_state
 
     consumer = types.ModuleType("a_training_script")
     consumer.mpu_last = parallel_state.is_pipeline_last_stage  # type: ignore[attr-defined]
@@ -91,8 +92,17 @@ def main() -> None:
         k: v for k, v in megatron_symbols().items() if k in symbols
     } == symbols
 
+    # As a version that nobody knows yet: hooked with a warning, refused where a hook does not fit.
+    package_info.__version__ = "99.1.0"
+    handler, warnings = logging.Handler(), list[str]()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_ext").addHandler(handler)
     broken = Installation()
+    out["warnings"] = warnings
     good = Hook((TARGETS[5],), lambda original: lambda *a, **k: None, ("vp_stage",), "test")
+    broken.hooks.apply([good])
+    out["newer_is_hooked"] = held(TARGETS[5]) is not before[TARGETS[5]]
+    broken.revert()
     for name, bad in {
         "missing": Hook(("megatron.core.parallel_state:no_such",), lambda o: o, (), "of a test"),
         "signature": Hook((TARGETS[6],), lambda o: o, ("no_such_parameter",), "of a test"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.releases import TAGS
+from megatron_ext.releases import LIST, TAGS
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -54,6 +54,26 @@ def test_failure_leaves_nothing(run: Run, script: Path, source: Path, tmp_path: 
     assert done.stdout == ""
     assert "set MEGATRON_LM_GIT" in done.stderr.splitlines()[-1]
     assert list((tmp_path / "cache" / "megatron-ext" / "Megatron-LM").iterdir()) == []
+
+
+def test_fetches_a_commit_without_a_tag(
+    run: Run, script: Path, source: Path, tmp_path: Path
+) -> None:
+    """By its full name, though the branch has moved on; a copy of the list names it."""
+    git = ["git", "-C", str(source), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "later"], check=True)
+    for folder, file in (("scripts", script), ("megatron_ext", LIST)):
+        (tmp_path / "copy" / folder).mkdir(parents=True)
+        shutil.copy(file, tmp_path / "copy" / folder)
+    tag = f"core_v0.99.0-{commit[:8]}"
+    with (tmp_path / "copy" / "megatron_ext" / LIST.name).open("a") as file:
+        file.write(f"{tag} 0.99.0 3.12 2.15.0 {commit}\n")
+    where = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "MEGATRON_LM_GIT": str(source)}
+    done = run(tmp_path / "copy" / "scripts" / script.name, tag, **where)
+    assert done.returncode == 0, done.stderr
+    head = ["git", "-C", done.stdout.strip(), "rev-parse", "HEAD"]
+    assert subprocess.run(head, capture_output=True, text=True).stdout == commit
 
 
 @pytest.mark.parametrize("arguments", [["core_v0.12.0"], []])

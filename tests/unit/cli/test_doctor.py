@@ -149,6 +149,19 @@ def test_no_megatron_and_one_without_a_training_loop(tmp_path: Path) -> None:
     assert (found.level, training.level) == ("ok", "error")
 
 
+def test_a_megatron_newer_than_tested(tmp_path: Path) -> None:
+    """A warning with advice, and still all hooks looked up."""
+    facts: dict[str, Any] = {
+        "version": "99.1.0",
+        "path": str(tmp_path),
+        "untested": "99.1.0 is newer. Do this",
+    }
+    facts["hooks"] = {"schedule": {"total": 2, "missing": []}}
+    found, hooks = findings._megatron(facts, None)
+    assert (found.level, found.fix) == ("warning", "Do this") and "99.1.0 is newer" in found.text
+    assert hooks.level == "ok"
+
+
 def test_an_unsupported_megatron(tmp_path: Path) -> None:
     facts = {"version": "0.15.0", "path": str(tmp_path), "unsupported": "0.15.0 is not supported"}
     (found,) = findings._megatron(facts, None)
