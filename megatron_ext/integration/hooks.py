@@ -119,7 +119,7 @@ class Hooks:
             ConfigError: it is missing or has another signature.
         """
         target, owner, name = self._resolve(hook)
-        self._check_signature(target, inspect.getattr_static(owner, name), hook)
+        self._replacement(target, inspect.getattr_static(owner, name), hook)
         return target
 
     def revert(self) -> None:
@@ -141,8 +141,8 @@ class Hooks:
             # A class attribute is read without its descriptor, so that revert restores the very
             # object.
             original = before.replacement if before else inspect.getattr_static(owner, name)
-            self._check_signature(target, original, hook)
-            binding = Binding(target, hook.why, owner, name, original, hook.make(original))
+            made = self._replacement(target, original, hook)
+            binding = Binding(target, hook.why, owner, name, original, made)
             bindings.append(binding)
             latest[id(owner), name] = binding
         # After everything is imported, and once for all hooks: a process has thousands of modules.
@@ -174,7 +174,8 @@ class Hooks:
             f"({hook.why}); {_ADVICE}"
         )
 
-    def _check_signature(self, target: str, original: Any, hook: Hook) -> None:
+    def _replacement(self, target: str, original: Any, hook: Hook) -> Any:
+        """What takes the place of ``original``: each has the parameters that the other needs."""
         try:
             found = list(inspect.signature(original).parameters)
         except (TypeError, ValueError):
@@ -185,6 +186,28 @@ class Hooks:
                 f"{target} of megatron-core {self.version} has parameters {found}, but "
                 f"megatron_ext expects {missing} among them ({hook.why}); {_ADVICE}"
             )
+        made = hook.make(original)
+        lost = _not_taken(original, made)
+        if lost:
+            raise ConfigError(
+                f"{target} of megatron-core {self.version} has parameters {lost} that its "
+                f"replacement by megatron_ext does not know ({hook.why}); {_ADVICE}"
+            )
+        return made
+
+
+def _not_taken(original: Any, made: Any) -> list[str]:
+    """Parameters of a function that what takes its place has neither by name nor by place."""
+    if not (inspect.isfunction(original) and inspect.isfunction(made)):
+        return []
+    named, positional = set[str](), 0
+    for own in inspect.signature(made, follow_wrapped=False).parameters.values():
+        if own.kind is own.VAR_KEYWORD:
+            return []
+        named.add(own.name)
+        positional += own.kind in (own.POSITIONAL_ONLY, own.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(original).parameters
+    return [name for at, name in enumerate(parameters) if name not in named and at >= positional]
 
 
 def _check_bound(bindings: Sequence[Binding]) -> None:

@@ -51,6 +51,12 @@ class TestOnMegatron:
         assert "expects ['no_such_parameter']" in hooks["signature_error"]
         assert hooks["signature_all_or_nothing"] is True
 
+    def test_a_replacement_that_takes_less_binds_nothing(self, hooks: dict[str, Any]) -> None:
+        """A newer Megatron passes what the function has gained since."""
+        assert "that its replacement by megatron_ext does not know" in hooks["narrow_error"]
+        assert "'pipeline_model_parallel_size'" in hooks["narrow_error"]
+        assert hooks["narrow_all_or_nothing"] is True
+
 
 @pytest.mark.parametrize("version", [*(r.version for r in RELEASES), f"{NEWEST.version}+abc123"])
 def test_supported_versions(version: str, caplog: pytest.LogCaptureFixture) -> None:

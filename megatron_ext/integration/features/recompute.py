@@ -137,9 +137,9 @@ def hooks(experts: bool = True) -> tuple[Hook, ...]:
 
 def _without_fp8(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def __init__(self: Any, fp8: Any = None) -> None:
+    def __init__(self: Any, fp8: Any = None, *args: Any, **kwargs: Any) -> None:
         # Megatron tests for None, but its own default is False, which so means True.
-        original(self, fp8 or None)
+        original(self, fp8 or None, *args, **kwargs)
 
     return __init__
 

@@ -106,6 +106,7 @@ def main() -> None:
     for name, bad in {
         "missing": Hook(("megatron.core.parallel_state:no_such",), lambda o: o, (), "of a test"),
         "signature": Hook((TARGETS[6],), lambda o: o, ("no_such_parameter",), "of a test"),
+        "narrow": Hook((TARGETS[6],), lambda o: lambda virtual=None: None, (), "of a test"),
     }.items():
         try:
             broken.hooks.apply([good, bad])
