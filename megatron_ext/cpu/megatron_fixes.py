@@ -103,6 +103,13 @@ def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
     target.untyped_storage().copy_(storage)
 
 
+def _fix_inference_layers(module: Any) -> None:
+    """Answer which layers are the inference engine's: after core_v0.19 multi-token prediction asks,
+    and without Transformer Engine those classes are mocks, which ``isinstance`` refuses."""
+    if not module.HAVE_TE and hasattr(module, "is_inference_column_parallel_linear"):
+        module.is_inference_column_parallel_linear = lambda layer: False
+
+
 class _TritonStub(ModuleType):
     """Enough of triton to define kernels that nobody calls on a CPU."""
 
@@ -139,6 +146,7 @@ _CONTEXTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 }
 _FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.optimizer.distrib_optimizer": _fix_distributed_optimizer,
+    "megatron.core.tensor_parallel.inference_layers": _fix_inference_layers,
     "megatron.core.tensor_parallel.random": _fix_recompute,
     "megatron.core.transformer.dot_product_attention": context_parallel.fix_attention,
     "megatron.core.transformer.moe.moe_utils": _fix_moe_utils,
