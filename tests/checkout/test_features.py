@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.releases import TAGS
 from tests.support.checkouts import Serve, version
 from tests.support.feature_runs import run_feature
 from tests.support.features import FEATURES
@@ -48,7 +49,19 @@ ROWS = {
         "tied, bf16, both overlaps": "zb-h1,v-half",
         "offload, full": "v-half",
     },
+    "core_v0.16.0rc0-1dcf0daf": {
+        "tied, bf16, both overlaps": "zb-h1,v-half",
+        "MoE, EP 2, bf16, both overlaps": "interleaved-zb",
+        "offload, full": "v-zb",
+    },
+    "core_v0.20.0-d98e8a64": {
+        "tied, bf16, both overlaps": "zb-h1,v-half",
+        "MoE, EP 2, bf16, both overlaps": "interleaved-zb",
+        "offload, full": "v-zb",
+        "MTP": "v-half",
+    },
 }
+assert ROWS.keys() == set(TAGS)
 
 
 # In tier matrix: what the other rows, or the tests of offload on the wheel, nearly cover.
