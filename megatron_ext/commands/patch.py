@@ -48,7 +48,8 @@ def _patch(args: argparse.Namespace) -> int:
         }
         print(json.dumps(data))
     else:
-        print(f"{found.checkout}: Megatron {found.version}, {found.tag or 'not supported'}")
+        tag = found.tag or "none of the supported versions"
+        print(f"{found.checkout}: Megatron {found.version}, {tag}")
         print(f"  {patching.FILE}: {found.state}")
         if found.problem:
             print(f"  {found.problem}")

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.releases import RELEASES
 from tests.support.case_server import Cases, case_results
+from tests.support.checkouts import version
 
-results = case_results("megatron.cases.enable_cases")
+# The versions that trainers pin, too.
+PINNED = [version(release.tag) for release in RELEASES if not release.tagged]
+results = case_results("megatron.cases.enable_cases", "installed", *PINNED)
 
 
 def merged(ranks: Sequence[dict[str, Any]], what: str) -> dict[str, bytes]:
