@@ -51,7 +51,7 @@ ROWS = {
         "optimizer on the CPU": "zb-h1,v-half",
         "attention mask of each document": "zb-h1",
         "attention mask of each document, beside stock's interleaving": "interleaved-zb",
-        "decoder sequence length": "interleaved,interleaved-zb",
+        "decoder sequence length": "interleaved-zb",
     },
     "core_v0.16.1": {
         "MoE, EP 2, bf16, both overlaps": "v-half",
