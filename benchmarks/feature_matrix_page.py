@@ -25,8 +25,14 @@ of every iteration and everything that Megatron logs, times aside.
 Rows of `tests/support/features.py` and schedules that a table lacks have not been run on that
 version.
 
-Transformer Engine, Apex and NCCL need a GPU and are not in here. Context and sequence parallelism
-ran on this project's CPU stand-ins for the layers that stock has only in Transformer Engine.
+Transformer Engine, Apex and NCCL need a GPU and are not in here. Context and sequence parallelism,
+packed sequences and the head sizes of multi-latent attention ran on this project's CPU stand-ins
+for what stock has only in Transformer Engine's layers. Muon ran with the package
+emerging-optimizers.
+
+Two rows are compared with stock's interleaved schedule, as it alone has their meaning: "decoder
+sequence length" and "beside stock's interleaving". "packed sequences, PP 4" is compared with one
+process, since stock's script finds no data on the stages between the first and the last.
 
 Run it again: `python -m benchmarks.feature_matrix path/to/Megatron-LM --json FILE`, then
 `python -m benchmarks.feature_matrix_page FILE ... > benchmarks/feature-matrix.md`.

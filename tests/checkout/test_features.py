@@ -52,7 +52,7 @@ ROWS = {
         "optimizer on the CPU": "zb-h1,v-half",
         "attention mask of each document": "zb-h1",
         "attention mask of each document, beside stock's interleaving": "interleaved-zb",
-        "decoder sequence length": "interleaved,interleaved-zb",
+        "decoder sequence length": "interleaved-zb",
         "hybrid": "interleaved-zb,v-half",
         "hybrid, tied, DP 2, bf16, both overlaps, offload": "1f1b,zb-h1,interleaved,v-zb,auto",
         "hybrid, MoE, EP 2, MTP": "zb-h1,interleaved-zb,v-half",

@@ -45,6 +45,14 @@ def main(rank: int, store: str) -> None:
     dist.all_reduce(x)
     assert x.tolist() == [3.0] * 4, x
 
+    # Parts of one and of two elements.
+    for later in (False, True):
+        parts = [torch.empty(1), torch.empty(2)]
+        work = dist.all_gather(parts, torch.full((rank + 1,), float(rank)), group, later)
+        if later:
+            work.wait()
+        assert [part.tolist() for part in parts] == [[0.0], [1.0, 1.0]], parts
+
     # Rank 0 keeps 1 and sends 2; rank 1 sends 3 and keeps 0.
     sends = torch.tensor([[1, 2], [3, 0]][rank])
     receives = torch.tensor([[1, 3], [2, 0]][rank])
