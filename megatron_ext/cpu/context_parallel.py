@@ -61,6 +61,8 @@ def _causal_mask(length: int, group: Any, device: torch.device) -> torch.Tensor:
 
 def fix_attention(module: ModuleType) -> None:
     """Let ``DotProductAttention`` of Megatron's module work on a part of the sequence."""
+    if hasattr(module, "AttentionFuncionWithContextParallel"):
+        return  # Before core_v0.16.1 it could, with --cp-comm-type all_gather.
     cls = module.DotProductAttention
     init, forward = cls.__init__, cls.forward
 
