@@ -23,6 +23,7 @@ def enable(options: Mapping[str, object]) -> Report:
             require_not_held()
             library.start(entry=True)
         except BaseException:
+            library.revert()
             claim(None)
             raise
     atexit.register(library.warn_if_unused)

@@ -30,6 +30,7 @@ def merged(ranks: Sequence[dict[str, Any]], what: str) -> dict[str, bytes]:
         ("v-half-4", "stock-4"),
         ("v-zb-4-offloaded", "stock-4"),
         ("v-half-4-groups", "stock-4"),
+        ("v-half-hybrid", "stock-hybrid"),
         ("zb-h1-wide", "stock-wide"),
         ("zb-h1-wide", "stock-2"),
         ("zb-h1-experts", "stock-experts"),

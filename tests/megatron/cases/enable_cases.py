@@ -82,6 +82,14 @@ CASES: dict[str, dict[str, Any]] = {
         "schedule": None,
         "options": {"moe_pipeline_chunks": 1, "moe_memory_reuse": "s4"},
     },
+    "stock-hybrid": {"pp": 2, "world": 2, "pattern": "M*-M|M*-M"},
+    "v-half-hybrid": {
+        "pp": 2,
+        "world": 2,
+        "schedule": "v-half",
+        "chunks": 2,
+        "pattern": "M*|-M|M*|-M",
+    },
     "stock-wide": {"pp": 2, "world": 2, "wide": True},
     "zb-h1-wide": {"pp": 2, "world": 2, "schedule": "zb-h1", "wide": True},
     "refusals": {"pp": 2, "world": 2, "main": "refusals"},
@@ -91,12 +99,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 def case_of(case: dict[str, Any], hidden: int) -> dict[str, Any]:
     """A model of ``gpt_cases``."""
+    pattern = case.get("pattern")
     return {
         "pp": case["pp"],
         "chunks": case.get("chunks", 1),
         "lengths": True,
         "hidden": hidden,
-        "config": case.get("config", {}),
+        "config": {**case.get("config", {}), **({"is_hybrid_model": True} if pattern else {})},
+        "pattern": pattern,
     }
 
 

@@ -172,15 +172,27 @@ def _mtp_spec(config: TransformerConfig, spec: Any, chunk: int) -> Any:
     return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=chunk)
 
 
+def _hybrid(pattern: str) -> tuple[Any, dict[str, Any]]:
+    """A hybrid model's class, and what it is built from."""
+    from megatron_ext.integration.model_classes import hybrid_model
+    from tests.support.hybrid_spec import SPEC
+
+    return hybrid_model(), {"hybrid_stack_spec": SPEC, "hybrid_layer_pattern": pattern}
+
+
 def build(case: dict[str, Any], config: TransformerConfig) -> tuple[list[Any], list[GPTModel]]:
     """This rank's chunks, wrapped as Megatron's training wraps them, and bare."""
     rank, chunks = parallel_state.get_pipeline_model_parallel_rank(), case.get("chunks", 1)
     bare, spec = [], get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
     for chunk in range(chunks):
-        model = GPTModel(
+        kind, layers = GPTModel, {"transformer_layer_spec": spec}
+        if config.mtp_num_layers:
+            layers["mtp_block_spec"] = _mtp_spec(config, spec, chunk)
+        if case.get("pattern"):
+            kind, layers = _hybrid(case["pattern"])
+        model = kind(
             config=config,
-            transformer_layer_spec=spec,
-            **({"mtp_block_spec": _mtp_spec(config, spec, chunk)} if config.mtp_num_layers else {}),
+            **layers,
             vocab_size=VOCAB,
             max_sequence_length=SEQUENCE,
             pre_process=rank == 0 and chunk == 0,
