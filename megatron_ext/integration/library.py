@@ -1,4 +1,4 @@
-"""Our schedules in the process of a trainer that does not parse Megatron's arguments.
+"""Schedules, offload and MoE chunks in a trainer that does not parse Megatron's arguments.
 
 What a command line would contain is known only step by step: the options at once, the sizes of the
 pipeline and of a model when that model comes to the forward-backward function for the first time.
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Library:
-    """Our schedules in a process whose trainer we do not know.
+    """What ``megatron_ext.enable`` puts in force in a process.
 
     Args:
         options: as ``megatron_ext.enable``.
@@ -128,7 +128,7 @@ class Library:
             return self._pipelines[key](**kwargs)
 
     def warn_if_unused(self) -> None:
-        """At the end of the process: all was in vain if no pipeline call came."""
+        """Log that the schedule had no effect, if no pipeline call has come."""
         if not self._used and self._run.request is not None:
             logger.warning(
                 "megatron_ext: no forward-backward call came for schedule %s, which had no effect; "

@@ -1,4 +1,4 @@
-"""Whose Megatron's pipeline functions are: nobody else's, before we take their place."""
+"""Checks that nobody else has replaced or holds Megatron's pipeline functions."""
 
 from __future__ import annotations
 

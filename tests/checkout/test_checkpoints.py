@@ -254,6 +254,7 @@ def test_loaded_and_saved_again(runs: Runs, model: list[str], ranks: int, reques
     assert_equal(mine, theirs)
 
 
+@pytest.mark.matrix
 def test_a_hybrid_model_from_the_loop_to_a_v(hybrid: Runs) -> None:
     """It continues, and saves what stock's run saves; another pattern is another model."""
     base = [*DISTRIBUTED, "--train-iters", "2", "--save-interval", "1"]

@@ -24,23 +24,27 @@ def merged(ranks: Sequence[dict[str, Any]], what: str) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("case", "stock"),
     [
-        ("zb-h1-2", "stock-2"),
-        ("v-half-2", "stock-2"),
+        pytest.param("zb-h1-2", "stock-2", marks=pytest.mark.matrix),
+        pytest.param("v-half-2", "stock-2", marks=pytest.mark.matrix),
         ("zb-h1-4", "stock-4"),
         ("v-half-4", "stock-4"),
         ("v-zb-4-offloaded", "stock-4"),
         ("v-half-4-groups", "stock-4"),
         ("v-half-hybrid", "stock-hybrid"),
-        ("zb-h1-wide", "stock-wide"),
+        pytest.param("zb-h1-wide", "stock-wide", marks=pytest.mark.matrix),
         ("zb-h1-wide", "stock-2"),
-        ("zb-h1-experts", "stock-experts"),
+        pytest.param("zb-h1-experts", "stock-experts", marks=pytest.mark.matrix),
         ("stock-chunked-experts", "stock-experts"),
         ("zb-h1-4", "one-process"),
         ("v-half-4", "one-process"),
     ],
 )
-def test_three_models_are_bitwise_stocks(results: Cases, case: str, stock: str) -> None:
+def test_three_models_are_bitwise_stocks(
+    results: Cases, case: str, stock: str, request: pytest.FixtureRequest
+) -> None:
     """Losses and log-probabilities of every microbatch, and the gradients of the last step."""
+    if "hybrid" in case and "0.16" in request.node.callspec.params["results"]:
+        pytest.skip("before 0.17 Megatron's hybrid models have one chunk a rank")
     ours, theirs = results[case], results[stock]
     returned = merged(theirs, "returned")
     assert len(returned) == 3 * (4 + 7 + 5)
