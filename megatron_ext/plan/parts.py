@@ -103,7 +103,7 @@ class Linear(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What lies between the linear layers, on one rank for one microbatch.
+    """Work between the linear layers, on one rank for one microbatch.
 
     Attributes:
         flops, flops_back: of products that are no linear layers, in F and in B.
