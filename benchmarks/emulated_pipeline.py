@@ -34,7 +34,8 @@ from benchmarks.ranks import add_arguments, measured, save
 from benchmarks.rivals import SHAPE, Way, parallel_state, start, ways
 from megatron_ext.integration import measuring
 from megatron_ext.runtime.channel import Channel
-from megatron_ext.schedule import Costs, simulate
+from megatron_ext.runtime.edges import connected
+from megatron_ext.schedule import Costs, Placement, simulate
 
 HERE = Path(__file__).resolve().parent
 
@@ -147,7 +148,9 @@ def machine(args: argparse.Namespace) -> dict[str, float]:
         time.sleep(seconds)
         late.append(time.perf_counter() - started - seconds)
     group = parallel_state.get_pipeline_model_parallel_group()
-    channel = Channel(group, SHAPE, torch.float32, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    edges = connected(group, "passes", Placement.loop(group.size()).edges, cpu)
+    channel = Channel(edges, SHAPE, torch.float32, cpu)
     hop = measuring.hop_seconds(channel, group)
     late_ms = 1e3 * max(measuring.gather(statistics.median(late)))
     return {"sleep_late_ms": late_ms, "hop_ms": 1e3 * max(measuring.gather(hop))}

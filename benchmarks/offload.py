@@ -32,6 +32,7 @@ from megatron_ext.offload.device import CpuDevice, Direction
 from megatron_ext.offload.engine import Engine
 from megatron_ext.offload.store import ActivationStore
 from megatron_ext.runtime.channel import Channel
+from megatron_ext.runtime.edges import connected
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.trace import Recorder
 from megatron_ext.runtime.watchdog import Watchdog
@@ -168,8 +169,9 @@ class Case:
     def step(self, watchdog: Watchdog) -> float:
         """Seconds of one iteration, from all ranks' start to this one's end."""
         runner = EmulatedRunner(self.plan, self._rank, self.store, self._pause)
-        channel = Channel(dist.group.WORLD, (1,), torch.float32, torch.device("cpu"))
-        recorder = Recorder(False, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        edges = connected(dist.group.WORLD, "passes", self.plan.placement.edges, cpu)
+        channel, recorder = Channel(edges, (1,), torch.float32, cpu), Recorder(False, cpu)
         dist.barrier()
         started = time.perf_counter()
         with watchdog.armed():

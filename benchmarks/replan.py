@@ -36,11 +36,12 @@ from megatron_ext.plan.layout import Split
 from megatron_ext.plan.profile import Profile
 from megatron_ext.plan.times import costs_in_us
 from megatron_ext.runtime.channel import Channel
+from megatron_ext.runtime.edges import connected
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.trace import Recorder
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.wgrad import WeightGradStore
-from megatron_ext.schedule import check, lower, simulate
+from megatron_ext.schedule import Placement, check, lower, simulate
 from megatron_ext.schedule.actions import Op
 from megatron_ext.schedule.schedule import Schedule
 
@@ -143,7 +144,10 @@ class Rank:
     def __init__(self, rank: int, args: argparse.Namespace) -> None:
         self.rank, self.args = rank, args
         self.watchdog = Watchdog(f"rank {rank}", 120.0)
-        self.channel = Channel(dist.group.WORLD, (WIDTH,), torch.float32, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        ways = Placement.loop(args.pp).edges | Placement.vee(args.pp).edges
+        edges = connected(dist.group.WORLD, "passes", ways, cpu)
+        self.channel = Channel(edges, (WIDTH,), torch.float32, cpu)
 
     def step(self, plan: Schedule) -> tuple[float, Recorder, tuple[Any, ...]]:
         """One iteration: seconds from all ranks' start to the last one's end, times, results."""

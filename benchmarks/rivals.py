@@ -29,6 +29,7 @@ from torch.distributed.pipelining import PipelineStage  # noqa: E402
 
 from benchmarks import torch_lists  # noqa: E402
 from megatron_ext.runtime.channel import Channel  # noqa: E402
+from megatron_ext.runtime.edges import connected  # noqa: E402
 from megatron_ext.runtime.executor import Executor  # noqa: E402
 from megatron_ext.runtime.trace import Recorder  # noqa: E402
 from megatron_ext.runtime.watchdog import Watchdog  # noqa: E402
@@ -248,7 +249,8 @@ class Ours(Way):
     def run(self) -> None:
         """With a watchdog, as in training."""
         group = parallel_state.get_pipeline_model_parallel_group()
-        channel = Channel(group, SHAPE, torch.float32, torch.device("cpu"))
+        edges = connected(group, "passes", self.plan.placement.edges, torch.device("cpu"))
+        channel = Channel(edges, SHAPE, torch.float32, torch.device("cpu"))
         recorder = Recorder(self._timed, torch.device("cpu"))
         runner = AutogradRunner(self)
         with self._watchdog.armed():

@@ -30,11 +30,12 @@ from megatron_ext.integration.features.split_backward import local as wgrad  # n
 from megatron_ext.integration.hooks import Hooks  # noqa: E402
 from megatron_ext.integration.runner import Call, Iteration, MegatronRunner  # noqa: E402
 from megatron_ext.runtime.channel import Channel, Receipt  # noqa: E402
+from megatron_ext.runtime.edges import connected  # noqa: E402
 from megatron_ext.runtime.executor import Executor  # noqa: E402
 from megatron_ext.runtime.trace import Recorder  # noqa: E402
 from megatron_ext.runtime.watchdog import Watchdog  # noqa: E402
 from megatron_ext.runtime.wgrad import WeightGradStore  # noqa: E402
-from megatron_ext.schedule import check, lower  # noqa: E402
+from megatron_ext.schedule import Placement, check, lower  # noqa: E402
 from megatron_ext.schedule.actions import Action, Op  # noqa: E402
 from megatron_ext.schedule.schedule import Schedule  # noqa: E402
 
@@ -146,7 +147,7 @@ class AtHome:
     """A channel whose peers always have an answer: what is sent vanishes, what is received is
     there at once, in memory of its own."""
 
-    polls = True
+    posts_late = False
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._template = torch.randn(shape, device=DEVICE).to(torch.bfloat16)
@@ -154,11 +155,11 @@ class AtHome:
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Nowhere."""
 
-    def receive(self, peer: int, tag: int) -> Receipt:
+    def receive(self, peer: int, tag: int) -> torch.Tensor:
         """A copy of always the same."""
-        return Receipt(self._template.clone(), _Done(), peer)
+        return self._template.clone()
 
-    def taken(self, peer: int, count: int) -> None:
+    def settle(self, peer: int, count: int) -> None:
         """All are."""
 
     def sending_to(self) -> list[int]:
@@ -169,19 +170,16 @@ class AtHome:
         """Nothing is under way."""
 
 
-class _Done:
-    def wait(self) -> None:
-        """It is."""
-
-
 class Staged:
     """Messages between processes that share one GPU: through the host, by gloo."""
 
-    polls = False
+    posts_late = False
 
     def __init__(self, group: Any, shape: tuple[int, ...]) -> None:
-        self._inner = Channel(group, shape, torch.bfloat16, torch.device("cpu"))
-        self.taken, self.sending_to = self._inner.taken, self._inner.sending_to
+        cpu = torch.device("cpu")
+        ways = Placement.loop(group.size()).edges  # a V's, too
+        self._inner = Channel(connected(group, "passes", ways, cpu), shape, torch.bfloat16, cpu)
+        self.settle, self.sending_to = self._inner.settle, self._inner.sending_to
         self.finish = self._inner.finish
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
@@ -196,11 +194,11 @@ class Staged:
 
 class _StagedReceipt(Receipt):
     def __init__(self, inner: Receipt) -> None:
-        super().__init__(inner.tensor, inner.work, inner.peer)
+        self._inner, self.peer = inner, inner.peer
 
     def wait(self) -> torch.Tensor:
         """The message on the device."""
-        return super().wait().to(DEVICE)
+        return self._inner.wait().to(DEVICE)
 
 
 class _OneRank(Step):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from ..runtime.edges import gloo_options
 
 
 def _rebind(name: str, function: Callable[..., Any]) -> None:
@@ -149,11 +150,10 @@ def isend(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwar
 
 
 def _patch_workers() -> None:
-    """One worker thread a process group, in place of two.
+    """One worker thread a process group (see ``gloo_options``).
 
-    Torch 2.15 notes the name of the last collective of a group in a string that its
-    workers write without a lock. Where two collectives of a group run at once, as under
-    ``--overlap-param-gather``, that corrupts the heap: one run in a hundred ends in ``malloc``.
+    Under ``--overlap-param-gather`` two collectives of a group run at once: with two threads one
+    run in a hundred ends in ``malloc``.
     """
     gloo: Any = dist.ProcessGroupGloo
 
@@ -162,17 +162,8 @@ def _patch_workers() -> None:
         """``ProcessGroupGloo`` whose collectives run one after the other, in the order of calls."""
 
         def __init__(self, store: Any, rank: int, size: int, timeout: Any, **_: Any) -> None:
-            # As torch reads it.
-            named = os.environ.get("GLOO_SOCKET_IFNAME")
-            options = gloo._Options()
-            options._timeout = timeout
-            options._threads = 1
-            options._devices = (
-                [gloo.create_device(interface=name) for name in named.split(",")]
-                if named
-                else [gloo.create_default_device()]
-            )
-            super().__init__(store, rank, size, options)
+            ready = isinstance(timeout, gloo._Options)
+            super().__init__(store, rank, size, timeout if ready else gloo_options(timeout))
 
     _rebind("ProcessGroupGloo", OneWorker)
 

@@ -102,6 +102,7 @@ class MegatronArgs(Protocol):
     pp_cost: str | None
     pp_profile_steps: int | None
     pp_profile: str | None
+    pp_p2p: str | None
     pp_trace: str | None
     pp_post_validation: int | None
     pp_offload: str | None

@@ -17,6 +17,7 @@ from ..offload.host_memory import available_host_bytes
 from ..offload.rates import Rates, choose_policy, measure_rates
 from ..runtime.channel import Channel
 from ..schedule.actions import Op
+from ..schedule.placement import Placement
 from .callbacks import Duration
 from .utils import gather
 
@@ -59,9 +60,9 @@ def hop_seconds(channel: Channel, group: Any) -> float:
         return 0.0
     device = channel.device
     rank, size = group.rank(), group.size()
-    ranks = dist.get_process_group_ranks(group)
     message = torch.zeros(channel.shape, dtype=channel.dtype, device=device)
     best = float("inf")
+    channel.connect(Placement.loop(size).edges)
     for turn in (0, 1):  # pairs (0, 1), (2, 3), ..., then (1, 2), (3, 4), ...
         first = rank % 2 == turn
         peer = rank + 1 if first else rank - 1
@@ -69,11 +70,11 @@ def hop_seconds(channel: Channel, group: Any) -> float:
         for _ in range(6 if 0 <= peer < size else 0):
             started = time.perf_counter()
             if first:
-                dist.send(message, ranks[peer], group)
-                dist.recv(message, ranks[peer], group)
-            else:
-                dist.recv(message, ranks[peer], group)
-                dist.send(message, ranks[peer], group)
+                channel.send(message, peer, 0)
+            channel.receive(peer, 0).wait()
+            if not first:
+                channel.send(message, peer, 0)
+            channel.finish()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if first:

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..runtime.channel import Channel
+from ..runtime.edges import DEFAULT, MessageOptions, connected
 from ..runtime.executor import Executor, Extension
 from ..runtime.trace import Recorder
 from ..runtime.watchdog import Watchdog
@@ -39,16 +40,24 @@ class ScheduledPipeline:
         plans: the lowered schedule of every number of microbatches.
         store: of delayed weight gradients, shared with the hooked linear layers.
         timeout_seconds: the watchdog's limit; ``MEGATRON_EXT_WATCHDOG_SECONDS`` overrides it.
+        messages: how messages between ranks travel.
 
     Attributes:
         callbacks: of the features in use.
     """
 
-    def __init__(self, plans: Plans, store: WeightGradStore, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        plans: Plans,
+        store: WeightGradStore,
+        timeout_seconds: float,
+        messages: MessageOptions = DEFAULT,
+    ) -> None:
         self._plans, self._store = plans, store
         self._timeout = float(os.environ.get(WATCHDOG_ENVIRONMENT, timeout_seconds))
         self._watchdog: Watchdog | None = None
         self.callbacks: Sequence[Callback] = ()
+        self.messages = messages
 
     def __call__(
         self,
@@ -174,7 +183,10 @@ class ScheduledPipeline:
         step.runner = MegatronRunner(
             iteration, plan.placement, rank, self._store, step.mover, step.observer
         )
-        step.channel = Channel(call.group, call.shape, iteration.config.pipeline_dtype, device)
+        with self.watchdog(rank).armed("for its neighbours, to connect with them"):
+            ways, shapes = plan.placement.edges, call.shape is None
+            edges = connected(call.group, "passes", ways, device, self.messages, shapes)
+        step.channel = Channel(edges, call.shape, iteration.config.pipeline_dtype, device)
         timed = any(callback.times(step.training) for callback in self.callbacks)
         step.recorder = Recorder(timed, device)
         step.executor = Executor(

@@ -120,7 +120,7 @@ class Executor:
         self.outbox: dict[Action, torch.Tensor] = {}
         self._runner, self._recorder = runner, recorder
         self._channels = [channel] if extension is None else [channel, extension.channel]
-        self._taken = {} if channel.polls else _taken_by_then(schedule, rank)
+        self._received = _received_by_then(schedule, rank, channel.posts_late)
         self._next = 0
         handlers: dict[Operation, Callable[[Action], None]] = {
             Op.F: self._forward,
@@ -156,9 +156,19 @@ class Executor:
         if until is not None:
             return
         self._finish_messages()
+        self._program = (), {}  # It refers to this object, which refers to it.
         if self.inbox or self.outbox:
             left = ", ".join(map(str, [*self.inbox, *self.outbox]))
             raise RuntimeError(f"pipeline rank {self.rank} ended with messages left over: {left}")
+
+    def pending(self) -> str:
+        """What the device waits for where the host does not (NCCL), as far as can be known; empty
+        on the CPU. Callable from another thread."""
+        action = self._recorder.unfinished()
+        message = None if self._channels[0].device.type == "cpu" else self._channels[0].pending()
+        found = [] if action is None else [f"the device has not ended {action}"]
+        found += [] if message is None else [f"{message} has not been transferred"]
+        return "; ".join(found)
 
     def drop(self) -> None:
         """Forget an iteration that ``run`` has begun, on all ranks."""
@@ -208,8 +218,8 @@ class Executor:
         _, stage, microbatch = action
         if stage + 1 < self.placement.num_stages:
             self._deliver(action, Action(Op.F, stage + 1, microbatch), y)
-        if action in self._taken:
-            self._let_go(action)
+        if action in self._received:
+            self._settle(action)
 
     def _backward(self, action: Action) -> None:
         op, stage, microbatch = action
@@ -229,8 +239,8 @@ class Executor:
         key = Action(Op.B, stage, microbatch)
         if stage > 0:
             self._deliver(key, Action(Op.B, stage - 1, microbatch), input_grad)
-        if key in self._taken:
-            self._let_go(key)
+        if key in self._received:
+            self._settle(key)
 
     def _joint(self, action: Joint) -> None:
         (_, stage, microbatch), (op, other, another) = action
@@ -279,14 +289,15 @@ class Executor:
             self.watchdog.waiting("inside the model")
         return message
 
-    def _let_go(self, consumer: Action) -> None:
-        """After ``consumer``: messages that its input proves to be received can be dropped.
+    def _settle(self, consumer: Action) -> None:
+        """After ``consumer``: release messages for which its input proves that the peer has posted
+        receives.
 
         Not before it, so that a transfer still under way hides behind the pass.
         """
-        peer, count = self._taken[consumer]
+        peer, count = self._received[consumer]
         self.watchdog.waiting(f"for pipeline rank {peer} to take a message")
-        self._channels[0].taken(peer, count)
+        self._channels[0].settle(peer, count)
 
     def _send(self, action: Action, op: Op, to_stage: int) -> None:
         tensor = self.outbox.pop(Action(op, action.stage, action.microbatch))
@@ -308,39 +319,53 @@ class Executor:
         return (consumer_stage * self.microbatches + microbatch) * 2 + kind
 
 
+_Received = dict[Action, tuple[int, int]]
 # By identities of schedules that are alive; an executor is made for every iteration.
-_TAKEN: dict[tuple[int, int], tuple[weakref.ref[Schedule], dict[Action, tuple[int, int]]]] = {}
+_RECEIVED: dict[tuple[int, int, bool], tuple[weakref.ref[Schedule], _Received]] = {}
 
 
-def _taken_by_then(schedule: Schedule, rank: int) -> dict[Action, tuple[int, int]]:
-    """``_find_taken``, once for each schedule object and rank."""
-    key = id(schedule), rank
-    known = _TAKEN.get(key)
+def _received_by_then(schedule: Schedule, rank: int, late: bool) -> _Received:
+    """``_find_received``, once for each schedule object and rank."""
+    key = id(schedule), rank, late
+    known = _RECEIVED.get(key)
     if known is None or known[0]() is not schedule:
         # The identity may be another schedule's later on.
-        forget = weakref.ref(schedule, lambda _: _TAKEN.pop(key, None))
-        known = _TAKEN[key] = forget, _find_taken(schedule, rank)
+        forget = weakref.ref(schedule, lambda _: _RECEIVED.pop(key, None))
+        known = _RECEIVED[key] = forget, _find_received(schedule, rank, late)
     return known[1]
 
 
-def _find_taken(schedule: Schedule, rank: int) -> dict[Action, tuple[int, int]]:
+def _find_received(schedule: Schedule, rank: int, late: bool) -> _Received:
     """For every F or B of ``rank`` with an input from a peer: (the peer, how many messages from
     ``rank`` it had posted receives for before it sent that input).
 
-    Messages between two ranks are received in the order in which they are sent, so a count says
+    Receives from one rank are posted in the order in which the messages are sent, so a count says
     which.
+
+    Args:
+        late: a receive is posted where the schedule has it or later, at the latest before the pass
+            that needs the message, and those before it at the latest then.
     """
     rank_of = schedule.placement.rank_of
-    taken: dict[Action, tuple[int, int]] = {}
+    received: _Received = {}
     for peer, row in enumerate(schedule.ranks):
-        count = 0
-        for op, stage, microbatch in passes(row) if peer != rank else ():
+        if peer == rank:
+            continue
+        count = posted = 0
+        number: dict[tuple[bool, int, int], int] = {}  # of messages: forward, stage, microbatch
+        for op, stage, microbatch in passes(row):
             if op is Op.RECV_F or op is Op.RECV_B:
-                count += rank_of(stage - 1 if op is Op.RECV_F else stage + 1) == rank
+                forward = op is Op.RECV_F
+                if rank_of(stage - 1 if forward else stage + 1) == rank:
+                    count += 1
+                    number[forward, stage, microbatch] = count
+                    posted = posted if late else count
             elif op is Op.SEND_F or op is Op.SEND_B:
                 forward = op is Op.SEND_F
                 consumer = stage + 1 if forward else stage - 1
                 if rank_of(consumer) == rank:
                     key = Action(Op.F if forward else Op.B, consumer, microbatch)
-                    taken[key] = peer, count
-    return taken
+                    received[key] = peer, posted
+            elif late and op is not Op.W:
+                posted = max(posted, number.get((op is Op.F, stage, microbatch), 0))
+    return received

@@ -99,6 +99,12 @@ class Recorder:
         torch.cuda.synchronize()
         return [(action, s.elapsed_time(e) / 1e3) for action, s, e in self._spans]
 
+    def unfinished(self) -> AnyAction | None:
+        """The first action since ``reset`` that the device has not ended; None if there is none, or
+        if the host knows (on the CPU). Callable from another thread."""
+        spans = tuple(self._spans) if self._cuda else ()
+        return next((action for action, _, end in spans if not end.query()), None)
+
     def extent(self) -> tuple[float, float, float]:
         """(seconds of compute, first start, last end), the latter on the wall clock, in seconds
         since 1970; waits for the device once. Zeros if nothing ran."""

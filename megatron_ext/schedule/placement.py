@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
 
 from .._input import shown
 
@@ -61,6 +63,13 @@ class Placement:
     def num_stages(self) -> int:
         """Stages of the whole model, pp * chunks."""
         return len(self._where)
+
+    @cached_property
+    def edges(self) -> frozenset[tuple[int, int]]:
+        """(source, target) of all messages of passes: ranks of successive stages, both ways."""
+        ranks = [self.rank_of(stage) for stage in range(self.num_stages)]
+        forward = [(a, b) for a, b in pairwise(ranks) if a != b]
+        return frozenset([*forward, *((b, a) for a, b in forward)])
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds ``stage``."""

@@ -34,6 +34,7 @@ from megatron_ext.offload.device import CpuDevice
 from megatron_ext.offload.engine import Engine
 from megatron_ext.offload.store import ActivationStore
 from megatron_ext.runtime.channel import Channel
+from megatron_ext.runtime.edges import connected
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.trace import Recorder
 from megatron_ext.runtime.watchdog import Watchdog
@@ -219,9 +220,8 @@ class Wire(Channel):
         if kind not in ("lost", "delayed"):
             self.accident.happen()
         elif self.accident.due():
-            later = functools.partial(
-                dist.isend, tensor.contiguous(), self._global_ranks[peer], self.group, 2 * tag
-            )
+            backend, there = self._edges.to(peer)
+            later = functools.partial(backend.send, [tensor.contiguous()], there, 2 * tag + 1)
             work = _Later(functools.partial(self._delay, kind, seconds), later)
             self._sending.setdefault(peer, deque()).append([(work, tensor)])
             return
@@ -371,7 +371,8 @@ def train(case: Case, rank: int, folder: Path) -> None:
     result = []
     for accident.iteration in range(ITERATIONS):
         runner = Runner(lowered, rank, weights, store, wgrad, accident)
-        wire = Wire(group, SHAPE, torch.float32, CPU)
+        edges = connected(group, "passes", lowered.placement.edges, CPU)
+        wire = Wire(edges, SHAPE, torch.float32, CPU)
         wire.accident = accident
         try:
             with watchdog.armed():

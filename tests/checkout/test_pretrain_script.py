@@ -102,6 +102,9 @@ def stock(train: Callable[..., Log], weights: list[str]) -> Log:
     return found
 
 
+MESSAGES = {"v-half": "edge,ctas=2,announce,buffers", "v-zb": "pipeline"}
+
+
 @pytest.mark.parametrize(
     ("schedule", "pp", "sets"), [("v-half", 4, 6), ("v-zb", 4, 8), ("v-half", 2, 4), ("v-zb", 2, 4)]
 )
@@ -114,8 +117,9 @@ def test_same_losses(
     pp: int,
     sets: int,
 ) -> None:
-    """Training and evaluation, whatever the schedule and the pipeline size."""
+    """Training and evaluation, whatever the schedule, the pipeline size and the messages' way."""
     flags = ["--pipeline-model-parallel-size", str(pp), "--pp-schedule", schedule]
+    flags += ["--pp-p2p", MESSAGES[schedule]] if pp == 2 else []
     assert train(*weights, *flags, "--pp-trace", str(tmp_path), ranks=pp) == stock
     for rank in range(pp):
         lines = [json.loads(x) for x in (tmp_path / f"rank{rank}.jsonl").read_text().splitlines()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.feature import Conflict, markdown
+from megatron_ext.integration.feature import Conflict, Run, markdown
 from megatron_ext.integration.features.schedule import Schedule as ScheduleFeature
 from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
+from megatron_ext.integration.features.schedule.pipeline import prepare
 from megatron_ext.integration.flags import (
     GROUP,
     add_arguments,
@@ -231,6 +233,21 @@ def test_options_that_do_not_fit(schedule: str, options: dict[str, Any], text: s
     with pytest.raises(ConfigError) as error:
         after_megatron(args, ScheduleRequest.of(schedule, **options))
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("ring", "'ring' is not a way of messages; give edge or pipeline"),
+        ("edge,ctas=0", "'ctas=0' is not an option of messages; give ctas=N"),
+        ("edge,priority=low", "priority=high"),
+        ("pipeline,ctas=4", "options of messages' own communicators; give edge"),
+    ],
+)
+def test_ways_of_messages(way: str, text: str) -> None:
+    """Refused before Megatron's own validation."""
+    with pytest.raises(ConfigError, match=f"^--pp-p2p {re.escape(way)}: .*{re.escape(text)}"):
+        prepare(Run(arguments(pp_schedule="v-half", pp_p2p=way), "0.19.0"))
 
 
 def test_cap_and_costs_shape_the_plan() -> None:
@@ -460,7 +477,7 @@ class TestFile:
 def test_flags_are_in_their_own_group_and_off_by_default() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     args = parser.parse_args([])
-    ours = ["schedule", "memory_cap", "group_size", "cost", "trace", "cheap_recompute"]
+    ours = ["schedule", "memory_cap", "group_size", "cost", "p2p", "trace", "cheap_recompute"]
     ours += ["profile_steps", "profile", "post_validation"]
     ours += ["offload", "offload_chunks", "offload_time", "offload_transfer", "offload_policy"]
     moe = ["moe_pipeline_chunks", "moe_memory_reuse", "moe_memory_budget", "moe_pipeline_costs"]

@@ -34,12 +34,12 @@ def test_nothing_is_lost_when_the_sender_is_done_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", sorted(returned()))
 def test_a_value_of_each_kind_arrives(kind: str) -> None:
     value = returned()[kind]
-    assert same(unpack(*pack(value, CPU)), value)
+    assert same(unpack(pack(value, CPU)), value)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "log_probs", "batch", "output", "pair", "list"])
 def test_the_comparison_sees_a_changed_value(kind: str) -> None:
-    value = unpack(*pack(returned()[kind], CPU))
+    value = unpack(pack(returned()[kind], CPU))
     assert same(value, returned()[kind])
     tensors: list[torch.Tensor] = []
     _collect(value, tensors)
@@ -65,21 +65,21 @@ def test_tensors_are_not_pickled() -> None:
     big = torch.zeros(1 << 18)
     nested = torch.nested.as_nested_tensor([big, big], layout=torch.jagged)
     values = [{"a": Output(big)}, Pair(big, 1), Batch(a=big, b=big), big]
-    skeleton, data = pack(values, CPU)
-    assert skeleton < 2048 and data.numel() == skeleton + big.nbytes
-    again = unpack(skeleton, data)
+    data = pack(values, CPU)
+    assert big.nbytes < data.numel() < big.nbytes + 2048
+    again = unpack(data)
     assert again[3] is again[1].values is again[0]["a"].logits
-    skeleton, data = pack(nested, CPU)
-    assert skeleton < 2048 and data.numel() > 2 * big.nbytes
+    data = pack(nested, CPU)
+    assert 2 * big.nbytes < data.numel() < 2 * big.nbytes + 4096
 
 
 def test_a_part_of_a_tensor_goes_without_the_rest() -> None:
-    skeleton, data = pack(torch.zeros(1000, 1000)[:, 3], CPU)
-    assert data.numel() == skeleton + 4000
+    data = pack(torch.zeros(1000, 1000)[:, 3], CPU)
+    assert 4000 < data.numel() < 4000 + 2048
 
 
 def test_a_received_tensor_keeps_no_other_alive() -> None:
-    _large, small = unpack(*pack((torch.zeros(1 << 16), torch.ones(1)), CPU))
+    _large, small = unpack(pack((torch.zeros(1 << 16), torch.ones(1)), CPU))
     assert small.untyped_storage().nbytes() == 4
 
 

@@ -34,7 +34,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
         # Apex' kernel, which Megatron's own linear layers use where it is installed.
         {"torch", "megatron", "fused_weight_gradient_mlp_cuda"},
     ),
-    "cpu": ({"cpu"}, {"torch", "megatron", "numpy"}),
+    "cpu": ({"cpu", "runtime"}, {"torch", "megatron", "numpy"}),
     "checkpoints": ({"_input", "schedule", "checkpoints"}, set()),
     "commands": (_ALL, set()),
     "releases": (set(), set()),

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import megatron_ext.runtime.watchdog as watchdog_module
 from megatron_ext.runtime.channel import Channel
+from megatron_ext.runtime.edges import MessageOptions, connected
 from megatron_ext.runtime.executor import TRACE_ENVIRONMENT, Executor
 from megatron_ext.runtime.trace import Recorder, TraceFile
 from megatron_ext.runtime.watchdog import Watchdog
@@ -30,6 +31,7 @@ from megatron_ext.schedule import Schedule, check, forward_only, generate, lower
 from tests.ranks.runtime import toy
 from tests.ranks.runtime.accidents import ACCIDENTS, SleepyRunner, say
 from tests.support.held_time import HeldTime, TimeInPasses
+from tests.support.nccl import NcclEdges
 from tests.support.waiting import PATIENCE, wait_until
 
 CPU = torch.device("cpu")
@@ -53,9 +55,31 @@ def plan(name: str, pp: int, microbatches: int, chunks: int | None = None) -> Sc
     return lowered
 
 
-def channel(context: Context, dtype: torch.dtype = torch.float32) -> Channel:
-    """For toy stages' messages."""
-    return Channel(context.group, toy.SHAPE, dtype, CPU)
+def channel(
+    context: Context,
+    dtype: torch.dtype = torch.float32,
+    way: str = "edge",
+    nccl: bool = False,
+    varying: bool = False,
+) -> Channel:
+    """For toy stages' messages, connected between all ranks of the group.
+
+    Args:
+        way: as ``--pp-p2p``.
+        nccl: by the rules of NCCL.
+        varying: shapes are sent ahead.
+    """
+    options = MessageOptions.parse(way)
+    every = [(a, b) for a in range(context.size) for b in range(context.size) if a != b]
+    if nccl:
+        key = f"edges of {context.size} ranks {way}"
+        if key not in context.memo:
+            context.memo[key] = NcclEdges(context.group, "as nccl", CPU, options)
+        edges = context.memo[key]
+        edges.connect(every, varying)
+    else:
+        edges = connected(context.group, "passes", every, CPU, options, varying)
+    return Channel(edges, None if varying else toy.SHAPE, dtype, CPU)
 
 
 def quiet() -> Watchdog:
@@ -73,6 +97,7 @@ def train(
     microbatches: list[int],
     dtype: str = "float32",
     jitter: bool = False,
+    **messages: Any,
 ) -> list[dict[str, Any]]:
     """Iterations of training and evaluation, one after another in the same objects."""
     store, ledger = WeightGradStore(), toy.Ledger()
@@ -82,13 +107,13 @@ def train(
     wait = random.Random(context.rank) if jitter else None
     results = []
     for m in microbatches:
-        outputs = evaluate(context, placement, m, stages, store, ledger)
+        outputs = evaluate(context, placement, m, stages, store, ledger, **messages)
         lowered = plan(name, context.size, m, chunks)
         ledger.sets.clear()
         ledger.peak = 0
         runner = toy.ToyRunner(stages, placement, context.rank, store, ledger, jitter=wait)
         recorder = Recorder(True, CPU)
-        pipe = channel(context, kind)
+        pipe = channel(context, kind, **messages)
         with no_garbage_collection():
             Executor(lowered, context.rank, runner, pipe, quiet(), recorder).run()
             ledger.mistakes += [f"{k} alive at the end" for k in ledger.sets if ledger.alive(k)]
@@ -108,13 +133,19 @@ def train(
 
 
 def evaluate(
-    context: Context, placement: Any, m: int, stages: Any, store: Any, ledger: toy.Ledger
+    context: Context,
+    placement: Any,
+    m: int,
+    stages: Any,
+    store: Any,
+    ledger: toy.Ledger,
+    **messages: Any,
 ) -> dict[int, bytes]:
     """Losses of a forward-only plan."""
     lowered = lower(forward_only(placement, m))
     runner = toy.ToyRunner(stages, placement, context.rank, store, ledger, forward_only=True)
     recorder = Recorder(False, CPU)
-    pipe = channel(context, next(iter(stages.values())).gain.dtype)
+    pipe = channel(context, next(iter(stages.values())).gain.dtype, **messages)
     Executor(lowered, context.rank, runner, pipe, quiet(), recorder).run()
     if recorder.peak_sets or recorder.events() or recorder.zero_unix_us is not None:
         ledger.mistakes.append("evaluation kept activation sets or was timed")
@@ -170,7 +201,8 @@ def sent_memory(context: Context, name: str, microbatches: int) -> int:
     rows = lowered.placement.stages[context.rank]
     stages = {s: toy.Stage(s, torch.float32, store, ledger) for s in rows}
     runner = toy.ToyRunner(stages, lowered.placement, context.rank, store, ledger)
-    pipe = Counting(context.group, toy.SHAPE, torch.float32, CPU)
+    edges = connected(context.group, "passes", lowered.placement.edges, CPU)
+    pipe = Counting(edges, toy.SHAPE, torch.float32, CPU)
     recorder = Recorder(False, CPU)
     with no_garbage_collection():
         Executor(lowered, context.rank, runner, pipe, quiet(), recorder).run()
@@ -270,16 +302,89 @@ def drained(context: Context, directory: str) -> dict[str, Any]:
     before = pipe.sending_to()
     sent_all.touch()
     expected = [sent[2].tolist(), sent[0].tolist(), sent[1].tolist()]
-    # ``taken`` and ``finish`` share the count of what is settled.
-    pipe.taken(1, 2)
+    # ``settle`` and ``finish`` share the count of what is settled.
+    pipe.settle(1, 2)
     after_two = pipe.sending_to()
-    pipe.taken(1, 1)
+    pipe.settle(1, 1)
     pipe.finish()
     return {
         "sent": expected,
         "pending": [before, after_two, pipe.sending_to()],
         "waited": taking.exists(),
     }
+
+
+def crossed(context: Context, nccl: bool) -> list[float]:
+    """Two messages, received in the other order."""
+    pipe = channel(context, nccl=nccl)
+    if context.rank == 0:
+        for value in (5, 6):
+            pipe.send(torch.full(toy.SHAPE, float(value)), 1, value)
+        pipe.finish()
+        return []
+    receipts = {tag: pipe.receive(0, tag) for tag in (6, 5)}
+    return [float(receipts[tag].wait()[0, 0]) for tag in (5, 6)]
+
+
+def held_back(context: Context, way: str) -> list[str]:
+    """The first rank receives from 1 and 2; 1 sends when it has heard that 2's message came, or
+    that it cannot come before."""
+    pipe = channel(context, way=way, nccl=True)
+    done = Path(context.folder, f"{way} done")
+    message = torch.zeros(toy.SHAPE)
+    dist.barrier(context.group)
+    if context.rank:
+        if context.rank == 1:
+            wait_until(done.exists, "the first rank says nothing")
+        pipe.send(message, 0, 0)
+        pipe.finish()
+        return []
+    first, second = pipe.receive(1, 0), pipe.receive(2, 0)
+    if way == "edge":
+        second.wait()
+        done.touch()
+        first.wait()
+        return ["2 before 1"]
+    time.sleep(0.2)  # in which it could have come
+    early = second.works[0].is_completed()
+    done.touch()
+    first.wait()
+    second.wait()
+    return ["2 before 1" if early else "2 after 1"]
+
+
+def late_shapes(context: Context) -> Any:
+    """Shapes that vary, of a peer that sends late."""
+    pipe = channel(context, nccl=True, varying=True)
+    posted = Path(context.folder, "posted")
+    dist.barrier(context.group)
+    if context.rank == 0:
+        wait_until(posted.exists, "the receives wait for the messages")
+        for rows in (3, 2):
+            pipe.send(torch.full((rows, toy.HIDDEN), 1.0), 1, rows)
+        pipe.finish()
+        return "sent"
+    receipts = [pipe.receive(0, 3), pipe.receive(0, 2)]
+    posted.touch()
+    wait_until(lambda: receipts[1].shape[1].is_completed(), "no shape comes")
+    first = receipts[0].wait()
+    under_way = "posted without wait" if receipts[1].works else "not posted"
+    return [list(first.shape), list(receipts[1].wait().shape), under_way]
+
+
+def buffered(context: Context) -> list[int]:
+    """How many buffers there are after each of two iterations of two messages each way."""
+    found = []
+    for _ in range(2):
+        pipe = channel(context, way="edge,buffers")
+        peer = 1 - context.rank
+        receipts = [pipe.receive(peer, tag) for tag in range(1)]
+        pipe.send(torch.full(toy.SHAPE, float(context.rank)), peer, 0)
+        for receipt in receipts:
+            assert float(receipt.wait().sum()) == peer * toy.ROWS * toy.HIDDEN
+        pipe.finish()
+        found.append(sum(map(len, pipe._edges._free.values())))
+    return found
 
 
 def many_receives(context: Context, count: int) -> int:

@@ -18,5 +18,28 @@ def test_sends_do_not_block_and_are_drained(pool, tmp_path):
     assert first["waited"], "finish() was done before the receiver began"
 
 
+def test_nccl_matches_by_order(pool):
+    """What the stand-in is for: two receives in the wrong order get each other's message, where
+    gloo looks at the tags."""
+    assert pool.run("crossed", 2, nccl=False)[1] == [5.0, 6.0]
+    assert pool.run("crossed", 2, nccl=True)[1] == [6.0, 5.0]
+
+
+def test_a_message_waits_for_those_of_its_stream(pool):
+    """A receive whose message comes last holds back the others of its communicator only."""
+    assert pool.run("held_back", 3, way="pipeline")[0] == ["2 after 1"]
+    assert pool.run("held_back", 3, way="edge")[0] == ["2 before 1"]
+
+
+def test_the_data_of_a_varying_shape_is_posted_when_the_shape_is_known(pool):
+    """``receive`` does not wait for the peer; the data is under way before it is waited for."""
+    first, second = pool.run("late_shapes", 2)
+    assert first == "sent" and second == [[3, 8], [2, 8], "posted without wait"]
+
+
+def test_buffers_are_used_again(pool):
+    assert pool.run("buffered", 2) == [[2, 2], [2, 2]]
+
+
 def test_many_outstanding_receives(pool):
     assert pool.run("many_receives", 4, count=300) == [0] * 4

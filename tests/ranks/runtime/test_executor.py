@@ -83,6 +83,32 @@ def test_passes_of_any_length_change_nothing(pool, reference, name):
     compare(ranks, reference(stages, ms, "float32"), name, None, ms)
 
 
+WAYS = ["edge", "pipeline", "edge,announce,buffers"]
+
+
+@pytest.mark.parametrize("varying", [False, True], ids=["fixed", "varying"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "v-half"])
+def test_messages_by_the_rules_of_nccl(pool, reference, name, way, varying):
+    """Matched by order, one after the other, each held back until both ends have come."""
+    ms, messages = [7, 3], {"way": way, "nccl": True, "varying": varying}
+    ranks = pool.run(
+        "train", 4, name=name, chunks=None, microbatches=ms, jitter=way == "edge", **messages
+    )
+    stages = generate(name, 4, 1).placement.num_stages
+    compare(ranks, reference(stages, ms, "float32"), name, None, ms)
+
+
+@pytest.mark.parametrize("way", ["edge,announce,buffers", "pipeline"])
+def test_other_ways_of_messages(pool, reference, way):
+    ms, varying = [7, 3], way == "pipeline"
+    ranks = pool.run(
+        "train", 3, name="v-zb", microbatches=ms, chunks=None, way=way, varying=varying
+    )
+    stages = generate("v-zb", 3, 1).placement.num_stages
+    compare(ranks, reference(stages, ms, "float32"), "v-zb", None, ms)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_messages_do_not_pile_up(pool, name):
     """What the channel keeps is bounded by what is in flight, not by the number of microbatches."""

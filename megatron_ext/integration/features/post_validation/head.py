@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ....runtime.edges import MessageOptions
 from ....runtime.post_validation import StepOperations, StepValidator
 from ....schedule.post_validation import describe_gain, head_length
 from ....schedule.schedule import Schedule
@@ -69,6 +70,11 @@ class Head(Callback):
         """The last training iteration's arguments."""
         assert self._last is not None
         return self._last
+
+    @property
+    def messages(self) -> MessageOptions:
+        """How messages between ranks travel."""
+        return self._pipeline.messages
 
     def run(self, validator: StepValidator) -> None:
         """Begin the next training iteration, after the step before it, up to its validation.

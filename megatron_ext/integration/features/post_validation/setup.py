@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ....runtime.channel import Channel
+from ....runtime.edges import connected
+from ....schedule.placement import Placement
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...hooks import Hook
@@ -155,7 +157,10 @@ class Attempt:
     def __init__(self, optimizer: Any, groups: StageGroups, head: Head) -> None:
         self._call = head.last
         device = next(self._call.iteration.models[0].parameters()).device
-        self.channel = Channel(self._call.group, (groups.size,), torch.float64, device)
+        group = self._call.group
+        chain = Placement.loop(group.size()).edges
+        edges = connected(group, "post-validation", chain, device, head.messages)
+        self.channel = Channel(edges, (groups.size,), torch.float64, device)
         self.step_of = EagerStep(optimizer, groups, device)
         self.state: torch.Tensor | None = None
         self._so_far = torch.empty(0)

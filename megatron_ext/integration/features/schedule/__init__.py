@@ -52,6 +52,14 @@ _FLAGS = (
         "no hop",
         "F,B,W[,HOP]",
     ),
+    Flag(
+        "--pp-p2p",
+        "communicators of messages: edge (default; one for each direction between two ranks) or "
+        "pipeline (Megatron's group), then any of ctas=N (most thread blocks of a message), "
+        "priority=high|normal (default: high), announce (one element first), buffers (memory that "
+        "is kept)",
+        "WAY[,OPTION...]",
+    ),
 )
 
 _ORDER = "it works out what comes next from the order of stock's schedules; drop it"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from ....plan.layout import Split
+from ....runtime.edges import DEFAULT, MessageOptions
 from ....runtime.wgrad import WeightGradStore
 from ....schedule.schedule import Schedule
+from ...arguments import MegatronArgs
+from ...errors import ConfigError
 from ...feature import Run
 from ...offload_request import OffloadRequest
 from ...pipeline import ScheduledPipeline
@@ -20,6 +23,7 @@ def prepare(run: Run) -> None:
     """
     args = run.args
     assert args.pp_schedule is not None
+    _messages(args)
     run.store = WeightGradStore()
     run.request = ScheduleRequest.of(
         args.pp_schedule,
@@ -29,6 +33,15 @@ def prepare(run: Run) -> None:
         OffloadRequest.of(args),
         "makespan" if args.pp_post_validation is None else "span",
     )
+
+
+def _messages(args: MegatronArgs) -> MessageOptions:
+    if args.pp_p2p is None:
+        return DEFAULT
+    try:
+        return MessageOptions.parse(args.pp_p2p)
+    except ValueError as error:
+        raise ConfigError(f"--pp-p2p {args.pp_p2p}: {error}") from None
 
 
 def pipeline_of(run: Run) -> None:
@@ -52,4 +65,4 @@ def pipeline_of(run: Run) -> None:
     placement = request.placement(args.pipeline_model_parallel_size, run.chunks)
     plans = Plans(plan, placement, inputs, post_validation)
     minutes = args.distributed_timeout_minutes
-    run.pipeline = ScheduledPipeline(plans, run.store, 60.0 * minutes)
+    run.pipeline = ScheduledPipeline(plans, run.store, 60.0 * minutes, _messages(args))

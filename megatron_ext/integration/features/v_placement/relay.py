@@ -8,8 +8,9 @@ import pickle
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ....runtime.channel import Channel
+from ....runtime.edges import DEFAULT, MessageOptions, connected
 from ....runtime.watchdog import Watchdog
 from ....schedule.placement import Placement
 from ...errors import ConfigError
@@ -17,6 +18,7 @@ from ...runner import MegatronRunner
 
 # A tensor's class, first byte in the message, dtype, shape, and whether it was in CPU memory.
 _Taken = tuple[type, int, torch.dtype, torch.Size, bool]
+_SIZE = 8  # bytes of a number
 
 
 class Relay:
@@ -24,7 +26,7 @@ class Relay:
     the last pipeline rank."""
 
     def __init__(self) -> None:
-        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._channel: Channel | None = None
 
     def losses(
         self,
@@ -34,12 +36,14 @@ class Relay:
         device: torch.device,
         watchdog: Watchdog,
         ahead: bool,
+        options: MessageOptions = DEFAULT,
     ) -> list[Any]:
         """One iteration's, on all ranks of the pipeline.
 
         Args:
             ahead: the sender does not wait for the last rank, which ends the iteration later
                 (post-validation). ``finish`` has to be called before the sender leaves.
+            options: how messages travel.
 
         Returns:
             On the last rank and on the one that computed the losses: the losses; elsewhere an
@@ -52,23 +56,20 @@ class Relay:
         target, rank = group.size() - 1, group.rank()
         if source == target or rank not in (source, target):
             return runner.losses
-        ranks = dist.get_process_group_ranks(group)
+        # A communicator of its own: the next iteration's messages may be under way already.
+        edges = connected(group, "losses", [(source, target)], device, options, shapes=True)
         if rank == source:
             watchdog.waiting(f"for pipeline rank {target} to take the losses", list)
             self.finish()
-            skeleton, data = pack((runner.losses, runner.num_tokens, _take_mtp_metrics()), device)
-            sizes = torch.tensor([skeleton, data.numel()], device=device)
-            self._sending = [(dist.isend(t, ranks[target], group), t) for t in (sizes, data)]
+            self._channel = Channel(edges, None, torch.uint8, device)
+            data = pack((runner.losses, runner.num_tokens, _take_mtp_metrics()), device)
+            self._channel.send(data, target, 0)
             if not ahead:
                 self.finish()
             return runner.losses
         watchdog.waiting(f"for the losses from pipeline rank {source}", list)
-        sizes = torch.empty(2, dtype=torch.int64, device=device)
-        dist.recv(sizes, ranks[source], group)
-        skeleton, size = sizes.tolist()
-        data = torch.empty(size, dtype=torch.uint8, device=device)
-        dist.recv(data, ranks[source], group)
-        losses, tokens, metrics = unpack(skeleton, data)
+        data = Channel(edges, None, torch.uint8, device).receive(source, 0).wait()
+        losses, tokens, metrics = unpack(data)
         runner.num_tokens.copy_(tokens)
         _add_mtp_metrics(metrics)
         result: list[Any] = losses
@@ -77,13 +78,14 @@ class Relay:
     def finish(self) -> None:
         """Wait until the last rank has taken everything: gloo never delivers a message whose work
         is gone, and nothing is delivered by a process that has ended."""
-        sending, self._sending = self._sending, []
-        for work, _ in sending:
-            work.wait()
+        if self._channel is not None:
+            self._channel.finish()
+            self._channel = None
 
 
-def pack(value: Any, device: torch.device) -> tuple[int, torch.Tensor]:
-    """``value`` as one message: its structure pickled, then its tensors' bytes, from device memory.
+def pack(value: Any, device: torch.device) -> torch.Tensor:
+    """``value`` as one message: the number of bytes of its structure (in 8 bytes), its structure
+    pickled, then its tensors' bytes, from device memory.
 
     Args:
         value: any object that pickles; tensors in it, wherever they lie (in a nested tensor, a
@@ -91,7 +93,7 @@ def pack(value: Any, device: torch.device) -> tuple[int, torch.Tensor]:
         device: of the message.
 
     Returns:
-        Bytes of the pickled structure, and the message (one-dimensional, uint8).
+        The message (one-dimensional, uint8).
 
     Raises:
         ConfigError: something in ``value`` does not pickle.
@@ -106,20 +108,24 @@ def pack(value: Any, device: torch.device) -> tuple[int, torch.Tensor]:
             f"last pipeline rank, but it does not pickle ({error}); return tensors, numbers and "
             "objects of classes at the top level of a module"
         ) from None
-    skeleton = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
+    pickled = buffer.getvalue()
+    begin = bytearray(len(pickled).to_bytes(_SIZE, "little") + pickled)
+    skeleton = torch.frombuffer(begin, dtype=torch.uint8).to(device)
     tensors = (t.detach().resolve_conj().resolve_neg().to(device) for t in pickler.tensors)
     parts = [t.contiguous().reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
-    return skeleton.numel(), torch.cat([skeleton, *parts])
+    return torch.cat([skeleton, *parts])
 
 
-def unpack(skeleton: int, data: torch.Tensor) -> Any:
+def unpack(data: torch.Tensor) -> Any:
     """The value that ``pack`` made ``data`` of.
 
     Its tensors have memory of their own, on the message's device; those that were in CPU memory
     are there again (sizes of a nested tensor, for one).
     """
-    structure = io.BytesIO(data[:skeleton].cpu().numpy().tobytes())
-    return _Unpickler(structure, data[skeleton:]).load()
+    size = int.from_bytes(data[:_SIZE].cpu().numpy().tobytes(), "little")
+    end = _SIZE + size
+    structure = io.BytesIO(data[_SIZE:end].cpu().numpy().tobytes())
+    return _Unpickler(structure, data[end:]).load()
 
 
 class _Pickler(pickle.Pickler):

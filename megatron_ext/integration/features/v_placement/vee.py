@@ -298,6 +298,7 @@ class VeeCallback(Callback):
             step.channel.device,
             watchdog,
             step.plan.is_extended,
+            step.channel.options,
         )
 
     def gradients_reduced(self, step: Step) -> None:

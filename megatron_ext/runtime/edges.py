@@ -1,0 +1,273 @@
+"""Two-rank communicators for the messages of a pipeline, one for each direction between two ranks.
+
+NCCL runs all point-to-point messages of a communicator in one stream (one for each pair of ranks in
+PyTorch's former backend), so a receive that waits for its sender holds back every message behind
+it. With a communicator for each directed edge only messages on the same way wait for each other,
+and these are received in the order in which they are sent.
+
+The communicators are made from PyTorch's backend classes, not by ``new_group``: that is collective
+over the whole job, or, with local synchronisation, derives the group's name from counters that
+differ between the members of two pipeline stages.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+Edge = tuple[int, int]  # source and target, ranks of the pipeline
+
+
+@dataclass(frozen=True)
+class MessageOptions:
+    """How messages travel.
+
+    Attributes:
+        own: over communicators of their own; False: over the pipeline's process group.
+        max_ctas: most thread blocks, hence streaming multiprocessors, that a message's NCCL kernel
+            takes; None: NCCL's choice.
+        high_priority: NCCL kernels do not queue behind computation.
+        announce: one element is sent ahead of a message. Its kernel waits for the peer in place of
+            the message's own, which takes more multiprocessors.
+        buffers: messages are copied to and from memory that is kept, so that no communicator
+            delays the release of activations; not where shapes vary.
+    """
+
+    own: bool = True
+    max_ctas: int | None = None
+    high_priority: bool = True
+    announce: bool = False
+    buffers: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> MessageOptions:
+        """From ``edge`` or ``pipeline``, and any of ``ctas=N``, ``priority=high|normal``,
+        ``announce`` and ``buffers``, with commas between them.
+
+        Raises:
+            ValueError: another word, or options of own communicators without these.
+        """
+        way, *options = text.split(",")
+        rule = "ctas=N, priority=high, priority=normal, announce or buffers"
+        if way not in ("edge", "pipeline"):
+            raise ValueError(f"{way!r} is not a way of messages; give edge or pipeline")
+        found: dict[str, Any] = {"own": way == "edge"}
+        for option in options:
+            name, _, value = option.partition("=")
+            if option in ("announce", "buffers"):
+                found[option] = True
+            elif name == "ctas" and value.isascii() and value.isdigit() and int(value) > 0:
+                found["max_ctas"] = int(value)
+            elif name == "priority" and value in ("high", "normal"):
+                found["high_priority"] = value == "high"
+            else:
+                raise ValueError(f"{option!r} is not an option of messages; give {rule}")
+        if way == "pipeline" and {"max_ctas", "high_priority"} & found.keys():
+            raise ValueError(
+                "ctas and priority are options of messages' own communicators; give edge"
+            )
+        return cls(**found)
+
+
+DEFAULT = MessageOptions()
+
+
+class Line(NamedTuple):
+    """One end of a directed edge.
+
+    Attributes:
+        backend: sends or receives.
+        peer: the other end's rank in it.
+    """
+
+    backend: Any
+    peer: int
+
+
+class Edges:
+    """This rank's ends of a pipeline's directed edges.
+
+    Args:
+        group: the pipeline's process group.
+        purpose: messages of one purpose share the communicator of an edge, others do not wait for
+            them.
+        device: of the messages.
+        options: see ``MessageOptions``.
+
+    Attributes:
+        rank: this process's, in the pipeline.
+
+    Raises:
+        ValueError: the group's backend has no communicators that could be made here.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        purpose: str,
+        device: torch.device,
+        options: MessageOptions = DEFAULT,
+    ) -> None:
+        backend = dist.get_backend(group)
+        if options.own and backend in ("mpi", "ucc"):
+            raise ValueError(
+                f"messages cannot have communicators of their own in a process group of {backend}; "
+                "give --pp-p2p pipeline"
+            )
+        self.rank, self.options = group.rank(), options
+        self._group, self._purpose, self._device = group, purpose, device
+        self._data: dict[Edge, Line] = {}
+        self._shapes: dict[Edge, Line] = {}
+        self._free: defaultdict[tuple[torch.Size, torch.dtype], list[torch.Tensor]]
+        self._free = defaultdict(list)
+
+    def connect(self, edges: Iterable[Edge], shapes: bool = False) -> None:
+        """Make what is missing for ``edges``, and send one element over each.
+
+        Collective over the ranks of these edges; a later call makes only what is new.
+
+        Args:
+            shapes: messages will be preceded by their shapes (see ``Channel``).
+        """
+        edges = set(edges)
+        for edge in _in_rounds(edges - self._data.keys()):
+            if self.rank in edge:
+                self._data[edge] = self._line(edge, "data")
+                if self.options.own:
+                    self._warm_up(edge)
+        if shapes:
+            for edge in _in_rounds(edges - self._shapes.keys()):
+                if self.rank in edge:
+                    self._shapes[edge] = self._line(edge, "shapes")
+
+    def to(self, peer: int) -> Line:
+        """The way of messages to ``peer``."""
+        return self._data[self.rank, peer]
+
+    def back(self, peer: int) -> Line:
+        """The way of messages from ``peer``."""
+        return self._data[peer, self.rank]
+
+    def shapes_to(self, peer: int) -> Line:
+        """The way of shapes to ``peer``, in host memory; has ``broadcast``."""
+        return self._shapes[self.rank, peer]
+
+    def shapes_back(self, peer: int) -> Line:
+        """The way of shapes from ``peer``, in host memory; has ``broadcast``."""
+        return self._shapes[peer, self.rank]
+
+    def buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for one message that was used before, if there is any; see ``give_back``."""
+        free = self._free[shape, dtype]
+        return free.pop() if free else torch.empty(shape, dtype=dtype, device=self._device)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Nothing uses ``buffer`` any more, or will before what comes next in the stream."""
+        self._free[buffer.shape, buffer.dtype].append(buffer)
+
+    @property
+    def count(self) -> int:
+        """Communicators that this rank has for ``purpose``."""
+        return len(self._data) * self.options.own + len(self._shapes)
+
+    def _line(self, edge: Edge, kind: str) -> Line:
+        source, target = edge
+        peer = target if source == self.rank else source
+        if kind == "data" and not self.options.own:
+            return Line(self._group, peer)
+        store = dist.distributed_c10d._get_process_group_store(self._group)
+        name = f"megatron_ext/{self._purpose}/{self.options}/{kind}/{source}>{target}"
+        prefixed = dist.PrefixStore(f"{name}/", store)
+        here = int(target == self.rank)
+        timeout = self._group._get_backend(self._device).options._timeout
+        on_host = kind == "shapes" or self._device.type != "cuda"
+        if on_host or dist.get_backend(self._group) == "gloo":
+            return Line(dist.ProcessGroupGloo(prefixed, here, 2, gloo_options(timeout)), 1 - here)
+        settings: Any = dist.ProcessGroupNCCL.Options()
+        settings._timeout = timeout
+        settings.is_high_priority_stream = self.options.high_priority
+        settings.group_name = name
+        settings.global_ranks_in_group = [
+            dist.get_process_group_ranks(self._group)[rank] for rank in edge
+        ]
+        if self.options.max_ctas is not None:
+            settings.config.min_ctas = 1
+            settings.config.max_ctas = self.options.max_ctas
+        return Line(dist.ProcessGroupNCCL(prefixed, here, 2, settings), 1 - here)
+
+    def _warm_up(self, edge: Edge) -> None:
+        # NCCL connects two ranks at their first message, which would block the host of one in the
+        # middle of the schedule.
+        backend, peer = self._data[edge]
+        one = torch.zeros(1, device=self._device)
+        source = edge[0] == self.rank
+        (backend.send if source else backend.recv)([one], peer, 0).wait()
+
+
+_EDGES: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[str, torch.device, MessageOptions], Edges]
+]
+_EDGES = weakref.WeakKeyDictionary()
+
+
+def connected(
+    group: dist.ProcessGroup,
+    purpose: str,
+    edges: Iterable[Edge],
+    device: torch.device,
+    options: MessageOptions = DEFAULT,
+    shapes: bool = False,
+) -> Edges:
+    """The one ``Edges`` of a group, purpose, device and options, connected for ``edges``.
+
+    Several models of a process may share a pipeline. Collective, as ``Edges.connect``.
+    """
+    known = _EDGES.setdefault(group, {})
+    key = purpose, device, options
+    if key not in known:
+        known[key] = Edges(group, purpose, device, options)
+    known[key].connect(edges, shapes)
+    return known[key]
+
+
+def gloo_options(timeout: timedelta) -> Any:
+    """Settings of a gloo group with one worker thread in place of two.
+
+    Torch 2.15 notes the name of the last collective of a group in a string that its workers write
+    without a lock. Where two collectives of a group run at once, that corrupts the heap.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._threads = 1
+    named = os.environ.get("GLOO_SOCKET_IFNAME")  # as torch reads it
+    options._devices = (
+        [gloo.create_device(interface=name) for name in named.split(",")]
+        if named
+        else [gloo.create_default_device()]
+    )
+    return options
+
+
+def _in_rounds(edges: Iterable[Edge]) -> Iterator[Edge]:
+    """``edges`` in an order that is the same on all ranks, so that making them one after another
+    cannot deadlock, and in which as many as possible can be made at once."""
+    left = sorted(edges, key=lambda edge: (min(edge), max(edge), edge))
+    while left:
+        busy: set[int] = set()
+        later: list[Edge] = []
+        for edge in left:
+            if busy.isdisjoint(edge):
+                busy.update(edge)
+                yield edge
+            else:
+                later.append(edge)
+        left = later
