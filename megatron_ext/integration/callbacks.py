@@ -120,7 +120,7 @@ class Callback:
         """Before the first pass; ``step.plan`` is known. May set ``mover`` and ``observer``."""
 
     def passes_done(self, step: Step, watchdog: Watchdog) -> None:
-        """After the last pass; communication here is still watched, and may set ``losses``."""
+        """After the last pass; communication here is still watched."""
 
     def end(self, step: Step) -> None:
         """After the last pass, with its times."""
@@ -130,6 +130,9 @@ class Callback:
 
     def gradients_reduced(self, step: Step) -> None:
         """Megatron has reduced the gradients."""
+
+    def returning(self, step: Step) -> None:
+        """Last of all, before the losses are returned; may set them."""
 
     def dropped(self, step: Step, failed: bool) -> None:
         """The iteration was abandoned, after an exception (``failed``) or to begin it again."""

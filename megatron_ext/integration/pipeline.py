@@ -124,6 +124,9 @@ class ScheduledPipeline:
                 if _finalize(step, pg_collection, force_all_reduce):
                     for callback in self.callbacks:
                         callback.gradients_reduced(step)
+        with self.watchdog(step.rank).armed("for the losses"):
+            for callback in reversed(self.callbacks):
+                callback.returning(step)
         if timers is not None:
             timers("forward-backward").stop()
         return step.losses

@@ -29,6 +29,10 @@ class Receipt:
         self.works: list[Any] = []
         self._channel = channel
 
+    def post(self) -> None:
+        """Post the receive now, which waits for the message's shape if that varies."""
+        self._channel.post(self)
+
     def wait(self) -> torch.Tensor:
         """Block (CUDA: make the current stream wait) until the message is here."""
         return self._channel.arrived(self)
@@ -140,17 +144,21 @@ class Channel:
             self._post_next(peer)
         return receipt
 
-    def arrived(self, receipt: Receipt) -> torch.Tensor:
-        """The message of ``receipt``, see ``Receipt.wait``."""
+    def post(self, receipt: Receipt) -> torch.Tensor:
+        """Post ``receipt``, after those of the same peer before it, and give its memory."""
         while receipt.tensor is None:
             self._post_next(receipt.peer)
+        return receipt.tensor
+
+    def arrived(self, receipt: Receipt) -> torch.Tensor:
+        """The message of ``receipt``, see ``Receipt.wait``."""
+        buffer = tensor = self.post(receipt)
         del self._receiving[receipt]
         for work in receipt.works:
             work.wait()
-        tensor = receipt.tensor
         if self._buffered:
-            tensor = tensor.clone()
-            self._edges.give_back(receipt.tensor)
+            tensor = buffer.clone()
+            self._edges.give_back(buffer)
         if self._shapeless:
             self._post_known()
         return tensor

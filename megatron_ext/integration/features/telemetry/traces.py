@@ -28,12 +28,14 @@ class Traces(Callback):
         self._file: TraceFile | None = None
         self._iterations = {False: 0, True: 0}  # of evaluation, and of training
         self._plans: list[Schedule] = []
+        self._line: dict[str, Any] | None = None
 
     def times(self, training: bool) -> bool:
         return True
 
     def end(self, step: Step) -> None:
-        """Write the iteration, if it is due."""
+        """Take the iteration's times, if it is due."""
+        self._line = None
         self._iterations[step.training] += 1
         plan, recorder = step.plan, step.recorder
         new = not any(plan is known for known in self._plans)
@@ -47,24 +49,28 @@ class Traces(Callback):
                 path = self._file.directory / plan_file(plan.fingerprint())
                 files.create(path).close()  # its own, whatever lay there
                 save(plan.unlowered(), path)
-        self._file.write(
-            {
-                "schedule": plan.name,
-                "plan": plan.fingerprint(),
-                "pipeline_rank": step.rank,
-                "iteration": self._iterations[True],
-                "microbatches": plan.microbatches,
-                "forward_only": not step.training,
-                "peak_sets": recorder.peak_sets,
-                "peak_sets_planned": peak_sets(plan.ranks)[step.rank] if step.training else 0,
-                "zero_unix_us": recorder.zero_unix_us,
-                "waited_us": recorder.waited_us,
-                "wgrad": step.note("wgrad"),
-                "losses": exact(step.losses),
-                "offload": step.note("offload"),
-                "events": recorder.events(),
-            }
-        )
+        self._line = {
+            "schedule": plan.name,
+            "plan": plan.fingerprint(),
+            "pipeline_rank": step.rank,
+            "iteration": self._iterations[True],
+            "microbatches": plan.microbatches,
+            "forward_only": not step.training,
+            "peak_sets": recorder.peak_sets,
+            "peak_sets_planned": peak_sets(plan.ranks)[step.rank] if step.training else 0,
+            "zero_unix_us": recorder.zero_unix_us,
+            "waited_us": recorder.waited_us,
+            "wgrad": step.note("wgrad"),
+            "losses": [],
+            "offload": step.note("offload"),
+            "events": recorder.events(),
+        }
+
+    def returning(self, step: Step) -> None:
+        """Write the iteration with its losses."""
+        if self._line is not None:
+            assert self._file is not None
+            self._file.write({**self._line, "losses": exact(step.losses)})
 
 
 def exact(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ....runtime.channel import Channel
+from ....runtime.channel import Channel, Receipt
 from ....runtime.edges import DEFAULT, MessageOptions, connected
 from ....runtime.watchdog import Watchdog
 from ....schedule.placement import Placement
@@ -23,12 +23,17 @@ _SIZE = 8  # bytes of a number
 
 class Relay:
     """Sends what the loss function returned, the token count and multi-token-prediction metrics to
-    the last pipeline rank."""
+    the last pipeline rank.
+
+    The token count goes by itself, from device to device, because Megatron needs it to finalize
+    gradients. The rest is read by the host, which would wait for its device: after that.
+    """
 
     def __init__(self) -> None:
-        self._channel: Channel | None = None
+        self._sending: list[Channel] = []
+        self._receipt: Receipt | None = None
 
-    def losses(
+    def start(
         self,
         placement: Placement,
         group: Any,
@@ -37,17 +42,18 @@ class Relay:
         watchdog: Watchdog,
         ahead: bool,
         options: MessageOptions = DEFAULT,
-    ) -> list[Any]:
-        """One iteration's, on all ranks of the pipeline.
+    ) -> None:
+        """Send one iteration's, or post its receive; on all ranks of the pipeline.
 
         Args:
+            placement: where the stages lie.
+            group: the pipeline's.
+            runner: has the losses and the token count, or gets the latter.
+            device: of the messages.
+            watchdog: of this rank.
             ahead: the sender does not wait for the last rank, which ends the iteration later
                 (post-validation). ``finish`` has to be called before the sender leaves.
             options: how messages travel.
-
-        Returns:
-            On the last rank and on the one that computed the losses: the losses; elsewhere an
-            empty list.
 
         Raises:
             ConfigError: the loss function returned what cannot be sent.
@@ -55,32 +61,42 @@ class Relay:
         source = placement.rank_of(placement.num_stages - 1)
         target, rank = group.size() - 1, group.rank()
         if source == target or rank not in (source, target):
-            return runner.losses
+            return
         # A communicator of its own: the next iteration's messages may be under way already.
         edges = connected(group, "losses", [(source, target)], device, options, shapes=True)
+        count = runner.num_tokens
+        tokens = Channel(edges, tuple(count.shape), count.dtype, device)
+        rest = Channel(edges, None, torch.uint8, device)
         if rank == source:
             watchdog.waiting(f"for pipeline rank {target} to take the losses", list)
             self.finish()
-            self._channel = Channel(edges, None, torch.uint8, device)
-            data = pack((runner.losses, runner.num_tokens, _take_mtp_metrics()), device)
-            self._channel.send(data, target, 0)
+            self._sending = [tokens, rest]
+            tokens.send(count, target, 0)
+            rest.send(pack((runner.losses, _take_mtp_metrics()), device), target, 1)
             if not ahead:
                 self.finish()
-            return runner.losses
+            return
         watchdog.waiting(f"for the losses from pipeline rank {source}", list)
-        data = Channel(edges, None, torch.uint8, device).receive(source, 0).wait()
-        losses, tokens, metrics = unpack(data)
-        runner.num_tokens.copy_(tokens)
+        count.copy_(tokens.receive(source, 0).wait())
+        self._receipt = rest.receive(source, 1)
+        self._receipt.post()  # The sender waits for no more than this.
+
+    def losses(self) -> list[Any] | None:
+        """On the last rank, the losses of the iteration; None on others and where it has them."""
+        receipt, self._receipt = self._receipt, None
+        if receipt is None:
+            return None
+        losses, metrics = unpack(receipt.wait())
         _add_mtp_metrics(metrics)
         result: list[Any] = losses
         return result
 
     def finish(self) -> None:
         """Wait until the last rank has taken everything: gloo never delivers a message whose work
-        is gone, and nothing is delivered by a process that has ended."""
-        if self._channel is not None:
-            self._channel.finish()
-            self._channel = None
+        is dropped, and nothing is delivered by a process that has ended."""
+        sending, self._sending = self._sending, []
+        for channel in sending:
+            channel.finish()
 
 
 def pack(value: Any, device: torch.device) -> torch.Tensor:

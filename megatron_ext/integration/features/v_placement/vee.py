@@ -291,7 +291,7 @@ class VeeCallback(Callback):
         self._require_placed(step.call.iteration.models)
 
     def passes_done(self, step: Step, watchdog: Watchdog) -> None:
-        step.losses = self._relay.losses(
+        self._relay.start(
             step.plan.placement,
             step.call.group,
             step.runner,
@@ -301,11 +301,16 @@ class VeeCallback(Callback):
             step.channel.options,
         )
 
+    def returning(self, step: Step) -> None:
+        losses = self._relay.losses()
+        if losses is not None:
+            step.losses = losses
+
     def gradients_reduced(self, step: Step) -> None:
         reduce_tied_gradients([unwrapped(m) for m in step.call.iteration.models])
 
     def dropped(self, step: Step, failed: bool) -> None:
-        if failed:  # whoever would take the former losses may have ended
+        if failed:  # the peer may have ended
             self._relay = Relay()
 
     def close(self) -> None:
