@@ -13,17 +13,22 @@ from ..schedule.costs import number_to_json
 from ..schedule.generators import GENERATORS
 from ..schedule.generators.registry import takers
 from ..schedule.memory_cap import ShareCap
+from ..schedule.passes.lower import simulate_messages
 from ..schedule.select import AUTO, CapExceeded, ScheduleSpec, Selected, by_name, keeps, select
 from ..schedule.simulate import Simulation, simulate
 from .common import (
     InputError,
     Parser,
+    add_network_options,
     add_offload_options,
     add_shape_options,
     add_size_options,
     cost_json,
     costs_text,
     memory_cap,
+    network_json,
+    network_of,
+    network_text,
     offload_of,
     offloads,
     refuse_large,
@@ -62,6 +67,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         f"for {_GROUPED}",
     )
     add_offload_options(parser)
+    add_network_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_compare)
 
@@ -81,6 +87,7 @@ def _compare(args: argparse.Namespace) -> None:
     asked = replace(
         sizes_of(args, AUTO), offload=offload_of(args, args.pp) if offloads(args) else None
     )
+    network = network_of(args)
     rows: list[_Row] = []
     impossible: dict[str, str] = {}
     for name, generator in GENERATORS.items():
@@ -98,7 +105,8 @@ def _compare(args: argparse.Namespace) -> None:
         before = None
         if spec.offload is not None:
             before = max(simulate(found.schedule.compute()).peak_activation)
-        rows.append(_Row(simulate(found.schedule), seconds, over_cap, before))
+        run = simulate_messages(found.schedule, network)
+        rows.append(_Row(run, seconds, over_cap, before))
     if not rows:
         name, reason = next(iter(impossible.items()))
         raise InputError(f"no schedule is possible here; {name}, for one: {reason}")
@@ -152,6 +160,7 @@ def _json(
         "microbatches": args.microbatches,
         "cost": cost_json(asked.costs),
     }
+    head |= network_json(network_of(args))
     cap = memory_cap(args)
     if cap is not None:
         head["memory_cap"] = float(cap.share)
@@ -176,6 +185,7 @@ def _table(
         limit += f"; {_GROUPED} in groups of {args.group_size}"
     if args.objective is not None:
         limit += f"; objective {args.objective}"
+    limit += network_text(network_of(args))
     heads: tuple[str, ...] = _HEADS
     if offloads(args):
         limit += f"; offload {args.offload}, {args.offload_time} of F+B+W a way"

@@ -21,7 +21,15 @@ from ..plan.space import SearchSpace
 from ..schedule.generators import NAMES
 from ..schedule.io import save
 from ..schedule.link import DEFAULT_POLICY, POLICIES
-from .common import InputError, Parser, output, positive, user_input
+from .common import (
+    InputError,
+    Parser,
+    add_network_options,
+    network_of,
+    output,
+    positive,
+    user_input,
+)
 from .plan_report import report_json, report_text
 
 _HELP = """
@@ -73,6 +81,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "--effort", type=float, default=1.0, metavar="X", help="a factor on the 2 million passes "
         "of all orders that are made, about half a minute at 32 ranks and 256 microbatches"
     )  # fmt: skip
+    add_network_options(group)
     parser.add_argument("--output", metavar="FILE", help="write the chosen schedule to FILE.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_plan)
@@ -211,6 +220,7 @@ def _space(args: argparse.Namespace, job: Job, gpu: Gpu, own_size: bool) -> Sear
         args.offload_transfer,
         not args.no_balance,
         profiles,
+        network_of(args),
     )
 
 

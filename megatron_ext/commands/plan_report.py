@@ -13,6 +13,7 @@ from ..plan.search import Result
 from ..plan.space import SearchSpace
 from ..schedule.costs import number_to_json
 from ..view.timeline import decimal
+from .common import network_json, network_text
 
 
 def report_json(
@@ -31,6 +32,7 @@ def report_json(
     data: dict[str, Any] = {
         "pp": space.pp,
         "gpu": space.gpu.name,
+        **network_json(space.network),
         "memory_cap_bytes": result.budget,
         "host_cap_bytes": result.host_budget,
         "front": [point_json(point) for point in result.front],
@@ -147,6 +149,8 @@ def gib(size: int) -> str:
 
 
 def _assumptions(space: SearchSpace, notes: Sequence[str]) -> list[str]:
+    ways = network_text(space.network).removeprefix("; ")
+    notes = [*([f"messages: {ways}"] if ways else []), *notes]
     measured = [] if not space.profiles else ["times and rates: measured, from the profile"]
     computed = [*times.ASSUMPTIONS, *space.gpu.assumptions()]
     return [*notes, *memory.ASSUMPTIONS, *measured, *computed]

@@ -6,11 +6,17 @@ import argparse
 import json
 import time
 
-from ..schedule.simulate import Simulation, simulate
+from ..schedule.network import Network
+from ..schedule.passes.lower import simulate_messages
+from ..schedule.simulate import Simulation
 from .common import (
     Parser,
+    add_network_options,
     add_schedule_options,
     costs_text,
+    network_json,
+    network_of,
+    network_text,
     offloads,
     per_rank,
     schedule_of,
@@ -25,28 +31,32 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "simulate", help="bubble, makespan and peak activation of a schedule"
     )
     add_schedule_options(parser)
+    add_network_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_simulate)
 
 
 def _simulate(args: argparse.Namespace) -> None:
+    network = network_of(args)
     started = time.perf_counter()
     schedule = schedule_of(args)
     seconds = time.perf_counter() - started
-    simulation = simulate(schedule)
+    simulation = simulate_messages(schedule, network)
     if args.json:
-        print(json.dumps(simulation_json(simulation, seconds, offloads(args))))
+        data = simulation_json(simulation, seconds, offloads(args))
+        print(json.dumps({**data, **network_json(network)}))
     else:
-        print(_simulation_table(simulation, seconds), end="")
+        print(_simulation_table(simulation, seconds, network), end="")
 
 
-def _simulation_table(simulation: Simulation, seconds: float) -> str:
+def _simulation_table(simulation: Simulation, seconds: float, network: Network | None) -> str:
     schedule = simulation.schedule
     peaks = simulation.peak_activation
     return "\n".join(
         [
             f"{schedule.name}: pp {schedule.pp}, chunks {schedule.chunks}, "
-            f"microbatches {schedule.microbatches}; {costs_text(schedule.costs)}",
+            f"microbatches {schedule.microbatches}; {costs_text(schedule.costs)}"
+            f"{network_text(network)}",
             f"  makespan         {short(simulation.makespan)}",
             f"  bubble           {short(100 * simulation.bubble)} %",
             f"  span bubble      {short(100 * simulation.span_bubble)} %",

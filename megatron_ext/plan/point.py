@@ -10,9 +10,9 @@ from typing import Any
 from ..schedule.costs import number_to_json
 from ..schedule.generators import Objective
 from ..schedule.memory_cap import ShareCap
+from ..schedule.passes.lower import simulate_messages
 from ..schedule.schedule import Schedule
 from ..schedule.select import ScheduleSpec, select
-from ..schedule.simulate import simulate
 from .memory import RankBytes
 from .space import Workload
 from .times import mean_costs
@@ -71,7 +71,8 @@ class Point:
         The stages' times are the same; only the order of the passes does not know them.
         """
         named = replace(self.spec, costs=mean_costs(self.workload.costs, self.spec.pp))
-        return simulate(select(named).schedule, self.workload.costs).makespan
+        work = self.workload
+        return simulate_messages(select(named).schedule, work.network, work.costs).makespan
 
     def simulate_arguments(self, stage_file: str) -> list[str]:
         """Of ``megatron-ext simulate``, which gives the same numbers.
@@ -85,7 +86,8 @@ class Point:
         words += ["--stage-cost", stage_file, "--hop", str(number_to_json(spec.costs.hop))]
         for option, value in self._options():
             words += [f"--{option}", value]
-        return words
+        network = self.workload.network
+        return words if network is None else words + network.words
 
     def flags(self, file: str | None = None) -> list[str]:
         """Of training: ours, and Megatron's own that the point needs.
@@ -138,7 +140,7 @@ def evaluate(spec: ScheduleSpec, workload: Workload) -> Point:
         ValueError: the schedule does not exist for these numbers, or nothing keeps its cap.
     """
     found = select(spec)
-    run = simulate(found.schedule)
+    run = simulate_messages(found.schedule, workload.network)
     return Point(
         found.spec,
         workload,

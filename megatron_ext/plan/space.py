@@ -16,6 +16,7 @@ from ..schedule import (
     ScheduleSpec,
 )
 from ..schedule.link import travel_time
+from ..schedule.network import Network
 from .balance import balanced
 from .budget import Budget
 from .gpu import Gpu
@@ -36,6 +37,7 @@ class Workload:
         split: layers of every stage.
         costs: of the stages, in microseconds.
         stages: bytes of every stage.
+        network: how messages wait for each other; None: not at all.
     """
 
     job: Job
@@ -43,6 +45,7 @@ class Workload:
     split: Split
     costs: Costs
     stages: tuple[StageBytes, ...]
+    network: Network | None = None
 
     def ranks(self, schedule: Schedule) -> list[RankBytes]:
         """Every rank's bytes at its peak under ``schedule``."""
@@ -70,6 +73,7 @@ class SearchSpace:
         policy: how sets travel.
         balance: layouts other than Megatron's even one may be proposed.
         profiles: measured, by (microbatch size, cheap recompute).
+        network: how messages wait for each other; None: not at all.
     """
 
     job: Job
@@ -83,6 +87,7 @@ class SearchSpace:
     policy: str = "single"
     balance: bool = True
     profiles: dict[tuple[int, bool], Profile] = field(default_factory=dict)
+    network: Network | None = None
 
     def specs(self) -> list[ScheduleSpec]:
         """Every schedule, for one microbatch, but those at any cap, which depends on what fits."""
@@ -135,7 +140,7 @@ class SearchSpace:
             hop = hop if profile.hop is None else profile.hop
             stages = profile.sized(stages, split)
         costs = costs_in_us(self._times(job, split), hop)
-        return Workload(job, microbatches, split, costs, tuple(stages))
+        return Workload(job, microbatches, split, costs, tuple(stages), self.network)
 
     def even(self, job: Job, stages: int) -> Split | None:
         """The split of Megatron's flags, or its own even one; None if there is none."""

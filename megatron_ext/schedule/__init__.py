@@ -6,7 +6,7 @@ from .generators import GENERATORS, NAMES, forward_only, generate
 from .io import load, save
 from .link import Link
 from .passes.check import CheckReport, check
-from .passes.lower import lower
+from .passes.lower import lower, simulate_messages
 from .passes.offload import OffloadPlan
 from .passes.offload import offload as offload_pass
 from .placement import Placement
@@ -43,4 +43,5 @@ __all__ = [
     "select",
     "save",
     "simulate",
+    "simulate_messages",
 ]

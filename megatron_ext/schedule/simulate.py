@@ -13,6 +13,7 @@ from .costs import Costs, Durations
 from .effects import DEVICE, KINDS, B, W, curve, inputs, peak_host_sets, peak_sets
 from .event_loop import Node, Program, RepeatedError, Row, Run, run
 from .link import Link, LinkTimes
+from .network import Network, NetworkProgram
 from .schedule import Schedule, ScheduleError
 
 
@@ -101,21 +102,27 @@ class Simulation:
                     yield (start if step > 0 else end), step
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+def simulate(
+    schedule: Schedule, costs: Costs | None = None, network: Network | None = None
+) -> Simulation:
     """Run ``schedule`` as early as its order and its data dependencies allow.
 
     A rank runs one pass at a time in the given order. F of stage s waits for F of stage s-1,
     B (or BW) for its own F and the B of stage s+1, W for its B; a dependency on another rank adds
     one hop. A joint action waits for the inputs of both its passes and takes as long as both, one
-    after the other. Communication actions are ignored. Linear in the number of actions.
+    after the other. Linear in the number of actions.
+
+    Communication actions are ignored, as if each message had a way of its own; with ``network``
+    they run in streams (see ``network``), and a message takes one hop once both ends have come.
 
     Offloaded sets travel beside the passes. A rank's computation reaches its offload actions when
     the pass before them has ended; a copy can start when it does, and when its link is free (see
     ``Link.uses``). RELEASE waits for the end of its OFFLOAD's copy, B for that of its RELOAD's.
 
     Args:
-        schedule: lowered or not; assumed complete (see ``check``).
+        schedule: lowered, or without ``network`` also not; assumed complete (see ``check``).
         costs: default ``schedule.costs``.
+        network: how messages wait for each other; None: not at all.
 
     Raises:
         ScheduleError: the order cannot progress, or holds an action twice.
@@ -129,11 +136,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
             raise ScheduleError("the schedule offloads sets, but does not say how they travel")
         times = schedule.link.times(schedule.placement, durations)
         durations = times.durations
-        start, end, transfers = _run_with_copies(schedule.unlowered(), schedule.link, times)
-        stall = _last(end) - _last(run_times(compute, durations)[1])
+        start, end, transfers = _run_with_copies(schedule, schedule.link, times, network)
+        stall = _last(end) - _last(run_times(_without_copies(schedule), durations, network)[1])
         transfers = replace(transfers, stall=Fraction(stall, durations.scale))
     else:
-        start, end = run_times(compute, durations)
+        start, end = run_times(schedule, durations, network)
     last = _last(end)
     span = max((e[-1] - s[0] for s, e in zip(start, end) if s), default=0)
     work = sum(e - s for ss, ee in zip(start, end) for s, e in zip(ss, ee))
@@ -155,63 +162,86 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 _Times = list[list[int]]
 
 
-def run_times(schedule: Schedule, durations: Durations) -> tuple[_Times, _Times]:
-    """Start and end of every action of a schedule of compute actions only, rank by rank.
+def run_times(
+    schedule: Schedule, durations: Durations, network: Network | None = None
+) -> tuple[_Times, _Times]:
+    """Start and end of every compute action of a schedule without offload, rank by rank.
 
     Raises:
         ScheduleError: as ``simulate``.
     """
-    program = _program(schedule, durations)
-    rows = [program.row(row) for row in schedule.ranks]
-    done = _finished(schedule, program, rows)
+    program = _program(schedule, durations, network)
+    rows = [program.row(row) for row in schedule.compute().ranks]
+    done = _finished(schedule, program, rows, network)
     end = [[_at(done, node) for node in row] for row in rows]
     start = [[at - node[0].took for at, node in zip(e, row)] for e, row in zip(end, rows)]
     return start, end
 
 
 def _run_with_copies(
-    schedule: Schedule, link: Link, times: LinkTimes
+    schedule: Schedule, link: Link, times: LinkTimes, network: Network | None
 ) -> tuple[_Times, _Times, Transfers]:
     """Start and end of the compute actions, and the copies beside them (without the stall)."""
-    program = _program(schedule, times.durations)
-    rows = []
-    for rank, row in enumerate(schedule.ranks):
+    program = _program(schedule, times.durations, network)
+    plain, rows = schedule.unlowered(), []
+    for rank, row in enumerate(plain.ranks):
         try:
             rows.append(program.row_with_copies(row))
         except ValueError as error:
             raise ScheduleError(f"rank {rank}: {error}") from None
     copies = Copies(times, link, program)
-    done = _finished(schedule, program, rows, copies)
+    done = _finished(schedule, program, rows, network, copies)
     start: _Times = []
     end: _Times = []
     moments: _Times = []
-    for row, nodes in zip(schedule.ranks, rows):
+    for row, nodes in zip(plain.ranks, rows):
         reached = [(a.is_compute, _at(done, node), node[0].took) for a, node in zip(row, nodes)]
         end.append([at for compute, at, _ in reached if compute])
         start.append([at - took for compute, at, took in reached if compute])
         moments.append([at for compute, at, _ in reached if not compute])
-    host = peak_host_sets(schedule.ranks)
-    return start, end, Transfers(link, copies.done, moments, schedule.ranks, host, Fraction(0))
+    host = peak_host_sets(plain.ranks)
+    return start, end, Transfers(link, copies.done, moments, plain.ranks, host, Fraction(0))
 
 
-def _program(schedule: Schedule, durations: Durations) -> Program:
+def _without_copies(schedule: Schedule) -> Schedule:
+    return schedule.with_ranks([[a for a in row if not a.is_copy] for row in schedule.ranks])
+
+
+def _program(schedule: Schedule, durations: Durations, network: Network | None) -> Program:
     found = (part.microbatch for row in schedule.ranks for a in row for part in a.parts)
-    return Program(schedule.placement, durations, 1 + max(found, default=0))
+    kind = Program if network is None else NetworkProgram
+    return kind(schedule.placement, durations, 1 + max(found, default=0))
 
 
 def _finished(
-    schedule: Schedule, program: Program, rows: list[Row], copies: Copies | None = None
+    schedule: Schedule,
+    program: Program,
+    rows: list[Row],
+    network: Network | None,
+    copies: Copies | None = None,
 ) -> Run:
     slots = program.pass_slots if copies is None else program.slots
+    every = rows
+    if network is not None:
+        assert isinstance(program, NetworkProgram)
+        if not schedule.is_lowered and schedule.pp > 1:
+            raise ScheduleError("messages are simulated from lowered lists; lower the schedule")
+        every = program.with_messages(schedule.ranks, rows, network)
+    plain = schedule.unlowered() if copies is not None else schedule.compute()
     try:
-        done = run(rows, slots, copies=copies)
+        done = run(every, slots, copies=copies)
     except RepeatedError as error:
         rank, position = error.args
-        what = f"rank {rank}: {schedule.ranks[rank][position]} repeats a pass that has already run"
-        raise ScheduleError(f"{what}\n{grid.around(schedule.ranks, rank, position)}") from None
+        what = f"rank {rank}: {plain.ranks[rank][position]} repeats a pass that has already run"
+        raise ScheduleError(f"{what}\n{grid.around(plain.ranks, rank, position)}") from None
     assert done is not None  # only with a limit
-    if any(position < len(row) for position, row in zip(done.at, rows)):
-        raise _cannot_progress(schedule, program, done)
+    if any(position < len(row) for position, row in zip(done.at, every)):
+        if network is not None:
+            raise ScheduleError(
+                "messages wait for each other in a circle with one stream for each "
+                f"{network.streams}{' and one hardware queue' if network.queue else ''}"
+            )
+        raise _cannot_progress(plain, program, done)
     return done
 
 

@@ -183,7 +183,7 @@ def reference(
     return results
 
 
-def sent_memory(context: Context, name: str, microbatches: int) -> int:
+def sent_memory(context: Context, name: str, microbatches: int, varying: bool = False) -> int:
     """Most messages that the channel held at once."""
     held, most = [], 0
 
@@ -201,8 +201,9 @@ def sent_memory(context: Context, name: str, microbatches: int) -> int:
     rows = lowered.placement.stages[context.rank]
     stages = {s: toy.Stage(s, torch.float32, store, ledger) for s in rows}
     runner = toy.ToyRunner(stages, lowered.placement, context.rank, store, ledger)
-    edges = connected(context.group, "passes", lowered.placement.edges, CPU)
-    pipe = Counting(edges, toy.SHAPE, torch.float32, CPU)
+    ways = lowered.placement.edges
+    edges = connected(context.group, "passes", ways, CPU, shapes=varying)
+    pipe = Counting(edges, None if varying else toy.SHAPE, torch.float32, CPU)
     recorder = Recorder(False, CPU)
     with no_garbage_collection():
         Executor(lowered, context.rank, runner, pipe, quiet(), recorder).run()

@@ -116,6 +116,14 @@ def test_messages_do_not_pile_up(pool, name):
     assert max(many) <= max(few) <= 3 * 4, (few, many)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "v-half"])
+def test_messages_of_varying_shapes_do_not_pile_up(pool, name):
+    few, many = (
+        pool.run("sent_memory", 4, name=name, microbatches=m, varying=True) for m in (8, 24)
+    )
+    assert max(many) <= max(few) <= 4 * 4, (few, many)
+
+
 def test_left_over_messages_are_an_error(pool):
     [_, second] = pool.run("leftover", 2)
     assert second == "RuntimeError: pipeline rank 1 ended with messages left over: F1.0"
