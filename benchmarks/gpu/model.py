@@ -148,6 +148,7 @@ class AtHome:
     there at once, in memory of its own."""
 
     posts_late = False
+    device = torch.device("cpu")  # no message that the device would wait for
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._template = torch.randn(shape, device=DEVICE).to(torch.bfloat16)
@@ -174,6 +175,7 @@ class Staged:
     """Messages between processes that share one GPU: through the host, by gloo."""
 
     posts_late = False
+    device = torch.device("cpu")
 
     def __init__(self, group: Any, shape: tuple[int, ...]) -> None:
         cpu = torch.device("cpu")

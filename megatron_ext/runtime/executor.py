@@ -120,6 +120,8 @@ class Executor:
         self.outbox: dict[Action, torch.Tensor] = {}
         self._runner, self._recorder = runner, recorder
         self._channels = [channel] if extension is None else [channel, extension.channel]
+        if channel.device.type != "cpu":
+            watchdog.pending = self.pending
         self._received = _received_by_then(schedule, rank, channel.posts_late)
         self._next = 0
         handlers: dict[Operation, Callable[[Action], None]] = {
@@ -162,10 +164,9 @@ class Executor:
             raise RuntimeError(f"pipeline rank {self.rank} ended with messages left over: {left}")
 
     def pending(self) -> str:
-        """What the device waits for where the host does not (NCCL), as far as can be known; empty
-        on the CPU. Callable from another thread."""
-        action = self._recorder.unfinished()
-        message = None if self._channels[0].device.type == "cpu" else self._channels[0].pending()
+        """What the device waits for while the host goes on (NCCL): its first action that has not
+        ended, if actions are timed, and the first message. Callable from another thread."""
+        action, message = self._recorder.unfinished(), self._channels[0].pending()
         found = [] if action is None else [f"the device has not ended {action}"]
         found += [] if message is None else [f"{message} has not been transferred"]
         return "; ".join(found)

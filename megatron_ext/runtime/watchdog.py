@@ -39,6 +39,10 @@ class Watchdog:
     Args:
         name: how the report calls this rank.
         timeout_seconds: longest time without progress inside ``armed``.
+
+    Attributes:
+        pending: what the device waits for, for reports, where the host does not wait itself (NCCL):
+            a rank that hangs there stops at its next synchronisation, often behind its passes.
     """
 
     def __init__(self, name: str, timeout_seconds: float) -> None:
@@ -49,6 +53,7 @@ class Watchdog:
         self._place: tuple[AnyAction, int, int] | None = None  # action, position, of how many
         self._detail = ""
         self._sending: Callable[[], list[int]] = list
+        self.pending: Callable[[], str] = str
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
         self._ending = threading.Lock()
         # The exception on its way through nested blocks that has been reported already.
@@ -226,6 +231,9 @@ class Watchdog:
             pending = sorted(set(self._sending()))
             if pending:
                 lines.append(f"  not known to be taken: messages to pipeline rank(s) {pending}")
+        with contextlib.suppress(Exception):
+            if text := self.pending():
+                lines.append(f"  {text}")
         with contextlib.suppress(Exception):
             sys.stderr.write("\n".join(lines) + "\n")
             sys.stderr.flush()

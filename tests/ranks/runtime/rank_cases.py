@@ -373,6 +373,28 @@ def late_shapes(context: Context) -> Any:
     return [list(first.shape), list(receipts[1].wait().shape), under_way]
 
 
+def pending(context: Context) -> list[str | None]:
+    """The oldest message under way, by the rules of NCCL, while the peer comes late."""
+    pipe = channel(context, nccl=True, way="edge,priority=normal")  # nobody else's from here on
+    seen = Path(context.folder, "seen")
+    dist.barrier(context.group)
+    if context.rank == 0:
+        pipe.send(torch.zeros(toy.SHAPE), 1, 0)
+        found = [pipe.pending()]
+        seen.touch()
+        pipe.finish()
+        return [*found, pipe.pending()]
+    wait_until(seen.exists, "the first rank sends nothing")
+    receipt = pipe.receive(0, 0)
+    receipt.works[0].wait()
+    arrived = pipe.pending()
+    receipt.wait()
+    never = pipe.receive(0, 1)
+    found = [arrived, pipe.pending()]
+    del never
+    return found
+
+
 def buffered(context: Context) -> list[int]:
     """How many buffers there are after each of two iterations of two messages each way."""
     found = []

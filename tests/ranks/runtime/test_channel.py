@@ -37,6 +37,13 @@ def test_the_data_of_a_varying_shape_is_posted_when_the_shape_is_known(pool):
     assert first == "sent" and second == [[3, 8], [2, 8], "posted without wait"]
 
 
+def test_what_has_not_been_transferred(pool):
+    """Where the host does not wait, the watchdog's report asks the channel."""
+    first, second = pool.run("pending", 2)
+    assert first == ["a message to pipeline rank 1", None]
+    assert second == [None, "a message from pipeline rank 0"]
+
+
 def test_buffers_are_used_again(pool):
     assert pool.run("buffered", 2) == [[2, 2], [2, 2]]
 

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.trace import Recorder
+from megatron_ext.runtime.watchdog import Watchdog
+from megatron_ext.schedule import generate, lower
 
 P = 3
+CPU = torch.device("cpu")
 REPORT = re.compile(
     r"^\[megatron_ext\] pipeline rank (?P<rank>\d) \(global rank \d\) (?P<what>.+)\n"
     r"  it was in (?P<action>[A-Z_]+\d+\.\d+) \(action \d+ of \d+\), (?P<detail>.+)$",
@@ -40,6 +48,31 @@ def peer_of(detail):
     match = NAMED_PEER.search(detail)
     assert match, f"no peer in {detail!r}"
     return int(match[1])
+
+
+def test_what_the_device_waits_for(capsys):
+    """Where the host goes on (NCCL), it is not where the rank hangs."""
+    device = Watchdog("pipeline rank 1", 60)
+    device.pending = lambda: "the device has not ended F1.0"
+    with pytest.raises(RuntimeError), device.armed("for other ranks behind its passes"):
+        raise RuntimeError("a collective timed out")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "  the device has not ended F1.0"
+
+
+def test_the_executor_asks_recorder_and_channel():
+    """The first action that has not ended; on CUDA only."""
+    recorder = Recorder(False, CPU)
+    done, running = (SimpleNamespace(query=lambda ended=ended: ended) for ended in (True, False))
+    recorder._cuda, recorder._spans = True, [("F1.0", done, done), ("B1.0", running, running)]
+    channel = SimpleNamespace(
+        device=torch.device("cuda"), posts_late=False, pending=lambda: "a message from rank 0"
+    )
+    watchdog = Watchdog("nobody", 60)
+    Executor(lower(generate("1f1b", 2, 1)), 1, None, channel, watchdog, recorder)
+    assert watchdog.pending() == (
+        "the device has not ended B1.0; a message from rank 0 has not been transferred"
+    )
 
 
 @pytest.mark.parametrize("p, victim", [(3, 1), (4, 3)])
