@@ -199,9 +199,8 @@ def _chosen(best: dict[str, Any], file: str | None) -> list[str]:
     named = best["step_ms_by_name"]
     if file is None and named not in (None, best["step_ms"]):
         lines.append(
-            f"  (--pp-cost has one cost for all stages: with an order made for it a step takes "
-            f"{named:.1f} ms; --output FILE.json writes the order above, for "
-            "--pp-schedule FILE.json)"
+            f"  (with the order that training makes for these flags a step takes {named:.1f} ms; "
+            "--output FILE.json writes the order above, for --pp-schedule FILE.json)"
         )
     return lines
 

@@ -171,6 +171,8 @@ class Run:
         inputs: of training plans; callbacks change them while the run goes on.
         store: of delayed weight gradients.
         pipeline: the forward-backward function.
+        settle: makes the order for estimated costs on the first rank's device, which it is given;
+            None: costs are given or measured, or it was made so.
         models: of a library: the chunks of the model whose run this is, with their wrappers.
         group: of a library: the model's pipeline.
         notices: for rank 0's log once the run is set up.
@@ -189,6 +191,7 @@ class Run:
     inputs: PlanInputs = field(default_factory=PlanInputs)
     store: WeightGradStore | None = None
     pipeline: ScheduledPipeline | None = None
+    settle: Callable[[str], None] | None = None
     models: Sequence[Any] = ()
     group: Any = None
     notices: list[str] = field(default_factory=list)
@@ -223,6 +226,7 @@ class Run:
             schedule=None,
             inputs=PlanInputs(),
             pipeline=None,
+            settle=None,
         )
 
 

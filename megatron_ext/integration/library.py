@@ -124,7 +124,8 @@ class Library:
             key = unwrapped(models[0])
             if key not in self._pipelines:
                 group = pipeline_group(kwargs.get("p2p_communicator"), kwargs.get("pg_collection"))
-                self._pipelines[key] = self._pipeline(models, group)
+                size = kwargs["seq_length"], kwargs["micro_batch_size"]
+                self._pipelines[key] = self._pipeline(models, group, size)
             return self._pipelines[key](**kwargs)
 
     def warn_if_unused(self) -> None:
@@ -136,12 +137,18 @@ class Library:
                 self._run.request.name,
             )
 
-    def _pipeline(self, models: list[Any], group: Any) -> ScheduledPipeline:
-        """The forward-backward function of a model that has not come before."""
+    def _pipeline(self, models: list[Any], group: Any, size: tuple[int, int]) -> ScheduledPipeline:
+        """The forward-backward function of a model that has not come before.
+
+        Args:
+            models: its chunks on this rank.
+            group: its pipeline.
+            size: tokens and samples of a microbatch.
+        """
         from megatron.core.utils import get_model_config
 
         config = get_model_config(models[0])
-        args: Any = ModelArgs(self._options, models, config, group.size(), _rank())
+        args: Any = ModelArgs(self._options, models, config, group.size(), _rank(), *size)
         run = self._run.for_model(args, models, group)
         for feature in FEATURES:
             feature.check_model(run)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .utils import unwrapped
+
 # Argument -> attribute of a model's configuration, where they differ.
 _RENAMED = {"num_experts": "num_moe_experts"}
 _MINUTES = 10  # Megatron's default of --distributed-timeout-minutes
@@ -22,10 +24,18 @@ class ModelArgs:
         config: the model's ``TransformerConfig``.
         pp: ranks of its pipeline.
         rank: of this process in the job.
+        length, samples: of a microbatch, as the first call gives them.
     """
 
     def __init__(
-        self, options: Mapping[str, Any], models: list[Any], config: Any, pp: int, rank: int
+        self,
+        options: Mapping[str, Any],
+        models: list[Any],
+        config: Any,
+        pp: int,
+        rank: int,
+        length: int,
+        samples: int,
     ) -> None:
         wrappers = {name for model in models for name in _wrappers(model)}
         self._known: dict[str, Any] = {
@@ -35,6 +45,9 @@ class ModelArgs:
             "distributed_timeout_minutes": _MINUTES,
             "use_megatron_fsdp": bool(wrappers & {"FullyShardedDataParallel", "MegatronFSDP"}),
             "use_torch_fsdp2": "TorchFullyShardedDataParallel" in wrappers,
+            "seq_length": length,
+            "micro_batch_size": samples,
+            **_of_model(unwrapped(models[0]), config),
         }
         self._config = config
 
@@ -44,6 +57,19 @@ class ModelArgs:
         if name in self._known:
             return self._known[name]
         return getattr(self._config, _RENAMED.get(name, name))
+
+
+def _of_model(model: Any, config: Any) -> dict[str, Any]:
+    """Megatron's arguments that its models have under other names, as far as they have them."""
+    tied = getattr(model, "share_embeddings_and_output_weights", False)
+    return {
+        "padded_vocab_size": getattr(model, "vocab_size", None),
+        "position_embedding_type": getattr(model, "position_embedding_type", None),
+        "untie_embeddings_and_output_weights": not tied,
+        "hybrid_layer_pattern": getattr(model, "hybrid_layer_pattern", None),
+        "group_query_attention": getattr(config, "num_query_groups", None) is not None,
+        "swiglu": getattr(config, "gated_linear_unit", False),
+    }
 
 
 def _wrappers(model: Any) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .arguments import MegatronArgs
@@ -24,6 +26,16 @@ def gather(value: Any, group: Any = None) -> list[Any]:
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, value, group=group)
     return every
+
+
+def device_name(index: int | None = None) -> str:
+    """An accelerator of this node, as its driver calls it; default: the one that Megatron's scripts
+    give to this rank."""
+    if not torch.cuda.is_available():
+        return "CPU"
+    if index is None:
+        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    return str(torch.cuda.get_device_name(index))
 
 
 def full_batch(args: MegatronArgs) -> int | None:

@@ -152,6 +152,15 @@ class Budget:
         return [max(size[s] for s in row) for row in placement.stages]
 
 
+def stages_of(spec: ScheduleSpec) -> int:
+    """How many stages the costs of ``spec`` are needed for; ``auto`` takes sums of neighbours for
+    schedules with fewer chunks."""
+    if spec.name != AUTO:
+        return spec.placement.num_stages
+    one = set(spec.names) <= set(ONE_CHUNK)
+    return spec.pp * (1 if one else spec.chunks or 2)
+
+
 def profiled(spec: ScheduleSpec, profile: Profile, splits: Splits) -> ScheduleSpec:
     """``spec`` for measured times, and for measured bytes where it has a cap in bytes.
 
@@ -160,10 +169,5 @@ def profiled(spec: ScheduleSpec, profile: Profile, splits: Splits) -> ScheduleSp
         profile: of this model.
         splits: layers of every stage, for a number of stages.
     """
-    if spec.name == AUTO:
-        one = set(spec.names) <= set(ONE_CHUNK)
-        stages = spec.pp * (1 if one else spec.chunks or 2)
-    else:
-        stages = spec.placement.num_stages
     cap = replace(spec.cap, profile=profile) if isinstance(spec.cap, Budget) else spec.cap
-    return replace(spec, costs=profile.costs(splits(stages)), cap=cap)
+    return replace(spec, costs=profile.costs(splits(stages_of(spec))), cap=cap)

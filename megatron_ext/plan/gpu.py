@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +47,12 @@ class Gpu:
                 raise PlanError(f"the device's {name} must be {limit}, got {value}")
         sources = dict(self.sources) | dict.fromkeys(given, "given")
         return replace(self, **given, sources=tuple(sources.items()))
+
+    @property
+    def has_rates_of_the_table(self) -> bool:
+        """True if the user has replaced no number that times depend on."""
+        given = {name for name, source in self.sources if source == "given"}
+        return not given & {"flops", "bandwidth", "peer", "network", "efficiency"}
 
     def assumptions(self) -> list[str]:
         """One sentence a number."""
@@ -139,3 +146,16 @@ def gpu_of(name: str) -> Gpu:
             "--gpu-flops, --gpu-memory, --gpu-bandwidth and --host-bandwidth beside the nearest"
         )
     return known[name.lower()]
+
+
+def gpu_called(name: str) -> Gpu | None:
+    """The device of the table that a driver calls ``name``, such as "NVIDIA H100 80GB HBM3".
+
+    Cards on PCIe (``H100 PCIe``, ``H100 NVL``) count as the SXM module of their name: their rates
+    are lower, the ratios of their passes about the same. None for every other device.
+    """
+    words = re.findall(r"[A-Z0-9]+", name.upper())
+    key = next((word for word in words if word in GPUS), None)
+    if key == "A100" and "40GB" in words:
+        key = "A100-40GB"
+    return None if key is None else GPUS[key]

@@ -15,7 +15,6 @@ from ..schedule.schedule import Schedule
 from ..schedule.select import ScheduleSpec, select
 from .memory import RankBytes
 from .space import Workload
-from .times import mean_costs
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,16 @@ class Point:
         return select(replace(self.spec, objective=objective)).schedule
 
     def as_named(self) -> Fraction:
-        """Microseconds if the order is made for the mean costs of a rank, as ``--pp-cost`` has it.
+        """Microseconds if training makes the order, by the schedule's name.
 
-        The stages' times are the same; only the order of the passes does not know them.
+        The stages' times are the same; only the order of the passes may be made for others.
         """
-        named = replace(self.spec, costs=mean_costs(self.workload.costs, self.spec.pp))
+        costs = self.workload.by_name.costs
+        if costs == self.spec.costs:
+            return self.makespan_us
+        made = select(replace(self.spec, costs=costs)).schedule
         work = self.workload
-        return simulate_messages(select(named).schedule, work.network, work.costs).makespan
+        return simulate_messages(made, work.network, work.costs).makespan
 
     def simulate_arguments(self, stage_file: str) -> list[str]:
         """Of ``megatron-ext simulate``, which gives the same numbers.
@@ -107,10 +109,8 @@ class Point:
             words += ["--pp-cheap-recompute"]
         if file is not None:
             return [*words, f"--pp-schedule {file}"]
-        mean = mean_costs(spec.costs, spec.pp)
-        numbers = mean.forward, mean.backward_input, mean.backward_weight, mean.hop
         words += [f"--pp-schedule {spec.name}"]
-        words += ["--pp-cost " + ",".join(str(number_to_json(x)) for x in numbers)]
+        words += [flag for flag in (self.workload.by_name.flag,) if flag]
         return words + [f"--pp-{option} {value}" for option, value in self._options()]
 
     def _options(self) -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from statistics import median
@@ -74,6 +74,7 @@ class Profile:
     to_host: float | None = None
     to_device: float | None = None
     model: dict[str, int] = field(default_factory=dict)
+    path: str = field(default="", compare=False)  # where it was read from
 
     @classmethod
     def load(cls, path: str) -> Profile:
@@ -83,7 +84,7 @@ class Profile:
             PlanError: it cannot be read or is not of the form above.
         """
         try:
-            return cls.from_json(parse_json(read_text(path)))
+            return replace(cls.from_json(parse_json(read_text(path))), path=path)
         except OSError as error:
             raise PlanError(f"cannot read profile {path}: {error.strerror}") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -131,6 +132,7 @@ class Profile:
             bool(data.get("cheap_recompute", False)),
             sizes["set_bytes"],
             sizes["weight_set_bytes"],
+            path="",
             **rates,
             model=model,
         )

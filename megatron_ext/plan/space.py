@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..schedule import (
     GENERATORS,
@@ -15,6 +17,7 @@ from ..schedule import (
     Schedule,
     ScheduleSpec,
 )
+from ..schedule.costs import number_to_json
 from ..schedule.link import travel_time
 from ..schedule.network import Network
 from .balance import balanced
@@ -24,7 +27,19 @@ from .layout import Split, split_of
 from .memory import RankBytes, StageBytes, message_bytes, rank_bytes, stage_bytes
 from .model import Job, PlanError
 from .profile import Profile
-from .times import PassTimes, costs_in_us, hop_time, stage_times
+from .times import PassTimes, costs_in_us, hop_time, mean_costs, stage_times
+
+
+class ByName(NamedTuple):
+    """What training makes an order for if it is given a schedule's name.
+
+    Attributes:
+        flag: with which it does; empty: without one.
+        costs: that it makes the order for.
+    """
+
+    flag: str
+    costs: Costs
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,7 @@ class Workload:
         split: layers of every stage.
         costs: of the stages, in microseconds.
         stages: bytes of every stage.
+        by_name: how training comes to these costs.
         network: how messages wait for each other; None: not at all.
     """
 
@@ -45,6 +61,7 @@ class Workload:
     split: Split
     costs: Costs
     stages: tuple[StageBytes, ...]
+    by_name: ByName
     network: Network | None = None
 
     def ranks(self, schedule: Schedule) -> list[RankBytes]:
@@ -140,7 +157,17 @@ class SearchSpace:
             hop = hop if profile.hop is None else profile.hop
             stages = profile.sized(stages, split)
         costs = costs_in_us(self._times(job, split), hop)
-        return Workload(job, microbatches, split, costs, tuple(stages), self.network)
+        by_name = self._by_name(costs, profile, split)
+        return Workload(job, microbatches, split, costs, tuple(stages), by_name, self.network)
+
+    def _by_name(self, costs: Costs, profile: Profile | None, split: Split) -> ByName:
+        if profile is not None and profile.path:
+            return ByName(f"--pp-profile {shlex.quote(profile.path)}", profile.costs(split))
+        if profile is None and self.gpu.has_rates_of_the_table:
+            return ByName("", costs)  # training makes the same estimate
+        mean = mean_costs(costs, self.pp)
+        numbers = mean.forward, mean.backward_input, mean.backward_weight, mean.hop
+        return ByName("--pp-cost " + ",".join(str(number_to_json(x)) for x in numbers), mean)
 
     def even(self, job: Job, stages: int) -> Split | None:
         """The split of Megatron's flags, or its own even one; None if there is none."""

@@ -139,7 +139,7 @@ def costs_in_us(stages: Sequence[Sequence[float]], hop: float) -> Costs:
     """As costs for the generators and the simulator: whole microseconds, at least one a pass.
 
     The rank's own F, B and W, which training's ``--pp-cost`` takes, are the means over all ranks
-    where the stages differ; see ``mean_costs``.
+    where the stages differ (``mean_costs``); without it training makes this very estimate.
     """
     rows = [[max(1, round(x * 1e6)) for x in row] for row in stages]
     return Costs.of(1, 1, 1, round(hop * 1e6), rows)

@@ -281,6 +281,29 @@ def _options(spec: ScheduleSpec, chosen: bool) -> list[dict[str, int | None]]:
     return [{"memory_cap": x} for x in range(least, (high if spec.offload else most) + 1)]
 
 
+def _generated(spec: ScheduleSpec, option: dict[str, int | None]) -> Schedule:
+    """The order with these options, for the costs."""
+
+    def order(costs: Costs) -> Schedule:
+        return generate(
+            spec.name,
+            spec.pp,
+            spec.microbatches,
+            spec.chunks,
+            costs,
+            group_size=option.get("group_size"),
+            memory_cap=option.get("memory_cap"),
+            objective=spec.objective,
+        )
+
+    made = order(spec.costs)
+    if not GENERATORS[spec.name].takes_memory_cap or spec.costs == _EQUAL:
+        return made
+    # These orders are searched for, and a search may miss what the one for equal costs has.
+    equal = replace(order(_EQUAL), costs=spec.costs)
+    return min(made, equal, key=lambda one: time_taken(simulate(one), spec.objective))
+
+
 def _made(spec: ScheduleSpec, option: dict[str, int | None]) -> Selected:
     """The schedule with these options, and with its offload.
 
@@ -289,16 +312,7 @@ def _made(spec: ScheduleSpec, option: dict[str, int | None]) -> Selected:
         ValueError: it does not exist.
     """
     name, cap = spec.name, spec.cap
-    schedule = spec.order or generate(
-        name,
-        spec.pp,
-        spec.microbatches,
-        spec.chunks,
-        spec.costs,
-        group_size=option.get("group_size"),
-        memory_cap=option.get("memory_cap"),
-        objective=spec.objective,
-    )
+    schedule = spec.order or _generated(spec, option)
     if spec.times is not None:
         schedule = replace(schedule, costs=spec.times)
     if spec.offload is None:

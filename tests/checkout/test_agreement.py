@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron_ext import cli
 from megatron_ext.integration.features import consistency as agreement
 from megatron_ext.schedule import generate
 from megatron_ext.schedule.io import save
@@ -52,6 +54,34 @@ class TestOnRanks:
         outcome = start(more=own)
         assert outcome.status == "ok", outcome.log(0)[-3000:]
         assert len(outcome.losses()) == 1
+
+    def test_other_devices_follow_the_first_ranks(
+        self, start: Callable[..., Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Ranks with other devices would make other orders; they take the one that ``plan`` has for
+        the first rank's, and the log has its costs."""
+        named = tmp_path / "named.py"
+        named.write_text(
+            "import torch\n"
+            "def prepare(names, rank, folder):\n"
+            "    torch.cuda.get_device_name = lambda *a: names[rank]\n"
+        )
+        names = ["NVIDIA H100 80GB HBM3"] * 2 + ["NVIDIA A100-SXM4-80GB"] * 2
+        outcome = start("--pp-schedule", "v-half", prelude=named, value=names)
+        assert outcome.status == "ok", outcome.log(0)[-3000:]
+        assert len(outcome.losses()) == 1
+        line = f"{MODEL} --transformer-impl local"
+        command = ["plan", "--from-args", line, "--pp", "4", "--gpu", "H100", "--json"]
+        command += ["--schedules", "v-half", "--micro-batch-sizes", "1", "--no-balance"]
+        assert cli.main([*command, "--cheap-recompute", "off", "--offload", "off"]) == 0
+        chosen = json.loads(capsys.readouterr().out)["chosen"]
+        assert not any("--pp-cost" in words for words in chosen["flags"])
+        first, *_, last = chosen["stage_cost"]["stages"]
+        said = re.findall("order is made for times estimated for H100.*", outcome.log(0))
+        assert len(said) == 1 and f"F,B,W of stage 0 {','.join(map(str, first))}; " in said[0]
+        assert f"; stage 7 {','.join(map(str, last))}; hop " in said[0]
+        for rank in (2, 3):
+            assert f"rank {rank} has a 'NVIDIA A100-SXM4-80GB', but" in outcome.log(rank)
 
     def test_another_flag(self, start: Callable[..., Outcome]) -> None:
         said = _said(start("--pp-schedule", "zb-h1", more={2: ["--pp-cost", "1,2,1"]}))

@@ -19,12 +19,13 @@ from megatron_ext import cli
 from megatron_ext._input import parse_bytes
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.plan.budget import Budget
+from megatron_ext.plan.estimate import Estimate
 from megatron_ext.plan.flags import job_of
 from megatron_ext.plan.flags import read as read_flags
 from megatron_ext.plan.layout import Split, even_split
 from megatron_ext.plan.memory import stage_bytes
 from megatron_ext.plan.profile import Profile
-from megatron_ext.schedule import AUTO, ScheduleSpec, lower, select
+from megatron_ext.schedule import AUTO, Costs, ScheduleSpec, generate, lower, select
 from tests.support.checkouts import MAIN_TAG, Serve, existing, run
 from tests.support.script_server import Outcome
 
@@ -106,7 +107,13 @@ MESSAGES = {"v-half": "edge,ctas=2,announce,buffers", "v-zb": "pipeline"}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp", "sets"), [("v-half", 4, 6), ("v-zb", 4, 8), ("v-half", 2, 4), ("v-zb", 2, 4)]
+    ("schedule", "pp", "sets", "cost"),
+    [
+        ("v-half", 4, 6, None),
+        ("v-zb", 4, 8, "1,1,1"),
+        ("v-half", 2, 4, None),
+        ("v-zb", 2, 4, None),
+    ],
 )
 def test_same_losses(
     train: Callable[..., Log],
@@ -116,10 +123,13 @@ def test_same_losses(
     schedule: str,
     pp: int,
     sets: int,
+    cost: str | None,
 ) -> None:
-    """Training and evaluation, whatever the schedule, the pipeline size and the messages' way."""
+    """Training and evaluation, whatever the schedule, the pipeline size, the messages' way and the
+    costs."""
     flags = ["--pipeline-model-parallel-size", str(pp), "--pp-schedule", schedule]
     flags += ["--pp-p2p", MESSAGES[schedule]] if pp == 2 else []
+    flags += [] if cost is None else ["--pp-cost", cost]
     assert train(*weights, *flags, "--pp-trace", str(tmp_path), ranks=pp) == stock
     for rank in range(pp):
         lines = [json.loads(x) for x in (tmp_path / f"rank{rank}.jsonl").read_text().splitlines()]
@@ -128,6 +138,19 @@ def test_same_losses(
         assert len(trained) == 3
         assert len(lines) > len(trained)  # evaluation ran through the executor too
         assert {line["peak_sets"] for line in trained} == {sets}
+    costs = Costs() if cost else estimate(even_split(8, 2 * pp)).costs(2 * pp)
+    made = lower(generate(schedule, pp, 8, costs=costs))
+    assert plans(tmp_path, pp) == [[made.fingerprint()] * 3] * pp
+
+
+CPU_KERNELS = ("--transformer-impl", "local")
+
+
+def estimate(split: Split | None) -> Estimate:
+    """What ``plan`` makes of the model's flags, for the device that CPU ranks have."""
+    assert split is not None
+    job = job_of(read_flags([*MODEL.split(), *CPU_KERNELS])[0])
+    return Estimate(job, lambda stages: split, "CPU (megatron_ext.cpu)")
 
 
 # Stages that differ: none, one and two layers, and the loss.
@@ -157,12 +180,15 @@ def profiled(
 
 
 def test_losses_do_not_change_across_replanning(profiled: tuple[Outcome, Path], stock: Log) -> None:
-    """Bit for bit those of stock, and the third plan is the one that the profile asks for."""
+    """Bit for bit those of stock; the first plan is for the estimate that is logged, the third for
+    the profile."""
     outcome, folder = profiled
     assert read(outcome.log(3)) == stock
     profile = Profile.load(str(folder / "profile.json"))
     assert profile.layers == SPLIT.counts
-    choice = ScheduleRequest.of("v-zb").resolve(4, 2, 8)
+    choice = ScheduleRequest.of("v-zb").estimated(estimate(SPLIT)).resolve(4, 2, 8)
+    assert f"the order is made for {estimate(SPLIT).text(8)}\n" in outcome.log(0)
+    assert all("the order is made for" not in outcome.log(rank) for rank in (1, 2, 3))
     planned = choice.plan(8, costs=profile.costs(SPLIT), reorder=True)
     own = lower(choice.plan(8)).fingerprint()
     assert plans(folder) == [[own, own, lower(planned).fingerprint()]] * 4
@@ -178,9 +204,6 @@ def test_measured_bytes_are_the_predicted_ones(profiled: tuple[Outcome, Path]) -
     ):
         assert kept == pytest.approx(stage.sets.bytes_f_to_b, rel=0.02, abs=256)
         assert waiting == stage.sets.bytes_b_to_w
-
-
-CPU_KERNELS = ("--transformer-impl", "local")
 
 
 def test_a_profile_of_a_former_run(
@@ -239,7 +262,8 @@ def test_a_cap_in_bytes(
     given = read_flags([*MODEL.split(), *CPU_KERNELS, "--world-size", "4"])[0]
     job = job_of({**given, "pipeline_model_parallel_size": 4})
     budget = Budget(job, parse_bytes(least), lambda stages: even_split(8, stages))
-    chosen = select(ScheduleSpec(AUTO, 4, 8, 2, cap=budget)).schedule
+    costs = estimate(even_split(8, 8)).costs(8)
+    chosen = select(ScheduleSpec(AUTO, 4, 8, 2, costs, budget)).schedule
     assert plans(tmp_path / "one") == [[lower(chosen).fingerprint()] * 3] * 4
     assert f"{chosen.name} is the fastest of " in fits.log(0)
     assert re.search(r"a cap of \d+ activation sets \(estimated", fits.log(0))

@@ -23,7 +23,7 @@ from ..callbacks import Callback, HooksOnly
 from ..errors import ConfigError
 from ..feature import Feature, Run
 from ..hooks import Hook
-from ..utils import full_batch, gather
+from ..utils import device_name, full_batch, gather
 
 WAIT_ENVIRONMENT = "MEGATRON_EXT_AGREEMENT_SECONDS"
 WAIT_SECONDS = 120.0  # ranks come here together, straight from creating the process group
@@ -100,24 +100,39 @@ class Consistency(Feature):
         if run.library or set(given(run.args).values()) <= {"off"}:
             return ()  # a library's models are compared one by one, over their pipelines
         if dist.is_initialized():
-            require_agreement(_facts_of(run))
+            agree(run)
             return ()
+        if run.training:
+            return (HooksOnly((_hook(run),)),)
         # Without the training package the process group is made by code that we do not know.
-        return (HooksOnly((hook(lambda: _facts_of(run)),)),) if run.training else ()
+        return ()
 
 
-def hook(mine: Callable[[], Mapping[str, str]]) -> Hook:
-    """Compares as soon as Megatron has created the process group.
+def agree(run: Run) -> None:
+    """Compare this run over all ranks, which call this, and let them make one order.
 
-    Args:
-        mine: this rank's ``facts``.
+    Raises:
+        ConfigError: on every rank: they differ.
     """
+    from ..flags import given
+
+    flags = given(run.args, compared=True)
+    # With an estimate the ranks must agree on a device before they can have one plan.
+    plan = _plan_of(run) if run.settle is None else None
+    require_agreement(facts(flags, plan, run.version, run.stock_flags))
+    if run.settle is not None:
+        run.settle(first_ranks(device_name()))
+        require_agreement({"the plan": str(_plan_of(run))})
+
+
+def _hook(run: Run) -> Hook:
+    """Compares as soon as Megatron has created the process group."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def _initialize_distributed(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            require_agreement(mine())
+            agree(run)
             return result
 
         return _initialize_distributed
@@ -130,19 +145,51 @@ def hook(mine: Callable[[], Mapping[str, str]]) -> Hook:
     )
 
 
-def _facts_of(run: Run) -> dict[str, str]:
-    """What this rank runs with, and a fingerprint of its plan for the full batch."""
-    from ..flags import given
+def _plan_of(run: Run) -> str | None:
+    """Name, fingerprint and size of this rank's plan for the full batch; None without one."""
+    args, schedule = run.args, run.schedule
+    if schedule is None:
+        return None
+    per_step = args.micro_batch_size * args.data_parallel_size
+    pp = args.pipeline_model_parallel_size
+    microbatches = (full_batch(args) or per_step) // per_step
+    link = None if schedule.offload is None else schedule.offload.link(pp)
+    plan = schedule.plan(microbatches, link)
+    size = f"pp={pp}, {run.chunks} chunks, {microbatches} microbatches"
+    return f"{plan.name} {plan.fingerprint()} ({size})"
 
-    args, schedule, plan = run.args, run.schedule, None
-    if schedule is not None:
-        per_step = args.micro_batch_size * args.data_parallel_size
-        pp = args.pipeline_model_parallel_size
-        microbatches = (full_batch(args) or per_step) // per_step
-        link = None if schedule.offload is None else schedule.offload.link(pp)
-        digest = schedule.plan(microbatches, link).fingerprint()
-        plan = f"{digest} (pp={pp}, {run.chunks} chunks, {microbatches} microbatches)"
-    return facts(given(args, compared=True), plan, run.version, run.stock_flags)
+
+def first_ranks(value: str) -> str:
+    """Rank 0's ``value``; all ranks of the process group call this.
+
+    Raises:
+        ConfigError: rank 0 does not give it in time.
+    """
+    import torch.distributed as dist
+
+    global _rounds
+    _rounds += 1
+    if dist.get_world_size() == 1:
+        return value
+    store, seconds = _store(), _seconds()
+    if dist.get_rank() == 0:
+        store.set("value", value)
+        return value
+    if not _wait(store, ["value"], seconds):
+        raise ConfigError(_silent([0], seconds, {}))
+    return str(store.get("value").decode())
+
+
+def _store() -> Any:
+    """The process group's, for the present round alone."""
+    import torch.distributed as dist
+
+    default = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"megatron_ext/agreement/{_rounds}", default)
+
+
+def _seconds() -> float:
+    return float(os.environ.get(WAIT_ENVIRONMENT, WAIT_SECONDS))
 
 
 def require_agreement(mine: Mapping[str, str]) -> None:
@@ -158,10 +205,7 @@ def require_agreement(mine: Mapping[str, str]) -> None:
     _rounds += 1
     if world == 1:
         return
-    store = dist.PrefixStore(
-        f"megatron_ext/agreement/{_rounds}", dist.distributed_c10d._get_default_store()
-    )
-    seconds = float(os.environ.get(WAIT_ENVIRONMENT, WAIT_SECONDS))
+    store, seconds = _store(), _seconds()
     store.set(f"facts/{rank}", json.dumps(dict(mine)))
     if rank == 0:
         verdict, there = _judge(store, world, seconds)

@@ -185,6 +185,8 @@ def batches(microbatches: int, seed: int) -> Iterator[Any]:
 def trained(case: dict[str, Any]) -> dict[str, Any]:
     """Three steps of all models."""
     chunks, schedule = case.get("chunks", 1), case.get("schedule")
+    log = io.StringIO()
+    logging.getLogger("megatron_ext").addHandler(logging.StreamHandler(log))
     if "schedule" in case:
         megatron_ext.enable(schedule, **case.get("options", {}))
     parallel_state.initialize_model_parallel(
@@ -233,7 +235,7 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
         for chunk in model
         for key, parameter in global_names(unwrapped(chunk)).items()
     }
-    return {"returned": returned, "gradients": gradients}
+    return {"returned": returned, "gradients": gradients, "log": log.getvalue()}
 
 
 def graphed(case: dict[str, Any]) -> dict[str, Any]:

@@ -48,8 +48,8 @@ _FLAGS = (
     ),
     Flag(
         "--pp-cost",
-        "times of one microbatch on one rank, in any unit, that shape the order; default: equal, "
-        "no hop",
+        "times of one microbatch on one rank, in any unit, that shape the order; 1,1,1 for equal "
+        "ones. Default: the planner's estimate of every stage on this device, logged",
         "F,B,W[,HOP]",
     ),
     Flag(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...._input import parse_bytes
-from ....plan.budget import Budget, Splits, profiled
+from ....plan.budget import Budget, Splits, profiled, stages_of
+from ....plan.estimate import Estimate
 from ....plan.model import Job
 from ....plan.profile import Profile
 from ....schedule import (
@@ -40,18 +41,20 @@ class ScheduleRequest:
 
     Attributes:
         name: a schedule's name, ``auto``, or the path of a schedule file.
-        costs, cap, group_size, objective: as ``ScheduleSpec``.
+        costs: as the user gives them, or None.
+        cap, group_size, objective: as ``ScheduleSpec``.
         cap_bytes: a cap in bytes; ``for_job`` makes it a ``cap``.
         offload: what leaves the device, or None.
         file: the loaded and checked schedule, if a file was given.
         profile: a former run's measurements, to plan with from the first step on.
         splits: layers of every stage, for a number of stages; beside ``profile``.
+        estimate: of the costs, where neither the user nor a profile has them.
         decided: what ``auto`` has chosen; ``name`` is that schedule's then.
         note: why.
     """
 
     name: str
-    costs: Costs = field(default_factory=Costs)
+    costs: Costs | None = None
     cap: Cap | None = None
     cap_bytes: int | None = None
     group_size: int | None = None
@@ -60,6 +63,7 @@ class ScheduleRequest:
     file: Schedule | None = None
     profile: Profile | None = None
     splits: Splits | None = None
+    estimate: Estimate | None = None
     decided: ScheduleSpec | None = None
     note: str = ""
 
@@ -77,7 +81,7 @@ class ScheduleRequest:
 
         Args:
             text: a schedule's name, ``auto``, or the path of a schedule file.
-            cost: ``F,B,W[,HOP]`` to make the order for; None: equal costs.
+            cost: ``F,B,W[,HOP]`` to make the order for; None: a profile's, or an estimate's.
             memory_cap: fraction of 1F1B's peak, or bytes a rank, for ``auto`` and schedules at any
                 cap; with offload, for all.
             group_size: for schedules in groups.
@@ -89,7 +93,7 @@ class ScheduleRequest:
         """
         size, cap = None, None
         try:
-            costs = Costs() if cost is None else Costs.parse(cost)
+            costs = None if cost is None else Costs.parse(cost)
             if memory_cap is not None and re.search("B$", memory_cap.strip()):
                 size = parse_bytes(memory_cap)
             elif memory_cap is not None:
@@ -141,6 +145,21 @@ class ScheduleRequest:
         """The same with a cap in bytes as a cap on the ranks of ``job``."""
         assert self.cap_bytes is not None and self.splits is not None
         return replace(self, cap=Budget(job, self.cap_bytes, self.splits, self.profile))
+
+    @property
+    def needs_estimate(self) -> bool:
+        """True if neither the user, nor a profile, nor a schedule file gives times of passes."""
+        return self.costs is None and self.profile is None and self.file is None
+
+    def estimated(self, estimate: Estimate) -> ScheduleRequest:
+        """The same with the order made for ``estimate``; what ``auto`` has chosen stays."""
+        decided = self.decided
+        if decided is not None:
+            decided = replace(decided, costs=estimate.costs(decided.placement.num_stages))
+            # Bytes depend on the order, too, and a cap is kept by the one that was chosen for it.
+            if isinstance(self.cap, Budget) and decided.offload is None:
+                decided = decided if self.cap.fits(select(decided).schedule) else self.decided
+        return replace(self, estimate=estimate, decided=decided)
 
     def decide(
         self, pp: int, microbatches: int, names: Sequence[str] = NAMES, chunks: int = 2
@@ -202,15 +221,17 @@ class ScheduleRequest:
             pp,
             microbatches,
             chunks,
-            self.costs,
+            self.costs or Costs(),
             self.cap,
             self.group_size,
             objective=self.objective,
             order=self.file,
         )
-        if self.profile is None or self.splits is None:
-            return spec
-        return profiled(spec, self.profile, self.splits)
+        if self.profile is not None and self.splits is not None:
+            return profiled(spec, self.profile, self.splits)
+        if self.estimate is not None:
+            return replace(spec, costs=self.estimate.costs(stages_of(spec)))
+        return spec
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from ....plan.flags import FLAGS, NOT_MODELLED, job_of
 from ....plan.layout import Split, read_layout
 from ....plan.model import Job, PlanError
 from ...arguments import MegatronArgs
-from ...errors import ConfigError
 from ...layout import layer_counts
 
 
@@ -18,17 +17,14 @@ def job_of_args(args: MegatronArgs) -> Job:
     """What ``megatron-ext plan --from-args`` makes of the same command line.
 
     Args:
-        args: Megatron's, parsed and not yet validated.
+        args: Megatron's, parsed and not yet validated; or what a library's model has for them.
 
     Raises:
-        ConfigError: the model is not one that is modelled, or its numbers contradict each other.
+        PlanError: the model is not one that is modelled, or its numbers contradict each other.
     """
     for flag, why in NOT_MODELLED.items():
         if getattr(args, attribute(flag), None):
-            raise ConfigError(
-                f"a --pp-memory-cap in bytes needs the model's sizes, but {flag} {why}, which is "
-                "not modelled; give the cap as a fraction of 1F1B's peak"
-            )
+            raise PlanError(f"{flag} {why}, which is not modelled")
     given: dict[str, Any] = {}
     for flag, kind in FLAGS.items():
         name = attribute(flag)
@@ -39,10 +35,7 @@ def job_of_args(args: MegatronArgs) -> Job:
     given["disable_bias_linear"] = not args.add_bias_linear
     if not given.get("group_query_attention"):
         given.pop("num_query_groups", None)
-    try:
-        return job_of(given)
-    except PlanError as error:
-        raise ConfigError(f"--pp-memory-cap {args.pp_memory_cap}: {error}") from None
+    return job_of(given)
 
 
 # Of flags whose value Megatron's parsed arguments have under another name.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch.distributed as dist
+
 from ....plan.layout import Split
 from ....runtime.edges import DEFAULT, MessageOptions
 from ....runtime.wgrad import WeightGradStore
@@ -13,6 +17,7 @@ from ...offload_request import OffloadRequest
 from ...pipeline import ScheduledPipeline
 from ...plans import Plans
 from .choose import ScheduleRequest
+from .estimate import basis, estimate_model, settle
 
 
 def prepare(run: Run) -> None:
@@ -46,8 +51,15 @@ def _messages(args: MegatronArgs) -> MessageOptions:
 
 def pipeline_of(run: Run) -> None:
     """Make the forward-backward function of a validated run, or of a library's model."""
+    if run.library:
+        estimate_model(run)
     args, request, inputs = run.args, run.request, run.inputs
     assert request is not None
+    if request.estimate is not None and not run.library:
+        run.settle = functools.partial(settle, run)
+        if not run.training and not dist.is_initialized():
+            # The process group is made by code that we do not know; plans are compared later.
+            run.notices.append(f"megatron_ext: {basis(run)}")
 
     def plan(microbatches: int) -> Schedule:
         measured = inputs.profile

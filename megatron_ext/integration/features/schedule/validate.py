@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ....plan.profile import Profile
 from ....schedule import AUTO, GENERATORS, NAMES
@@ -21,9 +20,7 @@ from ...model_classes import (
 from ...utils import full_batch
 from . import V_PLACEMENT, Schedule
 from .choose import Choice, ScheduleRequest
-from .job import job_of_args, splits_of
-
-logger = logging.getLogger(__name__)
+from .estimate import described
 
 # Flags for layers that Megatron spreads unevenly, which may suit one placement and not another.
 _UNEVEN = (
@@ -104,16 +101,7 @@ def before_megatron(
         raise ConfigError(
             f"--pp-schedule {request.name} needs --pipeline-model-parallel-size >= 2, got {pp}"
         )
-    request = replace(request, profile=profile, splits=splits_of(args))
-    if request.cap_bytes is not None:
-        job = job_of_args(args)
-        request = request.for_job(job)
-        if args.rank == 0 and job.assumptions:
-            logger.warning(
-                "megatron_ext: --pp-memory-cap %s: %s",
-                args.pp_memory_cap,
-                "; ".join(job.assumptions),
-            )
+    request = described(args, request, profile)
     flag = f"--pp-schedule {request.name}"
     auto = request.name == AUTO
     parts = {"": flag, V_PLACEMENT: flag} if not auto and request.vee else {"": flag}

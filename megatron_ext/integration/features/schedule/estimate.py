@@ -1,0 +1,152 @@
+"""The estimate that orders are made for by default: of this model, on a device that ranks agree on.
+
+Before the process group exists each rank estimates for its own device, so that options which do not
+fit end the run early. Then all take the first rank's device, and the vocabulary that Megatron's
+tokenizer has by now.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from ....plan.budget import Splits
+from ....plan.estimate import Estimate
+from ....plan.layout import Split
+from ....plan.model import PlanError
+from ....plan.profile import Profile
+from ...arguments import MegatronArgs
+from ...errors import ConfigError
+from ...feature import Run
+from ...model_classes import placed_models
+from ...utils import device_name, gather, unwrapped
+from .choose import ScheduleRequest
+from .job import job_of_args, splits_of
+
+logger = logging.getLogger(__name__)
+
+# Of arguments, and of a library's configuration.
+_OTHER_LAYERS = ("heterogeneous_layers_config_path", "heterogeneous_block_specs")
+LENGTHS = "the lengths of microbatches vary"
+
+
+def described(
+    args: MegatronArgs, request: ScheduleRequest, profile: Profile | None
+) -> ScheduleRequest:
+    """``request`` with the model that the arguments describe: its layers, its bytes for a cap in
+    bytes, and its estimated times on this rank's device where no others are given.
+
+    Args:
+        args: Megatron's, parsed and not yet validated.
+        request: what ``--pp-schedule`` asks for.
+        profile: of a former run, to plan with.
+
+    Raises:
+        ConfigError: a cap in bytes, for a model that cannot be described.
+    """
+    request = replace(request, profile=profile, splits=splits_of(args))
+    estimate = _estimate(args, splits_of(args), device_name())
+    if request.needs_estimate:
+        request = request.estimated(estimate)
+    if request.cap_bytes is None:
+        return request
+    if estimate.job is None:
+        raise ConfigError(
+            f"--pp-memory-cap {args.pp_memory_cap} in bytes needs the model's sizes, but "
+            f"{estimate.reason}; or give the cap as a fraction of 1F1B's peak"
+        )
+    if args.rank == 0 and estimate.job.assumptions:
+        assumptions = "; ".join(estimate.job.assumptions)
+        logger.warning("megatron_ext: --pp-memory-cap %s: %s", args.pp_memory_cap, assumptions)
+    return request.for_job(estimate.job)
+
+
+def settle(run: Run, device: str) -> None:
+    """Make the order anew if the first rank has another device, or the tokenizer another vocabulary
+    than was assumed.
+
+    Args:
+        run: of which Megatron has validated the arguments.
+        device: of the first rank of the job.
+
+    Raises:
+        ConfigError: a cap is not kept for this vocabulary.
+    """
+    assert run.schedule is not None
+    request = run.schedule.request
+    former = request.estimate
+    assert former is not None
+    # Megatron sets it when it builds the tokenizer, after its validation of arguments.
+    new = former.with_vocabulary(getattr(run.args, "padded_vocab_size", None))
+    new = replace(new, device=device)
+    if new != former:
+        pp, microbatches = run.args.pipeline_model_parallel_size, run.schedule.spec.microbatches
+        run.schedule = request.estimated(new).resolve(pp, run.chunks, microbatches)
+        run.request = run.schedule.request
+    if run.args.rank == 0:
+        logger.warning("megatron_ext: %s", basis(run))
+    elif (own := device_name()) != device:
+        logger.warning(
+            "megatron_ext: rank %d has a %r, but the order is made for the first rank's %r",
+            run.args.rank,
+            own,
+            device,
+        )
+
+
+def basis(run: Run) -> str:
+    """What the run's order is made for, for the log."""
+    assert run.request is not None and run.request.estimate is not None
+    pp = run.args.pipeline_model_parallel_size
+    stages = run.request.placement(pp, run.chunks).num_stages
+    return f"the order is made for {run.request.estimate.text(stages)}"
+
+
+def estimate_model(run: Run) -> None:
+    """The estimate for a library's model, on the device of its pipeline's first rank.
+
+    All ranks of the pipeline call this together.
+    """
+    request, args = run.request, run.args
+    assert request is not None
+    if not request.needs_estimate:
+        return
+    models = [unwrapped(model) for model in run.models]
+    layers = [len(getattr(getattr(m, "decoder", None), "layers", ())) for m in models]
+    predicts = [bool(getattr(m, "mtp_process", False)) for m in models]
+    own = device_name(next(models[0].parameters()).device.index)
+    every = gather((own, args.seq_length, args.micro_batch_size, layers, predicts), run.group)
+    device, length, samples, *_ = every[0]
+    placement = request.placement(len(every), run.chunks)
+    at = [(placement.rank_of(s), placement.chunk_of(s)) for s in range(placement.num_stages)]
+    counts = tuple(every[rank][3][chunk] for rank, chunk in at)
+    depths = [stage for stage, (rank, chunk) in enumerate(at) if every[rank][4][chunk]]
+    split = Split(counts, predicts=depths[0] if depths else -1)
+    estimate = _estimate(args, lambda stages: split, device, models[0])
+    if estimate.job is not None:
+        job = estimate.job.with_(seq_length=length, micro_batch_size=samples)
+        varies = LENGTHS if getattr(models[0].config, "variable_seq_lengths", False) else ""
+        estimate = replace(estimate, job=job, reason=varies)
+    run.request = request.estimated(estimate)
+    if args.rank == 0:
+        logger.warning("megatron_ext: %s", basis(run))
+
+
+def _estimate(args: MegatronArgs, splits: Splits, device: str, model: Any = None) -> Estimate:
+    """For the model that Megatron's arguments describe.
+
+    Args:
+        args: Megatron's, or a library's stand-in for them.
+        splits: layers of every stage, for a number of stages.
+        device: to estimate for.
+        model: the library's, without wrappers.
+    """
+    try:
+        if model is not None and not isinstance(model, placed_models()):
+            raise PlanError(f"its class {type(model).__name__} is not modelled")
+        if any(getattr(args, name, None) for name in _OTHER_LAYERS):
+            raise PlanError("layers of different sizes are not modelled")
+        return Estimate(job_of_args(args), splits, device)
+    except PlanError as error:
+        return Estimate(None, splits, reason=str(error))

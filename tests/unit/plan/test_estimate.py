@@ -1,0 +1,228 @@
+"""What training makes its order for by default: the planner's times, FLOPs, or equal costs."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from megatron_ext.plan.estimate import Estimate
+from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.gpu import gpu_called, gpu_of
+from megatron_ext.plan.layout import Split, even_split, split_of
+from megatron_ext.plan.point import evaluate
+from megatron_ext.plan.profile import Profile
+from megatron_ext.plan.space import SearchSpace
+from megatron_ext.plan.times import PassTimes, stage_times
+from megatron_ext.schedule import AUTO, GENERATORS, NAMES, Costs, ScheduleSpec, generate, select
+from megatron_ext.schedule.effects import peak_sets
+from megatron_ext.schedule.generators.cap import v_cap_limits
+from megatron_ext.schedule.memory_cap import ShareCap
+from megatron_ext.schedule.select import time_taken
+from megatron_ext.schedule.simulate import simulate
+from tests.support.grids import sampled
+
+H100 = "NVIDIA H100 80GB HBM3"
+SIZES = "--num-layers 32 --seq-length 4096 --micro-batch-size 1 --bf16"
+DENSE = f"{SIZES} --hidden-size 2048 --num-attention-heads 16"
+# Words, layers of several kinds, and little work in a layer beside a huge output layer.
+MODELS = {
+    "dense": f"{DENSE} --vocab-size 32000 --swiglu",
+    "200k words": f"{SIZES} --hidden-size 512 --num-attention-heads 8 --vocab-size 200000",
+    "mla and experts": f"{DENSE} --vocab-size 129280 --multi-latent-attention --num-experts 64 "
+    "--moe-router-topk 8 --moe-ffn-hidden-size 1408 --moe-layer-freq ([0]*3+[1]*29)",
+    "hybrid": "--hybrid-layer-pattern MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMM --hidden-size 2048 "
+    "--num-attention-heads 16 --seq-length 4096 --bf16 --num-experts 64 --moe-router-topk 6 "
+    "--moe-ffn-hidden-size 1856 --vocab-size 131072",
+}
+
+
+def job(text):
+    return job_of(read(shlex.split(text))[0])
+
+
+def estimate(text, device=H100, **changes):
+    described = job(text)
+
+    def splits(stages):
+        return split_of(described, stages) or even_split(described.num_layers, stages)
+
+    return replace(Estimate(described, splits, device), **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        (H100, "H100"),
+        ("NVIDIA H100 PCIe", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA A10", None),
+        ("CPU (megatron_ext.cpu)", None),
+        ("", None),
+    ],
+)
+def test_devices_by_their_drivers_names(name, key):
+    assert gpu_called(name) == (None if key is None else gpu_of(key))
+
+
+class TestCosts:
+    def test_on_a_known_device_they_are_the_plans(self):
+        for text in MODELS.values():
+            one = estimate(text)
+            space = SearchSpace(one.job, gpu_of("H100"), 4)
+            workload = space.workload(one.job, 8, one.splits(8))
+            assert one.costs(8) == workload.costs
+            assert one.costs(8).hop > 0
+
+    def test_flops_of_a_dense_model(self):
+        """Of W: 24 s h^2 / 2 a token and layer without attention, 2 h V of the output layer."""
+        line = DENSE.replace("--num-layers 32", "--num-layers 16") + " --vocab-size 65536"
+        costs = estimate(line, "AMD Instinct MI300X").costs(4)
+        rows = costs.stages
+        assert costs.hop == 0 and rows[0] == rows[1] == rows[2]
+        h, v, s = 2048, 65536, 4096
+        layer, output, scores = 24 * h * h, 2 * h * v, 2 * s * h  # causal: half of 4 s h
+        forward, last = rows[0][0], rows[3]
+        assert float(rows[0][2] / forward) == pytest.approx(layer / (layer + scores), rel=0.02)
+        more = 2.5 * scores  # of flash attention's backward pass
+        assert float(rows[0][1] / forward) == pytest.approx(
+            (layer + more) / (layer + scores), rel=0.02
+        )
+        assert float(last[2] / rows[0][2]) == pytest.approx(1 + output / (4 * layer), rel=0.03)
+
+    def test_flops_are_those_of_a_device_without_other_limits(self):
+        """So every kind of layer has them."""
+        endless = gpu_of("H100").with_(
+            flops=1e3, bandwidth=1e40, peer=1e40, network=1e40, efficiency=1.0
+        )
+        for text in MODELS.values():
+            one = estimate(text, "")
+            times = stage_times(one.job, one.splits(8), endless)
+            for row, seconds in zip(one.costs(8).stages, times):
+                for part, time in zip(row, seconds):
+                    mean = sum(map(sum, times)) / 24
+                    assert abs(part - max(1, round(64 * time / mean))) <= 1
+
+    def test_of_what_cannot_be_described_they_are_equal(self):
+        def fails(stages):
+            raise ValueError("3 layers do not fit")
+
+        one = estimate(DENSE)
+        for wrong, why in (
+            (Estimate(None, one.splits, reason="it is a BERT"), "it is a BERT"),
+            (replace(one, splits=fails), "3 layers do not fit"),
+            (replace(one, splits=lambda stages: Split((1,) * stages)), "its stages have 4 layers"),
+        ):
+            assert wrong.costs(4) == Costs()
+            assert wrong.text(4).startswith("equal costs (the model cannot be estimated: ")
+            assert why in wrong.text(4)
+
+    def test_another_vocabulary_changes_the_last_stage(self):
+        one = estimate(DENSE + " --vocab-size 32000")
+        assert one.with_vocabulary(None) == one
+        other = one.with_vocabulary(256000)
+        assert other.costs(4).stages[1] == one.costs(4).stages[1]
+        assert other.costs(4).stages[3][2] > one.costs(4).stages[3][2]
+
+
+def test_the_log_line_has_every_stage_once():
+    text = estimate(DENSE + " --vocab-size 65536").text(4)
+    costs = estimate(DENSE + " --vocab-size 65536").costs(4)
+    first, middle, _, last = [",".join(map(str, map(int, row))) for row in costs.stages]
+    assert text == (
+        f"times estimated for H100 ({H100}), in microseconds: F,B,W of stage 0 {first}; "
+        f"stages 1 to 2 {middle}; stage 3 {last}; hop {costs.hop}"
+    )
+    text = estimate(DENSE, "X1").text(4)
+    assert text.startswith("FLOPs (no rates of the device 'X1' are known), in 64ths of the mean")
+    assert "(lengths vary)" in estimate(DENSE, reason="lengths vary").text(4)
+
+
+def specs(pp, m, costs):
+    """Every schedule, and some caps and groups of those that take them."""
+    low, high = v_cap_limits(pp)
+    for name in (*NAMES, AUTO):
+        caps, groups = [None], [None]
+        if name in (AUTO, "v-cap"):
+            caps = [ShareCap(Fraction(sets, 2 * pp)) for sets in sorted({low, 3 * pp // 2, high})]
+        elif GENERATORS[name].takes_group_size:
+            groups = [-(-pp // 2) + 1, pp]
+        chunks = 2 if name == AUTO else None
+        for cap in caps:
+            for group in groups:
+                for objective in ("makespan", "span"):
+                    yield ScheduleSpec(name, pp, m, chunks, costs, cap, group, objective=objective)
+
+
+SHAPES = [(model, pp, m) for model in MODELS for pp, m in ((2, 5), (4, 8), (4, 17), (8, 32))]
+FEW = [("dense", 4, 8), ("200k words", 2, 5), ("mla and experts", 2, 5), ("hybrid", 2, 5)]
+
+
+@pytest.mark.parametrize(("model", "pp", "m"), sampled(SHAPES, FEW))
+def test_the_order_is_never_slower_than_one_for_equal_costs(model, pp, m):
+    """Under the estimate, whatever the stages' costs; with the same peaks of memory at most."""
+    one = estimate(MODELS[model])
+    for spec in specs(pp, m, one.costs(2 * pp)):
+        stages = 2 * pp if spec.name == AUTO else spec.placement.num_stages
+        costs = one.costs(stages)
+        try:
+            equal = select(replace(spec, costs=Costs())).schedule
+        except ValueError:
+            continue  # no schedule for these numbers, whatever the costs
+        made = select(replace(spec, costs=costs)).schedule
+        real = one.costs(equal.placement.num_stages)
+        after = time_taken(simulate(made), spec.objective)
+        assert after <= time_taken(simulate(equal, real), spec.objective), spec
+        if spec.cap is not None:
+            assert spec.cap.fits(made), spec
+        elif spec.name != AUTO:
+            assert max(peak_sets(made.ranks)) <= max(peak_sets(equal.ranks)), spec
+        if spec.name in ("1f1b", "interleaved", "po", "dualpipev"):
+            assert made.ranks == equal.ranks
+
+
+def test_a_searched_order_may_lose_to_the_one_for_equal_costs():
+    """Why the selector makes both of v-cap's: its generator alone is not always faster."""
+    costs = estimate(MODELS["mla and experts"]).costs(16)
+    searched = generate("v-cap", 8, 32, costs=costs, memory_cap=12)
+    equal = generate("v-cap", 8, 32, memory_cap=12)
+    assert simulate(searched).makespan > simulate(equal, costs).makespan
+    spec = ScheduleSpec("v-cap", 8, 32, costs=costs, cap=ShareCap(Fraction(12, 16)))
+    assert select(spec).schedule.ranks == equal.ranks
+
+
+class TestFlagsOfPlan:
+    """``plan`` prints a cost only where training does not come to it by itself."""
+
+    def point(self, gpu, profiles=None):
+        described = job(DENSE + " --vocab-size 65536 --global-batch-size 8")
+        space = SearchSpace(described, gpu, 4, profiles=profiles or {})
+        workload = space.workload(described, 8, even_split(32, 8))
+        return evaluate(ScheduleSpec("v-half", 4, 8, 2, workload.costs), workload)
+
+    def test_of_a_device_of_the_table(self):
+        for gpu in (gpu_of("H100"), gpu_of("H100").with_(memory_bytes=2**30, to_host=1e9)):
+            found = self.point(gpu)
+            assert found.as_named() == found.makespan_us
+            assert not any("--pp-cost" in words for words in found.flags())
+
+    def test_of_rates_that_the_user_gives(self):
+        found = self.point(gpu_of("H100").with_(efficiency=0.4))
+        (words,) = [words for words in found.flags() if "--pp-cost" in words]
+        assert Costs.parse(words.split()[1]) == found.workload.by_name.costs
+        assert found.as_named() >= found.makespan_us
+
+    def test_of_a_profile(self, tmp_path):
+        path = str(tmp_path / "a run.json")
+        Profile(1, (4,) * 8, (PassTimes(0.1, 0.12, 0.09),) * 8).save(path)
+        found = self.point(gpu_of("H100"), {(1, False): Profile.load(path)})
+        assert f"--pp-profile '{path}'" in found.flags()
+        assert not any("--pp-cost" in words for words in found.flags())
