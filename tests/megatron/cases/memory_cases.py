@@ -47,6 +47,7 @@ from megatron_ext.integration.hooks import Hooks
 from megatron_ext.integration.versions import megatron_version
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.model import Job
+from megatron_ext.runtime.sharded import Sharded
 from megatron_ext.runtime.wgrad import WeightGradStore
 from tests.megatron.cases import recurrent_layers
 from tests.unit.plan.shapes import FLAGS_ALONE, LAYOUTS, RECURRENT, SHAPES, tokens
@@ -213,6 +214,8 @@ def waiting_bytes(store: WeightGradStore, own: set[int]) -> int:
             todo += [*one.keys(), *one.values()]
         elif isinstance(one, list | tuple | set) or type(one).__name__ == "deque":
             todo += list(one)
+        elif isinstance(one, Sharded):
+            todo.append(one.shard)
         elif hasattr(one, "func") and hasattr(one, "args"):
             todo += [*one.args, *one.keywords.values()]
         elif getattr(one, "__closure__", None):

@@ -21,6 +21,7 @@ from ...model_classes import (
 from ...utils import full_batch
 from . import V_PLACEMENT, Schedule
 from .choose import Choice, ScheduleRequest
+from .growth import counted
 from .job import job_of_args, splits_of
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ def before_megatron(
                 args.pp_memory_cap,
                 "; ".join(job.assumptions),
             )
+    request = counted(args, request)
     flag = f"--pp-schedule {request.name}"
     auto = request.name == AUTO
     parts = {"": flag, V_PLACEMENT: flag} if not auto and request.vee else {"": flag}
