@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.plan.activations import stage_set
+from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.layout import Stage
 from tests.support.case_server import Cases, case_results
 from tests.support.grids import sampled
 from tests.support.kernels import fused_kernels
@@ -75,8 +78,18 @@ def test_every_case_is_compared(results: Cases) -> None:
 def test_a_set_is_as_large_between_b_and_w(results: Cases, layers: str, tp: int) -> None:
     """With sequence parallelism: nothing that B has gathered waits for W. All layers of the model,
     without attention scores; with the same gradients, bit for bit."""
+    line = (
+        "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 64 "
+        "--micro-batch-size 4 --hidden-dropout 0 --attention-dropout 0 --recompute-activations "
+        f"--attention-backend unfused --tensor-model-parallel-size {tp} --sequence-parallel "
+        f"--transformer-impl {'local' if layers == 'local' else 'transformer_engine'}"
+    )
+    job = job_of(read(line.split())[0])
+    planned = stage_set(job, Stage(range(8)))
     for rank in results[f"bytes/{layers}-tp{tp}"]["extra"]:
         assert rank["equal"]
+        assert rank["waiting"] == planned.bytes_b_to_w
+        assert rank["before"] == pytest.approx(planned.bytes_f_to_b, rel=0.01)
         assert rank["waiting"] == pytest.approx(rank["before"], rel=0.05)
 
 

@@ -21,8 +21,7 @@ from ...model_classes import (
 from ...utils import full_batch
 from . import V_PLACEMENT, Schedule
 from .choose import Choice, ScheduleRequest
-from .growth import counted
-from .job import job_of_args, splits_of
+from .job import counted, job_of_args, splits_of
 
 logger = logging.getLogger(__name__)
 
