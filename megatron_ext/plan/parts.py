@@ -105,6 +105,10 @@ class Linear(NamedTuple):
             needed = size(gradients * self.outputs)
             if recipe is not None or self.waits:
                 needed += size(waiting * self.inputs)
+            grouped = self.expert and job.transformer_engine and job.moe_grouped_gemm
+            if grouped and job.no_gradient_accumulation_fusion:
+                # Allocated in B for all experts, whatever tokens they get.
+                needed += job.element_bytes * self.weights * self.inputs * self.outputs
         again = job.element_bytes * rows * self.inputs if self.input == "dropped" else 0
         return SavedTensor(self.what, kept, needed, again)
 

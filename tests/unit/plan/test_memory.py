@@ -95,6 +95,14 @@ def test_quantized_tensors_stay_gathered_between_b_and_w():
     assert growth(stage_bytes(this, even_split(8, 4))) > 1
 
 
+def test_grouped_experts_without_fused_accumulation_allocate_their_gradients_in_b():
+    flags = "--num-experts 4 --moe-grouped-gemm --transformer-impl transformer_engine"
+    one, other = job(flags), job(flags, "--no-gradient-accumulation-fusion")
+    (before, waiting, _), (same, more, _) = (sums(j, layer(j, j.layers[0])) for j in (one, other))
+    assert same == before
+    assert more - waiting == 2 * 4 * 2 * 4096 * 4 * 4096
+
+
 def test_attention_scores_without_flash_attention():
     """5as/h with a softmax in 16 bits; in fp32 its output is there too before it is cast."""
     flags = "--attention-dropout 0.1 --attention-backend unfused"

@@ -49,6 +49,7 @@ def job_of_args(args: MegatronArgs) -> Job:
         if value is not None and value is not False:
             given[name] = str(value) if kind is str else value
     given["disable_bias_linear"] = not args.add_bias_linear
+    given["no_gradient_accumulation_fusion"] = args.gradient_accumulation_fusion is False
     if not given.get("group_query_attention"):
         given.pop("num_query_groups", None)
     try:
