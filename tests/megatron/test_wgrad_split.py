@@ -14,6 +14,8 @@ import pytest
 from megatron_ext.plan.activations import stage_set
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import Stage
+from megatron_ext.schedule import generate
+from megatron_ext.schedule.passes.lower import lower
 from tests.support.case_server import Cases, case_results
 from tests.support.grids import sampled
 from tests.support.kernels import fused_kernels
@@ -101,6 +103,17 @@ def test_w_runs_beside_communication_of_b(results: Cases, case: str) -> None:
     """Where it adds to main_grad itself, and W comes directly after B."""
     early = [rank["early"] for rank in results[case]["extra"]]
     assert all(early) if "fus" in case else not any(early)
+
+
+def test_which_w_directly_follows_which_b() -> None:
+    """F1.1 B1.1 W1.0 F1.2: (chunk, microbatch) of both, until the last F; messages lie between."""
+    from megatron_ext.integration.features.split_backward.split import followed_by
+
+    lowered = lower(generate("zb-h1", 2, 4))
+    assert followed_by(lowered, 0) == {(0, 0): (0, 0), (0, 1): (0, 1)}
+    assert followed_by(lowered, 1) == {(0, 1): (0, 0), (0, 2): (0, 1)}
+    vee = followed_by(lower(generate("v-half", 2, 4)), 0)
+    assert vee == {(1, 1): (0, 0), (1, 2): (0, 1)}  # of different chunks
 
 
 def test_some_experts_are_idle(results: Cases) -> None:
