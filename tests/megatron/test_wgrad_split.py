@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -39,18 +40,19 @@ OURS = [
     "v-half/overlap",
     "v-zb/overlap",
     "zb-h1/overlap-fusion",
-    "zb-h1/overlap-moe",
     "v-zb/overlap-moe",
     "zb-h1/overlap-te-moe",
     "v-half/tp-sp-fusion",
     "zb-h1/tp-sp-te",
     "v-zb/tp-sp-te-fused",
-    # In tier matrix.
-    "zb-h1/tp-sp",
-    "zb-h1/tp-fusion",
-    "zb-h1/tp-sp-fusion",
 ]
-_MATRIX = 3
+_MATRIX = ["zb-h1/overlap-moe", "zb-h1/tp-sp", "zb-h1/tp-fusion", "zb-h1/tp-sp-fusion"]
+
+
+def _with(text: str) -> list[Any]:
+    """The cases with ``text`` in their names, some of them in tier ``matrix``."""
+    names = [case for case in [*OURS, *_MATRIX] if text in case]
+    return sampled(names, [case for case in names if case in OURS])
 
 
 results = case_results("megatron.cases.wgrad_cases")
@@ -60,7 +62,7 @@ def _stock(results: Cases, case: str) -> Any:
     return results["stock/" + case.partition("/")[2]]
 
 
-@pytest.mark.parametrize("case", sampled(OURS, OURS[:-_MATRIX]))
+@pytest.mark.parametrize("case", _with(""))
 def test_losses_and_gradients_are_bitwise_stocks(results: Cases, case: str) -> None:
     """Overlapped reductions are compared with stock's without overlap."""
     ours, stock = results[case], _stock(results, case)
@@ -72,7 +74,10 @@ def test_losses_and_gradients_are_bitwise_stocks(results: Cases, case: str) -> N
 
 
 def test_every_case_is_compared(results: Cases) -> None:
-    assert {name for name in results if not name.startswith(("stock", "bytes"))} == set(OURS)
+    assert {name for name in results if not name.startswith(("stock", "bytes"))} == {
+        *OURS,
+        *_MATRIX,
+    }
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -95,10 +100,7 @@ def test_a_set_is_as_large_between_b_and_w(results: Cases, layers: str, tp: int)
         assert rank["waiting"] == pytest.approx(rank["before"], rel=0.05)
 
 
-_PARALLEL = [case for case in OURS if "/tp-" in case]
-
-
-@pytest.mark.parametrize("case", sampled(_PARALLEL, _PARALLEL[:-_MATRIX]))
+@pytest.mark.parametrize("case", _with("/tp-"))
 def test_w_runs_beside_communication_of_b(results: Cases, case: str) -> None:
     """Where it adds to main_grad itself, and W comes directly after B."""
     early = [rank["early"] for rank in results[case]["extra"]]
@@ -123,7 +125,7 @@ def test_some_experts_are_idle(results: Cases) -> None:
     assert sum(any(g) for g in experts.values()) > len(experts) // 2
 
 
-@pytest.mark.parametrize("case", [c for c in OURS if "overlap" in c])
+@pytest.mark.parametrize("case", _with("overlap"))
 def test_each_bucket_is_reduced_once_after_its_last_w(results: Cases, case: str) -> None:
     """Stock learns in the first iteration how often each gradient gets ready; from the second on
     the last W of a bucket, not the end of the iteration, starts its reduction."""
@@ -162,12 +164,15 @@ def test_trace_says_what_is_split(results: Cases, case: str, fused: dict[str, in
 
 def test_log_says_once_a_run_what_is_split(results: Cases) -> None:
     said = [line for line in results.log().splitlines() if "W passes compute" in line]
-    trained = [case for case in results.ran if case in OURS and "forward" not in case]
+    mine = [*OURS, *_MATRIX]
+    trained = [case for case in results.ran if case in mine and "forward" not in case]
     assert len(said) == len(trained)
     moe = [line for line in said if "TopKRouter (2048)" in line]
     assert len(moe) == sum("moe" in case for case in trained)
-    # As TopKRouter's eight layers of 8 x 32, the output layer's 64 x 32.
-    assert all("output layer (2048)" in line for line in said)
+    # As TopKRouter's eight layers of 8 x 32, the output layer's 64 x 32; of a rank.
+    words = [2048 // (2 if "/tp-" in case else 1) for case in trained]
+    found = [int(re.findall(r"output layer \((\d+)\)", line)[0]) for line in said]
+    assert sorted(found) == sorted(words)
 
 
 @pytest.fixture
