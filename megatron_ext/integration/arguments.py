@@ -46,6 +46,7 @@ class MegatronArgs(Protocol):
     seq_length: int
     params_dtype: torch.dtype
     add_bias_linear: bool
+    gradient_accumulation_fusion: bool
     num_experts: int | None
     moe_grouped_gemm: bool
     moe_latent_size: int | None

@@ -23,7 +23,7 @@ from .callbacks import Callback
 from .errors import ConfigError
 from .feature import Feature, Run
 from .features import FEATURES
-from .features.schedule import entry_hooks
+from .features.schedule.entry import entry_hooks
 from .features.schedule.pipeline import pipeline_of, prepare
 from .flags import FLAGS, given, in_options, options_without_schedule, parsed
 from .hooks import Hook, Hooks

@@ -27,6 +27,8 @@ class SetBytes(NamedTuple):
         logits: short-lived, in F and in B of the stage with the loss.
         layer: the gradients that are alive beside all that while B runs through the widest layer:
             of its activation function's input and output.
+        gathered: what sequence parallelism gathers at once in B, and in W, where the next layer's
+            is gathered ahead.
     """
 
     bytes_f_to_b: int
@@ -34,6 +36,7 @@ class SetBytes(NamedTuple):
     recompute_bytes: int = 0
     logits: int = 0
     layer: int = 0
+    gathered: int = 0
 
 
 def sums(job: Job, parts: Iterable[Part]) -> tuple[int, int, int]:
@@ -85,4 +88,7 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
         # Beside the fp32 softmax: the logits as they were computed, and their gradient in B.
         logits = 0 if job.in_place_loss else job.element_bytes * job.tokens * words
     b, w, _ = sums(job, ends)
-    return SetBytes(bytes_f_to_b + b, bytes_b_to_w + w, recompute, logits, widest)
+    # An input, and an output's gradient of this or of the next layer.
+    several = job.tokens != job.sharded_tokens and len(stage.layers) > 0
+    gathered = 2 * job.element_bytes * job.tokens * job.hidden_size * several
+    return SetBytes(bytes_f_to_b + b, bytes_b_to_w + w, recompute, logits, widest, gathered)

@@ -21,6 +21,7 @@ from .parts import (
     exchange,
     norm,
     norm_parameters,
+    row,
 )
 
 
@@ -115,11 +116,8 @@ def _projection(job: Job, width: int) -> Pieces:
     """Attention's output, which a flash kernel keeps too, and the layer after it."""
     output: Pieces = [
         SavedTensor("attention's output", job.element_bytes * job.tokens * width),
-        Linear(
-            "output projection",
-            job.tokens,
-            width,
-            job.hidden_size,
+        row(
+            *(job, "output projection", width, job.hidden_size),
             bias=job.add_bias_linear,
             input="original",
         ),

@@ -82,8 +82,8 @@ def loss(job: Job) -> Part:
     """
     e, t, h = job.element_bytes, job.tokens, job.hidden_size
     words = job.padded_vocab_size // job.tensor_model_parallel_size
-    output = column(job, "output layer's input", h, words, quantized=False)
-    output = output._replace(waiting_rows=job.sharded_tokens)
+    # Its W is part of B: the logits' gradient would wait with every set.
+    output = column(job, "output layer's input", h, words, quantized=False, splits=False)
     kept = SavedTensor("softmax of the logits", (e if job.in_place_loss else FP32) * t * words)
     # Which labels lie in this rank's part of the vocabulary, and which they are there.
     labels = SavedTensor("labels", 9 * t)

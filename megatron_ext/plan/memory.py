@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from ..schedule.actions import AnyAction, Op
@@ -20,7 +21,8 @@ ASSUMPTIONS = (
     "activations: 16-bit flash attention keeps no scores (--attention-backend unfused does), "
     "fused kernels keep the inputs of norms and activation functions and no more",
     "experts get equally many tokens (or --moe-expert-capacity-factor's)",
-    "between B and W a set keeps what linear layers need: their inputs and output gradients",
+    "between B and W a set keeps what linear layers need: their inputs and output gradients, of "
+    "which sequence-parallel ranks keep their parts (all of quantized ones)",
     "while B runs, one layer's widest gradients are there beside the sets",
     f"{MESSAGES} messages of a stage's output are on the way on every rank",
     "not counted: workspaces of libraries and communicators, fragmentation (see the reserve)",
@@ -85,6 +87,14 @@ def stage_bytes(job: Job, split: Split) -> list[StageBytes]:
     return out
 
 
+def growth(stages: Sequence[StageBytes]) -> Fraction:
+    """Bytes of a set between B and W, as a multiple of its bytes between F and B, in hundredths: of
+    the stage where this is most, and at least 1."""
+    sets = [stage.sets for stage in stages if stage.sets.bytes_f_to_b]
+    more = (-(-100 * one.bytes_b_to_w // one.bytes_f_to_b) for one in sets)
+    return Fraction(max(100, *more), 100)
+
+
 def message_bytes(job: Job) -> int:
     """What one stage sends to the next for one microbatch."""
     return job.element_bytes * job.sharded_tokens * job.hidden_size
@@ -131,7 +141,9 @@ def _rank(
         elif op is Op.B or op is Op.BW:
             # On the way from one to the other it is never more than the larger of them.
             grows = max(one.bytes_b_to_w - one.bytes_f_to_b, 0) if op is Op.B else 0
-            passing += grows + one.recompute_bytes + one.layer + one.logits
+            passing += grows + one.recompute_bytes + one.layer + one.logits + one.gathered
+        elif op is Op.W:
+            passing += one.gathered
         elif op is Op.PREPARE:
             resident += one.bytes_f_to_b
         elif op is Op.OFFLOAD:

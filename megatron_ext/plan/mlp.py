@@ -25,15 +25,18 @@ def _activation(job: Job, rows: int, width: int) -> Work:
 
 
 def _inner(job: Job, name: str, fc1: Linear, outputs: int, *, drops: bool) -> Pieces:
-    """``fc1``, its activation function and fc2; ``drops``: the function's output is recomputed."""
+    """``fc1``, its activation function and fc2; ``drops``: the function's output is recomputed.
+
+    Experts get tokens that are divided and gathered by their dispatcher, not by these layers.
+    """
     width = fc1.outputs // job.gates
     fc2 = fc1._replace(
         what=f"{name} activation function's output",
         inputs=width,
         outputs=outputs,
         input="dropped" if drops else "own",
-        saved_rows=None,
-        waiting_rows=None,
+        input_rows=None,
+        gradient_rows=None if fc1.expert else job.sharded_tokens,
     )
     kept = SavedTensor(f"{name} fc1's output", job.element_bytes * fc1.rows * fc1.outputs)
     return [fc1, kept, fc2]

@@ -84,6 +84,7 @@ class Job:
     moe_shared_expert_intermediate_size: int = 0
     moe_shared_expert_gate: bool = False
     moe_grouped_gemm: bool = False
+    no_gradient_accumulation_fusion: bool = False
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1

@@ -49,8 +49,8 @@ class Linear(NamedTuple):
             the part, in 16 bits, and a quantized layer a copy of its own. "original": another
             tensor, and a quantized layer needs no copy if its recipe can use that one. "dropped":
             nobody, it is computed again.
-        saved_rows: rows of its input from F to B; None: all.
-        waiting_rows: rows of its input from B to W; None: all.
+        input_rows: rows of its input that this rank keeps; None: all.
+        gradient_rows: rows of its output's gradient that it keeps; None: all.
         quantized: in FP8 or FP4 where the job is.
         splits: W can be apart from B.
         waits: its 16-bit input is not another layer's that waits for W too.
@@ -64,8 +64,8 @@ class Linear(NamedTuple):
     weights: int = 1
     bias: bool = False
     input: str = "own"
-    saved_rows: int | None = None
-    waiting_rows: int | None = None
+    input_rows: int | None = None
+    gradient_rows: int | None = None
     quantized: bool = True
     splits: bool = True
     waits: bool = True
@@ -81,10 +81,17 @@ class Linear(NamedTuple):
         return self._replace(input="dropped")
 
     def saved(self, job: Job) -> SavedTensor:
-        """Its input from F to B; input and output gradient from B to W."""
+        """Its input from F to B; input and output gradient from B to W.
+
+        What sequence parallelism gathers in B stays gathered until W only where it is quantized:
+        scales belong to the whole tensor.
+        """
         recipe = job.quantization if self.quantized else None
-        rows = self.rows if self.saved_rows is None else self.saved_rows
-        waiting = self.rows if self.waiting_rows is None else self.waiting_rows
+        rows = self.rows if self.input_rows is None else self.input_rows
+        gradients = self.rows if self.gradient_rows is None else self.gradient_rows
+        waiting = rows
+        if recipe is not None:
+            waiting = gradients = self.rows
 
         def size(elements: int) -> int:
             return job.element_bytes * elements if recipe is None else recipe.bytes(elements)
@@ -95,9 +102,13 @@ class Linear(NamedTuple):
         kept = size(rows * self.inputs) if self.input == "own" or copied else 0
         needed = 0
         if self.splits:
-            needed = size(self.rows * self.outputs)
+            needed = size(gradients * self.outputs)
             if recipe is not None or self.waits:
                 needed += size(waiting * self.inputs)
+            grouped = self.expert and job.transformer_engine and job.moe_grouped_gemm
+            if grouped and job.no_gradient_accumulation_fusion:
+                # Allocated in B for all experts, whatever tokens they get.
+                needed += job.element_bytes * self.weights * self.inputs * self.outputs
         again = job.element_bytes * rows * self.inputs if self.input == "dropped" else 0
         return SavedTensor(self.what, kept, needed, again)
 
@@ -223,13 +234,14 @@ def norm(job: Job, what: str, *, fused: bool = False, offload: str = "") -> Norm
 
 
 def column(job: Job, what: str, inputs: int, outputs: int, **more: Any) -> Linear:
-    """A column-parallel layer, whose input sequence parallelism shards.
+    """A column-parallel layer, whose input sequence parallelism shards."""
+    layer = Linear(what, job.tokens, inputs, outputs, input_rows=job.sharded_tokens)
+    return layer._replace(**more)
 
-    Local layers gather it over sequence-parallel ranks in W, Transformer Engine's do so in B.
-    """
-    rows, sharded = job.tokens, job.sharded_tokens
-    waiting = rows if job.transformer_engine else sharded
-    layer = Linear(what, rows, inputs, outputs, saved_rows=sharded, waiting_rows=waiting)
+
+def row(job: Job, what: str, inputs: int, outputs: int, **more: Any) -> Linear:
+    """A row-parallel layer, whose output's gradient sequence parallelism shards."""
+    layer = Linear(what, job.tokens, inputs, outputs, gradient_rows=job.sharded_tokens)
     return layer._replace(**more)
 
 

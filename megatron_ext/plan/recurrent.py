@@ -9,7 +9,7 @@ parameters are compared with Megatron's modules here.
 from __future__ import annotations
 
 from .model import Job
-from .parts import FP32, Linear, Part, SavedTensor, Work, column, dropout_mask, norm
+from .parts import FP32, Part, SavedTensor, Work, column, dropout_mask, norm, row
 
 _MAMBA_CONVOLUTION = 4  # its width; no flag changes it
 _MAMBA_CHUNK = 128  # tokens that one step of its scan takes
@@ -34,7 +34,7 @@ def mamba(job: Job) -> Part:
             column(job, "input of the mixer", h, projected, input=before.input),
             SavedTensor("convolution's and scan's input", e * t * projected),
             SavedTensor("scan's output", 2 * e * t * inner + FP32 * t),
-            Linear("output projection", t, inner, h),
+            row(job, "output projection", inner, h),
             *dropout_mask(job),
         ),
         # Convolution with bias; A, D and dt's bias of each head; the gated norm.
@@ -61,7 +61,7 @@ def delta_net(job: Job) -> Part:
     flops = 2 * t * (repeated + values) * (_DELTA_CHUNK + job.linear_key_head_dim)
     drops_norm = job.recomputes("gdn_norm_out")
     normed = SavedTensor("gated norm's products", e * t * values + FP32 * t * heads)
-    output = Linear("output projection", t, values, h)
+    output = row(job, "output projection", values, h)
     return Part(
         (
             before.saved,

@@ -9,19 +9,62 @@ from __future__ import annotations
 import functools
 import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
+from .sharded import Sharded
+
 Task = Callable[[], None]
 
 
 class _Work(NamedTuple):
-    task: Task
+    task: Task | None  # None: it has run
     parameters: tuple[Any, ...]
     done: Callable[[Any], None] | None
+    after: Task | None
+    sharded: Sequence[Sharded]
+    early: bool
+
+
+class _Beside:
+    """The tasks of one W pass that run behind communication of the B pass before it.
+
+    Args:
+        queue: the W pass, which may grow while B runs.
+    """
+
+    def __init__(self, queue: list[_Work]) -> None:
+        self._queue, self._position = queue, 0
+        self._blocked: set[int] = set()  # parameters with a task that must wait for W
+
+    def gather(self) -> None:
+        """Start to gather what the next of them needs."""
+        if self._find():
+            _gather_for(self._queue[: self._position + 1])
+
+    def run(self) -> None:
+        """Do the next of them, if there is one, and start to gather for the one after it."""
+        if not self._find():
+            return
+        work = self._queue[self._position]
+        assert work.task is not None
+        work.task()
+        self._queue[self._position] = work._replace(task=None, sharded=())
+        self.gather()
+
+    def _find(self) -> bool:
+        while self._position < len(self._queue):
+            work = self._queue[self._position]
+            if work.task is not None:
+                mine = set(map(id, work.parameters))
+                if work.early and not mine & self._blocked:
+                    return True
+                self._blocked |= mine
+            self._position += 1
+        return False
 
 
 class WeightGradStore:
@@ -39,6 +82,9 @@ class WeightGradStore:
         self._placeholders: set[int] = set()
         self._at_end: list[Task] = []
         self._parts = False
+        self._beside: _Beside | None = None
+        self.followed_by: Mapping[Hashable, Hashable] = {}
+        """For B passes with a W pass directly after them on this rank: the keys of both."""
         self.fused_experts: Callable[[], bool] = bool
         """True where the experts of MoE layers compute their weight gradients in B (docs/11)."""
 
@@ -75,6 +121,11 @@ class WeightGradStore:
             raise RuntimeError(f"weight gradients of {key} are already being collected or owed")
         work: list[_Work] = []
         self._collecting = work
+        then = self.followed_by.get(key)
+        queue = work if then == key else self._work.get(then)
+        if queue is not None:
+            self._beside = _Beside(queue)
+            self._beside.gather()
         try:
             yield
             self._work[key] = work
@@ -113,6 +164,8 @@ class WeightGradStore:
         *,
         others: Sequence[Any] = (),
         done: Callable[[Any], None] | None = None,
+        after: Task | None = None,
+        sharded: Sequence[Sharded] = (),
         placeholders: Sequence[Any] = (),
     ) -> None:
         """Postpone ``task``, which computes and accumulates a gradient of ``parameter``.
@@ -123,6 +176,9 @@ class WeightGradStore:
             others: further parameters that the same task serves, or may serve.
             done: called with each of these parameters once, after the last task for it in the W
                 pass: then the microbatch's gradient is complete.
+            after: what is left for the W pass itself of a task that only adds to ``main_grad`` in
+                place, so that it may run earlier: beside communication of the B pass before.
+            sharded: the task's tensors that are gathered first, one task ahead.
             placeholders: those of them for which ``placeholder`` is true until the pass ends.
 
         Raises:
@@ -130,12 +186,21 @@ class WeightGradStore:
         """
         if self._collecting is None:
             raise RuntimeError("a weight gradient can be postponed only inside a B pass")
+        early = after is not None and not self._parts
         if self._parts:
             task = functools.partial(_next_part, task, (parameter, *others))
-        work = _Work(task, (parameter, *others), done)
+        work = _Work(task, (parameter, *others), done, after, sharded, early)
         self._collecting.append(work)
         self._held.update(map(id, work.parameters))
         self._placeholders.update(map(id, placeholders))
+        if self._beside is not None:
+            self._beside.gather()
+
+    def fill(self) -> None:
+        """Called in B while a communication is under way that B must wait for: do one task of the
+        W pass that comes directly after this B pass, if there is one that may run so early."""
+        if self._beside is not None:
+            self._beside.run()
 
     def at_end(self, task: Task) -> None:
         """Do ``task`` when the B pass that is running ends, however it ends."""
@@ -149,6 +214,8 @@ class WeightGradStore:
             one = todo.pop()
             if isinstance(one, torch.Tensor):
                 found.append(one)
+            elif isinstance(one, Sharded):
+                found.append(one.shard)
             elif isinstance(one, functools.partial):
                 todo += [*one.args, *one.keywords.values()]
             elif isinstance(one, list | tuple):
@@ -171,10 +238,15 @@ class WeightGradStore:
         left = Counter(id(p) for work in queue for p in work.parameters)
         # Each task holds its layer's input and output gradient; drop it as soon as it has run.
         queue.reverse()
+        _gather_for(queue)
         while queue:
-            task, parameters, done = queue.pop()
-            task()
+            task, parameters, done, after, *_ = queue.pop()
+            _gather_for(queue)
+            if task is not None:
+                task()
             del task
+            if after is not None:
+                after()
             for parameter in parameters:
                 left[id(parameter)] -= 1
                 if done is not None and not left[id(parameter)]:
@@ -187,8 +259,15 @@ class WeightGradStore:
         self._stop_collecting()
 
     def _stop_collecting(self) -> None:
-        self._collecting = None
+        self._collecting = self._beside = None
         self._held, self._placeholders, self._at_end = set(), set(), []
+
+
+def _gather_for(queue: Sequence[_Work]) -> None:
+    """Start to gather what the last of ``queue`` needs."""
+    if queue:
+        for tensor in queue[-1].sharded:
+            tensor.start()
 
 
 def _next_part(task: Task, parameters: Sequence[Any]) -> None:

@@ -8,7 +8,8 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from .._input import fraction, shown
-from .effects import peak_sets
+from .actions import Op
+from .effects import DEVICE, peak, peak_sets, steps
 from .placement import Placement
 from .schedule import Schedule
 
@@ -56,27 +57,50 @@ class ShareCap:
 
     Attributes:
         share: of 1F1B's peak, which is pp microbatches or pp * chunks activation sets.
+        growth: bytes of a set between B and W, as a multiple of its bytes between F and B; 1F1B has
+            no such sets, so with it ``share`` is one of bytes.
     """
 
     share: Fraction
+    growth: Fraction = Fraction(1)
 
     def sets(self, placement: Placement, split_backward: bool) -> int:
-        return cap_sets(self.share, placement.pp, placement.chunks)
+        sets = cap_sets(self.share, placement.pp, placement.chunks)
+        if self.growth > 1 and split_backward:
+            sets = int(self.share * placement.num_stages / self.growth + _NEAR)
+        if sets < 1:
+            raise ValueError(
+                f"a memory cap of {float(self.share):g} is less than one activation set, which "
+                f"takes {number_text(self.growth)} times its bytes between B and W; give at least "
+                f"{math.ceil(self.growth / placement.num_stages * 10**4) / 10**4:g}"
+            )
+        return sets
 
     def most_sets(self, placement: Placement) -> int:
         return cap_sets(self.share, placement.pp, placement.chunks)
 
     def needed(self, schedule: Schedule) -> Fraction:
-        return Fraction(max(peak_sets(schedule.ranks)), schedule.chunks)
+        if self.growth == 1 or not schedule.splits_backward:
+            return Fraction(max(peak_sets(schedule.ranks)), schedule.chunks)
+        top, bottom = self.growth.as_integer_ratio()
+        table = {op: change * bottom for op, change in DEVICE.items()}
+        table |= {Op.B: top - bottom, Op.W: -top}
+        return Fraction(
+            max(peak(steps(row, table)) for row in schedule.ranks), bottom * schedule.chunks
+        )
 
     def fits(self, schedule: Schedule) -> bool:
-        return max(peak_sets(schedule.ranks)) <= self.share * schedule.placement.num_stages + _NEAR
+        return self.needed(schedule) * schedule.chunks <= (
+            self.share * schedule.placement.num_stages + _NEAR
+        )
 
     def amount(self, pp: int) -> str:
         return f"{number_text(self.share * pp)} microbatches of activations per rank"
 
     def detail(self, schedule: Schedule) -> str:
-        return f"peak {number_text(self.needed(schedule))}"
+        counts = self.growth > 1 and schedule.splits_backward
+        more = f" (a set counts {number_text(self.growth)} between B and W)" if counts else ""
+        return f"peak {number_text(self.needed(schedule))}{more}"
 
     def taken(self, schedule: Schedule) -> str:
         return number_text(self.needed(schedule))

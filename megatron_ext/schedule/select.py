@@ -271,7 +271,7 @@ def _options(spec: ScheduleSpec, chosen: bool) -> list[dict[str, int | None]]:
         return [{"group_size": spec.group_size}]
     low, high = v_cap_limits(pp)
     most = cap.most_sets(spec.placement)
-    if chosen and spec.offload is None and isinstance(cap, ShareCap):
+    if chosen and spec.offload is None and isinstance(cap, ShareCap) and cap.growth == 1:
         return [{"memory_cap": most}]  # as the user gives it, or an error
     try:
         least = cap.sets(spec.placement, generator.split_backward)

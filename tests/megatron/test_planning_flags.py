@@ -12,11 +12,12 @@ import pytest
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
-from megatron_ext.integration.features.schedule.job import splits_of
+from megatron_ext.integration.features.schedule.job import job_of_args, splits_of
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.plan.budget import Budget
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import Split, even_split
+from megatron_ext.plan.memory import rank_bytes
 from megatron_ext.plan.profile import Profile
 from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule import AUTO, Costs, generate, simulate
@@ -236,3 +237,40 @@ class TestCapInBytes:
         for text, where in ((layout, 5), ("Etttt|tttt|tttt|ttttmL", -1)):
             split = splits_of(arguments(pipeline_model_parallel_layout=text))(text.count("|") + 1)
             assert (sum(split.counts), split.predicts) == (16, where)
+
+
+class TestCapAsFraction:
+    """Of 1F1B's bytes, where a set grows between B and W: recomputed norms and activations do."""
+
+    SIZES: ClassVar[dict[str, Any]] = {
+        **{"hidden_size": 256, "num_attention_heads": 4, "seq_length": 512, "vocab_size": 1024},
+        **{"bf16": True, "untie_embeddings_and_output_weights": True, "rank": 0},
+        **{"attention_backend": "flash", "transformer_impl": "local", "add_bias_linear": True},
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    }
+
+    def held(self, name: str, **flags: Any) -> tuple[Choice, Fraction]:
+        """The choice, and what its fullest rank holds as a fraction of 1F1B's bytes."""
+        args = arguments(**self.SIZES, **flags)
+        request = before_megatron(args, ScheduleRequest.of(name, memory_cap=flags["pp_memory_cap"]))
+        args.virtual_pipeline_model_parallel_size = None if request.name == "1f1b" else 2
+        choice = after_megatron(args, request)
+        budget = Budget(job_of_args(arguments(**self.SIZES, **flags)), 1, splits_of(args))
+        # A stage without embedding and loss; 1F1B's one chunk is two of a V.
+        plan, size = choice.plan(8), budget.stages(Placement.vee(4))[2]
+        bare = [size._replace(sets=size.sets._replace(layer=0, recompute_bytes=0))] * 8
+        held = max(rank.kept + rank.passing for rank in rank_bytes(plan, bare, 0))
+        return choice, Fraction(held, 2 // plan.chunks * size.sets.bytes_f_to_b * 8)
+
+    def test_is_kept_in_bytes(self, caplog: pytest.LogCaptureFixture) -> None:
+        _, plain = self.held("v-cap", pp_memory_cap="0.75")
+        assert 0.6 < plain <= 0.75 and "between B and W" not in caplog.text
+        choice, less = self.held("v-cap", pp_memory_cap="0.75", pp_cheap_recompute=True)
+        assert 0.5 < less <= 0.75
+        assert max(peak_sets(choice.plan(8).ranks)) < 6
+        assert "takes up to 1." in caplog.text and "as many bytes between B and W" in caplog.text
+
+    def test_auto_takes_no_more_than_1f1bs_bytes(self) -> None:
+        choice, held = self.held("auto", pp_memory_cap="1", pp_cheap_recompute=True)
+        assert held <= 1
+        assert "too large: " in choice.about and "zb-h1 (" in choice.about

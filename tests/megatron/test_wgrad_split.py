@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -11,7 +12,14 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.plan.activations import stage_set
+from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.layout import Stage
+from megatron_ext.schedule import generate
+from megatron_ext.schedule.passes.lower import lower
 from tests.support.case_server import Cases, case_results
+from tests.support.grids import sampled
+from tests.support.kernels import fused_kernels
 
 # What wgrad_cases.py runs; which of them must be equal says the part after the slash.
 OURS = [
@@ -32,10 +40,19 @@ OURS = [
     "v-half/overlap",
     "v-zb/overlap",
     "zb-h1/overlap-fusion",
-    "zb-h1/overlap-moe",
     "v-zb/overlap-moe",
     "zb-h1/overlap-te-moe",
+    "v-half/tp-sp-fusion",
+    "zb-h1/tp-sp-te",
+    "v-zb/tp-sp-te-fused",
 ]
+_MATRIX = ["zb-h1/overlap-moe", "zb-h1/tp-sp", "zb-h1/tp-fusion", "zb-h1/tp-sp-fusion"]
+
+
+def _with(text: str) -> list[Any]:
+    """The cases with ``text`` in their names, some of them in tier ``matrix``."""
+    names = [case for case in [*OURS, *_MATRIX] if text in case]
+    return sampled(names, [case for case in names if case in OURS])
 
 
 results = case_results("megatron.cases.wgrad_cases")
@@ -45,7 +62,7 @@ def _stock(results: Cases, case: str) -> Any:
     return results["stock/" + case.partition("/")[2]]
 
 
-@pytest.mark.parametrize("case", OURS)
+@pytest.mark.parametrize("case", _with(""))
 def test_losses_and_gradients_are_bitwise_stocks(results: Cases, case: str) -> None:
     """Overlapped reductions are compared with stock's without overlap."""
     ours, stock = results[case], _stock(results, case)
@@ -57,7 +74,48 @@ def test_losses_and_gradients_are_bitwise_stocks(results: Cases, case: str) -> N
 
 
 def test_every_case_is_compared(results: Cases) -> None:
-    assert {name for name in results if not name.startswith("stock")} == set(OURS)
+    assert {name for name in results if not name.startswith(("stock", "bytes"))} == {
+        *OURS,
+        *_MATRIX,
+    }
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("layers", ["local", "te"])
+def test_a_set_is_as_large_between_b_and_w(results: Cases, layers: str, tp: int) -> None:
+    """With sequence parallelism: nothing that B has gathered waits for W. All layers of the model,
+    without attention scores; with the same gradients, bit for bit."""
+    line = (
+        "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 64 "
+        "--micro-batch-size 4 --hidden-dropout 0 --attention-dropout 0 --recompute-activations "
+        f"--attention-backend unfused --tensor-model-parallel-size {tp} --sequence-parallel "
+        f"--transformer-impl {'local' if layers == 'local' else 'transformer_engine'}"
+    )
+    job = job_of(read(line.split())[0])
+    planned = stage_set(job, Stage(range(8)))
+    for rank in results[f"bytes/{layers}-tp{tp}"]["extra"]:
+        assert rank["equal"]
+        assert rank["waiting"] == planned.bytes_b_to_w
+        assert rank["before"] == pytest.approx(planned.bytes_f_to_b, rel=0.01)
+        assert rank["waiting"] == pytest.approx(rank["before"], rel=0.05)
+
+
+@pytest.mark.parametrize("case", _with("/tp-"))
+def test_w_runs_beside_communication_of_b(results: Cases, case: str) -> None:
+    """Where it adds to main_grad itself, and W comes directly after B."""
+    early = [rank["early"] for rank in results[case]["extra"]]
+    assert all(early) if "fus" in case else not any(early)
+
+
+def test_which_w_directly_follows_which_b() -> None:
+    """F1.1 B1.1 W1.0 F1.2: (chunk, microbatch) of both, until the last F; messages lie between."""
+    from megatron_ext.integration.features.split_backward.split import followed_by
+
+    lowered = lower(generate("zb-h1", 2, 4))
+    assert followed_by(lowered, 0) == {(0, 0): (0, 0), (0, 1): (0, 1)}
+    assert followed_by(lowered, 1) == {(0, 1): (0, 0), (0, 2): (0, 1)}
+    vee = followed_by(lower(generate("v-half", 2, 4)), 0)
+    assert vee == {(1, 1): (0, 0), (1, 2): (0, 1)}  # of different chunks
 
 
 def test_some_experts_are_idle(results: Cases) -> None:
@@ -67,7 +125,7 @@ def test_some_experts_are_idle(results: Cases) -> None:
     assert sum(any(g) for g in experts.values()) > len(experts) // 2
 
 
-@pytest.mark.parametrize("case", [c for c in OURS if "overlap" in c])
+@pytest.mark.parametrize("case", _with("overlap"))
 def test_each_bucket_is_reduced_once_after_its_last_w(results: Cases, case: str) -> None:
     """Stock learns in the first iteration how often each gradient gets ready; from the second on
     the last W of a bucket, not the end of the iteration, starts its reduction."""
@@ -90,22 +148,31 @@ def test_each_bucket_is_reduced_once_after_its_last_w(results: Cases, case: str)
     ],
 )
 def test_trace_says_what_is_split(results: Cases, case: str, fused: dict[str, int]) -> None:
-    total = 0
+    total, output = 0, 0
     for text in results[case]["traces"].values():
         for line in map(json.loads, text.splitlines()):
             wgrad = line["wgrad"]
-            assert wgrad["fused_modules"] == fused
-            assert wgrad["fused_parameters"] == sum(fused.values())
+            found = dict(wgrad["fused_modules"])
+            assert wgrad["fused_parameters"] == sum(found.values())
+            own = found.pop("output layer", 0)
+            assert found == fused
         total += sum(v for k, v in wgrad.items() if k.endswith("_parameters"))
+        output += own
+    assert output == 64 * 32  # on one rank
     assert total == sum(len(g) // 4 for g in results[case]["gradients"].values()) or "mtp" in case
 
 
 def test_log_says_once_a_run_what_is_split(results: Cases) -> None:
     said = [line for line in results.log().splitlines() if "W passes compute" in line]
-    trained = [case for case in OURS if "forward" not in case]
+    mine = [*OURS, *_MATRIX]
+    trained = [case for case in results.ran if case in mine and "forward" not in case]
     assert len(said) == len(trained)
-    moe = [line for line in said if "98.8 %" in line and "TopKRouter (2048)" in line]
-    assert len(moe) == sum("moe" in case for case in OURS)
+    moe = [line for line in said if "TopKRouter (2048)" in line]
+    assert len(moe) == sum("moe" in case for case in trained)
+    # As TopKRouter's eight layers of 8 x 32, the output layer's 64 x 32; of a rank.
+    words = [2048 // (2 if "/tp-" in case else 1) for case in trained]
+    found = [int(re.findall(r"output layer \((\d+)\)", line)[0]) for line in said]
+    assert sorted(found) == sorted(words)
 
 
 @pytest.fixture
@@ -152,13 +219,22 @@ def toy() -> Callable[..., Any]:
                 total = total + self.linear.apply(*arguments, *self._rest()).square().sum()
             return total
 
+        def strided(self, microbatch: int) -> torch.Tensor:
+            """Input and output gradient are parts of larger tensors, of a microbatch of one."""
+            generator = torch.Generator().manual_seed(microbatch)
+            x = torch.randn(6, 1, 16, generator=generator).requires_grad_(True)
+            weights = torch.randn(6, 1, 24, generator=generator)
+            group = types.SimpleNamespace(size=lambda: 1)
+            arguments = (x[..., :8], self.weight, None, self.fused, False, False, None, 0, group)
+            return (self.linear.apply(*arguments, *self._rest()) * weights[..., 12:]).sum()
+
         @staticmethod
         def _rest() -> tuple[int, ...]:
             function = layers.LinearWithGradAccumulationAndAsyncCommunication.forward
             return (1,) if "gtp_remat_size" in inspect.signature(function).parameters else ()
 
-        def backward(self, microbatch: int, postpone: bool) -> None:
-            loss = self.loss(microbatch)
+        def backward(self, microbatch: int, postpone: bool, strided: bool = False) -> None:
+            loss = self.strided(microbatch) if strided else self.loss(microbatch)
             if self.split and postpone:
                 with self.store.collect(microbatch):
                     loss.backward()
@@ -168,6 +244,17 @@ def toy() -> Callable[..., Any]:
     return Toy
 
 
+def apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for its kernel, for us and for Megatron."""
+    import torch
+    from megatron.core.tensor_parallel import layers
+
+    kernels = fused_kernels()
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(layers, kernels.__name__, kernels, raising=False)
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 def test_a_weight_that_embeds_and_projects_twice(
     toy: Callable[..., Any], fused: bool, monkeypatch: pytest.MonkeyPatch
@@ -175,15 +262,8 @@ def test_a_weight_that_embeds_and_projects_twice(
     """The embedding's part, which B has, waits for W's: same summands in the same order, ready
     once a microbatch, also when a second B comes before the first W."""
     import torch
-    from megatron.core.tensor_parallel import layers
 
-    def add(x: Any, grad_output: Any, main_grad: Any) -> None:
-        main_grad.add_(grad_output.t().matmul(x))
-
-    kernels = types.SimpleNamespace(wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add)
-    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", kernels)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
+    apex(monkeypatch)
     ours, stock = toy(True, fused), toy(False, fused)
     for i in range(4):
         stock.backward(i, False)
@@ -197,3 +277,20 @@ def test_a_weight_that_embeds_and_projects_twice(
     ours.backward(3, False)
     assert torch.equal(ours.weight.main_grad, stock.weight.main_grad)
     assert len(ours.ready) == len(stock.ready) == 4
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_strided_tensors(
+    toy: Callable[..., Any], fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused kernel that knows no strides gets tensors without."""
+    import torch
+
+    apex(monkeypatch)
+    ours, stock = toy(True, fused), toy(False, fused)
+    for i in range(2):
+        stock.backward(i, False, strided=True)
+        ours.backward(i, True, strided=True)
+        ours.store.run(i)
+    assert torch.equal(ours.weight.main_grad, stock.weight.main_grad)
+    assert ours.weight.main_grad.any()

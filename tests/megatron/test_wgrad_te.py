@@ -292,6 +292,36 @@ def test_source_stores_are_set_up_as_expected(source: dict[str, ast.Module]) -> 
         assert "backward_dw" in {getattr(n, "name", "") for n in _class(source[file], name).body}
 
 
+@pytest.mark.parametrize(
+    ("file", "name", "total"),
+    [
+        ("linear", "Linear", "inputmat_total"),
+        ("layernorm_linear", "LayerNormLinear", "ln_out_total"),
+    ],
+)
+def test_source_leaves_gathered_tensors_while_it_reduces(
+    source: dict[str, ast.Module], file: str, name: str, total: str
+) -> None:
+    """What we shard is (input, output gradient), gathered along the first dimension; the input
+    gradient's reduction begins before they are left in the store and is awaited after."""
+    calls = [node for node in ast.walk(source[file]) if isinstance(node, ast.Call)]
+    (put,) = [c for c in calls if ast.unparse(c.func).endswith("wgrad_store.put")]
+    assert ast.unparse(put.args[0]) == f"[{total}, grad_output]"
+    gathers = [ast.unparse(c.func) for c in calls if c.lineno < put.lineno]
+    assert "gather_along_first_dim" in gathers
+    started = [
+        c.lineno
+        for c in calls
+        if ast.unparse(c.func) in ("reduce_scatter_along_first_dim", "allreduce")
+        and any(k.arg == "async_op" and ast.unparse(k.value) == "True" for k in c.keywords)
+    ]
+    awaited = [c.lineno for c in calls if ast.unparse(c.func) == "dgrad_work.wait"]
+    assert len(started) == 2 and max(started) < put.lineno < max(awaited)
+    own = {ast.unparse(n) for n in ast.walk(_class(source[file], name))}
+    assert {"self.parallel_mode", "self.sequence_parallel", "self.tp_size"} <= own
+    assert "self.tp_group" in {ast.unparse(n) for n in ast.walk(source["base"])}
+
+
 def _compiled(cls: ast.ClassDef, names: list[str], space: dict[str, Any]) -> dict[str, Any]:
     """The given methods of a class, compiled alone; their imports come from ``space``."""
     body = [n for n in cls.body if getattr(n, "name", "") in names]

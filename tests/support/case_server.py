@@ -64,6 +64,11 @@ class Cases(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._names)
 
+    @property
+    def ran(self) -> list[str]:
+        """The cases that have run so far."""
+        return list(self._results)
+
     def log(self) -> str:
         """What the ranks have printed so far."""
         return (self._folder / "log").read_text()

@@ -5,6 +5,11 @@ it in forward and backward, leave (tensors, function) in it, and finish in ``bac
 real one returns memory that means nothing (a dummy gradient beside a fused accumulation, an output
 buffer that W will fill), these return NaNs, so that whatever uses it shows.
 
+With tensor parallelism they do what Transformer Engine 2.3 to 2.20 does without userbuffers: B
+gathers the input of a column-parallel module and the output gradient of a row-parallel one, leaves
+the gathered tensors in the store, and asks for its input gradient's reduction before and waits for
+it after it has left them there.
+
 ``TE*`` below are what megatron-core's wrappers make of them.
 """
 
@@ -14,6 +19,7 @@ import queue
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 NAN = float("nan")
@@ -42,25 +48,56 @@ def _dummy(weight: torch.nn.Parameter) -> torch.Tensor:
     return torch.full_like(weight, NAN)
 
 
+def _gather(part: torch.Tensor, group: Any) -> torch.Tensor:
+    total = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
+    dist.all_gather_into_tensor(total, part.contiguous(), group=group)
+    return total
+
+
+def _reduce(total: torch.Tensor, module: Any) -> tuple[torch.Tensor, Any]:
+    """Scattered along the sequence if the module's is in parts; and what to wait for."""
+    group = module.tp_group
+    if not module.sequence_parallel:
+        return total, dist.all_reduce(total, group=group, async_op=True)
+    part = total.new_empty(total.shape[0] // group.size(), *total.shape[1:])
+    return part, dist.reduce_scatter_tensor(part, total, group=group, async_op=True)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, module: Any) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
+        column, row = (module.parallel_mode == mode for mode in ("column", "row"))
+        ctx.gathers_input = column and module.sequence_parallel
+        ctx.gathers_gradient = row and module.sequence_parallel
+        ctx.column, ctx.module = column and module.tp_size > 1, module
         ctx.bias, ctx.fused = bias, module.fuse_wgrad_accumulation
         # The newest versions ask in forward already, and forget a store that says no.
         ctx.store = module.wgrad_store if module.wgrad_store.delay_wgrad_compute() else None
         ctx.early_bias, ctx.more = module.early_bias, module.more_results
-        return F.linear(x, weight, bias)
+        y = F.linear(_gather(x, module.tp_group) if ctx.gathers_input else x, weight, bias)
+        if row and module.tp_size > 1:
+            y, work = _reduce(y, module)
+            work.wait()
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        dx = dy.matmul(weight)
+        if ctx.gathers_gradient:
+            dy = _gather(dy, ctx.module.tp_group)
+        if ctx.gathers_input:
+            x = _gather(x, ctx.module.tp_group)
+        dx, work = dy.matmul(weight), None
+        if ctx.column:
+            dx, work = _reduce(dx, ctx.module)
         use_bias, fused = ctx.bias is not None, ctx.fused
         bias_gradient = None
         if use_bias and ctx.early_bias:  # as in FP8
             bias_gradient = dy.reshape(-1, dy.shape[-1]).sum(dim=0)
         w_computes_bias = use_bias and bias_gradient is None
+
+        more = ctx.more
 
         def wgrad(x: torch.Tensor, dy: torch.Tensor) -> Any:
             x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
@@ -68,7 +105,7 @@ class _Linear(torch.autograd.Function):
             if fused:
                 weight.main_grad.add_(dw)
                 dw = weight.main_grad
-            return dw, dy.sum(dim=0) if w_computes_bias else None, *ctx.more
+            return dw, dy.sum(dim=0) if w_computes_bias else None, *more
 
         dw = None
         if ctx.store is not None and ctx.store.delay_wgrad_compute():
@@ -76,6 +113,8 @@ class _Linear(torch.autograd.Function):
         else:
             dw, late, *_ = wgrad(x, dy)
             bias_gradient = late if bias_gradient is None else bias_gradient
+        if work is not None:
+            work.wait()
         return dx, _dummy(weight) if fused else dw, bias_gradient, None
 
 
@@ -135,9 +174,13 @@ class _Base(torch.nn.Module):
 
 
 class Linear(_Base):
-    """``return_bias``: leave it to the caller to add the bias."""
+    """``return_bias``: leave it to the caller to add the bias.
+
+    Parallel mode, size and group are attributes as in Transformer Engine; ``shard`` sets them.
+    """
 
     weight_names, bias_names = ["weight"], ["bias"]
+    parallel_mode, sequence_parallel, tp_size, tp_group = None, False, 1, None
 
     def __init__(
         self, inputs: int, outputs: int, bias=True, return_bias=False, fused=False, delay=False
@@ -147,6 +190,11 @@ class Linear(_Base):
         self.return_bias = return_bias and bias
         self.weight = torch.nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
         self.bias = torch.nn.Parameter(torch.randn(outputs)) if bias else None
+
+    def shard(self, mode: str, group: Any, sequence_parallel: bool) -> None:
+        """As built for ``group``; the sizes given were this rank's."""
+        self.parallel_mode, self.tp_group, self.tp_size = mode, group, group.size()
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
 
     def forward(self, x: torch.Tensor) -> Any:
         bias = None if self.return_bias else self.bias
@@ -207,20 +255,34 @@ class GroupedLinear(_Base):
                 bias.grad = bias_gradients[i].to(bias.dtype)
 
 
-def _wrapped(cls: type, grouped: bool = False) -> type:
+def _wrapped(cls: type, mode: str = "") -> type:
     """As megatron-core wraps them: (output, bias or None), and a ``backward_dw`` that does nothing
-    unless Megatron's own way of postponing is on."""
+    unless Megatron's own way of postponing is on.
+
+    Args:
+        cls: a module above.
+        mode: "column" or "row"; none for experts.
+    """
 
     class Wrapper(cls):  # type: ignore[misc, valid-type]
         def __init__(self, *sizes: int, config: Any, bias: bool, skip_bias_add: bool, **unused):
-            more = {} if grouped else {"delay": config.delay_wgrad_compute}
+            more = {"delay": config.delay_wgrad_compute} if mode else {}
+            own, tp = list(sizes), config.tensor_model_parallel_size if mode else 1
+            own[mode == "column"] //= tp
             fused = FUSED
-            super().__init__(*sizes, bias=bias, return_bias=skip_bias_add, fused=fused, **more)
+            super().__init__(*own, bias=bias, return_bias=skip_bias_add, fused=fused, **more)
             self.config = config
+            if mode:
+                from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+                group = unused.get("tp_group") or get_tensor_model_parallel_group()
+                self.shard(mode, group, config.sequence_parallel)
             for name, parameter in self.named_parameters(recurse=False):
                 parameter.allreduce = not unused.get("is_expert", False)
                 if "weight" in name and "norm" not in name:
                     parameter.partition_dim = 0
+                elif config.sequence_parallel and (mode == "row" or "norm" in name):
+                    parameter.sequence_parallel = True  # Megatron reduces these over the ranks
 
         def forward(self, *inputs: Any) -> Any:
             out = super().forward(*inputs)
@@ -237,6 +299,6 @@ def _wrapped(cls: type, grouped: bool = False) -> type:
 # Whether the wrappers' modules add into main_grad themselves; megatron-core's flag for that wants
 # Apex or Transformer Engine.
 FUSED = False
-TELinear = _wrapped(Linear)
-TELayerNormColumnParallelLinear = _wrapped(LayerNormLinear)
-TEGroupedLinear = _wrapped(GroupedLinear, grouped=True)
+TELinear = _wrapped(Linear, "row")
+TELayerNormColumnParallelLinear = _wrapped(LayerNormLinear, "column")
+TEGroupedLinear = _wrapped(GroupedLinear)

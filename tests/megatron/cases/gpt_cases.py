@@ -321,11 +321,12 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             for model in models:
                 model.zero_grad_buffer()
             store = run(forward_only)
-        gradients = {}
+        gradients, tp = {}, parallel_state.get_tensor_model_parallel_rank()
+        part = f" of {tp}" if tp else ""
         if not forward_only:
             for chunk in bare:
                 for name, parameter in global_names(chunk).items():
-                    gradients[name] = to_bytes(parameter.main_grad)
+                    gradients[name + part] = to_bytes(parameter.main_grad)
         last = parallel_state.get_pipeline_model_parallel_rank() == case["pp"] - 1
         losses = b"".join(to_bytes(x["lm loss"]) for x in store) if last else b""
         return {

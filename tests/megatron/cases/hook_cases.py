@@ -27,6 +27,7 @@ TARGETS = (
     "megatron.core.models.gpt.gpt_model:GPTModel.forward",
     "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
     "megatron.core.pipeline_parallel.utils:is_vp_last_stage",
+    "megatron.core.tensor_parallel.mappings:_ReduceScatterToSequenceParallelRegion",
 )
 
 

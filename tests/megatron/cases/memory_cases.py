@@ -47,6 +47,7 @@ from megatron_ext.integration.hooks import Hooks
 from megatron_ext.integration.versions import megatron_version
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.model import Job
+from megatron_ext.runtime.sharded import Sharded
 from megatron_ext.runtime.wgrad import WeightGradStore
 from tests.megatron.cases import recurrent_layers
 from tests.unit.plan.shapes import FLAGS_ALONE, LAYOUTS, RECURRENT, SHAPES, tokens
@@ -182,11 +183,13 @@ def run(name: str) -> dict[str, Any]:
     mask = torch.ones(1, 1, job.seq_length, job.seq_length, dtype=torch.bool).triu(1)
     positions = torch.arange(job.seq_length).expand(shape).contiguous()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = forward(numbers, positions, mask, labels=numbers)
+        forward(numbers, positions, mask, labels=numbers)
     items: Counter[str] = Counter()
     for storage, dims, dtype in found.values():
         items[f"{dims} {dtype}".replace("torch.", "")] += storage.nbytes()
     found.clear()
+    # Without these hooks, under which a weight comes back as another tensor.
+    loss = forward(numbers, positions, mask, labels=numbers)
     with store.collect("1"):
         loss.float().sum().backward()
     waiting = waiting_bytes(store, own)
@@ -213,6 +216,8 @@ def waiting_bytes(store: WeightGradStore, own: set[int]) -> int:
             todo += [*one.keys(), *one.values()]
         elif isinstance(one, list | tuple | set) or type(one).__name__ == "deque":
             todo += list(one)
+        elif isinstance(one, Sharded):
+            todo.append(one.shard)
         elif hasattr(one, "func") and hasattr(one, "args"):
             todo += [*one.args, *one.keywords.values()]
         elif getattr(one, "__closure__", None):

@@ -10,30 +10,35 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-
-def _wgrad_gemm(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    main_grad.add_(grad_output.t().matmul(x))
-
+from tests.support.kernels import fused_kernels
 
 # Before Megatron is imported: it looks once whether Apex's kernel is there.
-kernels = types.ModuleType("fused_weight_gradient_mlp_cuda")
-kernels.wgrad_gemm_accum_fp32 = kernels.wgrad_gemm_accum_fp16 = _wgrad_gemm  # type: ignore[attr-defined]
-sys.modules[kernels.__name__] = kernels
+sys.modules["fused_weight_gradient_mlp_cuda"] = fused_kernels()
 
 # First: it prepares the CPU device before Megatron is imported.
 from tests.megatron.cases import fake_te, gpt_cases  # noqa: E402
+from tests.megatron.cases.memory_cases import waiting_bytes  # noqa: E402
 
 # isort: split
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
 from megatron.core.transformer.moe import experts  # noqa: E402
+
+from megatron_ext.integration.features.split_backward import local  # noqa: E402
+from megatron_ext.integration.features.split_backward.te import attach  # noqa: E402
+from megatron_ext.integration.hooks import Hooks  # noqa: E402
+from megatron_ext.integration.versions import megatron_version  # noqa: E402
+from megatron_ext.runtime import wgrad  # noqa: E402
+from megatron_ext.runtime.wgrad import WeightGradStore  # noqa: E402
 
 _MOE = {
     "num_moe_experts": 8,
@@ -45,6 +50,10 @@ _MOE = {
 # Stock's sequential experts cannot have a bias (an in-place addition that autograd refuses).
 _SEQUENTIAL = {**_MOE, "add_bias_linear": False}
 _OVERLAP = {"pp": 2, "overlap": True, "iterations": 3}
+_PARALLEL = {"pp": 2, "m": 4, "parallel": {"tensor_model_parallel_size": 2}}
+# Without biases W may add to main_grad behind B's communication.
+_TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "add_bias_linear": False}
+_SEQUENCE = {**_TENSOR, "sequence_parallel": True}
 
 # name -> what to run; "te": with stand-ins.
 _MODELS: dict[str, dict[str, Any]] = {
@@ -63,6 +72,15 @@ _MODELS: dict[str, dict[str, Any]] = {
     "overlap-fusion": {**_OVERLAP, "config": {"gradient_accumulation_fusion": True}},
     "overlap-moe": {**_OVERLAP, "config": _SEQUENTIAL},
     "overlap-te-moe": {**_OVERLAP, "te": True, "config": _MOE},
+    "tp-sp": {**_PARALLEL, "config": _SEQUENCE},
+    "tp-fusion": {**_PARALLEL, "config": {**_TENSOR, "gradient_accumulation_fusion": True}},
+    "tp-sp-fusion": {
+        **_PARALLEL,
+        "overlap": True,
+        "config": {**_SEQUENCE, "gradient_accumulation_fusion": True},
+    },
+    "tp-sp-te": {**_PARALLEL, "te": True, "config": {**_SEQUENCE, "add_bias_linear": True}},
+    "tp-sp-te-fused": {**_PARALLEL, "te": True, "te_fused": True, "config": _SEQUENCE},
 }
 # The schedules with W are many; those whose order of B and W differs most stand for all.
 _RUN_UNDER: dict[str, tuple[str, ...]] = {
@@ -71,6 +89,8 @@ _RUN_UNDER: dict[str, tuple[str, ...]] = {
     "te-moe": ("v-zb",),
     "overlap": ("zb-h1", "v-half", "v-zb"),
     "overlap-moe": ("zb-h1", "v-zb"),
+    "tp-sp-fusion": ("zb-h1", "v-half"),
+    "tp-sp-te-fused": ("v-zb",),
 }
 
 CASES: dict[str, dict[str, Any]] = {}
@@ -79,6 +99,17 @@ for model, case in _MODELS.items():
     for schedule in _RUN_UNDER.get(model, ("zb-h1",)):
         more = {} if schedule == "zb-h1" else {"chunks": 2}
         CASES[f"{schedule}/{model}"] = {**case, "schedule": schedule, **more}
+# Bytes of a set before B and between B and W: one stage, without embedding and loss.
+for tp in (2, 4):
+    for te in (False, True):
+        CASES[f"bytes/{'te' if te else 'local'}-tp{tp}"] = {
+            **{"pp": 1, "te": te, "bytes": True, "hidden": 64},
+            "parallel": {"tensor_model_parallel_size": tp},
+            "config": {
+                **{"tensor_model_parallel_size": tp, "sequence_parallel": True},
+                **{"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+            },
+        }
 CASES["stock/te-forward"] = {**_MODELS["te"], "forward_only": True}
 CASES["zb-h1/te-forward"] = {**_MODELS["te"], "schedule": "zb-h1", "forward_only": True}
 
@@ -140,8 +171,69 @@ class Watch:
         return start_grad_sync
 
 
+def count_bytes(case: dict[str, Any]) -> dict[str, Any]:
+    """One stage's forward and backward pass on this rank: distinct storages that autograd keeps
+    before B and the store between B and W, parameters apart; and whether the gradients of the split
+    backward pass are the unsplit one's, bit for bit."""
+    parallel_state.initialize_model_parallel(**case["parallel"])
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    hooks, store = Hooks(megatron_version()), WeightGradStore()
+    hooks.apply([hook for hook in local.hooks(store) if "post_hook" not in hook.targets[0]])
+    try:
+        config = gpt_cases.config_of(case)
+        sizes = {"vocab_size": gpt_cases.VOCAB, "max_sequence_length": 64}
+        ends = {"pre_process": False, "post_process": False}
+        spec = gpt_cases.get_gpt_layer_local_spec()
+        if case["te"]:  # their norms are in the linear modules
+            spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
+        model = gpt_cases.GPTModel(config, spec, **sizes, **ends)
+        attach(model, store)
+        own = {p.untyped_storage()._cdata for p in model.parameters()}
+        x = torch.randn(32 // config.tensor_model_parallel_size, 4, config.hidden_size)
+        mask = torch.ones(1, 1, 32, 32).triu(1).bool()
+        kept: dict[int, Any] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                kept[storage._cdata] = storage
+            return tensor
+
+        def forward() -> torch.Tensor:
+            model.set_input_tensor(x.clone().requires_grad_(True))
+            return model(None, None, mask)
+
+        def gradients() -> list[bytes]:
+            found = [gpt_cases.to_bytes(p.grad) for p in model.parameters()]
+            model.zero_grad()
+            return found
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            forward()
+        before = sum(storage.nbytes() for storage in kept.values())
+        # Without these hooks, under which a weight comes back as another tensor.
+        kept.clear()
+        y = forward()
+        weights = torch.randn_like(y)
+        with store.collect("1"):
+            y.backward(weights)
+        waiting = waiting_bytes(store, own)
+        store.run("1")
+        split = gradients()
+        forward().backward(weights)
+        return {"before": before, "waiting": waiting, "equal": split == gradients()}
+    finally:
+        hooks.revert()
+        parallel_state.destroy_model_parallel()
+
+
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """As gpt_cases' own, with stand-ins and counters around it."""
+    if case.get("bytes"):
+        with stand_ins(case):
+            found = count_bytes(case)
+        return {"losses": b"", "gradients": {}, "embedding_ranks": None, "extra": found}
     watches: list[Watch] = []
     stores: list[Any] = []
 
@@ -156,11 +248,20 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             super().start(run)
             stores.append(run.store)
 
-    with stand_ins(case):
+    early: list[None] = []  # tasks of W that ran in B
+
+    def run(self: Any) -> None:
+        before = sum(work.task is None for work in self._queue)
+        original_run(self)
+        early.extend([None] * (sum(work.task is None for work in self._queue) - before))
+
+    original_run = wgrad._Beside.run
+    with stand_ins(case), mock.patch.object(wgrad._Beside, "run", run):
         with mock.patch.multiple(gpt_cases, build=build, Installation=Noting):
             result = original_run_case(case, folder)
     steps = [list(step.values()) for watch in watches for step in watch.steps if step]
     result["extra"] = {"steps": steps, "groups": sum(watch.groups for watch in watches)}
+    result["extra"]["early"] = len(early)
     return result
 
 

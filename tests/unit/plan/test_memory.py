@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 
 from megatron_ext.plan.activations import SetBytes, stage_set, sums
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.kinds import layer
 from megatron_ext.plan.layout import Split, Stage, even_split
-from megatron_ext.plan.memory import message_bytes, rank_bytes, stage_bytes
+from megatron_ext.plan.memory import growth, message_bytes, rank_bytes, stage_bytes
 from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.parameters import Count, state_bytes
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import generate
 from megatron_ext.schedule.link import Link
+from megatron_ext.schedule.memory_cap import ShareCap
 from megatron_ext.schedule.passes.offload import offload
 from megatron_ext.schedule.simulate import simulate
 from tests.support.grids import sampled
@@ -52,6 +55,7 @@ PUBLISHED = [
         "bytes_f_to_b",
         34 / 4,
     ),
+    (["--tensor-model-parallel-size 4 --sequence-parallel"], "bytes_b_to_w", 32 / 4),
     # Without it the 10 beside the parallel parts stay: sbh(10 + 24/t).
     (["--tensor-model-parallel-size 4 --hidden-dropout 0.1"], "bytes_f_to_b", 10 + 24 / 4),
 ]
@@ -61,6 +65,42 @@ PUBLISHED = [
 def test_bytes_of_a_layer(flags, held, bsh):
     # Statistics of norms and rows are not in the papers' sums: 20 bytes and 4a a token.
     assert per_bsh(job(*flags), held) == pytest.approx(bsh, rel=0.005)
+
+
+PARALLEL = "--tensor-model-parallel-size {} --sequence-parallel --transformer-impl {}"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("layers", ["local", "transformer_engine"])
+def test_a_set_is_as_large_between_b_and_w(layers, tp):
+    """Of the stage with the loss it is smaller: the logits' gradient does not wait for W."""
+    this = job(PARALLEL.format(tp, layers) if tp > 1 else f"--transformer-impl {layers}")
+    sets = [stage.sets for stage in stage_bytes(this, even_split(8, 4))]
+    for one in sets[1:-1]:
+        assert one.bytes_b_to_w == pytest.approx(one.bytes_f_to_b, rel=0.01)
+    logits = 4 * this.tokens * this.padded_vocab_size // tp
+    assert sets[-1].bytes_f_to_b - sets[-1].bytes_b_to_w > logits
+    assert growth(stage_bytes(this, even_split(8, 4))) == 1
+    hidden = 2 * this.tokens * this.hidden_size
+    assert [one.gathered for one in sets] == [2 * hidden * (tp > 1)] * 4
+
+
+def test_quantized_tensors_stay_gathered_between_b_and_w():
+    flags = PARALLEL.format(4, "transformer_engine") + " --fp8-format hybrid --bf16"
+    this = job_of(read(f"{PLAIN} {flags}".replace("--fp16", "").split())[0])
+    t, h, tp = this.tokens, this.hidden_size, 4
+    # Of 4 linear layers in 8 bits: both operands, of which one is whole.
+    whole = 4 * t * h
+    assert sums(this, layer(this, this.layers[0]))[1] == whole + t * h * (3 + 1 + 4 + 4) / tp
+    assert growth(stage_bytes(this, even_split(8, 4))) > 1
+
+
+def test_grouped_experts_without_fused_accumulation_allocate_their_gradients_in_b():
+    flags = "--num-experts 4 --moe-grouped-gemm --transformer-impl transformer_engine"
+    one, other = job(flags), job(flags, "--no-gradient-accumulation-fusion")
+    (before, waiting, _), (same, more, _) = (sums(j, layer(j, j.layers[0])) for j in (one, other))
+    assert same == before
+    assert more - waiting == 2 * 4 * 2 * 4096 * 4 * 4096
 
 
 def test_attention_scores_without_flash_attention():
@@ -195,6 +235,19 @@ def test_a_peak_is_counted_from_sets():
         found = rank_bytes(schedule, stages, 0)
         assert [rank.kept // 1000 for rank in found] == simulate(schedule).peak_sets
         assert not any(rank.host for rank in found)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "v-zb", "interleaved-zb"])
+def test_a_share_of_1f1bs_bytes(name):
+    """A cap as a fraction counts sets that grow between B and W as bytes do."""
+    this, schedule = job(), generate(name, 4, 8)
+    stages = stage_bytes(this, even_split(8, 4 * schedule.chunks))
+    stages = [stage._replace(sets=SetBytes(1000, 1600)) for stage in stages]
+    cap = ShareCap(Fraction(1), growth(stages))
+    most = max(rank.kept + rank.passing for rank in rank_bytes(schedule, stages, 0))
+    assert cap.needed(schedule) * schedule.chunks * 1000 == most
+    assert cap.fits(schedule) == (most <= 1000 * 4 * schedule.chunks)
+    assert ("1.6 between B and W" in cap.detail(schedule)) == (name != "1f1b")
 
 
 def test_offloaded_sets_are_on_the_host():

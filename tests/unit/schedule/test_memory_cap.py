@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 
-from megatron_ext.schedule.memory_cap import cap_sets, parse_cap
+from megatron_ext.schedule import ScheduleSpec, select
+from megatron_ext.schedule.memory_cap import ShareCap, cap_sets, parse_cap
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.select import CapExceeded
 
 
 @pytest.mark.parametrize(
@@ -33,3 +38,20 @@ def test_less_than_one_set():
     message = "0.1 is 0.8 of 1F1B's 8 activation sets at pp=4, chunks=2; give at least 0.125"
     with pytest.raises(ValueError, match=message):
         cap_sets(parse_cap("0.1"), 4, 2)
+
+
+def test_sets_that_grow_make_fewer_fit():
+    """v-cap takes as many sets as keep the cap in bytes; auto leaves out what does not keep it."""
+    placement = Placement.vee(4)
+    plain, grown = ShareCap(Fraction(3, 4)), ShareCap(Fraction(3, 4), Fraction(8, 5))
+    assert plain.sets(placement, True) == 6 and grown.sets(placement, True) == 3
+    assert grown.sets(placement, False) == 6
+    few, many = (select(ScheduleSpec("v-cap", 4, 8, cap=cap)).schedule for cap in (grown, plain))
+    assert plain.needed(few) < plain.needed(many)
+    assert grown.fits(few) and not grown.fits(many)
+    auto = select(ScheduleSpec("auto", 4, 8, cap=ShareCap(Fraction(1), Fraction(8, 5)))).schedule
+    assert "too large: " in auto.note and "zb-h1 (" in auto.note
+    with pytest.raises(CapExceeded, match=r"it takes \d.*; raise the cap to"):
+        select(ScheduleSpec("v-cap", 4, 8, cap=ShareCap(Fraction(1, 3), Fraction(3))))
+    with pytest.raises(ValueError, match=r"takes 3 times its bytes between B and W; give at least"):
+        ShareCap(Fraction(1, 4), Fraction(3)).sets(placement, True)

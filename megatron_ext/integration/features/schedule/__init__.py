@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 from ....schedule import AUTO, NAMES
 from ....schedule.generators.registry import takers
 from ...arguments import MegatronArgs
 from ...callbacks import Callback, HooksOnly
 from ...feature import Conflict, Feature, Flag, Run
-from ...hooks import Hook
-from ...model_classes import require_chunks
-from ...takeover import FUNCTIONS, SCHEDULES, require_megatrons_own
 from ...utils import file_contents
-
-if TYPE_CHECKING:
-    from ...pipeline import ScheduledPipeline
 
 
 def _compared(value: str, args: MegatronArgs) -> str:
@@ -194,71 +186,9 @@ class Schedule(Feature):
             return (CudaGraphs(),)
         # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
         run.args.pp_placement = "vee" if run.request.vee else "loop"
+        from .entry import Entry
         from .packed_sequences import hooks
 
-        entry = _Entry(run.pipeline, run.training, run.request.name, run.chunks)
+        entry = Entry(run.pipeline, run.training, run.request.name, run.chunks)
         captured = () if graphs(run) is None else (CudaGraphs(),)
         return (entry, HooksOnly(hooks(run)), *captured)
-
-
-class _Entry(Callback):
-    """The way into the pipeline from Megatron's own functions."""
-
-    def __init__(self, pipeline: ScheduledPipeline, training: bool, name: str, chunks: int) -> None:
-        self._pipeline, self._training = pipeline, training
-        self._name, self._chunks = name, chunks
-
-    def hooks(self) -> Sequence[Hook]:
-        hooks = entry_hooks(self._pipeline)
-        if self._training:
-            hooks += [
-                Hook(
-                    ("megatron.training.training:train_step",),
-                    self._pipeline.watched,
-                    ("forward_step_func", "optimizer"),
-                    "a rank that waits before or behind its passes would not be watched",
-                ),
-                Hook(
-                    ("megatron.training.training:get_model",),
-                    self._checked,
-                    ("model_provider_func",),
-                    "a script that cannot build model chunks would end in a TypeError",
-                ),
-            ]
-        return hooks
-
-    def _checked(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        name, chunks = self._name, self._chunks
-
-        @functools.wraps(original)
-        def get_model(model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            require_chunks(model_provider_func, name, chunks)
-            return original(model_provider_func, *args, **kwargs)
-
-        return get_model
-
-
-def entry_hooks(pipeline: Callable[..., Any]) -> list[Hook]:
-    """Those that let Megatron's two pipeline functions be ``pipeline``.
-
-    Raises:
-        ConfigError: another extension has replaced them.
-    """
-    require_megatrons_own()
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def forward_backward(**kwargs: Any) -> Any:
-            return pipeline(**kwargs)
-
-        return forward_backward
-
-    return [
-        Hook(
-            (f"{SCHEDULES}:{name}",),
-            make,
-            ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only"),
-            "stock's schedule would run",
-        )
-        for name in FUNCTIONS
-    ]

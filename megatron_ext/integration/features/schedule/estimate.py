@@ -22,7 +22,7 @@ from ...feature import Run
 from ...model_classes import placed_models
 from ...utils import device_name, gather, unwrapped
 from .choose import ScheduleRequest
-from .job import job_of_args, splits_of
+from .job import counted, job_of_args, splits_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ def described(
     args: MegatronArgs, request: ScheduleRequest, profile: Profile | None
 ) -> ScheduleRequest:
     """``request`` with the model that the arguments describe: its layers, its bytes for a cap in
-    bytes, and its estimated times on this rank's device where no others are given.
+    bytes, what a fraction of 1F1B's peak is in bytes, and its estimated times on this rank's device
+    where no others are given.
 
     Args:
         args: Megatron's, parsed and not yet validated.
@@ -50,7 +51,7 @@ def described(
     if request.needs_estimate:
         request = request.estimated(estimate)
     if request.cap_bytes is None:
-        return request
+        return counted(args, request)
     if estimate.job is None:
         raise ConfigError(
             f"--pp-memory-cap {args.pp_memory_cap} in bytes needs the model's sizes, but "

@@ -1,8 +1,9 @@
 """B and W as two passes for Megatron's own linear layers.
 
-All weight-gradient work of the local column- and row-parallel layers (and of the output layer) is
-in the backward of one autograd class. Ours postpones that part into the weight-gradient store
-while a B pass runs, and is Megatron's otherwise.
+All weight-gradient work of the local column- and row-parallel layers is in the backward of one
+autograd class. Ours postpones that part into the weight-gradient store while a B pass runs, and is
+Megatron's otherwise. It is Megatron's for the output layer too: the gradient of its logits is the
+largest tensor of the model, and would wait for W with every set that does.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ....runtime.sharded import Sharded, mark_gathered, sharded, whole
 from ....runtime.wgrad import WeightGradStore
 from ...gradients import DDP_HOOK, accumulate, finish, mark_added
 from ...hooks import Hook
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 
 def hooks(store: WeightGradStore) -> tuple[Hook, ...]:
@@ -39,6 +42,12 @@ def hooks(store: WeightGradStore) -> tuple[Hook, ...]:
             ("self", "param"),
             "gradients would be reduced before their W pass has run",
         ),
+        Hook(
+            (f"{_MAPPINGS}:_ReduceScatterToSequenceParallelRegion",),
+            lambda original: _noting_scatter(original, store),
+            (),
+            "gathered output gradients would be kept until W",
+        ),
     )
 
 
@@ -58,11 +67,33 @@ def _split_linear(original: Any, store: WeightGradStore) -> Any:
     return SplitLinear
 
 
+def _noting_scatter(original: Any, store: WeightGradStore) -> Any:
+    class NotingScatter(original):  # type: ignore[misc]
+        """After a row-parallel layer; its backward gathers what such a layer needs in W."""
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+            result = original.backward(ctx, grad_output)
+            if store.collecting and ctx.input_split_sizes is None and ctx.group.size() > 1:
+                mark_gathered(result[0], grad_output, ctx.group)
+            return result
+
+    NotingScatter.__name__ = original.__name__
+    NotingScatter.__qualname__ = original.__qualname__
+    return NotingScatter
+
+
+def is_output_weight(weight: Any) -> bool:
+    """True for the output layer's weight, and for embeddings; Megatron marks both."""
+    return bool(getattr(weight, "is_embedding_or_output_parameter", False))
+
+
 def _can_split(ctx: Any, weight: torch.Tensor) -> bool:
     # These keep or gather weights in ways of their own; they run fused, which is always right.
     buffered = ctx.grad_output_buffer is not None
     rematerialised = getattr(ctx, "gtp_remat_size", 1) > 1
-    return not (buffered or rematerialised or hasattr(weight, "__fsdp_param__"))
+    kept = buffered or rematerialised or hasattr(weight, "__fsdp_param__")
+    return not (kept or is_output_weight(weight))
 
 
 def _input_gradient_only(ctx: Any, grad_output: torch.Tensor, store: WeightGradStore) -> Any:
@@ -83,53 +114,47 @@ def _input_gradient_only(ctx: Any, grad_output: torch.Tensor, store: WeightGradS
     if ctx.gradient_accumulation_fusion:
         # Autograd may hand back a weight without it: Megatron keeps the buffer in the context.
         weight.main_grad = ctx.main_grad
+    # Without its history: that would keep what other layers left in it until W.
+    total: Any = x.detach()
+    if ctx.sequence_parallel:
+        total = Sharded(total, ctx.tp_group)
+    fused, operands = ctx.gradient_accumulation_fusion, (total, sharded(grad_output))
     store.put(
         weight,
-        functools.partial(
-            _weight_gradient,
-            # Without its history: that would keep what other layers left in it until W.
-            x.detach(),
-            grad_output,
-            weight,
-            ctx.tp_group if ctx.sequence_parallel else None,
-            ctx.gradient_accumulation_fusion,
-        ),
+        functools.partial(_accumulate_fused if fused else _weight_gradient, *operands, weight),
         done=finish,
+        after=functools.partial(mark_added, weight) if fused else None,
+        sharded=[one for one in operands if isinstance(one, Sharded)],
     )
     if work is not None:
+        store.fill()
         work.wait()
     return (result, None, grad_bias) + (None,) * (len(ctx.needs_input_grad) - 3)
 
 
 @torch.no_grad()
 def _weight_gradient(
-    x: torch.Tensor,
-    grad_output: torch.Tensor,
-    weight: torch.nn.Parameter,
-    gather_group: Any,
-    fused: bool,
+    x: torch.Tensor | Sharded, grad_output: torch.Tensor | Sharded, weight: torch.nn.Parameter
 ) -> None:
     """W of one layer: the same arithmetic, in the same order, as Megatron's own backward."""
-    if gather_group is not None:
-        shape = (x.shape[0] * gather_group.size(), *x.shape[1:])
-        total = torch.empty(shape, dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(total, x.contiguous(), group=gather_group)
-        x = total
-    x = x.reshape(-1, x.shape[-1])
-    grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-    if fused:
-        _accumulate_fused(x, grad_output, weight)
-    else:
-        accumulate(weight, grad_output.t().matmul(x))
+    accumulate(weight, _rows(grad_output).t().matmul(_rows(x)))
 
 
-def _accumulate_fused(x: torch.Tensor, grad_output: torch.Tensor, weight: Any) -> None:
+@torch.no_grad()
+def _accumulate_fused(
+    x: torch.Tensor | Sharded, grad_output: torch.Tensor | Sharded, weight: Any
+) -> None:
     import fused_weight_gradient_mlp_cuda as kernels  # Apex's; Megatron imports the same
 
     single = weight.main_grad.dtype == torch.float32
     add = kernels.wgrad_gemm_accum_fp32 if single else kernels.wgrad_gemm_accum_fp16
-    add(x, grad_output, weight.main_grad)
-    mark_added(weight)
+    add(_rows(x), _rows(grad_output), weight.main_grad)
+
+
+def _rows(tensor: torch.Tensor | Sharded) -> torch.Tensor:
+    # Apex's kernel reads memory from the first number on and knows no strides.
+    tensor = whole(tensor).contiguous()
+    return tensor.view(-1, tensor.shape[-1])
 
 
 def _deferring_hook(original: Callable[..., Any], store: WeightGradStore) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import te as wgrad_te
+from .local import is_output_weight
 
 
 @dataclass
@@ -19,9 +20,10 @@ class WgradReport:
     Attributes:
         split: number of parameters whose gradient is computed in W.
         fused: number of parameters in matrices whose gradient is computed in B although that is
-            work which could be postponed: their module does not know how.
+            work which could be postponed: their module does not know how, or what would wait for W
+            is too large (the output layer's logits).
         kept: all others (biases, norms, embeddings): too little work to be worth a pass of its own.
-        fused_modules: class name -> number of its parameters among ``fused``.
+        fused_modules: class name, or "output layer" -> number of its parameters among ``fused``.
     """
 
     split: int = 0
@@ -113,8 +115,9 @@ def _of_chunk(chunk: torch.nn.Module, fused_experts: bool) -> WgradReport:
             if id(parameter) in split and id(parameter) not in fused:
                 report.split += parameter.numel()
             elif parameter.dim() >= 2 and not isinstance(module, embeddings):
+                name = "output layer" if is_output_weight(parameter) else type(module).__name__
                 report.fused += parameter.numel()
-                report.fused_modules[type(module).__name__] += parameter.numel()
+                report.fused_modules[name] += parameter.numel()
             else:
                 report.kept += parameter.numel()
     return report
@@ -124,6 +127,8 @@ def _is_local_linear(module: torch.nn.Module) -> bool:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+        return False
+    if is_output_weight(module.weight):
         return False
     buffered = getattr(module, "grad_output_buffer", None) is not None
     return not buffered and getattr(module, "gtp_remat_size", 1) == 1

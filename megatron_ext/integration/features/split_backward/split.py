@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from ....runtime.wgrad import WeightGradStore
+from ....schedule.actions import Op
+from ....schedule.effects import passes
+from ....schedule.schedule import Schedule
 from ...callbacks import Callback, Step
 from ...hooks import Hook
 from ...utils import gather
@@ -30,12 +34,17 @@ class Splitter(Callback):
         self._store = store
         self._attached: list[wgrad_te.SplitStore] = []
         self._prepared: list[Any] = []
+        self._plan: Schedule | None = None
         self.report: WgradReport | None = None
 
     def hooks(self) -> Sequence[Hook]:
         return local.hooks(self._store)
 
     def begin(self, step: Step) -> None:
+        if step.plan is not self._plan:
+            self._plan = step.plan
+            several = step.call.iteration.config.tensor_model_parallel_size > 1
+            self._store.followed_by = followed_by(step.plan, step.rank) if several else {}
         if step.plan.splits_backward:
             self._prepare(step)
         step.notes["wgrad"] = lambda: None if self.report is None else self.report.as_dict()
@@ -60,3 +69,20 @@ class Splitter(Callback):
             if dist.get_rank() == 0:
                 total = sum(every, WgradReport())
                 logger.warning("megatron_ext: %s", total.text(step.plan.name))
+
+
+def followed_by(schedule: Schedule, rank: int) -> Mapping[Hashable, Hashable]:
+    """For every B of ``rank`` with a W directly after it: (chunk, microbatch) of B and of W.
+
+    Only while forward passes are still to come. After the last of them other ranks wait for nothing
+    but these B passes, which must not become longer.
+    """
+    chunk_of = {stage: i for i, stage in enumerate(schedule.placement.stages[rank])}
+    # Messages and copies between them do not matter, operations of other features may.
+    row = [a for a in passes(schedule.ranks[rank]) if a.op.is_compute or not isinstance(a.op, Op)]
+    last = max((i for i, a in enumerate(row) if a.op is Op.F), default=0)
+    return {
+        (chunk_of[b.stage], b.microbatch): (chunk_of[w.stage], w.microbatch)
+        for b, w in itertools.pairwise(row[: last + 1])
+        if b.op is Op.B and w.op is Op.W
+    }

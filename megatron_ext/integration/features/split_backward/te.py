@@ -7,6 +7,9 @@ for good. We put another store in that place, after construction: it says yes ex
 runs, files the work under that pass, and lets the module's own ``backward_dw`` do it in the W pass.
 So one model runs B and W, fused BW, recomputation and evaluation alike, and the fused pass is
 Transformer Engine's own.
+
+With sequence parallelism B leaves gathered tensors there. Those in 16 or 32 bits are kept in parts
+and gathered again in W; quantized ones stay, because their scales belong to the whole tensor.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ....runtime.sharded import Sharded, whole
 from ....runtime.wgrad import WeightGradStore
 from ...gradients import accumulate, finish, mark_added, stand_in
 
@@ -103,16 +107,40 @@ class SplitStore:
         for weight, _ in before:
             weight.grad = None
         self._store.at_end(functools.partial(_restore, before))
-        # Without its history, which would keep what other layers left in it until W.
-        tensors = [t.detach() if type(t) is torch.Tensor else t for t in tensors]
+        parts = self._sharded(tensors)
         first, *others = self._weights
+        # Biases get their gradient in ``grad``, where B may put one meanwhile.
+        in_place = self._module.fuse_wgrad_accumulation and not self._biases
         self._store.put(
             first,
-            functools.partial(self._weight_pass, tensors, function),
+            functools.partial(self._weight_pass, parts, function),
             others=(*others, *self._biases),
             done=finish,
+            after=self._mark_added if in_place else None,
+            sharded=[one for one in parts if isinstance(one, Sharded)],
             placeholders=self._weights,
         )
+        if self._parallel("column"):
+            self._store.fill()  # the input's gradient is being reduced
+
+    def _parallel(self, mode: str) -> bool:
+        module = self._module
+        return getattr(module, "tp_size", 1) > 1 and getattr(module, "parallel_mode", "") == mode
+
+    def _sharded(self, tensors: list[Any]) -> list[Any]:
+        """What W needs, without what other ranks keep of it."""
+        # Without its history, which would keep what other layers left in it until W.
+        kept: list[Any] = [t.detach() if type(t) is torch.Tensor else t for t in tensors]
+        if getattr(self._module, "sequence_parallel", False):
+            # (input, output gradient), of which one has been gathered.
+            for place, mode in enumerate(("column", "row")):
+                if self._parallel(mode) and type(kept[place]) is torch.Tensor:
+                    kept[place] = Sharded.of(kept[place], self._module.tp_group)
+        return kept
+
+    def _mark_added(self) -> None:
+        for weight in self._weights:
+            mark_added(weight)
 
     def pop(self) -> tuple[Any, Any]:
         """Do the one piece of work that is at hand; called by ``backward_dw``."""
@@ -138,7 +166,7 @@ class SplitStore:
         before = [(p, p.grad) for p in (*self._weights, *self._biases)]
         for parameter, _ in before:
             parameter.grad = None
-        self.context.put([tensors, function])
+        self.context.put([[whole(tensor) for tensor in tensors], function])
         self._in_weight_pass = True
         try:
             self._backward_dw(self._module)
@@ -154,9 +182,8 @@ class SplitStore:
             if new is not None and new is not self._no_bias_gradient.get(id(parameter)):
                 accumulate(parameter, new)
         self._no_bias_gradient.clear()
-        if self._module.fuse_wgrad_accumulation:
-            for weight in self._weights:
-                mark_added(weight)
+        if self._module.fuse_wgrad_accumulation and self._biases:
+            self._mark_added()
 
 
 def attach(chunk: torch.nn.Module, store: WeightGradStore) -> list[SplitStore]:
