@@ -8,7 +8,7 @@ with a name in ``EDGES``; tests remove them one at a time.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ EDGES = {
     "reload-after-offload": "the copy to the host is complete before it is read back",
     "use-after-reload": "backward reads what reload has written",
     "drop-after-reload": "a reloaded buffer that nobody used is not reused under the copy",
+    "reuse-after-use": "memory of one compute stream that another one uses is not reused meanwhile",
 }
 
 
@@ -79,6 +80,8 @@ class Ticket:
         produced: F has written everything.
         sizes: bytes of each of the set's memory blocks.
         places: offset of each block in ``slot``.
+        stream: compute stream of PREPARE and RELOAD, which allocated the memory to reload to.
+        users: compute streams that wait for the reload.
     """
 
     produced: Event
@@ -88,7 +91,8 @@ class Ticket:
     sent: Event | None = None
     prepared: Event | None = None
     arrived: Event | None = None
-    used: bool = False
+    stream: Hashable = None
+    users: set[Hashable] = field(default_factory=set)
 
 
 @dataclass
@@ -194,6 +198,17 @@ class Engine:
             self.counters.waited_releases += 1
             self._compute_waits("release-after-offload", ticket.sent)
 
+    def discard(self, memory: torch.Tensor, foreign: bool = False) -> None:
+        """The caller is about to drop what ``release`` has made safe to drop.
+
+        Args:
+            memory: of a block.
+            foreign: it may be another compute stream's, which does not wait for the copy.
+        """
+        if foreign and "reuse-after-use" not in self._skip:
+            self.device.record_use(memory)
+        self.device.discard(memory)
+
     def prepare(self, ticket: Ticket) -> list[torch.Tensor]:
         """Device memory for the set's blocks, in the order of ``offload``; 1-D uint8."""
         buffers = [self.device.allocate(size) for size in ticket.sizes]
@@ -208,25 +223,40 @@ class Engine:
         after = self._edge("reload-after-prepare", ticket.prepared)
         after += self._edge("reload-after-offload", ticket.sent)
         ticket.arrived = self._copy(Direction.TO_DEVICE, pairs, after)
+        ticket.stream = self.device.stream()
         self.arena.free(ticket.slot, ticket.arrived)
         ticket.slot = None
         self.counters.reloads += 1
         self.counters.bytes_to_device += sum(b.numel() for b in buffers if b is not None)
 
-    def use(self, ticket: Ticket) -> None:
-        """Compute given by this thread from now on may read the reloaded blocks.
+    def use(self, ticket: Ticket, memory: torch.Tensor | None = None) -> bool:
+        """What this thread gives to compute from now on may read the reloaded blocks.
 
-        Called for every use: autograd may run it on another stream than the last one."""
+        To be called for every use: autograd may run it on another stream than the last one.
+
+        Args:
+            ticket: of the set.
+            memory: of the block that is used, if it may be dropped before ``finish``.
+
+        Returns:
+            True if the stream that allocated the memory waits for the reload: blocks that nobody
+            uses may be dropped from here on.
+        """
         assert ticket.arrived is not None
-        if not ticket.used and not ticket.arrived.query():
-            self.counters.waited_uses += 1
-        ticket.used = True
-        self._compute_waits("use-after-reload", ticket.arrived)
+        stream = self.device.stream()
+        if stream not in ticket.users:
+            if not ticket.users and not ticket.arrived.query():
+                self.counters.waited_uses += 1
+            ticket.users.add(stream)
+            self._compute_waits("use-after-reload", ticket.arrived)
+        if memory is not None and stream != ticket.stream and "reuse-after-use" not in self._skip:
+            self.device.record_use(memory)
+        return ticket.stream in ticket.users
 
     def finish(self, ticket: Ticket) -> None:
         """The set is not needed any more, however far it came; its memory may be dropped."""
         pending = ticket.arrived if ticket.arrived is not None else ticket.sent
-        if pending is not None and not ticket.used and not pending.query():
+        if pending is not None and ticket.stream not in ticket.users and not pending.query():
             self._compute_waits("drop-after-reload", pending)
         if ticket.slot is not None:
             self.arena.free(ticket.slot, pending)

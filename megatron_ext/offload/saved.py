@@ -112,7 +112,7 @@ class SavedTensors:
         self, record: ActivationSet, selection: Selection, engine: Engine, kept_bytes: Counter[str]
     ) -> None:
         self._record, self._selection, self._engine = record, selection, engine
-        self._kept_bytes = kept_bytes
+        self._kept_bytes, self._stream = kept_bytes, engine.device.stream()
         # By identity, not address: memory freed inside the pass may come back as another storage.
         self._by_storage: dict[int, weakref.ref[Block]] = {}
 
@@ -125,6 +125,8 @@ class SavedTensors:
         if reason is not None:
             self._kept_bytes[reason] += tensor.numel() * tensor.element_size()
             return Kept(tensor)
+        if self._engine.device.stream() != self._stream:
+            self._record.several_streams = True
         storage = tensor.untyped_storage()
         ref = self._by_storage.get(storage._cdata)
         block = ref() if ref is not None else None
@@ -149,10 +151,12 @@ class SavedTensors:
         record = self._record
         if record.state in (State.RELOADING, State.RELOADED) and not record.stays:
             assert record.ticket is not None
-            self._engine.use(record.ticket)
             record.state = State.RELOADED
-            # From here on each block lives as long as autograd, or W, needs it.
-            record.in_copy = []
+            # What stayed is not ours to record.
+            memory = block.memory if block.views[number].tensor is None else None
+            if self._engine.use(record.ticket, memory):
+                # From here on each block lives as long as autograd, or W, needs it.
+                record.in_copy = []
         if block.memory is None:
             raise RuntimeError(
                 f"backward needs activation set {record.key}, which is {record.where()}: the "

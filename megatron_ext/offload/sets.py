@@ -61,6 +61,7 @@ class ActivationSet:
         released: storages that RELEASE dropped, with their bytes.
         buffers: device memory between PREPARE and RELOAD.
         stays: why there is no transfer (``NO_ROOM``, ``NOTHING``), or "".
+        several_streams: F saved tensors on more than one compute stream.
         device_bytes: as of the last action; backward frees blocks in between.
     """
 
@@ -73,6 +74,7 @@ class ActivationSet:
         self.released: list[tuple[StorageWeakRef, int]] = []
         self.buffers: list[torch.Tensor] = []
         self.stays = ""
+        self.several_streams = False
         self.device_bytes = 0
 
     @property

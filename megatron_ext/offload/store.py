@@ -116,7 +116,7 @@ class ActivationStore:
             storage = memory.untyped_storage()
             record.released.append((StorageWeakRef(storage), storage.nbytes()))
             del storage
-            self.engine.device.discard(memory)
+            self.engine.discard(memory, record.several_streams)
             del memory
         record.in_copy = []
         self._count(record)
