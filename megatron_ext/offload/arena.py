@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from .blocks import ALIGNMENT, Form
 from .device import Event
 from .errors import OffloadConfigError
 from .host import bound_to_numa_node, pci_bus_id, require_host_memory
 from .host_memory import GIB, available_host_bytes
 
-ALIGNMENT = 512  # as device allocations are; keeps copies on full PCIe transactions
+# Tensors over places that are kept for the next set of the same forms; then all are made anew.
+_KEPT_VIEWS = 16384
 
 
 def padded(nbytes: int) -> int:
@@ -81,6 +83,7 @@ class _Region:
     free_list: FreeList
     # Ranges freed while a copy still reads them, with that copy's event.
     read: list[tuple[int, int, Event]] = field(default_factory=list)
+    views: dict[tuple[int, tuple[Form, ...]], list[torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -92,6 +95,21 @@ class Slot:
     region: Any
     start: int
     end: int
+
+    def views(self, forms: tuple[Form, ...]) -> list[torch.Tensor]:
+        """Tensors of these forms, one after the other, each at a multiple of ``ALIGNMENT``."""
+        kept: dict[Any, list[torch.Tensor]] = self.region.views
+        found = kept.get((self.start, forms))
+        if found is None:
+            if (1 + len(kept)) * len(forms) > _KEPT_VIEWS:
+                kept.clear()
+            at, found = 0, []
+            for form in forms:
+                piece = self.memory[at : at + form.end_bytes].view(form.dtype)
+                found.append(piece.as_strided(form.shape, form.stride))
+                at += padded(form.end_bytes)
+            kept[self.start, forms] = found
+        return found
 
 
 class HostArena:

@@ -17,9 +17,11 @@ from typing import Any, Protocol
 
 import torch
 
+from .blocks import Form
+
 STUCK_SECONDS = 120.0
 
-# (destination, source), 1-D uint8 tensors of one size.
+# (destination, source): tensors of one dense form.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -79,8 +81,9 @@ class Device(Protocol):
         ``pairs`` may be emptied once it is copied. The returned event follows the last copy.
         """
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Device memory for compute: 1-D uint8, ordered with the compute stream."""
+    def allocate(self, nbytes: int, form: Form | None = None) -> torch.Tensor:
+        """Device memory for compute, ordered with the compute stream: dense, of ``form``, or else
+        1-D uint8."""
 
     def record_use(self, buffer: torch.Tensor) -> None:
         """Compute uses memory that another compute stream has allocated: it is not given out again
@@ -150,8 +153,8 @@ class CudaDevice:
         done.record(on)
         return done
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+    def allocate(self, nbytes: int, form: Form | None = None) -> torch.Tensor:
+        return _empty(nbytes, form, self.torch_device)
 
     def record_use(self, buffer: torch.Tensor) -> None:
         buffer.record_stream(torch.cuda.current_stream(self.torch_device))
@@ -165,6 +168,12 @@ class CudaDevice:
 
     def close(self) -> None:
         pass
+
+
+def _empty(nbytes: int, form: Form | None, device: torch.device) -> torch.Tensor:
+    if form is None:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
 
 
 class HostEvent:
@@ -291,7 +300,7 @@ class CpuDevice:
                     destination.copy_(source)
                 rate = self.throttle_bytes_per_second.get(direction)
                 if rate is not None:
-                    nbytes = sum(source.numel() for _, source in pairs)
+                    nbytes = sum(source.nbytes for _, source in pairs)
                     time.sleep(max(0.0, span[0] + nbytes / rate - time.monotonic()))
                 span.append(time.monotonic())
             # The event outlives the copy; what it copied must not.
@@ -304,8 +313,8 @@ class CpuDevice:
         self._copies.append(event)
         return event
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+    def allocate(self, nbytes: int, form: Form | None = None) -> torch.Tensor:
+        return _empty(nbytes, form, torch.device("cpu"))
 
     def record_use(self, buffer: torch.Tensor) -> None:
         pass

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from .arena import HostArena, Slot, padded
+from .blocks import Form, bytes_of, form_of_bytes
 from .device import Device, Direction, Event, Pairs
 from .errors import OffloadConfigError
 
@@ -78,21 +79,26 @@ class Ticket:
 
     Attributes:
         produced: F has written everything.
-        sizes: bytes of each of the set's memory blocks.
-        places: offset of each block in ``slot``.
+        forms: of each of the set's memory blocks.
+        host: the blocks in ``slot``.
         stream: compute stream of PREPARE and RELOAD, which allocated the memory to reload to.
         users: compute streams that wait for the reload.
     """
 
     produced: Event
-    sizes: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    forms: tuple[Form, ...] = ()
+    host: list[torch.Tensor] = field(default_factory=list)
     slot: Slot | None = None
     sent: Event | None = None
     prepared: Event | None = None
     arrived: Event | None = None
     stream: Hashable = None
     users: set[Hashable] = field(default_factory=set)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each of the set's memory blocks."""
+        return [form.end_bytes for form in self.forms]
 
 
 @dataclass
@@ -152,15 +158,20 @@ class Engine:
         return Ticket(self.device.record())
 
     def offload(
-        self, ticket: Ticket, blocks: Sequence[torch.Tensor], reserve_bytes: int = 0
+        self,
+        ticket: Ticket,
+        blocks: Sequence[torch.Tensor],
+        reserve_bytes: int = 0,
+        forms: Sequence[Form] | None = None,
     ) -> bool:
-        """Start copying ``blocks`` (1-D uint8 device memory) to the host.
+        """Start copying ``blocks`` to the host.
 
         Args:
             ticket: of the set.
-            blocks: what it consists of.
+            blocks: what it consists of: device memory, each of a dense form.
             reserve_bytes: take a place of at least so many bytes: sets of one kind that vary in
                 size must not leave gaps in the arena that the next one cannot use.
+            forms: of the blocks; None: they are 1-D uint8.
 
         Returns:
             False if a sealed arena has no place: nothing was started, and the set has to stay.
@@ -168,21 +179,19 @@ class Engine:
         Raises:
             OffloadConfigError: the arena had to grow and the host lacks the memory.
         """
-        sizes = [block.numel() for block in blocks]
-        places, total = [], 0
-        for size in sizes:
-            places.append(total)
-            total += padded(size)
-        slot = self.arena.allocate(max(total, reserve_bytes))
+        if forms is None:
+            forms = [form_of_bytes(block.numel()) for block in blocks]
+        sizes = [form.end_bytes for form in forms]
+        slot = self.arena.allocate(max(sum(map(padded, sizes)), reserve_bytes))
         if slot is None:
             self.counters.refused += 1
             return False
-        ticket.sizes, ticket.places, ticket.slot = sizes, places, slot
-        pairs = [(self._host(ticket, i), block) for i, block in enumerate(blocks)]
+        ticket.forms, ticket.slot = tuple(forms), slot
+        ticket.host = slot.views(ticket.forms)
         after = self._edge("offload-after-forward", ticket.produced)
         for read in slot.busy:
             after += self._edge("offload-after-slot-read", read)
-        ticket.sent = self._copy(Direction.TO_HOST, pairs, after)
+        ticket.sent = self._copy(Direction.TO_HOST, list(zip(ticket.host, blocks)), after)
         self.counters.offloads += 1
         self.counters.bytes_to_host += sum(sizes)
         return True
@@ -210,8 +219,8 @@ class Engine:
         self.device.discard(memory)
 
     def prepare(self, ticket: Ticket) -> list[torch.Tensor]:
-        """Device memory for the set's blocks, in the order of ``offload``; 1-D uint8."""
-        buffers = [self.device.allocate(size) for size in ticket.sizes]
+        """Device memory for the set's blocks, in the order and forms of ``offload``."""
+        buffers = [self.device.allocate(form.end_bytes, form) for form in ticket.forms]
         ticket.prepared = self.device.record()
         return buffers
 
@@ -219,24 +228,26 @@ class Engine:
         """Start copying back into ``buffers``, in the order of ``offload`` (None: not needed any
         more), and free the place on the host."""
         assert ticket.sent is not None and ticket.prepared is not None and ticket.slot is not None
-        pairs = [(b, self._host(ticket, i)) for i, b in enumerate(buffers) if b is not None]
+        pairs = [(b, host) for b, host in zip(buffers, ticket.host) if b is not None]
         after = self._edge("reload-after-prepare", ticket.prepared)
         after += self._edge("reload-after-offload", ticket.sent)
         ticket.arrived = self._copy(Direction.TO_DEVICE, pairs, after)
         ticket.stream = self.device.stream()
         self.arena.free(ticket.slot, ticket.arrived)
-        ticket.slot = None
+        ticket.slot, ticket.host = None, []
         self.counters.reloads += 1
-        self.counters.bytes_to_device += sum(b.numel() for b in buffers if b is not None)
+        self.counters.bytes_to_device += sum(
+            form.end_bytes for b, form in zip(buffers, ticket.forms) if b is not None
+        )
 
-    def use(self, ticket: Ticket, memory: torch.Tensor | None = None) -> bool:
+    def use(self, ticket: Ticket, storage: torch.UntypedStorage | None = None) -> bool:
         """What this thread gives to compute from now on may read the reloaded blocks.
 
         To be called for every use: autograd may run it on another stream than the last one.
 
         Args:
             ticket: of the set.
-            memory: of the block that is used, if it may be dropped before ``finish``.
+            storage: that is used, if it was reloaded and may be dropped before ``finish``.
 
         Returns:
             True if the stream that allocated the memory waits for the reload: blocks that nobody
@@ -249,8 +260,8 @@ class Engine:
                 self.counters.waited_uses += 1
             ticket.users.add(stream)
             self._compute_waits("use-after-reload", ticket.arrived)
-        if memory is not None and stream != ticket.stream and "reuse-after-use" not in self._skip:
-            self.device.record_use(memory)
+        if storage is not None and stream != ticket.stream and "reuse-after-use" not in self._skip:
+            self.device.record_use(bytes_of(storage))
         return ticket.stream in ticket.users
 
     def finish(self, ticket: Ticket) -> None:
@@ -260,7 +271,7 @@ class Engine:
             self._compute_waits("drop-after-reload", pending)
         if ticket.slot is not None:
             self.arena.free(ticket.slot, pending)
-            ticket.slot = None
+            ticket.slot, ticket.host = None, []
 
     def synchronize(self) -> None:
         """The host waits for every copy: after errors and at the end only."""
@@ -271,10 +282,6 @@ class Engine:
         self.device.synchronize()
         self.device.close()
         self.arena.close()
-
-    def _host(self, ticket: Ticket, number: int) -> torch.Tensor:
-        assert ticket.slot is not None
-        return ticket.slot.memory[ticket.places[number] :][: ticket.sizes[number]]
 
     def _copy(
         self,

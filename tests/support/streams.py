@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from megatron_ext.offload.blocks import Form
 from megatron_ext.offload.device import Direction, Pairs
 
 COMPUTE = "compute"
@@ -166,7 +167,7 @@ class StreamDevice(TorchDispatchMode):
 
     # --- memory ---
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int, form: Form | None = None) -> torch.Tensor:
         for memory in [m for m in self._shared if all(e.query() for e in m.events)]:
             self._shared.remove(memory)
             self._reuse(memory)
@@ -179,7 +180,10 @@ class StreamDevice(TorchDispatchMode):
         self._used[memory.whole.data_ptr()] = memory
         weakref.finalize(owner, self._drop, memory).atexit = False
         with _disable_current_modes():
-            return torch.frombuffer(owner, dtype=torch.uint8)[:nbytes]
+            piece = torch.frombuffer(owner, dtype=torch.uint8)[:nbytes]
+            if form is None:
+                return piece
+            return piece.view(form.dtype).as_strided(form.shape, form.stride)
 
     def record_use(self, buffer: torch.Tensor) -> None:
         memory = self._used.get(buffer.untyped_storage().data_ptr())

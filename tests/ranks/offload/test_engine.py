@@ -113,7 +113,7 @@ def used_beside(bench: Bench) -> None:
     ticket = bench.leave(1)
     buffer = bench.back(ticket)
     with bench.device.on("side"):
-        bench.engine.use(ticket, buffer)
+        bench.engine.use(ticket, buffer.untyped_storage())
         bench.backward(buffer, 1)
     bench.engine.use(ticket)
     del buffer

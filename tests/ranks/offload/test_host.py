@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.offload.arena import ALIGNMENT, HostArena, padded
+from megatron_ext.offload.arena import HostArena, padded
+from megatron_ext.offload.blocks import ALIGNMENT
 from megatron_ext.offload.device import CpuDevice, Direction, HostEvent
 from megatron_ext.offload.engine import Policy
 from megatron_ext.offload.errors import OffloadConfigError
