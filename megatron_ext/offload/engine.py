@@ -8,6 +8,7 @@ with a name in ``EDGES``; tests remove them one at a time.
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -110,9 +111,11 @@ class Counters:
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     waited_releases: int = 0
-    """Releases that made compute wait for the copy: the link was slower than planned."""
+    """Releases at which compute stood still for the copy: the link was slower than planned."""
     waited_uses: int = 0
-    """First uses that made compute wait for the reload, likewise."""
+    """First uses at which compute stood still for the reload, likewise."""
+    waited_seconds: float = 0.0
+    """How long it stood still at both: from where compute was to the end of the copy."""
     refused: int = 0
     """Sets that stayed because a sealed arena had no place for them."""
 
@@ -151,7 +154,23 @@ class Engine:
             raise ValueError(f"no such ordering edges: {sorted(unknown)}")
         self._link_lock = link_lock if self.policy is Policy.PAIRED else None
         self._skip = frozenset(skip_edges)
-        self.counters = Counters()
+        self._counters = Counters()
+        # Waits whose length the device does not know yet: counter, compute got there, end of copy.
+        self._waits: deque[tuple[str, Event, Event]] = deque()
+
+    @property
+    def counters(self) -> Counters:
+        """Of everything that has happened; the host, which may be ahead, does not wait."""
+        while self._waits:
+            counter, reached, copied = self._waits[0]
+            seconds = self.device.waited(reached, copied)
+            if seconds is None:
+                break
+            self._waits.popleft()
+            if seconds > 0:
+                setattr(self._counters, counter, getattr(self._counters, counter) + 1)
+                self._counters.waited_seconds += seconds
+        return self._counters
 
     def produced(self) -> Ticket:
         """A ticket for the set whose forward pass compute has just been given."""
@@ -184,7 +203,7 @@ class Engine:
         sizes = [form.end_bytes for form in forms]
         slot = self.arena.allocate(max(sum(map(padded, sizes)), reserve_bytes))
         if slot is None:
-            self.counters.refused += 1
+            self._counters.refused += 1
             return False
         ticket.forms, ticket.slot = tuple(forms), slot
         ticket.host = slot.views(ticket.forms)
@@ -192,8 +211,8 @@ class Engine:
         for read in slot.busy:
             after += self._edge("offload-after-slot-read", read)
         ticket.sent = self._copy(Direction.TO_HOST, list(zip(ticket.host, blocks)), after)
-        self.counters.offloads += 1
-        self.counters.bytes_to_host += sum(sizes)
+        self._counters.offloads += 1
+        self._counters.bytes_to_host += sum(sizes)
         return True
 
     def release(self, ticket: Ticket) -> None:
@@ -204,7 +223,7 @@ class Engine:
         """
         assert ticket.sent is not None
         if not ticket.sent.query():
-            self.counters.waited_releases += 1
+            self._watch("waited_releases", ticket.sent)
             self._compute_waits("release-after-offload", ticket.sent)
 
     def discard(self, memory: torch.Tensor, foreign: bool = False) -> None:
@@ -235,8 +254,9 @@ class Engine:
         ticket.stream = self.device.stream()
         self.arena.free(ticket.slot, ticket.arrived)
         ticket.slot, ticket.host = None, []
-        self.counters.reloads += 1
-        self.counters.bytes_to_device += sum(
+        counters = self.counters  # By now earlier waits are over.
+        counters.reloads += 1
+        counters.bytes_to_device += sum(
             form.end_bytes for b, form in zip(buffers, ticket.forms) if b is not None
         )
 
@@ -257,7 +277,7 @@ class Engine:
         stream = self.device.stream()
         if stream not in ticket.users:
             if not ticket.users and not ticket.arrived.query():
-                self.counters.waited_uses += 1
+                self._watch("waited_uses", ticket.arrived)
             ticket.users.add(stream)
             self._compute_waits("use-after-reload", ticket.arrived)
         if storage is not None and stream != ticket.stream and "reuse-after-use" not in self._skip:
@@ -292,6 +312,10 @@ class Engine:
         stream = int(self.policy is Policy.DUAL and direction is Direction.TO_DEVICE)
         guard = None if self._link_lock is None else self._link_lock.hold(direction)
         return self.device.copy(stream, direction, pairs, after, guard)
+
+    def _watch(self, counter: str, copied: Event) -> None:
+        """Compute is about to wait for a copy that the host, which is ahead, sees unfinished."""
+        self._waits.append((counter, self.device.record(timed=True), copied))
 
     def _edge(self, name: str, event: Event) -> list[Event]:
         return [] if name in self._skip else [event]

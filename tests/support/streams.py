@@ -61,10 +61,10 @@ class Stream:
 
 
 class StreamEvent:
-    """After so many kernels of a stream."""
+    """After so many kernels of a stream; ``time`` is when, by the kernels of the device."""
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream, self.number = stream, stream.end
+    def __init__(self, stream: Stream, number: int) -> None:
+        self.stream, self.number, self.time = stream, number, 0
 
     def query(self) -> bool:
         """True if they have run."""
@@ -129,7 +129,14 @@ class StreamDevice(TorchDispatchMode):
         return self.current
 
     def record(self, timed: bool = False) -> StreamEvent:
-        return StreamEvent(self._streams[self.current])
+        stream = self._streams[self.current]
+        event = StreamEvent(stream, stream.end + 1)
+        self.launch(lambda: setattr(event, "time", self.done()))
+        return event
+
+    def waited(self, reached: StreamEvent, copied: StreamEvent) -> float | None:
+        both = reached.query() and copied.query()
+        return float(copied.time - reached.time) if both else None
 
     def wait(self, event: Any) -> None:
         self.launch(event.synchronize)
@@ -150,9 +157,10 @@ class StreamDevice(TorchDispatchMode):
                 self.launch(lambda a=a, b=b: a.copy_(b))  # type: ignore[misc]
             return self.record()
 
-    def synchronize(self) -> None:
-        for stream in list(self._streams.values()):
-            stream.run(stream.end)
+    def synchronize(self, *names: str) -> None:
+        """Run everything of these streams, or of all."""
+        for name in names or list(self._streams):
+            self._streams[name].run(self._streams[name].end)
 
     def close(self) -> None:
         self.synchronize()
@@ -195,7 +203,7 @@ class StreamDevice(TorchDispatchMode):
 
     def _drop(self, memory: Memory) -> None:
         del self._used[memory.whole.data_ptr()]
-        memory.events = [StreamEvent(self._streams[name]) for name in memory.users]
+        memory.events = [StreamEvent(self._streams[n], self._streams[n].end) for n in memory.users]
         if memory.events:
             self._shared.append(memory)
         else:

@@ -170,7 +170,22 @@ def test_the_host_never_waits(make_engine):
     life(bench)
     assert bench.device.launched() and not bench.device.done()
     assert bench.right()
-    assert bench.engine.counters.waited_releases == 1
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_only_waits_of_the_device_are_counted(make_engine, late):
+    """The host is ahead of everything: no copy has even begun where it comes to the waits."""
+    bench = _bench(make_engine, "dual", eager=())
+    life(bench)
+    counters = bench.engine.counters
+    assert not bench.device.done()
+    assert (counters.waited_releases, counters.waited_uses, counters.waited_seconds) == (0, 0, 0)
+    if not late:
+        bench.device.synchronize(*COPIES)
+    assert bench.right()
+    counters = bench.engine.counters
+    assert (counters.waited_releases, counters.waited_uses) == (late, late)
+    assert (counters.waited_seconds > 0) is late
 
 
 def test_no_room_means_no_transfer(make_engine):
