@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.offload_host import TITLE, run
 from benchmarks.ranks import add_arguments, measured, save
 from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.device import CpuDevice, Direction
@@ -293,8 +294,14 @@ def main() -> int:
     parser.add_argument("--policy", default="single", choices=("single", "dual"))
     parser.add_argument("--pass-ms", type=float, default=10.0, help="of one chunk's F")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--per-tensor", action="store_true", help="host time of a saved tensor (offload_host.py)"
+    )
+    parser.add_argument("--against", type=Path, help="with --per-tensor: another checkout, in turn")
     add_arguments(parser)
     args = parser.parse_args()
+    if args.per_tensor:
+        return run(args)
     found = measured(
         args, args.pp, run_rank, ("pp", "microbatches", "policy", "repeats", "pass_ms")
     )
@@ -302,7 +309,9 @@ def main() -> int:
         return 1
     rows, about = found
     save(args, "offload", rows, about)
-    (args.output / "offload.md").write_text(page(rows, about))
+    path = args.output / "offload.md"
+    host = path.read_text().partition(f"\n{TITLE}") if path.exists() else ("", "", "")
+    path.write_text(page(rows, about) + "".join(host[1:]))
     return 0
 
 

@@ -90,20 +90,23 @@ def host_rates(device: torch.device, group: Any) -> tuple[float, float] | None:
     """
     if min(gather(available_host_bytes())) < _AMPLE * PROBE_BYTES[device.type]:
         return None
-    own = device_for(device)
+    own, arena = device_for(device), HostArena(device)
     try:
-        rates, _ = measure_link(group.rank(), group.size(), False, own, group)
+        rates, _ = measure_link(group.rank(), group.size(), False, own, arena, group)
     finally:
         own.close()
+        arena.close()
     return rates.to_host, rates.to_device
 
 
 def measure_link(
-    rank: int, size: int, paired: bool, device: Device, group: Any
+    rank: int, size: int, paired: bool, device: Device, arena: HostArena, group: Any
 ) -> tuple[Rates, tuple[Policy, str]]:
-    """Rates of this rank while its neighbour is quiet, and its opinion on the policy."""
+    """Rates of this rank while its neighbour is quiet, and its opinion on the policy.
+
+    ``arena`` keeps the memory that it takes for this.
+    """
     nbytes = 2 * PROBE_BYTES["cuda" if device.torch_device.type == "cuda" else "cpu"]
-    arena = HostArena(device.torch_device, nbytes)
     slot = arena.allocate(nbytes)
     assert slot is not None
     alone = crowded = None
@@ -116,6 +119,5 @@ def measure_link(
         crowded = measure_rates(device, slot.memory)
     dist.barrier(group)
     arena.free(slot)
-    arena.close()
     assert alone is not None
     return alone, choose_policy(alone, crowded)

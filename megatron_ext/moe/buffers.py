@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..offload.arena import HostArena, padded
-from ..offload.blocks import Block, Kept, View, place
+from ..offload.blocks import Block, Kept, place
 from ..offload.device import CpuDevice, CudaDevice, Device, Event
 from ..offload.engine import Engine, Ticket
 from .plan import DEPTH, Restore, Strategy
@@ -294,8 +294,8 @@ class Record:
             assert inside is not None
             # Of the memory's storage, which is the whole slot.
             block.base_bytes = block.range_bytes()[0] - at
-            block.memory = inside[at : at + size]
-            buffers.append(block.memory)
+            block.memory = piece = inside[at : at + size]
+            buffers.append(piece)
         if self._strategy.input is Restore.OFFLOAD and self.used_bytes:
             self._slot = self.input_slot(self.used_bytes)
             buffers.append(self._slot)
@@ -327,15 +327,14 @@ class Record:
     def _pack(self, residents: Set[int], tensor: torch.Tensor) -> Any:
         assert self._input is not None
         storage = tensor.untyped_storage()
-        assert self._input.memory is not None
-        if storage._cdata == self._input.memory.untyped_storage()._cdata:
+        assert self._input.storage is not None
+        if storage._cdata == self._input.storage._cdata:
             block = self._input
         elif storage._cdata in residents or self._stays(tensor):
             return Kept(tensor)
         else:
             block = self._inside.setdefault(storage._cdata, Block(self._owner, storage))
-        block.views.append(View(tensor))
-        return block, len(block.views) - 1
+        return block, block.add(tensor)
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:

@@ -1,26 +1,28 @@
 """Pinned host memory, allocated up front, from which activation sets get places.
 
 torch's own pinned allocator rounds every block up to a power of two, and pinning memory in the
-middle of training stops the device. Here memory is taken page by page, pinned once, and divided by
-byte ranges.
+middle of training stops the device. Here pages are pinned in place, once, and divided by byte
+ranges.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from .blocks import ALIGNMENT, Form
 from .device import Event
 from .errors import OffloadConfigError
-from .host import bound_to_numa_node, pci_bus_id, require_host_memory
+from .host import bound_to_numa_node, host_pages, pci_bus_id, require_host_memory
 from .host_memory import GIB, available_host_bytes
 
-ALIGNMENT = 512  # as device allocations are; keeps copies on full PCIe transactions
+# Tensors over places that are kept for the next set of the same forms; then all are made anew.
+_KEPT_VIEWS = 16384
+# Memory that is less than this times what is needed is not replaced by a smaller piece.
+_AMPLE = 1.25
 
 
 def padded(nbytes: int) -> int:
@@ -81,6 +83,7 @@ class _Region:
     free_list: FreeList
     # Ranges freed while a copy still reads them, with that copy's event.
     read: list[tuple[int, int, Event]] = field(default_factory=list)
+    views: dict[tuple[int, tuple[Form, ...]], list[torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -92,6 +95,21 @@ class Slot:
     region: Any
     start: int
     end: int
+
+    def views(self, forms: tuple[Form, ...]) -> list[torch.Tensor]:
+        """Tensors of these forms, one after the other, each at a multiple of ``ALIGNMENT``."""
+        kept: dict[Any, list[torch.Tensor]] = self.region.views
+        found = kept.get((self.start, forms))
+        if found is None:
+            if (1 + len(kept)) * len(forms) > _KEPT_VIEWS:
+                kept.clear()
+            at, found = 0, []
+            for form in forms:
+                piece = self.memory[at : at + form.end_bytes].view(form.dtype)
+                found.append(piece.as_strided(form.shape, form.stride))
+                at += padded(form.end_bytes)
+            kept[self.start, forms] = found
+        return found
 
 
 class HostArena:
@@ -122,6 +140,10 @@ class HostArena:
         """Bytes allocated (and pinned, for a CUDA device)."""
         return sum(region.memory.numel() for region in self._regions)
 
+    def expect(self, sets: int) -> None:
+        """The next growth takes so many times the set that is asked for; peaks begin anew."""
+        self._expected_sets, self.peak_bytes = sets, self.used_bytes
+
     def seal(self) -> None:
         """No growth from here on: called at the end of the first step."""
         self._sealed = True
@@ -135,7 +157,8 @@ class HostArena:
         size = padded(max(nbytes, 1))
         slot = self._first_fit(size)
         if slot is None and not self._sealed:
-            self._grow(size * (1 if self._regions else self._expected_sets))
+            self._grow(size * self._expected_sets)
+            self._expected_sets = 1
             slot = self._first_fit(size)
         if slot is not None:
             self.used_bytes += size
@@ -151,7 +174,10 @@ class HostArena:
         region.free_list.free(slot.start, slot.end - slot.start)
 
     def resize(self, nbytes: int) -> None:
-        """Replace all memory by one piece of ``nbytes``, sealed; between steps only.
+        """Have one piece of at least ``nbytes``, sealed; between steps only.
+
+        Memory that is large enough, and by less than a quarter too large, stays: pinning it again
+        would take longer than it is worth.
 
         Raises:
             RuntimeError: a set has its place in here.
@@ -159,17 +185,21 @@ class HostArena:
         """
         if self.used_bytes:
             raise RuntimeError(f"the host arena still holds {self.used_bytes} bytes of sets")
-        self.close()
-        if nbytes:
+        fitting = [r for r in self._regions if nbytes <= r.memory.numel() < _AMPLE * nbytes]
+        self._drop([region for region in self._regions if region not in fitting[:1]])
+        if nbytes and not self._regions:
             self._grow(nbytes)
         self.peak_bytes, self._sealed = 0, True
 
     def close(self) -> None:
         """Unpin and drop the memory; no slot may be used any more."""
-        for region in self._regions:
+        self._drop(self._regions)
+
+    def _drop(self, regions: Iterable[_Region]) -> None:
+        for region in list(regions):
             if self._device.type == "cuda":
                 torch.cuda.cudart().cudaHostUnregister(region.memory.data_ptr())
-        self._regions.clear()
+            self._regions.remove(region)
 
     def _first_fit(self, size: int) -> Slot | None:
         for region in self._regions:
@@ -186,9 +216,7 @@ class HostArena:
         size = padded(nbytes)
         require_host_memory([size], available_host_bytes())
         with bound_to_numa_node(pci_bus_id(self._device)):
-            memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-            # First touch decides where the pages lie. torch's own threads are not bound.
-            ctypes.memset(memory.data_ptr(), 0, size)
+            memory = host_pages(size)
             if self._device.type == "cuda":
                 _pin(memory, self._device)
         self._regions.append(_Region(memory, FreeList(size)))

@@ -2,50 +2,86 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 
-from .arena import ALIGNMENT
-
+ALIGNMENT = 512  # as device allocations are; keeps copies on full PCIe transactions
 # Of the bytes between the first and the last saved one of a storage, the fraction that is saved; a
 # storage with less stays, since a copy would be mostly unused bytes.
 MIN_COVERAGE = 0.5
 
 
-class View:
-    """One saved tensor: where it lies in its storage, and until release the tensor itself."""
+class Form:
+    """Shape, strides and dtype of memory, and where it lies in its storage.
 
-    __slots__ = ("dtype", "offset_bytes", "origin", "shape", "stride", "tensor", "version")
+    Attributes:
+        offset_bytes, end_bytes: of the first and after the last element in the storage.
+        touched_bytes: of distinct elements; expanded dimensions repeat theirs.
+        dense: memory of ``end_bytes`` from the start of a storage holds it without a gap.
+    """
+
+    __slots__ = ("dense", "dtype", "end_bytes", "offset_bytes", "shape", "stride", "touched_bytes")
+
+    def __init__(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, offset: int
+    ) -> None:
+        self.dtype, self.shape, self.stride = dtype, tuple(shape), stride
+        last = sum((size - 1) * step for size, step in zip(shape, stride))
+        count = 1
+        for size, step in zip(shape, stride):
+            count *= size if step else 1
+        self.offset_bytes = int(offset) * dtype.itemsize
+        self.end_bytes = self.offset_bytes + int(last + 1) * dtype.itemsize
+        self.touched_bytes = int(count) * dtype.itemsize
+        # Strides may overlap in other ways than by expansion; sorted, none of dense memory does.
+        self.dense = not offset and self._packed() and self.touched_bytes == self.end_bytes
+
+    def _packed(self) -> bool:
+        expected = 1
+        for step, size in sorted(zip(self.stride, self.shape)):
+            if size == 1:
+                continue
+            if step != expected:
+                return False
+            expected *= size
+        return True
+
+
+@functools.lru_cache(maxsize=4096)
+def form_of(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, offset: int = 0
+) -> Form:
+    """The form of a tensor: one object for all that are alike, since most steps repeat the last."""
+    return Form(shape, stride, dtype, offset)
+
+
+def form_of_bytes(nbytes: int) -> Form:
+    """The form of 1-D uint8 memory."""
+    return form_of((nbytes,), (1,), torch.uint8)
+
+
+class View:
+    """One saved tensor: its form, and until release the tensor itself."""
+
+    __slots__ = ("form", "origin", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # Without its history: an output that the graph saves would keep the graph alive. It shares
         # the original's version counter, so later in-place writes can be seen.
         self.tensor: torch.Tensor | None = tensor.detach()
         self.version = tensor._version
-        self.dtype, self.shape, self.stride = tensor.dtype, tuple(tensor.shape), tensor.stride()
-        self.offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
-        self.origin = "no grad_fn" if tensor.grad_fn is None else tensor.grad_fn.name()
-
-    @property
-    def end_bytes(self) -> int:
-        """End of the last element in the storage."""
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
-        return self.offset_bytes + int(last + 1) * self.dtype.itemsize
-
-    @property
-    def touched_bytes(self) -> int:
-        """Bytes of distinct elements; expanded dimensions repeat theirs."""
-        count = 1
-        for size, stride in zip(self.shape, self.stride):
-            count *= size if stride else 1
-        return int(count) * self.dtype.itemsize
+        self.form = form_of(tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset())
+        node = tensor.grad_fn
+        self.origin = "no grad_fn" if node is None else node.name()
 
     def check(self, key: Hashable) -> None:
         """Raises RuntimeError if the tensor was written in place after it was saved."""
-        if self.tensor is not None and self.tensor._version != self.version:
-            raise modified_in_place(key, self.tensor, self.version, self.origin)
+        tensor = self.tensor
+        if tensor is not None and tensor._version != self.version:
+            raise modified_in_place(key, tensor, self.version, self.origin)
 
 
 class Kept:
@@ -67,48 +103,90 @@ class Block:
 
     Attributes:
         owner: the set; its ``key`` names it in errors.
-        memory: 1-D uint8 over the storage on the device, or over what was reloaded of it; None
-            while it is on the host.
-        base_bytes: where ``memory`` starts, as an offset in the original storage.
+        storage: on the device, or what was reloaded of it; None while it is on the host.
+        base_bytes: where ``storage`` starts, as an offset in the original storage.
         views: the saved tensors in it.
+        single: the form of what is saved, if that is one tensor, or the same one again, without
+            gaps: then it is copied as it is.
         stays: it must not be offloaded.
     """
 
-    __slots__ = ("__weakref__", "base_bytes", "memory", "owner", "stays", "views")
+    __slots__ = (
+        *("__weakref__", "_whole", "base_bytes", "owner", "single", "stays", "storage", "views"),
+    )
 
     def __init__(self, owner: Any, storage: torch.UntypedStorage) -> None:
         self.owner = owner
-        self.memory: torch.Tensor | None = bytes_of(storage)
+        self.storage: torch.UntypedStorage | None = storage
         self.base_bytes = 0
         self.views: list[View] = []
+        self.single: Form | None = None
         self.stays = False
+        self._whole: torch.Tensor | None = None
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """1-D uint8 over ``storage``."""
+        return None if self.storage is None else bytes_of(self.storage)
+
+    @memory.setter
+    def memory(self, memory: torch.Tensor | None) -> None:
+        self.storage = None if memory is None else memory.untyped_storage()
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """A saved tensor over the storage; returns its number."""
+        view = View(tensor)
+        if not self.views:
+            self.single = view.form if view.form.dense else None
+        elif view.form is not self.single:
+            self.single = None
+        self.views.append(view)
+        return len(self.views) - 1
+
+    @property
+    def form(self) -> Form:
+        """Of what is copied."""
+        if self.single is not None:
+            return self.single
+        start, end = self.range_bytes()
+        return form_of_bytes(end - start)
 
     def range_bytes(self) -> tuple[int, int]:
         """[start, end) of what is saved, the start aligned so that kernels see no difference."""
-        start = min(view.offset_bytes for view in self.views)
-        return start // ALIGNMENT * ALIGNMENT, max(view.end_bytes for view in self.views)
+        if self.single is not None:
+            return 0, self.single.end_bytes
+        start = min(view.form.offset_bytes for view in self.views)
+        return start // ALIGNMENT * ALIGNMENT, max(view.form.end_bytes for view in self.views)
 
     def storage_bytes(self) -> int:
         """Bytes of the storage on the device."""
-        assert self.memory is not None
-        return self.memory.untyped_storage().nbytes()
+        assert self.storage is not None
+        return self.storage.nbytes()
 
     def can_move(self) -> bool:
         """True if offloading it frees memory and reloading it restores all saved tensors."""
+        if self.stays:
+            return False
         start, end = self.range_bytes()
         # Output-discarding recompute empties a storage after F, to fill it again before backward:
         # there is nothing to copy, and what fills it must find it.
-        if self.stays or self.storage_bytes() < end:
+        if self.storage_bytes() < end:
             return False
-        distinct = {(v.offset_bytes, v.shape, v.stride, v.dtype): v for v in self.views}
-        touched = sum(view.touched_bytes for view in distinct.values())
+        if self.single is not None:
+            return True
+        touched = sum(form.touched_bytes for form in {view.form for view in self.views})
         return touched >= MIN_COVERAGE * max(1, end - start)
 
     def saved(self) -> torch.Tensor:
-        """The bytes to copy, 1-D uint8."""
-        start, end = self.range_bytes()
-        assert self.memory is not None
-        return self.memory[start:end]
+        """What to copy, in ``form``."""
+        if self.single is not None:
+            tensor = self.views[0].tensor
+        else:
+            start, end = self.range_bytes()
+            assert self.memory is not None
+            tensor = self.memory[start:end]
+        assert tensor is not None
+        return tensor
 
     def check(self, key: Hashable) -> None:
         """Raises RuntimeError if a saved tensor was written in place after it was saved."""
@@ -116,23 +194,32 @@ class Block:
             view.check(key)
 
     def drop(self) -> torch.Tensor:
-        """Let go of the memory on the device, and return it."""
-        memory, self.memory = self.memory, None
-        assert memory is not None
+        """Let go of the storage on the device; returns a tensor over it."""
+        tensor = self.views[0].tensor
+        assert tensor is not None
+        self.storage = None
         for view in self.views:
             view.tensor = None
-        return memory
+        return tensor
+
+    def reloaded(self, buffer: torch.Tensor) -> None:
+        """What was copied is, or will be, in ``buffer``, in ``form``."""
+        self.storage, self.base_bytes = buffer.untyped_storage(), self.range_bytes()[0]
+        self._whole = None if self.single is None else buffer
 
     def view(self, number: int) -> torch.Tensor:
         """The saved tensor over the memory where it is now."""
-        saved, memory = self.views[number], self.memory
+        saved = self.views[number]
         if saved.tensor is not None:
             saved.check(self.owner.key)
             return saved.tensor
-        assert memory is not None
-        offset = (saved.offset_bytes - self.base_bytes) // saved.dtype.itemsize
-        empty = torch.empty(0, dtype=saved.dtype, device=memory.device)
-        return empty.set_(memory.untyped_storage(), offset, saved.shape, saved.stride)
+        if self._whole is not None:
+            return self._whole
+        assert self.storage is not None
+        form = saved.form
+        offset = (form.offset_bytes - self.base_bytes) // form.dtype.itemsize
+        empty = torch.empty(0, dtype=form.dtype, device=self.storage.device)
+        return empty.set_(self.storage, offset, form.shape, form.stride)
 
 
 def release_storage(tensor: torch.Tensor) -> None:

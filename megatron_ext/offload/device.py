@@ -11,15 +11,17 @@ import enum
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
+from .blocks import Form
+
 STUCK_SECONDS = 120.0
 
-# (destination, source), 1-D uint8 tensors of one size.
+# (destination, source): tensors of one dense form.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -51,11 +53,20 @@ class Device(Protocol):
     pins_host_memory: bool
     guards_copies: bool
 
-    def record(self) -> Event:
-        """An event after everything that compute was given so far."""
+    def stream(self) -> Hashable:
+        """Which compute stream is the caller's: what the methods below call compute."""
+
+    def record(self, timed: bool = False) -> Event:
+        """An event after everything that compute was given so far; ``timed`` for ``waited``."""
 
     def wait(self, event: Event) -> None:
         """What compute is given from now on runs after ``event``; the host does not wait."""
+
+    def waited(self, reached: Event, copied: Event) -> float | None:
+        """Seconds from ``reached``, timed, to the end of a copy; negative if the copy ended first.
+
+        None: not both have happened. The host does not wait.
+        """
 
     def copy(
         self,
@@ -70,8 +81,13 @@ class Device(Protocol):
         ``pairs`` may be emptied once it is copied. The returned event follows the last copy.
         """
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Device memory for compute: 1-D uint8, ordered with the compute stream."""
+    def allocate(self, nbytes: int, form: Form | None = None) -> torch.Tensor:
+        """Device memory for compute, ordered with the compute stream: dense, of ``form``, or else
+        1-D uint8."""
+
+    def record_use(self, buffer: torch.Tensor) -> None:
+        """Compute uses memory that another compute stream has allocated: it is not given out again
+        before what this one was given so far is done, wherever it is dropped."""
 
     def discard(self, buffer: torch.Tensor) -> None:
         """The caller is about to drop ``buffer``; compute may be given its memory next."""
@@ -86,8 +102,9 @@ class Device(Protocol):
 class CudaDevice:
     """A CUDA device: copy streams and events.
 
-    Device memory is allocated and freed on the compute stream only, so the caching allocator never
-    needs ``record_stream`` and its behaviour is the same every step (PipeOffload, appendix C).
+    Device memory is allocated and freed on the compute stream only, so the caching allocator needs
+    ``record_stream`` only where backward uses a stream of its own (shared experts beside the
+    dispatch), and its behaviour is the same every step (PipeOffload, appendix C).
     """
 
     pins_host_memory = True
@@ -95,16 +112,28 @@ class CudaDevice:
 
     def __init__(self, torch_device: torch.device, streams: int = 2) -> None:
         self.torch_device = torch_device
+        index = torch_device.index
+        self._index = torch.cuda.current_device() if index is None else index
         self._streams = [torch.cuda.Stream(torch_device) for _ in range(streams)]
 
-    def record(self) -> Event:
+    def stream(self) -> Hashable:
+        # Asked for every saved tensor; a Stream object would take ten times as long.
+        return torch._C._cuda_getCurrentRawStream(self._index)
+
+    def record(self, timed: bool = False) -> Event:
         # The stream that is current for the caller counts as compute.
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=timed)
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
     def wait(self, event: Event) -> None:
         torch.cuda.current_stream(self.torch_device).wait_event(event)  # type: ignore[arg-type]
+
+    def waited(self, reached: Any, copied: Any) -> float | None:
+        if not (reached.query() and copied.query()):
+            return None
+        milliseconds: float = reached.elapsed_time(copied)
+        return milliseconds / 1e3
 
     def copy(
         self,
@@ -120,12 +149,15 @@ class CudaDevice:
         with torch.cuda.stream(on):
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event(enable_timing=True)
         done.record(on)
         return done
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+    def allocate(self, nbytes: int, form: Form | None = None) -> torch.Tensor:
+        return _empty(nbytes, form, self.torch_device)
+
+    def record_use(self, buffer: torch.Tensor) -> None:
+        buffer.record_stream(torch.cuda.current_stream(self.torch_device))
 
     def discard(self, buffer: torch.Tensor) -> None:
         pass  # The caching allocator orders reuse on the compute stream.
@@ -138,6 +170,12 @@ class CudaDevice:
         pass
 
 
+def _empty(nbytes: int, form: Form | None, device: torch.device) -> torch.Tensor:
+    if form is None:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
+
+
 class HostEvent:
     """An event of a thread; carries the error that kept its work from being done."""
 
@@ -146,10 +184,11 @@ class HostEvent:
         self.error: BaseException | None = None
         # Start and end of a copy, time.monotonic(); empty before it ran.
         self.span: list[float] = []
+        self.time = 0.0
 
     def finish(self, error: BaseException | None = None) -> None:
         """The work before the event is done, or has failed."""
-        self.error = error
+        self.error, self.time = error, time.monotonic()
         self._done.set()
 
     def query(self) -> bool:
@@ -225,13 +264,22 @@ class CpuDevice:
         self._copiers = [Worker(f"copy stream {number}") for number in range(streams)]
         self._copies: list[HostEvent] = []
 
-    def record(self) -> HostEvent:
+    def stream(self) -> Hashable:
+        return 0
+
+    def record(self, timed: bool = False) -> HostEvent:
         event = HostEvent()
         event.finish()  # Compute is the caller: it has done all that it was given.
         return event
 
     def wait(self, event: Event) -> None:
         event.synchronize()
+
+    def waited(self, reached: Any, copied: Any) -> float | None:
+        if not (reached.query() and copied.query()):
+            return None
+        seconds: float = copied.time - reached.time
+        return seconds
 
     def copy(
         self,
@@ -252,7 +300,7 @@ class CpuDevice:
                     destination.copy_(source)
                 rate = self.throttle_bytes_per_second.get(direction)
                 if rate is not None:
-                    nbytes = sum(source.numel() for _, source in pairs)
+                    nbytes = sum(source.nbytes for _, source in pairs)
                     time.sleep(max(0.0, span[0] + nbytes / rate - time.monotonic()))
                 span.append(time.monotonic())
             # The event outlives the copy; what it copied must not.
@@ -265,8 +313,11 @@ class CpuDevice:
         self._copies.append(event)
         return event
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+    def allocate(self, nbytes: int, form: Form | None = None) -> torch.Tensor:
+        return _empty(nbytes, form, torch.device("cpu"))
+
+    def record_use(self, buffer: torch.Tensor) -> None:
+        pass
 
     def discard(self, buffer: torch.Tensor) -> None:
         pass

@@ -8,7 +8,8 @@ with a name in ``EDGES``; tests remove them one at a time.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from .arena import HostArena, Slot, padded
+from .blocks import Form, bytes_of, form_of_bytes
 from .device import Device, Direction, Event, Pairs
 from .errors import OffloadConfigError
 
@@ -28,6 +30,7 @@ EDGES = {
     "reload-after-offload": "the copy to the host is complete before it is read back",
     "use-after-reload": "backward reads what reload has written",
     "drop-after-reload": "a reloaded buffer that nobody used is not reused under the copy",
+    "reuse-after-use": "memory of one compute stream that another one uses is not reused meanwhile",
 }
 
 
@@ -77,18 +80,26 @@ class Ticket:
 
     Attributes:
         produced: F has written everything.
-        sizes: bytes of each of the set's memory blocks.
-        places: offset of each block in ``slot``.
+        forms: of each of the set's memory blocks.
+        host: the blocks in ``slot``.
+        stream: compute stream of PREPARE and RELOAD, which allocated the memory to reload to.
+        users: compute streams that wait for the reload.
     """
 
     produced: Event
-    sizes: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    forms: tuple[Form, ...] = ()
+    host: list[torch.Tensor] = field(default_factory=list)
     slot: Slot | None = None
     sent: Event | None = None
     prepared: Event | None = None
     arrived: Event | None = None
-    used: bool = False
+    stream: Hashable = None
+    users: set[Hashable] = field(default_factory=set)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each of the set's memory blocks."""
+        return [form.end_bytes for form in self.forms]
 
 
 @dataclass
@@ -100,9 +111,11 @@ class Counters:
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     waited_releases: int = 0
-    """Releases that made compute wait for the copy: the link was slower than planned."""
+    """Releases at which compute stood still for the copy: the link was slower than planned."""
     waited_uses: int = 0
-    """First uses that made compute wait for the reload, likewise."""
+    """First uses at which compute stood still for the reload, likewise."""
+    waited_seconds: float = 0.0
+    """How long it stood still at both: from where compute was to the end of the copy."""
     refused: int = 0
     """Sets that stayed because a sealed arena had no place for them."""
 
@@ -141,22 +154,43 @@ class Engine:
             raise ValueError(f"no such ordering edges: {sorted(unknown)}")
         self._link_lock = link_lock if self.policy is Policy.PAIRED else None
         self._skip = frozenset(skip_edges)
-        self.counters = Counters()
+        self._counters = Counters()
+        # Waits whose length the device does not know yet: counter, compute got there, end of copy.
+        self._waits: deque[tuple[str, Event, Event]] = deque()
+
+    @property
+    def counters(self) -> Counters:
+        """Of everything that has happened; the host, which may be ahead, does not wait."""
+        while self._waits:
+            counter, reached, copied = self._waits[0]
+            seconds = self.device.waited(reached, copied)
+            if seconds is None:
+                break
+            self._waits.popleft()
+            if seconds > 0:
+                setattr(self._counters, counter, getattr(self._counters, counter) + 1)
+                self._counters.waited_seconds += seconds
+        return self._counters
 
     def produced(self) -> Ticket:
         """A ticket for the set whose forward pass compute has just been given."""
         return Ticket(self.device.record())
 
     def offload(
-        self, ticket: Ticket, blocks: Sequence[torch.Tensor], reserve_bytes: int = 0
+        self,
+        ticket: Ticket,
+        blocks: Sequence[torch.Tensor],
+        reserve_bytes: int = 0,
+        forms: Sequence[Form] | None = None,
     ) -> bool:
-        """Start copying ``blocks`` (1-D uint8 device memory) to the host.
+        """Start copying ``blocks`` to the host.
 
         Args:
             ticket: of the set.
-            blocks: what it consists of.
+            blocks: what it consists of: device memory, each of a dense form.
             reserve_bytes: take a place of at least so many bytes: sets of one kind that vary in
                 size must not leave gaps in the arena that the next one cannot use.
+            forms: of the blocks; None: they are 1-D uint8.
 
         Returns:
             False if a sealed arena has no place: nothing was started, and the set has to stay.
@@ -164,23 +198,21 @@ class Engine:
         Raises:
             OffloadConfigError: the arena had to grow and the host lacks the memory.
         """
-        sizes = [block.numel() for block in blocks]
-        places, total = [], 0
-        for size in sizes:
-            places.append(total)
-            total += padded(size)
-        slot = self.arena.allocate(max(total, reserve_bytes))
+        if forms is None:
+            forms = [form_of_bytes(block.numel()) for block in blocks]
+        sizes = [form.end_bytes for form in forms]
+        slot = self.arena.allocate(max(sum(map(padded, sizes)), reserve_bytes))
         if slot is None:
-            self.counters.refused += 1
+            self._counters.refused += 1
             return False
-        ticket.sizes, ticket.places, ticket.slot = sizes, places, slot
-        pairs = [(self._host(ticket, i), block) for i, block in enumerate(blocks)]
+        ticket.forms, ticket.slot = tuple(forms), slot
+        ticket.host = slot.views(ticket.forms)
         after = self._edge("offload-after-forward", ticket.produced)
         for read in slot.busy:
             after += self._edge("offload-after-slot-read", read)
-        ticket.sent = self._copy(Direction.TO_HOST, pairs, after)
-        self.counters.offloads += 1
-        self.counters.bytes_to_host += sum(sizes)
+        ticket.sent = self._copy(Direction.TO_HOST, list(zip(ticket.host, blocks)), after)
+        self._counters.offloads += 1
+        self._counters.bytes_to_host += sum(sizes)
         return True
 
     def release(self, ticket: Ticket) -> None:
@@ -191,12 +223,23 @@ class Engine:
         """
         assert ticket.sent is not None
         if not ticket.sent.query():
-            self.counters.waited_releases += 1
+            self._watch("waited_releases", ticket.sent)
             self._compute_waits("release-after-offload", ticket.sent)
 
+    def discard(self, memory: torch.Tensor, foreign: bool = False) -> None:
+        """The caller is about to drop what ``release`` has made safe to drop.
+
+        Args:
+            memory: of a block.
+            foreign: it may be another compute stream's, which does not wait for the copy.
+        """
+        if foreign and "reuse-after-use" not in self._skip:
+            self.device.record_use(memory)
+        self.device.discard(memory)
+
     def prepare(self, ticket: Ticket) -> list[torch.Tensor]:
-        """Device memory for the set's blocks, in the order of ``offload``; 1-D uint8."""
-        buffers = [self.device.allocate(size) for size in ticket.sizes]
+        """Device memory for the set's blocks, in the order and forms of ``offload``."""
+        buffers = [self.device.allocate(form.end_bytes, form) for form in ticket.forms]
         ticket.prepared = self.device.record()
         return buffers
 
@@ -204,33 +247,51 @@ class Engine:
         """Start copying back into ``buffers``, in the order of ``offload`` (None: not needed any
         more), and free the place on the host."""
         assert ticket.sent is not None and ticket.prepared is not None and ticket.slot is not None
-        pairs = [(b, self._host(ticket, i)) for i, b in enumerate(buffers) if b is not None]
+        pairs = [(b, host) for b, host in zip(buffers, ticket.host) if b is not None]
         after = self._edge("reload-after-prepare", ticket.prepared)
         after += self._edge("reload-after-offload", ticket.sent)
         ticket.arrived = self._copy(Direction.TO_DEVICE, pairs, after)
+        ticket.stream = self.device.stream()
         self.arena.free(ticket.slot, ticket.arrived)
-        ticket.slot = None
-        self.counters.reloads += 1
-        self.counters.bytes_to_device += sum(b.numel() for b in buffers if b is not None)
+        ticket.slot, ticket.host = None, []
+        counters = self.counters  # By now earlier waits are over.
+        counters.reloads += 1
+        counters.bytes_to_device += sum(
+            form.end_bytes for b, form in zip(buffers, ticket.forms) if b is not None
+        )
 
-    def use(self, ticket: Ticket) -> None:
-        """Compute given by this thread from now on may read the reloaded blocks.
+    def use(self, ticket: Ticket, storage: torch.UntypedStorage | None = None) -> bool:
+        """What this thread gives to compute from now on may read the reloaded blocks.
 
-        Called for every use: autograd may run it on another stream than the last one."""
+        To be called for every use: autograd may run it on another stream than the last one.
+
+        Args:
+            ticket: of the set.
+            storage: that is used, if it was reloaded and may be dropped before ``finish``.
+
+        Returns:
+            True if the stream that allocated the memory waits for the reload: blocks that nobody
+            uses may be dropped from here on.
+        """
         assert ticket.arrived is not None
-        if not ticket.used and not ticket.arrived.query():
-            self.counters.waited_uses += 1
-        ticket.used = True
-        self._compute_waits("use-after-reload", ticket.arrived)
+        stream = self.device.stream()
+        if stream not in ticket.users:
+            if not ticket.users and not ticket.arrived.query():
+                self._watch("waited_uses", ticket.arrived)
+            ticket.users.add(stream)
+            self._compute_waits("use-after-reload", ticket.arrived)
+        if storage is not None and stream != ticket.stream and "reuse-after-use" not in self._skip:
+            self.device.record_use(bytes_of(storage))
+        return ticket.stream in ticket.users
 
     def finish(self, ticket: Ticket) -> None:
         """The set is not needed any more, however far it came; its memory may be dropped."""
         pending = ticket.arrived if ticket.arrived is not None else ticket.sent
-        if pending is not None and not ticket.used and not pending.query():
+        if pending is not None and ticket.stream not in ticket.users and not pending.query():
             self._compute_waits("drop-after-reload", pending)
         if ticket.slot is not None:
             self.arena.free(ticket.slot, pending)
-            ticket.slot = None
+            ticket.slot, ticket.host = None, []
 
     def synchronize(self) -> None:
         """The host waits for every copy: after errors and at the end only."""
@@ -242,10 +303,6 @@ class Engine:
         self.device.close()
         self.arena.close()
 
-    def _host(self, ticket: Ticket, number: int) -> torch.Tensor:
-        assert ticket.slot is not None
-        return ticket.slot.memory[ticket.places[number] :][: ticket.sizes[number]]
-
     def _copy(
         self,
         direction: Direction,
@@ -255,6 +312,10 @@ class Engine:
         stream = int(self.policy is Policy.DUAL and direction is Direction.TO_DEVICE)
         guard = None if self._link_lock is None else self._link_lock.hold(direction)
         return self.device.copy(stream, direction, pairs, after, guard)
+
+    def _watch(self, counter: str, copied: Event) -> None:
+        """Compute is about to wait for a copy that the host, which is ahead, sees unfinished."""
+        self._waits.append((counter, self.device.record(timed=True), copied))
 
     def _edge(self, name: str, event: Event) -> list[Event]:
         return [] if name in self._skip else [event]

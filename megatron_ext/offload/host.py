@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -14,6 +17,9 @@ from .host_memory import GIB, read_lines, read_number
 
 # What the rest of the machine needs while training runs: page cache, data loader, checkpoints.
 USABLE_FRACTION = 0.9
+# Eight ranks of a host do it at once; each thread has a few huge pages at least.
+_TOUCH_THREADS = 8
+_TOUCH_BYTES = 16 << 20
 
 
 def require_host_memory(needed_bytes: Sequence[int], available_bytes: int) -> None:
@@ -59,6 +65,38 @@ def bound_to_numa_node(pci_bus_id: str | None, root: Path = Path("/")) -> Iterat
     finally:
         if changed:
             os.sched_setaffinity(0, before)
+
+
+def host_pages(nbytes: int) -> torch.Tensor:
+    """Zeroed host memory, 1-D uint8, touched first on the CPUs that this thread may use.
+
+    Huge pages where the kernel gives them, which a driver pins many times faster. Private memory,
+    since shared memory has no huge pages by default; so a fork must not inherit it: pages that are
+    copied on write are no longer those that the driver has pinned.
+    """
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_DONTFORK)
+    except (AttributeError, OSError):  # Not Linux.
+        pages = mmap.mmap(-1, nbytes)
+    with contextlib.suppress(AttributeError, OSError):  # A kernel without huge pages.
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    _touch(memory.data_ptr(), nbytes)
+    return memory
+
+
+def _touch(address: int, nbytes: int) -> None:
+    """Write to all pages. One thread of the kernel's clears a few GB/s; torch's are not bound."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    threads = max(1, min(_TOUCH_THREADS, cpus, nbytes // _TOUCH_BYTES))
+    piece = -(-nbytes // threads // _TOUCH_BYTES) * _TOUCH_BYTES
+
+    def touch(start: int) -> None:
+        ctypes.memset(address + start, 0, min(piece, nbytes - start))
+
+    with ThreadPoolExecutor(threads) as pool:  # Its threads are bound as this one is.
+        list(pool.map(touch, range(0, nbytes, piece)))
 
 
 def pci_bus_id(device: torch.device) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .blocks import Block, Kept, View, modified_in_place, place
+from .blocks import Block, Kept, modified_in_place, place
 from .engine import Engine
 from .sets import ActivationSet, State
 
@@ -52,14 +52,18 @@ class Selection:
 
     def why_not(self, tensor: torch.Tensor) -> str | None:
         """Why ``tensor`` is saved by reference; None if it may leave, the policy aside."""
-        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+        # Asked for every saved tensor: ``isinstance`` with Parameter takes half a microsecond.
+        if type(tensor) is not torch.Tensor:
+            return "parameter" if isinstance(tensor, torch.nn.Parameter) else "special tensor"
+        if (base := tensor._base) is not None and isinstance(base, torch.nn.Parameter):
             return "parameter"
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided:
             return "special tensor"
         if tensor.device.type != self._device_type:
             return "other device"
-        if any(getattr(tensor, mark, False) for mark in MARKS):
-            return "marked"
+        for mark in MARKS:
+            if getattr(tensor, mark, False):
+                return "marked"
         if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
             return "special tensor"
         storage = tensor.untyped_storage()
@@ -67,7 +71,7 @@ class Selection:
             return "small"
         if storage._cdata in self._residents():
             return "parameter"
-        shared = self._shared.get(storage._cdata)
+        shared = self._shared.get(storage._cdata) if self._shared else None
         return "held elsewhere" if shared is not None and not shared.expired() else None
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -112,7 +116,8 @@ class SavedTensors:
         self, record: ActivationSet, selection: Selection, engine: Engine, kept_bytes: Counter[str]
     ) -> None:
         self._record, self._selection, self._engine = record, selection, engine
-        self._kept_bytes = kept_bytes
+        self._kept_bytes, self._current_stream = kept_bytes, engine.device.stream
+        self._stream = self._current_stream()
         # By identity, not address: memory freed inside the pass may come back as another storage.
         self._by_storage: dict[int, weakref.ref[Block]] = {}
 
@@ -125,6 +130,8 @@ class SavedTensors:
         if reason is not None:
             self._kept_bytes[reason] += tensor.numel() * tensor.element_size()
             return Kept(tensor)
+        if self._current_stream() != self._stream:
+            self._record.several_streams = True
         storage = tensor.untyped_storage()
         ref = self._by_storage.get(storage._cdata)
         block = ref() if ref is not None else None
@@ -136,8 +143,7 @@ class SavedTensors:
             self._kept_bytes["policy"] += tensor.numel() * tensor.element_size()
             # All of the storage: what another module saves of it cannot free it alone.
             block.stays = True
-        block.views.append(View(tensor))
-        return block, len(block.views) - 1
+        return block, block.add(tensor)
 
     def _unpack(self, handle: Any) -> torch.Tensor:
         if isinstance(handle, Kept):
@@ -149,11 +155,13 @@ class SavedTensors:
         record = self._record
         if record.state in (State.RELOADING, State.RELOADED) and not record.stays:
             assert record.ticket is not None
-            self._engine.use(record.ticket)
             record.state = State.RELOADED
-            # From here on each block lives as long as autograd, or W, needs it.
-            record.in_copy = []
-        if block.memory is None:
+            # What stayed is not ours to record.
+            reloaded = block.storage if block.views[number].tensor is None else None
+            if self._engine.use(record.ticket, reloaded):
+                # From here on each block lives as long as autograd, or W, needs it.
+                record.in_copy = []
+        if block.storage is None:
             raise RuntimeError(
                 f"backward needs activation set {record.key}, which is {record.where()}: the "
                 "schedule has no RELOAD for it before this pass"

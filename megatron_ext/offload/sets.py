@@ -61,6 +61,7 @@ class ActivationSet:
         released: storages that RELEASE dropped, with their bytes.
         buffers: device memory between PREPARE and RELOAD.
         stays: why there is no transfer (``NO_ROOM``, ``NOTHING``), or "".
+        several_streams: F saved tensors on more than one compute stream.
         device_bytes: as of the last action; backward frees blocks in between.
     """
 
@@ -73,6 +74,7 @@ class ActivationSet:
         self.released: list[tuple[StorageWeakRef, int]] = []
         self.buffers: list[torch.Tensor] = []
         self.stays = ""
+        self.several_streams = False
         self.device_bytes = 0
 
     @property
@@ -99,13 +101,16 @@ class ActivationSet:
 
     def measure(self) -> int:
         """Bytes on the device now, also kept as ``device_bytes``."""
-        memory = [block.memory for block in self.alive() if block.memory is not None]
-        self.device_bytes = sum(m.untyped_storage().nbytes() for m in (*memory, *self.buffers))
-        return self.device_bytes
+        total = sum(buffer.nbytes for buffer in self.buffers)
+        for ref in self.blocks:
+            if (block := ref()) is not None and block.storage is not None:
+                total += block.storage.nbytes()
+        self.device_bytes = total
+        return total
 
     def footprint(self) -> Footprint:
         """Its sizes, between F and OFFLOAD."""
         movable, device = self.movable(), self.measure()
         kept = device - sum(block.storage_bytes() for block in movable)
-        saved = [end - start for start, end in (block.range_bytes() for block in movable)]
+        saved = [block.form.end_bytes for block in movable]
         return Footprint(device, kept, kept + sum(saved), sum(map(padded, saved)))

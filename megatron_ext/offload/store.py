@@ -89,9 +89,10 @@ class ActivationStore:
         blocks = record.movable()
         for block in blocks:
             block.check(key)
+        saved, forms = [b.saved() for b in blocks], [b.form for b in blocks]
         if not blocks:
             record.stays = NOTHING
-        elif not self.engine.offload(record.ticket, [b.saved() for b in blocks], reserve_bytes):
+        elif not self.engine.offload(record.ticket, saved, reserve_bytes, forms):
             record.stays = NO_ROOM
         else:
             record.in_copy, record.offloaded = blocks, [weakref.ref(block) for block in blocks]
@@ -116,7 +117,7 @@ class ActivationStore:
             storage = memory.untyped_storage()
             record.released.append((StorageWeakRef(storage), storage.nbytes()))
             del storage
-            self.engine.device.discard(memory)
+            self.engine.discard(memory, record.several_streams)
             del memory
         record.in_copy = []
         self._count(record)
@@ -156,8 +157,8 @@ class ActivationStore:
         self.engine.reload(record.ticket, buffers)
         for block, buffer in zip(blocks, buffers):
             if block is not None:
-                block.base_bytes = block.range_bytes()[0]
-                block.memory = buffer
+                assert buffer is not None
+                block.reloaded(buffer)
         record.buffers = []
         # Until compute waits for the copy, nobody may free what it writes to.
         record.in_copy = [block for block in blocks if block is not None]

@@ -246,3 +246,8 @@ def test_offload(repo_root: Path, tmp_path: Path) -> None:
     assert all(row["sets"] == row["planned_sets"] for row in data["rows"])
     assert data["rows"][2]["moved"] > 0
     assert "## `interleaved`" in (tmp_path / "offload.md").read_text()
+    run(repo_root, tmp_path, "offload", f"--per-tensor --repeats 1 --against {repo_root}")
+    rounds = results(repo_root, tmp_path, "offload-host")["rounds"]
+    assert [len(rounds[name]) for name in ("now", "before")] == [1, 1]
+    text = (tmp_path / "offload.md").read_text()
+    assert "## `interleaved`" in text and text.count("## Host time of a saved tensor") == 1

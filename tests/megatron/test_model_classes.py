@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.features.schedule import _Entry
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
+from megatron_ext.integration.features.schedule.entry import Entry
 from megatron_ext.integration.features.v_placement.vee import VeeCallback
 from megatron_ext.integration.model_classes import (
     builds_chunks,
@@ -143,7 +143,7 @@ def hooked(callback: Any, original: Any) -> Any:
 def test_a_provider_of_another_name_is_asked_before_it_builds() -> None:
     built = []
     pipeline: Any = SimpleNamespace(watched=None)
-    get_model = hooked(_Entry(pipeline, True, "v-half", 2), lambda *a, **k: built.append(a))
+    get_model = hooked(Entry(pipeline, True, "v-half", 2), lambda *a, **k: built.append(a))
     with pytest.raises(ConfigError, match="--pp-schedule v-half has 2 model chunks"):
         get_model(vlm, "model type")
     assert not built

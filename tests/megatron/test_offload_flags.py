@@ -255,7 +255,8 @@ def test_an_arena_of_the_planned_size_is_just_enough() -> None:
     """Random sets of a few sizes come and go; a byte less and one finds no place."""
     import torch
 
-    from megatron_ext.offload.arena import ALIGNMENT, HostArena, arena_bytes
+    from megatron_ext.offload.arena import HostArena, arena_bytes
+    from megatron_ext.offload.blocks import ALIGNMENT
 
     rng = random.Random(5)
     for _ in range(50):

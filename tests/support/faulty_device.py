@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.offload.blocks import bytes_of
 from megatron_ext.offload.device import CpuDevice, Direction, Event, HostEvent, Pairs
 
 
@@ -64,7 +65,7 @@ class FaultyDevice(CpuDevice):
     def discard(self, buffer: torch.Tensor) -> None:
         # Where somebody else still uses the memory, dropping it here frees nothing.
         if self.faults.poison and self._owners(buffer) <= 1:
-            buffer.fill_(0xFF)
+            bytes_of(buffer.untyped_storage()).fill_(0xFF)
 
     def _owners(self, buffer: torch.Tensor) -> int:
         """How many tensors own the memory of ``buffer``. Copies under way do not count: on a GPU

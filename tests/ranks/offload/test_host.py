@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_ext.offload.arena import ALIGNMENT, HostArena, padded
+from megatron_ext.offload import host
+from megatron_ext.offload.arena import HostArena, padded
+from megatron_ext.offload.blocks import ALIGNMENT
 from megatron_ext.offload.device import CpuDevice, Direction, HostEvent
 from megatron_ext.offload.engine import Policy
 from megatron_ext.offload.errors import OffloadConfigError
@@ -73,6 +78,62 @@ def test_grows_until_it_is_sealed():
     assert arena.allocate(1000) is None
     arena.free(first)
     assert arena.allocate(1025) is None and arena.allocate(1024) is not None and None not in others
+
+
+def test_memory_that_fits_is_not_taken_again():
+    arena = HostArena(CPU, expected_sets=4)
+    arena.free(arena.allocate(1024))  # a measurement's
+    arena.expect(2)
+    for slot in [arena.allocate(10_240) for _ in range(3)]:
+        arena.free(slot)
+    places = [region.memory.data_ptr() for region in arena._regions]
+    assert [region.memory.numel() for region in arena._regions] == [4096, 20_480, 10_240]
+    arena.resize(18_000)
+    assert [r.memory.data_ptr() for r in arena._regions] == places[1:2]
+    assert arena.capacity_bytes == 20_480 and arena.allocate(20_481) is None
+    for needed in (20_481, 16_384, 16_000, 0):
+        arena.resize(needed)
+        # A quarter more than needed, or less than needed, is not kept.
+        assert arena.capacity_bytes == padded(needed)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="needs Linux")
+def test_pages_are_private_huge_and_not_inherited():
+    memory = host.host_pages(4 << 20)
+    assert not memory.any()
+    flags: list[str] = []
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            inside = start <= memory.data_ptr() < end
+            assert not inside or "p " in line  # private
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()
+    assert "dc" in flags  # not copied on fork
+    assert "hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+
+
+def test_pages_are_touched_by_several_threads(monkeypatch):
+    touched, threads = [], set()
+    memset = host.ctypes.memset
+
+    def note(address: int, value: int, nbytes: int) -> None:
+        touched.append((address, nbytes))
+        threads.add(threading.get_ident())
+        memset(address, value, nbytes)
+
+    monkeypatch.setattr(host, "_TOUCH_BYTES", 4096)
+    monkeypatch.setattr(host.ctypes, "memset", note)
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
+    memory = host.host_pages(10 * 4096 + 5)
+    assert len(touched) == 4
+    at = memory.data_ptr()
+    for address, nbytes in sorted(touched):
+        assert address == at
+        at += nbytes
+    assert at == memory.data_ptr() + memory.numel()
+    assert threading.get_ident() not in threads  # They are bound as the one that made them.
 
 
 def test_a_place_being_read_is_busy_for_its_next_owner():

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_ext.offload.blocks import form_of
+
 from .store_trips import (
     HIDDEN,
     KEY,
@@ -27,6 +29,7 @@ from .store_trips import (
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dense": lambda x: (x * 2).exp(),
     "transposed": lambda x: (x * 2).t().exp() * (x * 3).t(),
+    "permuted": lambda x: (x * 2).view(4, 3, 16).permute(2, 0, 1).exp().sum(0) * 2,
     "columns": lambda x: (x * 2)[:, 3:14] * (x * 3)[:, 2:13],
     "every second": lambda x: (x * 2)[::2, ::2] * (x * 3)[::2, ::2],
     "expanded": lambda x: (x * 2)[:, :1].expand(-1, 7) * (x * 3)[:, 1:2].expand(-1, 7),
@@ -48,6 +51,66 @@ def test_views(make_engine, monkeypatch, name, coverage):
     if coverage == 0:
         assert store.engine.counters.bytes_to_host > 0
         assert store.engine.counters.bytes_to_host == store.engine.counters.bytes_to_device
+
+
+@pytest.mark.parametrize(
+    "tensor, dense",
+    [
+        (torch.empty(3, 4), True),
+        (torch.empty(3, 1, 4).transpose(0, 2), True),
+        (torch.empty(()), True),
+        (torch.empty(3, 4)[1:], False),  # not from the start
+        (torch.empty(3, 4)[:2], True),
+        (torch.empty(3, 4)[:, :3], False),
+        (torch.empty(3, 1).expand(3, 4), False),
+        (torch.empty(9).as_strided((3, 3), (1, 1)), False),
+        (torch.empty(9).as_strided((2, 3), (3, 2)), False),
+    ],
+)
+def test_only_memory_without_gaps_is_copied_as_it_is(tensor, dense):
+    form = form_of(tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset())
+    assert form.dense is dense
+    assert form is form_of(
+        tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.storage_offset()
+    )
+
+
+def test_later_sets_may_differ(make_engine):
+    """Lengths, dtypes, views and the number of tensors change; places on the host are the same."""
+    store = make_store(make_engine, policy="single")
+    functions = [
+        lambda x: x.exp() * x,
+        lambda x: x.double().exp().float().t(),
+        lambda x: (h := x * 2)[:, :8] * h[:, 8:],
+        lambda x: x.exp().sin().exp(),
+    ]
+    for number, rows in enumerate((12, 3, 12, 7, 12, 3, 12, 7)):
+        expected, x = tensor(rows, HIDDEN), tensor(rows, HIDDEN)
+        function = functions[number // 2 % 4]
+        function(expected).sum().backward()
+        with store.saving(KEY):
+            loss = function(x).sum()
+        trip(store)
+        loss.backward()
+        store.finish(KEY)
+        assert torch.equal(x.grad, expected.grad)
+
+
+def test_tensors_over_places_are_kept_for_equal_sets(make_engine, monkeypatch):
+    monkeypatch.setattr("megatron_ext.offload.arena._KEPT_VIEWS", 4)
+    arena = make_engine(arena_bytes=4096).arena
+    slot = arena.allocate(2048)
+    forms = (form_of((8, 4), (1, 8), torch.float32), form_of((16,), (1,), torch.uint8))
+    first = slot.views(forms)
+    assert [view.stride() for view in first] == [(1, 8), (1,)]
+    assert first[1].data_ptr() - first[0].data_ptr() == 512
+    arena.free(slot)
+    assert arena.allocate(2048).views(forms) is first
+    other = arena.allocate(2048).views(forms)
+    assert other is not first and other[0].data_ptr() == first[0].data_ptr() + 2048
+    for length in range(1, 5):
+        slot.views((form_of((length,), (1,), torch.uint8),))
+    assert slot.views(forms) is not first  # Not without bound.
 
 
 class ByteView(torch.autograd.Function):

@@ -83,7 +83,8 @@ class TestCosts:
             assert one.costs(8).hop > 0
 
     def test_flops_of_a_dense_model(self):
-        """Of W: 24 s h^2 / 2 a token and layer without attention, 2 h V of the output layer."""
+        """Of W: 24 s h^2 / 2 a token and layer without attention; of the output layer 2 h V in F,
+        and twice that in B, which computes its weight gradient too."""
         line = DENSE.replace("--num-layers 32", "--num-layers 16") + " --vocab-size 65536"
         costs = estimate(line, "AMD Instinct MI300X").costs(4)
         rows = costs.stages
@@ -96,7 +97,10 @@ class TestCosts:
         assert float(rows[0][1] / forward) == pytest.approx(
             (layer + more) / (layer + scores), rel=0.02
         )
-        assert float(last[2] / rows[0][2]) == pytest.approx(1 + output / (4 * layer), rel=0.03)
+        assert last[2] == rows[0][2]
+        assert float(last[1] / rows[0][1]) == pytest.approx(
+            1 + 2 * output / (4 * (layer + more)), rel=0.03
+        )
 
     def test_flops_are_those_of_a_device_without_other_limits(self):
         """So every kind of layer has them."""
@@ -130,7 +134,7 @@ class TestCosts:
         assert one.with_vocabulary(None) == one
         other = one.with_vocabulary(256000)
         assert other.costs(4).stages[1] == one.costs(4).stages[1]
-        assert other.costs(4).stages[3][2] > one.costs(4).stages[3][2]
+        assert other.costs(4).stages[3][1] > one.costs(4).stages[3][1]
 
 
 def test_the_log_line_has_every_stage_once():
@@ -191,11 +195,11 @@ def test_the_order_is_never_slower_than_one_for_equal_costs(model, pp, m):
 
 def test_a_searched_order_may_lose_to_the_one_for_equal_costs():
     """Why the selector makes both of v-cap's: its generator alone is not always faster."""
-    costs = estimate(MODELS["mla and experts"]).costs(16)
-    searched = generate("v-cap", 8, 32, costs=costs, memory_cap=12)
-    equal = generate("v-cap", 8, 32, memory_cap=12)
+    costs = estimate(MODELS["hybrid"]).costs(16)
+    searched = generate("v-cap", 8, 16, costs=costs, memory_cap=12)
+    equal = generate("v-cap", 8, 16, memory_cap=12)
     assert simulate(searched).makespan > simulate(equal, costs).makespan
-    spec = ScheduleSpec("v-cap", 8, 32, costs=costs, cap=ShareCap(Fraction(12, 16)))
+    spec = ScheduleSpec("v-cap", 8, 16, costs=costs, cap=ShareCap(Fraction(12, 16)))
     assert select(spec).schedule.ranks == equal.ranks
 
 

@@ -32,6 +32,7 @@ class TransferSetup:
 
     Attributes:
         device: of this rank.
+        arena: host memory; what the measurement has pinned is there for the first sets.
         policy: the same on all ranks of the job.
         why: the reason for the policy.
         rates: of this rank; None if nothing had to be measured.
@@ -39,6 +40,7 @@ class TransferSetup:
     """
 
     device: Device
+    arena: HostArena
     policy: Policy
     why: str
     rates: Rates | None = None
@@ -53,13 +55,18 @@ class TransferSetup:
         return self.rates.to_host, self.rates.to_device
 
     def engine(self, expected_sets: int) -> Engine:
-        """A transfer engine, with an arena that will hold so many sets.
+        """A transfer engine, whose arena grows for so many sets.
 
         Raises:
             OffloadConfigError: the policy does not fit the machine.
         """
-        arena = HostArena(self.device.torch_device, expected_sets=max(1, expected_sets))
-        return Engine(self.device, arena, self.policy, self.link_lock)
+        self.arena.expect(max(1, expected_sets))
+        return Engine(self.device, self.arena, self.policy, self.link_lock)
+
+    def close(self) -> None:
+        """End copies and threads, unpin host memory, where no engine does."""
+        self.device.close()
+        self.arena.close()
 
 
 def choose_transfers(
@@ -89,17 +96,18 @@ def choose_transfers(
             f"but ranks {2 * apart} and {2 * apart + 1} are on different hosts ({a} and {b}); "
             "use single or dual, or leave it out to measure"
         )
-    device = device_for(torch_device)
+    device, arena = device_for(torch_device), HostArena(torch_device)
     rates, choice, why = None, requested, "as requested"
     if measured or requested is None:
-        rates, (best, reason) = measure_link(rank, len(hosts), apart is None, device, group)
+        rates, (best, reason) = measure_link(rank, len(hosts), apart is None, device, arena, group)
         votes = gather((best.value, reason))
         if requested is None:
             choice = _consensus([vote for vote, _ in votes])
             first = next(i for i, (vote, _) in enumerate(votes) if vote == choice)
             why = f"measured: on rank {first}, {votes[first][1]}"
     policy = Policy(choice)
-    return TransferSetup(device, policy, why, rates, _link_lock(policy, device, rank, group))
+    lock = _link_lock(policy, device, rank, group)
+    return TransferSetup(device, arena, policy, why, rates, lock)
 
 
 def link(

@@ -170,7 +170,7 @@ class Offloading(Callback):
             self._sets.close()
             self._sets = None
         elif self._setup is not None:
-            self._setup.device.close()
+            self._setup.close()
         self._setup = None
 
     # --- for the runner ---

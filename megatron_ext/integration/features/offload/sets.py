@@ -101,9 +101,8 @@ class RankSets:
         engine, needed = self.store.engine, memory.host_bytes(plan, rank, self.footprints)
         engine.synchronize()
         memory.require_memory_on_hosts(needed, engine.arena.capacity_bytes)
-        if needed != engine.arena.capacity_bytes:
-            with as_config_error():
-                engine.arena.resize(needed)
+        with as_config_error():
+            engine.arena.resize(needed)
 
     def enlarge(self, plan: Schedule, rank: int) -> None:
         """Enlarge the arena after a step in which sets outgrew it (varying lengths, routing)."""

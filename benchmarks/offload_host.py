@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Host time of offload for each saved tensor, without what the device's functions take.
+
+    python -m benchmarks.offload --per-tensor [--against CHECKOUT] [--repeats 9] [--output DIR]
+
+One autograd node saves tensors of storages of their own, and the set makes its way there and back
+on a device that copies nothing and has all memory at hand. A trip is timed beside the same passes
+without a store, in turn; the difference is pack, unpack, and the share of the four actions. With
+``--against``, two processes in turn, one with the package of another checkout. Writes a section of
+offload.md, and results/DATE-offload-host.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ext.offload.arena import HostArena
+from megatron_ext.offload.device import CpuDevice
+from megatron_ext.offload.engine import Engine
+from megatron_ext.offload.store import ActivationStore
+
+TENSORS, SHAPE, TRIPS = 100, (64, 32), 60
+TITLE = "## Host time of a saved tensor"
+PARTS = ("forward and pack", "OFFLOAD", "RELEASE", "PREPARE", "RELOAD", "backward and unpack")
+
+
+class NoDevice(CpuDevice):
+    """Copies nothing, and hands out memory that is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Each as bytes and in the form of the tensor that was saved.
+        self.memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy(self, *args: Any) -> Any:
+        """An event of the past."""
+        return self.record()
+
+    def allocate(self, nbytes: int, form: Any = None) -> torch.Tensor:
+        """One of ``memory``."""
+        return self.memory.pop()[form is not None]
+
+
+class Save(torch.autograd.Function):
+    """Saves tensors and asks for them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """The input, as it is."""
+        ctx.save_for_backward(*tensors)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """The gradient, as it is."""
+        assert len(ctx.saved_tensors) == TENSORS
+        return (grad, *(None,) * TENSORS)
+
+
+def trip(store: ActivationStore | None, device: NoDevice | None, key: Any) -> list[float]:
+    """Seconds of each of ``PARTS``."""
+    x = torch.zeros(1, requires_grad=True)
+    tensors = [torch.empty(SHAPE) for _ in range(TENSORS)]
+    if device is not None:
+        pieces = [torch.empty(SHAPE) for _ in range(TENSORS)]
+        device.memory = [(piece.view(torch.uint8).flatten(), piece) for piece in pieces]
+    times = [time.perf_counter()]
+    if store is None:
+        y = Save.apply(x, *tensors)
+    else:
+        with store.saving(key):
+            y = Save.apply(x, *tensors)
+        store.footprint(key)
+    times.append(time.perf_counter())
+    for action in PARTS[1:-1]:
+        if store is not None:
+            getattr(store, action.lower())(key)
+        times.append(time.perf_counter())
+    y.backward()
+    if store is not None:
+        store.finish(key)
+    times.append(time.perf_counter())
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def measure() -> dict[str, float]:
+    """Microseconds a tensor: medians of trips, less those without a store."""
+    torch.set_num_threads(1)
+    device = NoDevice()
+    store = ActivationStore(Engine(device, HostArena(device.torch_device, 1 << 23)), min_bytes=1)
+    moved, plain = [], []
+    for number in range(TRIPS + 5):
+        moved.append(trip(store, device, (0, number)))
+        plain.append(trip(None, None, None))
+        if number % 8 == 7:
+            store.end_step()
+    device.close()
+    found = {}
+    for part, ours, theirs in zip(PARTS, zip(*moved[5:]), zip(*plain[5:])):
+        found[part] = 1e6 * (statistics.median(ours) - statistics.median(theirs)) / TENSORS
+    return {**found, "all": sum(found.values())}
+
+
+def run(args: argparse.Namespace) -> int:
+    """All repeats; the exit status."""
+    versions = {"now": Path(__file__).resolve().parent.parent}
+    if args.against is not None:
+        versions["before"] = args.against.resolve()
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in versions}
+    load = os.getloadavg()[0]
+    for _ in range(args.repeats):
+        for name, root in versions.items():
+            # By its path: the package is the other checkout's, this file is not.
+            command = [sys.executable, __file__]
+            environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+            out = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+            rounds[name].append(json.loads(out.stdout))
+            print(name, rounds[name][-1], flush=True)
+    about = {"date": args.date, "repeats": args.repeats, "machine": args.machine, "load": load}
+    (args.output / "results").mkdir(exist_ok=True)
+    results = args.output / "results" / f"{args.date}-offload-host.json"
+    results.write_text(json.dumps({"about": about, "rounds": rounds}, indent=1) + "\n")
+    path = args.output / "offload.md"
+    with_section(path, section(rounds, about))
+    return 0
+
+
+def section(rounds: dict[str, list[dict[str, float]]], about: dict[str, Any]) -> str:
+    """The results in Markdown."""
+
+    def of(take: Callable[[list[float]], float], name: str, part: str) -> float:
+        return take([found[part] for found in rounds[name]])
+
+    lines = [
+        TITLE,
+        "",
+        f"`python -m benchmarks.offload --per-tensor`, {about['date']}: microseconds of Python for "
+        f"each saved tensor ({TENSORS} a set, {TRIPS} trips), without the device's own calls "
+        f"(allocation, copies, events); median (least) of {about['repeats']} processes in turn; "
+        f"{about['machine']}, load {about['load']:.1f}. *Ratio*: median of the rounds' ratios.",
+        "",
+    ]
+    names = [name for name in ("before", "now") if name in rounds]
+    lines += [f"| part | {' | '.join(names)} |" + (" ratio |" if len(names) == 2 else "")]
+    lines += ["|---|" + "--:|" * (len(names) + (len(names) == 2))]
+    for part in (*PARTS, "all"):
+        cells = [
+            f"{of(statistics.median, name, part):.1f} ({of(min, name, part):.1f})" for name in names
+        ]
+        if len(names) == 2:
+            pairs = zip(rounds["now"], rounds["before"])
+            cells.append(f"{statistics.median(a[part] / b[part] for a, b in pairs):.2f}")
+        lines.append(f"| {part} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_section(path: Path, text: str) -> None:
+    """Put the section at the end of a page, in place of an older one."""
+    before = path.read_text().split(f"\n{TITLE}")[0] if path.exists() else ""
+    path.write_text(f"{before}\n{text}")
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure()))
