@@ -158,28 +158,3 @@ def test_refused_with_the_model(results: Cases, name: str, text: str) -> None:
 
 def test_without_overlap_a_model_may_be_wrapped_before(results: Cases) -> None:
     assert results["refusals-of-models"][0]["late_but_right"] == ""
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_megatrons_graphs_are_captured_once_and_replayed_in_order(
-    results: Cases, schedule: str
-) -> None:
-    """``create_cudagraphs`` comes at the end of every call, behind the reduction of gradients; the
-    stand-in refuses another order of replays than was recorded."""
-    for rank in results[f"graphs-local-{schedule}"]:
-        assert rank["error"] == "" and rank["made"] == 3 and rank["finalized"] == [0, 1, 2]
-        assert rank["restored"] is True
-
-
-def test_transformer_engines_graphs_get_our_order(results: Cases) -> None:
-    for rank in results["graphs-transformer_engine-interleaved"]:
-        assert rank["error"] == "" and rank["made"] == 0
-        assert rank["recorded"] == 3 * rank["order"] and len(rank["order"]) == 2 * 2 * 6
-        assert rank["restored"] is True
-
-
-def test_graphs_that_no_schedule_can_replay(results: Cases) -> None:
-    for rank in results["graphs-local-zb-h1"]:
-        assert "a captured backward pass computes weight gradients too" in rank["error"]
-    for rank in results["graphs-full_iteration-1f1b"]:
-        assert "full_iteration" in rank["error"] or "full iteration" in rank["error"]

@@ -33,13 +33,11 @@ from megatron.core.pipeline_parallel import (  # noqa: E402
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
-from megatron_ext.integration import ConfigError  # noqa: E402
 from megatron_ext.integration.utils import unwrapped  # noqa: E402
 from tests.megatron.cases import gpt_cases  # noqa: E402
 from tests.megatron.cases.gpt_cases import BATCH, VOCAB, global_names, to_bytes  # noqa: E402
 from tests.megatron.cases.hook_cases import megatron_symbols  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
-from tests.support.graphs import GraphRecord, install  # noqa: E402
 
 MODELS = {"actor": 32, "reference": 32, "critic": 16}  # hidden sizes
 STEPS = (4, 7, 5)  # microbatches of each
@@ -94,23 +92,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "stock-wide": {"pp": 2, "world": 2, "wide": True},
     "zb-h1-wide": {"pp": 2, "world": 2, "schedule": "zb-h1", "wide": True},
-    **{
-        f"graphs-{kind}-{schedule}": {
-            "pp": 2,
-            "world": 2,
-            "main": "graphed",
-            "schedule": schedule,
-            "chunks": 1 if schedule in ("1f1b", "zb-h1") else 2,
-            "graphs": kind,
-        }
-        for kind, schedule in (
-            ("local", "1f1b"),
-            ("local", "interleaved"),
-            ("local", "zb-h1"),
-            ("transformer_engine", "interleaved"),
-            ("full_iteration", "1f1b"),
-        )
-    },
     "refusals": {"pp": 2, "world": 2, "main": "refusals"},
     "refusals-of-models": {"pp": 2, "world": 2, "main": "refusals_of_models"},
 }
@@ -236,56 +217,6 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
         for key, parameter in global_names(unwrapped(chunk)).items()
     }
     return {"returned": returned, "gradients": gradients, "log": log.getvalue()}
-
-
-def graphed(case: dict[str, Any]) -> dict[str, Any]:
-    """Three steps whose layers are recorded and replayed as CUDA graphs."""
-    from megatron.core.transformer import cuda_graphs
-
-    megatron_ext.enable(case["schedule"])
-    chunks = case["chunks"]
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=case["pp"],
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-    )
-    model_parallel_cuda_manual_seed(1)
-    model = build(case, 16)
-    layers = [layer for chunk in model for layer in unwrapped(chunk).decoder.layers]
-    record = GraphRecord(layers)
-    install(cuda_graphs, record)
-    for chunk in model:
-        for module in chunk.modules():
-            module.cuda_graphs = []  # as Transformer Engine's before they are captured
-    # After building: Megatron's own graphs need a GPU.
-    unwrapped(model[0]).config.cuda_graph_impl = case["graphs"]
-    finalized = []
-    for chunk in model:
-        config = unwrapped(chunk).config
-        config.finalize_model_grads_func = lambda *_, **__: finalized.append(record.made)
-    error = ""
-    try:
-        for number in range(3):
-            data = [batches(6, number) for _ in model]
-            get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=data if chunks > 1 else data[0],
-                model=model if chunks > 1 else model[0],
-                num_microbatches=6,
-                seq_length=1,
-                micro_batch_size=BATCH,
-                forward_only=False,
-            )
-    except ConfigError as raised:
-        error = str(raised)
-    found: dict[str, Any] = {"error": error, "made": record.made, "finalized": finalized}
-    if not error:
-        order = record.as_capture_order(len(layers) // chunks)
-        found["recorded"] = order
-        if case["graphs"] == "transformer_engine":
-            found["order"] = cuda_graphs.convert_schedule_table_to_order(0, chunks, [(0, 0)])
-    megatron_ext.disable()
-    found["restored"] = cuda_graphs.convert_schedule_table_to_order(0, 1, [(0, 0)]) == [1, -1]
-    return found
 
 
 def groups(case: dict[str, Any], model: Any) -> dict[str, Any]:

@@ -55,10 +55,7 @@ _FLAGS = (
 )
 
 _ORDER = "it works out what comes next from the order of stock's schedules; drop it"
-_GRAPH = (
-    "the host decides between passes what comes next; use local or transformer_engine, with a "
-    "schedule without W"
-)
+_GRAPH = "graphs are captured for the order of stock's schedules; drop it"
 _FSDP = (
     "it frees parameters after each pass, but a weight gradient may come passes later; use "
     "--use-distributed-optimizer"
@@ -94,7 +91,9 @@ class Schedule(Feature):
             "the schedule itself decides when the output layer's weight gradient is computed; "
             "drop it",
         ),
-        Conflict("--cuda-graph-impl", _GRAPH, values=("full_iteration",)),
+        Conflict("--enable-cuda-graph", _GRAPH),
+        Conflict("--external-cuda-graph", _GRAPH),
+        Conflict("--cuda-graph-impl", _GRAPH + ", or set it to none", off=("none",)),
         Conflict("--use-megatron-fsdp", _FSDP),
         Conflict("--use-torch-fsdp2", _FSDP),
         Conflict(
@@ -161,34 +160,23 @@ class Schedule(Feature):
 
     def check_derived(self, run: Run) -> None:
         if run.request is not None:
-            from .cuda_graphs import require_graphs
             from .validate import after_megatron
 
             run.schedule = after_megatron(run.args, run.request)
             run.request, run.chunks = run.schedule.request, run.schedule.placement.chunks
-            require_graphs(run, run.request.splits_backward)
 
     def check_model(self, run: Run) -> None:
         from .validate import check_model
 
         check_model(run)
-        if run.request is not None:
-            from .cuda_graphs import require_graphs
-
-            require_graphs(run, run.request.splits_backward)
 
     def start(self, run: Run) -> Sequence[Callback]:
-        if run.request is None:
+        if run.pipeline is None or run.request is None:
             return ()
-        from .cuda_graphs import CudaGraphs, graphs
-
-        if run.pipeline is None:  # a library, whose models come later
-            return (CudaGraphs(),)
         # Checkpoints carry the arguments, and a schedule file's name says nothing of its placement.
         run.args.pp_placement = "vee" if run.request.vee else "loop"
         from .entry import Entry
         from .packed_sequences import hooks
 
         entry = Entry(run.pipeline, run.training, run.request.name, run.chunks)
-        captured = () if graphs(run) is None else (CudaGraphs(),)
-        return (entry, HooksOnly(hooks(run)), *captured)
+        return (entry, HooksOnly(hooks(run)))
