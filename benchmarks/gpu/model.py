@@ -234,9 +234,9 @@ class Rank:
         stages = plan.placement.stages[rank]
         self.chunks = [Chunk(self._config, stage * per_chunk, per_chunk) for stage in stages]
         self._channel = channel or AtHome(size.shape)
-        self._store = WeightGradStore()
+        self.store = WeightGradStore()
         self.offloading = None
-        hooks = list(wgrad.hooks(self._store))
+        hooks = list(wgrad.hooks(self.store))
         if plan.has_offload:
             self.offloading = Offloading(None, plan.link, PlanInputs())
             # Behind those of W, so around them.
@@ -267,22 +267,22 @@ class Rank:
         if self.offloading is not None:
             self.offloading.before_plan(step)
             self.offloading.begin(step)
-        runner = MegatronRunner(iteration, self.plan.placement, self.rank, self._store, step.mover)
+        runner = MegatronRunner(iteration, self.plan.placement, self.rank, self.store, step.mover)
         synchronize()
-        started, thread = time.perf_counter(), time.thread_time()
+        started, cpu = time.perf_counter(), time.process_time()
         with self._watchdog.armed():
             executor = Executor(
                 self.plan, self.rank, runner, self._channel, self._watchdog, self.recorder
             )
             executor.run()
-        issued, thread = time.perf_counter() - started, time.thread_time() - thread
+        issued, cpu = time.perf_counter() - started, time.process_time() - cpu
         synchronize()
         took = time.perf_counter() - started
         runner.check_finished()
         if self.offloading is not None:
             self.offloading.end(step)
         self.losses = [float(entry["loss"]) for entry in runner.losses]
-        return {"issued": issued, "thread": thread, "took": took}
+        return {"issued": issued, "cpu": cpu, "took": took}
 
     def passes(self) -> dict[tuple[int, Op], float]:
         """Median seconds of a pass in the last step, by (chunk, operation)."""
@@ -342,13 +342,13 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def start(rank: int = 0, world: int = 1, store: str | None = None) -> Any:
+def start(rank: int = 0, world: int = 1, store: str | None = None, backend: str = "gloo") -> Any:
     """The process group: of this process alone, or of several that share ``store``, a file."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if store is None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     if CUDA:
         torch.cuda.set_device(DEVICE)
     parallel_state.initialize_model_parallel(1, world, create_gloo_process_groups=False)

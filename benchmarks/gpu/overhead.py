@@ -1,22 +1,29 @@
 """(d) What the executor adds to the host's work with real kernels, and who waits for whom.
 
-With sequences so short that the device keeps up, the host's time is that of launching. Launching
-does not depend on the sequence, so it is compared with the device's time at a real one: where it
-is longer, a run would be bound by launching (CUDA graphs are off).
+Launching depends neither on the sequence nor on the hidden size, and is measured with both so small
+that the device keeps up: at hidden 4096 it would read and write weights for longer than the host
+launches, and the host would wait for room in the launch queue. It is compared with the device's
+time at a real size: where it is longer, a run would be bound by launching (CUDA graphs are off).
+
+Autograd runs backward passes in a thread of its own on CUDA, so processor time is that of the
+process. Schedules with W are compared with a plain loop whose backward passes are split, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 from typing import Any
+
+import torch
 
 from benchmarks.gpu.model import Rank, Size, inputs, release, start, synchronize
 from megatron_ext.schedule import generate
 
 CASES = (("1f1b", 1), ("interleaved", 2), ("v-half", 2), ("v-zb", 2))
-SHORT = 16
+SHORT, NARROW = 16, 256
 ROUNDS = 5
 
 
@@ -27,14 +34,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                                                        Size(4096, 4096, 4, 4, 16)]  # fmt: skip
     rows, rounds = [], 1 if args.tiny else ROUNDS
     for size in sizes:
-        short = Size(size.hidden, SHORT, size.layers, size.pp, size.microbatches)
+        short = Size(min(size.hidden, NARROW), SHORT, size.layers, size.pp, size.microbatches)
         for name, chunks in CASES:
             plan = generate(name, size.pp, size.microbatches, chunks)
             rank = Rank(short, plan, 0, group, None)
             rank.step()
             launching = statistics.median(rank.step(timed=False)["issued"] for _ in range(rounds))
-            thread = statistics.median(rank.step(timed=False)["thread"] for _ in range(rounds))
+            cpu = statistics.median(rank.step(timed=False)["cpu"] for _ in range(rounds))
             alone = statistics.median(direct(rank) for _ in range(rounds))
+            keeps_up = all(rank.step(timed=False)["took"] < 1.5 * launching for _ in range(rounds))
             actions = len(rank.actions())
             rank.close()
             real = Rank(size, plan, 0, group, None)
@@ -44,8 +52,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             real.close()
             release()
             row = {"hidden": size.hidden, "seq": size.seq, "schedule": name, "actions": actions,
-                   "host_us": 1e6 * launching / actions, "thread_us": 1e6 * thread / actions,
+                   "host_us": 1e6 * launching / actions, "cpu_us": 1e6 * cpu / actions,
                    "alone_us": 1e6 * alone / actions, "device_us": 1e6 * device / actions,
+                   "device_keeps_up": keeps_up,
                    "bound_by_launching": launching > device}  # fmt: skip
             rows.append(row)
             print(row, flush=True)
@@ -54,14 +63,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def direct(rank: Rank) -> float:
-    """Seconds to issue the same forward and whole backward passes in a plain loop."""
-    size = rank.size
+    """Seconds to issue the same passes in a plain loop, split into B and W where the plan does."""
+    size, store, split = rank.size, rank.store, rank.plan.splits_backward
     synchronize()
     started = time.perf_counter()
-    for chunk in rank.chunks:
+    for number, chunk in enumerate(rank.chunks):
         chunk.set_input_tensor([None])
-        for x in inputs(size):
-            chunk(x).float().square().mean().backward()
+        for microbatch, x in enumerate(inputs(size)):
+            loss = chunk(x).float().square().mean()
+            key = number, microbatch
+            with store.collect(key) if split else contextlib.nullcontext():
+                loss.backward()
+            if split:
+                with torch.no_grad():
+                    store.run(key)
     took = time.perf_counter() - started
     synchronize()
     return took

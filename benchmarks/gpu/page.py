@@ -50,6 +50,15 @@ def wrong(parts: dict[str, dict[str, Any]]) -> list[str]:
             found.append(f"{what}: {row['failed']}")
         elif row["peak_sets"] != row["planned_sets"]:
             found.append(f"{what}: {row['peak_sets']} sets, planned {row['planned_sets']}")
+    nccl = parts.get("nccl", {})
+    found += [
+        f"nccl: {row['schedule']} differs from 1f1b"
+        for row in nccl.get("schedules", ())
+        if not row["equal"]
+    ]
+    memory = nccl.get("memory", {})
+    if memory and (memory["retries"] or memory["peak"] > 1.01 * memory["peak_early"]):
+        found.append(f"nccl: memory grows: {memory}")
     for world, result in parts.get("shared", {}).get("worlds", {}).items():
         if "failed" in result:
             found.append(f"shared, {world} processes: {result['failed']}")
@@ -168,17 +177,19 @@ def k_of(row: dict[str, Any], to_host: float, to_device: float) -> dict[str, flo
 def _overhead(result: dict[str, Any], _: Any) -> list[str]:
     lines = [
         "Microseconds per action of a rank's list, messages included. *Host*: issuing a step of "
-        "16 tokens under the executor; *alone*: the same layers in a plain loop, F and BW; "
-        "*device*: the passes at the real sequence.",
+        "16 tokens and hidden 256 under the executor; *of it CPU*: of all threads; *alone*: the "
+        "same passes in a plain loop; *keeps up*: the device was done at most half as much later; "
+        "*device*: the passes at the real size.",
         "",
     ]
     rows = []
     for row in result["rows"]:
-        bound = "yes" if row["bound_by_launching"] else "no"
+        keeps_up, bound = ("yes" if row[k] else "no"
+                           for k in ("device_keeps_up", "bound_by_launching"))  # fmt: skip
         rows.append((f"h {row['hidden']}, seq {row['seq']}: {row['schedule']}", row["actions"],
-                     *(f"{row[k]:.0f}" for k in ("host_us", "thread_us", "alone_us", "device_us")),
-                     bound))  # fmt: skip
-    head = "schedule | actions | host | of it CPU | alone | device | bound by launching"
+                     *(f"{row[k]:.0f}" for k in ("host_us", "cpu_us", "alone_us", "device_us")),
+                     keeps_up, bound))  # fmt: skip
+    head = "schedule | actions | host | of it CPU | alone | device | keeps up | bound by launching"
     return lines + _table(head, rows)
 
 
@@ -195,9 +206,37 @@ def _moe(result: dict[str, Any], _: Any) -> list[str]:
     return lines + _table("ratio and way | ms | speed against n = 1 | peak GiB", rows)
 
 
+# Section of the NCCL part -> what CPU ranks have shown, and what a GPU would show beyond it.
+_SHOWN = {
+    "schedules": "CPU ranks: bit for bit over gloo, and with NCCL's rules emulated. A GPU shows "
+    "whether NCCL's streams and the allocator leave it so.",
+    "messages": "CPU ranks: two ways pass each other with a communicator for each (simulated: a "
+    "shared one costs up to a third of the step). A GPU shows what a message and `ctas` cost.",
+    "computing": "CPU ranks show nothing of this. A GPU shows how many multiprocessors a posted "
+    "receive takes from matrix products while it waits for its peer.",
+    "memory": "CPU ranks: messages are released where the schedule proves receipt. A GPU shows "
+    "that the allocator's peak stays as it is while the host runs ahead.",
+}
+
+
+def _nccl(result: dict[str, Any], _: Any) -> list[str]:
+    if "skipped" in result:
+        return [f"Not run: {result['skipped']}."]
+    lines = [f"Two processes over {result['backend']}, {result['size']}."]
+    for name, text in _SHOWN.items():
+        rows = result.get(name)
+        if rows is None:
+            continue
+        rows = [rows] if isinstance(rows, dict) else rows
+        cells = [[f"{v:.3f}" if isinstance(v, float) else v for v in row.values()] for row in rows]
+        lines += ["", f"### {name.capitalize()}", "", text, "", *_table(" | ".join(rows[0]), cells)]
+    return lines
+
+
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any], Any], list[str]]]] = {
     "replay": ("One rank of a pipeline", _replay),
     "shared": ("Processes that share the GPU", _shared),
+    "nccl": ("Messages by NCCL", _nccl),
     "rates": ("Transfers", _rates),
     "overhead": ("Executor overhead with real kernels", _overhead),
     "moe": ("MoE region with emulated messages", _moe),

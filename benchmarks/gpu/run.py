@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Everything that needs a GPU, on one: times, memory, copies, equality, overhead, MoE.
+"""Everything that needs a GPU, on one or two: times, memory, copies, equality, overhead, MoE, NCCL.
 
     python -m benchmarks.gpu.run [--parts replay,shared,...] [--tiny] [--link-gbs 50]
         [--output DIR] [--date YYYY-MM-DD]
@@ -11,9 +11,11 @@ shared    (b) two and four processes share the GPU: losses and weights bit for b
 rates     (c) copies alone, both ways, while computing; k measured against the formula
 overhead  (d) the executor's host time per action with real kernels; bound by launching or not
 moe       (e) the MoE region with emulated all-to-alls
+nccl      (f) two processes with a GPU each, by NCCL: schedules bit for bit, the cost of messages
+          under each --pp-p2p, what a waiting receive takes from computation, memory over 200 steps
 
 Needs torch and megatron-core, no network, nothing else. Each part is a process of its own with a
-time limit; one that fails is a line that says so, and the others run. All of it ends within eight
+time limit; one that fails is a line that says so, and the others run. All of it ends within twelve
 minutes. Writes results/DATE-gpu.json and gpu.md. ``--tiny`` runs everything with next to nothing
 on the CPU, to see that it runs: no figure of it says anything about a GPU.
 """
@@ -40,13 +42,14 @@ from tests.support.ranks import run_and_leave
 
 HERE = Path(__file__).resolve().parent
 
-# Part: its module and the seconds it may take; together less than eight minutes.
+# Part: its module and the seconds it may take; together less than twelve minutes.
 PARTS = {
     "replay": ("benchmarks.gpu.replay", 225),
     "shared": ("benchmarks.gpu.shared", 100),
     "rates": ("benchmarks.gpu.transfers", 30),
     "overhead": ("benchmarks.gpu.overhead", 60),
     "moe": ("benchmarks.gpu.moe", 50),
+    "nccl": ("benchmarks.gpu.nccl", 240),
 }
 
 

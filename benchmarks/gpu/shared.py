@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _world(world: int, args: argparse.Namespace) -> Any:
+    return together(__name__, world, args, rank_main)
+
+
+def together(
+    module: str, world: int, args: argparse.Namespace, task: Callable[[argparse.Namespace], None]
+) -> Any:
+    """What the ``task`` of ``module`` writes to rows.json, run in ``world`` processes."""
     with tempfile.TemporaryDirectory() as folder:
         if CUDA:
-            good = _processes(world, args, folder)
+            good = _processes(module, world, args, folder)
         else:
             # Forked: nothing to import again. A GPU's state cannot be forked.
             good = on_ranks(
                 world,
-                lambda rank: rank_main(
+                lambda rank: task(
                     argparse.Namespace(tiny=args.tiny, rank=rank, world=world, folder=folder)
                 ),
             )
@@ -68,12 +76,12 @@ def _world(world: int, args: argparse.Namespace) -> Any:
         return json.loads((Path(folder) / "rows.json").read_text())
 
 
-def _processes(world: int, args: argparse.Namespace, folder: str) -> bool:
+def _processes(module: str, world: int, args: argparse.Namespace, folder: str) -> bool:
     """New processes; true if all ended well. The first one that fails ends the others."""
     command = [
         sys.executable,
         "-m",
-        "benchmarks.gpu.shared",
+        module,
         "--world",
         str(world),
         "--folder",

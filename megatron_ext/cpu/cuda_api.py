@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,11 +13,28 @@ from typing import Any
 
 import torch
 
-# Reported compute capability (Blackwell). It only decides checks that make no sense here: below
-# 10, Megatron insists on CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism.
-_CAPABILITY = (10, 0)
+# Reported compute capability, "MAJOR.MINOR". Below 10 (Blackwell) Megatron insists on
+# CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism, as on the GPU that is named.
+CAPABILITY_ENVIRONMENT = "MEGATRON_EXT_CPU_CAPABILITY"
+_CAPABILITY = "10.0"
 
 _current_device = 0
+
+
+def capability() -> tuple[int, int]:
+    """The compute capability that this process reports.
+
+    Raises:
+        ValueError: ``MEGATRON_EXT_CPU_CAPABILITY`` is not of the form 9.0.
+    """
+    text = os.environ.get(CAPABILITY_ENVIRONMENT, _CAPABILITY)
+    major, point, minor = text.partition(".")
+    if not (point and major.isascii() and major.isdigit() and minor.isascii() and minor.isdigit()):
+        raise ValueError(
+            f"{CAPABILITY_ENVIRONMENT}={text} is not a compute capability; give it as MAJOR.MINOR, "
+            "e.g. 9.0"
+        )
+    return int(major), int(minor)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -79,13 +97,40 @@ class CpuEvent:
 
 
 class CpuContext(contextlib.nullcontext[None], contextlib.ContextDecorator):
-    """Stands in for ``torch.cuda.device``, ``torch.cuda.stream`` and the like."""
+    """Stands in for ``torch.cuda.device`` and the like."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
 
 _STREAM = CpuStream()
+_current = threading.local()
+
+
+def _current_stream(device: Any = None) -> CpuStream:
+    """The stream of this thread, as ``set_stream`` or the innermost ``stream`` context made it."""
+    stream: CpuStream = getattr(_current, "stream", _STREAM)
+    return stream
+
+
+def _set_stream(stream: CpuStream | None) -> None:
+    if stream is not None:
+        _current.stream = stream
+
+
+class CpuStreamContext(contextlib.ContextDecorator):
+    """Stands in for ``torch.cuda.stream``: the given stream is the current one inside."""
+
+    def __init__(self, stream: CpuStream | None) -> None:
+        self.stream = stream
+        self._outer: list[CpuStream] = []
+
+    def __enter__(self) -> None:
+        self._outer.append(_current_stream())
+        _set_stream(self.stream)
+
+    def __exit__(self, *_: Any) -> None:
+        _set_stream(self._outer.pop())
 
 
 def _set_device(device: Any) -> None:
@@ -110,8 +155,8 @@ def _properties(device: Any = None) -> Any:
     """Return what Megatron reads of a device's properties."""
     return SimpleNamespace(
         name="CPU (megatron_ext.cpu)",
-        major=_CAPABILITY[0],
-        minor=_CAPABILITY[1],
+        major=capability()[0],
+        minor=capability()[1],
         total_memory=_host_memory_bytes(),
         multi_processor_count=os.cpu_count() or 1,
     )
@@ -151,7 +196,7 @@ def _answer(value: Any = None) -> Callable[..., Any]:
 
 # Calls that order, free, mark or reset something on a GPU.
 _NO_OPS = (
-    *("_lazy_init", "_sleep", "check_error", "empty_cache", "init", "ipc_collect", "set_stream"),
+    *("_lazy_init", "_sleep", "check_error", "empty_cache", "init", "ipc_collect"),
     *("reset_accumulated_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
     *("reset_peak_memory_stats", "set_per_process_memory_fraction", "synchronize"),
 )
@@ -174,7 +219,7 @@ def _replacements() -> dict[str, Any]:
         current_device=lambda: _current_device,
         set_device=_set_device,
         is_bf16_supported=_answer(True),
-        get_device_capability=_answer(_CAPABILITY),
+        get_device_capability=_answer(capability()),
         get_device_name=_answer(_properties().name),
         get_device_properties=_properties,
         mem_get_info=_answer((_host_memory_bytes(), _host_memory_bytes())),
@@ -196,11 +241,12 @@ def _replacements() -> dict[str, Any]:
         # Streams and events.
         Stream=CpuStream,
         Event=CpuEvent,
-        StreamContext=type("StreamContext", (CpuContext,), {}),
+        StreamContext=type("StreamContext", (CpuStreamContext,), {}),
         device=type("device", (CpuContext,), {}),
         device_of=type("device_of", (CpuContext,), {}),
-        stream=type("stream", (CpuContext,), {}),
-        current_stream=_answer(_STREAM),
+        stream=type("stream", (CpuStreamContext,), {}),
+        current_stream=_current_stream,
+        set_stream=_set_stream,
         default_stream=_answer(_STREAM),
         is_current_stream_capturing=_answer(False),
     )

@@ -164,6 +164,12 @@ def test_gpu_suite_on_the_cpu(repo_root: Path, tmp_path: Path) -> None:
         assert sum(row["moved_sets"] > 0 for row in world["rows"]) == 3
     assert {row["strategy"] for row in parts["moe"]["rows"]} == {"none", "s1", "s2", "s3", "s4"}
     assert parts["rates"]["gb_per_s"]["to_host"] > 0
+    nccl = parts["nccl"]
+    assert [row["schedule"] for row in nccl["schedules"]] == [
+        "1f1b", "interleaved", "zb-h1", "v-half", "v-zb"
+    ] and all(row["equal"] for row in nccl["schedules"])  # fmt: skip
+    assert nccl["backend"] == "gloo" and len(nccl["messages"]) == len(nccl["computing"]) == 7
+    assert nccl["memory"]["steps"] == 3
     text = (tmp_path / "gpu.md").read_text()
     assert "**No GPU figure exists yet.**" in text
 

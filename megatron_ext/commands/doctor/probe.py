@@ -20,12 +20,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# One run for each group of hooks: name -> (schedule, its offload, cheap recompute).
-_RUNS = {
-    "schedules (1f1b, zb-h1, …)": ("zb-h1", None, False),
-    "V placement": ("v-half", None, False),
-    "PipeOffload": ("v-half", "auto", False),
-    "cheap recompute": ("v-half", "auto", True),
+# One run for each group of hooks: name -> (schedule, its offload, further arguments).
+_RUNS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "schedules (1f1b, zb-h1, …)": ("zb-h1", None, {}),
+    "V placement": ("v-half", None, {}),
+    "PipeOffload": ("v-half", "auto", {}),
+    "cheap recompute": ("v-half", "auto", {"pp_cheap_recompute": True}),
+    "CUDA graphs": ("1f1b", None, {"cuda_graph_impl": "transformer_engine"}),
 }
 
 
@@ -136,7 +137,7 @@ def _groups() -> dict[str, Callable[[Any], None]]:
         version = installation.hooks.version
         installation.start(Run(arguments, version, training, schedule=choice, chunks=2))
 
-    def schedule(name: str, offload: str | None, recompute: bool) -> Callable[[Any], None]:
+    def schedule(name: str, offload: str | None, flags: dict[str, Any]) -> Callable[[Any], None]:
         def hook(installation: Any) -> None:
             asked = None if offload is None else OffloadRequest(offload)
             arguments = _Arguments(
@@ -144,8 +145,8 @@ def _groups() -> dict[str, Callable[[Any], None]]:
                 pp_schedule=name,
                 pipeline_model_parallel_size=2,
                 distributed_timeout_minutes=10,
-                pp_cheap_recompute=recompute,
                 dataloader_inter_document_masking=True,
+                **flags,
             )
             request = ScheduleRequest.of(name, offloading=asked)
             start(installation, arguments, request.resolve(2, None, 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..feature import Feature
 from .checkpoint import Checkpoint
 from .consistency import Consistency
+from .cuda_graphs import CudaGraphs
 from .moe import MoE
 from .offload import Offload
 from .post_validation import PostValidation
@@ -16,13 +17,14 @@ from .telemetry import Telemetry
 from .v_placement import VPlacement
 
 # Why this order: a profile is read before the schedule is chosen, and written after all else of an
-# iteration has ended; offload wraps the linear layers that split their backward pass; a trace is
-# written while offloaded sets are still counted; post-validation drops what has begun before a
-# checkpoint is saved; MoE layers see a step begin around the schedule that runs it; the ranks
-# compare the outcome of all checks.
+# iteration has ended; graphs are captured behind all else of a step; offload wraps the linear
+# layers that split their backward pass; a trace is written while offloaded sets are still counted;
+# post-validation drops what has begun before a checkpoint is saved; MoE layers see a step begin
+# around the schedule that runs it; the ranks compare the outcome of all checks.
 FEATURES: tuple[Feature, ...] = (
     ProfileSteps(),
     Schedule(),
+    CudaGraphs(),
     SplitBackward(),
     Offload(),
     Recompute(),

@@ -6,6 +6,7 @@ Prints one JSON object: name of each ``check_*`` function -> null, or what went 
 from __future__ import annotations
 
 import json
+import threading
 import traceback
 
 import megatron_ext.cpu as cpu
@@ -93,6 +94,21 @@ def check_streams_and_events() -> None:
     end.synchronize()
     assert end.query() and start.elapsed_time(end) >= 0
     assert not torch.cuda.is_current_stream_capturing()
+    outer, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    assert outer is torch.cuda.default_stream()
+    with torch.cuda.stream(stream):
+        with torch.cuda.stream(other), torch.cuda.stream(None):
+            assert torch.cuda.current_stream() is other
+        assert torch.cuda.current_stream(0) is stream
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(torch.cuda.current_stream()))
+        thread.start()
+        thread.join()
+        assert seen == [outer]
+    assert torch.cuda.current_stream() is outer
+    torch.cuda.set_stream(other)
+    assert torch.cuda.current_stream() is other
+    torch.cuda.set_stream(outer)
     torch.cuda.nvtx.range_push("x")
     torch.cuda.nvtx.range_pop()
 

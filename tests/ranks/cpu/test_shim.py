@@ -38,6 +38,49 @@ def test_shim(name: str, results: dict[str, str | None]) -> None:
     assert results[name] is None, results[name]
 
 
+@pytest.mark.parametrize(
+    ("capability", "text"),
+    [("9.0", "passed (9, 0)"), ("Hopper", "=Hopper is not a compute capability")],
+)
+def test_capability(capability: str, text: str, environment: dict[str, str]) -> None:
+    """Megatron checks hardware queues with tensor parallelism as on the GPU that is named."""
+    pytest.importorskip("megatron.training", reason="Megatron's arguments are part of its training")
+    program = """
+import os, sys
+import megatron_ext.cpu
+megatron_ext.cpu.install()
+import torch
+from megatron.training.arguments import parse_args, validate_args
+sys.argv[1:] = (
+    "--tensor-model-parallel-size 2 --num-layers 2 --hidden-size 8 --num-attention-heads 2 "
+    "--seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --transformer-impl local "
+    "--sequence-parallel --no-persist-layer-norm"
+).split()
+try:
+    validate_args(parse_args())
+except AssertionError as error:
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in str(error)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    validate_args(parse_args())
+    assert torch.cuda.get_device_properties(0).major == 9
+    print("passed", torch.cuda.get_device_capability())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env={
+            **environment,
+            "MEGATRON_EXT_CPU_CAPABILITY": capability,
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+            "WORLD_SIZE": "2",
+            "RANK": "0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert text in run.stdout + run.stderr, run.stderr[-2000:]
+
+
 def test_collectives_of_two_ranks(tmp_path: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, str(HERE / "collective_checks.py")]
     ranks = [

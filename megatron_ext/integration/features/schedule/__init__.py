@@ -55,7 +55,6 @@ _FLAGS = (
 )
 
 _ORDER = "it works out what comes next from the order of stock's schedules; drop it"
-_GRAPH = "graphs are captured for the order of stock's schedules; drop it"
 _FSDP = (
     "it frees parameters after each pass, but a weight gradient may come passes later; use "
     "--use-distributed-optimizer"
@@ -91,9 +90,6 @@ class Schedule(Feature):
             "the schedule itself decides when the output layer's weight gradient is computed; "
             "drop it",
         ),
-        Conflict("--enable-cuda-graph", _GRAPH),
-        Conflict("--external-cuda-graph", _GRAPH),
-        Conflict("--cuda-graph-impl", _GRAPH + ", or set it to none", off=("none",)),
         Conflict("--use-megatron-fsdp", _FSDP),
         Conflict("--use-torch-fsdp2", _FSDP),
         Conflict(

@@ -1,0 +1,230 @@
+"""(f) Messages by NCCL between two processes, each with a GPU of its own.
+
+In the order in which they matter: does every schedule train to the same weights bit for bit; what
+a message costs under each ``--pp-p2p``, and whether two ways pass each other; how far a matrix
+product slows down while a posted receive waits; whether the allocator's peak stays as it is over
+many steps. With one GPU the two processes would share it, which NCCL refuses: the part says so. On
+the CPU the same code runs over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu import model
+from benchmarks.gpu.model import CUDA, Rank, Size, release, synchronize
+from benchmarks.gpu.shared import digests, learn, together
+from megatron_ext.integration.utils import gather
+from megatron_ext.runtime.channel import Channel
+from megatron_ext.runtime.edges import MessageOptions, connected
+from megatron_ext.schedule import Placement, generate
+
+WORLD, STEPS, MANY = 2, 3, 200
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("v-half", 2), ("v-zb", 2))
+WAYS = (
+    "edge", "edge,priority=normal", "edge,ctas=1", "edge,ctas=4", "edge,announce", "edge,buffers",
+    "pipeline",
+)  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Both processes; why not, where there is one GPU."""
+    if CUDA and torch.cuda.device_count() < WORLD:
+        return {"skipped": f"{torch.cuda.device_count()} GPU; NCCL needs one a process"}
+    found: dict[str, Any] = together("benchmarks.gpu.nccl", WORLD, args, rank_main)
+    return found
+
+
+def channel(group: Any, shape: tuple[int, ...], way: str) -> Channel:
+    """Messages of ``shape`` over ``group``; the one place that makes them."""
+    ways, options = Placement.loop(group.size()).edges, MessageOptions.parse(way)
+    edges = connected(group, "passes", ways, model.DEVICE, options)
+    return Channel(edges, shape, torch.bfloat16, model.DEVICE)
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """One of the processes; rank 0 writes what came out."""
+    backend = "nccl" if CUDA else "gloo"
+    if CUDA:
+        model.DEVICE = torch.device("cuda", args.rank)
+    group = model.start(args.rank, WORLD, f"{args.folder}/store", backend)
+    size = Size(64, 16, 4, WORLD, 4) if args.tiny else Size(4096, 4096, 4, WORLD, 16)
+    result: dict[str, Any] = {"backend": backend, "size": str(size), "torch": torch.__version__}
+    rounds = 2 if args.tiny else 50
+    parts = {
+        "schedules": lambda: schedules(args.rank, group, size),
+        "messages": lambda: [row(messages(group, size, way, rounds), way) for way in WAYS],
+        "computing": lambda: [row(computing(group, size, way, rounds), way) for way in WAYS],
+        "memory": lambda: memory(args.rank, group, size, 3 if args.tiny else MANY),
+    }
+    for name, part in parts.items():
+        result[name] = part()
+        if args.rank == 0:
+            print(f"nccl: {name}: {result[name]}", flush=True)
+            (Path(args.folder) / "rows.json").write_text(json.dumps(result))
+    dist.barrier(group)
+
+
+def row(found: dict[str, float], way: str) -> dict[str, Any]:
+    """The slower rank's times."""
+    every = gather(found)
+    return {"way": way, **{key: max(one[key] for one in every) for key in found}}
+
+
+def schedules(rank: int, group: Any, size: Size) -> list[dict[str, Any]]:
+    """Losses and weights of some steps under every schedule, and their times."""
+    rows: list[dict[str, Any]] = []
+    first: tuple[Any, Any] | None = None
+    for name, chunks in SCHEDULES:
+        plan = generate(name, size.pp, size.microbatches, chunks)
+        one = Rank(size, plan, rank, group, channel(group, size.shape, "edge"))
+        losses, times = [], []
+        for _ in range(STEPS):
+            times.append(max(gather(one.step()["took"])))
+            losses.append(max(gather([loss.hex() for loss in one.losses]), key=len))
+            learn(one)
+        weights: dict[int, str] = {}
+        for part in gather(digests(one)):
+            weights.update(part)
+        one.close()
+        first = first or (losses, weights)
+        equal = (losses, weights) == first
+        rows.append({"schedule": name, "equal": equal, "step_ms": 1e3 * min(times[1:])})
+    return rows
+
+
+def messages(group: Any, size: Size, way: str, rounds: int) -> dict[str, float]:
+    """Milliseconds of one message there and back, and of two that pass each other, where a receive
+    is posted ahead of the send on both ranks."""
+    pipe, rank = channel(group, size.shape, way), group.rank()
+    peer, tensor = 1 - rank, torch.ones(size.shape, dtype=torch.bfloat16, device=model.DEVICE)
+
+    def there_and_back(number: int) -> None:
+        if rank == 0:
+            pipe.send(tensor, peer, 2 * number)
+            pipe.receive(peer, 2 * number + 1).wait()
+        else:
+            pipe.send(pipe.receive(peer, 2 * number).wait(), peer, 2 * number + 1)
+
+    def crossing(number: int) -> None:
+        if pipe.options.own:
+            receipt = pipe.receive(peer, number)
+            pipe.send(tensor, peer, number)
+        elif rank == 0:  # one stream: a posted receive would hold back its own answer
+            pipe.send(tensor, peer, number)
+            receipt = pipe.receive(peer, number)
+        else:
+            receipt = pipe.receive(peer, number)
+            pipe.send(tensor, peer, number)
+        receipt.wait()
+
+    found = {}
+    for name, exchange in (("there_and_back_ms", there_and_back), ("crossing_ms", crossing)):
+        times = []
+        for number in range(rounds):
+            dist.barrier(group)
+            synchronize()
+            started = time.perf_counter()
+            exchange(number)
+            synchronize()
+            times.append(time.perf_counter() - started)
+            pipe.finish()
+        found[name] = 1e3 * statistics.median(times)
+    return found
+
+
+def computing(group: Any, size: Size, way: str, rounds: int) -> dict[str, float]:
+    """Milliseconds of matrix products alone, and while a posted receive waits for its peer.
+
+    The peer sends only when the products are done, so all of the difference is what the waiting
+    kernel takes from them.
+    """
+    pipe, rank = channel(group, size.shape, way), group.rank()
+    hosts = dist.new_group(backend="gloo")  # waits without a device's stream
+    peer, h = 1 - rank, size.hidden
+    a, b = (torch.randn(h, h, device=model.DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    message = torch.ones(size.shape, dtype=torch.bfloat16, device=model.DEVICE)
+
+    alone, beside = [], []
+    for number in range(rounds):
+        synchronize()
+        alone.append(products(a, b))
+        receipt = pipe.receive(peer, number) if rank == 0 else None
+        if rank == 0:
+            time.sleep(1e-3)  # until its kernel is resident
+            beside.append(products(a, b))
+        dist.barrier(hosts)
+        if receipt is None:
+            pipe.send(message, peer, number)
+        else:
+            receipt.wait()
+        synchronize()
+        pipe.finish()
+    dist.destroy_process_group(hosts)
+    return {
+        "alone_ms": 1e3 * statistics.median(alone) if rank == 0 else 0.0,
+        "beside_receive_ms": 1e3 * statistics.median(beside) if beside else 0.0,
+    }
+
+
+def products(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Seconds of the products, without waiting for other streams."""
+    started = time.perf_counter()
+    for _ in range(8):
+        torch.mm(a, b)
+    synchronize_compute()
+    return time.perf_counter() - started
+
+
+def synchronize_compute() -> None:
+    """Wait for this stream alone: the receive's goes on waiting."""
+    if CUDA:
+        torch.cuda.current_stream().synchronize()
+
+
+def memory(rank: int, group: Any, size: Size, steps: int) -> dict[str, Any]:
+    """The allocator's peak of early and of all steps, its reserve, and how often it had to retry;
+    ``v-half``. Nothing may grow: the host is ahead of the device by another number of passes in
+    every step."""
+    plan = generate("v-half", size.pp, size.microbatches, 2)
+    one = Rank(size, plan, rank, group, channel(group, size.shape, "edge"))
+    peaks = []
+    for _ in range(steps):
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        one.step(timed=False)
+        peaks.append(torch.cuda.max_memory_allocated() if CUDA else 0)
+    stats = torch.cuda.memory_stats() if CUDA else {}
+    one.close()
+    release()
+    mine = {
+        "steps": steps,
+        "peak_early": max(peaks[1:10]),
+        "peak": max(peaks[1:]),
+        "reserved": stats.get("reserved_bytes.all.peak", 0),
+        "retries": stats.get("num_alloc_retries", 0),
+    }
+    worst: dict[str, Any] = max(gather(mine), key=lambda found: found["peak"])
+    return worst
+
+
+def main() -> None:
+    """One process of a GPU's run."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world", type=int)
+    parser.add_argument("--folder", required=True)
+    rank_main(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

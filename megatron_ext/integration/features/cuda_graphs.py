@@ -1,0 +1,203 @@
+"""Megatron's CUDA graphs of single layers, under schedules with whole backward passes.
+
+``--cuda-graph-impl local`` records the order of forward and backward passes in the first step, and
+captures in it at the end (``_CudagraphGlobalRecord`` in Megatron's ``cuda_graphs.py``): stock's
+schedule functions then call ``create_cudagraphs``, and so do we. ``transformer_engine`` captures
+before a step, in an order that Megatron computes from stock's schedule: it gets ours.
+
+All graphs share one memory pool, in which a tensor may be overwritten as soon as the order allows.
+Stock waits for its messages; ours are still on their way while later graphs are replayed, hence are
+copied out of the pool.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...schedule.actions import Op
+from ...schedule.schedule import Schedule
+from ..arguments import MegatronArgs
+from ..callbacks import Callback, Step
+from ..errors import ConfigError
+from ..feature import Conflict, Feature, Run, require_no_conflict
+from ..hooks import Hook
+
+LOCAL, TRANSFORMER_ENGINE, WHOLE = "local", "transformer_engine", "full_iteration"
+_FIXED = "graphs are replayed in the order in which they were captured; drop it"
+_POOL = "what a captured layer keeps lies in the graphs' memory; drop it"
+
+
+def implementation(args: MegatronArgs) -> tuple[str, str] | None:
+    """Which CUDA graphs are asked for, and the flags that say so; None without any.
+
+    Args:
+        args: Megatron's, before or after its validation, or a model's configuration.
+    """
+    asked = getattr(args, "cuda_graph_impl", None) or "none"
+    flag = f"--cuda-graph-impl {asked}"
+    for name, kind in (("enable_cuda_graph", LOCAL), ("external_cuda_graph", TRANSFORMER_ENGINE)):
+        if getattr(args, name, None):
+            asked, flag = kind, f"--{name.replace('_', '-')}"
+    if asked == "none":
+        return None
+    # Up to core_v0.17 a whole iteration is a scope of local graphs, and later ones migrate that.
+    for name in ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules"):
+        scopes = getattr(args, name, None) or ()
+        scopes = [scopes] if isinstance(scopes, str) else scopes
+        if any(getattr(scope, "name", scope) == WHOLE for scope in scopes):
+            return WHOLE, f"--cuda-graph-scope {WHOLE}"
+    return asked, flag
+
+
+def capture_order(plan: Schedule, rank: int) -> list[int]:
+    """One rank's passes as Transformer Engine's ``make_graphed_callables`` takes them.
+
+    Returns:
+        For each pass in turn the model chunk, from 1; negative for a backward pass.
+    """
+    order = []
+    for action in plan.ranks[rank]:
+        for part in action.parts:
+            if part.op in (Op.F, Op.BW):
+                chunk = plan.placement.chunk_of(part.stage) + 1
+                order.append(chunk if part.op is Op.F else -chunk)
+    return order
+
+
+class CudaGraphs(Feature):
+    """On with ``--cuda-graph-impl local`` or ``transformer_engine``, and their older names."""
+
+    per_model = True
+    conflicts = (
+        Conflict("--pp-offload", _POOL, off=("off",)),
+        Conflict("--pp-offload-chunks", _POOL),
+        Conflict("--pp-cheap-recompute", _POOL),
+        Conflict("--pp-post-validation", _FIXED),
+        Conflict("--pp-profile-steps", _FIXED),
+        Conflict("--rampup-batch-size", "it changes the number of microbatches; drop it"),
+        Conflict("--step-batch-size-schedule", "it changes the number of microbatches; drop it"),
+    )
+
+    def check(self, run: Run) -> None:
+        if run.library or run.request is None:
+            return  # a library's are those of its models
+        self._require_possible(run)
+
+    def check_model(self, run: Run) -> None:
+        if run.request is not None:
+            self._require_possible(run)
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        found = implementation(run.args)
+        if found is None or run.request is None or run.pipeline is None:
+            return ()
+        run.pipeline.messages = replace(run.pipeline.messages, buffers=True)
+        return (_Local() if found[0] == LOCAL else _TransformerEngine(),)
+
+    def _require_possible(self, run: Run) -> None:
+        found, request = implementation(run.args), run.request
+        if found is None:
+            return
+        assert request is not None
+        kind, flag = found
+        refused = f"--pp-schedule {request.name} does not support {flag}: "
+        if kind == WHOLE:
+            raise ConfigError(
+                f"{refused}messages between ranks and the schedule's own bookkeeping cannot be "
+                "captured; use --cuda-graph-impl local or transformer_engine with 1f1b or "
+                "interleaved, or drop it"
+            )
+        if request.splits_backward:
+            raise ConfigError(
+                f"{refused}a captured backward pass computes weight gradients with it, and this "
+                "schedule computes them later, in W; use 1f1b or interleaved, or drop it"
+            )
+        if request.file is not None:
+            # Megatron up to 0.18 drops the pool's hold on the last stage's output at once, which
+            # is right if its backward pass comes next.
+            raise ConfigError(
+                f"{refused}Megatron's graphs are safe in stock's orders only; use 1f1b or "
+                "interleaved, or drop it"
+            )
+        if kind == TRANSFORMER_ENGINE and run.library:
+            raise ConfigError(
+                f"{refused}Megatron's training loop captures these graphs; start the run with the "
+                "launcher, or use local"
+            )
+        if kind == TRANSFORMER_ENGINE and getattr(run.args, "cuda_graph_warmup_steps", 1) == 0:
+            raise ConfigError(
+                f"{refused}they are captured in the order of the steps before; give "
+                "--cuda-graph-warmup-steps 1 or more"
+            )
+        require_no_conflict(run.args, self.conflicts, {"": flag})
+
+
+class _Graphs(Callback):
+    """What both kinds need."""
+
+    def begin(self, step: Step) -> None:
+        if step.call.shape is None:
+            raise ConfigError(
+                "CUDA graphs are captured for one shape, and this call's messages have several; "
+                "set --cuda-graph-impl none, or keep sequences at one length"
+            )
+
+
+class _Local(_Graphs):
+    """Lets Megatron capture at the end of the first step, as its own schedule functions do."""
+
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        # A layer's output is a view while it is recorded and then the graph's own tensor. Megatron
+        # refuses to free the one (fixed after 0.20.0, NVIDIA/Megatron-LM#6168), and the other lies
+        # in the pool, which gives nothing back.
+        step.call.iteration.config.deallocate_pipeline_outputs = False
+
+    def returning(self, step: Step) -> None:
+        from megatron.core.transformer import cuda_graphs
+
+        if step.call.iteration.config.cuda_graph_impl == LOCAL:
+            cuda_graphs.create_cudagraphs()
+
+
+class _TransformerEngine(_Graphs):
+    """Gives Megatron the order of our schedule to capture in."""
+
+    def __init__(self) -> None:
+        self._orders: dict[tuple[int, int], list[int]] = {}  # by microbatches and chunks
+
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        if step.training:
+            key = step.plan.microbatches, step.plan.chunks
+            if key not in self._orders:
+                self._orders[key] = capture_order(step.plan, step.rank)
+
+    def hooks(self) -> Sequence[Hook]:
+        return (
+            Hook(
+                ("megatron.core.transformer.cuda_graphs:convert_schedule_table_to_order",),
+                self._ours,
+                ("num_warmup_microbatches", "num_model_chunks", "schedule_table"),
+                "graphs would be captured in the order of stock's schedule",
+            ),
+        )
+
+    def _ours(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def convert_schedule_table_to_order(
+            num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[Any]
+        ) -> list[int]:
+            microbatches = len(schedule_table) // num_model_chunks
+            order = self._orders.get((microbatches, num_model_chunks))
+            if order is None:
+                raise ConfigError(
+                    f"CUDA graphs are to be captured for {microbatches} microbatches in "
+                    f"{num_model_chunks} model chunks, of which no step has been trained yet"
+                )
+            return list(order)
+
+        return convert_schedule_table_to_order
