@@ -93,7 +93,7 @@ DAILY = ("DeepSeek-V3, offload, full", "packed sequences")
 NIGHTLY = (
     *("fewer first and last layers", "per-token loss", "batch-size ramp-up"),
     *("MTP, bf16, both overlaps", "offload, half, MoE, EP 2, bf16, both overlaps"),
-    "offload, full, TP 2, sequence parallel",
+    *("layer layout", "offload, full, TP 2, sequence parallel"),
     "offload, full, recompute selective, ramp-up",
     "offload, full, cheap recompute",
     *(feature.name for feature in ARCHITECTURES if feature.name not in DAILY),

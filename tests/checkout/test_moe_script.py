@@ -74,6 +74,7 @@ def test_chunks_train_as_stock(train: Callable[..., Losses]) -> None:
     assert train("--moe-pipeline-chunks", "4") == first
 
 
+@pytest.mark.matrix
 def test_chunks_under_a_schedule_that_offloads(train: Callable[..., Losses]) -> None:
     chunks = (*PP, "--moe-pipeline-chunks", "2")
     wanted = train(*chunks)

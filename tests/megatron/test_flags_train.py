@@ -33,7 +33,7 @@ def train(server, flags, folder):
 @pytest.mark.parametrize(
     "options",
     [
-        "--schedules v-half --offload off",
+        pytest.param("--schedules v-half --offload off", marks=pytest.mark.matrix),
         "--schedules interleaved-zb --chunks 2 --memory-cap 10.4MB",
     ],
 )

@@ -56,7 +56,7 @@ def test_posted_receives_hold_back_sends(name: str, pair: float, rank: float) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", [2, 5, 8])
+@pytest.mark.parametrize("p", [2, 5])
 def test_more_in_one_stream_is_never_faster(name: str, p: int) -> None:
     """Each stream only adds to what a message has to wait for; without a hop in one direction
     nothing changes."""
@@ -94,7 +94,7 @@ def test_offload_and_joint_passes_run_in_every_network(network: Network) -> None
         assert [len(row) for row in found.end] == [len(row) for row in ideal.end]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(25))
 def test_what_the_checker_accepts_never_deadlocks(seed: int) -> None:
     """The checker's execution, in which every transfer blocks all else, is the strictest: what ends
     there ends with one stream a rank and one queue, hence in all networks; and its random
