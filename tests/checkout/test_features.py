@@ -94,6 +94,7 @@ NIGHTLY = (
     *("fewer first and last layers", "per-token loss", "batch-size ramp-up"),
     *("MTP, bf16, both overlaps", "offload, half, MoE, EP 2, bf16, both overlaps"),
     *("layer layout", "offload, full, TP 2, sequence parallel"),
+    *("dropout (the same run twice)", "offload, auto, measured, evaluation"),
     "offload, full, recompute selective, ramp-up",
     "offload, full, cheap recompute",
     *(feature.name for feature in ARCHITECTURES if feature.name not in DAILY),

@@ -61,6 +61,7 @@ class TestOneRun:
         value = {"faults": list(faults)}
         return serve(MAIN_TAG).run(words, 4, folder, 180.0, prelude=script.PROBE, value=value)
 
+    @pytest.mark.matrix
     def test_beside_offload_evaluation_and_another_batch(
         self, serve: Serve, tmp_path: Path
     ) -> None:
