@@ -173,11 +173,6 @@ class Edges:
         """Nothing uses ``buffer`` any more, or will before what comes next in the stream."""
         self._free[buffer.shape, buffer.dtype].append(buffer)
 
-    @property
-    def count(self) -> int:
-        """Communicators that this rank has for ``purpose``."""
-        return len(self._data) * self.options.own + len(self._shapes)
-
     def _line(self, edge: Edge, kind: str) -> Line:
         source, target = edge
         peer = target if source == self.rank else source

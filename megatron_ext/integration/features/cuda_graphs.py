@@ -27,7 +27,7 @@ from ..hooks import Hook
 
 LOCAL, TRANSFORMER_ENGINE, WHOLE = "local", "transformer_engine", "full_iteration"
 _FIXED = "graphs are replayed in the order in which they were captured; drop it"
-_POOL = "what a captured layer keeps lies in the graphs' memory; drop it"
+_POOL = "a captured layer saves its tensors in the graphs' memory; drop it"
 
 
 def implementation(args: MegatronArgs) -> tuple[str, str] | None:
@@ -152,7 +152,7 @@ class _Local(_Graphs):
     def begin(self, step: Step) -> None:
         super().begin(step)
         # A layer's output is a view while it is recorded and then the graph's own tensor. Megatron
-        # refuses to free the one (fixed after 0.20.0, NVIDIA/Megatron-LM#6168), and the other lies
+        # refuses to free the one (fixed after 0.20.0, NVIDIA/Megatron-LM#6168), and the other is
         # in the pool, which gives nothing back.
         step.call.iteration.config.deallocate_pipeline_outputs = False
 

@@ -152,7 +152,7 @@ def _accumulate_fused(
 
 
 def _rows(tensor: torch.Tensor | Sharded) -> torch.Tensor:
-    # Apex's kernel reads memory from the first number on and knows no strides.
+    # Apex's kernel takes a pointer, without strides.
     tensor = whole(tensor).contiguous()
     return tensor.view(-1, tensor.shape[-1])
 
