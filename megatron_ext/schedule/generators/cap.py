@@ -1,36 +1,33 @@
 """v-cap: V placement at any memory cap from V-Min's to 1F1B's.
 
-Candidates are periodic building blocks, list-scheduled under the cap: blocks that change their
-steps once along the ranks (CM, appendix A), for unequal costs also the best steady states that a
-search finds, and the named V orders. Whatever a smaller cap gives is a candidate for a larger one,
-so a larger cap is never slower.
+A cap's orders come from a search (``search``); at equal costs without hops from the first building
+blocks that fit it, which meet the bound or miss it by one pass. Whatever a smaller cap gives is a
+candidate for a larger one, so a larger cap is never slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product
 
 from ..actions import RankActions
-from ..costs import Durations
+from ..bounds import makespan_bound
+from ..costs import Costs
 from ..effects import peak_sets
-from ..placement import Placement
-from .building_block import Block, vee_block
-from .chain import chains, most_sets
+from .building_block import INTERVAL, Block, vee_block
 from .list_scheduler import list_schedule
-from .period import Pattern, improve
 from .request import Request
+from .search import Search, repeat_period
 from .vee import v_half, v_half_block, v_half_cap, v_min, v_min_block, v_min_cap, v_zb, v_zb_block
 
-_STEPS = ((1, 1), (1, 2), (2, 2), (4, 2), (2, 1))  # (down, up) of one hop
-_TURNS = range(1, 5)
+_STEPS = (2, 3, 6, 4, 5)  # down and up of one hop, together
+_TURNS = range(1, INTERVAL)
 _TRIES = 24  # blocks scheduled at equal costs; the bound is nearly always met within ten
-_WHOLE = 2048  # microbatches times ranks; more of them take long to schedule
-_LATER = 6  # orders that are repeated up to the real number of microbatches
-_SEARCH = 640  # tabu steps times p^2, so that a search takes about as long at every p
+_WORK = 80_000  # passes that a search of one second for one of a few caps places
+_LEAST = 12  # orders that any search makes
 
 
 def v_cap_limits(pp: int) -> tuple[int, int]:
@@ -50,37 +47,80 @@ def v_cap(request: Request) -> RankActions:
     plain = replace(request, memory_cap=None)
     if request.at_unit_times and request.objective == "makespan":
         return _at_unit_times(plain, cap)
+    best: RankActions = []
+    taken: int | None = None
     # Few caps for many ranks: each takes a search. The same ones for every request, so that what
     # a smaller cap was given is among a larger one's candidates.
-    searched = range(least, cap + 1, max(1, request.pp // 8))
-    return request.fastest([*_named(request, cap), *(_own(plain, k) for k in searched)])
-
-
-def _at_unit_times(request: Request, cap: int) -> RankActions:
-    """The fastest order of this cap and all smaller ones; those of which the bound says that they
-    cannot be faster are not made."""
-    one, m = request.durations.forward[0], request.microbatches
-    best = _own(request, cap)
-    least = _time(request, best)
-    for smaller in range(cap - 1, v_cap_limits(request.pp)[0] - 1, -1):
-        # The bound holds where memory binds: a rank has two sets a microbatch.
-        if smaller < 2 * m and least <= unit_bound(request.pp, m, smaller) * one:
-            break
-        if smaller >= 2 * m and request.pp > 16 and smaller % 8:
+    named = v_half_cap(request.pp), most
+    for smaller in range(cap, least - 1, -1):
+        if (smaller - least) % max(1, request.pp // 8) and smaller not in named:
             continue
-        orders = _own(request, smaller)
-        taken = _time(request, orders)
-        if taken < least:
-            best, least = orders, taken
-    # With many microbatches the named orders are among what was made.
-    few = request.microbatches < 2 * request.pp
-    return request.fastest([best, *_named(request, cap)]) if few else best
+        if taken is not None and taken <= _bound(plain, smaller):
+            break  # no smaller cap can be faster
+        orders = searched(plain, smaller)
+        time = _time(plain, orders)
+        if taken is None or time < taken:
+            best, taken = orders, time
+    return best
+
+
+@lru_cache(maxsize=64)
+def searched(request: Request, cap: int) -> RankActions:
+    """The fastest order found for this cap alone; never slower than a named V order that fits it.
+
+    Many microbatches are planned for 3p, and the steady state repeated.
+    """
+    pp, m = request.pp, request.microbatches
+    more = m - 3 * pp if m > 4 * pp else 0
+    short = replace(request, microbatches=m - more)
+    work = max(int(_WORK * request.effort), 6 * short.microbatches * pp * _LEAST)
+    search = Search(
+        short, cap, more, list(_fixed(short, cap)), _blocks(pp, cap), _bound(request, cap)
+    )
+    search.run(work)
+    if not more:
+        return search.pool[0].orders
+    candidates = list(_fixed(request, cap))
+    for _, orders in search.pool:
+        longer = repeat_period(orders, more)
+        if longer is not None and max(peak_sets(longer)) <= cap and _runs(request, longer):
+            candidates.append(longer)
+    return request.fastest(candidates)
+
+
+def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
+    """The named V orders that fit the cap, and the one for this cap at equal times."""
+    equal = replace(request, durations=request.durations.unit(request.placement))
+    yield _at_equal_times(equal, cap)
+    for make in (v_min, v_half, v_zb):
+        # With few microbatches an order may keep less than its name stands for.
+        orders = make(request.pp, request.microbatches)
+        if max(peak_sets(orders)) <= cap:
+            yield orders
+
+
+def _bound(request: Request, cap: int) -> Fraction:
+    """A time that no order under this cap beats."""
+    d = request.durations
+    if request.objective == "span":
+        work = (sum(rows[s] for rows in d[:3] for s in row) for row in request.placement.stages)
+        return Fraction(request.microbatches * max(work))
+    costs = Costs(hop=Fraction(d.hop), stages=tuple(tuple(map(Fraction, x)) for x in zip(*d[:3])))
+    return makespan_bound(request.placement, request.microbatches, costs, cap)
 
 
 def _time(request: Request, orders: RankActions) -> int:
     taken = request.time_of(orders)
     assert taken is not None  # only with a limit
     return taken
+
+
+def _runs(request: Request, orders: RankActions) -> bool:
+    try:
+        request.time_of(orders)
+    except ValueError:
+        return False  # the ranks' steady states do not fit together there
+    return True
 
 
 def unit_bound(pp: int, microbatches: int, cap: int) -> int:
@@ -92,155 +132,55 @@ def unit_bound(pp: int, microbatches: int, cap: int) -> int:
     return 6 * microbatches + max(6 * pp - 3 * cap - 1, 3 * pp - 1 - min(cap, 2 * pp))
 
 
-def _named(request: Request, cap: int) -> Iterator[RankActions]:
-    """The fixed V orders that fit, shaped for the costs."""
-    pp, m = request.pp, request.microbatches
-    plain = replace(request, memory_cap=None)
-    for make, need in ((v_min, v_min_cap(pp)), (v_half, v_half_cap(pp)), (v_zb, 2 * pp)):
-        # With few microbatches an order may keep less than its name stands for.
-        if need <= cap or m < 2 * pp:
-            fixed = make(pp, m)
-            if max(peak_sets(fixed)) <= cap:
-                yield _shaped(plain, make, min(need, cap))
-
-
-@lru_cache(maxsize=16)
-def _shaped(request: Request, make: Callable[[int, int], RankActions], cap: int) -> RankActions:
-    """The fastest of a fixed V order and its reorderings; the same for all larger caps."""
-    fixed = make(request.pp, request.microbatches)
-    return request.fastest([fixed, *request.reordered(fixed, cap, thorough=True)])
+def _at_unit_times(request: Request, cap: int) -> RankActions:
+    """The fastest order of this cap and all smaller ones; those of which the bound says that they
+    cannot be faster are not made."""
+    one, m = request.durations.forward[0], request.microbatches
+    best = _at_equal_times(request, cap)
+    least = _time(request, best)
+    for smaller in range(cap - 1, v_cap_limits(request.pp)[0] - 1, -1):
+        # The bound holds where memory binds: a rank has two sets a microbatch.
+        if smaller < 2 * m and least <= unit_bound(request.pp, m, smaller) * one:
+            break
+        if smaller >= 2 * m and request.pp > 16 and smaller % 8:
+            continue
+        orders = _at_equal_times(request, smaller)
+        taken = _time(request, orders)
+        if taken < least:
+            best, least = orders, taken
+    if request.microbatches >= 2 * request.pp:
+        return best  # the named orders are among what was made
+    named = (make(request.pp, m) for make in (v_min, v_half, v_zb))
+    return request.fastest([best, *(orders for orders in named if max(peak_sets(orders)) <= cap)])
 
 
 @lru_cache(maxsize=64)
-def _own(request: Request, cap: int) -> RankActions:
-    """The fastest order from blocks chosen for this cap. Long runs are planned for fewer
-    microbatches, and the steady state repeated."""
+def _at_equal_times(request: Request, cap: int) -> RankActions:
+    """The list-scheduled block that takes least at equal times."""
     more = request.microbatches - 3 * request.pp
     if more > request.pp:
-        short = replace(request, microbatches=3 * request.pp)
-        valid = []
-        for plan in _plans(short, cap, more):
-            longer = repeat_period(plan, more)
-            if longer is not None and max(peak_sets(longer)) <= cap and _runs(request, longer):
-                valid.append(longer)
-        if valid:
-            if not request.at_unit_times and request.microbatches * request.pp <= _WHOLE:
-                # What a greedy schedule gains at the ends may be no steady state to repeat.
-                valid += _best_whole(request, short, cap, more)
-            return request.fastest(valid)
-    return _plans(request, cap, 0)[0]
+        short = _unit_plan(replace(request, microbatches=3 * request.pp), cap)
+        longer = repeat_period(short, more)
+        if longer is not None and max(peak_sets(longer)) <= cap and _runs(request, longer):
+            return longer
+    return _unit_plan(request, cap)
 
 
-def _best_whole(request: Request, short: Request, cap: int, more: int) -> Iterable[RankActions]:
-    """All microbatches of the pattern that promises most."""
-    promises = []
-    for number, pattern in enumerate(_patterns(request.pp, request.durations, cap)):
-        stamped = pattern.stamp(short.microbatches)
-        period = pattern.period(request.durations)
-        assert period is not None
-        promises += [
-            (_time(short, orders) + more * period, number)
-            for orders in short.reordered(stamped, cap)
-        ]
-    best = _patterns(request.pp, request.durations, cap)[min(promises)[1]]
-    return request.reordered(best.stamp(request.microbatches), cap)
-
-
-def _runs(request: Request, orders: RankActions) -> bool:
-    try:
-        request.time_of(orders)
-    except ValueError:
-        return False  # the ranks' steady states do not fit together there
-    return True
-
-
-def _plans(request: Request, cap: int, more: int) -> list[RankActions]:
-    """The fastest order, and those that promise most for ``more`` microbatches more."""
-    if request.at_unit_times:
-        return [_unit_plan(request, cap, _blocks(request.pp, cap))]
-    ranked: list[tuple[int, int, Fraction, RankActions]] = []
-    for pattern in _patterns(request.pp, request.durations, cap):
-        stamped = pattern.stamp(request.microbatches)
-        period = pattern.period(request.durations)
-        assert period is not None
-        for orders in (stamped, *request.reordered(stamped, cap)):
-            ranked.append((_time(request, orders), len(ranked), period, orders))
-    first = min(ranked)
-    if not more:
-        return [first[3]]
-    later = sorted(ranked, key=lambda plan: (plan[0] + more * plan[2], plan[1]))
-    later = later[: _LATER if request.pp <= 8 else 1]
-    return [first[3], *(plan[3] for plan in later if plan[1] != first[1])]
-
-
-@lru_cache(maxsize=64)
-def _patterns(pp: int, durations: Durations, cap: int) -> list[Pattern]:
-    """The steady states with the shortest periods that were found for this cap."""
-    small = pp <= 8
-    blocks = _blocks(pp, cap)[: 48 if small else 6]
-    patterns = [Pattern.of(b.placement, b.interval, b.offsets) for b in blocks]
-    timed = []
-    for number, pattern in enumerate(patterns):
-        length = pattern.period(durations)
-        if length is not None:
-            timed.append((length, number))
-    timed.sort()
-    chosen = [patterns[number] for _, number in timed[: 4 if small else 1]]
-    steps = _SEARCH // pp**2
-    if steps > 2:
-        chosen += _searched(chosen[0], durations, cap, steps)
-    work = max(
-        sum(rows[s] for s in row for rows in durations[:3]) for row in Placement.vee(pp).stages
-    )
-    lengths = [length for p in chosen if (length := p.period(durations)) is not None]
-    if cap <= most_sets(pp) and min(lengths) > work:
-        better = chains(pp, durations, cap, 6 if small else 2)
-        chosen += better
-        if better and steps > 2:
-            chosen.append(improve(better[0], durations, cap, steps))
-    return chosen
-
-
-def _searched(start: Pattern, durations: Durations, cap: int, steps: int) -> list[Pattern]:
-    """Better steady states than ``start``. A search for costs that differ more from each other
-    finds other patterns; from those the search for the real costs starts once more."""
-    first = improve(start, durations, cap, steps)
-    second = improve(improve(start, _exaggerated(durations), cap, steps), durations, cap, steps)
-    return [first] if first == second else [first, second]
-
-
-def _exaggerated(durations: Durations) -> Durations:
-    """Every duration twice as far from the mean, but at least a quarter of it."""
-    rows = durations[:3]
-    total, count = sum(map(sum, rows)), sum(map(len, rows))
-
-    def far(time: int) -> int:
-        return max(4 * (2 * count * time - total), total)  # in units of 1/(4 count)
-
-    f, b, w = (tuple(far(time) for time in row) for row in rows)
-    return Durations(f, b, w, 4 * count * durations.hop, 4 * count * durations.scale)
-
-
-def _unit_plan(request: Request, cap: int, blocks: Sequence[Block]) -> RankActions:
-    """The list-scheduled block that takes least at equal times; stops at the bound, and one above
-    it after a few more tries."""
+def _unit_plan(request: Request, cap: int) -> RankActions:
+    """The fastest of the first blocks at equal times; stops at the bound, and one above it after a
+    few more tries."""
     one = request.durations.forward[0]
     bound = unit_bound(request.pp, request.microbatches, cap) * one
-    tries = _TRIES
-    if request.objective == "span":
-        # All there is to tell when to stop is the work of a rank, which few orders meet.
-        bound, tries = 6 * request.microbatches * one, _TRIES // 3
-    best: RankActions | None = None
+    best: RankActions = []
     least = 0
-    for tried, block in enumerate(blocks[:tries]):
+    for tried, block in enumerate(_blocks(request.pp, cap)[:_TRIES]):
         orders = list_schedule(block.stamp(request.microbatches), block.placement, cap)
         taken = _time(request, orders)
-        if best is None or taken < least:
+        if not best or taken < least:
             best, least = orders, taken
         if least <= bound or (least <= bound + one and tried >= 6):
             break
-    assert best is not None  # V-Min's block fits every cap
-    return best
+    return best  # V-Min's block fits every cap
 
 
 def _named_block(pp: int, cap: int) -> Block:
@@ -252,39 +192,51 @@ def _named_block(pp: int, cap: int) -> Block:
 
 @lru_cache(maxsize=256)
 def _blocks(pp: int, cap: int) -> list[Block]:
-    """Blocks that fit the cap, the likely best first: most memory, then shortest lifespans."""
+    """Blocks that fit the cap, the likely best first: most memory, then longest lifespans,
+    which leave most room for passes to come late.
+
+    A rank's two chunks turn around at the ends of the pipeline, so only the sum of a hop's steps
+    down and up matters, and here it changes once along the ranks (CM, appendix A).
+    """
     first = [_named_block(pp, cap)]
     if cap == v_min_cap(pp) + 1:
         # One set more than V-Min's: the last hop of the B's takes 2, and W waits.
         ones, last = (1,) * (pp - 1), (1,) * (pp - 2) + (2,)
         first += _block(pp, cap, (ones, ones, last, last), (1, 1, 1), True)
     found: list[tuple[tuple[int, int, int], Block]] = []
-    for steps in _step_choices(pp, cap):
-        for turns in product(_TURNS, repeat=3):
-            for block in _block(pp, cap, steps, turns, False):
-                key = (-block.peak(), sum(block.offsets.values()), len(found))
+    for steps, turns in _shapes(pp, cap):
+        ones, more = (1,) * (pp - 1), tuple(step - 1 for step in steps)
+        for late_w in (False, True):
+            for block in _block(pp, cap, (more, ones, more, ones), turns, late_w):
+                key = (-block.peak(), -sum(block.offsets.values()), len(found))
                 found.append((key, block))
     found.sort(key=lambda pair: pair[0])
     return first + [block for _, block in found]
 
 
-_Steps = tuple[tuple[int, ...], ...]  # F down, F up, B down, B up, by hop
-
-
-def _step_choices(pp: int, cap: int) -> Iterator[_Steps]:
-    """Step sizes that change once along the ranks, where the peak comes near the cap."""
+def _shapes(pp: int, cap: int) -> Iterator[tuple[tuple[int, ...], tuple[int, int, int]]]:
+    """Steps and turns of which no two passes of a rank collide, with about as much memory."""
     hops = pp - 1
-    # The lifespans of a rank's two chunks sum to about twice this, and the peak is a sixth.
-    wanted = Fraction(6 * cap - 9, 2)
     for a, b in product(_STEPS, repeat=2):
-        if sum(a) == sum(b):
-            counts = [hops] if a == b else []
-        else:
-            middle = round((wanted - sum(b) * hops) / (sum(a) - sum(b)))
-            counts = [n for n in range(middle - 2, middle + 3) if 1 <= n < hops]
-        for n in counts:
-            down, up = ((a[i],) * n + (b[i],) * (hops - n) for i in (0, 1))
-            yield down, up, down, up
+        for count in range(1, hops) if a != b else (hops,):
+            steps = (a,) * count + (b,) * (hops - count)
+            total = sum(steps)
+            to_last = {sum(steps[rank:]) % INTERVAL for rank in range(pp)}
+            for f_turn, loss_turn, b_turn in product(_TURNS, repeat=3):
+                # Lifespans of a rank's two chunks, up to the waits for W; a sixth is the peak.
+                spans = 2 * total + f_turn + 2 * loss_turn + b_turn
+                if not INTERVAL * (cap - 3) <= spans <= INTERVAL * cap:
+                    continue
+                # First F to second, and so on to the last B, on the last rank.
+                second = f_turn + loss_turn + total
+                if second % INTERVAL == 0 or (second - f_turn + b_turn) % INTERVAL == 0:
+                    continue
+                taken = {-f_turn, -b_turn, loss_turn + total, -second - b_turn}
+                if not any(place % INTERVAL in to_last for place in taken):
+                    yield steps, (f_turn, loss_turn, b_turn)
+
+
+_Steps = tuple[tuple[int, ...], ...]  # F down, F up, B down, B up, by hop
 
 
 def _block(
@@ -300,32 +252,3 @@ def _block(
         yield block
 
 
-def repeat_period(orders: RankActions, more: int) -> RankActions | None:
-    """``orders`` for ``more`` microbatches more: every rank's steady state repeated.
-
-    Returns:
-        None if some rank has no steady state, i.e. never runs the same passes for the next
-        microbatch twice in a row.
-    """
-    longer: RankActions = []
-    for row in orders:
-        size = len({(a.op, a.stage) for a in row})
-        run = best = end = 0
-        for j in range(size, len(row)):
-            before = row[j - size]
-            if row[j] == before._replace(microbatch=before.microbatch + 1):
-                run += 1
-                if run > best:
-                    best, end = run, j + 1
-            else:
-                run = 0
-        if best < size:
-            return None
-        start = end - best // 2
-        period = row[start - size : start]
-        middle = [
-            a._replace(microbatch=a.microbatch + n) for n in range(1, more + 1) for a in period
-        ]
-        tail = [a._replace(microbatch=a.microbatch + more) for a in row[start:]]
-        longer.append([*row[:start], *middle, *tail])
-    return longer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..actions import AnyAction, RankActions
-from .cap import v_cap
+from .cap import searched, v_cap
 from .dualpipev import dualpipev
 from .grouped import gis, gis_peak, interleaved_zb, interleaved_zb_small, po
 from .plain import interleaved, one_f_one_b, zb_h1, zb_h2
@@ -76,15 +76,22 @@ def _interleaved_zb(request: Request) -> RankActions:
 
 
 def _v_min(request: Request) -> RankActions:
-    return _shaped(v_min(request.pp, request.microbatches), v_min_cap(request.pp), request)
+    return _vee(v_min, v_min_cap(request.pp), request)
 
 
 def _v_half(request: Request) -> RankActions:
-    return _shaped(v_half(request.pp, request.microbatches), v_half_cap(request.pp), request)
+    return _vee(v_half, v_half_cap(request.pp), request)
 
 
 def _v_zb(request: Request) -> RankActions:
-    return _shaped(v_zb(request.pp, request.microbatches), 2 * request.pp, request)
+    return _vee(v_zb, 2 * request.pp, request)
+
+
+def _vee(make: Callable[[int, int], RankActions], cap: int, request: Request) -> RankActions:
+    """The published order at equal costs, for others the best that is found in its memory."""
+    if request.at_unit_times:
+        return make(request.pp, request.microbatches)
+    return searched(request, cap)
 
 
 def _gis(request: Request) -> RankActions:

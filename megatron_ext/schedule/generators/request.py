@@ -28,6 +28,8 @@ class Request:
             single rank's own span).
         group_size: of GIS; None for the schedule's own.
         memory_cap: most activation sets on a rank; None for the schedule's own.
+        effort: seconds that a search may take, about; in units of work, so that every machine
+            finds the same.
     """
 
     placement: Placement
@@ -36,6 +38,7 @@ class Request:
     objective: Objective = "makespan"
     group_size: int | None = None
     memory_cap: int | None = None
+    effort: float = 1
 
     @property
     def pp(self) -> int:

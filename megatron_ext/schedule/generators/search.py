@@ -1,0 +1,238 @@
+"""One search for orders on the V placement under a memory cap, for any costs.
+
+Three sources feed one small pool, in turns: building blocks that fit the cap, list-scheduled for
+the costs (start, steady state and end count, for they are scheduled as a whole); the dispatcher,
+whose policies vary from run to run; and list schedules of the pool's orders with other gaps. The
+sequence of trials is fixed, so more work never gives a slower order, and all ranks agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from random import Random
+from typing import NamedTuple, TypeVar
+
+from ..actions import RankActions
+from ..costs import Durations
+from ..effects import peak_sets
+from .building_block import Block
+from .dispatch import PRECEDENCES, Policy, dispatch
+from .list_scheduler import MinGap, list_schedule
+from .request import Request
+
+_T = TypeVar("_T")
+_GAPS = (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 3), Fraction(1, 4), Fraction(0))
+_FIRST_GAPS = (Fraction(3, 4), Fraction(1, 2), Fraction(1))  # the likely best first
+_POOL = 6  # orders
+_AHEAD = 6  # blocks that are tried with few microbatches before the best goes on
+_RUN = 48  # policies that a dispatcher's climb tries before another begins
+_NOISE = 8  # of 64: how far a duration is varied
+
+
+class Found(NamedTuple):
+    """One order, and how long it takes at the real number of microbatches."""
+
+    time: Fraction
+    orders: RankActions
+
+
+class Search:
+    """Orders for ``request`` under ``cap``, best first in ``pool``.
+
+    Args:
+        request: for as many microbatches as are tried.
+        cap: most activation sets on a rank.
+        more: microbatches to which the steady state will be repeated.
+        starts: orders under the cap to begin with.
+        blocks: that fit the cap, the likely best first.
+        enough: a time that no order beats.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        cap: int,
+        more: int,
+        starts: Iterable[RankActions],
+        blocks: Sequence[Block],
+        enough: Fraction,
+    ) -> None:
+        self.request, self.cap, self.more, self.enough = request, cap, more, enough
+        self.work = 0  # passes placed
+        self.pool: list[Found] = []
+        self._seen: set[int] = set()
+        self._sources = [self._blocks(blocks), self._dispatched(), self._varied()]
+        for orders in starts:
+            self._add(orders)
+            for gap in _FIRST_GAPS:
+                self._list(orders, gap)
+
+    def run(self, work: int) -> None:
+        """Try orders until ``work`` passes were placed, or no better order can be."""
+        while self.work < work and self._sources and not self._ended():
+            for source in list(self._sources):
+                if next(source, None) is None:
+                    self._sources.remove(source)
+
+    def _ended(self) -> bool:
+        return bool(self.pool) and self.pool[0].time <= self.enough
+
+    def _add(self, orders: RankActions) -> Fraction | None:
+        """The time of ``orders``, which the pool keeps if it is among the best."""
+        request = self.request
+        self.work += sum(map(len, orders)) // 4
+        taken = request.time_of(orders)
+        assert taken is not None
+        time = Fraction(taken)
+        if self.more:
+            longer = repeat_period(orders, request.pp)
+            if longer is None or max(peak_sets(longer)) > self.cap:
+                return None
+            try:
+                far = replace(request, microbatches=request.microbatches + request.pp)
+                after = far.time_of(longer)
+            except ValueError:
+                return None  # the ranks' steady states do not fit together
+            assert after is not None
+            time += Fraction((after - taken) * self.more, request.pp)
+        if len(self.pool) < _POOL or time < self.pool[-1].time:
+            key = hash(tuple(tuple(row) for row in orders))
+            if key not in self._seen:
+                self._seen.add(key)
+                self.pool = sorted([*self.pool, Found(time, orders)], key=lambda one: one.time)
+                del self.pool[_POOL:]
+        return time
+
+    def _list(
+        self, orders: RankActions, gaps: Fraction | Sequence[MinGap], durations: Durations | None = None
+    ) -> Fraction | None:
+        request = self.request
+        self.work += sum(map(len, orders))
+        durations = durations or request.durations
+        return self._add(list_schedule(orders, request.placement, self.cap, durations, gaps))
+
+    def _blocks(self, blocks: Sequence[Block]) -> Iterator[bool]:
+        """The blocks, those first that do best for half the microbatches."""
+        request, number = self.request, 0
+        half = replace(request, microbatches=-(-request.microbatches // 2))
+        waiting: list[tuple[int, int]] = []
+        while number < len(blocks) or waiting:
+            ahead = range(number, min(number + _AHEAD, len(blocks)))
+            for number in ahead:
+                block = blocks[number]
+                orders = list_schedule(
+                    block.stamp(half.microbatches), block.placement, self.cap, half.durations, _FIRST_GAPS[0]
+                )
+                self.work += sum(map(len, orders))
+                taken = half.time_of(orders)
+                assert taken is not None
+                waiting.append((taken, number))
+            number = ahead.stop
+            waiting.sort(reverse=True)
+            _, best = waiting.pop()
+            for gap in _FIRST_GAPS:
+                self._list(blocks[best].stamp(request.microbatches), gap)
+            yield True
+
+    def _dispatched(self) -> Iterator[bool]:
+        """Orders of the dispatcher: climbs from random policies, a few of which change a step."""
+        request, draw = self.request, _Draw()
+        pp = request.pp
+        while True:
+            best: tuple[Fraction, list[Policy]] | None = None
+            for tried in range(_RUN):
+                if best is None or tried < _RUN // 4:
+                    gap, precedence = draw.of(_GAPS), draw.below(len(PRECEDENCES))
+                    policies = [
+                        Policy(self.cap // 2 + draw.below(self.cap - self.cap // 2), precedence, gap)
+                        for _ in range(pp)
+                    ]
+                else:
+                    policies = list(best[1])
+                    for _ in range(draw.of((1, 1, 2, 3))):
+                        rank = draw.below(pp)
+                        policies[rank] = self._changed(policies[rank], draw)
+                self.work += 6 * request.microbatches * pp
+                time = self._add(dispatch(request, self.cap, policies))
+                if time is not None and (best is None or time <= best[0]):
+                    best = time, policies
+                if tried % 4 == 3:
+                    yield True
+
+    def _changed(self, policy: Policy, draw: _Draw) -> Policy:
+        kind = draw.below(3)
+        if kind == 0:
+            first = policy.first + draw.of((-1, 1))
+            return policy._replace(first=min(max(first, 1), self.cap - 1))
+        if kind == 1:
+            return policy._replace(precedence=draw.below(len(PRECEDENCES)))
+        return policy._replace(gap=draw.of(_GAPS))
+
+    def _varied(self) -> Iterator[bool]:
+        """List schedules of the pool's orders, with gaps and durations varied on a few ranks."""
+        request, draw = self.request, _Draw()
+        tried = 0
+        while True:
+            for _ in range(4):
+                if self.pool:
+                    # The best one gets half of the trials.
+                    place = 0 if tried % 2 else tried // 2 % len(self.pool)
+                    gaps: list[MinGap] = [(Fraction(3, 4), Fraction(3, 4))] * request.pp
+                    for _ in range(draw.of((1, 2, 3))):
+                        gaps[draw.below(request.pp)] = draw.of(_GAPS), draw.of(_GAPS)
+                    self._list(self.pool[place].orders, gaps, draw.noisy(request.durations))
+                tried += 1
+            yield True
+
+
+class _Draw:
+    """Random choices, the same on every machine and Python."""
+
+    def __init__(self) -> None:
+        self._random = Random(1).random
+
+    def below(self, count: int) -> int:
+        return int(self._random() * count)
+
+    def of(self, values: Sequence[_T]) -> _T:
+        return values[self.below(len(values))]
+
+    def noisy(self, durations: Durations) -> Durations:
+        f, b, w = (
+            tuple(time * (64 - _NOISE + self.below(2 * _NOISE + 1)) for time in row)
+            for row in durations[:3]
+        )
+        return Durations(f, b, w, 64 * durations.hop, durations.scale)
+
+
+def repeat_period(orders: RankActions, more: int) -> RankActions | None:
+    """``orders`` for ``more`` microbatches more: every rank's steady state repeated.
+
+    Returns:
+        None if some rank has no steady state, i.e. never runs the same passes for the next
+        microbatch twice in a row.
+    """
+    longer: RankActions = []
+    for row in orders:
+        size = len({(a.op, a.stage) for a in row})
+        run = best = end = 0
+        for j in range(size, len(row)):
+            before = row[j - size]
+            if row[j] == before._replace(microbatch=before.microbatch + 1):
+                run += 1
+                if run > best:
+                    best, end = run, j + 1
+            else:
+                run = 0
+        if best < size:
+            return None
+        start = end - best // 2
+        period = row[start - size : start]
+        middle = [
+            a._replace(microbatch=a.microbatch + n) for n in range(1, more + 1) for a in period
+        ]
+        tail = [a._replace(microbatch=a.microbatch + more) for a in row[start:]]
+        longer.append([*row[:start], *middle, *tail])
+    return longer
