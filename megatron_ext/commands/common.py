@@ -408,9 +408,11 @@ def per_rank(values: Sequence[Fraction]) -> str:
 
 
 def simulation_json(
-    simulation: Simulation, seconds: float, offloads: bool = False
+    simulation: Simulation, seconds: float, quality: dict[str, Any], offloads: bool = False
 ) -> dict[str, Any]:
     """The contract's object, with a ``note`` where ``auto`` or the offload pass says why.
+
+    ``quality`` has the fields that compare it with the best possible, and of its robustness.
 
     ``generation_seconds`` of a file is its reading and checking. The fields of offload are there
     if it was requested or a file has some, even if no set leaves.
@@ -429,6 +431,7 @@ def simulation_json(
         "peak_activation": [number_to_json(peak) for peak in peaks],
         "peak_activation_vs_1f1b": number_to_json(max(peaks) / schedule.pp),
         "generation_seconds": round(seconds, 6),
+        **quality,
         **(_offload_json(simulation) if offloads or simulation.transfers else {}),
         **({"note": schedule.note} if schedule.note else {}),
     }

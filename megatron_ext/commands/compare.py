@@ -13,7 +13,6 @@ from ..schedule.costs import number_to_json
 from ..schedule.generators import GENERATORS
 from ..schedule.generators.registry import takers
 from ..schedule.memory_cap import ShareCap
-from ..schedule.passes.lower import simulate_messages
 from ..schedule.select import AUTO, CapExceeded, ScheduleSpec, Selected, by_name, keeps, select
 from ..schedule.simulate import Simulation, simulate
 from .common import (
@@ -36,6 +35,7 @@ from .common import (
     simulation_json,
     sizes_of,
 )
+from .quality import Quality, add_jitter_options, jitter_of, percent, simulated
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,14 @@ class _Row:
         seconds: to make it and to plan its offload.
         over_cap: more stays on the device than the cap allows.
         before: the highest peak without offload, in microbatches; None if none was asked for.
+        quality: beside the bound, and under random pass times.
     """
 
     simulation: Simulation
     seconds: float
     over_cap: bool
     before: Fraction | None
+    quality: Quality
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -68,6 +70,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     add_offload_options(parser)
     add_network_options(parser)
+    add_jitter_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_compare)
 
@@ -87,7 +90,7 @@ def _compare(args: argparse.Namespace) -> None:
     asked = replace(
         sizes_of(args, AUTO), offload=offload_of(args, args.pp) if offloads(args) else None
     )
-    network = network_of(args)
+    network, noise = network_of(args), jitter_of(args)
     rows: list[_Row] = []
     impossible: dict[str, str] = {}
     for name, generator in GENERATORS.items():
@@ -105,8 +108,8 @@ def _compare(args: argparse.Namespace) -> None:
         before = None
         if spec.offload is not None:
             before = max(simulate(found.schedule.compute()).peak_activation)
-        run = simulate_messages(found.schedule, network)
-        rows.append(_Row(run, seconds, over_cap, before))
+        run, quality = simulated(found.schedule, args, network, noise)
+        rows.append(_Row(run, seconds, over_cap, before, quality))
     if not rows:
         name, reason = next(iter(impossible.items()))
         raise InputError(f"no schedule is possible here; {name}, for one: {reason}")
@@ -149,7 +152,7 @@ def _json(
     """
     schedules = []
     for row in rows:
-        fields = simulation_json(row.simulation, row.seconds, offloads(args))
+        fields = simulation_json(row.simulation, row.seconds, row.quality.json, offloads(args))
         if row.before is not None:
             fields["peak_activation_without_offload"] = number_to_json(row.before)
         if asked.cap is not None:
@@ -172,7 +175,8 @@ def _json(
 
 
 _OFFLOAD = ("offload", "offload_time", "offload_transfer")
-_HEADS = ("schedule", "chunks", "bubble", "span bubble", "makespan", "peak", "of 1F1B's", "made in")
+_HEADS = ("schedule", "chunks", "bubble", "span bubble", "makespan", "above bound")
+_MEMORY_HEADS = ("peak", "of 1F1B's")
 _OFFLOAD_HEADS = ("without", "host peak", "offloaded", "stall")
 
 
@@ -186,13 +190,16 @@ def _table(
     if args.objective is not None:
         limit += f"; objective {args.objective}"
     limit += network_text(network_of(args))
-    heads: tuple[str, ...] = _HEADS
+    noise = jitter_of(args)
+    heads = (*_HEADS, *(() if noise is None else ("with jitter",)), *_MEMORY_HEADS)
+    if noise is not None:
+        limit += f"; pass times +- {percent(noise.spread)}, {noise.runs} runs, seed {noise.seed}"
     if offloads(args):
         limit += f"; offload {args.offload}, {args.offload_time} of F+B+W a way"
         if args.offload_transfer is not None:
             limit += f", {args.offload_transfer}"
-        heads = (*_HEADS[:-1], *_OFFLOAD_HEADS, _HEADS[-1])
-    cells = [heads, *(_cells(row) for row in rows)]
+        heads += _OFFLOAD_HEADS
+    cells = [(*heads, "made in"), *(_cells(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [
         f"pp {args.pp}, microbatches {args.microbatches}; {costs_text(asked.costs)}{limit}",
@@ -204,8 +211,12 @@ def _table(
         lines.append("  ".join(padded) + ("  over the cap" if over else ""))
     lines += [
         "",
+        f"above bound: {_what(args)} over the least of any order at that placement and memory; "
+        "a longer search gains at most that",
         "peak: activations on the worst rank, in microbatches; 1F1B's is the number of ranks",
     ]
+    if noise is not None:
+        lines.append("with jitter: the mean makespan under random pass times")
     if offloads(args):
         lines += [
             "without: the same without offload; host peak: likewise, on the host",
@@ -220,8 +231,12 @@ def _table(
     return "\n".join(lines)
 
 
+def _what(args: argparse.Namespace) -> str:
+    return "the longest rank's span" if args.objective == "span" else "the makespan"
+
+
 def _cells(row: _Row) -> tuple[str, ...]:
-    run = row.simulation
+    run, (gap, _, spread) = row.simulation, row.quality
     peak = max(run.peak_activation)
     return (
         run.schedule.name,
@@ -229,6 +244,8 @@ def _cells(row: _Row) -> tuple[str, ...]:
         f"{float(100 * run.bubble):.2f} %",
         f"{float(100 * run.span_bubble):.2f} %",
         short(run.makespan),
+        "-" if gap is None else f"{float(100 * gap.above):.2f} %",
+        *(() if spread is None else (short(spread.mean),)),
         short(peak),
         f"{float(100 * peak / run.schedule.pp):.1f} %",
         *_offload_cells(row),

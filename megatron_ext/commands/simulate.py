@@ -7,7 +7,6 @@ import json
 import time
 
 from ..schedule.network import Network
-from ..schedule.passes.lower import simulate_messages
 from ..schedule.simulate import Simulation
 from .common import (
     Parser,
@@ -23,6 +22,7 @@ from .common import (
     short,
     simulation_json,
 )
+from .quality import Quality, add_jitter_options, jitter_of, simulated
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -32,24 +32,27 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     add_schedule_options(parser)
     add_network_options(parser)
+    add_jitter_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_simulate)
 
 
 def _simulate(args: argparse.Namespace) -> None:
-    network = network_of(args)
+    network, noise = network_of(args), jitter_of(args)
     started = time.perf_counter()
     schedule = schedule_of(args)
     seconds = time.perf_counter() - started
-    simulation = simulate_messages(schedule, network)
+    simulation, quality = simulated(schedule, args, network, noise)
     if args.json:
-        data = simulation_json(simulation, seconds, offloads(args))
+        data = simulation_json(simulation, seconds, quality.json, offloads(args))
         print(json.dumps({**data, **network_json(network)}))
     else:
-        print(_simulation_table(simulation, seconds, network), end="")
+        print(_simulation_table(simulation, quality, seconds, network), end="")
 
 
-def _simulation_table(simulation: Simulation, seconds: float, network: Network | None) -> str:
+def _simulation_table(
+    simulation: Simulation, quality: Quality, seconds: float, network: Network | None
+) -> str:
     schedule = simulation.schedule
     peaks = simulation.peak_activation
     return "\n".join(
@@ -58,6 +61,7 @@ def _simulation_table(simulation: Simulation, seconds: float, network: Network |
             f"microbatches {schedule.microbatches}; {costs_text(schedule.costs)}"
             f"{network_text(network)}",
             f"  makespan         {short(simulation.makespan)}",
+            *quality.lines,
             f"  bubble           {short(100 * simulation.bubble)} %",
             f"  span bubble      {short(100 * simulation.span_bubble)} %",
             f"  peak activation  {short(max(peaks))} microbatches, "

@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from itertools import accumulate
+from typing import NamedTuple
 
 from .costs import Costs, Durations
 from .placement import Placement
 
 
+class Bound(NamedTuple):
+    """A lower bound and what it comes from.
+
+    Attributes:
+        value: in the units of the costs.
+        kind: ``work``, the way to a rank and all its passes; ``way``, what a rank or a stage waits
+            for microbatches that are on their way; ``memory``, what a rank waits because only so
+            many activation sets fit; ``lifespan``, how long the sets stay (Little's law).
+    """
+
+    value: Fraction
+    kind: str
+
+
 def makespan_bound(
     placement: Placement, microbatches: int, costs: Costs, memory_cap: int | None = None
 ) -> Fraction:
-    """Least makespan of any order on ``placement``, in the units of the costs.
+    """``lower_bound`` of the makespan with split backward passes, in the units of the costs."""
+    return lower_bound(placement, microbatches, costs, memory_cap).value
 
-    The largest of: the way to a rank and all its work; one microbatch's whole way, all others
-    passing one of its stages; and with a memory cap, what waiting for memory takes: before its
-    first B a rank runs no more F's than fit ("Zero Bubble Pipeline Parallelism", arXiv 2401.10241,
-    section 3), and while at most ``memory_cap`` sets are resident each stays for its own way to
-    the loss and back (Little's law).
+
+def lower_bound(
+    placement: Placement,
+    microbatches: int,
+    costs: Costs,
+    memory_cap: int | None = None,
+    *,
+    fused: bool = False,
+    span: bool = False,
+) -> Bound:
+    """Least time of any order on ``placement``.
+
+    The largest of these. A rank's work after the way to it. A stage's F's or B's, and one
+    microbatch's way before and after them. On each rank the idle time before its first B, when it
+    runs no more F's than fit in memory ("Zero Bubble Pipeline Parallelism", arXiv 2401.10241,
+    section 3), and its idle time after its last F, when it runs B and W only of the sets that are
+    resident. And Little's law: at most ``memory_cap`` sets are resident, each for its microbatch's
+    way to the loss and back, and their number changes by one a pass at both ends. In V placement
+    at F=B=W without hops that is CM's bound (arXiv 2405.15362, figure 13) where memory binds.
+
+    A joint action (``F3.1+B4.0``) and a fused BW are no faster than their passes one by one, so
+    the bound holds for orders with them.
 
     Args:
         placement: where the stages lie.
@@ -26,55 +60,159 @@ def makespan_bound(
         costs: of the passes and hops.
         memory_cap: most activation sets (one chunk's for one microbatch) on a rank, counted from
             F's start to W's end; None for no cap.
+        fused: of orders in which B and W are one pass, BW; these cannot be as fast.
+        span: of the longest single rank's own span instead of the makespan.
 
     Raises:
         ValueError: per-stage costs for another number of stages.
     """
     d = costs.durations(placement)
-    n = placement.num_stages
-    hops = [d.hop * (placement.rank_of(s) != placement.rank_of(s + 1)) for s in range(n - 1)]
-    # Of microbatch 0, as early as data allows: start of F, from there to the start of B, and from
-    # a B's start to the end of all B's after it, in the first stages, and the last W.
-    f_start = list(accumulate((f + hop for f, hop in zip(d.forward, hops)), initial=0))
-    b_start = [0] * n
-    b_start[-1] = f_start[-1] + d.forward[-1]
-    for s in range(n - 2, -1, -1):
-        b_start[s] = b_start[s + 1] + d.backward_input[s + 1] + hops[s]
-    rest = [0] * n  # from the end of a stage's B to the last end after it
-    for s in range(n):
-        below = hops[s - 1] + d.backward_input[s - 1] + rest[s - 1] if s else 0
-        rest[s] = max(d.backward_weight[s], below)
-    bounds = [0]
-    for s in range(n):
-        # All F's of a stage, then the last microbatch's way on; the same for all B's.
-        after = (b_start[s] - f_start[s] - d.forward[s]) + d.backward_input[s] + rest[s]
-        bounds.append(f_start[s] + microbatches * d.forward[s] + after)
-        bounds.append(b_start[s] + microbatches * d.backward_input[s] + rest[s])
-    exact = Fraction(max(bounds))
+    if fused:
+        whole = tuple(b + w for b, w in zip(d.backward_input, d.backward_weight))
+        d = d._replace(backward_input=whole, backward_weight=(0,) * len(whole))
+    way = _Way.of(placement, d)
+    found = list(_of_stages(placement, microbatches, d, way, span))
     for row in placement.stages:
-        exact = max(exact, _rank_bound(row, microbatches, d, f_start, b_start, memory_cap))
-    return exact / d.scale
+        rank = _Rank.of(row, microbatches, d, way, span)
+        begin = 0 if span else way.f_start[row[0]]
+        found.append((Fraction(begin + rank.work), "work"))
+        found.append((Fraction(rank.work + rank.idle(None)), "way"))
+        if memory_cap is not None and memory_cap < microbatches * len(row):
+            found.append((Fraction(rank.work + rank.idle(memory_cap)), "memory"))
+            found.append((begin + rank.lifespan(memory_cap), "lifespan"))
+    value = max(value for value, _ in found)
+    kinds = {kind for at, kind in found if at == value}
+    return Bound(value / d.scale, next(k for k in _KINDS if k in kinds))
 
 
-def _rank_bound(
-    row: tuple[int, ...],
-    microbatches: int,
-    d: Durations,
-    f_start: list[int],
-    b_start: list[int],
-    memory_cap: int | None,
-) -> Fraction:
-    """What one rank needs, from the first start of all to its own last end."""
-    begin = f_start[row[0]]
-    work = microbatches * sum(
-        d.forward[s] + d.backward_input[s] + d.backward_weight[s] for s in row
-    )
-    if memory_cap is None:
-        return Fraction(begin + work)
-    # Before the first B only F's run, and each keeps a set.
-    first_b = min(b_start[s] for s in row)
-    longest = sorted((d.forward[s] for s in row for _ in range(microbatches)), reverse=True)
-    waiting = first_b + work - sum(longest[:memory_cap])
-    stays = sum(b_start[s] - f_start[s] + d.backward_input[s] + d.backward_weight[s] for s in row)
-    little = begin + Fraction(microbatches * stays, memory_cap)
-    return max(Fraction(begin + work), Fraction(waiting), little)
+_KINDS = ("work", "way", "memory", "lifespan")  # of equal bounds the simplest is named
+
+
+class _Way(NamedTuple):
+    """One microbatch as early as data allows: starts of F and B, and ends of W, of every stage."""
+
+    f_start: list[int]
+    b_start: list[int]
+    w_end: list[int]
+
+    @classmethod
+    def of(cls, placement: Placement, d: Durations) -> _Way:
+        n = placement.num_stages
+        hops = [d.hop * (placement.rank_of(s) != placement.rank_of(s + 1)) for s in range(n - 1)]
+        f_start = list(accumulate((f + hop for f, hop in zip(d.forward, hops)), initial=0))
+        back = [b + hop for b, hop in zip(d.backward_input[:0:-1], hops[::-1])]
+        b_start = list(accumulate(back, initial=f_start[-1] + d.forward[-1]))[::-1]
+        w_end = [sum(x) for x in zip(b_start, d.backward_input, d.backward_weight)]
+        return cls(f_start, b_start, w_end)
+
+    def rest(self, stage: int, stages: Iterable[int]) -> int:
+        """From the start of B of ``stage`` to the last end of W of ``stages`` up to it."""
+        return max(self.w_end[s] for s in stages if s <= stage) - self.b_start[stage]
+
+
+def _of_stages(
+    placement: Placement, m: int, d: Durations, way: _Way, span: bool
+) -> Iterator[tuple[Fraction, str]]:
+    """All F's, or all B's, of one stage, one microbatch's way before and the last one's after."""
+    # The span is at least that of the rank that has the first F.
+    ends = accumulate(way.w_end, max)
+    if span:
+        first = placement.stages[placement.rank_of(0)]
+        ends = accumulate((end if s in first else 0 for s, end in enumerate(way.w_end)), max)
+    for s, end in enumerate(ends):
+        yield Fraction(end + (m - 1) * d.forward[s]), "way"
+        yield Fraction(end + (m - 1) * d.backward_input[s]), "way"
+
+
+class _Rank(NamedTuple):
+    """What one rank's time is made of.
+
+    Attributes:
+        row: its stages.
+        work: of all its passes.
+        first_f, first_b: by stage, the earliest start of any.
+        after_f, after_b: by stage, the least time from the start of the last one to the end.
+    """
+
+    row: tuple[int, ...]
+    microbatches: int
+    durations: Durations
+    work: int
+    first_f: list[int]
+    first_b: list[int]
+    after_f: list[int]
+    after_b: list[int]
+
+    @classmethod
+    def of(
+        cls, row: tuple[int, ...], microbatches: int, d: Durations, way: _Way, span: bool
+    ) -> _Rank:
+        """With ``span``, of times from the rank's own first start to its own last end."""
+        begin = way.f_start[row[0]] if span else 0
+        after_b = [way.rest(s, row if span else range(s + 1)) for s in row]
+        return cls(
+            row,
+            microbatches,
+            d,
+            microbatches * sum(_whole(d, s) for s in row),
+            [way.f_start[s] - begin for s in row],
+            [way.b_start[s] - begin for s in row],
+            [way.b_start[s] - way.f_start[s] + after for s, after in zip(row, after_b)],
+            after_b,
+        )
+
+    def idle(self, cap: int | None) -> int:
+        """Least idle time, at most ``cap`` sets being resident."""
+        m, d, row = self.microbatches, self.durations, self.row
+        sets = m * len(row) if cap is None else cap
+        few = min(sets, m)
+        # By stage. Before its first B nothing of the stages up to it has left memory, and its own
+        # sets bound the microbatches that are in later ones. Likewise after its last F.
+        heads, tails = [], []
+        for i, s in enumerate(row):
+            later = few * sum(_whole(d, x) for x in row[i + 1 :])
+            forward = self._most((d.forward[x] for x in row[: i + 1]), sets)
+            heads.append(self.first_b[i] - forward - later)
+            backward = self._most((d.backward_input[x] + d.backward_weight[x] for x in row), sets)
+            tails.append(self.after_f[i] - d.forward[s] - backward - later)
+        head, tail = self.first_f[0], 0
+        # After the last B of all, W's of what is resident.
+        weights = self._most((d.backward_weight[x] for x in row), sets)
+        tail = max(tail, self.after_b[0] - d.backward_input[row[0]] - weights)
+        # A head and a tail are apart unless all F's of a stage come before a B.
+        first = max(head, *heads) + tail
+        last = head + max(tail, *tails)
+        both = 0
+        if m > sets:
+            both = max(heads) + max(tails)
+        elif m * len(row) > sets:
+            both = heads[-1] + tails[-1]
+        return max(first, last, both)
+
+    def _most(self, times: Iterable[int], count: int) -> int:
+        """Longest time that ``count`` passes take, of so many microbatches' of each."""
+        total = 0
+        for time in sorted(times, reverse=True):
+            now = min(count, self.microbatches)
+            total += now * time
+            count -= now
+        return total
+
+    def lifespan(self, cap: int) -> Fraction:
+        """Least span of the rank by Little's law.
+
+        The first sets come one F after the other, and the last ones leave one W (or BW) after the
+        other; there are more than ``cap`` sets, so that these two phases are apart.
+        """
+        d = self.durations
+        stays = sum(
+            b - f + d.backward_input[s] + d.backward_weight[s]
+            for s, f, b in zip(self.row, self.first_f, self.first_b)
+        )
+        comes = min(d.forward[s] for s in self.row)
+        leaves = min(d.backward_weight[s] or d.backward_input[s] for s in self.row)
+        return Fraction(self.microbatches * stays, cap) + Fraction((cap - 1) * (comes + leaves), 2)
+
+
+def _whole(d: Durations, stage: int) -> int:
+    return d.forward[stage] + d.backward_input[stage] + d.backward_weight[stage]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from . import grid
@@ -130,17 +130,15 @@ def simulate(
     """
     compute = schedule.compute()
     durations = (schedule.costs if costs is None else costs).durations(schedule.placement)
+    replay = Replay(schedule, durations, network)
+    durations = replay.durations
+    done, copies = replay.run()
+    start, end = _times(replay, done)
     transfers = None
-    if schedule.has_offload:
-        if schedule.link is None:
-            raise ScheduleError("the schedule offloads sets, but does not say how they travel")
-        times = schedule.link.times(schedule.placement, durations)
-        durations = times.durations
-        start, end, transfers = _run_with_copies(schedule, schedule.link, times, network)
-        stall = _last(end) - _last(run_times(_without_copies(schedule), durations, network)[1])
-        transfers = replace(transfers, stall=Fraction(stall, durations.scale))
-    else:
-        start, end = run_times(schedule, durations, network)
+    if replay.link is not None:
+        alone = Replay(_without_copies(schedule), durations, network)
+        stall = _last(end) - _last(_times(alone, alone.run()[0])[1])
+        transfers = _transfers(replay, done, copies, Fraction(stall, durations.scale))
     last = _last(end)
     span = max((e[-1] - s[0] for s, e in zip(start, end) if s), default=0)
     work = sum(e - s for ss, ee in zip(start, end) for s, e in zip(ss, ee))
@@ -162,87 +160,121 @@ def simulate(
 _Times = list[list[int]]
 
 
-def run_times(
-    schedule: Schedule, durations: Durations, network: Network | None = None
-) -> tuple[_Times, _Times]:
+class Replay:
+    """A schedule ready for the event loop, once or many times.
+
+    Args:
+        schedule: as for ``simulate``.
+        durations: of the passes and hops.
+        network: how messages wait for each other; None: not at all.
+
+    Attributes:
+        plain: its compute actions, and its offload actions if it has a link for them.
+        durations: the same in other units if copies need finer ones.
+        program: slots and lanes.
+        rows: nodes of the actions of ``plain``.
+
+    Raises:
+        ScheduleError: a RELEASE without its OFFLOAD, sets that travel without a link, or messages
+            that are not in the lists.
+        ValueError: the link is for another number of ranks.
+    """
+
+    def __init__(
+        self, schedule: Schedule, durations: Durations, network: Network | None = None
+    ) -> None:
+        if network is not None and not schedule.is_lowered and schedule.pp > 1:
+            raise ScheduleError("messages are simulated from lowered lists; lower the schedule")
+        self._lists, self._network = schedule.ranks, network
+        self._link_times: LinkTimes | None = None
+        self.link: Link | None = None
+        if schedule.has_offload:
+            if schedule.link is None:
+                raise ScheduleError("the schedule offloads sets, but does not say how they travel")
+            self.link = schedule.link
+            self._link_times = schedule.link.times(schedule.placement, durations)
+            durations = self._link_times.durations
+        self.durations = durations
+        self.plain = schedule.compute() if self.link is None else schedule.unlowered()
+        found = (part.microbatch for row in self.plain.ranks for a in row for part in a.parts)
+        kind = Program if network is None else NetworkProgram
+        self.program = kind(schedule.placement, durations, 1 + max(found, default=0))
+        self.rows: list[Row] = []
+        for rank, row in enumerate(self.plain.ranks):
+            try:
+                nodes = self.program.row if self.link is None else self.program.row_with_copies
+                self.rows.append(nodes(row))
+            except ValueError as error:
+                raise ScheduleError(f"rank {rank}: {error}") from None
+
+    def run(self, rows: list[Row] | None = None) -> tuple[Run, list[list[Copy]]]:
+        """What the event loop comes to, and the copies of every rank.
+
+        Args:
+            rows: ``rows`` with other durations; default ``rows``.
+
+        Raises:
+            ScheduleError: as ``simulate``.
+        """
+        plain, program, network = self.plain, self.program, self._network
+        every = rows = self.rows if rows is None else rows
+        if network is not None:
+            assert isinstance(program, NetworkProgram)
+            every = program.with_messages(self._lists, rows, network)
+        copies, slots = None, program.pass_slots
+        if self.link is not None:
+            assert self._link_times is not None
+            copies, slots = Copies(self._link_times, self.link, program), program.slots
+        try:
+            done = run(every, slots, copies=copies)
+        except RepeatedError as error:
+            rank, position = error.args
+            what = f"rank {rank}: {plain.ranks[rank][position]} repeats a pass that has already run"
+            raise ScheduleError(f"{what}\n{grid.around(plain.ranks, rank, position)}") from None
+        assert done is not None  # only with a limit
+        if any(position < len(row) for position, row in zip(done.at, every)):
+            if network is not None:
+                raise ScheduleError(
+                    "messages wait for each other in a circle with one stream for each "
+                    f"{network.streams}{' and one hardware queue' if network.queue else ''}"
+                )
+            raise _cannot_progress(plain, program, done)
+        return done, [] if copies is None else copies.done
+
+
+def run_times(schedule: Schedule, durations: Durations) -> tuple[_Times, _Times]:
     """Start and end of every compute action of a schedule without offload, rank by rank.
 
     Raises:
         ScheduleError: as ``simulate``.
     """
-    program = _program(schedule, durations, network)
-    rows = [program.row(row) for row in schedule.compute().ranks]
-    done = _finished(schedule, program, rows, network)
-    end = [[_at(done, node) for node in row] for row in rows]
-    start = [[at - node[0].took for at, node in zip(e, row)] for e, row in zip(end, rows)]
+    replay = Replay(schedule, durations)
+    return _times(replay, replay.run()[0])
+
+
+def _times(replay: Replay, done: Run) -> tuple[_Times, _Times]:
+    """Start and end of every compute action, rank by rank."""
+    start: _Times = []
+    end: _Times = []
+    for row, nodes in zip(replay.plain.ranks, replay.rows):
+        passes = [node for action, node in zip(row, nodes) if action.is_compute]
+        end.append([_at(done, node) for node in passes])
+        start.append([at - node[0].took for at, node in zip(end[-1], passes)])
     return start, end
 
 
-def _run_with_copies(
-    schedule: Schedule, link: Link, times: LinkTimes, network: Network | None
-) -> tuple[_Times, _Times, Transfers]:
-    """Start and end of the compute actions, and the copies beside them (without the stall)."""
-    program = _program(schedule, times.durations, network)
-    plain, rows = schedule.unlowered(), []
-    for rank, row in enumerate(plain.ranks):
-        try:
-            rows.append(program.row_with_copies(row))
-        except ValueError as error:
-            raise ScheduleError(f"rank {rank}: {error}") from None
-    copies = Copies(times, link, program)
-    done = _finished(schedule, program, rows, network, copies)
-    start: _Times = []
-    end: _Times = []
-    moments: _Times = []
-    for row, nodes in zip(plain.ranks, rows):
-        reached = [(a.is_compute, _at(done, node), node[0].took) for a, node in zip(row, nodes)]
-        end.append([at for compute, at, _ in reached if compute])
-        start.append([at - took for compute, at, took in reached if compute])
-        moments.append([at for compute, at, _ in reached if not compute])
-    host = peak_host_sets(plain.ranks)
-    return start, end, Transfers(link, copies.done, moments, plain.ranks, host, Fraction(0))
+def _transfers(replay: Replay, done: Run, copies: list[list[Copy]], stall: Fraction) -> Transfers:
+    assert replay.link is not None
+    ranks = replay.plain.ranks
+    moments = [
+        [_at(done, node) for action, node in zip(row, nodes) if not action.is_compute]
+        for row, nodes in zip(ranks, replay.rows)
+    ]
+    return Transfers(replay.link, copies, moments, ranks, peak_host_sets(ranks), stall)
 
 
 def _without_copies(schedule: Schedule) -> Schedule:
     return schedule.with_ranks([[a for a in row if not a.is_copy] for row in schedule.ranks])
-
-
-def _program(schedule: Schedule, durations: Durations, network: Network | None) -> Program:
-    found = (part.microbatch for row in schedule.ranks for a in row for part in a.parts)
-    kind = Program if network is None else NetworkProgram
-    return kind(schedule.placement, durations, 1 + max(found, default=0))
-
-
-def _finished(
-    schedule: Schedule,
-    program: Program,
-    rows: list[Row],
-    network: Network | None,
-    copies: Copies | None = None,
-) -> Run:
-    slots = program.pass_slots if copies is None else program.slots
-    every = rows
-    if network is not None:
-        assert isinstance(program, NetworkProgram)
-        if not schedule.is_lowered and schedule.pp > 1:
-            raise ScheduleError("messages are simulated from lowered lists; lower the schedule")
-        every = program.with_messages(schedule.ranks, rows, network)
-    plain = schedule.unlowered() if copies is not None else schedule.compute()
-    try:
-        done = run(every, slots, copies=copies)
-    except RepeatedError as error:
-        rank, position = error.args
-        what = f"rank {rank}: {plain.ranks[rank][position]} repeats a pass that has already run"
-        raise ScheduleError(f"{what}\n{grid.around(plain.ranks, rank, position)}") from None
-    assert done is not None  # only with a limit
-    if any(position < len(row) for position, row in zip(done.at, every)):
-        if network is not None:
-            raise ScheduleError(
-                "messages wait for each other in a circle with one stream for each "
-                f"{network.streams}{' and one hardware queue' if network.queue else ''}"
-            )
-        raise _cannot_progress(plain, program, done)
-    return done
 
 
 def _at(done: Run, node: Node) -> int:

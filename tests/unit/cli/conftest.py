@@ -19,6 +19,9 @@ FIELDS = [
     "peak_activation",
     "peak_activation_vs_1f1b",
     "generation_seconds",
+    "lower_bound",
+    "bound_kind",
+    "above_bound",
 ]
 
 

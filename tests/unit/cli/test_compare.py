@@ -87,10 +87,11 @@ def test_compare_group_size_and_objective(run):
 def test_compare_table(run):
     out = run("compare", "--pp", 4, "--microbatches", 8)[1].splitlines()
     assert out[0] == "pp 4, microbatches 8; costs F 1, B 1, W 1, hop 0"
-    head = "schedule chunks bubble span bubble makespan peak of 1F1B's made in"
+    head = "schedule chunks bubble span bubble makespan above bound peak of 1F1B's made in"
     assert out[2].split() == head.split()
     row = next(line for line in out if line.startswith("1f1b")).split()
-    assert row[:-2] == ["1f1b", "1", "27.27", "%", "27.27", "%", "33", "4", "100.0", "%"]
+    assert row[:8] == ["1f1b", "1", "27.27", "%", "27.27", "%", "33", "0.00"]
+    assert row[8:-2] == ["%", "4", "100.0", "%"]
 
 
 OFFLOAD = ["--offload", "auto", "--offload-time", 0.25]
@@ -144,7 +145,7 @@ def test_compare_table_with_offload(run):
     assert out[0].endswith("memory cap 50 % of 1F1B's peak; offload auto, 0.25 of F+B+W a way")
     assert out[2].endswith("of 1F1B's  without  host peak  offloaded  stall  made in")
     row = next(line for line in out if line.startswith("1f1b")).split()
-    assert row[6:-2] == ["33", "2", "50.0", "%", "4", "4", "14", "0"]
+    assert row[6:-2] == ["33", "0.00", "%", "2", "50.0", "%", "4", "4", "14", "0"]
     assert any(line.startswith("v-zb") and line.endswith("  over the cap") for line in out)
     out = run(*argv[:5], "--offload", 2, "--offload-time", 1)[1]
     assert "  1f1b: cannot offload 2 chunks of a rank that has 1; give 0 to 1" in out

@@ -117,10 +117,10 @@ def test_bad_input_is_one_line_and_status_2(run, argv, message):
 
 
 def test_a_bug_stays_a_traceback(monkeypatch):
-    def broken(schedule, network):
+    def broken(*_):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(simulate, "simulate_messages", broken)
+    monkeypatch.setattr(simulate, "simulated", broken)
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["simulate", "--schedule", "1f1b", "--pp", "2", "--microbatches", "2"])
 

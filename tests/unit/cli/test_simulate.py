@@ -30,6 +30,9 @@ def test_simulate_json_is_the_contract(run):
         "span_bubble": pytest.approx(3 / 11),
         "peak_activation": [4, 3, 2, 1],
         "peak_activation_vs_1f1b": 1,
+        "lower_bound": 33,
+        "bound_kind": "way",
+        "above_bound": 0,
     }
     assert '"makespan": 33,' in out, "whole numbers are ints"
 

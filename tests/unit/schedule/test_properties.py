@@ -12,7 +12,6 @@ from megatron_ext.schedule import (
     GENERATORS,
     NAMES,
     Costs,
-    Placement,
     Schedule,
     check,
     generate,
@@ -21,7 +20,7 @@ from megatron_ext.schedule import (
 )
 from megatron_ext.schedule.bounds import makespan_bound
 from megatron_ext.schedule.generators import Objective
-from megatron_ext.schedule.generators.cap import unit_bound, v_cap_limits
+from megatron_ext.schedule.generators.cap import v_cap_limits
 from megatron_ext.schedule.generators.grouped import gis_peak
 from tests.support.grids import sampled
 from tests.support.schedules import made
@@ -136,21 +135,3 @@ def test_auto_fits_its_cap(seed: int) -> None:
         assert max(run.peak_activation) <= Fraction(cap, 2)
         assert before is None or run.makespan <= before
         before = run.makespan
-
-
-def test_bounds_are_met_where_an_order_is_optimal() -> None:
-    """Closed forms: 1F1B's way out and back, ZB-H1 and V-ZB at equal costs without hops."""
-    for pp in (2, 3, 5, 8):
-        loop, vee = Placement.loop(pp), Placement.vee(pp)
-        for m in (2 * pp, 3 * pp + 1):
-            assert makespan_bound(loop, m, Costs()) == 3 * m + pp - 1
-            assert 2 * makespan_bound(vee, m, Costs(), 2 * pp) == unit_bound(pp, m, 2 * pp)
-        assert makespan_bound(loop, 1, Costs.of(2, 3, 1, "0.5")) == 5 * pp + 1 + pp - 1
-
-
-def test_bound_with_little_memory() -> None:
-    """One set: a rank does one microbatch at a time, from its F through the loss to its W."""
-    costs = Costs.of(2, 3, 1, "0.5")
-    for pp in (2, 4):
-        stays = 5 * pp + 1 + pp - 1
-        assert makespan_bound(Placement.loop(pp), 6, costs, 1) == 6 * stays

@@ -1,0 +1,199 @@
+"""How good a simulated schedule is: beside the best known bound, and under random pass times."""
+
+from __future__ import annotations
+
+import argparse
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from .._input import flag_of, fraction, shown
+from ..schedule.bounds import lower_bound
+from ..schedule.costs import number_to_json
+from ..schedule.jitter import MOST, RUNS, Spread, jitter
+from ..schedule.memory_cap import Cap
+from ..schedule.network import Network
+from ..schedule.passes.lower import lower
+from ..schedule.schedule import Schedule
+from ..schedule.simulate import Simulation, simulate
+from .common import InputError, Parser, memory_cap, positive, short
+
+
+class Gap(NamedTuple):
+    """A schedule's time beside the least of any order at its placement and memory.
+
+    Attributes:
+        bound: on the makespan, or on the longest rank's own span, in units of the costs.
+        kind: what it comes from (``schedule.bounds.Bound``).
+        above: the schedule's time over the bound, less 1.
+        sets: activation sets a rank that the bound allows; None: any number.
+        fused: it is of orders with B and W in one pass, as the schedule has.
+        span: it is on the span.
+    """
+
+    bound: Fraction
+    kind: str
+    above: Fraction
+    sets: int | None
+    fused: bool
+    span: bool
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The fields of a schedule."""
+        return {
+            "lower_bound": number_to_json(self.bound),
+            "bound_kind": self.kind,
+            "above_bound": number_to_json(self.above),
+        }
+
+    @property
+    def text(self) -> str:
+        """A line for people."""
+        why = f"{self.kind}, B and W in one pass" if self.fused else self.kind
+        if self.kind in ("memory", "lifespan"):
+            why += f", {self.sets} sets"
+        what = f"{short(self.bound)}{' of the span' if self.span else ''} ({why})"
+        if not self.above:
+            return f"{what}; reached: a longer search gains nothing"
+        return f"{what}; {percent(self.above)} above: a longer search gains at most that"
+
+
+def gap_of(simulation: Simulation, cap: Cap | None, objective: str | None) -> Gap | None:
+    """The gap at the cap, or at the schedule's own peak if that is more or there is no cap.
+
+    With offload a rank may keep any number of sets, as if copies took no time. None for a schedule
+    without backward passes.
+    """
+    schedule, span = simulation.schedule, objective == "span"
+    sets: int | None = max(simulation.peak_sets)
+    if not sets:
+        return None
+    if simulation.transfers is not None:
+        sets = None
+    elif cap is not None:
+        sets = max(sets, cap.most_sets(schedule.placement))
+    fused = not schedule.splits_backward
+    bound, kind = lower_bound(
+        schedule.placement,
+        schedule.microbatches,
+        schedule.costs,
+        sets,
+        fused=fused,
+        span=span,
+    )
+    time = simulation.makespan
+    if span:
+        longest = max(end[-1] - start[0] for start, end in zip(simulation.start, simulation.end))
+        time = Fraction(longest, simulation.scale)
+    return Gap(bound, kind, time / bound - 1, sets, fused, span)
+
+
+def add_jitter_options(parser: Parser) -> None:
+    """``--jitter``, ``--runs`` and ``--seed``."""
+    group = parser.add_argument_group("robustness")
+    group.add_argument(
+        "--jitter",
+        metavar="X",
+        help="the makespan under random pass times too: each is lognormal around its cost with "
+        "relative standard deviation X, such as 0.1",
+    )
+    group.add_argument("--runs", type=positive, metavar="N", help=f"how many (default {RUNS})")
+    group.add_argument("--seed", type=int, metavar="S", help="of the pass times (default 0)")
+
+
+class Jitter(NamedTuple):
+    """What the options of ``add_jitter_options`` ask for."""
+
+    spread: Fraction
+    runs: int
+    seed: int
+
+    def of(self, schedule: Schedule, network: Network | None) -> Spread:
+        """Makespans of ``schedule``, lowered if there is a network."""
+        return jitter(schedule, self.spread, self.runs, self.seed, network)
+
+    def json(self, spread: Spread) -> dict[str, Any]:
+        """The field of a schedule."""
+        times = {name: float(value) for name, value in spread._asdict().items() if name != "exact"}
+        asked = {"jitter": float(self.spread), "runs": self.runs, "seed": self.seed}
+        return {"makespan_quantiles": {**asked, **times, "ratio": float(spread.ratio)}}
+
+    def text(self, spread: Spread) -> str:
+        """A line for people."""
+        return (
+            f"mean {short(spread.mean)} ({percent(spread.ratio - 1)} longer), median "
+            f"{short(spread.median)}, 95 % within {short(spread.p95)}, worst "
+            f"{short(spread.worst)}; pass times +- {percent(self.spread)}, {self.runs} runs, "
+            f"seed {self.seed}"
+        )
+
+
+def jitter_of(args: argparse.Namespace) -> Jitter | None:
+    """What the options ask for; None without ``--jitter``.
+
+    Raises:
+        InputError: a number is out of range, or the other options are there alone.
+    """
+    if args.jitter is None:
+        for option in ("runs", "seed"):
+            if getattr(args, option) is not None:
+                raise InputError(
+                    f"{flag_of(option)} {getattr(args, option)} is for --jitter; give both"
+                )
+        return None
+    try:
+        spread = fraction(args.jitter)
+    except ValueError:
+        spread = Fraction(-1)
+    if not 0 <= spread <= MOST:
+        raise InputError(
+            f"--jitter must be a number from 0 to {MOST}, such as 0.1, got {shown(args.jitter)}"
+        )
+    return Jitter(spread, args.runs or RUNS, args.seed or 0)
+
+
+class Quality(NamedTuple):
+    """How good a schedule is.
+
+    Attributes:
+        gap: to the bound; None without backward passes.
+        noise: what was asked for; None if nothing was.
+        spread: the makespan under random pass times; None if that was not asked for.
+    """
+
+    gap: Gap | None
+    noise: Jitter | None
+    spread: Spread | None
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The fields of a schedule."""
+        fields = {} if self.gap is None else self.gap.json
+        if self.noise is not None and self.spread is not None:
+            fields |= self.noise.json(self.spread)
+        return fields
+
+    @property
+    def lines(self) -> list[str]:
+        """For people."""
+        lines = [] if self.gap is None else [f"  bound            {self.gap.text}"]
+        if self.noise is not None and self.spread is not None:
+            lines.append(f"  jitter           {self.noise.text(self.spread)}")
+        return lines
+
+
+def simulated(
+    schedule: Schedule, args: argparse.Namespace, network: Network | None, noise: Jitter | None
+) -> tuple[Simulation, Quality]:
+    """Run ``schedule``, and compare it with the best at the cap and by the objective asked for."""
+    if network is not None and not schedule.is_lowered:
+        schedule = lower(schedule)
+    simulation = simulate(schedule, network=network)
+    gap = gap_of(simulation, memory_cap(args), args.objective)
+    spread = None if noise is None else noise.of(schedule, network)
+    return simulation, Quality(gap, noise, spread)
+
+
+def percent(share: Fraction) -> str:
+    """A share for people."""
+    return f"{float(100 * share):.3g} %"

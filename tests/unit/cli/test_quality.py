@@ -1,0 +1,109 @@
+"""The bound and the random pass times in ``simulate`` and ``compare``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_ext.schedule import Link, forward_only, generate, offload_pass, simulate
+from megatron_ext.schedule.jitter import jitter
+
+from .conftest import options
+
+REAL = ["--cost", "1,0.98,0.74"]
+OFFLOAD = ["--offload", "half", "--offload-time", 0.25]
+
+
+def _data(run, *argv):
+    status, out, err = run(*argv, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "line"),
+    [
+        ("v-half", [], "26.5 (memory, 6 sets); reached: a longer search gains nothing"),
+        ("v-min", [*REAL, "--microbatches", 9], "(memory, 4 sets); "),
+        ("1f1b", [], "33 (way, B and W in one pass); reached: a longer search gains nothing"),
+        ("zb-h2", ["--objective", "rank-span"], "24 of the span (work); reached: "),
+        ("v-zb", OFFLOAD, "25.5 (work); reached: "),
+        ("v-min", [*OFFLOAD, "--offload-transfer", "dual"], "25.5 (work); 15.7 % above: a longer"),
+    ],
+)
+def test_bound_line(run, name, more, line):
+    out = run("simulate", *options(name, 4, 8), *more)[1]
+    (bound,) = [text for text in out.splitlines() if text.startswith("  bound ")]
+    assert line in bound, bound
+
+
+def test_bound_at_the_cap(run):
+    """A cap that is not used up counts; a schedule over it counts with its own peak."""
+    argv = ["--pp", 4, "--microbatches", 5, *REAL, "--memory-cap", 0.7]
+    rows = {row["schedule"]: row for row in _data(run, "compare", *argv)["schedules"]}
+    at_cap = _data(run, "simulate", "--schedule", "v-cap", *argv)
+    for field in ("lower_bound", "bound_kind", "above_bound"):
+        assert rows["v-cap"][field] == at_cap[field]
+    own = _data(run, "simulate", *options("v-min", 4, 5), *REAL)
+    assert rows["v-min"]["peak_activation_vs_1f1b"] == 0.5
+    assert rows["v-min"]["lower_bound"] == at_cap["lower_bound"] < own["lower_bound"]
+    over = _data(run, "simulate", *options("v-zb", 4, 5), *REAL)
+    assert rows["v-zb"]["over_cap"] and rows["v-zb"]["lower_bound"] == over["lower_bound"]
+    for row in rows.values():
+        assert row["above_bound"] == pytest.approx(row["makespan"] / row["lower_bound"] - 1)
+        assert row["above_bound"] >= 0
+
+
+def test_forward_only_has_no_bound(run, file_of):
+    path = file_of(forward_only(generate("1f1b", 2, 2).placement, 3))
+    assert "lower_bound" not in _data(run, "simulate", "--schedule", path)
+    assert "  bound " not in run("simulate", "--schedule", path)[1]
+
+
+JITTER = ["--jitter", 0.1, "--runs", 8, "--seed", 3]
+
+
+def test_jitter(run, file_of):
+    data = _data(run, "simulate", *options("v-half", 4, 8), *REAL, *JITTER)
+    got = data["makespan_quantiles"]
+    fields = ["jitter", "runs", "seed", "mean", "median", "p95", "worst", "ratio"]
+    assert list(got) == fields and (got["jitter"], got["runs"], got["seed"]) == (0.1, 8, 3)
+    assert data["makespan"] < got["mean"] == pytest.approx(got["ratio"] * data["makespan"])
+    out = run("simulate", *options("v-half", 4, 8), *REAL, *JITTER)[1]
+    assert "; pass times +- 10 %, 8 runs, seed 3\n" in out
+    for more in (["--p2p", "rank", "--queue", 1], OFFLOAD):
+        other = _data(run, "simulate", *options("v-half", 4, 8), *REAL, *more, *JITTER)
+        assert other["makespan"] < other["makespan_quantiles"]["mean"]
+    offloaded = offload_pass(generate("v-half", 4, 8), Link.of(4, "0.25"), "half").schedule
+    path = file_of(offloaded)
+    exact = _data(run, "simulate", "--schedule", path, "--jitter", 0, "--runs", 1)
+    assert exact["makespan_quantiles"]["worst"] == simulate(offloaded).makespan
+    again = _data(run, "simulate", "--schedule", path, *JITTER)["makespan_quantiles"]
+    assert again["mean"] == float(jitter(offloaded, 0.1, 8, 3).mean)
+
+
+def test_compare_with_jitter(run):
+    argv = ["--pp", 2, "--microbatches", 4]
+    for row in _data(run, "compare", *argv, *JITTER)["schedules"]:
+        alone = _data(run, "simulate", "--schedule", row["schedule"], *argv, *JITTER)
+        assert row["makespan_quantiles"] == alone["makespan_quantiles"]
+    out = run("compare", *argv, *JITTER)[1].splitlines()
+    assert out[0].endswith("; pass times +- 10 %, 8 runs, seed 3")
+    assert "  makespan  above bound  with jitter  peak  of 1F1B's  made in" in out[2]
+    assert "with jitter: the mean makespan under random pass times" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["--jitter", "x"], "--jitter must be a number from 0 to 2, such as 0.1, got 'x'"),
+        (["--jitter", "2.5"], "--jitter must be a number from 0 to 2, such as 0.1, got '2.5'"),
+        (["--jitter", "0.1", "--runs", "0"], "--runs: must be a whole number >= 1"),
+        (["--runs", "5"], "--runs 5 is for --jitter; give both"),
+        (["--seed", "0"], "--seed 0 is for --jitter; give both"),
+    ],
+)
+def test_bad_jitter(run, argv, error):
+    status, out, err = run("simulate", *options("1f1b", 2, 2), *argv)
+    assert (status, out) == (2, "") and error in err

@@ -1,0 +1,202 @@
+"""Lower bounds: never above a schedule, nor above the exact optimum of what is small enough."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from itertools import product
+
+import pytest
+
+from megatron_ext.schedule import NAMES, Costs, Placement, generate, simulate
+from megatron_ext.schedule.bounds import lower_bound, makespan_bound
+from tests.support.grids import sampled
+
+Op = tuple[str, int]  # F, B or W, and its stage
+
+
+def shortest(
+    placement: Placement, m: int, times: dict[Op, int], hop: int, cap: int, fused: bool
+) -> int:
+    """The exact makespan of the best order: every state that can be reached, unit by unit.
+
+    A state is how many passes of each kind have started, and what runs or is on its way, as
+    (pass, time to its end, less than 0 once it has ended). Microbatches are alike, so they run in
+    order of their numbers.
+    """
+    n, free = placement.num_stages, "B" if fused else "W"
+    rows = [[op for op in times if op[1] in row] for row in placement.stages]
+
+    def inputs(op: Op) -> list[Op]:
+        kind, s = op
+        if kind == "F":
+            return [("F", s - 1)] if s else []
+        own = [("F" if kind == "B" else "B", s)]
+        return own + ([("B", s + 1)] if kind == "B" and s + 1 < n else [])
+
+    numbers = {op: i for i, op in enumerate(times)}
+    needs = {
+        op: [(numbers[x], hop * (placement.rank_of(x[1]) != rank)) for x in inputs(op)]
+        for rank, row in enumerate(rows)
+        for op in row
+    }
+
+    def starts(
+        rank: int, started: tuple[int, ...], flying: frozenset[tuple[int, int]]
+    ) -> list[int]:
+        """Passes that a rank can start now."""
+        mine = {numbers[op] for op in rows[rank]}
+        if any(i in mine and left > 0 for i, left in flying):
+            return []
+
+        def ended(i: int, ago: int) -> int:
+            return started[i] - sum(1 for k, left in flying if k == i and left > -ago)
+
+        held = sum(started[numbers[op]] for op in rows[rank] if op[0] == "F")
+        held -= sum(ended(numbers[op], 0) for op in rows[rank] if op[0] == free)
+        return [
+            numbers[op]
+            for op in rows[rank]
+            if started[numbers[op]] < m
+            and (op[0] != "F" or held < cap)
+            and all(ended(i, ago) > started[numbers[op]] for i, ago in needs[op])
+        ]
+
+    durations = list(times.values())
+    goal = (m,) * len(durations)
+    states = {((0,) * len(durations), frozenset[tuple[int, int]]())}
+    time = 0
+    while True:
+        following = set()
+        for started, flying in states:
+            if started == goal and all(left <= 0 for _, left in flying):
+                return time
+            choices = [[None, *starts(rank, started, flying)] for rank in range(placement.pp)]
+            for chosen in product(*choices):
+                count, now = list(started), set(flying)
+                for i in chosen:
+                    if i is not None:
+                        count[i] += 1
+                        now.add((i, durations[i]))
+                later = frozenset((i, left - 1) for i, left in now if left > -hop)
+                following.add((tuple(count), later))
+        states, time = following, time + 1
+        assert states and time < 200
+
+
+UNIT = (1, 1, 1, 0)
+CASES = [
+    # placement, m, costs of a stage and hop, caps
+    (Placement.loop(2), 3, UNIT, (1, 2, 3, 6)),
+    (Placement.loop(2), 3, (2, 1, 1, 1), (1, 2, 3)),
+    (Placement.loop(2), 3, (1, 2, 1, 0), (1, 2)),
+    (Placement.loop(3), 2, (1, 1, 2, 1), (1, 2)),
+    (Placement.loop(3), 3, UNIT, (2, 3)),
+    (Placement.vee(2), 1, (2, 1, 1, 1), (2,)),
+    (Placement.vee(2), 2, UNIT, (2, 3, 4)),
+    (Placement.vee(2), 2, (1, 2, 1, 1), (2, 3, 4)),
+    (Placement.vee(2), 3, UNIT, (3, 4)),
+    (Placement.loop(2, 2), 2, UNIT, (2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "fused"),
+    sampled(
+        product(range(len(CASES)), (False, True)),
+        [*product((0, 6), (False, True)), *((k, False) for k in (2, 3, 5)), (1, True), (9, True)],
+    ),
+)
+def test_bound_and_optimum(case: int, fused: bool) -> None:
+    """Never above the optimum of any order, and at most two units below it where it is tiny."""
+    placement, m, (f, b, w, hop), caps = CASES[case]
+    rng = random.Random(case)
+    for cap in caps:
+        for uneven in (False, True):
+            rows = [[f, b, w] for _ in range(placement.num_stages)]
+            if uneven:
+                rows[rng.randrange(len(rows))][rng.randrange(3)] += 1
+            times: dict[Op, int] = {}
+            for s, (forward, backward, weight) in enumerate(rows):
+                times["F", s] = forward
+                times["B", s] = backward + weight if fused else backward
+                if not fused:
+                    times["W", s] = weight
+            costs = Costs.of(hop=hop, stages=rows)
+            bound = lower_bound(placement, m, costs, cap, fused=fused).value
+            assert bound <= shortest(placement, m, times, hop, cap, fused) <= bound + 2
+
+
+COSTS = [
+    lambda n: Costs(),
+    lambda n: Costs.parse("1,0.98,0.74,0.05"),
+    lambda n: Costs.parse("3,1,0.2"),
+    lambda n: Costs.parse("1,2,4,1"),
+    lambda n: Costs.of(hop="0.3", stages=[[1 + 3 * (s == n - 1), 1, 1] for s in range(n)]),
+    lambda n: Costs.of(stages=[[1 + s % 3, 2, 1 + s % 2] for s in range(n)]),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_named_schedule_is_below_its_bound(name: str) -> None:
+    """A fixed order under many costs: of the makespan and the span, at its own peak."""
+    for pp, factor in product((2, 3, 6), (0, 1, 2)):
+        m = factor * pp + 1
+        schedule = generate(name, pp, m)
+        n = schedule.placement.num_stages
+        for costs in (make(n) for make in COSTS):
+            run = simulate(schedule, costs)
+            span = Fraction(max(e[-1] - s[0] for s, e in zip(run.start, run.end)), run.scale)
+            sets, fused = max(run.peak_sets), not schedule.splits_backward
+            for time, on_span in ((run.makespan, False), (span, True)):
+                bound = lower_bound(
+                    schedule.placement, m, costs, sets, fused=fused, span=on_span
+                ).value
+                split = lower_bound(schedule.placement, m, costs, sets, span=on_span).value
+                wide = lower_bound(schedule.placement, m, costs, fused=fused, span=on_span).value
+                assert time >= bound >= max(split, wide)
+
+
+def test_equal_costs_in_v_placement() -> None:
+    """CM's closed form (figure 13) and the last rank's, wherever memory binds."""
+    for pp in range(2, 17):
+        for m in (1, 2, pp, 2 * pp, 3 * pp + 1):
+            for cap in range(2, min(2 * pp, 2 * m - 1) + 1):
+                bound = 2 * lower_bound(Placement.vee(pp), m, Costs(), cap).value
+                least = 6 * m + max(6 * pp - 3 * cap - 1, 3 * pp - 1 - cap)
+                assert bound >= least
+                if cap >= 2 * ((pp + 4) // 3) and m >= 2 * pp:
+                    assert bound == least
+
+
+def test_kinds() -> None:
+    loop, vee = Placement.loop(4), Placement.vee(8)
+    real = Costs.parse("1,0.98,0.74")
+    for placement, m, costs, cap, fused, kind in (
+        (loop, 8, Costs(), 4, False, "work"),
+        (loop, 8, Costs(), 4, True, "way"),
+        (vee, 16, real, 12, False, "memory"),
+        (loop, 8, Costs(), 1, False, "lifespan"),
+    ):
+        assert lower_bound(placement, m, costs, cap, fused=fused).kind == kind
+    assert lower_bound(vee, 16, real, 12).value == Fraction("50.34")
+    scaled = Costs.parse("1000,980,740")
+    assert makespan_bound(vee, 16, scaled, 12) == 50340
+
+
+def test_bounds_are_met_where_an_order_is_optimal() -> None:
+    """Closed forms: 1F1B's way out and back, ZB-H1 and V-ZB at equal costs without hops."""
+    for pp in (2, 3, 5, 8):
+        loop, vee = Placement.loop(pp), Placement.vee(pp)
+        for m in (2 * pp, 3 * pp + 1):
+            assert makespan_bound(loop, m, Costs()) == 3 * m + pp - 1
+            assert 2 * makespan_bound(vee, m, Costs(), 2 * pp) == 6 * m + pp - 1
+        assert makespan_bound(loop, 1, Costs.of(2, 3, 1, "0.5")) == 5 * pp + 1 + pp - 1
+
+
+def test_bound_with_little_memory() -> None:
+    """One set: a rank does one microbatch at a time, from its F through the loss to its W."""
+    costs = Costs.of(2, 3, 1, "0.5")
+    for pp in (2, 4):
+        stays = 5 * pp + 1 + pp - 1
+        assert makespan_bound(Placement.loop(pp), 6, costs, 1) == 6 * stays

@@ -1,0 +1,94 @@
+"""The makespan under random pass times."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from megatron_ext.schedule import (
+    Action,
+    Costs,
+    Link,
+    Placement,
+    check,
+    generate,
+    lower,
+    offload_pass,
+    simulate,
+)
+from megatron_ext.schedule.jitter import jitter
+from megatron_ext.schedule.network import Network
+
+REAL = Costs.parse("1,1.1,0.8,0.05")
+
+
+def test_exact_times_are_the_simulation() -> None:
+    for name in ("v-half", "1f1b", "dualpipev"):
+        schedule = generate(name, 4, 8, costs=REAL)
+        spread = jitter(schedule, 0, 3)
+        assert set(spread) == {simulate(schedule).makespan} and spread.ratio == 1
+
+
+def test_seeded() -> None:
+    schedule = generate("v-half", 4, 8, costs=REAL)
+    first = jitter(schedule, 0.1, 20, 7)
+    assert first == jitter(schedule, Fraction("0.1"), 20, 7) != jitter(schedule, 0.1, 20, 8)
+    assert first.exact < first.mean <= first.worst and first.median <= first.p95 <= first.worst
+    assert jitter(schedule, 0.05, 20, 7).ratio < first.ratio < jitter(schedule, 0.2, 20, 7).ratio
+    only = jitter(schedule, 0.1, 1, 7)
+    assert only.mean == only.median == only.p95 == only.worst
+
+
+def test_mean_and_deviation_of_a_pass() -> None:
+    """One microbatch is a chain of six passes of 1 each, so its times are a sum of six."""
+    spread = jitter(generate("1f1b", 2, 1), 0.1, 2000)
+    assert float(spread.mean) == pytest.approx(6, rel=0.003)
+    assert float(spread.p95 - spread.mean) == pytest.approx(1.645 * 0.1 * math.sqrt(6), rel=0.12)
+
+
+def test_every_order_has_the_same_pass_times() -> None:
+    """One microbatch of two placements is the same chain; a rank's order changes no draw."""
+    loop = generate("interleaved", 4, 1)
+    stages = Placement.vee(4).stages
+    passes: dict[int, list[Action]] = {stage: [] for stage in range(8)}
+    for _, _, action in loop.actions():
+        passes[action.stage].append(action)
+    rows = [[*passes[a][:1], *passes[b], *passes[a][1:]] for a, b in stages]
+    vee = replace(loop.with_ranks(rows), placement=Placement.vee(4))
+    assert check(vee) and jitter(loop, 0.3, 5) == jitter(vee, 0.3, 5)
+
+
+def test_every_pass_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one factor for all passes and no hops the makespan is multiplied by it: fused and joint
+    passes, messages in streams, a hardware queue and offloaded sets included."""
+
+    class Constant:
+        def __init__(self, seed: int) -> None:
+            pass
+
+        def gauss(self, mean: float, deviation: float) -> float:
+            return math.log(1.5)
+
+    monkeypatch.setattr("megatron_ext.schedule.jitter.Random", Constant)
+    link = Link.of(4, "0.001")
+    v_half = generate("v-half", 4, 8)
+    offloaded = offload_pass(v_half, link, "half").schedule
+    for schedule, network in (
+        (generate("dualpipev", 4, 8), None),
+        (generate("1f1b", 4, 8), None),
+        (lower(v_half), Network("rank", True)),
+        (offloaded, None),
+        (lower(offloaded), Network("pair")),
+    ):
+        spread = jitter(schedule, 0.1, 1, network=network)
+        assert spread.exact == simulate(schedule, network=network).makespan
+        assert float(spread.ratio) == pytest.approx(1.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(("spread", "runs"), [(-0.1, 5), (2.5, 5), (float("nan"), 5), (0.1, 0)])
+def test_bad_input(spread: float, runs: int) -> None:
+    with pytest.raises(ValueError, match="from 0 to 2|at least 1 run"):
+        jitter(generate("1f1b", 2, 2), spread, runs)
