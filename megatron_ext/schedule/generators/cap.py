@@ -26,8 +26,9 @@ from .vee import v_half, v_half_block, v_half_cap, v_min, v_min_block, v_min_cap
 _STEPS = (2, 3, 6, 4, 5)  # down and up of one hop, together
 _TURNS = range(1, INTERVAL)
 _TRIES = 24  # blocks scheduled at equal costs; the bound is nearly always met within ten
-_WORK = 80_000  # passes that a search of one second for one of a few caps places
-_LEAST = 12  # orders that any search makes
+_WORK = 200_000  # passes that a search of one second for one of a few caps places
+_LEAST = 3  # orders that any search makes
+_REPEATED = 2  # orders whose steady state is repeated, and timed in full
 
 
 def v_cap_limits(pp: int) -> tuple[int, int]:
@@ -51,9 +52,10 @@ def v_cap(request: Request) -> RankActions:
     taken: int | None = None
     # Few caps for many ranks: each takes a search. The same ones for every request, so that what
     # a smaller cap was given is among a larger one's candidates.
+    step = max(1, request.pp // (8 if request.pp <= 16 else 4))
     named = v_half_cap(request.pp), most
     for smaller in range(cap, least - 1, -1):
-        if (smaller - least) % max(1, request.pp // 8) and smaller not in named:
+        if (smaller - least) % step and smaller not in named:
             continue
         if taken is not None and taken <= _bound(plain, smaller):
             break  # no smaller cap can be faster
@@ -80,23 +82,25 @@ def searched(request: Request, cap: int) -> RankActions:
     search.run(work)
     if not more:
         return search.pool[0].orders
-    candidates = list(_fixed(request, cap))
+    candidates: list[RankActions] = []
     for _, orders in search.pool:
         longer = repeat_period(orders, more)
         if longer is not None and max(peak_sets(longer)) <= cap and _runs(request, longer):
             candidates.append(longer)
-    return request.fastest(candidates)
+        if len(candidates) == _REPEATED:
+            break
+    return request.fastest([*candidates, *_fixed(request, cap)])
 
 
 def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
-    """The named V orders that fit the cap, and the one for this cap at equal times."""
+    """The named V order of this cap, and the one for this cap at equal times."""
+    pp, m = request.pp, request.microbatches
     equal = replace(request, durations=request.durations.unit(request.placement))
     yield _at_equal_times(equal, cap)
-    for make in (v_min, v_half, v_zb):
+    for make, own in ((v_min, v_min_cap(pp)), (v_half, v_half_cap(pp)), (v_zb, 2 * pp)):
         # With few microbatches an order may keep less than its name stands for.
-        orders = make(request.pp, request.microbatches)
-        if max(peak_sets(orders)) <= cap:
-            yield orders
+        if own == cap or (m < 2 * pp and max(peak_sets(make(pp, m))) <= cap):
+            yield make(pp, m)
 
 
 def _bound(request: Request, cap: int) -> Fraction:

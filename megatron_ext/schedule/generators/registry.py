@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..actions import AnyAction, RankActions
@@ -88,10 +88,10 @@ def _v_zb(request: Request) -> RankActions:
 
 
 def _vee(make: Callable[[int, int], RankActions], cap: int, request: Request) -> RankActions:
-    """The published order at equal costs, for others the best that is found in its memory."""
+    """The published order at equal costs, for others the best of a short search in its memory."""
     if request.at_unit_times:
         return make(request.pp, request.microbatches)
-    return searched(request, cap)
+    return searched(replace(request, effort=request.effort / 4), cap)
 
 
 def _gis(request: Request) -> RankActions:

@@ -1,9 +1,10 @@
 """One search for orders on the V placement under a memory cap, for any costs.
 
-Three sources feed one small pool, in turns: building blocks that fit the cap, list-scheduled for
+Four sources feed one small pool, in turns: building blocks that fit the cap, list-scheduled for
 the costs (start, steady state and end count, for they are scheduled as a whole); the dispatcher,
-whose policies vary from run to run; and list schedules of the pool's orders with other gaps. The
-sequence of trials is fixed, so more work never gives a slower order, and all ranks agree.
+whose policies vary from run to run; list schedules of the pool's orders with other gaps; and, where
+passes are few, simulated annealing. The sequence of trials is fixed, so more work never gives a
+slower order, and all ranks agree.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from math import log
 from random import Random
 from typing import NamedTuple, TypeVar
 
-from ..actions import RankActions
+from ..actions import Action, RankActions
 from ..costs import Durations
 from ..effects import peak_sets
 from .building_block import Block
 from .dispatch import PRECEDENCES, Policy, dispatch
 from .list_scheduler import MinGap, list_schedule
+from .moves import Moves
 from .request import Request
 
 _T = TypeVar("_T")
@@ -29,6 +32,8 @@ _POOL = 6  # orders
 _AHEAD = 6  # blocks that are tried with few microbatches before the best goes on
 _RUN = 48  # policies that a dispatcher's climb tries before another begins
 _NOISE = 8  # of 64: how far a duration is varied
+_FEW = 600  # passes; of more, single moves change too little
+_MOVES = 2000  # of one annealing
 
 
 class Found(NamedTuple):
@@ -64,6 +69,8 @@ class Search:
         self.pool: list[Found] = []
         self._seen: set[int] = set()
         self._sources = [self._blocks(blocks), self._dispatched(), self._varied()]
+        if not more and 6 * request.microbatches * request.pp <= _FEW:
+            self._sources.append(self._annealed())
         for orders in starts:
             self._add(orders)
             for gap in _FIRST_GAPS:
@@ -186,6 +193,24 @@ class Search:
                 tried += 1
             yield True
 
+    def _annealed(self) -> Iterator[bool]:
+        """Simulated annealing of the pool's orders, one after the other."""
+        draw, number = _Draw(), 0
+        while True:
+            order = Moves(self.request, self.cap, self.pool[number % len(self.pool)].orders)
+            mean = sum(map(sum, self.request.durations[:3])) / (3 * self.request.placement.num_stages)
+            for done in range(_MOVES):
+                # Starts with a third of a pass and cools down.
+                heat = 0.3 * mean * (1 - done / _MOVES)
+                order.move(draw.below, int(-heat * log(1 - draw.below(1 << 30) / (1 << 30))))
+                self.work += sum(map(len, order.best)) // 4
+                if done % 16 == 15:
+                    yield True
+            self._add(order.best)
+            for gap in _FIRST_GAPS:
+                self._list(order.best, gap)
+            number += 1
+
 
 class _Draw:
     """Random choices, the same on every machine and Python."""
@@ -219,8 +244,8 @@ def repeat_period(orders: RankActions, more: int) -> RankActions | None:
         size = len({(a.op, a.stage) for a in row})
         run = best = end = 0
         for j in range(size, len(row)):
-            before = row[j - size]
-            if row[j] == before._replace(microbatch=before.microbatch + 1):
+            op, stage, microbatch = row[j - size]
+            if row[j] == (op, stage, microbatch + 1):
                 run += 1
                 if run > best:
                     best, end = run, j + 1
@@ -230,9 +255,7 @@ def repeat_period(orders: RankActions, more: int) -> RankActions | None:
             return None
         start = end - best // 2
         period = row[start - size : start]
-        middle = [
-            a._replace(microbatch=a.microbatch + n) for n in range(1, more + 1) for a in period
-        ]
-        tail = [a._replace(microbatch=a.microbatch + more) for a in row[start:]]
+        middle = [Action(op, s, j + n) for n in range(1, more + 1) for op, s, j in period]
+        tail = [Action(op, s, j + more) for op, s, j in row[start:]]
         longer.append([*row[:start], *middle, *tail])
     return longer
