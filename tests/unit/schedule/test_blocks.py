@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 
 import pytest
 
-from megatron_ext.schedule import Schedule, block_file, check, generate, simulate
+from megatron_ext.schedule import NAMES, Schedule, block_file, check, generate, simulate
 from megatron_ext.schedule.block_file import block_from_json, block_to_json
 from megatron_ext.schedule.effects import peak_sets
 from megatron_ext.schedule.generators import grouped, plain
 from megatron_ext.schedule.generators.building_block import Block
 from megatron_ext.schedule.generators.periodic import PERIODIC, named_block
 from megatron_ext.schedule.lifespan import lifespans
+from tests.support import ROOT
 
 FIXED = {
     "1f1b": lambda p, v, m: plain.one_f_one_b(p, m),
@@ -240,3 +242,28 @@ def test_few_microbatches_hold_less() -> None:
     assert max(found.bound) == 4
     assert found.peak == peak_sets(named_block("v-zb", 8, 2).stamp(2))
     assert max(found.peak) <= 4
+
+
+def test_numbers_of_the_page() -> None:
+    """The table of docs/05: 8 ranks, 32 microbatches; no schedule is slower than its block."""
+    text = (ROOT / "docs" / "05-building-blocks.md").read_text()
+    rows = re.findall(r"(?m)^\| `([a-z0-9-]+)` \| (.*) \|$", text)
+    assert [name for name, _ in rows] == list(PERIODIC)
+    for name, row in rows:
+        cells = row.split(" | ")
+        found = lifespans(named_block(name, 8, 32), 32, grows=name == "gpipe")
+        chunks = found.block.placement.chunks
+        peak = max(found.peak) / chunks
+        assert cells[:-1] == [
+            str(chunks),
+            f"{min(found.lifespan)} to {max(found.lifespan)}",
+            f"{max(found.bound) / chunks:g}",
+            f"{peak:g}",
+            f"{100 * peak / 8:.1f}".removesuffix(".0") + " %",
+            f"{float(100 * found.reordered):.1f} %",
+        ], name
+        assert found.balance.split()[0] in cells[-1]
+        if name in NAMES:
+            run = simulate(generate(name, 8, 32))
+            assert run.bubble <= (found.squeezed if name == "po" else found.reordered)
+            assert max(run.peak_sets) <= max(found.peak)
