@@ -33,7 +33,12 @@ def load_block(path: str | Path) -> Block:
         ValueError: it cannot be read, is no block, or its offsets cannot be executed.
     """
     try:
-        return block_from_json(parse_json(read_text(path, "utf-8-sig", _MOST_BYTES)))
+        text = read_text(path, "utf-8-sig", _MOST_BYTES)
+        try:
+            data = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from None
+        return block_from_json(data)
     except OSError as error:
         raise ValueError(f"cannot read block file {path}: {error.strerror}") from None
     except ValueError as error:

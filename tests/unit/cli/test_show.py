@@ -71,6 +71,8 @@ def test_a_block_file_goes_all_the_way(run, tmp_path):
     block.write_text(json.dumps(data))
     status, _, err = run("show", "--block", block)
     assert status == 2 and "fall on the same time modulo the interval, 6; move one" in err
+    block.write_text("[1")
+    assert f"block file {block}: not JSON: Expecting" in run("show", "--block", block)[2]
 
 
 def test_show_text(run):
