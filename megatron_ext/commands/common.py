@@ -27,6 +27,7 @@ from ..schedule import (
     select,
 )
 from ..schedule.costs import number_to_json
+from ..schedule.generators import MOST_EFFORT
 from ..schedule.generators.registry import takers
 from ..schedule.io import load as load_file
 from ..schedule.link import DEFAULT_POLICY, POLICIES
@@ -67,6 +68,19 @@ def positive(value: str) -> int:
         number = 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {shown(value)}")
+    return number
+
+
+def seconds(value: str) -> float:
+    """Seconds of search, as an argparse type."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0
+    if not 0 < number <= MOST_EFFORT:
+        raise argparse.ArgumentTypeError(
+            f"must be more than 0 and at most {MOST_EFFORT} seconds, got {shown(value)}"
+        )
     return number
 
 
@@ -154,7 +168,7 @@ def network_text(network: Network | None) -> str:
 
 
 def add_shape_options(group: argparse._ActionsContainer, cap_use: str, group_use: str) -> None:
-    """What shapes a generated schedule: memory cap, group size, objective.
+    """What shapes a generated schedule: memory cap, group size, objective, effort.
 
     Args:
         group: where they are added.
@@ -178,6 +192,14 @@ def add_shape_options(group: argparse._ActionsContainer, cap_use: str, group_use
         metavar="{makespan,rank-span}",
         help="what is made short: the whole iteration (default), or the busy span of the slowest "
         "rank, for optimizer post-validation; for generated schedules",
+    )
+    group.add_argument(
+        "--effort",
+        type=seconds,
+        default=1,
+        metavar="SECONDS",
+        help="time for the search of a V schedule at unequal costs, about, on one core (default "
+        "1); counted in passes tried, so every machine finds the same",
     )
 
 
@@ -313,6 +335,7 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         memory_cap(args),
         args.group_size,
         objective=args.objective or "makespan",
+        effort=args.effort,
     )
 
 

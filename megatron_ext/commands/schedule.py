@@ -6,13 +6,15 @@ import argparse
 
 from ..schedule.io import is_csv, save
 from ..schedule.passes.lower import lower
+from .blocks import add_block_option, block_schedule
 from .common import InputError, Parser, add_schedule_options, offloads, output, schedule_of
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser("schedule", help="write a schedule file")
-    add_schedule_options(parser)
+    add_schedule_options(parser, required=False)
+    add_block_option(parser, "the schedule of a building block, squeezed and reordered")
     parser.add_argument(
         "--output",
         required=True,
@@ -34,7 +36,9 @@ def _write_schedule(args: argparse.Namespace) -> None:
             f"--offload {args.offload} needs --lowered too: without it the file holds compute "
             "actions only"
         )
-    schedule = schedule_of(args)
+    if (args.schedule is None) == (args.block is None):
+        raise InputError("give either --schedule NAME or --block NAME, or a file of either")
+    schedule = schedule_of(args) if args.block is None else block_schedule(args)
     if args.lowered:
         if is_csv(args.output):
             raise InputError(

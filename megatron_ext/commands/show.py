@@ -9,10 +9,19 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .._input import flag_of
 from ..schedule import Costs, Schedule, simulate
-from ..schedule.generators.vee import BLOCKS
+from ..schedule.generators.building_block import Block
 from ..view import deviations, page, recorded, svg, text, timeline, trace
+from .blocks import (
+    add_block_option,
+    block_json,
+    block_name,
+    block_numbers,
+    block_of,
+    block_text,
+    print_blocks,
+    refuse_options,
+)
 from .common import (
     InputError,
     Parser,
@@ -30,11 +39,16 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("file", nargs="?", metavar="FILE", help="a schedule file, or --schedule")
     add_schedule_options(parser, required=False)
     block = parser.add_argument_group("building block, in place of a schedule")
+    add_block_option(
+        block,
+        "draw the block that a schedule is made of, at equal costs, for --microbatches (default 1) "
+        "as it repeats, with its lifespans and memory",
+    )
     block.add_argument(
-        "--block",
-        choices=tuple(BLOCKS),
-        help="draw the block that a schedule is made of, at equal costs, for --microbatches "
-        "(default 1) as it repeats",
+        "--blocks", action="store_true", help="all blocks side by side, for --pp ranks"
+    )
+    block.add_argument(
+        "--json", action="store_true", help="of --block (can be read as a block file) and --blocks"
     )
     block.add_argument(
         "--squeeze",
@@ -75,18 +89,45 @@ _RENDERERS: dict[str, Callable[[Sequence[timeline.Timeline]], str]] = {
 
 
 def _show_timeline(args: argparse.Namespace) -> None:
-    given = 3 - [args.file, args.schedule, args.block].count(None)
+    given = 3 - [args.file, args.schedule, args.block].count(None) + args.blocks
     if given > 1 or (not given and args.measured is None):
         raise InputError(
-            "give either a schedule file or --schedule NAME or --block NAME, one of them, or "
-            "--measured DIR alone"
+            "give either a schedule file or --schedule NAME or --block NAME or --blocks, one of "
+            "them, or --measured DIR alone"
         )
+    if args.blocks:
+        refuse_options(args, "--blocks", (*_NOT_FOR_BLOCKS, "squeeze", "output", "width"))
+        print_blocks(args)
+    elif args.block is not None:
+        _show_block(args)
+    elif args.json:
+        raise InputError("--json is for --block and --blocks; simulate --json has a schedule's")
+    else:
+        _draw(args, lambda: _runs(args))
+
+
+def _show_block(args: argparse.Namespace) -> None:
+    """A block's picture and numbers."""
+    refuse_options(args, f"--block {args.block}", _NOT_FOR_BLOCKS)
+    if args.json:
+        refuse_options(args, "--json", ("squeeze", "output", "width"))
+    block, microbatches = block_of(args)
+    found = block_numbers(block, args.block, microbatches)
+    if args.json:
+        print(block_json(args.block, found))
+        return
+    _draw(args, lambda: [_block(args, block)])
+    print("\n" + block_text(found))
+
+
+def _draw(args: argparse.Namespace, runs_of: Callable[[], list[timeline.Timeline]]) -> None:
+    """Print the runs, or write them to ``--output``."""
     suffix = Path(args.output).suffix if args.output else None
     if suffix is not None and suffix not in _RENDERERS:
         raise InputError(
             f"--output {args.output}: the suffix gives the format; use {', '.join(_RENDERERS)}"
         )
-    runs = _runs(args) if args.block is None else [_block(args)]
+    runs = runs_of()
     schedule = runs[0].schedule
     if suffix is None:
         width = _terminal_width(args.width)
@@ -135,28 +176,19 @@ def _runs(args: argparse.Namespace) -> list[timeline.Timeline]:
     return runs
 
 
-def _block(args: argparse.Namespace) -> timeline.Timeline:
+def _block(args: argparse.Namespace, block: Block) -> timeline.Timeline:
     """A building block repeated, or squeezed too. A pass takes 1 in both."""
-    for option in _NOT_FOR_BLOCKS:
-        if getattr(args, option) is not None:
-            raise InputError(
-                f"{flag_of(option)} {getattr(args, option)} is not for --block {args.block}, which "
-                f"is the same at any cost; leave {flag_of(option)} out, or use --schedule "
-                f"{args.block}"
-            )
-    if args.pp is None or args.pp < 2:
-        raise InputError(f"--block {args.block} needs --pp P, at least 2 pipeline ranks")
-    block, microbatches = BLOCKS[args.block](args.pp), args.microbatches or 1
+    name, microbatches = block_name(args.block), args.microbatches or 1
     if not args.squeeze:
-        return timeline.stamped(block, f"block of {args.block}", microbatches)
+        return timeline.stamped(block, name, microbatches)
     ranks = tuple(tuple(row) for row in block.stamp(microbatches))
-    name = f"block of {args.block}, squeezed"
-    half = Costs.of(2, 2, 2)  # of two chunks: a pass of one takes 1
-    return timeline.planned(simulate(Schedule(name, block.placement, microbatches, ranks, half)))
+    whole = Costs.of(*(block.placement.chunks,) * 3)  # a pass of one chunk takes 1
+    name += ", squeezed"
+    return timeline.planned(simulate(Schedule(name, block.placement, microbatches, ranks, whole)))
 
 
 _NOT_FOR_BLOCKS = (
-    *("chunks", "cost", "hop", "stage_cost", "memory_cap", "group_size", "objective"),
+    *("cost", "hop", "stage_cost", "memory_cap", "group_size", "objective"),
     *("measured", "iteration", "offload", "offload_time", "offload_transfer"),
 )
 

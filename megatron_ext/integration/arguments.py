@@ -101,6 +101,7 @@ class MegatronArgs(Protocol):
     pp_memory_cap: str | None
     pp_group_size: int | None
     pp_cost: str | None
+    pp_effort: float | None
     pp_profile_steps: int | None
     pp_profile: str | None
     pp_p2p: str | None

@@ -64,7 +64,7 @@ class ScheduleSpec:
             offload it is on what stays on the device. None: none, for ``auto`` 1F1B's peak.
         group_size: of ``gis``.
         offload: None: nothing leaves the device.
-        objective: as ``generate``.
+        objective, effort: as ``generate``.
         names: that ``auto`` may choose from.
         order: what to offload, in place of a generated order (a schedule file).
         times: costs of the passes as they will run, if the order is not made for those.
@@ -82,6 +82,7 @@ class ScheduleSpec:
     names: tuple[str, ...] = NAMES
     order: Schedule | None = None
     times: Costs | None = None
+    effort: float = 1
 
     @property
     def placement(self) -> Placement:
@@ -283,25 +284,17 @@ def _options(spec: ScheduleSpec, chosen: bool) -> list[dict[str, int | None]]:
 
 def _generated(spec: ScheduleSpec, option: dict[str, int | None]) -> Schedule:
     """The order with these options, for the costs."""
-
-    def order(costs: Costs) -> Schedule:
-        return generate(
-            spec.name,
-            spec.pp,
-            spec.microbatches,
-            spec.chunks,
-            costs,
-            group_size=option.get("group_size"),
-            memory_cap=option.get("memory_cap"),
-            objective=spec.objective,
-        )
-
-    made = order(spec.costs)
-    if not GENERATORS[spec.name].takes_memory_cap or spec.costs == _EQUAL:
-        return made
-    # These orders are searched for, and a search may miss what the one for equal costs has.
-    equal = replace(order(_EQUAL), costs=spec.costs)
-    return min(made, equal, key=lambda one: time_taken(simulate(one), spec.objective))
+    return generate(
+        spec.name,
+        spec.pp,
+        spec.microbatches,
+        spec.chunks,
+        spec.costs,
+        group_size=option.get("group_size"),
+        memory_cap=option.get("memory_cap"),
+        objective=spec.objective,
+        effort=spec.effort,
+    )
 
 
 def _made(spec: ScheduleSpec, option: dict[str, int | None]) -> Selected:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from .._input import shown
 from ..schedule.actions import AnyAction, Op, parse
 from ..schedule.effects import FREES, curve
-from ..schedule.generators.building_block import Block
+from ..schedule.generators.building_block import Block, took
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
 
@@ -114,20 +114,21 @@ def planned(simulation: Simulation) -> Timeline:
 
 
 def stamped(block: Block, name: str, microbatches: int) -> Timeline:
-    """A building block as it was designed, repeated without reordering; every pass takes 1."""
+    """A building block as it was designed, repeated without reordering; a pass takes 1, a BW 2."""
     ranks = block.stamp(microbatches)
     schedule = Schedule(name, block.placement, microbatches, tuple(map(tuple, ranks)))
     boxes = tuple(
         tuple(
-            Box(action, float(at), float(at + 1))
+            Box(action, float(at), float(at + took(op)))
             for action in row
-            for start in (block.offsets[Op(action.op), action.stage],)
-            for at in (start + block.interval * action.microbatch,)
+            for op in (Op(action.op),)
+            for at in (block.offsets[op, action.stage] + block.begin(action.microbatch),)
         )
         for row in ranks
     )
     peak = decimal(block.peak() / schedule.chunks)
-    facts = f"a microbatch every {block.interval}, which holds {peak} at most (1F1B {schedule.pp})"
+    each = "a microbatch" if block.group == 1 else f"{block.group} microbatches"
+    facts = f"{each} every {block.interval}, which holds {peak} at most (1F1B {schedule.pp})"
     memory = tuple(_memory(row) for row in boxes)
     return Timeline("stamped", schedule, boxes, memory, facts=facts)
 

@@ -12,6 +12,7 @@ from .request import Objective, Request
 
 __all__ = [
     "GENERATORS",
+    "MOST_EFFORT",
     "NAMES",
     "Generator",
     "Objective",
@@ -20,6 +21,7 @@ __all__ = [
     "generate",
 ]
 
+MOST_EFFORT = 3600  # seconds
 # Of all ranks. Beyond, making an order takes minutes and gigabytes.
 MOST_SETS = 1 << 22
 
@@ -36,6 +38,7 @@ def generate(
     group_size: int | None = None,
     memory_cap: int | None = None,
     objective: Objective = "makespan",
+    effort: float = 1,
 ) -> Schedule:
     """The schedule ``name`` for one pipeline and number of microbatches.
 
@@ -53,6 +56,7 @@ def generate(
             ``v-cap``: V-Min's to 1F1B's 2p, the default.
         objective: what is made short: ``makespan``, the whole iteration, or ``span``, the longest
             single rank's own (what counts with optimizer post-validation).
+        effort: seconds that a search may take, about (``Request``); more is never slower.
 
     Returns:
         Compute actions only; see ``lower`` for transfers.
@@ -68,7 +72,7 @@ def generate(
     vee = generator.placement == "vee"
     placement = Placement.vee(pp) if vee else Placement.loop(pp, chunks)
     durations = costs.durations(placement).reduced()  # per-stage costs must fit the stages
-    request = Request(placement, microbatches, durations, objective, group_size, memory_cap)
+    request = Request(placement, microbatches, durations, objective, group_size, memory_cap, effort)
     ranks = generator.orders(request)
     return Schedule(name, placement, microbatches, tuple(tuple(row) for row in ranks), costs)
 

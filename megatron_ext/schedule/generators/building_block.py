@@ -1,7 +1,7 @@
 """Building blocks: the passes of one microbatch, repeated at a fixed interval.
 
 "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362, below CM), sections 2 to 4.
-Times here are chunk units: every F, B and W of one chunk takes 1.
+Times here are chunk units: every F, B and W of one chunk takes 1, a BW 2.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from ..actions import Action, Op, RankActions
+from ..effects import inputs, results
 from ..placement import Placement
 
 INTERVAL = 6  # of a V block: F, B and W of two chunks
@@ -19,24 +20,44 @@ INTERVAL = 6  # of a V block: F, B and W of two chunks
 
 @dataclass(frozen=True)
 class Block:
-    """The passes of one microbatch; microbatch j runs ``interval * j`` later.
+    """The passes of one microbatch, and when the other microbatches repeat them.
+
+    Microbatch j runs ``begin(j)`` later: ``interval * j``, or where microbatches go in groups
+    (interleaved 1F1B, CM's appendix G) ``interval`` for each group and ``step`` within one.
 
     Attributes:
         placement: where the stages lie.
-        interval: time between two microbatches; the passes of one rank fill it completely when
-            it is 3 per chunk.
-        offsets: (op, stage) -> start of that pass for microbatch 0.
+        interval: time between two groups; the passes of one rank fill it completely when it is
+            3 per chunk and microbatch of a group.
+        offsets: (op, stage) -> start of that pass for microbatch 0. A stage has an F, and a B and
+            a W or, for both in one, a BW, which takes 2.
+        group: microbatches of a group.
+        step: time between two microbatches of a group, where it has more than one.
     """
 
     placement: Placement
     interval: int
     offsets: dict[tuple[Op, int], int]
+    group: int = 1
+    step: int = 0
 
-    def peak(self) -> int:
-        """Most activation sets on a rank in the steady state, W running for one unit."""
+    def begin(self, microbatch: int) -> int:
+        """How much later than microbatch 0 this one runs."""
+        whole, rest = divmod(microbatch, self.group)
+        return self.interval * whole + self.step * rest
+
+    def lifespan(self, stage: int) -> tuple[int, int]:
+        """From the start of a stage's F to the end of its W (or BW): its set is needed so long."""
+        fused = self.offsets.get((Op.BW, stage))
+        end = self.offsets[Op.W, stage] + 1 if fused is None else fused + 2
+        return self.offsets[Op.F, stage], end
+
+    def peak(self, stages: Sequence[int] | None = None) -> int:
+        """Most activation sets of ``stages`` (default: of any rank's) in the steady state."""
         most = 0
-        for row in self.placement.stages:
-            spans = [(self.offsets[Op.F, s], self.offsets[Op.W, s] + 1) for s in row]
+        later = [self.step * i for i in range(self.group)]
+        for row in self.placement.stages if stages is None else [stages]:
+            spans = [(x + b, x + e) for b, e in map(self.lifespan, row) for x in later]
             for at, _ in spans:
                 # Started by then, less ended: floors that count the same microbatches.
                 sets = sum(
@@ -51,16 +72,51 @@ class Block:
 
         The order can be executed: the block's own offsets respect the dependencies.
         """
+        begins = [self.begin(j) for j in range(microbatches)]
         ranks: RankActions = []
         for row in self.placement.stages:
             passes = [(at, op, s) for (op, s), at in self.offsets.items() if s in row]
             stamped = sorted(
-                (at + self.interval * j, op, s, j)
-                for at, op, s in passes
-                for j in range(microbatches)
+                (at + begin, op, s, j) for at, op, s in passes for j, begin in enumerate(begins)
             )
             ranks.append([Action(op, s, j) for _, op, s, j in stamped])
         return ranks
+
+    def validate(self) -> None:
+        """Refuse offsets that cannot be executed as they are.
+
+        Raises:
+            ValueError: a pass starts before its input is there, or two passes of a rank meet.
+        """
+        gives = {(kind, s): (op, s) for op, s in self.offsets for kind in results(op)}
+        for (op, stage), at in self.offsets.items():
+            for kind, other in inputs(op, stage, self.placement.num_stages):
+                source, _ = gives[kind, other]
+                ends = self.offsets[source, other] + took(source)
+                if at < ends:
+                    raise ValueError(
+                        f"{op.value} of stage {stage} starts at {at}, but its input, the result of "
+                        f"{source.value} of stage {other}, is there at {ends}; start it at {ends} "
+                        "or later"
+                    )
+        for rank, row in enumerate(self.placement.stages):
+            taken: dict[int, str] = {}
+            passes = [(at, op, s) for (op, s), at in self.offsets.items() if s in row]
+            for at, op, stage in passes:
+                for begin in map(self.begin, range(self.group)):
+                    name = f"{op.value} of stage {stage} at {at + begin}"
+                    for cell in range(at + begin, at + begin + took(op)):
+                        other_name = taken.setdefault(cell % self.interval, name)
+                        if other_name != name:
+                            raise ValueError(
+                                f"rank {rank}: {other_name} and {name} fall on the same time "
+                                f"modulo the interval, {self.interval}; move one of them"
+                            )
+
+
+def took(op: Op) -> int:
+    """Duration of a pass: 1, of BW 2."""
+    return 2 if op is Op.BW else 1
 
 
 def vee_block(

@@ -254,5 +254,3 @@ def _block(
         return
     if cap - 1 <= block.peak() <= cap:
         yield block
-
-

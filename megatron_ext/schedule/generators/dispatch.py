@@ -80,8 +80,10 @@ def dispatch(request: Request, cap: int, policies: Sequence[Policy]) -> RankActi
                 continue
             op, stage = Op.W, min(waiting, key=done_w.__getitem__)
             soon = min(ready)
-            if sets[rank] < cap and soon < _NEVER and (
-                soon - time < policy.gap * d.backward_weight[stage]
+            if (
+                sets[rank] < cap
+                and soon < _NEVER
+                and (soon - time < policy.gap * d.backward_weight[stage])
             ):
                 heapq.heappush(wakes, soon * pp + rank)
                 continue

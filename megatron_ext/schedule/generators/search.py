@@ -113,7 +113,10 @@ class Search:
         return time
 
     def _list(
-        self, orders: RankActions, gaps: Fraction | Sequence[MinGap], durations: Durations | None = None
+        self,
+        orders: RankActions,
+        gaps: Fraction | Sequence[MinGap],
+        durations: Durations | None = None,
     ) -> Fraction | None:
         request = self.request
         self.work += sum(map(len, orders))
@@ -130,7 +133,11 @@ class Search:
             for number in ahead:
                 block = blocks[number]
                 orders = list_schedule(
-                    block.stamp(half.microbatches), block.placement, self.cap, half.durations, _FIRST_GAPS[0]
+                    block.stamp(half.microbatches),
+                    block.placement,
+                    self.cap,
+                    half.durations,
+                    _FIRST_GAPS[0],
                 )
                 self.work += sum(map(len, orders))
                 taken = half.time_of(orders)
@@ -153,7 +160,9 @@ class Search:
                 if best is None or tried < _RUN // 4:
                     gap, precedence = draw.of(_GAPS), draw.below(len(PRECEDENCES))
                     policies = [
-                        Policy(self.cap // 2 + draw.below(self.cap - self.cap // 2), precedence, gap)
+                        Policy(
+                            self.cap // 2 + draw.below(self.cap - self.cap // 2), precedence, gap
+                        )
                         for _ in range(pp)
                     ]
                 else:
@@ -198,7 +207,9 @@ class Search:
         draw, number = _Draw(), 0
         while True:
             order = Moves(self.request, self.cap, self.pool[number % len(self.pool)].orders)
-            mean = sum(map(sum, self.request.durations[:3])) / (3 * self.request.placement.num_stages)
+            mean = sum(map(sum, self.request.durations[:3])) / (
+                3 * self.request.placement.num_stages
+            )
             for done in range(_MOVES):
                 # Starts with a third of a pass and cools down.
                 heat = 0.3 * mean * (1 - done / _MOVES)

@@ -45,6 +45,13 @@ _FLAGS = (
         "F,B,W[,HOP]",
     ),
     Flag(
+        "--pp-effort",
+        "time to search a V schedule's order in, about, on one core (default 1); counted in "
+        "passes tried, so every rank finds the same",
+        "SECONDS",
+        float,
+    ),
+    Flag(
         "--pp-p2p",
         "communicators of messages: edge (default; one for each direction between two ranks) or "
         "pipeline (Megatron's group), then any of ctas=N (most thread blocks of a message), "

@@ -28,7 +28,7 @@ from ....schedule import (
     select,
     simulate,
 )
-from ....schedule.generators import Objective
+from ....schedule.generators import MOST_EFFORT, Objective
 from ....schedule.memory_cap import Cap, ShareCap, parse_cap
 from ....schedule.select import CapExceeded, keeps, placed_alike, time_taken
 from ...errors import ConfigError
@@ -42,7 +42,7 @@ class ScheduleRequest:
     Attributes:
         name: a schedule's name, ``auto``, or the path of a schedule file.
         costs: as the user gives them, or None.
-        cap, group_size, objective: as ``ScheduleSpec``.
+        cap, group_size, objective, effort: as ``ScheduleSpec``.
         cap_bytes: a cap in bytes; ``for_job`` makes it a ``cap``.
         offload: what leaves the device, or None.
         file: the loaded and checked schedule, if a file was given.
@@ -60,6 +60,7 @@ class ScheduleRequest:
     group_size: int | None = None
     offload: OffloadRequest | None = None
     objective: Objective = "makespan"
+    effort: float = 1
     file: Schedule | None = None
     profile: Profile | None = None
     splits: Splits | None = None
@@ -76,6 +77,7 @@ class ScheduleRequest:
         group_size: int | None = None,
         offloading: OffloadRequest | None = None,
         objective: Objective = "makespan",
+        effort: float = 1,
     ) -> ScheduleRequest:
         """The request of the flags' values.
 
@@ -87,11 +89,16 @@ class ScheduleRequest:
             group_size: for schedules in groups.
             offloading: what leaves the device, or None.
             objective: what the order makes short, as ``generate``.
+            effort: seconds of search, about; > 0.
 
         Raises:
             ConfigError: unknown name, an unreadable or invalid file, or options that do not fit.
         """
         size, cap = None, None
+        if not 0 < effort <= MOST_EFFORT:
+            raise ConfigError(
+                f"--pp-effort must be more than 0 and at most {MOST_EFFORT} seconds, got {effort:g}"
+            )
         try:
             costs = None if cost is None else Costs.parse(cost)
             if memory_cap is not None and re.search("B$", memory_cap.strip()):
@@ -100,7 +107,7 @@ class ScheduleRequest:
                 cap = ShareCap(parse_cap(memory_cap))
         except ValueError as error:
             raise ConfigError(f"--pp-schedule {text}: {error}") from None
-        request = cls(text, costs, cap, size, group_size, offloading, objective)
+        request = cls(text, costs, cap, size, group_size, offloading, objective, effort)
         if text in GENERATORS:
             _require_cap(text, memory_cap, size, offloading)
         elif text == AUTO:
@@ -225,6 +232,7 @@ class ScheduleRequest:
             self.cap,
             self.group_size,
             objective=self.objective,
+            effort=self.effort,
             order=self.file,
         )
         if self.profile is not None and self.splits is not None:
