@@ -162,7 +162,7 @@ def test_what_auto_tries_changes_no_result(results: Cases, case: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    # The others differ from both of these by less, and from those that ``auto`` trains.
+    # ``auto-in-a-budget`` trains in fp32 without fusion too; bf16 with sums in fp32 is between.
     [nightly("ddp-fp32"), nightly("ddp-bf16"), "ddp-fusion", "ddp-reduce-in-bf16"],
 )
 def test_chunks_may_change_every_step(results: Cases, case: str) -> None:
