@@ -257,3 +257,21 @@ def test_offload(repo_root: Path, tmp_path: Path) -> None:
     assert [len(rounds[name]) for name in ("now", "before")] == [1, 1]
     text = (tmp_path / "offload.md").read_text()
     assert "## `interleaved`" in text and text.count("## Host time of a saved tensor") == 1
+
+
+def test_adaptive(repo_root: Path, tmp_path: Path) -> None:
+    """The smallest cells, and what the page says of them; then the page alone, the same again."""
+    command = [*BARE, "-m", "benchmarks.adaptive", "--most", "32", "--random", "8"]
+    command += ["--output", str(tmp_path), "--date", "2026-01-02"]
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=PATIENCE)
+    rows = results(repo_root, tmp_path, "adaptive")["stored"]
+    lost = sum(row["ours"] > 1.001 * row["theirs"] for row in rows)
+    assert len(rows) == 30 and done.returncode == (lost > 0), done.stderr[-2000:]
+    assert all(row["bound"] <= row["ours"] and row["peak"] <= row["sets"] for row in rows)
+    assert f"{lost} of 30 cells are lost by more than 0.1 %" in done.stdout
+    text = (tmp_path / "adaptive.md").read_text()
+    assert f"Of 30 cells {lost} are lost" in text and text.count("**+") == 2 * lost
+    again = [*BARE, "-m", "benchmarks.adaptive", "--output", str(tmp_path), "--page-of"]
+    again.append(str(tmp_path / "results" / "2026-01-02-adaptive.json"))
+    subprocess.run(again, cwd=repo_root, capture_output=True, timeout=PATIENCE, check=False)
+    assert (tmp_path / "adaptive.md").read_text() == text

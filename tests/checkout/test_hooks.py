@@ -10,10 +10,10 @@ from megatron_ext.integration import ConfigError
 from megatron_ext.integration.flags import wanted
 from megatron_ext.integration.versions import require_supported
 from megatron_ext.releases import NEWEST, RELEASES, TAGS
-from tests.support.checkouts import result, version
+from tests.support.checkouts import nightly, result, version
 
 
-@pytest.fixture(scope="module", params=["installed", *map(version, TAGS)])
+@pytest.fixture(scope="module", params=[nightly("installed"), *map(version, TAGS)])
 def hooks(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What hook_cases.py found on the installed megatron-core, and on each stock checkout."""
     return result("megatron.cases.hook_cases", tag=request.param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,8 @@ def stock(tag: str) -> Path:
 def copy(tag: str, target: Path) -> Path:
     """An unmodified copy of what training needs."""
     source = stock(tag)
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(source / "megatron", target / "megatron", ignore=ignored)
+    # With what Python has compiled, which stays valid and saves every process seconds.
+    shutil.copytree(source / "megatron", target / "megatron")
     for script in source.glob("*.py"):
         shutil.copy2(script, target)
     return target
@@ -146,7 +148,9 @@ def check_library(found: dict[str, Any]) -> None:
     assert "ConfigError: megatron_ext.apply() came after" in found["too_late"]
 
 
+@pytest.mark.matrix
 def test_library_on_the_installed_wheel() -> None:
+    """By default the patched checkout opens this door too."""
     check_library(doors())
 
 
@@ -224,37 +228,47 @@ def read(text: str) -> tuple[list[Any], str]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> dict[str, Any]:
-    """The launcher with and without our flags, then the patched script with and without."""
-    folder = copy(MAIN_TAG, tmp_path_factory.mktemp("training") / "Megatron-LM")
-    hooks = tmp_path_factory.mktemp("hooks")
-    (hooks / "sitecustomize.py").write_text(SITECUSTOMIZE)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout to patch; no other test changes it."""
+    return copy(MAIN_TAG, tmp_path_factory.mktemp("training") / "Megatron-LM")
+
+
+@pytest.fixture
+def patched(folder: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[list[Any], str]]]:
+    """``patched(*flags, ranks=N)`` trains with the patched script, started by Python alone."""
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     # A checkout compiles its dataset helpers at first start, with this Python's tools.
     tools = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    plain = {"PYTHONPATH": f"{hooks}{os.pathsep}{ROOT}", "PATH": tools}
-    script, flags = str(folder / "pretrain_gpt.py"), MODEL.split()
-    found, server = {}, serve(MAIN_TAG)
-    for name, more, ranks in (("launcher", VEE, 2), ("stock", [], 1)):
-        outcome = server.run([*flags, *more], ranks, folder / name)
-        assert outcome.status == "ok", outcome.log(0)[-6000:]
-        found[name] = read("".join(map(outcome.log, range(ranks))))
-        shutil.rmtree(folder / name)
+    plain = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PATH": tools}
     before = tree(folder)
     patching.apply(folder)
-    found["patched"] = train(script, *flags, *VEE, ranks=2, **plain)
-    found["patched, off"] = train(script, *flags, ranks=1, **plain)
+    yield functools.partial(train, str(folder / "pretrain_gpt.py"), *MODEL.split(), **plain)
     patching.revert(folder)
     assert tree(folder) == before
-    return found
+
+
+def served(serve: Serve, folder: Path, *flags: str, ranks: int) -> tuple[list[Any], str]:
+    """The same by the launcher, on the unmodified checkout."""
+    outcome = serve(MAIN_TAG).run([*MODEL.split(), *flags], ranks, folder)
+    assert outcome.status == "ok", outcome.log(0)[-6000:]
+    return read("".join(map(outcome.log, range(ranks))))
 
 
 @pytest.mark.timeout(700)
 class TestTraining:
-    def test_patched_script_is_the_launchers_run(self, runs: Any) -> None:
-        assert runs["patched"][0] == runs["launcher"][0]
-        for run_ in ("patched", "launcher"):
-            assert "--pp-schedule v-half on megatron-core 0.19" in runs[run_][1]
+    def test_patched_script_is_the_launchers_run(
+        self, serve: Serve, patched: Any, tmp_path: Path
+    ) -> None:
+        ours = patched(*VEE, ranks=2)
+        launchers = served(serve, tmp_path / "launcher", *VEE, ranks=2)
+        assert ours[0] == launchers[0]
+        for _, log in (ours, launchers):
+            assert "--pp-schedule v-half on megatron-core 0.19" in log
 
-    def test_patched_without_flags_is_stock(self, runs: Any) -> None:
-        assert runs["patched, off"][0] == runs["stock"][0]
-        assert "megatron_ext:" not in runs["patched, off"][1]
+    @pytest.mark.matrix
+    def test_patched_without_flags_is_stock(
+        self, serve: Serve, patched: Any, tmp_path: Path
+    ) -> None:
+        off = patched(ranks=1)
+        assert off[0] == served(serve, tmp_path / "stock", ranks=1)[0]
+        assert "megatron_ext:" not in off[1]

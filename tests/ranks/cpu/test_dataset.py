@@ -14,19 +14,6 @@ import pytest
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# Runs the script, then reads its dataset with Megatron's own reader and prints the documents. In
-# one process, because importing Megatron takes seconds.
-WRITE_AND_READ = """
-import json, runpy, sys
-try:
-    runpy.run_path(sys.argv[1], run_name="__main__")
-except SystemExit as end:
-    assert end.code == 0, end.code
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-data = IndexedDataset(sys.argv[sys.argv.index("--output") + 1])
-print(json.dumps([len(data.document_indices) - 1, [data[i].tolist() for i in range(len(data))]]))
-"""
-
 
 @pytest.fixture(scope="module")
 def script(repo_root: Path) -> Path:
@@ -58,17 +45,28 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def test_round_trip(run: Run, script: Path, texts: Path, tmp_path: Path) -> None:
+def test_round_trip(
+    run: Run,
+    script: Path,
+    module: ModuleType,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Written here, where Megatron is imported anyway, and read with Megatron's own reader."""
     pytest.importorskip("megatron.core")
     prefix = tmp_path / "data" / "text"
     command = (script, "--input", texts, "--output", prefix, "--glob", "*.txt")
-    program = WRITE_AND_READ.replace("sys.argv[1]", repr(str(script)))
-    done = run(sys.executable, "-W", "ignore", "-c", program, *command[1:])
-    assert done.returncode == 0, done.stderr
-    assert "3 documents, 18 tokens, 3 files skipped" in done.stdout
-    documents, tokens = json.loads(done.stdout.splitlines()[-1])
+    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+    assert module.main() == 0
+    assert "3 documents, 18 tokens, 3 files skipped" in capsys.readouterr().out
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    data = IndexedDataset(str(prefix))
     expected = [[*content, 256] for content in (b"hello", "é\n".encode(), b"the end")]
-    assert (documents, tokens) == (3, expected)
+    assert [data[i].tolist() for i in range(len(data))] == expected
+    assert len(data.document_indices) - 1 == 3
     # Where all is done, not even megatron-core is needed.
     again = run(sys.executable, "-S", *command)
     assert (again.returncode, again.stderr) == (0, "")
