@@ -24,7 +24,7 @@ from .schedule import Schedule
 from .select import time_taken
 from .simulate import run_times, simulate
 
-_WORK_RATE = 0.15  # CP-SAT's deterministic units a second; few machines do less, most do more
+_WORK_RATE = 0.4  # CP-SAT's deterministic units a second, on one core without other work
 _WHOLE = 1000  # passes; for more the exact problem gives neither orders nor a bound in minutes
 _WINDOWS = 0.6  # share of the work for windows; the rest is for the exact problem
 _SMALL, _LARGE = 30, 200  # passes of a window
@@ -160,6 +160,7 @@ class _Search:
         self.bound = math.ceil(self._known_bound() / self.unit)
         self.random = random.Random(seed)
         self.budget = _Budget(seconds)
+        self.failed: set[tuple[object, ...]] = set()  # shapes of windows that gave nothing
 
     def _known_bound(self) -> Fraction:
         start = self.start
@@ -211,9 +212,14 @@ class _Search:
         if not window.free or max(window.fixed) >= self.best:
             self.budget.done += _OVERHEAD
             return self.best
+        shape = window.shape(self.best)
+        if shape in self.failed and len(window.free) < len(self.now):
+            self.budget.done += _OVERHEAD
+            return self.bound
         solver = self.budget.solver(work, self.random.randrange(1 << 31))
         found, bound = window.solve(solver, self.bound, self.best)
         self.budget.count(solver)
+        was = self.best
         if found is not None:
             before = [a for a, start in self.now.items() if start < begin]
             after = [a for a, start in self.now.items() if start >= end]
@@ -222,6 +228,8 @@ class _Search:
             value = self.problem.value(times)
             if value <= self.best:
                 self.now, self.best = times, value
+        if self.best == was:
+            self.failed.add(shape)
         return bound
 
     def result(self) -> Optimized:

@@ -15,7 +15,7 @@ from typing import Any
 
 from .actions import Action, Op
 from .costs import Durations
-from .effects import FREES, inputs, results
+from .effects import DEVICE, FREES, inputs, results
 from .generators import Objective
 from .placement import Placement
 
@@ -108,8 +108,8 @@ class Window:
     """The free passes of one window, and what the others demand of them.
 
     Attributes:
-        begin, end: it holds all passes that start from ``begin`` on and before ``end``.
-        free: those passes.
+        free: the passes to order.
+        resident: activation sets on each rank before.
         head: earliest start of each.
         tails: of each and each goal, the least time from its end to the end of the goal's last
             pass, or None where none of the goal's comes later.
@@ -118,9 +118,8 @@ class Window:
 
     problem: Problem
     now: Times
-    begin: int
-    end: int
     free: list[Action]
+    resident: list[int]
     head: dict[Action, int]
     tails: dict[Action, list[int | None]]
     fixed: list[int]
@@ -130,11 +129,12 @@ class Window:
         """All passes that start from ``begin`` on and before ``end``."""
         free = [a for a, start in now.items() if begin <= start < end]
         head = dict.fromkeys(free, 0)
-        clock = [0] * problem.placement.pp
+        clock, resident = [0] * problem.placement.pp, [0] * problem.placement.pp
         for a, start in now.items():
             if start >= begin:
                 break
             clock[problem.rank[a]] = start + problem.took[a]
+            resident[problem.rank[a]] += DEVICE.get(a.op, 0)
         for a in free:
             ready = [now[b] + problem.took[b] + h for b, h in problem.before[a] if now[b] < begin]
             head[a] = max([clock[problem.rank[a]], *ready])
@@ -158,7 +158,7 @@ class Window:
                 for goal, tail in enumerate(tails[a]):
                     if tail is not None:
                         fixed[goal] = max(fixed[goal], start + problem.took[a] + tail)
-        return cls(problem, now, begin, end, free, head, tails, fixed)
+        return cls(problem, now, free, resident, head, tails, fixed)
 
     def solve(self, solver: Any, floor: int, best: int) -> tuple[Times | None, int]:
         """The window at its best: new starts of the free passes, or None if nothing better than
@@ -205,21 +205,34 @@ class Window:
         model.add_no_overlap(
             [model.new_fixed_size_interval_var(start[a], took[a], "") for a in row]
         )
-        lives, kept = [], 0
-        for forward, frees in self.problem.frees.items():
-            if self.problem.rank[forward] != rank:
-                continue
-            if forward not in start and frees not in start:
-                kept += self.now[forward] < self.begin and self.now[frees] >= self.end
-                continue
-            begin = start.get(forward, 0)
-            end = start[frees] + took[frees] if frees in start else far
-            lives.append(model.new_interval_var(begin, model.new_int_var(0, far, ""), end, ""))
-            later = forward._replace(microbatch=forward.microbatch + cap)
-            if frees in start and later in start:
-                model.add(start[later] >= end)
+        lives, kept = [], self.resident[rank]
+        for a in row:
+            size = model.new_int_var(0, far, "")
+            if a.op is Op.F:
+                frees = self.problem.frees[a]
+                end = start[frees] + took[frees] if frees in start else far
+                lives.append(model.new_interval_var(start[a], size, end, ""))
+                later = a._replace(microbatch=a.microbatch + cap)
+                if frees in start and later in start:
+                    model.add(start[later] >= end)
+            elif a.op in FREES and a._replace(op=Op.F) not in start:
+                lives.append(model.new_interval_var(0, size, start[a] + took[a], ""))
+                kept -= 1
         if len(lives) + kept > cap:
             model.add_cumulative(lives, [1] * len(lives), cap - kept)
+
+    def shape(self, best: int) -> tuple[object, ...]:
+        """Equal for windows that are the same problem at another time, such as those of a steady
+        state: each free pass with its slack on both sides, by time and microbatch since the first.
+        """
+        zero = self.now[self.free[0]]
+        first = min(a.microbatch for a in self.free)
+        passes = []
+        for a in self.free:
+            j, at = a.microbatch - first, self.now[a] - zero
+            slack = [None if tail is None else best - self.now[a] - tail for tail in self.tails[a]]
+            passes.append((a.op, a.stage, j, at, self.head[a] - zero, *slack))
+        return (*passes, *self.resident)
 
 
 def _longest(
