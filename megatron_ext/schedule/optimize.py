@@ -88,8 +88,7 @@ def optimize(
     if cap is not None and peak > cap:
         raise ValueError(f"{start.name} keeps {peak} activation sets on a rank, more than {cap}")
     search = _Search(start, peak if cap is None else cap, objective, seconds, seed)
-    search.windows(_WINDOWS)
-    search.whole()
+    search.run()
     return search.result()
 
 
@@ -181,7 +180,19 @@ class _Search:
             rows[self.problem.rank[action]].append(action)
         return rows
 
-    def windows(self, share: float) -> None:
+    def run(self) -> None:
+        """Windows, then the whole if it is small; else windows at other places to the end."""
+        if len(self.now) <= _WHOLE:
+            self._windows(_WINDOWS)
+            if self._goes_on(1):
+                self.bound = self._improve(0, self.best, self.budget.work - self.budget.done)
+        while len(self.now) > _WHOLE and self._goes_on(1):
+            self._windows(1)
+
+    def _goes_on(self, share: float) -> bool:
+        return self.best > self.bound and not self.budget.is_spent(share)
+
+    def _windows(self, share: float) -> None:
         """Windows at all places, larger ones once small ones give nothing more, until ``share`` of
         the work is done."""
         size, last = _SMALL, max(self.now.values())
@@ -193,17 +204,11 @@ class _Search:
             places = list(range(shift - width, last, max(1, width // 2)))
             self.random.shuffle(places)
             for begin in places:
-                if self.best <= self.bound or self.budget.is_spent(share):
+                if not self._goes_on(share):
                     return
                 self._improve(begin, begin + width, _WINDOW_WORK)
             if self.best == before:
                 size = size * 3 // 2
-
-    def whole(self) -> None:
-        """The exact problem, with all the work that is left."""
-        left = self.best > self.bound and not self.budget.is_spent(1)
-        if left and len(self.now) <= _WHOLE:
-            self.bound = self._improve(0, self.best, self.budget.work - self.budget.done)
 
     def _improve(self, begin: int, end: int, work: float) -> int:
         """Take over what a window at its best is, if no worse; a lower bound of all that differ
