@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import json
+import time
+from fractions import Fraction
+from typing import Any
 
+from ..schedule import AUTO, GENERATORS, Schedule
+from ..schedule.costs import number_to_json
 from ..schedule.io import is_csv, save
+from ..schedule.memory_cap import ShareCap
+from ..schedule.optimize import Optimized, optimize
+from ..schedule.optimize_window import import_solver
 from ..schedule.passes.lower import lower
 from .blocks import add_block_option, block_schedule
-from .common import InputError, Parser, add_schedule_options, offloads, output, schedule_of
+from .common import (
+    InputError,
+    Parser,
+    add_schedule_options,
+    memory_cap,
+    offloads,
+    output,
+    schedule_of,
+    seconds,
+    short,
+    simulation_json,
+    user_input,
+)
+from .quality import simulated
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -27,30 +49,100 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         action="store_true",
         help="with the transfers between ranks, and to the host, too",
     )
+    parser.add_argument(
+        "--optimize",
+        type=seconds,
+        metavar="SECONDS",
+        help="then shorten the order for so long by constraint programming, within the memory cap "
+        "or else the schedule's own peak; needs the extra [optimize]",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_write_schedule)
 
 
 def _write_schedule(args: argparse.Namespace) -> None:
+    if offloads(args) and args.optimize is not None:
+        raise InputError(
+            f"--optimize {args.optimize:g} orders passes, not the copies of --offload "
+            f"{args.offload}; leave one of them out"
+        )
     if offloads(args) and not args.lowered:
         raise InputError(
             f"--offload {args.offload} needs --lowered too: without it the file holds compute "
             "actions only"
         )
+    if args.lowered and is_csv(args.output):
+        raise InputError(
+            f"--output {args.output}: torch's CSV compute form has no transfers; "
+            "leave --lowered out, or write a .json"
+        )
     if (args.schedule is None) == (args.block is None):
         raise InputError("give either --schedule NAME or --block NAME, or a file of either")
+    started = time.perf_counter()
+    if args.optimize is not None:
+        with user_input():
+            import_solver()  # before a schedule is made, which may take long
     schedule = schedule_of(args) if args.block is None else block_schedule(args)
-    if args.lowered:
-        if is_csv(args.output):
-            raise InputError(
-                f"--output {args.output}: torch's CSV compute form has no transfers; "
-                "leave --lowered out, or write a .json"
-            )
-        schedule = lower(schedule)
-    else:
-        schedule = schedule.compute()
+    optimized = None
+    if args.optimize is not None:
+        optimized = _optimized(args, schedule)
+        schedule = optimized.schedule
+    schedule = lower(schedule) if args.lowered else schedule.compute()
+    taken = time.perf_counter() - started
     with output(args.output):
         save(schedule, args.output)
+    if args.json:
+        simulation, quality = simulated(schedule, args, None, None)
+        data = simulation_json(simulation, taken, quality.json, offloads(args))
+        print(json.dumps({**data, "output": args.output, **_optimized_json(optimized)}))
+        return
     actions = sum(len(row) for row in schedule.ranks)
     print(f"{args.output}: {schedule.name}, pp {schedule.pp}, {actions} actions")
     if schedule.note:
         print(f"  {schedule.note}")
+    if optimized is not None:
+        _print_optimized(optimized)
+
+
+def _optimized(args: argparse.Namespace, schedule: Schedule) -> Optimized:
+    """``schedule`` optimized within the cap that the options give, or else its own peak."""
+    cap = memory_cap(args)
+    made = GENERATORS.get(args.schedule)
+    if cap is None and (args.schedule == AUTO or (made is not None and made.takes_memory_cap)):
+        cap = ShareCap(Fraction(1))  # their default
+    sets = None if cap is None else cap.sets(schedule.placement, schedule.splits_backward)
+    with user_input():
+        return optimize(schedule, args.optimize, sets, args.objective or "makespan")
+
+
+def _print_optimized(made: Optimized) -> None:
+    print(
+        f"  {made.objective} {short(made.before)} before, {short(made.after)} optimized "
+        f"({100 * float(made.after / made.before - 1):+.2f} %), at most {made.cap} activation "
+        f"sets a rank"
+    )
+    if made.gap:
+        gap = 100 * float(made.gap)
+        print(
+            f"  lower bound {short(made.bound)}: the result is at most {gap:.2f} % above the best"
+        )
+    else:
+        print("  no order of this placement and memory is faster")
+    if not made.complete:
+        print("  ended by the clock: another run or machine may give another order")
+
+
+def _optimized_json(made: Optimized | None) -> dict[str, Any]:
+    if made is None:
+        return {}
+    return {
+        "optimized": {
+            "objective": made.objective,
+            "before": number_to_json(made.before),
+            "after": number_to_json(made.after),
+            "lower_bound": number_to_json(made.bound),
+            "above_bound": number_to_json(made.gap),
+            "cap_sets": made.cap,
+            "deterministic": made.complete,
+        }
+    }

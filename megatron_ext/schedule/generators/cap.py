@@ -15,12 +15,15 @@ from itertools import product
 
 from ..actions import RankActions
 from ..bounds import makespan_bound
-from ..costs import Costs
+from ..costs import Costs, Durations
 from ..effects import peak_sets
+from ..placement import Placement
 from .building_block import INTERVAL, Block, vee_block
+from .chain import chains, most_sets
 from .list_scheduler import list_schedule
+from .period import Pattern, improve
 from .request import Request
-from .search import Search, repeat_period
+from .search import START_GAPS, Search, repeat_period
 from .vee import v_half, v_half_block, v_half_cap, v_min, v_min_block, v_min_cap, v_zb, v_zb_block
 
 _STEPS = (2, 3, 6, 4, 5)  # down and up of one hop, together
@@ -28,6 +31,9 @@ _TURNS = range(1, INTERVAL)
 _TRIES = 24  # blocks scheduled at equal costs; the bound is nearly always met within ten
 _WORK = 200_000  # passes that a search of one second for one of a few caps places
 _LEAST = 3  # orders that any search makes
+_SMALL = 16  # ranks; for more, steady states take long to improve
+_SEARCH = 640  # tabu steps times p^2, so that a search takes about as long at every p
+_WHOLE = 2048  # microbatches times ranks; more of them take long to schedule
 _REPEATED = 2  # orders whose steady state is repeated, and timed in full
 
 
@@ -89,7 +95,15 @@ def searched(request: Request, cap: int) -> RankActions:
             candidates.append(longer)
         if len(candidates) == _REPEATED:
             break
-    return request.fastest([*candidates, *_fixed(request, cap)])
+    candidates += _fixed(request, cap)
+    if m * pp <= _WHOLE:
+        # What a list schedule gains in a steady state may have no period to repeat.
+        candidates += [
+            list_schedule(orders, request.placement, cap, request.durations, gap)
+            for orders in list(candidates)
+            for gap in START_GAPS
+        ]
+    return request.fastest(candidates)
 
 
 def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
@@ -101,6 +115,9 @@ def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
         # With few microbatches an order may keep less than its name stands for.
         if own == cap or (m < 2 * pp and max(peak_sets(make(pp, m))) <= cap):
             yield make(pp, m)
+    if pp <= _SMALL:
+        for pattern in _patterns(pp, request.durations, cap):
+            yield pattern.stamp(m)
 
 
 def _bound(request: Request, cap: int) -> Fraction:
@@ -109,7 +126,8 @@ def _bound(request: Request, cap: int) -> Fraction:
     if request.objective == "span":
         work = (sum(rows[s] for rows in d[:3] for s in row) for row in request.placement.stages)
         return Fraction(request.microbatches * max(work))
-    costs = Costs(hop=Fraction(d.hop), stages=tuple(tuple(map(Fraction, x)) for x in zip(*d[:3])))
+    stages = tuple((Fraction(f), Fraction(b), Fraction(w)) for f, b, w in zip(*d[:3]))
+    costs = Costs(hop=Fraction(d.hop), stages=stages)
     return makespan_bound(request.placement, request.microbatches, costs, cap)
 
 
@@ -185,6 +203,54 @@ def _unit_plan(request: Request, cap: int) -> RankActions:
         if least <= bound or (least <= bound + one and tried >= 6):
             break
     return best  # V-Min's block fits every cap
+
+
+@lru_cache(maxsize=64)
+def _patterns(pp: int, durations: Durations, cap: int) -> list[Pattern]:
+    """The steady states with the shortest periods that were found for this cap."""
+    small = pp <= 8
+    blocks = _blocks(pp, cap)[: 48 if small else 6]
+    patterns = [Pattern.of(b.placement, b.interval, b.offsets) for b in blocks]
+    timed = []
+    for number, pattern in enumerate(patterns):
+        length = pattern.period(durations)
+        if length is not None:
+            timed.append((length, number))
+    timed.sort()
+    chosen = [patterns[number] for _, number in timed[: 4 if small else 1]]
+    steps = _SEARCH // pp**2
+    if steps > 2:
+        chosen += _improved(chosen[0], durations, cap, steps)
+    work = max(
+        sum(rows[s] for s in row for rows in durations[:3]) for row in Placement.vee(pp).stages
+    )
+    lengths = [length for p in chosen if (length := p.period(durations)) is not None]
+    if cap <= most_sets(pp) and min(lengths) > work:
+        better = chains(pp, durations, cap, 6 if small else 2)
+        chosen += better
+        if better and steps > 2:
+            chosen.append(improve(better[0], durations, cap, steps))
+    return chosen
+
+
+def _improved(start: Pattern, durations: Durations, cap: int, steps: int) -> list[Pattern]:
+    """Better steady states than ``start``. A search for costs that differ more from each other
+    finds other patterns; from those the search for the real costs starts once more."""
+    first = improve(start, durations, cap, steps)
+    second = improve(improve(start, _exaggerated(durations), cap, steps), durations, cap, steps)
+    return [first] if first == second else [first, second]
+
+
+def _exaggerated(durations: Durations) -> Durations:
+    """Every duration twice as far from the mean, but at least a quarter of it."""
+    rows = durations[:3]
+    total, count = sum(map(sum, rows)), sum(map(len, rows))
+
+    def far(time: int) -> int:
+        return max(4 * (2 * count * time - total), total)  # in units of 1/(4 count)
+
+    f, b, w = (tuple(far(time) for time in row) for row in rows)
+    return Durations(f, b, w, 4 * count * durations.hop, 4 * count * durations.scale)
 
 
 def _named_block(pp: int, cap: int) -> Block:

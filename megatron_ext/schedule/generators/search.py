@@ -28,6 +28,7 @@ from .request import Request
 _T = TypeVar("_T")
 _GAPS = (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 3), Fraction(1, 4), Fraction(0))
 _FIRST_GAPS = (Fraction(3, 4), Fraction(1, 2), Fraction(1))  # the likely best first
+START_GAPS = (*_FIRST_GAPS, Fraction(0))
 _POOL = 6  # orders
 _AHEAD = 6  # blocks that are tried with few microbatches before the best goes on
 _RUN = 48  # policies that a dispatcher's climb tries before another begins
@@ -73,7 +74,7 @@ class Search:
             self._sources.append(self._annealed())
         for orders in starts:
             self._add(orders)
-            for gap in _FIRST_GAPS:
+            for gap in START_GAPS:
                 self._list(orders, gap)
 
     def run(self, work: int) -> None:

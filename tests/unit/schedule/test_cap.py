@@ -10,8 +10,6 @@ import pytest
 from megatron_ext.schedule import AUTO, Costs, Placement, Schedule, check, generate, lower, simulate
 from megatron_ext.schedule.generators import NAMES
 from megatron_ext.schedule.generators.cap import repeat_period, unit_bound, v_cap_limits
-from megatron_ext.schedule.generators.period import Pattern, improve
-from megatron_ext.schedule.generators.vee import v_half_block, v_min_block, v_zb_block
 from tests.support.grids import sampled
 from tests.support.schedules import made
 
@@ -132,25 +130,6 @@ def test_long_runs_repeat_the_steady_state() -> None:
     assert repeat_period([list(row) for row in generate("v-half", 4, 2).ranks], 5) is None
 
 
-@pytest.mark.parametrize("pp", [3, 4, 5, 8])
-def test_period_of_a_pattern(pp: int) -> None:
-    """Specs 1.4: V-Min max(F+B+W, 3F, 3B), V-Half max(F+B+W, 2F+W/2, 2B+W/2), V-ZB F+B+W."""
-    for f, b, w in ((2, 2, 2), (2, 4, 2), (6, 4, 2), (10, 13, 6)):
-        costs = Costs.of(f, b, w)
-        durations = costs.durations(Placement.vee(pp))
-        expected = (
-            (v_min_block, max(f + b + w, 3 * f, 3 * b) if pp % 3 != 2 else None),
-            (v_half_block, max(f + b + w, 2 * f + w // 2, 2 * b + w // 2)),
-            (v_zb_block, f + b + w),
-        )
-        for make, period in expected:
-            block = make(pp)
-            pattern = Pattern.of(block.placement, block.interval, block.offsets)
-            assert pattern.peak() == block.peak()
-            if period is not None:
-                assert pattern.period(durations) == period * durations.scale
-
-
 ONE_LESS = [(32, "113.25"), (35, "122.75")]
 
 
@@ -161,18 +140,6 @@ def test_one_set_less_than_v_half(m: int, most: str) -> None:
     schedule = generate("v-cap", 8, m, costs=costs, memory_cap=9)
     assert max(check(schedule).peak_sets) <= 9
     assert simulate(schedule).makespan <= Fraction(most)
-
-
-def test_search_finds_a_better_steady_state() -> None:
-    block = v_half_block(4)
-    start = Pattern.of(block.placement, block.interval, block.offsets)
-    durations = UNEQUAL.durations(block.placement)
-    found = improve(start, durations, 6, 20)
-    before, after = start.period(durations), found.period(durations)
-    assert before is not None and after is not None
-    assert (before, after) == (Fraction(3) * durations.scale, Fraction("2.9") * durations.scale)
-    assert found.peak() <= 6
-    assert improve(start, durations, 6, 20) == found
 
 
 @pytest.mark.parametrize("cap", [0, 3, 9])

@@ -1,0 +1,252 @@
+"""A part of a schedule as a job-shop problem with heads and tails, solved by CP-SAT.
+
+All passes that start in a stretch of time, the *window*, are free; those before it stay where they
+are, those after it keep their order. A window over all passes is the exact problem. OR-tools is
+imported here alone, and not before a window is solved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from .actions import Action, Op
+from .costs import Durations
+from .effects import DEVICE, FREES, inputs, results
+from .generators import Objective
+from .placement import Placement
+
+Times = dict[Action, int]  # start of every pass, earliest first
+
+
+def import_solver() -> ModuleType:
+    """OR-tools' CP-SAT.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise ValueError(
+            f"--optimize needs OR-tools ({error}): pip install 'megatron-ext[optimize]'"
+        ) from None
+    return cp_model  # type: ignore[no-any-return]
+
+
+class Problem:
+    """What never changes while a schedule is optimized.
+
+    Args:
+        rows: every rank's passes, none of them joint.
+        placement: where the stages lie.
+        durations: of the passes and hops.
+        cap: most activation sets on a rank.
+        objective: what is made short.
+
+    Attributes:
+        rank, took: of every pass.
+        before, after: of every pass, the (pass, latency) that it waits for and that wait for it,
+            on whichever rank.
+        following: of every pass, those of the next microbatch that must come later.
+        frees: of every F, the pass that frees its set.
+        goals: what is made short is the longest of these: (rank, or None for all ranks; what to
+            subtract from the end of the rank's last pass).
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[Action]],
+        placement: Placement,
+        durations: Durations,
+        cap: int,
+        objective: Objective,
+    ) -> None:
+        self.placement, self.cap = placement, cap
+        self.took = {a: durations.of(a.op, a.stage) for row in rows for a in row}
+        self.rank = {a: rank for rank, row in enumerate(rows) for a in row}
+        gives = {(kind, a.stage, a.microbatch): a for a in self.took for kind in results(a.op)}
+        self.frees = {a._replace(op=Op.F): a for a in self.took if a.op in FREES}
+        self.before: dict[Action, list[tuple[Action, int]]] = {a: [] for a in self.took}
+        self.after: dict[Action, list[tuple[Action, int]]] = {a: [] for a in self.took}
+        for a, needs in self.before.items():
+            for kind, stage in inputs(a.op, a.stage, placement.num_stages):
+                b = gives[kind, stage, a.microbatch]
+                needs.append((b, durations.hop if self.rank[b] != self.rank[a] else 0))
+                self.after[b].append((a, needs[-1][1]))
+        # A chunk's passes of a kind come in microbatch order (see ``check``).
+        self.following = {
+            a: {
+                gives[key]
+                for kind in results(a.op)
+                if (key := (kind, a.stage, a.microbatch + 1)) in gives
+            }
+            for a in self.took
+        }
+        self.goals: list[tuple[int | None, int]] = [(None, 0)]
+        if objective == "span":
+            # A rank starts with its first stage's first F, in any order at the same time.
+            way = [0]
+            for s in range(1, placement.num_stages):
+                hop = durations.hop * (placement.rank_of(s) != placement.rank_of(s - 1))
+                way.append(way[-1] + durations.forward[s - 1] + hop)
+            self.goals = [(rank, way[row[0]]) for rank, row in enumerate(placement.stages)]
+
+    def value(self, starts: Times) -> int:
+        """What is made short."""
+        ends = [0] * self.placement.pp
+        for a, start in starts.items():
+            ends[self.rank[a]] = max(ends[self.rank[a]], start + self.took[a])
+        return max((max(ends) if r is None else ends[r]) - begin for r, begin in self.goals)
+
+
+@dataclass
+class Window:
+    """The free passes of one window, and what the others demand of them.
+
+    Attributes:
+        free: the passes to order.
+        resident: activation sets on each rank before.
+        head: earliest start of each.
+        tails: of each and each goal, the least time from its end to the end of the goal's last
+            pass, or None where none of the goal's comes later.
+        fixed: of each goal, what passes outside the window take alone.
+    """
+
+    problem: Problem
+    now: Times
+    free: list[Action]
+    resident: list[int]
+    head: dict[Action, int]
+    tails: dict[Action, list[int | None]]
+    fixed: list[int]
+
+    @classmethod
+    def of(cls, problem: Problem, now: Times, begin: int, end: int) -> Window:
+        """All passes that start from ``begin`` on and before ``end``."""
+        free = [a for a, start in now.items() if begin <= start < end]
+        head = dict.fromkeys(free, 0)
+        clock, resident = [0] * problem.placement.pp, [0] * problem.placement.pp
+        for a, start in now.items():
+            if start >= begin:
+                break
+            clock[problem.rank[a]] = start + problem.took[a]
+            resident[problem.rank[a]] += DEVICE.get(a.op, 0)
+        for a in free:
+            ready = [now[b] + problem.took[b] + h for b, h in problem.before[a] if now[b] < begin]
+            head[a] = max([clock[problem.rank[a]], *ready])
+        # From the last pass back; ``follow`` holds each rank's first pass after the window.
+        tails: dict[Action, list[int | None]] = {}
+        follow: list[Action | None] = [None] * problem.placement.pp
+        fixed = [0] * len(problem.goals)
+        for a in reversed(now):
+            rank, start = problem.rank[a], now[a]
+            later = [(b, hop) for b, hop in problem.after[a] if now[b] >= end]
+            following = follow[rank]
+            if following is not None:
+                later.append((following, 0))
+            tails[a] = [
+                _longest(problem, tails, later, goal, owner in (None, rank))
+                for goal, (owner, _) in enumerate(problem.goals)
+            ]
+            if start >= end:
+                follow[rank] = a
+            if start < begin:
+                for goal, tail in enumerate(tails[a]):
+                    if tail is not None:
+                        fixed[goal] = max(fixed[goal], start + problem.took[a] + tail)
+        return cls(problem, now, free, resident, head, tails, fixed)
+
+    def solve(self, solver: Any, floor: int, best: int) -> tuple[Times | None, int]:
+        """The window at its best: new starts of the free passes, or None if nothing better than
+        ``best`` was found; and a lower bound.
+
+        Args:
+            solver: a ``cp_model.CpSolver`` with its limits set.
+            floor: a lower bound that is known.
+            best: the value now.
+        """
+        cp_model = import_solver()
+        model = cp_model.CpModel()
+        took, far = self.problem.took, best + max(begin for _, begin in self.problem.goals)
+        start = {a: model.new_int_var(self.head[a], far - took[a], str(a)) for a in self.free}
+        for a, var in start.items():
+            model.add_hint(var, self.now[a])
+            for b, hop in self.problem.before[a]:
+                if b in start:
+                    model.add(var >= start[b] + took[b] + hop)
+            for b in self.problem.following[a]:
+                if b in start:
+                    model.add(start[b] >= var + took[a])
+        for rank in range(self.problem.placement.pp):
+            self._one_rank(model, start, rank, far)
+        value = model.new_int_var(floor, best, "value")
+        for goal, (_, begin) in enumerate(self.problem.goals):
+            model.add(value >= self.fixed[goal] - begin)
+            for a, var in start.items():
+                tail = self.tails[a][goal]
+                if tail is not None:
+                    model.add(value >= var + took[a] + tail - begin)
+        model.add_hint(value, best)
+        model.minimize(value)
+        status = solver.solve(model)
+        bound = max(floor, math.ceil(solver.best_objective_bound - 1e-6))
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None, bound
+        return {a: solver.value(var) for a, var in start.items()}, bound
+
+    def _one_rank(self, model: Any, start: dict[Action, Any], rank: int, far: int) -> None:
+        """One pass at a time, and no more activation sets than the cap."""
+        took, cap = self.problem.took, self.problem.cap
+        row = [a for a in self.free if self.problem.rank[a] == rank]
+        model.add_no_overlap(
+            [model.new_fixed_size_interval_var(start[a], took[a], "") for a in row]
+        )
+        lives, kept = [], self.resident[rank]
+        for a in row:
+            size = model.new_int_var(0, far, "")
+            if a.op is Op.F:
+                frees = self.problem.frees[a]
+                end = start[frees] + took[frees] if frees in start else far
+                lives.append(model.new_interval_var(start[a], size, end, ""))
+                later = a._replace(microbatch=a.microbatch + cap)
+                if frees in start and later in start:
+                    model.add(start[later] >= end)
+            elif a.op in FREES and a._replace(op=Op.F) not in start:
+                lives.append(model.new_interval_var(0, size, start[a] + took[a], ""))
+                kept -= 1
+        if len(lives) + kept > cap:
+            model.add_cumulative(lives, [1] * len(lives), cap - kept)
+
+    def shape(self, best: int) -> tuple[object, ...]:
+        """Equal for windows that are the same problem at another time, such as those of a steady
+        state: each free pass with its slack on both sides, by time and microbatch since the first.
+        """
+        zero = self.now[self.free[0]]
+        first = min(a.microbatch for a in self.free)
+        passes = []
+        for a in self.free:
+            j, at = a.microbatch - first, self.now[a] - zero
+            slack = [None if tail is None else best - self.now[a] - tail for tail in self.tails[a]]
+            passes.append((a.op, a.stage, j, at, self.head[a] - zero, *slack))
+        return (*passes, *self.resident)
+
+
+def _longest(
+    problem: Problem,
+    tails: dict[Action, list[int | None]],
+    later: list[tuple[Action, int]],
+    goal: int,
+    ends: bool,
+) -> int | None:
+    """Longest way over the passes of ``later`` to the end of a goal; 0 if the pass itself may be
+    the goal's last (``ends``)."""
+    ways = [0] if ends else []
+    for b, hop in later:
+        tail = tails[b][goal]
+        if tail is not None:
+            ways.append(hop + problem.took[b] + tail)
+    return max(ways, default=None)
