@@ -232,9 +232,9 @@ def _named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
         # Few microbatches have the peaks of many; an offload plan is another with each.
         few = spec.microbatches if spec.offload else min(spec.microbatches, 2 * spec.pp)
         largest = _last(len(options), lambda index: isinstance(attempt(index, few), Selected))
-    # Now and then a larger one is easier to offload. There is no time to try all, but a few.
-    ahead = _AHEAD if spec.offload else 0
-    for index in range(min(max(largest, 0) + ahead, len(options) - 1), -1, -1):
+    # Now and then a larger one is easier to offload, or holds fewer bytes with more microbatches.
+    # There is no time to try all, but a few.
+    for index in range(min(max(largest, 0) + _AHEAD, len(options) - 1), -1, -1):
         found = attempt(index, spec.microbatches)
         if isinstance(found, Selected):
             return found
@@ -278,7 +278,8 @@ def _options(spec: ScheduleSpec, chosen: bool) -> list[dict[str, int | None]]:
         least = cap.sets(spec.placement, generator.split_backward)
     except ValueError:
         least = low
-    least, most = (min(max(sets, low), high) for sets in (least, most))
+    # An order need not hold its cap on every rank, so one more set may fit.
+    least, most = (min(max(sets, low), high) for sets in (least, most + 1))
     return [{"memory_cap": x} for x in range(least, (high if spec.offload else most) + 1)]
 
 

@@ -7,7 +7,7 @@ candidate for a larger one, so a larger cap is never slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -47,19 +47,28 @@ def v_cap(request: Request) -> RankActions:
 
     At F=B=W, without hops and for m >= 2p the makespan is at most 1 chunk unit above
     ``unit_bound``, for every p in 2..32 and every cap. Under any costs it is at most that of the
-    named V orders that fit the cap, and never more than with a smaller cap.
+    named V orders that fit the cap, and never more than with a smaller cap. ``request.effort`` is
+    spread over the caps that are searched, usually two or three.
     """
-    least, most = v_cap_limits(request.pp)
-    cap = most if request.memory_cap is None else request.memory_cap
+    cap = 2 * request.pp if request.memory_cap is None else request.memory_cap
     plain = replace(request, memory_cap=None)
-    if request.at_unit_times and request.objective == "makespan":
-        return _at_unit_times(plain, cap)
+    if not request.at_unit_times or request.objective == "span":
+        return _of_searches(plain, cap)
+    best = _at_unit_times(plain, cap)
+    if request.pp > 16 or _time(plain, best) <= _bound(plain, cap):
+        return best
+    return request.fastest([best, _of_searches(plain, cap)])
+
+
+def _of_searches(plain: Request, cap: int) -> RankActions:
+    """The fastest order of a search for this cap, and for those smaller ones that may be faster."""
+    least, most = v_cap_limits(plain.pp)
     best: RankActions = []
     taken: int | None = None
     # Few caps for many ranks: each takes a search. The same ones for every request, so that what
     # a smaller cap was given is among a larger one's candidates.
-    step = max(1, request.pp // (8 if request.pp <= 16 else 4))
-    named = v_half_cap(request.pp), most
+    step = max(1, plain.pp // (8 if plain.pp <= 16 else 4))
+    named = v_half_cap(plain.pp), most
     for smaller in range(cap, least - 1, -1):
         if (smaller - least) % step and smaller not in named:
             continue
@@ -85,6 +94,7 @@ def searched(request: Request, cap: int) -> RankActions:
     search = Search(
         short, cap, more, list(_fixed(short, cap)), _blocks(pp, cap), _bound(request, cap)
     )
+    search.add(_reordered(short, cap))
     search.run(work)
     if not more:
         return search.pool[0].orders
@@ -111,13 +121,26 @@ def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
     pp, m = request.pp, request.microbatches
     equal = replace(request, durations=request.durations.unit(request.placement))
     yield _at_equal_times(equal, cap)
-    for make, own in ((v_min, v_min_cap(pp)), (v_half, v_half_cap(pp)), (v_zb, 2 * pp)):
+    for make, own in _named(pp):
         # With few microbatches an order may keep less than its name stands for.
         if own == cap or (m < 2 * pp and max(peak_sets(make(pp, m))) <= cap):
             yield make(pp, m)
     if pp <= _SMALL:
         for pattern in _patterns(pp, request.durations, cap):
             yield pattern.stamp(m)
+
+
+def _reordered(request: Request, cap: int) -> Iterator[RankActions]:
+    """The named V order of this cap with other gaps on some ranks."""
+    for make, own in _named(request.pp):
+        if own == cap:
+            orders = make(request.pp, request.microbatches)
+            yield from request.reordered(orders, cap, thorough=True)
+
+
+def _named(pp: int) -> list[tuple[Callable[[int, int], RankActions], int]]:
+    """The named V orders, and their caps."""
+    return [(v_min, v_min_cap(pp)), (v_half, v_half_cap(pp)), (v_zb, 2 * pp)]
 
 
 def _bound(request: Request, cap: int) -> Fraction:
@@ -172,7 +195,7 @@ def _at_unit_times(request: Request, cap: int) -> RankActions:
             best, least = orders, taken
     if request.microbatches >= 2 * request.pp:
         return best  # the named orders are among what was made
-    named = (make(request.pp, m) for make in (v_min, v_half, v_zb))
+    named = (make(request.pp, m) for make, _ in _named(request.pp))
     return request.fastest([best, *(orders for orders in named if max(peak_sets(orders)) <= cap)])
 
 

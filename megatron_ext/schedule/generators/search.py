@@ -77,6 +77,13 @@ class Search:
             for gap in START_GAPS:
                 self._list(orders, gap)
 
+    def add(self, more: Iterable[RankActions]) -> None:
+        """Orders under the cap that are candidates as they are."""
+        for orders in more:
+            if self._ended():
+                break
+            self._add(orders)
+
     def run(self, work: int) -> None:
         """Try orders until ``work`` passes were placed, or no better order can be."""
         while self.work < work and self._sources and not self._ended():

@@ -124,11 +124,12 @@ REAL = ["--schedule", "v-half", "--pp", 8, "--microbatches", 32, "--cost", "1,1.
 
 
 def test_message_streams(run):
-    """The order is made for these costs; 119.2 is what another replay of it gives."""
+    """One stream a rank makes messages wait; test_network has numbers by hand."""
     status, out, _ = run("simulate", "--json", *REAL, "--hop", 0.2, "--p2p", "rank")
     data = json.loads(out)
     assert status == 0 and data["p2p"] == "rank" and "queue" not in data
-    assert data["makespan"] == 119.2
+    free = json.loads(run("simulate", "--json", *REAL, "--hop", 0.2)[1])
+    assert data["makespan"] > free["makespan"]
     data = json.loads(run("simulate", "--json", *REAL, "--p2p", "edge", "--queue", 1)[1])
     assert (data["p2p"], data["queue"]) == ("edge", 1)
     assert "p2p" not in json.loads(run("simulate", "--json", *REAL, "--p2p", "ideal")[1])

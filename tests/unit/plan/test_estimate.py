@@ -193,14 +193,12 @@ def test_the_order_is_never_slower_than_one_for_equal_costs(model, pp, m):
             assert made.ranks == equal.ranks
 
 
-def test_a_searched_order_may_lose_to_the_one_for_equal_costs():
-    """Why the selector makes both of v-cap's: its generator alone is not always faster."""
+def test_a_search_starts_from_the_order_for_equal_costs():
+    """At costs that differ little that order is hard to beat."""
     costs = estimate(MODELS["hybrid"]).costs(16)
-    searched = generate("v-cap", 8, 16, costs=costs, memory_cap=12)
+    searched = generate("v-cap", 8, 16, costs=costs, memory_cap=12, effort=0.01)
     equal = generate("v-cap", 8, 16, memory_cap=12)
-    assert simulate(searched).makespan > simulate(equal, costs).makespan
-    spec = ScheduleSpec("v-cap", 8, 16, costs=costs, cap=ShareCap(Fraction(12, 16)))
-    assert select(spec).schedule.ranks == equal.ranks
+    assert simulate(searched).makespan <= simulate(equal, costs).makespan
 
 
 class TestFlagsOfPlan:

@@ -415,8 +415,8 @@ def test_work_of_a_large_schedule_grows_with_its_passes(name: str) -> None:
             if hasattr(one, "cache_clear"):
                 one.cache_clear()
     schedule, calls = counted(lambda: generate(name, 32, 128))
-    # Found: 1 to 7 calls a pass; 12 for the search of v-cap.
-    assert calls <= (15 if name == "v-cap" else 9) * sum(map(len, schedule.ranks))
+    # Found: 1 to 7 calls a pass; 27 for v-cap, which lists its blocks first.
+    assert calls <= (32 if name == "v-cap" else 9) * sum(map(len, schedule.ranks))
 
 
 PLACEMENTS = [Placement.loop(3), Placement.loop(2, 3), Placement.vee(4), Placement.vee(5)]
