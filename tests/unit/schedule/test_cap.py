@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ext.schedule import AUTO, Costs, Placement, Schedule, check, generate, lower, simulate
 from megatron_ext.schedule.generators import NAMES
-from megatron_ext.schedule.generators.cap import repeat_period, unit_bound, v_cap_limits
+from megatron_ext.schedule.generators.cap import unit_bound, v_cap_limits
+from megatron_ext.schedule.generators.dispatch import PRECEDENCES, Policy, dispatch
+from megatron_ext.schedule.generators.moves import Moves
+from megatron_ext.schedule.generators.request import Request
+from megatron_ext.schedule.generators.search import repeat_period
 from tests.support.grids import sampled
 from tests.support.schedules import made
 
@@ -140,6 +147,55 @@ def test_one_set_less_than_v_half(m: int, most: str) -> None:
     schedule = generate("v-cap", 8, m, costs=costs, memory_cap=9)
     assert max(check(schedule).peak_sets) <= 9
     assert simulate(schedule).makespan <= Fraction(most)
+
+
+def test_more_effort_is_never_slower() -> None:
+    times = []
+    for effort in (0.01, 0.2, 1):
+        schedule = generate("v-cap", 3, 6, costs=UNEQUAL, memory_cap=5, effort=effort)
+        times.append(simulate(schedule).makespan)
+    assert times == sorted(times, reverse=True)
+
+
+OPTIMA = json.loads((Path(__file__).parent / "exact_optima.json").read_text())["rows"]
+PROVEN = [case for case in OPTIMA if case["proven"] and case["m"] >= 3]
+
+
+@pytest.mark.parametrize("case", sampled(PROVEN, PROVEN[::24]), ids=lambda case: str(case)[:60])
+def test_near_the_optimum_of_small_cases(case: dict[str, Any]) -> None:
+    """Most are met; the worst found is 6.1 % above, one set above V-Min's memory."""
+    costs = Costs.of(*case["cost"], case["hop"])
+    found = generate("v-cap", case["p"], case["m"], costs=costs, memory_cap=case["cap_sets"])
+    least = Fraction(str(case["makespan"]))
+    assert least <= simulate(found).makespan <= least * Fraction("1.065")
+
+
+@pytest.mark.parametrize("pp", [2, 3, 5])
+def test_the_dispatcher_never_deadlocks(pp: int) -> None:
+    rng = random.Random(pp)
+    placement = Placement.vee(pp)
+    durations = UNEQUAL.durations(placement)
+    for _ in range(20):
+        m, cap = rng.randint(1, 9), rng.randint(2, 2 * pp)
+        policies = [
+            Policy(rng.randint(1, cap - 1), rng.randrange(len(PRECEDENCES)), Fraction(rng.random()))
+            for _ in range(pp)
+        ]
+        orders = dispatch(Request(placement, m, durations), cap, policies)
+        report = check(Schedule("made", placement, m, tuple(map(tuple, orders))))
+        assert max(report.peak_sets) <= cap
+
+
+def test_moves_keep_an_order_valid() -> None:
+    rng = random.Random(1)
+    start = generate("v-half", 3, 5)
+    request = Request(start.placement, 5, UNEQUAL.durations(start.placement))
+    moves = Moves(request, 4, [list(row) for row in start.ranks])
+    changed = sum(moves.move(rng.randrange, 1000) for _ in range(300))
+    assert changed > 10
+    made = Schedule("made", start.placement, 5, tuple(map(tuple, moves.best)))
+    assert max(check(made).peak_sets) <= 4
+    assert request.time_of(moves.best) == moves.best_time < simulate(start, UNEQUAL).makespan * 1000
 
 
 @pytest.mark.parametrize("cap", [0, 3, 9])
