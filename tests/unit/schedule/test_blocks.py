@@ -177,7 +177,7 @@ def offsets(**other: list[int]) -> dict[str, object]:
     ("change", "message"),
     [
         ({"format": "other"}, 'expected "format": "megatron-ext-block/1", found \'other\''),
-        ({"intervall": 6}, "unknown field 'intervall'; fields are format, placement, interval"),
+        ({"period": 6}, "unknown field 'period'; fields are format, placement, interval"),
         ({"placement": [0, 1]}, '"placement" must list the stages of every rank'),
         ({"placement": [[0, 3], [1, 1]]}, "placement must hold every stage 0..3 once"),
         ({"interval": 0}, '"interval" must be a whole number from 1'),
