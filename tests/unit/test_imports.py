@@ -25,6 +25,11 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "_input": (set(), set()),
     "schedule": ({"_input", "schedule"}, set()),
     "plan": ({"_input", "schedule", "plan"}, {"numpy"}),
+    # The plans of MoE layers, so that what is planned is what runs.
+    **dict.fromkeys(
+        ("plan/moe_job.py", "plan/moe_layer.py", "plan/moe_times.py"),
+        ({"_input", "plan", "moe"}, set()),
+    ),
     "view": ({"_input", "schedule", "view"}, set()),
     "runtime": (_TOOLS | _ENGINE, {"torch"}),
     "offload": (_TOOLS | _ENGINE, {"torch", "numpy"}),
