@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .._input import attribute, parse_bytes
 from ..plan.flags import FLAGS, add_flags, job_of, notes_on, read
@@ -107,6 +108,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--peer-bandwidth", type=float, metavar="X", help="in a node, bytes/s")
     group.add_argument("--network-bandwidth", type=float, metavar="X", help="bytes/s each way")
+    add_exchange_options(group)
     group.add_argument(
         "--efficiency", type=float, metavar="X", help="share of the peak that large matrix "
         "products reach"
@@ -115,6 +117,29 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
         "--profile", action="append", metavar="FILE", help="measured times, bytes and rates in "
         "place of computed ones; one for each microbatch size and recompute setting"
     )  # fmt: skip
+
+
+def add_exchange_options(group: argparse._ActionsContainer) -> None:
+    """At which rate experts' rows travel."""
+    group.add_argument(
+        "--gpus-per-node",
+        type=positive,
+        metavar="N",
+        help="devices that the peer link connects: all-to-alls of more expert-parallel ranks use "
+        "the network too (default 8; GB200 and GB300 72)",
+    )
+    group.add_argument(
+        "--exchange-bandwidth",
+        type=float,
+        metavar="X",
+        help="bytes/s at which a device's rows travel to the experts of other ranks, such as a "
+        "dispatcher (DeepEP) was measured with",
+    )
+
+
+def exchange_rates(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``add_exchange_options`` got, for ``Gpu.with_``."""
+    return {"devices_per_node": args.gpus_per_node, "exchange": args.exchange_bandwidth}
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -176,6 +201,7 @@ def _gpu(args: argparse.Namespace) -> Gpu:
         peer=args.peer_bandwidth,
         network=args.network_bandwidth,
         efficiency=args.efficiency,
+        **exchange_rates(args),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..plan import memory, times
+from ..plan import memory, moe_times, times
 from ..plan.memory import RankBytes
 from ..plan.point import Point
 from ..plan.post_validation import PostValidationEstimate, with_post_validation
@@ -14,6 +14,7 @@ from ..plan.space import SearchSpace
 from ..schedule.costs import number_to_json
 from ..view.timeline import decimal
 from .common import network_json, network_text
+from .plan_moe import plan_layer_json, plan_layer_text, plan_words
 
 
 def report_json(
@@ -51,6 +52,9 @@ def report_json(
             "step_ms_by_name": number_to_json(best.as_named() / 1000)
             if best.offload is None
             else None,
+            "moe_layer": plan_layer_json(
+                best.workload.job, space.gpu, float(max(best.peak_activation))
+            ),
             "ranks": [rank_json(rank) for rank in best.ranks],
             "post_validation": _post_validation_json(with_post_validation(best)),
         }
@@ -80,6 +84,7 @@ def point_json(point: Point) -> dict[str, Any]:
         "microbatches": point.spec.microbatches,
         "micro_batch_size": job.micro_batch_size,
         "cheap_recompute": job.cheap_recompute,
+        "moe": plan_words(job),
         "offload": point.offload,
         "layers": list(split.counts),
         "layout": None if split.even else split.flag(job)[1],
@@ -152,12 +157,13 @@ def _assumptions(space: SearchSpace, notes: Sequence[str]) -> list[str]:
     ways = network_text(space.network).removeprefix("; ")
     notes = [*([f"messages: {ways}"] if ways else []), *notes]
     measured = [] if not space.profiles else ["times and rates: measured, from the profile"]
-    computed = [*times.ASSUMPTIONS, *space.gpu.assumptions()]
+    experts = moe_times.ASSUMPTIONS if space.job.num_experts else ()
+    computed = [*times.ASSUMPTIONS, *experts, *space.gpu.assumptions()]
     return [*notes, *memory.ASSUMPTIONS, *measured, *computed]
 
 
 _HEADS = (
-    *("schedule", "chunks", "mbs", "recompute", "offload", "layout"),
+    *("schedule", "chunks", "mbs", "recompute", "moe", "offload", "layout"),
     *("step ms", "bubble", "peak GiB", "rank", "host GiB"),
 )
 
@@ -184,6 +190,7 @@ def _cells(point: dict[str, Any]) -> tuple[str, ...]:
         str(point["chunks"]),
         str(point["micro_batch_size"]),
         "cheap" if point["cheap_recompute"] else "-",
+        point["moe"],
         point["offload"] or "-",
         "even" if point["layout"] is None else "custom",
         f"{point['step_ms']:.1f}",
@@ -196,6 +203,7 @@ def _cells(point: dict[str, Any]) -> tuple[str, ...]:
 
 def _chosen(best: dict[str, Any], file: str | None) -> list[str]:
     lines = ["flags of the fastest:", *(f"  {words}" for words in best["flags"])]
+    lines += plan_layer_text(best["moe_layer"], gib)
     named = best["step_ms_by_name"]
     if file is None and named not in (None, best["step_ms"]):
         lines.append(

@@ -29,6 +29,8 @@ class SetBytes(NamedTuple):
             of its activation function's input and output.
         gathered: what sequence parallelism gathers at once in B, and in W, where the next layer's
             is gathered ahead.
+        buffers: that all sets and stages of a device share, at any time (MoE layers in chunks).
+        host: on the host from F to B, of layers that copy there by themselves.
     """
 
     bytes_f_to_b: int
@@ -37,6 +39,8 @@ class SetBytes(NamedTuple):
     logits: int = 0
     layer: int = 0
     gathered: int = 0
+    buffers: int = 0
+    host: int = 0
 
 
 def sums(job: Job, parts: Iterable[Part]) -> tuple[int, int, int]:
@@ -51,7 +55,7 @@ def sums(job: Job, parts: Iterable[Part]) -> tuple[int, int, int]:
 
 def stage_set(job: Job, stage: Stage) -> SetBytes:
     """One activation set of a stage."""
-    bytes_f_to_b = bytes_b_to_w = recompute = widest = group = 0
+    bytes_f_to_b = bytes_b_to_w = recompute = widest = group = host = buffers = 0
     full = job.recompute_granularity == "full"
     each = job.element_bytes * job.sharded_tokens * job.hidden_size
     if job.distribute_saved_activations:
@@ -61,6 +65,8 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
         b, w, extra = sums(job, parts)
         bytes_b_to_w += w
         widest = max(widest, *(part.widest for part in parts))
+        buffers = max(buffers, *(part.buffers for part in parts))
+        host += sum(part.host for part in parts)
         if full and job.recompute_method == "block" and place >= job.recompute_num_layers:
             bytes_f_to_b += b
         elif full:
@@ -77,6 +83,8 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
         b, w, extra = sums(job, parts)
         bytes_b_to_w += w
         widest = max(widest, *(part.widest for part in parts))
+        buffers = max(buffers, *(part.buffers for part in parts))
+        host += sum(part.host for part in parts)
         # Recomputed as a whole it keeps its two inputs: hidden states and embeddings.
         bytes_f_to_b += 2 * each if full else b
         recompute = max(recompute, b if full else extra)
@@ -91,4 +99,6 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
     # An input, and an output's gradient of this or of the next layer.
     several = job.tokens != job.sharded_tokens and len(stage.layers) > 0
     gathered = 2 * job.element_bytes * job.tokens * job.hidden_size * several
-    return SetBytes(bytes_f_to_b + b, bytes_b_to_w + w, recompute, logits, widest, gathered)
+    return SetBytes(
+        bytes_f_to_b + b, bytes_b_to_w + w, recompute, *(logits, widest, gathered), *(buffers, host)
+    )

@@ -61,6 +61,7 @@ class Budget:
             free -= sum(stages[s].states.total for s in row)
             sets = [stages[s].sets for s in row]
             free -= max(one.recompute_bytes + one.layer + one.logits + one.gathered for one in sets)
+            free -= max(one.buffers for one in sets)
             out.append(max(0, free // each))
         return out
 

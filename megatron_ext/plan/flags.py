@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from .._input import attribute, flag_of
 from .defaults import job_with_defaults
 from .model import Job, PlanError
+from .moe_job import check, exclude_chunks
 
 # Fields of the job that have no flag of their own name.
 _COMPUTED = {
@@ -123,6 +124,7 @@ def read(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
                 f"{flag} {NOT_MODELLED[flag]}, which plan does not model; leave it out and read "
                 "the numbers as a lower bound"
             )
+    exclude_chunks(vars(known), ignored)
     return vars(known), ignored
 
 
@@ -145,7 +147,9 @@ def job_of(given: dict[str, Any]) -> Job:
     missing = [f for f in needed if given.get(attribute(f)) is None]
     if missing:
         raise PlanError(f"plan needs {', '.join(missing)} too, as pretrain_gpt.py has them")
-    return job_with_defaults(dict(given))
+    job = job_with_defaults(dict(given))
+    check(job)
+    return job
 
 
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")

@@ -25,6 +25,8 @@ class Gpu:
         network: to another node, bytes/s each way.
         efficiency: share of ``flops`` that large matrix products reach.
         sources: where each number is from, by its name here.
+        devices_per_node: that the peer link connects.
+        exchange: of all-to-alls of experts' rows, bytes/s; 0: by the two links.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Gpu:
     network: float = 50 * _GB
     efficiency: float = 0.6
     sources: tuple[tuple[str, str], ...] = ()
+    devices_per_node: int = 8
+    exchange: float = 0.0
 
     def with_(self, **changes: Any) -> Gpu:
         """The same with numbers that the user gave in place of the table's."""
@@ -52,7 +56,8 @@ class Gpu:
     def has_rates_of_the_table(self) -> bool:
         """True if the user has replaced no number that times depend on."""
         given = {name for name, source in self.sources if source == "given"}
-        return not given & {"flops", "bandwidth", "peer", "network", "efficiency"}
+        rates = {"flops", "bandwidth", "peer", "network", "efficiency"}
+        return not given & {*rates, "devices_per_node", "exchange"}
 
     def assumptions(self) -> list[str]:
         """One sentence a number."""
@@ -125,10 +130,12 @@ GPUS: dict[str, Gpu] = {
     "GB200": Gpu(
         *("GB200", 2500 * _TFLOP, 185 * 2**30, 7700 * _GB, 150 * _GB, 150 * _GB, 900 * _GB),
         sources=_sources(_sheet("GB200 NVL72"), _C2C),
+        devices_per_node=72,
     ),
     "GB300": Gpu(
         *("GB300", 2500 * _TFLOP, 277 * 2**30, 7700 * _GB, 150 * _GB, 150 * _GB, 900 * _GB),
         sources=_sources(_sheet("GB300 NVL72"), _C2C),
+        devices_per_node=72,
     ),
 }
 

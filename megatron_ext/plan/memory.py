@@ -132,12 +132,15 @@ def _rank(
     on_host: set[tuple[int, int]] = set()
     passes = [(position, part) for position, action in enumerate(row) for part in action.parts]
     table = {s: stages[s].sets for s in {part.stage for _, part in passes}}
+    messages += max((sets.buffers for sets in table.values()), default=0)
     for position, (op, stage, microbatch) in passes:
         one = table[stage]
         passing = messages
         if op is Op.F:
             resident += one.bytes_f_to_b
             passing += one.logits
+            host += one.host
+            most_host = max(most_host, host)
         elif op is Op.B or op is Op.BW:
             # On the way from one to the other it is never more than the larger of them.
             grows = max(one.bytes_b_to_w - one.bytes_f_to_b, 0) if op is Op.B else 0
@@ -154,6 +157,7 @@ def _rank(
             best = resident + passing, resident, passing, position
         if op is Op.B or op is Op.BW:
             resident += (one.bytes_b_to_w if op is Op.B else 0) - one.bytes_f_to_b
+            host -= one.host
             if (stage, microbatch) in on_host:
                 host -= one.bytes_f_to_b
         elif op is Op.W:

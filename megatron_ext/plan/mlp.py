@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .model import Job
+from .moe_job import fixed_plan, in_chunks
 from .parts import (
     FP32,
     Linear,
@@ -100,7 +101,8 @@ def experts(job: Job) -> Part:
         inner.append(Linear("input of the latent", t, h, latent, bias=bias, input=source))
         inner.append(Linear("experts' outputs in the latent", t, latent, h, bias=bias))
     fc1 = Linear("experts' input", routed, latent, job.gates * width, own, bias, expert=True)
-    drops = job.cheap_recompute or job.recomputes("moe_act")
+    # Cheap recompute leaves experts alone that run in chunks.
+    drops = (job.cheap_recompute and fixed_plan(job) is None) or job.recomputes("moe_act")
     routed_pieces = _inner(job, "experts'", fc1, latent, drops=drops)
     if "expert_fc1" in job.offload_modules:
         routed_pieces[0] = routed_pieces[0].dropped()
@@ -118,7 +120,7 @@ def experts(job: Job) -> Part:
     if shared:
         tp = job.tensor_model_parallel_size
         work = work.plus(_activation(job, job.tokens, shared // tp))
-    return Part(
+    whole = Part(
         (before.saved, *pieces, *dropout_mask(job)),
         parameters,
         work.plus(activation).plus(before.work),
@@ -126,6 +128,7 @@ def experts(job: Job) -> Part:
         e * routed * width * (job.gates + 1),
         recomputed,
     )
+    return in_chunks(job, whole)
 
 
 def _shared_expert(job: Job, source: str) -> Pieces:

@@ -149,6 +149,8 @@ class Part(NamedTuple):
         again: of ``work``, what B computes once more.
         widest: bytes of gradients of its widest activation, inputs and outputs together.
         repeated: B runs all linear layers and all work once more.
+        buffers: bytes that are there once on a device, however many such parts it has.
+        host: bytes on the host from F to B.
     """
 
     pieces: tuple[Linear | SavedTensor, ...]
@@ -157,6 +159,8 @@ class Part(NamedTuple):
     again: Work = Work()
     widest: int = 0
     repeated: bool = False
+    buffers: int = 0
+    host: int = 0
 
     @property
     def linears(self) -> list[Linear]:

@@ -14,6 +14,7 @@ from ..schedule.passes.lower import simulate_messages
 from ..schedule.schedule import Schedule
 from ..schedule.select import ScheduleSpec, select
 from .memory import RankBytes
+from .moe_job import flags as moe_flags
 from .space import Workload
 
 
@@ -107,6 +108,7 @@ class Point:
             words += [f"--num-virtual-stages-per-pipeline-rank {spec.chunks}"]
         if job.cheap_recompute:
             words += ["--pp-cheap-recompute"]
+        words += moe_flags(job)
         if file is not None:
             return [*words, f"--pp-schedule {file}"]
         words += [f"--pp-schedule {spec.name}"]

@@ -27,7 +27,7 @@ from .layout import Split, split_of
 from .memory import RankBytes, StageBytes, message_bytes, rank_bytes, stage_bytes
 from .model import Job, PlanError
 from .profile import Profile
-from .times import PassTimes, costs_in_us, hop_time, mean_costs, stage_times
+from .times import PassTimes, costs_in_us, hop_time, mean_costs, moe_variants, stage_times
 
 
 class ByName(NamedTuple):
@@ -125,7 +125,8 @@ class SearchSpace:
         return out
 
     def jobs(self) -> list[tuple[Job, int]]:
-        """The job with every microbatch size and recompute, and its number of microbatches.
+        """The job with every microbatch size, recompute and plan of its MoE layers, and its
+        number of microbatches.
 
         Raises:
             PlanError: none is possible.
@@ -138,9 +139,13 @@ class SearchSpace:
                     continue
                 job = self.job.with_(micro_batch_size=size, cheap_recompute=cheap)
                 try:
-                    out.append((job, job.microbatches()))
+                    microbatches = job.microbatches()
                 except PlanError as error:
                     failed = error
+                    continue
+                # What was measured is of one plan of the MoE layers.
+                each = [job] if self.profiles else moe_variants(job, self.gpu)
+                out += [(one, microbatches) for one in each]
         if not out:
             raise failed or PlanError(
                 "no profile is for one of the microbatch sizes and recompute settings searched; "
@@ -200,8 +205,10 @@ class SearchSpace:
         """Offload of one kind; None if a set takes longer than is worth trying.
 
         One transfer time for all sets, as ``--offload-time`` has it: of the rank whose sets take
-        longest beside its passes.
+        longest beside its passes. None too for a MoE layer that uses the link by itself.
         """
+        if any(stage.sets.host for stage in workload.stages):
+            return None
         profile = self._profile(workload.job)
         rates = [self.gpu.to_host, self.gpu.to_device]
         if profile is not None:

@@ -17,11 +17,12 @@ from .kinds import embedding, last_norm, layer, loss, prediction_layer
 from .layout import Split
 from .memory import message_bytes
 from .model import Job
+from .moe_job import without_chunks
+from .moe_times import Price, chunk_gain, exchange_rate, variants
 from .parts import Linear, Part, Work
 
 KERNEL_S = 4e-6  # between one kernel's end and the next one's work
 MESSAGE_S = 15e-6  # of a point-to-point message, before its first byte arrives
-_NODE = 8  # devices whose expert-parallel exchange does not use the network
 _SPEED_OF_QUANTIZED = 2  # products in FP8 or FP4 beside 16 bits; FP4 units can be faster
 
 ASSUMPTIONS = (
@@ -55,8 +56,7 @@ class _Model:
         # 32-bit products run on other units, at about half the 16-bit rate (TF32).
         rate = gpu.flops * gpu.efficiency
         self.rate = rate / 2 if job.params_dtype == "fp32" else rate
-        near = job.expert_model_parallel_size * job.expert_tensor_parallel_size <= _NODE
-        self.expert_link = gpu.peer if near else gpu.network
+        self.expert_link = exchange_rate(job, gpu)
 
     def product(self, layer: Linear) -> PassTimes:
         """A linear layer: F, and B and W."""
@@ -96,18 +96,29 @@ class _Model:
         again = total if part.repeated else self.work(part.again)
         return total.plus((0.0, again.forward, 0.0))
 
-    def parts(self, parts: Iterable[Part]) -> PassTimes:
-        """Several, one after the other."""
-        total = PassTimes()
+    def parts(self, parts: Iterable[Part], kinds: str = "") -> PassTimes:
+        """Several, one after the other; ``kinds``: what MoE layers in chunks gain among these."""
+        total = PassTimes(*chunk_gain(self.job, self.gpu, self.part, kinds))
         for part in parts:
             total = total.plus(self.part(part))
         return total
 
 
+def price_of(job: Job, gpu: Gpu) -> Price:
+    """Gives a part's F, B and W in seconds."""
+    return _Model(job, gpu).part
+
+
+def moe_variants(job: Job, gpu: Gpu) -> list[Job]:
+    """The job with each plan of its MoE layers that is worth a search."""
+    return variants(job, gpu, price_of(job, gpu))
+
+
 def stage_times(job: Job, split: Split, gpu: Gpu) -> list[PassTimes]:
     """F, B and W of every stage for one microbatch, in seconds."""
     model = _Model(job, gpu)
-    each = {kinds: model.parts(layer(job, kinds)) for kinds in set(job.layers)}
+    stock = without_chunks(job)
+    each = {kinds: model.parts(layer(stock, kinds), kinds) for kinds in set(job.layers)}
     full, out = job.recompute_granularity == "full", []
     for stage in split.stages:
         total = PassTimes()
@@ -121,7 +132,7 @@ def stage_times(job: Job, split: Split, gpu: Gpu) -> list[PassTimes]:
         if stage.predicts:
             for kinds in job.mtp_layers:
                 total = total.plus(model.part(embedding(job)))
-                time = model.parts(prediction_layer(job, kinds))
+                time = model.parts(prediction_layer(stock, kinds), kinds)
                 total = total.plus(time).plus((0.0, time.forward if full else 0.0, 0.0))
         if stage.last:
             losses = [loss(job)] * (1 + len(job.mtp_layers))

@@ -1,0 +1,290 @@
+"""MoE layers in chunks in the planner: bytes and times of a job, rates, what a search proposes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy, footprint, saved_bytes
+from megatron_ext.plan.activations import sums
+from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.gpu import gpu_of
+from megatron_ext.plan.kinds import layer
+from megatron_ext.plan.layout import even_split
+from megatron_ext.plan.memory import rank_bytes, stage_bytes
+from megatron_ext.plan.mlp import routed_tokens
+from megatron_ext.plan.model import PlanError
+from megatron_ext.plan.moe_job import exclude_chunks, fixed_plan, shape_of, with_plan
+from megatron_ext.plan.moe_layer import run_layer
+from megatron_ext.plan.moe_times import (
+    calls,
+    exchange_rate,
+    job_costs,
+    job_run,
+    one_queue,
+    variants,
+)
+from megatron_ext.plan.search import Search
+from megatron_ext.plan.space import SearchSpace
+from megatron_ext.plan.times import price_of, stage_times
+from megatron_ext.schedule.generators import generate
+
+SPREAD = (  # experts over 4 nodes: the network binds
+    "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --bf16 --swiglu "
+    "--disable-bias-linear --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 1536 "
+    "--moe-grouped-gemm --expert-model-parallel-size 32 --expert-tensor-parallel-size 1 "
+    "--vocab-size 64000 --hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer "
+    "--pipeline-model-parallel-size 4 --world-size 128 --global-batch-size 256"
+)
+DENSE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+RESTORING = [one.value for one in Strategy if one is not Strategy.NONE]
+PLANS = [(n, one.value) for n in (1, 2, 4, 8) for one in Strategy]
+
+
+def job(*more, line=SPREAD):
+    return job_of(read(f"{line} {' '.join(more)}".split())[0])
+
+
+def chunked(n, strategy, *more):
+    return job(f"--moe-pipeline-chunks {n} --moe-memory-reuse {strategy}", *more)
+
+
+# --- bytes ---
+
+
+@pytest.mark.parametrize(("n", "strategy"), PLANS)
+@pytest.mark.parametrize("more", ["", "--moe-latent-size 1024 --moe-ffn-hidden-size 512"])
+def test_bytes_are_those_that_training_chooses_by(n, strategy, more):
+    """Kept: less by what ``saved_bytes`` says; buffers: the ring and the temporaries."""
+    stock, ours = job(more), chunked(n, strategy, more)
+    plan, shape, rows = LayerPlan.of(n, strategy), shape_of(ours), routed_tokens(ours)
+    (kept, waiting, again), (less, waits, extra) = (
+        sums(one, layer(one, one.layers[0])) for one in (stock, ours)
+    )
+    assert kept - less == saved_bytes(shape, rows, Strategy.NONE) - saved_bytes(
+        shape, rows, plan.strategy
+    )
+    assert extra == again
+    # Nothing of restored experts waits for W: fc1's and fc2's inputs and output gradients.
+    row = shape.element_bytes * (shape.hidden + shape.ffn + 2 * shape.ffn + shape.hidden)
+    assert waiting - waits == (rows * row if strategy != "none" else 0)
+    sets = stage_bytes(ours, even_split(8, 4))[1].sets
+    if plan.stock:
+        assert sets == stage_bytes(stock, even_split(8, 4))[1].sets
+        return
+    needs = footprint(shape, rows, 1, plan)
+    assert sets.buffers == needs.ring_bytes + needs.temporary_bytes
+    assert sets.host == 2 * round(
+        rows * 2 * (shape.hidden * (strategy in ("s1", "s3")))
+        + rows * shape.inside_bytes * (strategy in ("s1", "s2"))
+    )
+
+
+def test_what_the_unmodified_layer_keeps_is_what_was_counted():
+    """The planner's own sum, with fp32 probabilities where the formula has 16-bit ones."""
+    this = job()
+    kept = sum(
+        tensor.bytes_f_to_b
+        for part in layer(this, this.layers[0])
+        for tensor in part.tensors(this)
+        if "experts'" in tensor.what or "routed tokens" in tensor.what
+    )
+    rows = routed_tokens(this)
+    assert kept == saved_bytes(shape_of(this), rows, Strategy.NONE) + (4 - 2) * rows
+
+
+def test_buffers_are_there_once_and_host_bytes_with_every_set():
+    schedule = generate("interleaved", 4, 8, 2)
+    for strategy, many in (("s1", True), ("s4", False)):
+        ours = chunked(4, strategy)
+        stages = stage_bytes(ours, even_split(8, 8))
+        ranks = rank_bytes(schedule, stages, 0)
+        bare = [s._replace(sets=s.sets._replace(buffers=0)) for s in stages]
+        for one, less in zip(ranks, rank_bytes(schedule, bare, 0)):
+            assert one.total - less.total == stages[0].sets.buffers
+        assert (ranks[0].host > 0) is many
+        assert ranks[0].host % stages[0].sets.host == 0 if many else True
+
+
+# --- times ---
+
+
+@pytest.mark.parametrize("more", ["", "--cross-entropy-loss-fusion", "--mtp-num-layers 1"])
+@pytest.mark.parametrize("gpu", ["H100", "A100"])
+def test_one_chunk_with_nothing_restored_is_megatrons_layer(gpu, more):
+    one, stock, device = chunked(1, "none", more), job(more), gpu_of(gpu)
+    assert fixed_plan(one) is None
+    split = even_split(8, 4)
+    assert stage_times(one, split, device) == stage_times(stock, split, device)
+    # What is simulated for it is what the planner has for these parts of the layer.
+    run = job_run(stock, device, price_of(stock, device), STOCK)
+    whole = sum(price_of(stock, device)(layer(stock, stock.layers[0])[1]))
+    assert 0.5 * whole < run.time < whole
+
+
+@pytest.mark.parametrize(("n", "strategy"), [(2, "none"), (4, "none"), (2, "s1"), (4, "s4")])
+def test_stages_gain_what_the_layer_gains(n, strategy):
+    stock, ours, gpu = job(), chunked(n, strategy), gpu_of("H100")
+    price = price_of(stock, gpu)
+    fast, slow = (job_run(stock, gpu, price, plan) for plan in (LayerPlan.of(n, strategy), STOCK))
+    old, new = (stage_times(one, even_split(8, 4), gpu)[1] for one in (stock, ours))
+    gains = (
+        fast.forward.makespan - slow.forward.makespan,
+        fast.backward.makespan - slow.backward.makespan,
+        fast.weights - slow.weights,
+    )
+    for before, after, gain in zip(old, new, gains):
+        assert after - before == pytest.approx(2 * gain, rel=1e-9)
+    if strategy == "none":
+        assert sum(new) < 0.85 * sum(old)
+
+
+def test_few_rows_an_expert_make_chunks_slower():
+    """In a node little is to be hidden, and every chunk reads all weights of its experts and adds
+    to all their fp32 gradients: with few rows an expert in a call, no chunks at all."""
+    gpu = gpu_of("H100")
+    for rows in (512, 256, 128):
+        this = job(f"--expert-model-parallel-size 8 --seq-length {2 * rows}")
+        assert routed_tokens(this) == 16 * rows
+        price = price_of(this, gpu)
+        times = [job_run(this, gpu, price, LayerPlan(n)).time for n in (1, 2, 4, 8)]
+        assert times == sorted(times) and times[3] > 2 * times[0]
+    found = plans_of("--expert-model-parallel-size 8 --seq-length 1024")
+    assert all(one is None or one.strategy is not Strategy.NONE for one in found)
+
+
+def test_one_hardware_queue_where_megatron_demands_it():
+    this, gpu = job("--tensor-model-parallel-size 2 --sequence-parallel"), gpu_of("H100")
+    assert one_queue(this, gpu) and not one_queue(this, gpu_of("B200"))
+    assert not one_queue(job(), gpu)
+    price, plan = price_of(this, gpu), LayerPlan(8)
+    costs = job_costs(this, gpu, price)
+    one, many = (run_layer(plan, costs, split=True, one_queue=x) for x in (True, False))
+    assert job_run(this, gpu, price, plan) == one and one.time > many.time
+
+
+# --- all-to-alls ---
+
+
+def test_all_to_alls_use_the_network_beyond_a_node():
+    gpu = gpu_of("H100")
+    rate = {ep: exchange_rate(job(f"--expert-model-parallel-size {ep}"), gpu) for ep in (8, 16, 32)}
+    assert rate[8] == gpu.peer
+    # 8 of the 15 other ranks are on the other node, 24 of 31 on the other three.
+    assert rate[16] == pytest.approx(gpu.network * 15 / 8)
+    assert rate[32] == pytest.approx(gpu.network * 31 / 24)
+    assert exchange_rate(job(), gpu.with_(devices_per_node=32)) == gpu.peer
+    assert exchange_rate(job(), gpu_of("GB200")) == gpu_of("GB200").peer
+    assert exchange_rate(job(), gpu.with_(exchange=7e9)) == 7e9
+    # Expert tensor parallelism takes its share of a node.
+    split = job("--expert-tensor-parallel-size 2 --expert-model-parallel-size 8")
+    assert exchange_rate(split, gpu) == pytest.approx(gpu.network * 7 / 4)
+    assert exchange_rate(job(), gpu.with_(peer=math.inf, network=math.inf)) == math.inf
+
+
+def test_a_flex_dispatcher_sends_a_token_once_to_each_node():
+    """128 experts on 4 nodes, top-8: 3.63 of 4 nodes are expected; the last hop is in the node."""
+    gpu = gpu_of("H100")
+    flex = job("--moe-token-dispatcher-type flex")
+    nodes = 4 * (1 - math.comb(96, 8) / math.comb(128, 8))
+    assert nodes == pytest.approx(3.63, abs=0.005)
+    assert exchange_rate(flex, gpu) == pytest.approx(gpu.network * 31 / 24 * 8 / nodes)
+    assert variants(flex, gpu, price_of(flex, gpu)) == [flex]
+
+
+# --- what a search proposes ---
+
+
+def plans_of(*more, gpu="H100", line=SPREAD):
+    this, device = job(*more, line=line), gpu_of(gpu)
+    return [fixed_plan(one) for one in variants(this, device, price_of(this, device))]
+
+
+def test_variants():
+    found = plans_of()
+    assert found[0] is None and found[1].strategy is Strategy.NONE and found[1].chunks > 1
+    assert {one.strategy for one in found[2:]} <= {*Strategy} - {Strategy.NONE} and found[2:]
+    assert plans_of("--moe-pipeline-chunks off") == [None]
+    assert plans_of("--moe-pipeline-chunks 4") == [LayerPlan(4)]
+    assert plans_of("--moe-pipeline-chunks 4 --moe-memory-reuse s4") == [LayerPlan.of(4, "s4")]
+    found = plans_of("--moe-pipeline-chunks 4 --moe-memory-reuse auto")
+    assert {one.chunks for one in found} == {4}
+    found = plans_of("--moe-pipeline-chunks auto --moe-memory-reuse s1")
+    assert {one.strategy for one in found} == {Strategy.S1}
+    # Nothing is restored under full recomputation, nor in FP8.
+    full = "--recompute-granularity full --recompute-method uniform"
+    assert all(one is None or one.strategy is Strategy.NONE for one in plans_of(full))
+    assert plans_of("--fp8-format hybrid") == [None]
+    assert plans_of(line=f"{DENSE} --pipeline-model-parallel-size 4") == [None]
+
+
+def test_the_budget_leaves_out_what_is_too_large():
+    flags = "--moe-pipeline-chunks auto --moe-memory-reuse auto --moe-memory-budget"
+    this, free = job(flags, "100GiB"), plans_of(flags, "100GiB")
+    assert calls(this) == 8 and any(one is None for one in free)
+    least = footprint(shape_of(this), routed_tokens(this), 8, LayerPlan.of(8, "s4")).peak_bytes
+    assert {one.chunks for one in plans_of(flags, str(least))} == {8}
+    with pytest.raises(PlanError, match=r"too small for 8 calls .* the least is") as error:
+        plans_of(flags, str(least - 1))
+    assert "raise it to that" in str(error.value)
+
+
+def test_the_search_takes_chunks_where_they_are_faster_or_make_it_fit():
+    this = job()
+    space = SearchSpace(this, gpu_of("H100"), 4, ("1f1b", "v-half"), cheap_recompute=(False,))
+    free = Search(space, 79 * 2**30).run()
+    best = free.best
+    assert fixed_plan(best.workload.job).strategy is Strategy.NONE
+    assert f"--moe-pipeline-chunks {fixed_plan(best.workload.job).chunks}" in best.flags()
+    kept = [p for p in free.front if fixed_plan(p.workload.job) is not None]
+    small = min(kept, key=lambda p: p.worst.total)
+    assert fixed_plan(small.workload.job).strategy is not Strategy.NONE
+    assert any("--moe-memory-reuse s" in word for word in small.flags())
+    tight = Search(space, small.worst.total).run()
+    assert tight.best is not None and tight.best.worst.total <= small.worst.total
+    off = SearchSpace(with_plan(this, STOCK), *list(vars(space).values())[1:])
+    assert Search(off, small.worst.total).run().best is None
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--moe-pipeline-chunks 3", "must be one of off, auto, 1, 2, 4, 8, got '3'"),
+        ("--moe-pipeline-chunks 2 --moe-memory-reuse s7", "one of none, s1, s2, s3, s4, auto"),
+        ("--moe-memory-reuse s4", "is for MoE layers in chunks"),
+        ("--moe-memory-budget 1GiB", "is for MoE layers in chunks"),
+        ("--moe-pipeline-chunks 2 --moe-memory-budget 1GiB", "is what auto chooses by"),
+        ("--moe-pipeline-chunks auto --moe-memory-budget some", "--moe-memory-budget: a size"),
+        ("--moe-pipeline-chunks 2 --fp8-format hybrid", "does not go together with FP8"),
+        ("--moe-pipeline-chunks 2 --moe-token-dispatcher-type flex", "inside its kernels"),
+        ("--num-experts 100", "--num-experts 100 cannot be divided by 32 ranks"),
+        (
+            "--moe-pipeline-chunks 2 --moe-memory-reuse s4 --recompute-granularity full "
+            "--recompute-method uniform",
+            "computed 3 times",
+        ),
+        (
+            "--moe-pipeline-chunks 2 --recompute-granularity selective --recompute-modules moe_act",
+            "moe_act",
+        ),
+    ],
+)
+def test_bad_input(flags, words):
+    with pytest.raises(PlanError, match=words):
+        job(flags)
+
+
+def test_chunks_of_a_dense_model_and_beside_other_features():
+    with pytest.raises(PlanError, match="the model has none"):
+        job("--moe-pipeline-chunks 4", line=DENSE)
+    given = {}
+    exclude_chunks(given, ["--lr", "--moe-shared-expert-overlap"])
+    assert given == {"moe_pipeline_chunks": "off"}
+    with pytest.raises(PlanError, match="4 does not go together with --delay-wgrad-compute"):
+        exclude_chunks({"moe_pipeline_chunks": "4"}, ["--delay-wgrad-compute"])
+    exclude_chunks(given := {}, ["--lr"])
+    assert given == {}
