@@ -1,4 +1,4 @@
-"""``simulate``: bubble, makespan and peak activation of a schedule."""
+"""``simulate``: bubble, makespan and peak activation of a schedule; streams of an MoE layer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from ..schedule.network import Network
 from ..schedule.simulate import Simulation
 from .common import (
+    InputError,
     Parser,
     add_network_options,
     add_schedule_options,
@@ -22,22 +23,30 @@ from .common import (
     short,
     simulation_json,
 )
+from .moe_layer import add_layer_options, refuse_layer_options, simulate_layer
 from .quality import Quality, add_jitter_options, jitter_of, simulated
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser(
-        "simulate", help="bubble, makespan and peak activation of a schedule"
+        "simulate", help="bubble, makespan and peak activation of a schedule; or --moe, a layer"
     )
-    add_schedule_options(parser)
+    add_schedule_options(parser, required=False)
     add_network_options(parser)
     add_jitter_options(parser)
+    add_layer_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_simulate)
 
 
 def _simulate(args: argparse.Namespace) -> None:
+    if args.moe:
+        simulate_layer(args)
+        return
+    refuse_layer_options(args)
+    if args.schedule is None:
+        raise InputError("the following arguments are required: --schedule (or --moe)")
     network, noise = network_of(args), jitter_of(args)
     started = time.perf_counter()
     schedule = schedule_of(args)

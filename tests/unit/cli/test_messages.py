@@ -91,7 +91,7 @@ _PO = "simulate --schedule po --pp 4 --microbatches 8"
         ("compare --pp 4 --microbatches 8 --hop 1e99", "must not exceed 1e+12"),
         ("compare --pp 4 --microbatches 8 --cost 1e13,1e13,1e13", "must not exceed 1e+12"),
         ("compare --pp 4 --microbatches 999999999", "orders of more than"),
-        ("simulate --sched 1f1b --pp 4 --microbatches 8", "required: --schedule"),
+        ("simulate --sched 1f1b --pp 4 --microbatches 8", "unrecognized arguments: --sched"),
         ("simulate --schedule gone.json", "cannot read schedule file gone.json: No such file"),
         ("check gone.json", "cannot read schedule file gone.json: No such file or directory"),
         ("compare --pp 4 --microbatches 8 --group-size 5", "at pp=4 takes 2 (p/2 rounded up) to 4"),

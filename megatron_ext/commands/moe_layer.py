@@ -1,0 +1,164 @@
+"""``simulate --moe``: one MoE layer's streams, forward and backward."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from .._input import attribute, flag_of
+from ..plan import moe_job
+from ..plan.flags import FLAGS, add_flags, job_of, read
+from ..plan.gpu import GPUS, gpu_of
+from ..plan.model import PlanError
+from ..plan.moe_layer import GivenCosts, scaled
+from ..plan.moe_times import (
+    allowed_plans,
+    calls,
+    job_costs,
+    one_queue,
+    rows_of,
+)
+from ..plan.times import price_of
+from .blocks import refuse_options
+from .common import InputError, output, positive, user_input
+from .moe_report import RENDERERS, Layer, drawn, picture_of, report_json, report_text
+from .plan import add_exchange_options, exchange_rates
+
+_COSTS = ("exchange", "experts", "input", "inside", "again", "latency", "launch")
+_MOE = tuple(map(attribute, (moe_job.CHUNKS, moe_job.REUSE, moe_job.BUDGET)))
+_OURS = (
+    *("from_args", "gpu", "gpus_per_node", "exchange_bandwidth", "moe_cost", "lookahead"),
+    *("split_backward", "output", "width"),
+)
+# Options of schedules.
+_NOT_OURS = (
+    *("schedule", "pp", "microbatches", "chunks", "cost", "hop", "stage_cost", "memory_cap"),
+    *("group_size", "objective", "offload", "offload_time", "offload_transfer", "jitter"),
+)
+
+
+def add_layer_options(parser: argparse.ArgumentParser) -> None:
+    """Options of ``simulate --moe``; Megatron's flags are not listed."""
+    group = parser.add_argument_group(
+        "one MoE layer in place of a schedule",
+        "--moe-pipeline-chunks and --moe-memory-reuse as in training, model and division as "
+        "Megatron's own flags; what is left open is compared, and the fastest drawn",
+    )
+    group.add_argument("--moe", action="store_true", help="draw the streams of one MoE layer")
+    group.add_argument("--from-args", metavar="LINE", help="a pretrain_gpt.py command line")
+    group.add_argument("--gpu", metavar="GPU", help=f"{', '.join(GPUS)} (default H100)")
+    add_exchange_options(group)
+    group.add_argument(
+        "--moe-cost",
+        metavar="KEY=T,...",
+        help=f"times of a whole call, of {', '.join(_COSTS)} (the last two of each operation): in "
+        "ms in place of the model's, or in any unit without a model (exchange and experts at "
+        "least)",
+    )
+    group.add_argument(
+        "--lookahead", type=positive, metavar="N", help="dispatches before the first combine"
+    )
+    group.add_argument(
+        "--split-backward",
+        action="store_true",
+        help="weight gradients wait for W passes, as under zero-bubble schedules; with none",
+    )
+    group.add_argument(
+        "--output", metavar="PATH", help=f"write {', '.join(RENDERERS)} (.json: Chrome trace)"
+    )
+    group.add_argument("--width", type=int, metavar="COLUMNS", help="of the text (default 120)")
+    add_flags(group)
+
+
+def refuse_layer_options(args: argparse.Namespace) -> None:
+    """Without ``--moe`` all of them are errors."""
+    given = [name for name in (*_OURS, *map(attribute, FLAGS)) if getattr(args, name, None)]
+    if given:
+        raise InputError(f"{flag_of(given[0])} is for one MoE layer; give --moe too, or drop it")
+
+
+def simulate_layer(args: argparse.Namespace) -> None:
+    """Run ``simulate --moe``."""
+    refuse_options(args, "--moe", _NOT_OURS)
+    suffix = None if args.output is None else Path(args.output).suffix
+    if suffix is not None and suffix not in RENDERERS:
+        raise InputError(f"--output {args.output}: use {', '.join(RENDERERS)}")
+    with user_input():
+        layer = _layer(args)
+    if args.lookahead is not None:
+        plans = [one._replace(lookahead=args.lookahead) for one in layer.plans]
+        layer = layer._replace(plans=plans)
+    runs, chosen = layer.runs(args.split_backward)
+    picture = picture_of(layer, chosen)
+    if suffix is not None:
+        with output(args.output):
+            Path(args.output).write_text(RENDERERS[suffix](picture), encoding="utf-8")
+    data = report_json(layer, runs, chosen)
+    if args.json:
+        print(json.dumps(data))
+        return
+    print(report_text(data))
+    print(f"{args.output}: {picture.title}\n" if suffix else drawn(picture, args.width), end="")
+
+
+def _layer(args: argparse.Namespace) -> Layer:
+    try:
+        tokens = shlex.split((args.from_args or "").replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise PlanError(f"--from-args cannot be split into words: {error}") from None
+    given, ignored = read(tokens)
+    names = set(map(attribute, FLAGS))
+    given.update({name: value for name, value in vars(args).items() if name in names})
+    times, queue = _times(args.moe_cost), args.queue == 1
+    if not set(given) - set(_MOE):
+        return _without_model(args, given, times, queue)
+    job, gpu = job_of(given), gpu_of(args.gpu or "H100").with_(**exchange_rates(args))
+    if not moe_job.has_experts(job):
+        raise PlanError("--moe is for MoE layers, and the model has none; give --num-experts too")
+    plans = allowed_plans(job)
+    if job.moe_memory_budget is not None:
+        plans = moe_job.within(job, plans, rows_of(job), calls(job))
+    costs = scaled(job_costs(job, gpu, price_of(job, gpu)), 1e3)
+    if times:
+        costs = GivenCosts(**times, base=costs)
+    queue = queue or one_queue(job, gpu)
+    return Layer(costs, plans, "ms", queue, job, gpu, ignored)
+
+
+def _without_model(
+    args: argparse.Namespace, given: dict[str, Any], times: dict[str, Any], queue: bool
+) -> Layer:
+    missing = [key for key in ("exchange", "experts") if key not in times]
+    if missing:
+        raise PlanError(
+            "--moe needs a model as Megatron's flags (--num-layers, --hidden-size, ...), or "
+            f"--moe-cost with {' and '.join(missing)} too"
+        )
+    for name in ("gpu", "gpus_per_node", "exchange_bandwidth"):
+        if getattr(args, name) is not None:
+            raise PlanError(f"{flag_of(name)} is for a model; give its flags too, or drop it")
+    chunks, strategy, budget = (given.get(name) for name in _MOE)
+    moe_job.check_flags(chunks, strategy, budget)
+    if budget is not None:
+        raise PlanError(f"{moe_job.BUDGET} {budget} needs a model, whose bytes it limits")
+    return Layer(GivenCosts(**times), moe_job.open_plans(chunks, strategy), "", queue)
+
+
+def _times(text: str | None) -> dict[str, Any]:
+    """``--moe-cost``."""
+    found: dict[str, Any] = {}
+    for part in text.split(",") if text else ():
+        key, _, value = part.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1
+        if key not in _COSTS or not 0 <= number < float("inf"):
+            raise PlanError(
+                f"--moe-cost must be KEY=T with times >= 0, keys {', '.join(_COSTS)}; got {part!r}"
+            )
+        found[key] = number
+    return found
