@@ -6,14 +6,19 @@ from collections.abc import Callable, Sequence
 
 from ..actions import Action, Op, RankActions
 from ..effects import DEVICE
-from ..event_loop import Program, Row, run
+from ..event_loop import Lane, Program, Row, run
 from .request import Request
 
 _FAR = 6  # places that a pass moves at most
+_MOVE = 2  # work: a move costs as much as to place two passes in an order,
+_RUN = 8  # and timing eight passes as placing one
 
 
 class Moves:
     """An order under a memory cap that changes by one pass at a time.
+
+    A move is first estimated from the longest paths to and from the passes that change places
+    (Balas and Vazacopoulos, Management Science 1998); only what seems good enough is timed.
 
     Args:
         request: placement, microbatches and durations; what counts is the makespan.
@@ -23,6 +28,7 @@ class Moves:
     Attributes:
         time: of the present order.
         best, best_time: the fastest order so far.
+        work: passes timed, and moves estimated.
     """
 
     def __init__(self, request: Request, cap: int, orders: RankActions) -> None:
@@ -30,10 +36,30 @@ class Moves:
         self.cap, self._slots = cap, program.pass_slots
         self._orders = [list(row) for row in orders]
         self._rows: list[Row] = [program.row(row) for row in orders]
-        self._work = [sum(lane.took for lane, _ in row) for row in self._rows]
+        self._passes = sum(map(len, orders))
+        self._rank_work = [sum(lane.took for lane, _ in row) for row in self._rows]
+        lanes = {lane.gives: lane for row in self._rows for lane, _ in row}
+        # A W stands after its B anyway.
+        after = {lane.need: lane for (op, _), lane in program.lanes.items() if op is not Op.W}
+        self._mirrored = {gives: _mirrored(lane, after.get(gives)) for gives, lane in lanes.items()}
+        # The same order backwards in time: ends there are the longest paths from a pass's start.
+        self._back: list[Row] = [
+            [(self._mirrored[lane.gives], j) for lane, j in reversed(row)] for row in self._rows
+        ]
+        self._place = [0] * self._slots
+        self._held = [[0] * len(row) for row in self._rows]  # sets after every pass
+        for rank, row in enumerate(self._rows):
+            self._index(rank, 0, len(row) - 1)
+        self._rank_of = {
+            lane.gives: rank for rank, row in enumerate(self._rows) for lane, _ in row
+        }
+        self._need_rank = {lane.gives: self._rank_of.get(lane.need, 0) for lane in lanes.values()}
         self._critical: list[tuple[int, int]] = []
-        self.time = self.best_time = 0
-        self._evaluate(None)
+        self._ends: list[int] = []
+        self._paths: list[int] = []
+        self.time = self.best_time = self.work = 0
+        accepted = self._accepted(None)
+        assert accepted
         self.best_time, self.best = self.time, orders
 
     def move(self, below: Callable[[int], int], worse: int) -> bool:
@@ -44,58 +70,119 @@ class Moves:
             below: a random number below its argument.
             worse: in units of the durations.
         """
+        self.work += _MOVE
         if below(2):
-            rank, here = self._critical[below(len(self._critical))]
+            rank, here = self._on_critical_path(below)
         else:
             rank = below(len(self._rows))
             here = below(len(self._rows[rank]))
         there = here + below(2 * _FAR + 1) - _FAR
-        row = self._orders[rank]
-        if here == there or not 0 <= there < len(row) or not _may_pass(row, here, there):
+        order, row = self._orders[rank], self._rows[rank]
+        if here == there or not 0 <= there < len(order) or not _may_pass(order, here, there):
+            return False
+        low, high = min(here, there), max(here, there)
+        # An F to an earlier place, or a W to a later one: a set is held longer.
+        held, op = self._held[rank], order[here].op
+        if op is Op.F and here == high and max(held[max(low - 1, 0) : high]) >= self.cap:
+            return False
+        if op is Op.W and here == low and max(held[low + 1 : high + 1]) >= self.cap:
             return False
         _shift(row, here, there)
-        if row[there].op is not Op.B and _peak(row) > self.cap:
-            _shift(row, there, here)
-            return False
-        _shift(self._rows[rank], here, there)
-        if not self._evaluate(self.time + worse):
-            _shift(row, there, here)
-            _shift(self._rows[rank], there, here)
-            return False
-        if self.time < self.best_time:
-            self.best_time, self.best = self.time, [list(row) for row in self._orders]
-        return True
+        limit = self.time + worse
+        if self._estimate(row, low, high) <= limit:
+            last = len(row) - 1
+            _shift(self._back[rank], last - here, last - there)
+            if self._accepted(limit):
+                _shift(order, here, there)
+                self._index(rank, low, high)
+                if self.time < self.best_time:
+                    self.best_time, self.best = self.time, [list(row) for row in self._orders]
+                return True
+            _shift(self._back[rank], last - there, last - here)
+        _shift(row, there, here)
+        return False
 
-    def _evaluate(self, limit: int | None) -> bool:
-        """Time the order and find a critical path; False if it cannot run within ``limit``."""
-        slack = None if limit is None else [limit - work for work in self._work]
+    def _index(self, rank: int, low: int, high: int) -> None:
+        """Note what stands at the places ``low`` .. ``high``."""
+        order, row, held = self._orders[rank], self._rows[rank], self._held[rank]
+        sets = held[low - 1] if low else 0
+        for place in range(low, high + 1):
+            lane, j = row[place]
+            self._place[lane.gives + j] = place
+            sets += DEVICE.get(order[place].op, 0)
+            held[place] = sets
+
+    def _estimate(self, row: Row, low: int, high: int) -> int:
+        """About how long the longest path through the passes ``low`` .. ``high`` is, which have
+        changed places; the paths to and from all others are as before."""
+        ends, paths, starts = self._ends, self._paths, []
+        time = ends[row[low - 1][0].gives + row[low - 1][1]] if low else 0
+        for place in range(low, high + 1):
+            lane, j = row[place]
+            if lane.need >= 0:
+                time = max(time, ends[lane.need + j] + lane.latency)
+            starts.append(time)
+            time += lane.took
+        path = most = 0
+        if high + 1 < len(row):
+            lane, j = row[high + 1]
+            path = paths[lane.gives + j]
+        for place in range(high, low - 1, -1):
+            lane, j = row[place]
+            back = self._mirrored[lane.gives]
+            if back.need >= 0:
+                path = max(path, paths[back.need + j] + back.latency)
+            path += lane.took
+            most = max(most, starts[place - low] + path)
+        return most
+
+    def _accepted(self, limit: int | None) -> bool:
+        """Time the order; False if it cannot run within ``limit``."""
+        slack = None if limit is None else [limit - work for work in self._rank_work]
+        self.work += self._passes // _RUN
         done = run(self._rows, self._slots, slack=slack)
         if done is None or any(at < len(row) for at, row in zip(done.at, self._rows)):
             return False
         time = max(done.clock)
         if limit is not None and time > limit:
             return False
-        self.time = time
-        where = {
-            lane.gives + j: (rank, place)
-            for rank, row in enumerate(self._rows)
-            for place, (lane, j) in enumerate(row)
-        }
-        rank = done.clock.index(time)
+        back = run(self._back, self._slots)
+        assert back is not None
+        self.work += self._passes // _RUN
+        self.time, self._ends, self._paths, self._critical = time, done.ends, back.ends, []
+        return True
+
+    def _on_critical_path(self, below: Callable[[int], int]) -> tuple[int, int]:
+        """Rank and place of a pass on a critical path."""
+        if not self._critical:
+            self._critical = self._critical_path()
+        return self._critical[below(len(self._critical))]
+
+    def _critical_path(self) -> list[tuple[int, int]]:
+        ends = self._ends
+        lasts = [ends[row[-1][0].gives + row[-1][1]] for row in self._rows]
+        rank = lasts.index(self.time)
         place = len(self._rows[rank]) - 1
-        self._critical = path = []
+        path = []
         while place >= 0:
             path.append((rank, place))
             lane, j = self._rows[rank][place]
-            start = done.ends[lane.gives + j] - lane.took
-            before = self._rows[rank][place - 1]
-            if place and done.ends[before[0].gives + before[1]] == start:
+            start = ends[lane.gives + j] - lane.took
+            before, k = self._rows[rank][place - 1]
+            if place and ends[before.gives + k] == start:
                 place -= 1
             elif lane.need >= 0:
-                rank, place = where[lane.need + j]
+                rank, place = self._need_rank[lane.gives], self._place[lane.need + j]
             else:
                 break
-        return True
+        return path
+
+
+def _mirrored(lane: Lane, after: Lane | None) -> Lane:
+    """The lane with time running backwards: it needs what needed it."""
+    if after is None:
+        return Lane(lane.took, -1, 0, lane.gives)
+    return Lane(lane.took, after.gives, after.latency, lane.gives)
 
 
 def _shift(row: list[Action] | Row, here: int, there: int) -> None:
@@ -111,10 +198,3 @@ def _may_pass(row: Sequence[Action], here: int, there: int) -> bool:
         for other in between
     )
 
-
-def _peak(row: Sequence[Action]) -> int:
-    sets = most = 0
-    for action in row:
-        sets += DEVICE.get(action.op, 0)
-        most = max(most, sets)
-    return most
