@@ -123,7 +123,7 @@ class Point:
         if self.spec.offload is not None:
             link = self.spec.offload.link
             words.append(("offload", str(self.spec.offload.wanted)))
-            words.append(("offload-time", repr(float(link.to_host[0]))))  # of all ranks
+            words.append(("offload-time", link.text))
             words.append(("offload-transfer", link.policy))
         return words
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
@@ -49,7 +50,7 @@ def test_what_is_asked_for() -> None:
     assert asked("auto") == OffloadRequest("auto")
     assert asked(chunks=3, transfer="dual") == OffloadRequest("3", None, "dual")
     full = asked("full", time="0.2, 0.3")
-    assert full == OffloadRequest("full", ("0.2", "0.3"))
+    assert full == OffloadRequest("full", "0.2, 0.3")
     assert full.link(4) == Link.of(4, "0.2", "0.3", "single")
     assert asked("half", time="1/4").link(2) == Link.of(2, Fraction(1, 4))  # type: ignore[union-attr]
 
@@ -63,7 +64,7 @@ def test_what_is_asked_for() -> None:
         ({"chunks": 0}, ["--pp-offload-chunks must be 1 or more, got 0"]),
         ({"time": "0.2"}, ["--pp-offload-time 0.2", "off", "add --pp-offload auto"]),
         ({"offload": "off", "transfer": "dual"}, ["--pp-offload-transfer dual", "off"]),
-        ({"offload": "auto", "time": "1,2,3"}, ["--pp-offload-time must be T or T,T2"]),
+        ({"offload": "auto", "time": "1,2,3"}, ["--pp-offload-time 1,2,3", "must be T or T,T2"]),
         ({"offload": "auto", "time": "0"}, ["--pp-offload-time 0", "> 0"]),
         ({"offload": "auto", "time": "fast"}, ["--pp-offload-time fast", "'fast'"]),
         ({"offload": "auto", "transfer": "quad"}, ["single, dual, paired", "'quad'"]),
@@ -172,11 +173,14 @@ class TestOnTheMachine:
         from megatron_ext.integration.features.offload import measure as offload_measure
 
         hosts = ["a", "a", "b", "c"]
-        monkeypatch.setattr(offload_measure, "gather", lambda value, group: hosts)
+
+        def gather(value: Any, group: Any = None) -> list[Any]:
+            return [value] if group is None else [(host, None) for host in hosts]
+
+        monkeypatch.setattr(offload_measure, "gather", gather)
         group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 4)
-        device: Any = None
         with pytest.raises(ConfigError) as error:
-            offload_measure.choose_transfers("paired", False, device, group)
+            offload_measure.choose_transfers("paired", False, torch.device("cpu"), group)
         assert "ranks 2 and 3 are on different hosts (b and c)" in str(error.value)
 
     def test_too_little_host_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:

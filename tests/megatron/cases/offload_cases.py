@@ -33,7 +33,7 @@ from tests.support.faulty_device import Faults, FaultyDevice
 
 
 def _request(wanted: str, policy: str | None, time: str | None = "0.25") -> OffloadRequest:
-    return OffloadRequest(wanted, None if time is None else (time, time), policy)
+    return OffloadRequest(wanted, time, policy)
 
 
 _SEQUENTIAL_MOE = wgrad_cases.CASES["stock/moe"]["config"]
