@@ -297,13 +297,23 @@ class Search:
             for offer in self._offers(one)[-1:]
             if offer.bytes <= room and offer.likely_us <= best.makespan_us * _SLOW
         ]
-        steps: list[Candidate] = []  # every one with less bytes than the faster ones
-        for offer in sorted(offers, key=lambda offer: (offer.likely_us, offer.bytes)):
-            if offer.bytes < (steps[-1].bytes * _STEP if steps else best.worst.total):
-                steps.append(offer)
-        for offer in [*steps[:1], *steps[1:][-1:], *steps[1:-1]][:_LESS]:
-            if not self._known(offer.spec, offer.workload) and not self._beaten(offer):
-                self._add(offer.spec, offer.workload)
+        # The best one's own first, then the smallest; estimates of one kind err alike.
+        first = best.spec, best.workload
+        tried: set[tuple[str, int | None, int | None]] = set()
+        for offer in sorted(
+            offers,
+            key=lambda o: (
+                (replace(o.spec, offload=None), o.workload) != first,
+                o.bytes,
+                o.likely_us,
+            ),
+        ):
+            spec = offer.spec
+            kind = spec.name, spec.chunks, spec.group_size
+            new = kind not in tried and not self._known(spec, offer.workload)
+            if len(tried) < _LESS and new and not self._beaten(offer):
+                tried.add(kind)
+                self._add(spec, offer.workload)
 
     def _all_offloaded(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The candidates with the offload that is asked for, however slow the link.
@@ -331,7 +341,8 @@ class Search:
             load = self._load(one, offload)
             if not self.space.always_offload and (out if wanted == "auto" else load > _CROWDED):
                 continue
-            likely = one.likely_us * (1 if wanted == "auto" else max(Fraction(1), load))
+            over = max(Fraction(0), load - 1) if wanted != "auto" else Fraction(0)
+            likely = one.likely_us * (1 + over / 2)  # what it cannot carry in time stays
             size = self._offloaded_bytes(one, offload)
             spec = replace(one.spec, offload=offload)
             out.append(replace(one, spec=spec, likely_us=likely, bytes=size))
@@ -402,5 +413,4 @@ _NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
 _CAPS = 2  # workloads for which an order at a cap is made
 _CROWDED = Fraction(9, 8)  # beyond, a link that is asked for more only makes compute wait
 _SMALLEST = 3  # points, each with and without offload
-# Points with less on the device: so many, slower than the best by so much, each with so much less.
-_LESS, _SLOW, _STEP = 3, Fraction(5, 4), 0.9
+_LESS, _SLOW = 4, Fraction(5, 4)  # points with less on the device, slower than the best by so much
