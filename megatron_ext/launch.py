@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from . import node_order
+from .plan import node_order
 
 # What a CPU run needs of Megatron's flags. A value given by the user that cannot work is an
 # error; flags in _CPU_DEFAULTS are respected when given.

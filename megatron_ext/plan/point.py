@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from .. import node_order
 from ..schedule.costs import number_to_json
 from ..schedule.generators import Objective
 from ..schedule.memory_cap import ShareCap
 from ..schedule.passes.lower import simulate_messages
 from ..schedule.schedule import Schedule
 from ..schedule.select import ScheduleSpec, select
+from . import node_order
 from .memory import RankBytes
 from .space import Workload
 

@@ -11,17 +11,15 @@ counts the same on every machine, so the result does not depend on it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from ..schedule import GENERATORS, Costs, OffloadSpec, Schedule, ScheduleSpec, select, simulate
+from ..schedule import GENERATORS, Costs, Schedule, ScheduleSpec, select, simulate
 from ..schedule.bounds import makespan_bound
 from ..schedule.effects import peak_sets
-from ..schedule.passes.offload import wanted_chunks
+from .candidate import Candidate, offers
 from .layout import Split
-from .memory import message_bytes, rank_bytes
 from .model import Job, PlanError
 from .point import Point, evaluate, front
 from .space import SearchSpace, Workload
@@ -30,26 +28,6 @@ from .space import SearchSpace, Workload
 # cap are searched for, which takes so many times as long.
 MOST_PASSES = 2_000_000
 _OFFLOAD, _CAP = 10, 25
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """What may be simulated.
-
-    Attributes:
-        spec, workload: what it is.
-        bound_us: no order is faster.
-        likely_us, bytes: what the order for equal costs takes, and holds on the fullest rank; with
-            offload about.
-        states: of these, what stays without any activation.
-    """
-
-    spec: ScheduleSpec
-    workload: Workload
-    bound_us: Fraction
-    likely_us: Fraction
-    bytes: int
-    states: int
 
 
 @dataclass
@@ -290,7 +268,7 @@ class Search:
         """Simulate what offload may bring under the memory of everything as fast."""
         room, best = self.result.budget, self.result.best
         assert best is not None
-        offers = [
+        found = [
             offer
             for one in candidates
             if one.states < room
@@ -301,7 +279,7 @@ class Search:
         first = best.spec, best.workload
         tried: set[tuple[str, int | None, int | None]] = set()
         for offer in sorted(
-            offers,
+            found,
             key=lambda o: (
                 (replace(o.spec, offload=None), o.workload) != first,
                 o.bytes,
@@ -330,65 +308,7 @@ class Search:
         return sorted(found, key=lambda one: (one.likely_us, one.bytes))
 
     def _offers(self, one: Candidate) -> list[Candidate]:
-        """``one`` with the kinds of offload that its link can carry, or that are asked for; what
-        takes longest to plan only if need be."""
-        out: list[Candidate] = []
-        if one.spec.cap is not None:
-            return out  # with offload a cap is of what stays on the device: another point
-        link = self.space.link(one.workload, one.spec.placement)
-        for wanted in self.space.offload:
-            offload = OffloadSpec(wanted, link)
-            load = self._load(one, offload)
-            if not self.space.always_offload and (out if wanted == "auto" else load > _CROWDED):
-                continue
-            over = max(Fraction(0), load - 1) if wanted != "auto" else Fraction(0)
-            likely = one.likely_us * (1 + over / 2)  # what it cannot carry in time stays
-            size = self._offloaded_bytes(one, offload)
-            spec = replace(one.spec, offload=offload)
-            out.append(replace(one, spec=spec, likely_us=likely, bytes=size))
-        return out
-
-    def _offloaded(self, one: Candidate, offload: OffloadSpec) -> list[list[int]]:
-        """Per rank, the stages of which sets are to be offloaded.
-
-        The last stage's are not: its B follows its F at once.
-        """
-        placement = one.spec.placement
-        wanted = wanted_chunks(str(offload.wanted), placement.chunks)
-        count = placement.chunks if wanted is None else int(wanted)
-        last = placement.num_stages - 1
-        return [[s for s in row[:count] if s != last] for row in placement.stages]
-
-    def _load(self, one: Candidate, offload: OffloadSpec) -> Fraction:
-        """Share of its time that the busiest link needs for what it is asked to move."""
-        placement, costs = one.spec.placement, one.workload.costs
-        times = offload.link.times(placement, costs.durations(placement))
-        busiest = 0
-        for stages in self._offloaded(one, offload):
-            ways = [sum(way[s] for s in stages) for way in (times.to_host, times.to_device)]
-            busiest = max(busiest, max(ways) if offload.link.policy == "dual" else sum(ways))
-        most = max(costs.per_rank_work(placement))
-        return Fraction(busiest, times.durations.scale) / most
-
-    def _offloaded_bytes(self, one: Candidate, offload: OffloadSpec) -> int:
-        """Likely bytes of the fullest rank: two sets on their way or in use, of those that leave.
-
-        PipeOffload, section 3 (between two and three sets stay under full offload). ``auto`` sends
-        what the link carries, the longest kept first, so what stays falls with the square.
-        """
-        stages = list(one.workload.stages)
-        for stage in itertools.chain.from_iterable(self._offloaded(one, offload)):
-            sets = stages[stage].sets
-            offloaded = sets._replace(
-                bytes_f_to_b=0, bytes_b_to_w=0, layer=sets.layer + 2 * sets.bytes_f_to_b
-            )
-            stages[stage] = stages[stage]._replace(sets=offloaded)
-        message = message_bytes(one.workload.job)
-        least = max(r.total for r in rank_bytes(self._unit(one.spec), stages, message))
-        if offload.wanted != "auto":
-            return least
-        stays = 1 - 1 / max(Fraction(1), self._load(one, offload))
-        return least + int(max(0, one.bytes - least) * stays**2)
+        return offers(one, self.space, self._unit(one.spec))
 
     def _smallest(self, candidates: list[Candidate]) -> None:
         """Nothing fits: the smallest there is, with and without offload."""
@@ -397,9 +317,9 @@ class Search:
                 self._add(one.spec, one.workload)
         if self.space.always_offload:
             return
-        offers = [offer for one in candidates for offer in self._offers(one)[-1:]]
+        found = [offer for one in candidates for offer in self._offers(one)[-1:]]
         seen: set[tuple[str, bool]] = set()
-        for offer in sorted(offers, key=lambda one: (one.bytes, one.bound_us)):
+        for offer in sorted(found, key=lambda one: (one.bytes, one.bound_us)):
             spec, work = offer.spec, offer.workload
             kind = spec.name, work.split.even  # estimates of one kind err alike
             if kind not in seen and len(seen) <= _SMALLEST and not self._known(spec, work):
@@ -411,6 +331,5 @@ _ALWAYS = 3  # points
 _FAR = Fraction(21, 20)  # orders for equal costs are seldom so much slower than those for the costs
 _NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
 _CAPS = 2  # workloads for which an order at a cap is made
-_CROWDED = Fraction(9, 8)  # beyond, a link that is asked for more only makes compute wait
 _SMALLEST = 3  # points, each with and without offload
 _LESS, _SLOW = 4, Fraction(5, 4)  # points with less on the device, slower than the best by so much

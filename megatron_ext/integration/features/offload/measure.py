@@ -18,7 +18,6 @@ from ....offload.engine import Engine, FileLinkLock, LinkLock, Policy
 from ....offload.host import pci_bus_id
 from ....offload.pairs import Pairs, bridges, by_switch, in_all
 from ....offload.rates import Rates
-from ....schedule.actions import Op
 from ....schedule.link import Link, by_number, first_of_pair, travel_time
 from ....schedule.placement import Placement
 from ...callbacks import Duration
@@ -159,7 +158,7 @@ def link(
     seconds = pass_seconds(durations, min)
     mine = {}
     for chunk, stage in enumerate(placement.stages[rank]):
-        whole = sum(seconds.get((chunk, op), 0.0) for op in (Op.F, Op.B, Op.W))
+        whole = sum(time for (of, _), time in seconds.items() if of == chunk)
         mine[stage] = [travel_time(sizes.get(chunk, 0), rate, whole) for rate in rates]
     every = gather(mine)
     to_host, to_device = zip(

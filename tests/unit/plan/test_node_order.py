@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext import node_order
+from megatron_ext.plan import node_order
 
 
 def test_the_papers_example():
