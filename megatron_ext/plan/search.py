@@ -265,23 +265,28 @@ class Search:
                     break
 
     def _less(self, candidates: Sequence[Candidate]) -> None:
-        """Simulate what offload may bring under the memory of everything as fast."""
+        """Simulate what offload may bring under the memory of everything as fast.
+
+        ``auto`` for the best one only: it takes much longer to plan, and frees less.
+        """
         room, best = self.result.budget, self.result.best
         assert best is not None
+        own = (best.spec, best.workload)
         found = [
             offer
             for one in candidates
             if one.states < room
             for offer in self._offers(one)[-1:]
+            if (offer.spec.offload is not None and offer.spec.offload.wanted != "auto")
+            or (one.spec, one.workload) == own
             if offer.bytes <= room and offer.likely_us <= best.makespan_us * _SLOW
         ]
         # The best one's own first, then the smallest; estimates of one kind err alike.
-        first = best.spec, best.workload
         tried: set[tuple[str, int | None, int | None]] = set()
         for offer in sorted(
             found,
             key=lambda o: (
-                (replace(o.spec, offload=None), o.workload) != first,
+                (replace(o.spec, offload=None), o.workload) != own,
                 o.bytes,
                 o.likely_us,
             ),
@@ -332,4 +337,4 @@ _FAR = Fraction(21, 20)  # orders for equal costs are seldom so much slower than
 _NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
 _CAPS = 2  # workloads for which an order at a cap is made
 _SMALLEST = 3  # points, each with and without offload
-_LESS, _SLOW = 4, Fraction(5, 4)  # points with less on the device, slower than the best by so much
+_LESS, _SLOW = 3, Fraction(5, 4)  # points with less on the device, slower than the best by so much

@@ -405,3 +405,23 @@ def test_flags_and_simulate_have_every_stages_time(full, tmp_path, capsys):
     said = json.loads(capsys.readouterr().out)
     assert said["makespan"] == best.makespan_us
     assert said["peak_host_activation"] == [float(x) for x in best.peak_host_activation]
+
+
+_HEAD = "--num-attention-heads {} --group-query-attention --num-query-groups 8 --seq-length 16384 "
+_HEAD += VOCABULARY.split("--seq-length 16384 ")[1].split(" --pipeline-model")[0]
+# PipeOffload's models: (layers, hidden size, heads), ranks, microbatches, chunks.
+PAPERS = [((38, 5120, 40), 8, 64, 5), ((62, 8192, 64), 32, 256, 2)]
+
+
+@pytest.mark.parametrize(("shape", "pp", "microbatches", "chunks"), sampled(PAPERS, PAPERS[:1]))
+def test_full_offload_of_the_papers_models(shape, pp, microbatches, chunks):
+    """Seeds, section 1, defect A: "nothing fits" for 42.9B, and not on the front for 10.5B."""
+    layers, hidden, heads = shape
+    line = f"--num-layers {layers} --hidden-size {hidden} {_HEAD.format(heads)} --world-size {pp} "
+    line += f"--pipeline-model-parallel-size {pp} --global-batch-size {microbatches}"
+    options = {"schedules": ("po",), "micro_batch_sizes": (1,), "chunks": (chunks,)}
+    result = Search(space(line, **options), 74 * GIB).run()
+    found = [point for point in result.front if point.offload == "full"]
+    assert found and found[-1] is result.front[-1], "the least memory"
+    assert 33 * GIB < found[-1].worst.total < 38 * GIB
+    assert found[-1].makespan_us < result.best.makespan_us * Fraction(102, 100)
