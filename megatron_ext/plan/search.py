@@ -271,26 +271,17 @@ class Search:
         """
         room, best = self.result.budget, self.result.best
         assert best is not None
-        own = (best.spec, best.workload)
-        found = [
-            offer
-            for one in candidates
-            if one.states < room
-            for offer in self._offers(one)[-1:]
-            if (offer.spec.offload is not None and offer.spec.offload.wanted != "auto")
-            or (one.spec, one.workload) == own
-            if offer.bytes <= room and offer.likely_us <= best.makespan_us * _SLOW
-        ]
+        found: list[tuple[bool, int, Fraction, Candidate]] = []
+        for one in candidates:
+            other = (one.spec, one.workload) != (best.spec, best.workload)
+            for offer in self._offers(one)[-1:] if one.states < room else ():
+                wanted = offer.spec.offload and offer.spec.offload.wanted
+                fits = offer.bytes <= room and offer.likely_us <= best.makespan_us * _SLOW
+                if fits and not (other and wanted == "auto"):
+                    found.append((other, offer.bytes, offer.likely_us, offer))
         # The best one's own first, then the smallest; estimates of one kind err alike.
         tried: set[tuple[str, int | None, int | None]] = set()
-        for offer in sorted(
-            found,
-            key=lambda o: (
-                (replace(o.spec, offload=None), o.workload) != own,
-                o.bytes,
-                o.likely_us,
-            ),
-        ):
+        for *_, offer in sorted(found, key=lambda row: row[:3]):
             spec = offer.spec
             kind = spec.name, spec.chunks, spec.group_size
             new = kind not in tried and not self._known(spec, offer.workload)

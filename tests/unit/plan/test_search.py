@@ -422,6 +422,7 @@ def test_full_offload_of_the_papers_models(shape, pp, microbatches, chunks):
     options = {"schedules": ("po",), "micro_batch_sizes": (1,), "chunks": (chunks,)}
     result = Search(space(line, **options), 74 * GIB).run()
     found = [point for point in result.front if point.offload == "full"]
-    assert found and found[-1] is result.front[-1], "the least memory"
-    assert 33 * GIB < found[-1].worst.total < 38 * GIB
-    assert found[-1].makespan_us < result.best.makespan_us * Fraction(102, 100)
+    assert found, "it is on the front"
+    least = min(result.front, key=lambda point: point.worst.total)
+    assert least in found and 33 * GIB < least.worst.total < 38 * GIB
+    assert least.makespan_us < result.best.makespan_us * Fraction(102, 100)
