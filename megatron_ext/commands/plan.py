@@ -70,8 +70,9 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "--cheap-recompute", choices=("auto", "on", "off"), help="default auto: with and without"
     )
     group.add_argument(
-        "--offload", choices=("auto", "half", "full", "any", "off"), help="default any: half and "
-        "full, or auto for links too slow for those, where that may be faster than what fits"
+        "--offload", choices=("auto", "half", "full", "any", "off"), help="with half, full "
+        "or auto every point has it; default any: half and full, or auto for links too slow for "
+        "those, where that may be faster than what fits, or keep less on the device"
     )  # fmt: skip
     group.add_argument("--offload-transfer", choices=POLICIES, default=DEFAULT_POLICY)
     group.add_argument(
@@ -221,6 +222,7 @@ def _space(args: argparse.Namespace, job: Job, gpu: Gpu, own_size: bool) -> Sear
         not args.no_balance,
         profiles,
         network_of(args),
+        always_offload=args.offload in ("auto", "half", "full"),
     )
 
 

@@ -52,6 +52,7 @@ def report_json(
             if best.offload is None
             else None,
             "ranks": [rank_json(rank) for rank in best.ranks],
+            "node_host_bytes": _nodes_json(best),
             "post_validation": _post_validation_json(with_post_validation(best)),
         }
     else:
@@ -81,6 +82,7 @@ def point_json(point: Point) -> dict[str, Any]:
         "micro_batch_size": job.micro_batch_size,
         "cheap_recompute": job.cheap_recompute,
         "offload": point.offload,
+        "offload_note": point.note,
         "layers": list(split.counts),
         "layout": None if split.even else split.flag(job)[1],
         "step_ms": number_to_json(point.makespan_us / 1000),
@@ -95,6 +97,13 @@ def point_json(point: Point) -> dict[str, Any]:
     }
 
 
+def _nodes_json(point: Point) -> dict[str, Any] | None:
+    found = point.node_host_bytes(NODE)
+    if found is None:
+        return None
+    return {"per_node": NODE, "in_order": found[0], "balanced": found[1]}
+
+
 def _post_validation_json(found: PostValidationEstimate) -> dict[str, Any]:
     return {
         "step_ms": number_to_json(found.step_us / 1000),
@@ -104,6 +113,7 @@ def _post_validation_json(found: PostValidationEstimate) -> dict[str, Any]:
 
 
 STAGE_FILE = "STAGE_COST_FILE"
+NODE = 8  # processes a node, where host memory is added up
 
 
 def rank_json(rank: RankBytes) -> dict[str, Any]:
@@ -201,6 +211,16 @@ def _chosen(best: dict[str, Any], file: str | None) -> list[str]:
         lines.append(
             f"  (with the order that training makes for these flags a step takes {named:.1f} ms; "
             "--output FILE.json writes the order above, for --pp-schedule FILE.json)"
+        )
+    if best["offload_note"]:
+        lines.append(f"  ({best['offload_note']})")
+    nodes = best["node_host_bytes"]
+    if nodes is not None:
+        most, even = max(nodes["in_order"]), max(nodes["balanced"])
+        lines.append(
+            f"  (host memory of the fullest node of {nodes['per_node']}: {gib(most)}; with the "
+            f"launcher's --node-order balanced {gib(even)}, {1 - even / most:.0%} less, and twice "
+            "the messages between nodes)"
         )
     return lines
 
