@@ -9,18 +9,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from .._input import attribute, parse_bytes
 from ..plan.flags import FLAGS, add_flags, job_of, notes_on, read
 from ..plan.gpu import GPUS, Gpu, gpu_of
+from ..plan.grid import GridResult
 from ..plan.model import Job, PlanError
+from ..plan.point import Point
 from ..plan.profile import Profile
-from ..plan.search import Result, Search
+from ..plan.search import Search
 from ..plan.space import SearchSpace
 from ..schedule.generators import NAMES
 from ..schedule.io import save
 from ..schedule.link import DEFAULT_POLICY, POLICIES
+from . import plan_grid, plan_input
 from .common import (
     InputError,
     Parser,
@@ -37,7 +42,9 @@ The model and how it is divided are given as Megatron's own flags, as pretrain_g
 (--num-layers, --hidden-size, --num-attention-heads, --seq-length, --swiglu, --num-experts,
 --multi-latent-attention, --mtp-num-layers, --hybrid-layer-pattern, --tensor-model-parallel-size,
 --world-size, --global-batch-size, --use-distributed-optimizer, --optimizer, --bf16, --fp8-format,
---fp8-param-gather, --recompute-activations, ...), or with --from-args as a whole command line.
+--fp8-param-gather, --recompute-activations, ...), or with --from-args as a whole command line, or
+with --hf-config, --bridge-config or --checkpoint as a file. Without --pp, --world-size is searched
+for all parallel sizes that are not given.
 """
 
 
@@ -50,6 +57,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "--from-args", metavar="LINE", help="a pretrain_gpt.py command line; what plan does not "
         "know is ignored and listed; flags beside it win"
     )  # fmt: skip
+    plan_input.add_options(parser)
     add_flags(parser.add_argument_group("model and division"))
     _add_device(parser)
     group = parser.add_argument_group("what is searched")
@@ -81,6 +89,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "--effort", type=float, default=1.0, metavar="X", help="a factor on the 2 million passes "
         "of all orders that are made, about half a minute at 32 ranks and 256 microbatches"
     )  # fmt: skip
+    plan_grid.add_options(group)
     add_network_options(group)
     parser.add_argument("--output", metavar="FILE", help="write the chosen schedule to FILE.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -120,14 +129,8 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 def _plan(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     with user_input():
-        tokens = _tokens(args.from_args)
-        given, ignored = read(tokens)
-        own = {n: v for n, v in vars(args).items() if n in _KNOWN}
-        given.update(own)
-        if args.pp is not None:
-            given["pipeline_model_parallel_size"] = args.pp
-        job, gpu = job_of(given), _gpu(args)
-        space = _space(args, job, gpu, "micro_batch_size" in given)
+        given, ignored, notes = _given(args)
+        gpu = _gpu(args)
         budget = _budget(args, gpu)
         host = None if args.host_memory is None else parse_bytes(args.host_memory)
         if args.effort <= 0:
@@ -135,13 +138,61 @@ def _plan(args: argparse.Namespace) -> None:
         if args.output is not None and not args.output.endswith(".json"):
             raise InputError(f"--output {args.output}: a schedule file's name ends in .json")
         with _progress() as progress:
-            result = Search(space, budget, host, args.effort, progress).run()
-    notes = [*job.assumptions, *notes_on(ignored)]
+            if plan_grid.wanted(args, given):
+                grid = _grid(args, given, gpu, (budget, host), progress)
+                shown = grid.best or grid.smallest
+                job, text = shown.job, plan_grid.grid_text
+                best = None if grid.best is None else grid.best.point
+            else:
+                grid, job, text = None, job_of(given), report_text
+                space = _space(args, job, gpu)
+                result = Search(space, budget, host, args.effort, progress).run()
+                best = result.best
+    notes = [*notes, *job.assumptions, *notes_on(ignored)]
     seconds = time.perf_counter() - started
-    if args.output is not None and result.best is not None:
-        _save(args.output, result)
-    data = report_json(result, space, ignored, notes, seconds, args.output)
-    print(json.dumps(data) if args.json else report_text(data, args.output))
+    if args.output is not None and best is not None:
+        _save(args.output, best)
+    if grid is None:
+        data = report_json(result, space, ignored, notes, seconds, args.output)
+    else:
+        data = plan_grid.grid_json(grid, ignored, notes, seconds, args.output)
+    data["model_flags"] = plan_input.model_flags(args, given)
+    print(json.dumps(data) if args.json else text(data, args.output))
+
+
+def _given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Megatron's arguments by name, flags that were ignored, and where the model is from."""
+    given, notes = plan_input.read_file(args)
+    line, ignored = read(_tokens(args.from_args))
+    given |= line | {n: v for n, v in vars(args).items() if n in _KNOWN}
+    if args.pp is not None:
+        given["pipeline_model_parallel_size"] = args.pp
+    return given, ignored, notes
+
+
+def _grid(
+    args: argparse.Namespace,
+    given: dict[str, Any],
+    gpu: Gpu,
+    budgets: tuple[int, int | None],
+    progress: Callable[[str], None],
+) -> GridResult:
+    """The search over parallel sizes."""
+    sizes = _numbers(args.micro_batch_sizes, "--micro-batch-sizes") or tuple(
+        sorted({1, 2, 4, given.get("micro_batch_size", 1)})
+    )
+    job = plan_grid.require(args, given)
+
+    def space_of(job: Job) -> SearchSpace:
+        one = argparse.Namespace(**{**vars(args), "micro_batch_sizes": None})
+        return replace(
+            _space(one, job, gpu),
+            micro_batch_sizes=(job.micro_batch_size,),
+            cheap_recompute=(job.cheap_recompute,),
+        )
+
+    cheap = _recompute(args, job)
+    return plan_grid.search(args, given, gpu, budgets, space_of, sizes, cheap, progress)
 
 
 _KNOWN = {attribute(name) for name in FLAGS}
@@ -188,10 +239,13 @@ def _budget(args: argparse.Namespace, gpu: Gpu) -> int:
     return budget
 
 
-def _space(args: argparse.Namespace, job: Job, gpu: Gpu, own_size: bool) -> SearchSpace:
+def _space(args: argparse.Namespace, job: Job, gpu: Gpu) -> SearchSpace:
     pp = job.pipeline_model_parallel_size
     if pp < 2:
-        raise PlanError(f"a pipeline needs at least 2 ranks, got --pp {pp}; give 2 or more")
+        raise PlanError(
+            f"a pipeline needs at least 2 ranks, got --pp {pp}; give 2 or more, or --world-size "
+            "without --pp to search all parallel sizes"
+        )
     if args.microbatches is not None:
         if job.global_batch_size is not None:
             raise PlanError("--microbatches and --global-batch-size both give the batch; drop one")
@@ -285,9 +339,8 @@ _EVERY_S = 4.0
 _ANY = ("half", "full", "auto")
 
 
-def _save(path: str, result: Result) -> None:
-    assert result.best is not None
-    schedule = result.best.schedule()
+def _save(path: str, point: Point) -> None:
+    schedule = point.schedule()
     with output(path):
         Path(path).touch()
         save(schedule, path)

@@ -10,16 +10,17 @@ counts the same on every machine, so the result does not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from math import inf
 
 from ..schedule import GENERATORS, Costs, OffloadSpec, Schedule, ScheduleSpec, select, simulate
 from ..schedule.bounds import makespan_bound
 from ..schedule.effects import peak_sets
 from ..schedule.passes.offload import wanted_chunks
 from .layout import Split
-from .memory import message_bytes, rank_bytes
+from .memory import message_bytes, rank_bytes, states_of
 from .model import Job, PlanError
 from .point import Point, evaluate, front
 from .space import SearchSpace, Workload
@@ -103,6 +104,9 @@ class Search:
         budget, host_budget: as ``Result``.
         effort: a factor on ``MOST_PASSES``.
         progress: called with a line now and then.
+        rivals: points of another search that fit: microseconds, and bytes on the fullest rank.
+            What they beat is not searched.
+        units: orders for equal costs that searches with as many ranks share.
     """
 
     def __init__(
@@ -112,11 +116,14 @@ class Search:
         host_budget: int | None = None,
         effort: float = 1.0,
         progress: Callable[[str], None] = lambda line: None,
+        rivals: Sequence[tuple[Fraction, int]] = (),
+        units: dict[ScheduleSpec, Schedule] | None = None,
     ) -> None:
-        self.space, self.progress = space, progress
+        self.space, self.progress, self.rivals = space, progress, rivals
         self.passes_left = MOST_PASSES * effort
+        self.made = 0  # passes of orders for equal costs, which are not limited
         self.result = Result(budget, host_budget)
-        self._units: dict[ScheduleSpec, Schedule] = {}
+        self._units: dict[ScheduleSpec, Schedule] = {} if units is None else units
 
     def run(self) -> Result:
         """Search.
@@ -140,7 +147,8 @@ class Search:
                 self._add(one.spec, one.workload)
         best = self.result.best
         if best is None:
-            self._smallest(candidates)
+            if not self.rivals:
+                self._smallest(candidates)
         elif best.spec.offload is None:
             # The same with less on the device, where that costs no time.
             for offload in self._offers(best.spec, best.workload)[-1:]:
@@ -155,14 +163,18 @@ class Search:
             PlanError: there is none.
         """
         found: list[Candidate] = []
+        possible = False
         for spec in self.space.specs():
             if spec.placement.num_stages > max(self.space.job.num_layers, 1) + 2:
                 continue
             for job, microbatches in self.space.jobs():
                 sized = replace(spec, microbatches=microbatches)
                 for split in self._splits(job, sized):
-                    found.append(self._candidate(sized, job, split))
-        if not found:
+                    possible = True
+                    one = self._candidate(sized, job, split)
+                    if one is not None:
+                        found.append(one)
+        if not possible:
             raise PlanError(
                 f"none of {', '.join(self.space.schedules)} is possible with "
                 f"{self.space.job.num_layers} layers on {self.space.pp} ranks; give other "
@@ -186,9 +198,17 @@ class Search:
                 seen.add(split.counts)
                 yield split
 
-    def _candidate(self, spec: ScheduleSpec, job: Job, split: Split) -> Candidate:
+    def _candidate(self, spec: ScheduleSpec, job: Job, split: Split) -> Candidate | None:
+        """None for what ``rivals`` beat whatever its order."""
         work = self.space.workload(job, spec.microbatches, split)
         order, costs = self._unit(spec), work.costs
+        bound = makespan_bound(order.placement, spec.microbatches, costs)
+        if self.rivals:
+            states = max(rank.total for rank in states_of(order.placement, work.stages))
+            slow = bound > self._fastest() * _SLOWER
+            if slow or any(time <= bound and size <= states for time, size in self.rivals):
+                return None
+        self.made += 3 * order.placement.num_stages * order.microbatches
         # Few microbatches, and every further one on the rank with most work.
         more = spec.microbatches - order.microbatches
         most = max(costs.per_rank_work(order.placement))
@@ -196,7 +216,7 @@ class Search:
         return Candidate(
             replace(spec, costs=costs),
             work,
-            makespan_bound(order.placement, spec.microbatches, costs),
+            bound,
             simulate(order, costs).makespan + more * most,
             max(rank.total for rank in ranks),
             max(rank.states.total for rank in ranks),
@@ -238,17 +258,20 @@ class Search:
         return any(
             p.makespan_us <= one.likely_us and p.worst.total <= one.bytes and not p.host_bytes
             for p in self.result.points
-        )
+        ) or any(time <= one.likely_us and size <= one.bytes for time, size in self.rivals)
 
     def _may_win(self, bound_us: Fraction) -> bool:
+        return bound_us < self._fastest()
+
+    def _fastest(self) -> Fraction | float:
+        """Microseconds of the best point that fits, of ``rivals`` too."""
         best = self.result.best
-        return best is None or bound_us < best.makespan_us
+        times = [time for time, _ in self.rivals]
+        return min(times if best is None else [*times, best.makespan_us], default=inf)
 
     def _is_near(self, one: Candidate) -> bool:
         """It may be the fastest, and is likely to be about as fast."""
-        best = self.result.best
-        far = best is not None and one.likely_us > best.makespan_us * _FAR
-        return self._may_win(one.bound_us) and not far
+        return self._may_win(one.bound_us) and one.likely_us <= self._fastest() * _FAR
 
     def _capped(self, candidates: list[Candidate]) -> None:
         """V placement at the largest cap that fits, where 1F1B's memory does not."""
@@ -349,6 +372,7 @@ def _load(spec: ScheduleSpec, offload: OffloadSpec) -> Fraction:
 
 _ALWAYS = 3  # points
 _FAR = Fraction(21, 20)  # orders for equal costs are seldom so much slower than those for the costs
+_SLOWER = Fraction(5, 4)  # than rivals: of no interest for its memory either
 _NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
 _CAPS = 2  # workloads for which an order at a cap is made
 _CROWDED = Fraction(9, 8)  # beyond, a link that is asked for more only makes compute wait

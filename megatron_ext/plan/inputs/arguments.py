@@ -1,0 +1,174 @@
+"""Saved settings as Megatron's arguments: a checkpoint's, and a Megatron-Bridge recipe's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..._input import attribute, parse_json, read_text, shown
+from ...checkpoints import folder as saved
+from ..flags import FLAGS, NOT_MODELLED
+from ..model import PlanError
+
+Given = dict[str, Any]
+_TEXTS = ("moe_layer_freq", "linear_attention_freq", "window_size", "window_attn_skip_freq")
+# Of flags whose value Megatron's parsed arguments have under another name.
+_PARSED = {"fp8_format": "fp8", "fp4_format": "fp4"}
+# Megatron's defaults that its parsed arguments always have, and no flag of a user's.
+_LATER = ("world_size", "padded_vocab_size")
+
+
+def read_checkpoint(path: str) -> tuple[Given, list[str]]:
+    """The model and division that a checkpoint's saved arguments describe.
+
+    Nothing of the checkpoint is loaded, made or called (``checkpoints/pickles.py``).
+
+    Args:
+        path: what ``--save`` named, or an iteration's folder in it.
+
+    Raises:
+        PlanError: it holds no readable arguments.
+    """
+    try:
+        folder = _iteration(Path(path))
+        args = saved.common(folder)["args"]
+    except (OSError, ValueError) as error:
+        raise PlanError(f"--checkpoint {path}: {error}") from None
+    if args is None:
+        raise PlanError(f"--checkpoint {path}: {folder.name} holds no saved arguments")
+    return _of_arguments(vars(args), f"--checkpoint {path}"), [
+        f"the model and division: arguments saved in {folder}"
+    ]
+
+
+def _iteration(root: Path) -> Path:
+    if not root.is_dir():
+        raise ValueError("it is no folder; give what --save named")
+    if root.name.startswith("iter_") or (root / saved.METADATA).exists():
+        return root
+    found = saved.saved(root)
+    if not found:
+        raise ValueError("it holds no iter_… folder; give what --save named")
+    wanted = saved.tracked(root)
+    return found[wanted] if wanted in found else list(found.values())[-1]
+
+
+def _of_arguments(values: Mapping[str, Any], source: str) -> Given:
+    """From Megatron's parsed arguments by name."""
+    for flag, why in NOT_MODELLED.items():
+        if values.get(attribute(flag)):
+            raise PlanError(f"{source}: {flag} {why}, which plan does not model")
+    given: Given = {}
+    for flag, kind in FLAGS.items():
+        name = attribute(flag)
+        value = values.get(_PARSED.get(name, name))
+        if value is not None and value is not False and name not in _LATER:
+            given[name] = _typed(value, kind, name, source)
+    if values.get("padded_vocab_size"):
+        given.setdefault("vocab_size", values["padded_vocab_size"])
+    given["disable_bias_linear"] = values.get("add_bias_linear") is False
+    if values.get("gradient_accumulation_fusion") is False:
+        given["no_gradient_accumulation_fusion"] = True
+    if not given.get("group_query_attention"):
+        given.pop("num_query_groups", None)
+    return given
+
+
+def _typed(value: Any, kind: Any, name: str, source: str) -> Any:
+    if kind is str:
+        return value if isinstance(value, str) else str(value)
+    if kind is list:
+        good = isinstance(value, list | tuple)
+    elif kind is bool:
+        good = value is True
+    else:
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        good = good and (kind is float or value == int(value))
+    if not good:
+        raise PlanError(f"{source}: {name} is {shown(value)}, which is no {kind.__name__}")
+    return list(value) if kind is list else kind(value)
+
+
+# Megatron-Bridge's names (and megatron-core's TransformerConfig's) that are not the flags'.
+_RENAMED = {"num_moe_experts": "num_experts"}
+_PARTS = ("model", "train", "dataset", "optimizer", "ddp", "mixed_precision", "dist")
+
+
+def read_recipe(path: str) -> tuple[Given, list[str]]:
+    """The model, division and batch of a Megatron-Bridge recipe.
+
+    Args:
+        path: JSON of its ``ConfigContainer.to_dict()``, one object for each part.
+
+    Raises:
+        PlanError: it cannot be read, or describes what plan does not express.
+    """
+    try:
+        data = parse_json(read_text(path))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"cannot read --bridge-config {path}: {error}") from None
+    model = data.get("model") if isinstance(data, dict) else None
+    if not isinstance(model, dict):
+        raise PlanError(
+            f'--bridge-config {path} must be the JSON of ConfigContainer.to_dict(), with "model"'
+        )
+    source = f"--bridge-config {path}"
+    for refused in (
+        "heterogeneous_layers_config_path",
+        "vision_config",
+        "enable_hyper_connections",
+    ):
+        if model.get(refused):
+            raise PlanError(f"{source}: plan does not express a model with {refused}")
+    values: Given = {}
+    for name, value in _values(data):
+        values.setdefault(_RENAMED.get(name, name), value)
+    return _of_arguments(_flags(values, source), source), [
+        f"the model, division and batch: {path}, a Megatron-Bridge recipe"
+    ]
+
+
+def _values(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of all parts; the model's first."""
+    for part in _PARTS:
+        fields = data.get(part)
+        if isinstance(fields, dict):
+            yield from ((n, v) for n, v in fields.items() if v is not None)
+        elif part == "mixed_precision" and isinstance(fields, str):
+            yield ("bf16" if fields.startswith("bf16") else "fp16"), True
+
+
+def _flags(values: Given, source: str) -> Given:
+    """Fields of Bridge's configuration under the names of Megatron's arguments."""
+    out = dict(values)
+    activation = values.get("activation_func")
+    if isinstance(activation, dict):
+        activation = activation.get("_target_")
+    name = str(activation or "").rsplit(".", 1)[-1]
+    if name not in ("", "None", "silu", "gelu", "fast_gelu", "quick_gelu", "squared_relu"):
+        raise PlanError(f"{source}: plan does not express the activation function {shown(name)}")
+    # What is gated keeps as many bytes as SwiGLU, whatever the function.
+    out["swiglu"] = bool(values.get("gated_linear_unit"))
+    out["squared_relu"] = name == "squared_relu"
+    if values.get("num_query_groups"):
+        out["group_query_attention"] = True
+    shared = values.get("share_embeddings_and_output_weights", True)
+    out["untie_embeddings_and_output_weights"] = not shared
+    for each in _TEXTS:
+        if values.get(each) is not None:
+            out[each] = (
+                ",".join(map(str, values[each])) if each == "window_size" else str(values[each])
+            )
+    modes = values.get("pipeline_model_parallel_layout")
+    if isinstance(modes, list):
+        raise PlanError(f"{source}: give the layout as --pipeline-model-parallel-layout")
+    for theirs, ours in (("sequence_length", "seq_length"), ("params_dtype", "params_dtype")):
+        if values.get(theirs) is not None:
+            out[ours] = values[theirs]
+    for mode in ("bf16", "fp16"):
+        if mode in str(values.get("params_dtype", "")).replace("bfloat16", "bf16").replace(
+            "float16", "fp16"
+        ):
+            out[mode] = True
+    return out
