@@ -271,7 +271,9 @@ class Search:
 
     def _is_near(self, one: Candidate) -> bool:
         """It may be the fastest, and is likely to be about as fast."""
-        return self._may_win(one.bound_us) and one.likely_us <= self._fastest() * _FAR
+        best = self.result.best
+        far = best is not None and one.likely_us > best.makespan_us * _FAR
+        return self._may_win(one.bound_us) and not far
 
     def _capped(self, candidates: list[Candidate]) -> None:
         """V placement at the largest cap that fits, where 1F1B's memory does not."""

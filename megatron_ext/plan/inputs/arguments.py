@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..._input import attribute, parse_json, read_text, shown
 from ...checkpoints import folder as saved
+from ..divisions import SIZES
 from ..flags import FLAGS, NOT_MODELLED
 from ..model import PlanError
 
 Given = dict[str, Any]
-_TEXTS = ("moe_layer_freq", "linear_attention_freq", "window_size", "window_attn_skip_freq")
 # Of flags whose value Megatron's parsed arguments have under another name.
 _PARSED = {"fp8_format": "fp8", "fp4_format": "fp4"}
-# Megatron's defaults that its parsed arguments always have, and no flag of a user's.
-_LATER = ("world_size", "padded_vocab_size")
+# A file describes a model and a batch; how both are divided is the flags' or the search's to say.
+_LEFT_OUT = {
+    *(*SIZES, "world_size", "sequence_parallel", "padded_vocab_size"),
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
+    *("decoder_last_pipeline_num_layers",),
+}
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
+_BACKENDS = ("flash", "fused", "unfused", "local", "auto")  # AttnBackend, from 1
 
 
 def read_checkpoint(path: str) -> tuple[Given, list[str]]:
-    """The model and division that a checkpoint's saved arguments describe.
+    """The model and batch that a checkpoint's saved arguments describe.
 
     Nothing of the checkpoint is loaded, made or called (``checkpoints/pickles.py``).
 
@@ -38,7 +45,7 @@ def read_checkpoint(path: str) -> tuple[Given, list[str]]:
     if args is None:
         raise PlanError(f"--checkpoint {path}: {folder.name} holds no saved arguments")
     return _of_arguments(vars(args), f"--checkpoint {path}"), [
-        f"the model and division: arguments saved in {folder}"
+        f"the model and batch: arguments saved in {folder}"
     ]
 
 
@@ -62,9 +69,13 @@ def _of_arguments(values: Mapping[str, Any], source: str) -> Given:
     given: Given = {}
     for flag, kind in FLAGS.items():
         name = attribute(flag)
-        value = values.get(_PARSED.get(name, name))
-        if value is not None and value is not False and name not in _LATER:
+        value = _plain(values.get(_PARSED.get(name, name)))
+        absent = value is None or value is False or (kind is int and value == 0)
+        if not absent and name not in _LEFT_OUT:
             given[name] = _typed(value, kind, name, source)
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        if name in given:
+            given[name] = given[name].replace("|", "")
     if values.get("padded_vocab_size"):
         given.setdefault("vocab_size", values["padded_vocab_size"])
     given["disable_bias_linear"] = values.get("add_bias_linear") is False
@@ -75,9 +86,24 @@ def _of_arguments(values: Mapping[str, Any], source: str) -> Given:
     return given
 
 
+def _plain(value: Any) -> Any:
+    """The word of a dtype or an attention backend, as pickles and Bridge's JSON have them."""
+    numbers: Any = ()
+    if isinstance(value, dict) and isinstance(value.get("_target_"), str):
+        numbers = value.get("_args_")
+        value = value["_target_"].rsplit(".", 1)[-1]
+    elif isinstance(value, str) and value.startswith("AttnBackend("):
+        numbers = [int(n) for n in re.findall(r"\d", value)]
+        value = "AttnBackend"
+    if value == "AttnBackend":
+        number = numbers[0] if isinstance(numbers, list) and numbers else 5
+        return _BACKENDS[number - 1] if number in range(1, 6) else "auto"
+    return _DTYPES.get(value, value) if isinstance(value, str) else value
+
+
 def _typed(value: Any, kind: Any, name: str, source: str) -> Any:
     if kind is str:
-        return value if isinstance(value, str) else str(value)
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     if kind is list:
         good = isinstance(value, list | tuple)
     elif kind is bool:
@@ -96,7 +122,7 @@ _PARTS = ("model", "train", "dataset", "optimizer", "ddp", "mixed_precision", "d
 
 
 def read_recipe(path: str) -> tuple[Given, list[str]]:
-    """The model, division and batch of a Megatron-Bridge recipe.
+    """The model and batch of a Megatron-Bridge recipe.
 
     Args:
         path: JSON of its ``ConfigContainer.to_dict()``, one object for each part.
@@ -125,7 +151,7 @@ def read_recipe(path: str) -> tuple[Given, list[str]]:
     for name, value in _values(data):
         values.setdefault(_RENAMED.get(name, name), value)
     return _of_arguments(_flags(values, source), source), [
-        f"the model, division and batch: {path}, a Megatron-Bridge recipe"
+        f"the model and batch: {path}, a Megatron-Bridge recipe"
     ]
 
 
@@ -142,33 +168,22 @@ def _values(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _flags(values: Given, source: str) -> Given:
     """Fields of Bridge's configuration under the names of Megatron's arguments."""
     out = dict(values)
-    activation = values.get("activation_func")
-    if isinstance(activation, dict):
-        activation = activation.get("_target_")
-    name = str(activation or "").rsplit(".", 1)[-1]
-    if name not in ("", "None", "silu", "gelu", "fast_gelu", "quick_gelu", "squared_relu"):
+    name = str(_plain(values.get("activation_func")) or "").rsplit(".", 1)[-1]
+    if name not in ("", "silu", "gelu", "fast_gelu", "quick_gelu", "squared_relu"):
         raise PlanError(f"{source}: plan does not express the activation function {shown(name)}")
     # What is gated keeps as many bytes as SwiGLU, whatever the function.
     out["swiglu"] = bool(values.get("gated_linear_unit"))
     out["squared_relu"] = name == "squared_relu"
-    if values.get("num_query_groups"):
-        out["group_query_attention"] = True
+    out["group_query_attention"] = bool(values.get("num_query_groups"))
     shared = values.get("share_embeddings_and_output_weights", True)
     out["untie_embeddings_and_output_weights"] = not shared
-    for each in _TEXTS:
-        if values.get(each) is not None:
-            out[each] = (
-                ",".join(map(str, values[each])) if each == "window_size" else str(values[each])
-            )
-    modes = values.get("pipeline_model_parallel_layout")
-    if isinstance(modes, list):
-        raise PlanError(f"{source}: give the layout as --pipeline-model-parallel-layout")
-    for theirs, ours in (("sequence_length", "seq_length"), ("params_dtype", "params_dtype")):
-        if values.get(theirs) is not None:
-            out[ours] = values[theirs]
-    for mode in ("bf16", "fp16"):
-        if mode in str(values.get("params_dtype", "")).replace("bfloat16", "bf16").replace(
-            "float16", "fp16"
-        ):
-            out[mode] = True
+    if isinstance(values.get("window_size"), list):
+        out["window_size"] = tuple(values["window_size"])
+    if values.get("sequence_length"):
+        out["seq_length"] = values["sequence_length"]
+    if values.get("grad_reduce_in_fp32") is False:
+        out["grad_reduce_in_bf16"] = True
+    dtype = _plain(values.get("params_dtype"))
+    if dtype in ("bf16", "fp16"):
+        out[dtype] = True
     return out

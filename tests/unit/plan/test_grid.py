@@ -1,4 +1,4 @@
-"""The search over parallel sizes: Megatron's rules, what pruning may lose, what ``simulate`` gives."""
+"""The search over parallel sizes: Megatron's rules, pruning, agreement with ``simulate``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from megatron_ext.plan.space import SearchSpace
 
 GIB = 2**30
 SMALL = (
-    "--num-layers 12 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --bf16 --swiglu "
+    "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --bf16 --swiglu "
     "--vocab-size 64000 --untie-embeddings-and-output-weights --hidden-dropout 0 "
-    "--attention-dropout 0 --world-size 8 --global-batch-size 32"
+    "--attention-dropout 0 --world-size 4 --global-batch-size 16"
 )
+WIDE = SMALL.replace("world-size 4", "world-size 8")
 A100 = gpu_of("A100")
 
 
@@ -48,7 +49,7 @@ def grid(line=SMALL, budget=30 * GIB, schedules=("1f1b", "zb-h1", "v-half"), **o
     return Grid(
         divisions(given(line)),
         space_of,
-        lambda job: variants(job, (1, 2), (False, True), full=True),
+        lambda job: variants(job, (1, 2), (False,), full=True),
         Links(A100, 8),
         budget,
         **options,
@@ -106,7 +107,7 @@ def test_closed_forms_are_bounds(small):
     for one in small[1]:
         case = search.case(one.job)
         assert case.bound_us <= one.iteration_us
-        assert case.states <= one.point.worst.states.total * 1.001
+        assert case.states <= max(rank.states.total for rank in one.point.ranks) * 1.001
 
 
 def test_the_same_answer_every_time(small):
@@ -121,12 +122,12 @@ def test_passes_are_limited():
 
 def test_divisions_keep_megatrons_rules():
     line = SMALL + " --group-query-attention --num-query-groups 4 --num-experts 4"
-    jobs = divisions(given(line.replace("world-size 8", "world-size 16")))
+    jobs = divisions(given(line.replace("world-size 4", "world-size 16")))
     assert len({(j.tensor_model_parallel_size, j.pipeline_model_parallel_size) for j in jobs}) > 8
     for job in jobs:
         tp, pp = job.tensor_model_parallel_size, job.pipeline_model_parallel_size
         cp, dp = job.context_parallel_size, job.data_parallel_size
-        assert tp * pp * cp * dp == 16 and tp <= 8 and pp <= 12
+        assert tp * pp * cp * dp == 16 and tp <= 8 and pp <= 8
         assert job.sequence_parallel == (tp > 1) and job.use_distributed_optimizer
         ep, etp = job.expert_model_parallel_size, job.expert_tensor_parallel_size
         assert (tp * cp * dp) % (ep * etp) == 0 and 4 % ep == 0
@@ -136,7 +137,7 @@ def test_divisions_keep_megatrons_rules():
 def test_given_sizes_stay():
     for job in divisions(given(SMALL + " --tensor-model-parallel-size 2")):
         assert job.tensor_model_parallel_size == 2
-    long = divisions(given(SMALL.replace("length 4096", "length 32768")))
+    long = divisions(given(WIDE.replace("length 4096", "length 32768")))
     assert {job.context_parallel_size for job in long} == {1, 2, 4, 8}
 
 
@@ -168,15 +169,15 @@ def test_a_ring_in_and_between_nodes():
 
 
 def test_what_data_parallel_ranks_exchange():
-    job = next(j for j in divisions(given()) if j.data_parallel_size == 8)
+    job = next(j for j in divisions(given(WIDE)) if j.data_parallel_size == 8)
     links = Links(A100, 8)
     gradients, parameters = links.data(job, Count(dense=10**9))
     assert gradients == pytest.approx(2 * parameters, rel=0.01), "fp32 gradients, bf16 parameters"
     whole = links.data(job.with_(use_distributed_optimizer=False), Count(dense=10**9))
     assert whole == (2 * gradients, 0.0), "all-reduced"
-    rows = [stage_bytes(job, Split((12,)))]
+    rows = [stage_bytes(job, Split((8,)))]
     plain, hidden = (
-        overhead(job, links, rows, [(10.0, 10.0)], [12], 4, overlap)
+        overhead(job, links, rows, [(10.0, 10.0)], [8], 4, overlap)
         for overlap in (Overlap(), Overlap(True, True))
     )
     assert plain.data > 0 and hidden.data == 0 and plain.optimizer == hidden.optimizer > 0
