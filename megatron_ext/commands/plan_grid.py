@@ -121,7 +121,7 @@ def grid_json(
         "divisions": result.divisions,
         "cases": result.cases,
         "pruned": result.pruned,
-        "searched": len(result.searches),
+        "searched": result.searched,
         "skipped": result.skipped,
         "without_pipeline": None if result.alone is None else _alone(result.alone),
     }

@@ -95,7 +95,7 @@ class GridResult:
         points: all that were simulated.
         searches: division by division, in the order in which they were searched.
         divisions: how many are possible, with microbatch sizes and recompute ``cases``.
-        pruned: cases that cannot be faster than the best point, or do not fit, by closed forms.
+        searched: cases for which schedules were made.
         skipped: cases left out as unlikely, or because the search had made all its passes.
         alone: without a pipeline: the fastest case that fits (``likely_us`` is then its time).
     """
@@ -105,9 +105,14 @@ class GridResult:
     searches: list[tuple[SearchSpace, Result]] = field(default_factory=list)
     divisions: int = 0
     cases: int = 0
-    pruned: int = 0
+    searched: int = 0
     skipped: int = 0
     alone: Case | None = None
+
+    @property
+    def pruned(self) -> int:
+        """Cases that cannot be faster than the best point, or do not fit, by closed forms."""
+        return self.cases - self.searched - self.skipped
 
     def fits(self, placed: Placed) -> bool:
         """True if it keeps the budgets."""
@@ -185,10 +190,10 @@ class Grid:
         result = self.result
         cases = self._cases()
         fitting = [case for case in cases if case.states <= result.budget]
-        result.pruned = len(cases) - len(fitting)
         left = sorted(fitting, key=lambda case: case.preference(result.budget))
-        left = self._fastest(left)
-        self._small(left)
+        others, unlikely = self._fastest(left)
+        searched = self._small([*others, *unlikely])
+        result.skipped = sum(case not in searched for case in unlikely)
         if not result.points:
             for case in sorted(cases, key=lambda case: (case.least, case.likely_us))[:_LEAST]:
                 self._search(case)
@@ -199,30 +204,31 @@ class Grid:
             )
         return result
 
-    def _fastest(self, cases: list[Case]) -> list[Case]:
-        """Search what may be the fastest; the others that may be on the front."""
-        others = []
+    def _fastest(self, cases: list[Case]) -> tuple[list[Case], list[Case]]:
+        """Search what may be the fastest; what cannot be, not much slower, and what is unlikely."""
+        others, unlikely = [], []
         for number, case in enumerate(cases):
             best = self.result.best
             if best is not None and case.bound_us >= best.iteration_us:
-                self.result.pruned += 1
                 if case.bound_us < best.iteration_us * _SLOWER:
                     others.append(case)
             elif self.passes_left <= 0 or (
                 best is not None and case.likely_us > best.iteration_us * _UNLIKELY
             ):
-                self.result.skipped += 1
-                others.append(case)
+                unlikely.append(case)
             else:
                 self._search(case, f"{number + 1} of {len(cases)}")
-        return others
+        return others, unlikely
 
-    def _small(self, cases: list[Case]) -> None:
-        """Search divisions with less memory than any point, and not much slower."""
+    def _small(self, cases: list[Case]) -> list[Case]:
+        """Search divisions with less memory than any point, and not much slower; which."""
+        searched: list[Case] = []
         for case in sorted(cases, key=lambda case: (case.least, case.likely_us))[:_LEAST]:
             smallest = min((p.point.worst.total for p in self.result.points), default=None)
             if self.passes_left > 0 and (smallest is None or case.least < smallest):
                 self._search(case, "small")
+                searched.append(case)
+        return searched
 
     def _cases(self) -> list[Case]:
         cases, alone = [], []
@@ -289,11 +295,11 @@ class Grid:
             rivals,
             self._units.setdefault(space.pp, {}),
         )
+        self.result.searched += 1
         try:
             found = search.run()
         except PlanError:
-            self.result.skipped += 1
-            return
+            return  # no schedule has so many stages, or so few microbatches
         if not found.points and self.result.searches:
             self.passes_left -= search.made
             return

@@ -40,9 +40,8 @@ SHAPES = {
     + " --ffn-hidden-size 256 --moe-shared-expert-intermediate-size 192 --moe-layer-freq ([0]+[1])",
     "qwen2": LLAMA
     + " --add-qkv-bias --normalization RMSNorm --untie-embeddings-and-output-weights",
-    "qwen3 experts": LLAMA
-    + " --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 --qk-layernorm --kv-channels 48 "
-    "--normalization RMSNorm",
+    "qwen experts": LLAMA + " --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 "
+    "--kv-channels 48 --normalization RMSNorm",
     "gpt-oss": LLAMA.replace("--disable-bias-linear ", "") + " --num-experts 4 --moe-router-topk 2 "
     "--moe-ffn-hidden-size 96 --normalization RMSNorm",
     "selective recompute": "--recompute-activations",
