@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..plan import collectives
@@ -15,6 +16,7 @@ from ..plan.grid import Case, Grid, GridResult, Placed, text, variants
 from ..plan.model import Job, PlanError
 from ..plan.space import SearchSpace
 from ..schedule.costs import number_to_json
+from . import plan_space
 from .common import positive
 from .plan_report import (
     ROW_HEADS,
@@ -26,8 +28,6 @@ from .plan_report import (
     report_json,
     table,
 )
-
-SpaceOf = Callable[[Job], SearchSpace]
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
@@ -48,24 +48,11 @@ def wanted(args: argparse.Namespace, given: dict[str, Any]) -> bool:
     return alone or args.grid
 
 
-def require(args: argparse.Namespace, given: dict[str, Any]) -> Job:
-    """The model on one device, after what the search cannot do was refused."""
-    for value, flag in ((args.microbatches, "--microbatches"), (args.profile, "--profile")):
-        if value:
-            raise PlanError(
-                f"{flag} is of one division: give the parallel sizes and --pp beside it"
-            )
-    return job_of(undivided(given))
-
-
 def search(
     args: argparse.Namespace,
     given: dict[str, Any],
     gpu: Gpu,
     budgets: tuple[int, int | None],
-    space_of: SpaceOf,
-    sizes: Sequence[int],
-    cheap: Sequence[bool],
     progress: Callable[[str], None],
 ) -> GridResult:
     """Run it.
@@ -75,11 +62,29 @@ def search(
         given: Megatron's arguments by name.
         gpu: the device.
         budgets: bytes of a rank on the device, and on the host.
-        space_of: schedules and offload to search for one division.
-        sizes: microbatch sizes to try.
-        cheap: which of with and without cheap recompute.
         progress: called with a line now and then.
+
+    Raises:
+        PlanError: what was given is of one division, or there is none.
     """
+    for value, flag in ((args.microbatches, "--microbatches"), (args.profile, "--profile")):
+        if value:
+            raise PlanError(
+                f"{flag} is of one division: give the parallel sizes and --pp beside it"
+            )
+    sizes = plan_space.numbers(args.micro_batch_sizes, "--micro-batch-sizes") or tuple(
+        sorted({1, 2, 4, given.get("micro_batch_size", 1)})
+    )
+    one_size = argparse.Namespace(**{**vars(args), "micro_batch_sizes": None})
+
+    def space_of(job: Job) -> SearchSpace:
+        return replace(
+            plan_space.space(one_size, job, gpu),
+            micro_batch_sizes=(job.micro_batch_size,),
+            cheap_recompute=(job.cheap_recompute,),
+        )
+
+    cheap = plan_space.recompute(args, job_of(undivided(given)))
     full = given.get("recompute_granularity") is None and args.cheap_recompute != "on"
     overlap = Overlap(
         bool(given.get("overlap_grad_reduce")), bool(given.get("overlap_param_gather"))

@@ -23,6 +23,7 @@ from .memory import StageBytes
 from .model import Job, PlanError
 from .parameters import Count, StateBytes, stage_parameters, state_bytes
 from .point import Point
+from .rivals import Rivals
 from .search import MOST_PASSES, Result, Search
 from .space import SearchSpace
 from .times import stage_times
@@ -280,11 +281,12 @@ class Grid:
         """The points of one case that may be on the front."""
         space = self.space_of(case.job)
         beside = Fraction(round(case.beside_us * _ROUNDING))
-        rivals = [
+        points = [
             (placed.iteration_us - beside, placed.point.worst.total)
             for placed in self.result.front
             if not placed.point.host_bytes
-        ]  # fmt: skip
+        ]
+        rivals = Rivals(points, self._units.setdefault(space.pp, {}))
         effort = max(0.0, min(self.passes_left, _PASSES * self.effort * _SHARE)) / MOST_PASSES
         search = Search(
             space,
@@ -293,7 +295,6 @@ class Grid:
             effort,
             lambda line: None,
             rivals,
-            self._units.setdefault(space.pp, {}),
         )
         self.result.searched += 1
         try:
@@ -301,10 +302,10 @@ class Grid:
         except PlanError:
             return  # no schedule has so many stages, or so few microbatches
         if not found.points and self.result.searches:
-            self.passes_left -= search.made
+            self.passes_left -= rivals.made
             return
         self.result.searches.append((space, found))
-        self.passes_left -= search.made + MOST_PASSES * effort - search.passes_left
+        self.passes_left -= rivals.made + MOST_PASSES * effort - search.passes_left
         self.result.points += [self.placed(point) for point in found.points]
         best = self.result.best
         fastest = f"best {float(best.iteration_us) / 1e3:.1f} ms" if best else "none fits yet"

@@ -10,19 +10,19 @@ counts the same on every machine, so the result does not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import inf
 
-from ..schedule import GENERATORS, Costs, OffloadSpec, Schedule, ScheduleSpec, select, simulate
+from ..schedule import GENERATORS, OffloadSpec, Schedule, ScheduleSpec, simulate
 from ..schedule.bounds import makespan_bound
 from ..schedule.effects import peak_sets
 from ..schedule.passes.offload import wanted_chunks
 from .layout import Split
-from .memory import message_bytes, rank_bytes, states_of
+from .memory import message_bytes, rank_bytes
 from .model import Job, PlanError
 from .point import Point, evaluate, front
+from .rivals import Rivals
 from .space import SearchSpace, Workload
 
 # Passes of all orders of a search; about half a minute of one core. Offload plans and orders at a
@@ -104,9 +104,7 @@ class Search:
         budget, host_budget: as ``Result``.
         effort: a factor on ``MOST_PASSES``.
         progress: called with a line now and then.
-        rivals: points of another search that fit: microseconds, and bytes on the fullest rank.
-            What they beat is not searched.
-        units: orders for equal costs that searches with as many ranks share.
+        rivals: of other divisions; None: there are none.
     """
 
     def __init__(
@@ -116,14 +114,12 @@ class Search:
         host_budget: int | None = None,
         effort: float = 1.0,
         progress: Callable[[str], None] = lambda line: None,
-        rivals: Sequence[tuple[Fraction, int]] = (),
-        units: dict[ScheduleSpec, Schedule] | None = None,
+        rivals: Rivals | None = None,
     ) -> None:
-        self.space, self.progress, self.rivals = space, progress, rivals
+        self.space, self.progress = space, progress
         self.passes_left = MOST_PASSES * effort
-        self.made = 0  # passes of orders for equal costs, which are not limited
         self.result = Result(budget, host_budget)
-        self._units: dict[ScheduleSpec, Schedule] = {} if units is None else units
+        self.rivals = rivals or Rivals()
 
     def run(self) -> Result:
         """Search.
@@ -146,9 +142,10 @@ class Search:
             if not self._known(one.spec, one.workload) and not self._beaten(one):
                 self._add(one.spec, one.workload)
         best = self.result.best
-        if best is None:
-            if not self.rivals:
-                self._smallest(candidates)
+        if best is None and not self.rivals.points:
+            self._smallest(candidates)
+        elif best is None:
+            return self.result
         elif best.spec.offload is None:
             # The same with less on the device, where that costs no time.
             for offload in self._offers(best.spec, best.workload)[-1:]:
@@ -163,18 +160,14 @@ class Search:
             PlanError: there is none.
         """
         found: list[Candidate] = []
-        possible = False
         for spec in self.space.specs():
             if spec.placement.num_stages > max(self.space.job.num_layers, 1) + 2:
                 continue
             for job, microbatches in self.space.jobs():
                 sized = replace(spec, microbatches=microbatches)
-                for split in self._splits(job, sized):
-                    possible = True
-                    one = self._candidate(sized, job, split)
-                    if one is not None:
-                        found.append(one)
-        if not possible:
+                each = (self._candidate(sized, job, split) for split in self._splits(job, sized))
+                found += [one for one in each if one is not None]
+        if not found and not self.rivals.points:
             raise PlanError(
                 f"none of {', '.join(self.space.schedules)} is possible with "
                 f"{self.space.job.num_layers} layers on {self.space.pp} ranks; give other "
@@ -199,16 +192,13 @@ class Search:
                 yield split
 
     def _candidate(self, spec: ScheduleSpec, job: Job, split: Split) -> Candidate | None:
-        """None for what ``rivals`` beat whatever its order."""
+        """None for what is of no interest beside ``rivals``."""
         work = self.space.workload(job, spec.microbatches, split)
         order, costs = self._unit(spec), work.costs
         bound = makespan_bound(order.placement, spec.microbatches, costs)
-        if self.rivals:
-            states = max(rank.total for rank in states_of(order.placement, work.stages))
-            slow = bound > self._fastest() * _SLOWER
-            if slow or any(time <= bound and size <= states for time, size in self.rivals):
-                return None
-        self.made += 3 * order.placement.num_stages * order.microbatches
+        if self.rivals.points and self.rivals.leave_out(order.placement, work, bound):
+            return None
+        self.rivals.made += 3 * order.placement.num_stages * order.microbatches
         # Few microbatches, and every further one on the rank with most work.
         more = spec.microbatches - order.microbatches
         most = max(costs.per_rank_work(order.placement))
@@ -224,11 +214,7 @@ class Search:
 
     def _unit(self, spec: ScheduleSpec) -> Schedule:
         """The schedule at equal costs, with as many microbatches as its peak needs."""
-        few = min(spec.microbatches, 2 * spec.pp)
-        key = replace(spec, microbatches=few, costs=Costs(), cap=None, offload=None)
-        if key not in self._units:
-            self._units[key] = select(key).schedule
-        return self._units[key]
+        return self.rivals.unit(spec)
 
     def _add(self, spec: ScheduleSpec, work: Workload) -> Point | None:
         """Simulate a point; None if the search has made all its passes, or nothing keeps a cap."""
@@ -255,19 +241,14 @@ class Search:
         return any((p.spec, p.workload) == (spec, work) for p in self.result.points)
 
     def _beaten(self, one: Candidate) -> bool:
-        return any(
+        return self.rivals.beat(one.likely_us, one.bytes) or any(
             p.makespan_us <= one.likely_us and p.worst.total <= one.bytes and not p.host_bytes
             for p in self.result.points
-        ) or any(time <= one.likely_us and size <= one.bytes for time, size in self.rivals)
+        )
 
     def _may_win(self, bound_us: Fraction) -> bool:
-        return bound_us < self._fastest()
-
-    def _fastest(self) -> Fraction | float:
-        """Microseconds of the best point that fits, of ``rivals`` too."""
         best = self.result.best
-        times = [time for time, _ in self.rivals]
-        return min(times if best is None else [*times, best.makespan_us], default=inf)
+        return bound_us < self.rivals.fastest and (best is None or bound_us < best.makespan_us)
 
     def _is_near(self, one: Candidate) -> bool:
         """It may be the fastest, and is likely to be about as fast."""
@@ -374,7 +355,6 @@ def _load(spec: ScheduleSpec, offload: OffloadSpec) -> Fraction:
 
 _ALWAYS = 3  # points
 _FAR = Fraction(21, 20)  # orders for equal costs are seldom so much slower than those for the costs
-_SLOWER = Fraction(5, 4)  # than rivals: of no interest for its memory either
 _NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
 _CAPS = 2  # workloads for which an order at a cap is made
 _CROWDED = Fraction(9, 8)  # beyond, a link that is asked for more only makes compute wait

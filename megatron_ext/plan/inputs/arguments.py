@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ..._input import attribute, parse_json, read_text, shown
-from ...checkpoints import folder as saved
 from ..divisions import SIZES
 from ..flags import FLAGS, NOT_MODELLED
 from ..model import PlanError
@@ -26,43 +24,16 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "f
 _BACKENDS = ("flash", "fused", "unfused", "local", "auto")  # AttnBackend, from 1
 
 
-def read_checkpoint(path: str) -> tuple[Given, list[str]]:
-    """The model and batch that a checkpoint's saved arguments describe.
-
-    Nothing of the checkpoint is loaded, made or called (``checkpoints/pickles.py``).
+def of_arguments(values: Mapping[str, Any], source: str) -> Given:
+    """Megatron's flags, by argument name, from its parsed arguments or a file of them.
 
     Args:
-        path: what ``--save`` named, or an iteration's folder in it.
+        values: as Megatron's namespace has them, before or after its validation.
+        source: for errors.
 
     Raises:
-        PlanError: it holds no readable arguments.
+        PlanError: a value of another kind, or a model that plan does not express.
     """
-    try:
-        folder = _iteration(Path(path))
-        args = saved.common(folder)["args"]
-    except (OSError, ValueError) as error:
-        raise PlanError(f"--checkpoint {path}: {error}") from None
-    if args is None:
-        raise PlanError(f"--checkpoint {path}: {folder.name} holds no saved arguments")
-    return _of_arguments(vars(args), f"--checkpoint {path}"), [
-        f"the model and batch: arguments saved in {folder}"
-    ]
-
-
-def _iteration(root: Path) -> Path:
-    if not root.is_dir():
-        raise ValueError("it is no folder; give what --save named")
-    if root.name.startswith("iter_") or (root / saved.METADATA).exists():
-        return root
-    found = saved.saved(root)
-    if not found:
-        raise ValueError("it holds no iter_… folder; give what --save named")
-    wanted = saved.tracked(root)
-    return found[wanted] if wanted in found else list(found.values())[-1]
-
-
-def _of_arguments(values: Mapping[str, Any], source: str) -> Given:
-    """From Megatron's parsed arguments by name."""
     for flag, why in NOT_MODELLED.items():
         if values.get(attribute(flag)):
             raise PlanError(f"{source}: {flag} {why}, which plan does not model")
@@ -150,7 +121,7 @@ def read_recipe(path: str) -> tuple[Given, list[str]]:
     values: Given = {}
     for name, value in _values(data):
         values.setdefault(_RENAMED.get(name, name), value)
-    return _of_arguments(_flags(values, source), source), [
+    return of_arguments(_flags(values, source), source), [
         f"the model and batch: {path}, a Megatron-Bridge recipe"
     ]
 

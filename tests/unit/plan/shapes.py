@@ -42,8 +42,6 @@ SHAPES = {
     + " --add-qkv-bias --normalization RMSNorm --untie-embeddings-and-output-weights",
     "qwen experts": LLAMA + " --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 "
     "--kv-channels 48 --normalization RMSNorm",
-    "gpt-oss": LLAMA.replace("--disable-bias-linear ", "") + " --num-experts 4 --moe-router-topk 2 "
-    "--moe-ffn-hidden-size 96 --normalization RMSNorm",
     "selective recompute": "--recompute-activations",
     "full recompute": "--recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from megatron_ext.commands.plan_input import read_checkpoint
 from megatron_ext.plan.flags import job_of, read
-from megatron_ext.plan.inputs.arguments import _of_arguments, read_checkpoint, read_recipe
+from megatron_ext.plan.inputs.arguments import of_arguments, read_recipe
 from megatron_ext.plan.inputs.huggingface import read_config
 from megatron_ext.plan.layout import Stage
 from megatron_ext.plan.model import PlanError
@@ -182,10 +183,10 @@ def test_saved_arguments_are_the_flags():
     saved |= {"attention_backend": "AttnBackend(3,)", "main_grads_dtype": "bfloat16"}
     saved |= {"tensor_model_parallel_size": 2, "world_size": 8, "mtp_num_layers": None}
     saved |= {"pipeline_model_parallel_layout": "PipelineParallelLayerLayout(...)"}
-    given = _of_arguments(saved, "--checkpoint x")
+    given = of_arguments(saved, "--checkpoint x")
     assert job_of(given) == job_of(read(line.split())[0])
     with pytest.raises(PlanError, match="does not model"):
-        _of_arguments({**saved, "use_megatron_fsdp": True}, "--checkpoint x")
+        of_arguments({**saved, "use_megatron_fsdp": True}, "--checkpoint x")
 
 
 def test_folders_that_are_no_checkpoint(tmp_path):
