@@ -257,8 +257,11 @@ class Grid:
         times = stage_times(job, split, self.links.gpu)
         parts = _pieces(job)
         work = sum(map(sum, times)) / pp
-        if pp > 1 and len(set(job.layers)) == 1:
-            work = max(work, sum(times[1]) * -(-layers // pp) / layers)
+        if pp > 1:
+            # Neither a layer nor an end of the model can be divided.
+            work = max(work, sum(times[0]), sum(times[-1]))
+            if len(set(job.layers)) == 1:
+                work = max(work, sum(times[1]) * -(-layers // pp) / layers)
         count, states = _share(parts, pp)
         forward = sum(time.forward for time in times) / pp
         passes = [(forward, work - forward)]
