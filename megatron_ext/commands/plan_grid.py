@@ -214,7 +214,7 @@ def grid_text(data: dict[str, Any], file: str | None) -> str:
         f"{grid['world_size']} x {data['gpu']}, {gib(data['memory_cap_bytes'])} a rank; "
         f"{grid['divisions']} divisions, with microbatch sizes and recompute {grid['cases']} "
         f"cases: {grid['pruned']} ruled out by closed forms, {grid['searched']} searched, "
-        f"{grid['skipped']} left out as unlikely; {data['simulated']} points simulated in "
+        f"{grid['skipped']} left out as unlikely or for lack of passes; {data['simulated']} points simulated in "
         f"{data['seconds']:.1f} s",
         "",
     ]
