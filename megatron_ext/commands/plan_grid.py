@@ -214,8 +214,8 @@ def grid_text(data: dict[str, Any], file: str | None) -> str:
         f"{grid['world_size']} x {data['gpu']}, {gib(data['memory_cap_bytes'])} a rank; "
         f"{grid['divisions']} divisions, with microbatch sizes and recompute {grid['cases']} "
         f"cases: {grid['pruned']} ruled out by closed forms, {grid['searched']} searched, "
-        f"{grid['skipped']} left out as unlikely or for lack of passes; {data['simulated']} points simulated in "
-        f"{data['seconds']:.1f} s",
+        f"{grid['skipped']} left out (unlikely, or no passes left); "
+        f"{data['simulated']} points simulated in {data['seconds']:.1f} s",
         "",
     ]
     if data["chosen"] is None:
