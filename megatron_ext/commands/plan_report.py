@@ -142,10 +142,9 @@ def report_text(data: dict[str, Any], file: str | None) -> str:
         lines.append(f"{data['skipped']} more were left out; --effort 2 simulates more of them")
     lines.append("")
     if data["chosen"] is None:
-        lines += _nothing_fits(data)
+        lines += nothing_fits_text(data)
     else:
-        lines += [*_front(data["front"]), "", *_chosen(data["chosen"], file)]
-        lines += [_post_validation(data), "", *_ranks(data["chosen"]["ranks"])]
+        lines += [*_front(data["front"]), "", *chosen_text(data, file)]
     if data["ignored"]:
         lines += ["", "ignored flags: " + " ".join(data["ignored"])]
     lines += ["", "assumptions:"]
@@ -166,7 +165,7 @@ def _assumptions(space: SearchSpace, notes: Sequence[str]) -> list[str]:
     return [*notes, *memory.ASSUMPTIONS, *measured, *computed]
 
 
-_HEADS = (
+ROW_HEADS = (
     *("schedule", "chunks", "mbs", "recompute", "offload", "layout"),
     *("step ms", "bubble", "peak GiB", "rank", "host GiB"),
 )
@@ -174,16 +173,21 @@ _HEADS = (
 
 def _front(points: Sequence[dict[str, Any]]) -> list[str]:
     """The Pareto-optimal points within the budget."""
-    cells = [_HEADS, *(_cells(point) for point in points)]
+    heading = "Pareto-optimal in step time, device and host memory, of those that fit:"
+    return [heading, *table([ROW_HEADS, *(point_cells(point) for point in points)])]
+
+
+def table(cells: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of rows, all but the first cell of each to the right."""
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["Pareto-optimal in step time, device and host memory, of those that fit:"]
-    for row in cells:
-        first = row[0].ljust(widths[0])
-        lines.append("  ".join([first, *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]))
-    return lines
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+        for row in cells
+    ]
 
 
-def _cells(point: dict[str, Any]) -> tuple[str, ...]:
+def point_cells(point: dict[str, Any]) -> tuple[str, ...]:
+    """One row of the front."""
     name, stages = point["schedule"], len(point["layers"])
     if point["memory_cap"] is not None:
         name += f" {round(point['memory_cap'] * stages)}/{stages}"
@@ -193,7 +197,7 @@ def _cells(point: dict[str, Any]) -> tuple[str, ...]:
         name,
         str(point["chunks"]),
         str(point["micro_batch_size"]),
-        "cheap" if point["cheap_recompute"] else "-",
+        "cheap" if point["cheap_recompute"] else point.get("recompute") or "-",
         point["offload"] or "-",
         "even" if point["layout"] is None else "custom",
         f"{point['step_ms']:.1f}",
@@ -202,6 +206,15 @@ def _cells(point: dict[str, Any]) -> tuple[str, ...]:
         str(point["peak_rank"]),
         f"{point['host_bytes'] / 2**30:.2f}",
     )
+
+
+def chosen_text(data: dict[str, Any], file: str | None) -> list[str]:
+    """The flags of the fastest point that fits, and its ranks; ``file`` as ``report_json``."""
+    best = data["chosen"]
+    model = data.get("model_flags") or []
+    lines = ["flags of the model:", *(f"  {words}" for words in model), ""] if model else []
+    lines += [*_chosen(best, file), _post_validation(data), "", *_ranks(best["ranks"])]
+    return lines
 
 
 def _chosen(best: dict[str, Any], file: str | None) -> list[str]:
@@ -253,7 +266,8 @@ def _ranks(ranks: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _nothing_fits(data: dict[str, Any]) -> list[str]:
+def nothing_fits_text(data: dict[str, Any]) -> list[str]:
+    """What would fit in how many bytes."""
     least = data["needs"]
     name = least["schedule"] + (f" with offload {least['offload']}" if least["offload"] else "")
     return [

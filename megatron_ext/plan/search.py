@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from ..schedule import GENERATORS, Costs, Schedule, ScheduleSpec, select, simulate
+from ..schedule import GENERATORS, Schedule, ScheduleSpec, simulate
 from ..schedule.bounds import makespan_bound
 from ..schedule.effects import peak_sets
 from .candidate import Candidate, offers
 from .layout import Split
 from .model import Job, PlanError
 from .point import Point, evaluate, front
+from .rivals import Rivals
 from .space import SearchSpace, Workload
 
 # Passes of all orders of a search; about half a minute of one core. Offload plans and orders at a
@@ -84,6 +85,7 @@ class Search:
         budget, host_budget: as ``Result``.
         effort: a factor on ``MOST_PASSES``.
         progress: called with a line now and then.
+        rivals: of other divisions; None: there are none.
     """
 
     def __init__(
@@ -93,11 +95,12 @@ class Search:
         host_budget: int | None = None,
         effort: float = 1.0,
         progress: Callable[[str], None] = lambda line: None,
+        rivals: Rivals | None = None,
     ) -> None:
         self.space, self.progress = space, progress
         self.passes_left = MOST_PASSES * effort
         self.result = Result(budget, host_budget)
-        self._units: dict[ScheduleSpec, Schedule] = {}
+        self.rivals = rivals or Rivals()
 
     def run(self) -> Result:
         """Search.
@@ -120,9 +123,10 @@ class Search:
         for one in sorted(fitting, key=lambda one: (one.bytes, one.likely_us)):
             if not self._known(one.spec, one.workload) and not self._beaten(one):
                 self._add(one.spec, one.workload)
-        if self.result.best is None:
+        best = self.result.best
+        if best is None and not self.rivals.points:
             self._smallest(candidates)
-        elif not self.space.always_offload:
+        elif best is not None and not self.space.always_offload:
             self._less(candidates)
         return self.result
 
@@ -138,9 +142,9 @@ class Search:
                 continue
             for job, microbatches in self.space.jobs():
                 sized = replace(spec, microbatches=microbatches)
-                for split in self._splits(job, sized):
-                    found.append(self._candidate(sized, job, split))
-        if not found:
+                each = (self._candidate(sized, job, split) for split in self._splits(job, sized))
+                found += [one for one in each if one is not None]
+        if not found and not self.rivals.points:
             raise PlanError(
                 f"none of {', '.join(self.space.schedules)} is possible with "
                 f"{self.space.job.num_layers} layers on {self.space.pp} ranks; give other "
@@ -164,9 +168,14 @@ class Search:
                 seen.add(split.counts)
                 yield split
 
-    def _candidate(self, spec: ScheduleSpec, job: Job, split: Split) -> Candidate:
+    def _candidate(self, spec: ScheduleSpec, job: Job, split: Split) -> Candidate | None:
+        """None for what is of no interest beside ``rivals``."""
         work = self.space.workload(job, spec.microbatches, split)
         order, costs = self._unit(spec), work.costs
+        bound = makespan_bound(order.placement, spec.microbatches, costs)
+        if self.rivals.points and self.rivals.leave_out(order.placement, work, bound):
+            return None
+        self.rivals.made += 3 * order.placement.num_stages * order.microbatches
         # Few microbatches, and every further one on the rank with most work.
         more = spec.microbatches - order.microbatches
         most = max(costs.per_rank_work(order.placement))
@@ -174,7 +183,7 @@ class Search:
         return Candidate(
             replace(spec, costs=costs),
             work,
-            makespan_bound(order.placement, spec.microbatches, costs),
+            bound,
             simulate(order, costs).makespan + more * most,
             max(rank.total for rank in ranks),
             max(rank.states.total for rank in ranks),
@@ -182,11 +191,7 @@ class Search:
 
     def _unit(self, spec: ScheduleSpec) -> Schedule:
         """The schedule at equal costs, with as many microbatches as its peak needs."""
-        few = min(spec.microbatches, 2 * spec.pp)
-        key = replace(spec, microbatches=few, costs=Costs(), cap=None, offload=None)
-        if key not in self._units:
-            self._units[key] = select(key).schedule
-        return self._units[key]
+        return self.rivals.unit(spec)
 
     def _add(self, spec: ScheduleSpec, work: Workload) -> Point | None:
         """Simulate a point; None if the search has made all its passes, or nothing keeps a cap."""
@@ -214,7 +219,7 @@ class Search:
 
     def _beaten(self, one: Candidate) -> bool:
         host = one.spec.offload is not None
-        return any(
+        return self.rivals.beat(one.likely_us, one.bytes) or any(
             p.makespan_us <= one.likely_us
             and p.worst.total <= one.bytes
             and (host or not p.host_bytes)
@@ -223,7 +228,7 @@ class Search:
 
     def _may_win(self, bound_us: Fraction) -> bool:
         best = self.result.best
-        return best is None or bound_us < best.makespan_us
+        return bound_us < self.rivals.fastest and (best is None or bound_us < best.makespan_us)
 
     def _is_near(self, one: Candidate) -> bool:
         """It may be the fastest, and is likely to be about as fast."""
