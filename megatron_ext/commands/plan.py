@@ -30,6 +30,7 @@ from .common import (
     positive,
     user_input,
 )
+from .plan_k import add_tables
 from .plan_report import report_json, report_text
 
 _HELP = """
@@ -85,6 +86,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--output", metavar="FILE", help="write the chosen schedule to FILE.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_plan)
+    add_tables(parser, _gpu, _tokens)
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
