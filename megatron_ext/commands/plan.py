@@ -18,8 +18,7 @@ from ..plan.model import Job, PlanError
 from ..plan.profile import Profile
 from ..plan.search import Result, Search
 from ..plan.space import SearchSpace
-from ..schedule.generators import NAMES
-from ..schedule.io import save
+from ..schedule import NAMES, save
 from ..schedule.link import DEFAULT_POLICY, POLICIES
 from .common import (
     InputError,
