@@ -14,8 +14,8 @@ from ..plan.flags import job_of, notes_on
 from ..plan.model import PlanError
 from ..plan.point import Point
 from ..plan.search import Search
-from ..schedule.io import save
-from . import plan_device, plan_grid, plan_input, plan_space
+from ..schedule import save
+from . import plan_device, plan_grid, plan_input, plan_k, plan_space
 from .common import InputError, Parser, output, user_input
 from .plan_report import report_json, report_text
 
@@ -42,6 +42,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--output", metavar="FILE", help="write the chosen schedule to FILE.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_plan)
+    plan_k.add_tables(parser)
 
 
 def _plan(args: argparse.Namespace) -> None:

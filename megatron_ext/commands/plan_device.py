@@ -12,7 +12,9 @@ from ..plan.model import PlanError
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What describes them."""
     group = parser.add_argument_group("device and budget")
-    group.add_argument("--gpu", default="H100", help=f"{', '.join(GPUS)} (default H100)")
+    group.add_argument(
+        "--gpu", default="H100", help=f"{', '.join(GPUS)} (default H100), or FILE.json"
+    )
     group.add_argument(
         "--memory-cap", metavar="BYTES", help="what one rank may hold on its device, such as "
         "40GiB; default: the device's memory less the reserve"

@@ -50,9 +50,7 @@ class Moves:
         self._held = [[0] * len(row) for row in self._rows]  # sets after every pass
         for rank, row in enumerate(self._rows):
             self._index(rank, 0, len(row) - 1)
-        self._rank_of = {
-            lane.gives: rank for rank, row in enumerate(self._rows) for lane, _ in row
-        }
+        self._rank_of = {lane.gives: rank for rank, row in enumerate(self._rows) for lane, _ in row}
         self._need_rank = {lane.gives: self._rank_of.get(lane.need, 0) for lane in lanes.values()}
         self._critical: list[tuple[int, int]] = []
         self._ends: list[int] = []
@@ -197,4 +195,3 @@ def _may_pass(row: Sequence[Action], here: int, there: int) -> bool:
         other.stage == stage and (other.op is op or other.microbatch == microbatch)
         for other in between
     )
-
