@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ..actions import Action, Op, RankActions
 from ..effects import DEVICE
@@ -12,6 +13,55 @@ from .request import Request
 _FAR = 6  # places that a pass moves at most
 _MOVE = 2  # work: a move costs as much as to place two passes in an order,
 _RUN = 8  # and timing eight passes as placing one
+
+
+class _Fixed(NamedTuple):
+    """What moves do not change.
+
+    Attributes:
+        work: per rank, the time of its passes.
+        passes: of all ranks.
+        mirrored: by slot, the lane with time running backwards: it needs what needed it.
+        need_rank: by slot of a lane, the rank of what it needs.
+    """
+
+    work: list[int]
+    passes: int
+    mirrored: dict[int, Lane]
+    need_rank: dict[int, int]
+
+    @classmethod
+    def of(cls, program: Program, rows: Sequence[Row]) -> _Fixed:
+        ranks = {lane.gives: rank for rank, row in enumerate(rows) for lane, _ in row}
+        lanes = {lane.gives: lane for row in rows for lane, _ in row}
+        # A W stands after its B anyway.
+        after = {lane.need: lane for (op, _), lane in program.lanes.items() if op is not Op.W}
+        mirrored = {}
+        for gives, lane in lanes.items():
+            need, latency = -1, 0
+            if gives in after:
+                need, latency = after[gives].gives, after[gives].latency
+            mirrored[gives] = Lane(lane.took, need, latency, gives)
+        return cls(
+            [sum(lane.took for lane, _ in row) for row in rows],
+            sum(map(len, rows)),
+            mirrored,
+            {gives: ranks[lane.need] for gives, lane in lanes.items() if lane.need >= 0},
+        )
+
+
+class _Timed(NamedTuple):
+    """An order's times.
+
+    Attributes:
+        makespan: of it.
+        ends: by slot, of the passes.
+        paths: by slot, the longest path from the pass's start to the order's end.
+    """
+
+    makespan: int
+    ends: list[int]
+    paths: list[int]
 
 
 class Moves:
@@ -26,39 +76,35 @@ class Moves:
         orders: to begin with; each (op, stage) by microbatch.
 
     Attributes:
-        time: of the present order.
         best, best_time: the fastest order so far.
         work: passes timed, and moves estimated.
     """
 
     def __init__(self, request: Request, cap: int, orders: RankActions) -> None:
         program = Program(request.placement, request.durations, request.microbatches)
-        self.cap, self._slots = cap, program.pass_slots
+        self.cap = cap
         self._orders = [list(row) for row in orders]
         self._rows: list[Row] = [program.row(row) for row in orders]
-        self._passes = sum(map(len, orders))
-        self._rank_work = [sum(lane.took for lane, _ in row) for row in self._rows]
-        lanes = {lane.gives: lane for row in self._rows for lane, _ in row}
-        # A W stands after its B anyway.
-        after = {lane.need: lane for (op, _), lane in program.lanes.items() if op is not Op.W}
-        self._mirrored = {gives: _mirrored(lane, after.get(gives)) for gives, lane in lanes.items()}
+        self._fixed = fixed = _Fixed.of(program, self._rows)
         # The same order backwards in time: ends there are the longest paths from a pass's start.
         self._back: list[Row] = [
-            [(self._mirrored[lane.gives], j) for lane, j in reversed(row)] for row in self._rows
+            [(fixed.mirrored[lane.gives], j) for lane, j in reversed(row)] for row in self._rows
         ]
-        self._place = [0] * self._slots
+        self._place = [0] * program.pass_slots
         self._held = [[0] * len(row) for row in self._rows]  # sets after every pass
         for rank, row in enumerate(self._rows):
             self._index(rank, 0, len(row) - 1)
-        self._rank_of = {lane.gives: rank for rank, row in enumerate(self._rows) for lane, _ in row}
-        self._need_rank = {lane.gives: self._rank_of.get(lane.need, 0) for lane in lanes.values()}
         self._critical: list[tuple[int, int]] = []
-        self._ends: list[int] = []
-        self._paths: list[int] = []
-        self.time = self.best_time = self.work = 0
+        self._timed = _Timed(0, [], [])
+        self.work = 0
         accepted = self._accepted(None)
         assert accepted
         self.best_time, self.best = self.time, orders
+
+    @property
+    def time(self) -> int:
+        """Of the present order."""
+        return self._timed.makespan
 
     def move(self, below: Callable[[int], int], worse: int) -> bool:
         """Move one pass, half of the time one of a critical path; undone if that cannot run, or
@@ -113,7 +159,7 @@ class Moves:
     def _estimate(self, row: Row, low: int, high: int) -> int:
         """About how long the longest path through the passes ``low`` .. ``high`` is, which have
         changed places; the paths to and from all others are as before."""
-        ends, paths, starts = self._ends, self._paths, []
+        ends, paths, starts = self._timed.ends, self._timed.paths, []
         time = ends[row[low - 1][0].gives + row[low - 1][1]] if low else 0
         for place in range(low, high + 1):
             lane, j = row[place]
@@ -127,7 +173,7 @@ class Moves:
             path = paths[lane.gives + j]
         for place in range(high, low - 1, -1):
             lane, j = row[place]
-            back = self._mirrored[lane.gives]
+            back = self._fixed.mirrored[lane.gives]
             if back.need >= 0:
                 path = max(path, paths[back.need + j] + back.latency)
             path += lane.took
@@ -136,18 +182,19 @@ class Moves:
 
     def _accepted(self, limit: int | None) -> bool:
         """Time the order; False if it cannot run within ``limit``."""
-        slack = None if limit is None else [limit - work for work in self._rank_work]
-        self.work += self._passes // _RUN
-        done = run(self._rows, self._slots, slack=slack)
+        slots, fixed = len(self._place), self._fixed
+        slack = None if limit is None else [limit - work for work in fixed.work]
+        self.work += fixed.passes // _RUN
+        done = run(self._rows, slots, slack=slack)
         if done is None or any(at < len(row) for at, row in zip(done.at, self._rows)):
             return False
         time = max(done.clock)
         if limit is not None and time > limit:
             return False
-        back = run(self._back, self._slots)
+        back = run(self._back, slots)
         assert back is not None
-        self.work += self._passes // _RUN
-        self.time, self._ends, self._paths, self._critical = time, done.ends, back.ends, []
+        self.work += fixed.passes // _RUN
+        self._timed, self._critical = _Timed(time, done.ends, back.ends), []
         return True
 
     def _on_critical_path(self, below: Callable[[int], int]) -> tuple[int, int]:
@@ -157,7 +204,7 @@ class Moves:
         return self._critical[below(len(self._critical))]
 
     def _critical_path(self) -> list[tuple[int, int]]:
-        ends = self._ends
+        ends = self._timed.ends
         lasts = [ends[row[-1][0].gives + row[-1][1]] for row in self._rows]
         rank = lasts.index(self.time)
         place = len(self._rows[rank]) - 1
@@ -170,17 +217,10 @@ class Moves:
             if place and ends[before.gives + k] == start:
                 place -= 1
             elif lane.need >= 0:
-                rank, place = self._need_rank[lane.gives], self._place[lane.need + j]
+                rank, place = self._fixed.need_rank[lane.gives], self._place[lane.need + j]
             else:
                 break
         return path
-
-
-def _mirrored(lane: Lane, after: Lane | None) -> Lane:
-    """The lane with time running backwards: it needs what needed it."""
-    if after is None:
-        return Lane(lane.took, -1, 0, lane.gives)
-    return Lane(lane.took, after.gives, after.latency, lane.gives)
 
 
 def _shift(row: list[Action] | Row, here: int, there: int) -> None:
