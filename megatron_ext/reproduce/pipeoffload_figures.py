@@ -11,7 +11,10 @@ from .jobs import ASSUMPTIONS, BUDGET, Model, activation_gib, published_k, simul
 from .plots import against
 from .rows import Cell, Kind, Range, Table, pairs_in_order, published
 
-_ASSUMED = (*ASSUMPTIONS, "k of a cell is figure 1's, half of it each way, on one stream a rank")
+_ASSUMED = (
+    *ASSUMPTIONS,
+    "k of a cell is figure 1's, half of it each way, on one stream a rank, every rank by itself",
+)
 _PLAIN = "--hidden-dropout 0 --attention-dropout 0 --pp-cheap-recompute"
 
 

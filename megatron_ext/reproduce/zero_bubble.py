@@ -129,7 +129,8 @@ PAPER = Paper(
               _bubbles, ("no hop, four microbatches a rank",)),
         Table("table4", "Samples a GPU and second", "table4", Kind.TIME, "1/s", _throughput,
               (_PROFILE,),
-              above="the optimizer and the slowest rank's noise are not in ours",
+              above="the optimizer is not in ours, and a pass of one of v chunks is taken to be a "
+              "v-th of the profile's",
               below="the profile is of passes that were synchronized to be timed"),
         Table("table8", "Bubble rates", "table8", Kind.TIME, "", _rates,
               (_PROFILE, "but the hop: that with which 1F1B's rate at the first m is the published "
