@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 
 from benchmarks.schedule_sweep import Row, Setting, describe
+from megatron_ext.view.plot import GRID, INK, SOFT, document, text
 
 _WIDTH, _PLOT, _HEIGHT, _TOP, _LEFT = 980, 640, 420, 56, 64
 _FAMILIES = (
@@ -17,7 +17,6 @@ _FAMILIES = (
     ("zb", "#5b7f95"),
     ("", "#8a5a44"),
 )
-_INK, _SOFT, _GRID = "#1f2933", "#64707d", "#dde2e8"
 
 
 def pareto(setting: Setting, rows: Sequence[Row], curve: Sequence[Row]) -> str:
@@ -32,8 +31,8 @@ def pareto(setting: Setting, rows: Sequence[Row], curve: Sequence[Row]) -> str:
     def y(row: Row) -> float:
         return _TOP + _HEIGHT * (1 - row.bubble / top)
 
-    parts = [_text(_LEFT, 26, "Bubble against peak activation", 16, weight="bold")]
-    parts.append(_text(_LEFT, 44, f"{describe(setting)}; lower left is better", 12, fill=_SOFT))
+    parts = [text(_LEFT, 26, "Bubble against peak activation", 16, weight="bold")]
+    parts.append(text(_LEFT, 44, f"{describe(setting)}; lower left is better", 12, fill=SOFT))
     parts += _grid(right, top)
     line = "".join(f"{'L' if i else 'M'}{x(row):.1f} {y(row):.1f}" for i, row in enumerate(curve))
     parts.append(f'<path d="{line}" fill="none" stroke="#2a8c67" stroke-width="2"/>')
@@ -55,19 +54,12 @@ def pareto(setting: Setting, rows: Sequence[Row], curve: Sequence[Row]) -> str:
         markers += _marker(at, number, color)
         markers += _marker((_LEFT + _PLOT + 36, legend_y), number, color)
         label = f"{row.name}: {100 * row.bubble:.1f} %, {row.memory:.2f}"
-        parts.append(_text(_LEFT + _PLOT + 50, legend_y + 4, label, 11.5))
+        parts.append(text(_LEFT + _PLOT + 50, legend_y + 4, label, 11.5))
         legend_y += 20
-    parts.append(_text(_LEFT + _PLOT + 26, legend_y + 6, "line: v-cap at every cap", 11.5))
+    parts.append(text(_LEFT + _PLOT + 26, legend_y + 6, "line: v-cap at every cap", 11.5))
     height = max(_TOP + _HEIGHT + 60, legend_y + 24)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:.0f}" '
-        f'viewBox="0 0 {_WIDTH} {height:.0f}" role="img">\n'
-        f"<title>Bubble against peak activation, {html.escape(describe(setting))}</title>\n"
-        "<style>text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif}</style>\n"
-        f'<rect width="{_WIDTH}" height="{height:.0f}" fill="#fff"/>\n'
-        + "\n".join([*parts, *markers])
-        + "\n</svg>\n"
-    )
+    title = f"Bubble against peak activation, {describe(setting)}"
+    return document(title, _WIDTH, height, [*parts, *markers])
 
 
 def _free(x: float, y: float, placed: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -85,7 +77,7 @@ def _free(x: float, y: float, placed: Sequence[tuple[float, float]]) -> tuple[fl
 def _marker(at: tuple[float, float], number: int, color: str) -> list[str]:
     return [
         f'<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="8.5" fill="{color}"/>',
-        _text(at[0], at[1] + 3.5, str(number), 10, anchor="middle", fill="#fff"),
+        text(at[0], at[1] + 3.5, str(number), 10, anchor="middle", fill="#fff"),
     ]
 
 
@@ -94,30 +86,15 @@ def _grid(right: float, top: float) -> list[str]:
     for i in range(round(right * 4) + 1):
         share = i / 4
         x = _LEFT + _PLOT * share / right
-        parts.append(f'<path d="M{x:.1f} {_TOP}v{_HEIGHT}" stroke="{_GRID}"/>')
-        parts.append(_text(x, _TOP + _HEIGHT + 18, f"{share:g}", 11, anchor="middle", fill=_SOFT))
+        parts.append(f'<path d="M{x:.1f} {_TOP}v{_HEIGHT}" stroke="{GRID}"/>')
+        parts.append(text(x, _TOP + _HEIGHT + 18, f"{share:g}", 11, anchor="middle", fill=SOFT))
     step = 0.05 if top <= 0.5 else 0.1
     for i in range(round(top / step) + 1):
         y = _TOP + _HEIGHT * (1 - i * step / top)
-        parts.append(f'<path d="M{_LEFT} {y:.1f}h{_PLOT}" stroke="{_GRID}"/>')
+        parts.append(f'<path d="M{_LEFT} {y:.1f}h{_PLOT}" stroke="{GRID}"/>')
         label = f"{100 * i * step:.0f} %"
-        parts.append(_text(_LEFT - 8, y + 4, label, 11, anchor="end", fill=_SOFT))
+        parts.append(text(_LEFT - 8, y + 4, label, 11, anchor="end", fill=SOFT))
     caption = "peak activation of the worst rank, as a share of 1F1B's"
     middle = _LEFT + _PLOT / 2
-    parts.append(_text(middle, _TOP + _HEIGHT + 40, caption, 12, anchor="middle", fill=_INK))
+    parts.append(text(middle, _TOP + _HEIGHT + 40, caption, 12, anchor="middle", fill=INK))
     return parts
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    size: float,
-    anchor: str = "start",
-    fill: str = _INK,
-    weight: str = "normal",
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{fill}" '
-        f'font-weight="{weight}">{html.escape(text)}</text>'
-    )

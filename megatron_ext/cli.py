@@ -12,10 +12,21 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import check, checkpoint, compare, doctor, patch, plan, schedule, show, simulate
+from .commands import (
+    check,
+    checkpoint,
+    compare,
+    doctor,
+    patch,
+    plan,
+    reproduce,
+    schedule,
+    show,
+    simulate,
+)
 from .commands.common import InputError, Parser
 
-_COMMANDS = (simulate, schedule, compare, plan, check, show, checkpoint, patch, doctor)
+_COMMANDS = (simulate, schedule, compare, plan, check, show, checkpoint, patch, doctor, reproduce)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,6 +18,7 @@ from ..schedule.generators import MOST_SETS
 from ..schedule.generators.building_block import Block
 from ..schedule.generators.periodic import PERIODIC, named_block
 from ..schedule.lifespan import Lifespans, lifespans, reordered
+from ..view.table import columns
 from .common import InputError, costs_of, refuse_large, short, user_input
 
 
@@ -141,7 +142,7 @@ def block_text(found: Lifespans) -> str:
         [
             "lifespans: from F's start to W's end, in passes of one chunk (a BW is two); a "
             f"microbatch every {short(Fraction(found.block.interval, found.block.group))}",
-            *_columns(rows),
+            *columns(rows),
             f"peak {short(max(_peaks(found)[1]))} microbatches, {_percent(_share(found))} of "
             f"1F1B's; bubble with {found.microbatches} microbatches {_percent(found.squeezed)} "
             f"squeezed, {_percent(found.reordered)} reordered",
@@ -163,7 +164,7 @@ def print_blocks(args: argparse.Namespace) -> None:
         print(json.dumps({"blocks": [_json(name, each) for name, each in found.items()]}))
         return
     print(f"pp {args.pp}, microbatches {microbatches}; a pass of one chunk takes 1, a BW 2\n")
-    print("\n".join(_columns([_HEADS, *(_row(name, each) for name, each in found.items())])))
+    print("\n".join(columns([_HEADS, *(_row(name, each) for name, each in found.items())])))
     print(_LEGEND)
 
 
@@ -203,11 +204,3 @@ def _share(found: Lifespans) -> Fraction:
 
 def _percent(share: Fraction) -> str:
     return f"{float(100 * share):.1f} %"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
-        for row in rows
-    ]

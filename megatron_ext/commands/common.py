@@ -216,7 +216,8 @@ def add_offload_options(parser: argparse.ArgumentParser) -> None:
         "--offload-time",
         metavar="T[,T2]",
         help="time of one activation set to the host, and back (default the same), as a fraction "
-        "of its chunk's F+B+W; PipeOffload's k is T + T2",
+        "of its chunk's F+B+W (PipeOffload's k is T + T2); where ranks or stages differ, each T is "
+        "one a rank or one a stage, such as 0.25x7:1.5 (xN: N equal ones)",
     )
     group.add_argument(
         "--offload-transfer",
@@ -341,13 +342,11 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
 
 def offload_of(args: argparse.Namespace, pp: int) -> OffloadSpec:
     """The request of ``--offload``, ``--offload-time`` and ``--offload-transfer``."""
-    to_host, *to_device = args.offload_time.split(",")
-    if len(to_device) > 1:
-        raise InputError(f"--offload-time must be T or T,T2, got {args.offload_time!r}")
-    with user_input():
-        policy = args.offload_transfer or DEFAULT_POLICY
-        back = to_device[0].strip() if to_device else None
-        return OffloadSpec(args.offload, Link.of(pp, to_host.strip(), back, policy))
+    policy = args.offload_transfer or DEFAULT_POLICY
+    try:
+        return OffloadSpec(args.offload, Link.parse(pp, args.offload_time, policy))
+    except ValueError as error:
+        raise InputError(f"--offload-time {shown(args.offload_time)}: {error}") from None
 
 
 def refuse_large(schedule: Schedule) -> None:

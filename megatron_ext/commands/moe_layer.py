@@ -25,7 +25,7 @@ from ..plan.times import price_of
 from .blocks import refuse_options
 from .common import InputError, output, positive, user_input
 from .moe_report import RENDERERS, Layer, drawn, picture_of, report_json, report_text
-from .plan import add_exchange_options, exchange_rates
+from .plan_device import add_exchange_rate, exchange_rates
 
 _COSTS = ("exchange", "experts", "input", "inside", "again", "latency", "launch")
 _MOE = tuple(map(attribute, (moe_job.CHUNKS, moe_job.REUSE, moe_job.BUDGET)))
@@ -50,7 +50,14 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--moe", action="store_true", help="draw the streams of one MoE layer")
     group.add_argument("--from-args", metavar="LINE", help="a pretrain_gpt.py command line")
     group.add_argument("--gpu", metavar="GPU", help=f"{', '.join(GPUS)} (default H100)")
-    add_exchange_options(group)
+    group.add_argument(
+        "--gpus-per-node",
+        type=positive,
+        metavar="N",
+        help="that the peer link connects: all-to-alls of more expert-parallel ranks use the "
+        "network too (default 8; GB200 and GB300 72)",
+    )
+    add_exchange_rate(group)
     group.add_argument(
         "--moe-cost",
         metavar="KEY=T,...",

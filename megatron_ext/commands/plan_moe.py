@@ -10,6 +10,7 @@ from ..plan import moe_job
 from ..plan.gpu import Gpu
 from ..plan.model import Job
 from ..plan.moe_times import job_footprint, job_run, layers_of_rank
+from ..plan.point import Point
 from ..plan.times import price_of
 
 
@@ -19,12 +20,9 @@ def plan_words(job: Job) -> str:
     return "-" if plan is None else f"{plan.chunks} {plan.strategy.value}"
 
 
-def plan_layer_json(job: Job, gpu: Gpu, in_flight: float) -> dict[str, Any] | None:
-    """What the chosen plan of the MoE layers changes; None for Megatron's own.
-
-    Args:
-        in_flight: most microbatches between F and B on a rank.
-    """
+def plan_layer_json(point: Point, gpu: Gpu) -> dict[str, Any] | None:
+    """What the plan of a point's MoE layers changes; None for Megatron's own."""
+    job, in_flight = point.workload.job, float(max(point.peak_activation))
     plan = moe_job.fixed_plan(job)
     if plan is None:
         return None

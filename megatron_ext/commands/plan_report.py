@@ -52,10 +52,9 @@ def report_json(
             "step_ms_by_name": number_to_json(best.as_named() / 1000)
             if best.offload is None
             else None,
-            "moe_layer": plan_layer_json(
-                best.workload.job, space.gpu, float(max(best.peak_activation))
-            ),
+            "moe_layer": plan_layer_json(best, space.gpu),
             "ranks": [rank_json(rank) for rank in best.ranks],
+            "node_host_bytes": _nodes_json(best),
             "post_validation": _post_validation_json(with_post_validation(best)),
         }
     else:
@@ -86,6 +85,7 @@ def point_json(point: Point) -> dict[str, Any]:
         "cheap_recompute": job.cheap_recompute,
         "moe": plan_words(job),
         "offload": point.offload,
+        "offload_note": point.note,
         "layers": list(split.counts),
         "layout": None if split.even else split.flag(job)[1],
         "step_ms": number_to_json(point.makespan_us / 1000),
@@ -100,6 +100,13 @@ def point_json(point: Point) -> dict[str, Any]:
     }
 
 
+def _nodes_json(point: Point) -> dict[str, Any] | None:
+    found = point.node_host_bytes(NODE)
+    if found is None:
+        return None
+    return {"per_node": NODE, "in_order": found[0], "balanced": found[1]}
+
+
 def _post_validation_json(found: PostValidationEstimate) -> dict[str, Any]:
     return {
         "step_ms": number_to_json(found.step_us / 1000),
@@ -109,6 +116,7 @@ def _post_validation_json(found: PostValidationEstimate) -> dict[str, Any]:
 
 
 STAGE_FILE = "STAGE_COST_FILE"
+NODE = 8  # processes a node, where host memory is added up
 
 
 def rank_json(rank: RankBytes) -> dict[str, Any]:
@@ -137,10 +145,9 @@ def report_text(data: dict[str, Any], file: str | None) -> str:
         lines.append(f"{data['skipped']} more were left out; --effort 2 simulates more of them")
     lines.append("")
     if data["chosen"] is None:
-        lines += _nothing_fits(data)
+        lines += nothing_fits_text(data)
     else:
-        lines += [*_front(data["front"]), "", *_chosen(data["chosen"], file)]
-        lines += [_post_validation(data), "", *_ranks(data["chosen"]["ranks"])]
+        lines += [*_front(data["front"]), "", *chosen_text(data, file)]
     if data["ignored"]:
         lines += ["", "ignored flags: " + " ".join(data["ignored"])]
     lines += ["", "assumptions:"]
@@ -162,7 +169,7 @@ def _assumptions(space: SearchSpace, notes: Sequence[str]) -> list[str]:
     return [*notes, *memory.ASSUMPTIONS, *measured, *computed]
 
 
-_HEADS = (
+ROW_HEADS = (
     *("schedule", "chunks", "mbs", "recompute", "moe", "offload", "layout"),
     *("step ms", "bubble", "peak GiB", "rank", "host GiB"),
 )
@@ -170,16 +177,21 @@ _HEADS = (
 
 def _front(points: Sequence[dict[str, Any]]) -> list[str]:
     """The Pareto-optimal points within the budget."""
-    cells = [_HEADS, *(_cells(point) for point in points)]
+    heading = "Pareto-optimal in step time, device and host memory, of those that fit:"
+    return [heading, *table([ROW_HEADS, *(point_cells(point) for point in points)])]
+
+
+def table(cells: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of rows, all but the first cell of each to the right."""
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["Pareto-optimal in step time, device and host memory, of those that fit:"]
-    for row in cells:
-        first = row[0].ljust(widths[0])
-        lines.append("  ".join([first, *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]))
-    return lines
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+        for row in cells
+    ]
 
 
-def _cells(point: dict[str, Any]) -> tuple[str, ...]:
+def point_cells(point: dict[str, Any]) -> tuple[str, ...]:
+    """One row of the front."""
     name, stages = point["schedule"], len(point["layers"])
     if point["memory_cap"] is not None:
         name += f" {round(point['memory_cap'] * stages)}/{stages}"
@@ -189,7 +201,7 @@ def _cells(point: dict[str, Any]) -> tuple[str, ...]:
         name,
         str(point["chunks"]),
         str(point["micro_batch_size"]),
-        "cheap" if point["cheap_recompute"] else "-",
+        "cheap" if point["cheap_recompute"] else point.get("recompute") or "-",
         point["moe"],
         point["offload"] or "-",
         "even" if point["layout"] is None else "custom",
@@ -201,14 +213,33 @@ def _cells(point: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def chosen_text(data: dict[str, Any], file: str | None) -> list[str]:
+    """The flags of the fastest point that fits, and its ranks; ``file`` as ``report_json``."""
+    best = data["chosen"]
+    model = data.get("model_flags") or []
+    lines = ["flags of the model:", *(f"  {words}" for words in model), ""] if model else []
+    lines += [*_chosen(best, file), _post_validation(data), "", *_ranks(best["ranks"])]
+    return lines
+
+
 def _chosen(best: dict[str, Any], file: str | None) -> list[str]:
     lines = ["flags of the fastest:", *(f"  {words}" for words in best["flags"])]
-    lines += plan_layer_text(best["moe_layer"], gib)
+    lines += plan_layer_text(best.get("moe_layer"), gib)
     named = best["step_ms_by_name"]
     if file is None and named not in (None, best["step_ms"]):
         lines.append(
             f"  (with the order that training makes for these flags a step takes {named:.1f} ms; "
             "--output FILE.json writes the order above, for --pp-schedule FILE.json)"
+        )
+    if best["offload_note"]:
+        lines.append(f"  ({best['offload_note']})")
+    nodes = best["node_host_bytes"]
+    if nodes is not None:
+        most, even = max(nodes["in_order"]), max(nodes["balanced"])
+        lines.append(
+            f"  (host memory of the fullest node of {nodes['per_node']}: {gib(most)}; with the "
+            f"launcher's --node-order balanced {gib(even)}, {1 - even / most:.0%} less, and twice "
+            "the messages between nodes)"
         )
     return lines
 
@@ -241,7 +272,8 @@ def _ranks(ranks: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _nothing_fits(data: dict[str, Any]) -> list[str]:
+def nothing_fits_text(data: dict[str, Any]) -> list[str]:
+    """What would fit in how many bytes."""
     least = data["needs"]
     name = least["schedule"] + (f" with offload {least['offload']}" if least["offload"] else "")
     return [

@@ -92,7 +92,7 @@ def host_rates(device: torch.device, group: Any) -> tuple[float, float] | None:
         return None
     own, arena = device_for(device), HostArena(device)
     try:
-        rates, _ = measure_link(group.rank(), group.size(), False, own, arena, group)
+        rates, _ = measure_link(group.rank(), (), own, arena, group)
     finally:
         own.close()
         arena.close()
@@ -100,22 +100,33 @@ def host_rates(device: torch.device, group: Any) -> tuple[float, float] | None:
 
 
 def measure_link(
-    rank: int, size: int, paired: bool, device: Device, arena: HostArena, group: Any
+    rank: int,
+    pairs: Sequence[tuple[int, int]],
+    device: Device,
+    arena: HostArena,
+    group: Any,
 ) -> tuple[Rates, tuple[Policy, str]]:
     """Rates of this rank while its neighbour is quiet, and its opinion on the policy.
 
-    ``arena`` keeps the memory that it takes for this.
+    Args:
+        rank: this one's, in ``group``.
+        pairs: of ranks that may share a switch; a rank without one takes the turn of its number.
+        device: of this rank.
+        arena: keeps the memory that it takes for this.
+        group: the pipeline's process group; all ranks call this together.
     """
+    partner = next((b if a == rank else a for a, b in pairs if rank in (a, b)), None)
+    mine = rank % 2 if partner is None else int(partner < rank)
     nbytes = 2 * PROBE_BYTES["cuda" if device.torch_device.type == "cuda" else "cpu"]
     slot = arena.allocate(nbytes)
     assert slot is not None
     alone = crowded = None
     for turn in (0, 1):
         dist.barrier(group)
-        if rank % 2 == turn:
+        if mine == turn:
             alone = measure_rates(device, slot.memory)
     dist.barrier(group)
-    if paired and (rank ^ 1) < size:
+    if partner is not None:
         crowded = measure_rates(device, slot.memory)
     dist.barrier(group)
     arena.free(slot)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-from .._input import attribute, plain, shown
-from ..schedule.link import POLICIES, Link
+from .._input import attribute, plain
+from ..schedule.link import DEFAULT_POLICY, POLICIES, Link
 from ..schedule.passes.offload import wanted_chunks
+from ..schedule.placement import Placement
 from .arguments import MegatronArgs
 from .errors import ConfigError
 
@@ -22,16 +23,16 @@ class OffloadRequest:
 
     Attributes:
         wanted: ``half``, ``full``, ``auto`` or a number of chunks, as text.
-        times: one set's way to the host and back, as fractions of its chunk's F+B+W; None: to be
-            measured in the first step.
+        times: of ``--pp-offload-time``, as ``Link.parse`` takes them; None: to be measured in the
+            first step.
         policy: a transfer policy's name; None: what measurements speak for.
-        measured: the same per rank, of a former run's profile, if ``times`` does not say them.
+        measured: the same of a former run's profile, if there are no ``times``.
     """
 
     wanted: str
-    times: tuple[str, str] | None = None
+    times: str | None = None
     policy: str | None = None
-    measured: tuple[Sequence[Fraction], Sequence[Fraction]] | None = None
+    measured: Link | None = None
 
     @property
     def known(self) -> bool:
@@ -72,7 +73,9 @@ class OffloadRequest:
             raise ConfigError(
                 f"--pp-offload-transfer must be one of {', '.join(POLICIES)}, got {policy!r}"
             )
-        return cls(wanted, _times(args.pp_offload_time), policy)
+        request = cls(wanted, args.pp_offload_time, policy)
+        request.link(1)  # refuses what is no time
+        return request
 
     def check_chunks(self, chunks: int) -> None:
         """Refuse more chunks than a rank has.
@@ -89,31 +92,33 @@ class OffloadRequest:
                 f"{chunks}, or add virtual stages (--num-virtual-stages-per-pipeline-rank)"
             ) from None
 
-    def link(self, pp: int, policy: str | None = None) -> Link | None:
+    def check_times(self, placement: Placement) -> None:
+        """Refuse times that are not one, one a rank, or one a stage.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        link = self.link(placement.pp)
+        if link is not None:
+            with self._errors():
+                link.check(placement)
+
+    def link(self, pp: int) -> Link | None:
         """The link that the flags describe; None if its times are to be measured.
 
         Raises:
             ConfigError: a time is out of range.
         """
-        times = self.times or self.measured
-        if times is None:
-            return None
+        policy = self.policy or DEFAULT_POLICY
+        if self.times is not None:
+            with self._errors():
+                return Link.parse(pp, self.times, policy)
+        return None if self.measured is None else replace(self.measured, policy=policy)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
         try:
-            to_host, to_device = times
-            return Link.of(pp, to_host, to_device, policy or self.policy or POLICIES[0])
+            yield
         except ValueError as error:
-            said = ",".join(map(str, self.times or ("profile",)))
-            raise ConfigError(f"--pp-offload-time {plain(said)}: {error}") from None
-
-
-def _times(text: str | None) -> tuple[str, str] | None:
-    if text is None:
-        return None
-    parts: Sequence[str] = [part.strip() for part in text.split(",")]
-    if len(parts) > 2:
-        raise ConfigError(
-            f"--pp-offload-time must be T or T,T2 (to the host, and back), got {shown(text)}"
-        )
-    times = (parts[0], parts[-1])
-    OffloadRequest("auto", times).link(1)
-    return times
+            times = "of the profile" if self.times is None else plain(self.times)
+            raise ConfigError(f"--pp-offload-time {times}: {error}") from None

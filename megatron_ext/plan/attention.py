@@ -39,10 +39,13 @@ def _core_work(job: Job, queries: int, values: int, window: int | None) -> Work:
         # FlashAttention-2, section 4.1: the backward pass takes 2.5 times the forward one.
         return Work(flops, 2.5 * flops, kernels=1)
     flops = 2 * job.tokens * job.seq_length * (queries + values)
-    scores = job.tokens * job.seq_length * job.num_attention_heads
-    # All scores, and softmax reads and writes them in between.
-    moved = scores / job.tensor_model_parallel_size * (job.element_bytes + FP32)
-    return Work(flops, 2 * flops, 3 * moved, 4 * moved, kernels=5)
+    scores = job.tokens * job.seq_length * job.num_attention_heads / job.tensor_model_parallel_size
+    e = job.element_bytes
+    # All scores: written, softmax reads and writes them, read; in B once more as gradients. Dropout
+    # reads, writes, and has its mask.
+    dropout = 2 * e + 1 if job.attention_dropout else 0
+    moved, back = (4 * e + dropout) * scores, (7 * e + dropout) * scores
+    return Work(flops, 2 * flops, moved, back, kernels=4 if dropout else 3)
 
 
 def scores(job: Job) -> Pieces:

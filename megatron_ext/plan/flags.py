@@ -63,6 +63,8 @@ FLAGS: dict[str, Any] = {
     "--offload-modules": list,
     "--pipeline-model-parallel-layout": str,
     "--pp-cheap-recompute": bool,
+    "--overlap-grad-reduce": bool,
+    "--overlap-param-gather": bool,
 }
 
 # What would make every number here wrong, and what to do instead.

@@ -1,19 +1,28 @@
-"""Accelerators: compute, memory and link rates, and the source of each number."""
+"""Accelerators: compute, memory and link rates, how much of them is reached, and the sources.
+
+One file a device in ``gpus/``; a file of the user's own has the same form.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
+from .._input import parse_json, read_text, shown
 from .model import PlanError
 
-_GB, _TFLOP = 10**9, 10**12
+FORMAT = "megatron_ext/gpu@1"
+_SHARES = ("efficiency", "stream", "attention", "collective")
+_FREE = ("ramp", "units", "collective_s")  # numbers that may be 0: nothing is lost then
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device.
+    """One device. Where a number has a default, that is of a device without this loss.
 
     Attributes:
         name: how people call it.
@@ -21,12 +30,18 @@ class Gpu:
         memory_bytes: what a process finds on an empty device.
         bandwidth: of its memory, bytes/s.
         to_host, to_device: of the way to the host's memory and back, bytes/s, one direction alone.
-        peer: to another device of the node, bytes/s each way.
+        peer: to the other devices of the node, bytes/s each way.
         network: to another node, bytes/s each way.
-        efficiency: share of ``flops`` that large matrix products reach.
-        sources: where each number is from, by its name here.
+        units: multiprocessors, which divide the tiles of a matrix product.
+        efficiency: share of ``flops`` that endless matrix products reach.
+        ramp: inner products that every tile of a matrix product loses to its start and end.
+        stream: share of ``bandwidth`` that kernels between the products reach.
+        attention: share of ``flops`` that attention reaches, forward and backward together.
+        collective: share of ``peer`` that tensor-parallel collectives reach.
+        collective_s: seconds of one of them beside its bytes, with the wait for the slowest rank.
         devices_per_node: that the peer link connects.
         exchange: of all-to-alls of experts' rows, bytes/s; 0: by the two links.
+        sources: where each number is from, by its name here.
     """
 
     name: str
@@ -36,123 +51,137 @@ class Gpu:
     to_host: float
     to_device: float
     peer: float
-    network: float = 50 * _GB
-    efficiency: float = 0.6
-    sources: tuple[tuple[str, str], ...] = ()
+    network: float = 50e9
+    units: int = 0
+    efficiency: float = 1.0
+    ramp: float = 0.0
+    stream: float = 1.0
+    attention: float = 1.0
+    collective: float = 1.0
+    collective_s: float = 0.0
     devices_per_node: int = 8
     exchange: float = 0.0
+    sources: tuple[tuple[str, str], ...] = ()
 
     def with_(self, **changes: Any) -> Gpu:
-        """The same with numbers that the user gave in place of the table's."""
+        """The same with numbers that the user gave in place of the table's.
+
+        Raises:
+            PlanError: a rate that is not positive, or a share above 1.
+        """
         given = {name: value for name, value in changes.items() if value is not None}
         for name, value in given.items():
-            if value <= 0 or (name == "efficiency" and value > 1):
-                limit = "a share, > 0 and <= 1" if name == "efficiency" else "> 0"
+            least = value >= 0 if name in _FREE else value > 0
+            if not least or (name in _SHARES and value > 1):
+                limit = "a share, > 0 and <= 1" if name in _SHARES else "> 0"
                 raise PlanError(f"the device's {name} must be {limit}, got {value}")
         sources = dict(self.sources) | dict.fromkeys(given, "given")
         return replace(self, **given, sources=tuple(sources.items()))
 
     @property
     def has_rates_of_the_table(self) -> bool:
-        """True if the user has replaced no number that times depend on."""
-        given = {name for name, source in self.sources if source == "given"}
-        rates = {"flops", "bandwidth", "peer", "network", "efficiency"}
-        return not given & {*rates, "devices_per_node", "exchange"}
+        """True if no number that times depend on differs from the table's device of this name."""
+        known = GPUS.get(self.name)
+        return known is not None and all(getattr(self, n) == getattr(known, n) for n in _TIMED)
 
     def assumptions(self) -> list[str]:
-        """One sentence a number."""
-        return [f"{self.name}, {name}: {source}" for name, source in self.sources]
+        """One sentence for each source."""
+        names: dict[str, list[str]] = {}
+        for name, source in self.sources:
+            names.setdefault(source, []).append(name)
+        return [f"{self.name}, {', '.join(each)}: {source}" for source, each in names.items()]
 
 
-_LINK = "PCIe Gen{0} x16 carries {1} GB/s each way by its standard; {2} is assumed to arrive"
-_MEASURED_LINK = (
-    "what PipeOffload's authors reached with {0}, copies alternating on one stream (arXiv "
-    "2503.01328, section 3, and their code); a link of its own carries more: measure"
-)
-_EFFICIENCY = "assumed, not measured; calibrate with --efficiency or a profile"
-_NETWORK = "assumed, one 400 Gb/s adapter a device"
+_NUMBERS = tuple(each.name for each in fields(Gpu) if each.name not in ("name", "sources"))
+_WHOLE = ("memory_bytes", "units", "devices_per_node")
+_NEEDED = ("flops", "memory_bytes", "bandwidth", "to_host", "to_device", "peer")
+_TIMED = tuple(n for n in _NUMBERS if n not in ("memory_bytes", "to_host", "to_device"))
 
 
-def _sources(sheet: str, link: str, efficiency: str = _EFFICIENCY) -> tuple[tuple[str, str], ...]:
-    return (
-        ("flops", f"{sheet}, dense, without sparsity"),
-        ("memory_bytes", f"{sheet}, about what nvidia-smi shows as total"),
-        ("bandwidth", sheet),
-        ("to_host and to_device", link),
-        ("peer", f"{sheet}, half of NVLink's sum of both directions"),
-        ("network", _NETWORK),
-        ("efficiency", efficiency),
-    )
+def gpu_from_json(data: Any, path: str) -> Gpu:
+    """The device that a file describes.
+
+    ``{"format": "megatron_ext/gpu@1", "name": "mine", "like": "H100", "numbers": {"flops": 9e14,
+    "efficiency": {"value": 0.7, "sure": "measured", "source": "a benchmark"}}}``: names and units
+    are those of ``Gpu``; what is missing is that of the device that ``like`` names.
+
+    Raises:
+        PlanError: another format, a number that is missing, unknown or out of range.
+    """
+
+    def refuse(reason: str) -> PlanError:
+        return PlanError(f"{path} describes no device: {reason}")
+
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise refuse(f'its "format" must be "{FORMAT}"')
+    name, numbers = data.get("name"), data.get("numbers")
+    if not isinstance(name, str) or not name or not isinstance(numbers, dict):
+        raise refuse('it needs a "name" and an object "numbers"')
+    unknown = [key for key in numbers if key not in _NUMBERS]
+    if unknown:
+        raise refuse(f"unknown number {shown(unknown[0])}; give some of {', '.join(_NUMBERS)}")
+    values, sources = {}, {}
+    for key, entry in numbers.items():
+        entry = entry if isinstance(entry, dict) else {"value": entry}
+        value = entry.get("value")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+            raise refuse(f"{key} must be a number, got {shown(value)}")
+        values[key] = (
+            int(value) if key in ("memory_bytes", "units", "devices_per_node") else float(value)
+        )
+        sure, source = entry.get("sure", "given"), entry.get("source", path)
+        sources[key] = f"{source} ({sure})"
+    like = data.get("like")
+    if not isinstance(like, str | None):
+        raise refuse(f'"like" must be a name, got {shown(like)}')
+    if like is None:
+        missing = [key for key in _NEEDED if key not in values]
+        if missing:
+            raise refuse(f'it lacks {", ".join(missing)}, and names no device with "like"')
+        base = Gpu("", 1.0, 1, 1.0, 1.0, 1.0, 1.0)
+    elif like not in GPUS:
+        raise refuse(f'"like" must be one of {", ".join(GPUS)}, got {shown(like)}')
+    else:
+        base = GPUS[like]
+    made = base.with_(**values)
+    return replace(made, name=name, sources=tuple((dict(base.sources) | sources).items()))
 
 
-def _sheet(name: str) -> str:
-    return f"NVIDIA's data sheet of the {name}"
+def _table() -> dict[str, Gpu]:
+    for name in _NAMES:
+        path = Path(__file__).parent / "gpus" / f"{name}.json"
+        GPUS[name] = gpu_from_json(json.loads(path.read_text("utf-8")), path.name)
+    return GPUS
 
 
-_A100 = _sources(
-    _sheet("A100 SXM"),
-    _MEASURED_LINK.format("A100 (15 GB/s)"),
-    "220 of 312 TFLOP/s, PipeOffload's B_c (arXiv 2503.01328, formula 1 and figure 1)",
-)
-_GEN5 = _LINK.format(5, 63, "50 GB/s")
-_C2C = (
-    "NVLink-C2C carries 450 GB/s each way to one Grace CPU with its memory, for two devices; "
-    "150 GB/s a device are assumed to arrive"
-)
-
-GPUS: dict[str, Gpu] = {
-    "A100": Gpu(
-        *("A100", 312 * _TFLOP, 80 * 2**30, 2039 * _GB, 15 * _GB, 15 * _GB, 300 * _GB),
-        efficiency=0.7,
-        sources=_A100,
-    ),
-    "A100-40GB": Gpu(
-        *("A100-40GB", 312 * _TFLOP, 40 * 2**30, 1555 * _GB, 15 * _GB, 15 * _GB, 300 * _GB),
-        efficiency=0.7,
-        sources=_A100,
-    ),
-    "H100": Gpu(
-        *("H100", 989 * _TFLOP, 79 * 2**30, 3350 * _GB, 21 * _GB, 21 * _GB, 450 * _GB),
-        sources=_sources(_sheet("H100 SXM"), _MEASURED_LINK.format("H100 (21 GB/s)")),
-    ),
-    "H200": Gpu(
-        *("H200", 989 * _TFLOP, 139 * 2**30, 4800 * _GB, 50 * _GB, 50 * _GB, 450 * _GB),
-        sources=_sources(_sheet("H200 SXM"), _GEN5),
-    ),
-    "B200": Gpu(
-        *("B200", 2250 * _TFLOP, 178 * 2**30, 7700 * _GB, 50 * _GB, 50 * _GB, 900 * _GB),
-        sources=_sources(_sheet("B200 in a DGX or HGX"), _GEN5),
-    ),
-    "B300": Gpu(
-        *("B300", 2250 * _TFLOP, 268 * 2**30, 7700 * _GB, 50 * _GB, 50 * _GB, 900 * _GB),
-        sources=_sources(_sheet("B300 in a DGX or HGX"), _GEN5),
-    ),
-    "GB200": Gpu(
-        *("GB200", 2500 * _TFLOP, 185 * 2**30, 7700 * _GB, 150 * _GB, 150 * _GB, 900 * _GB),
-        sources=_sources(_sheet("GB200 NVL72"), _C2C),
-        devices_per_node=72,
-    ),
-    "GB300": Gpu(
-        *("GB300", 2500 * _TFLOP, 277 * 2**30, 7700 * _GB, 150 * _GB, 150 * _GB, 900 * _GB),
-        sources=_sources(_sheet("GB300 NVL72"), _C2C),
-        devices_per_node=72,
-    ),
-}
+# In an order in which each comes after the one that it is like.
+_NAMES = ("A100", "A100-40GB", "H100", "H200", "B200", "B300", "GB200", "GB300", "MI300X")
+GPUS: dict[str, Gpu] = {}
 
 
 def gpu_of(name: str) -> Gpu:
-    """A device of the table, whatever the case of its name.
+    """A device of the table, whatever the case of its name, or of a file that ends in ``.json``.
 
     Raises:
-        PlanError: it is not there.
+        PlanError: it is not there, or the file describes none.
     """
     known = {key.lower(): gpu for key, gpu in GPUS.items()}
-    if name.lower() not in known:
-        raise PlanError(
-            f"unknown GPU {name!r}; give one of {', '.join(GPUS)}, or describe yours with "
-            "--gpu-flops, --gpu-memory, --gpu-bandwidth and --host-bandwidth beside the nearest"
-        )
-    return known[name.lower()]
+    if name.lower() in known:
+        return known[name.lower()]
+    if name.endswith(".json"):
+        try:
+            return gpu_from_json(parse_json(read_text(name)), name)
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"--gpu {name} cannot be read: {error}") from None
+        except PlanError:
+            raise
+        except ValueError as error:
+            raise PlanError(f"--gpu {name}: {error}") from None
+    raise PlanError(
+        f"unknown GPU {name!r}; give one of {', '.join(GPUS)}, or describe yours with "
+        "--gpu-flops, --gpu-memory, --gpu-bandwidth and --host-bandwidth beside the nearest, "
+        "or with --gpu FILE.json"
+    )
 
 
 def gpu_called(name: str) -> Gpu | None:
@@ -166,3 +195,6 @@ def gpu_called(name: str) -> Gpu | None:
     if key == "A100" and "40GB" in words:
         key = "A100-40GB"
     return None if key is None else GPUS[key]
+
+
+_table()

@@ -15,7 +15,9 @@ from .parts import (
     Work,
     column,
     dropout_mask,
+    exchange,
     norm_parameters,
+    norm_work,
 )
 from .recurrent import delta_net, mamba
 
@@ -60,7 +62,7 @@ def embedding(job: Job) -> Part:
         words += job.max_position_embeddings * job.hidden_size
     size = job.element_bytes * job.tokens * job.hidden_size
     # Its look-up, and adding to its gradient, which is part of B.
-    work = Work(moved=2 * size, moved_back=4 * size, kernels=3)
+    work = Work(moved=2 * size, moved_back=4 * size, kernels=3).plus(exchange(job).half())
     tokens = SavedTensor("token numbers", 8 * job.tokens)
     return Part((tokens, *dropout_mask(job)), words, work)
 
@@ -69,7 +71,7 @@ def last_norm(job: Job) -> Part:
     """The norm after all layers."""
     e, h, t = job.element_bytes, job.hidden_size, job.sharded_tokens
     numbers = 1 if job.normalization == "RMSNorm" else 2
-    work = Work(moved=5 * e * t * h, moved_back=7 * e * t * h, kernels=2)
+    work = norm_work(job)
     saved = SavedTensor("last norm's input", e * t * h + FP32 * numbers * t)
     return Part((saved,), norm_parameters(job, h), work)
 
@@ -89,4 +91,4 @@ def loss(job: Job) -> Part:
     labels = SavedTensor("labels", 9 * t)
     # The loss reads and writes fp32 logits a few times.
     work = Work(moved=t * words * (e + 5 * 4), moved_back=t * words * (3 * 4 + e), kernels=10)
-    return Part((output, kept, labels), 0, work)
+    return Part((output, kept, labels), 0, work.plus(exchange(job).half()))

@@ -117,11 +117,12 @@ class Work(NamedTuple):
     """Work between the linear layers, on one rank for one microbatch.
 
     Attributes:
-        flops, flops_back: of products that are no linear layers, in F and in B.
+        flops, flops_back: of attention and scans, which are no linear layers, in F and in B.
         moved, moved_back: bytes that other kernels read and write, in F and in B.
         kernels: of F; B has twice as many.
         launches: kernels that wait for each other besides (experts one by one), of each pass.
         tensor_bytes: that tensor-parallel ranks exchange, in F and in B.
+        collectives: in how many collectives they do so, in F and in B.
         expert_bytes: that expert-parallel ranks exchange, in F and in B.
     """
 
@@ -132,11 +133,16 @@ class Work(NamedTuple):
     kernels: float = 0
     launches: float = 0
     tensor_bytes: float = 0
+    collectives: float = 0
     expert_bytes: float = 0
 
     def plus(self, other: Work) -> Work:
         """Both, one after the other."""
         return Work(*(a + b for a, b in zip(self, other)))
+
+    def half(self) -> Work:
+        """Half of it, such as one of the two collectives around a part."""
+        return Work(*(a / 2 for a in self))
 
 
 class Part(NamedTuple):
@@ -204,6 +210,14 @@ def norm_parameters(job: Job, width: int) -> int:
     return width if job.normalization == "RMSNorm" else 2 * width
 
 
+def norm_work(job: Job) -> Work:
+    """A norm over the hidden size, and the residual sum and the dropout before it."""
+    numbers = job.sharded_tokens * job.hidden_size
+    mask = numbers if job.hidden_dropout else 0
+    e = job.element_bytes
+    return Work(moved=5 * e * numbers + mask, moved_back=7 * e * numbers + mask, kernels=2)
+
+
 def norm(job: Job, what: str, *, fused: bool = False, offload: str = "") -> Norm:
     """A norm over the hidden size.
 
@@ -226,8 +240,7 @@ def norm(job: Job, what: str, *, fused: bool = False, offload: str = "") -> Norm
         0,
         (statistics if drops else 0) + e * t * h - kept,
     )
-    # With the residual sum before it.
-    work = Work(moved=5 * e * t * h, moved_back=7 * e * t * h, kernels=2)
+    work = norm_work(job)
     return Norm(
         saved,
         "dropped" if drops else "own",
@@ -250,10 +263,12 @@ def row(job: Job, what: str, inputs: int, outputs: int, **more: Any) -> Linear:
 
 
 def exchange(job: Job) -> Work:
-    """All-gather and reduce-scatter around a tensor-parallel part."""
+    """All-gather and reduce-scatter around a tensor-parallel part, or one all-reduce."""
     tp = job.tensor_model_parallel_size
+    if tp == 1:
+        return Work()
     size = 2 * job.element_bytes * job.tokens * job.hidden_size * (tp - 1) / tp
-    return Work(tensor_bytes=size, kernels=2 if tp > 1 else 0)
+    return Work(tensor_bytes=size, collectives=2 if job.sequence_parallel else 1)
 
 
 def dropout_mask(job: Job) -> Pieces:

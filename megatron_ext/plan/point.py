@@ -13,6 +13,7 @@ from ..schedule.memory_cap import ShareCap
 from ..schedule.passes.lower import simulate_messages
 from ..schedule.schedule import Schedule
 from ..schedule.select import ScheduleSpec, select
+from . import node_order
 from .memory import RankBytes
 from .moe_job import flags as moe_flags
 from .space import Workload
@@ -27,6 +28,7 @@ class Point:
         makespan_us: of one iteration's passes, in microseconds.
         bubble, peak_activation, peak_host_activation: as ``simulate`` says.
         ranks: every rank's bytes at its peak.
+        note: how many sets are offloaded, how many stay and why; empty without offload.
     """
 
     spec: ScheduleSpec
@@ -36,6 +38,7 @@ class Point:
     peak_activation: tuple[Fraction, ...]
     peak_host_activation: tuple[Fraction, ...]
     ranks: tuple[RankBytes, ...]
+    note: str = ""
 
     @property
     def worst(self) -> RankBytes:
@@ -55,6 +58,28 @@ class Point:
     def offload(self) -> str | None:
         """What leaves the device, as ``--offload``."""
         return None if self.spec.offload is None else str(self.spec.offload.wanted)
+
+    def node_host_bytes(self, per_node: int) -> tuple[list[int], list[int]] | None:
+        """Host memory of every node, with ranks in order and balanced (``node_order``).
+
+        None where nothing is offloaded, there is one node, or nodes cannot be balanced.
+        """
+        job = self.workload.job
+        each = job.tensor_model_parallel_size * job.context_parallel_size * job.data_parallel_size
+        world = self.spec.pp * each
+        group = node_order.group_size(
+            job.tensor_model_parallel_size,
+            job.context_parallel_size,
+            job.expert_model_parallel_size,
+            job.expert_tensor_parallel_size,
+        )
+        if not self.host_bytes or world <= per_node:
+            return None
+        try:
+            node_order.check_group(per_node, group)
+            return node_order.host_bytes([rank.host for rank in self.ranks], world, per_node)
+        except ValueError:
+            return None
 
     @property
     def cap(self) -> Fraction | None:
@@ -125,7 +150,7 @@ class Point:
         if self.spec.offload is not None:
             link = self.spec.offload.link
             words.append(("offload", str(self.spec.offload.wanted)))
-            words.append(("offload-time", repr(float(link.to_host[0]))))  # of all ranks
+            words.append(("offload-time", link.text))
             words.append(("offload-transfer", link.policy))
         return words
 
@@ -151,6 +176,7 @@ def evaluate(spec: ScheduleSpec, workload: Workload) -> Point:
         tuple(run.peak_activation),
         tuple(run.peak_host_activation),
         tuple(workload.ranks(found.schedule)),
+        "" if found.plan is None else found.plan.note,
     )
 
 

@@ -26,14 +26,13 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 from .._input import flag_of, parse_json, read_text, real, shown, whole
 from ..schedule.costs import Costs
-from ..schedule.link import travel_time
+from ..schedule.link import Link
 from ..schedule.placement import Placement
 from .layout import Split
 from .memory import StageBytes
@@ -192,20 +191,14 @@ class Profile:
         """Of the stages of ``split``, in 64ths of the mean pass; a hop that is not known is 0."""
         return costs_in_parts(self.times(split), self.hop or 0.0)
 
-    def link_times(
-        self, split: Split, placement: Placement
-    ) -> tuple[list[Fraction], list[Fraction]] | None:
-        """What a set of each rank takes to the host and back, as ``Link`` has it: of the chunk
-        whose sets take longest. None if bytes or rates were not measured."""
+    def link(self, split: Split, placement: Placement) -> Link | None:
+        """What a set of each stage takes to the host and back; None if bytes or rates were not
+        measured."""
         if self.set_bytes is None or self.to_host is None or self.to_device is None:
             return None
-        sizes = self.of_split(self.set_bytes, split)
         seconds = [sum(row) for row in self.times(split)]
-        there, back = (
-            [max(travel_time(sizes[s], rate, seconds[s]) for s in row) for row in placement.stages]
-            for rate in (self.to_host, self.to_device)
-        )
-        return there, back
+        sizes = self.of_split(self.set_bytes, split)
+        return Link.measured(placement, sizes, seconds, (self.to_host, self.to_device))
 
     def times(self, split: Split) -> list[PassTimes]:
         """Every stage's passes: as measured for the measured split, else layer by layer."""

@@ -4,49 +4,31 @@ Every candidate has a lower bound of its time (``makespan_bound``), and a likely
 bytes, from the same schedule for equal costs and few microbatches. Four steps: what may be the
 fastest of those that fit, the likely fastest first and none whose bound is no better than what was
 found; schedules at the largest cap that fits; what is too large but may be the fastest with
-offload; and what may be on the front besides. A search makes orders of at most so many passes; that
+offload; and what may be on the front besides, with offload or without. Where offload is asked for,
+every candidate has it from the start. A search makes orders of at most so many passes; that
 counts the same on every machine, so the result does not depend on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from ..schedule import GENERATORS, Costs, OffloadSpec, Schedule, ScheduleSpec, select, simulate
+from ..schedule import GENERATORS, Schedule, ScheduleSpec, simulate
 from ..schedule.bounds import makespan_bound
 from ..schedule.effects import peak_sets
-from ..schedule.passes.offload import wanted_chunks
+from .candidate import Candidate, offers
 from .layout import Split
-from .memory import message_bytes, rank_bytes
 from .model import Job, PlanError
 from .point import Point, evaluate, front
+from .rivals import Rivals
 from .space import SearchSpace, Workload
 
 # Passes of all orders of a search; about half a minute of one core. Offload plans and orders at a
 # cap are searched for, which takes so many times as long.
 MOST_PASSES = 2_000_000
 _OFFLOAD, _CAP = 10, 25
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """What may be simulated.
-
-    Attributes:
-        spec, workload: what it is.
-        bound_us: no order is faster.
-        likely_us, bytes: what the order for equal costs takes, and holds on the fullest rank.
-        states: of these, what stays without any activation.
-    """
-
-    spec: ScheduleSpec
-    workload: Workload
-    bound_us: Fraction
-    likely_us: Fraction
-    bytes: int
-    states: int
 
 
 @dataclass
@@ -103,6 +85,7 @@ class Search:
         budget, host_budget: as ``Result``.
         effort: a factor on ``MOST_PASSES``.
         progress: called with a line now and then.
+        rivals: of other divisions; None: there are none.
     """
 
     def __init__(
@@ -112,11 +95,12 @@ class Search:
         host_budget: int | None = None,
         effort: float = 1.0,
         progress: Callable[[str], None] = lambda line: None,
+        rivals: Rivals | None = None,
     ) -> None:
         self.space, self.progress = space, progress
         self.passes_left = MOST_PASSES * effort
         self.result = Result(budget, host_budget)
-        self._units: dict[ScheduleSpec, Schedule] = {}
+        self.rivals = rivals or Rivals()
 
     def run(self) -> Result:
         """Search.
@@ -125,27 +109,25 @@ class Search:
             PlanError: no schedule is possible for this model and number of ranks.
         """
         candidates = self.candidates()
+        if self.space.always_offload:
+            candidates = self._all_offloaded(candidates)
         budget = self.result.budget
         fitting = [one for one in candidates if one.bytes <= budget * _NEAR]
         for one in fitting:
             if self._is_near(one):
                 self._add(one.spec, one.workload)
-        self._capped(candidates)
-        large = [one for one in candidates if one.bytes > budget and one.states < budget]
-        for one in large:
-            self._offload(one)
+        if not self.space.always_offload:
+            self._capped(candidates)
+            self._offload([o for o in candidates if o.bytes > budget and o.states < budget])
         # Smallest first: it ends the front on the other side, and beats what lies between.
         for one in sorted(fitting, key=lambda one: (one.bytes, one.likely_us)):
             if not self._known(one.spec, one.workload) and not self._beaten(one):
                 self._add(one.spec, one.workload)
         best = self.result.best
-        if best is None:
+        if best is None and not self.rivals.points:
             self._smallest(candidates)
-        elif best.spec.offload is None:
-            # The same with less on the device, where that costs no time.
-            for offload in self._offers(best.spec, best.workload)[-1:]:
-                if offload.wanted == "auto" or _load(best.spec, offload) <= 1:
-                    self._add(replace(best.spec, offload=offload), best.workload)
+        elif best is not None and not self.space.always_offload:
+            self._less(candidates)
         return self.result
 
     def candidates(self) -> list[Candidate]:
@@ -160,9 +142,9 @@ class Search:
                 continue
             for job, microbatches in self.space.jobs():
                 sized = replace(spec, microbatches=microbatches)
-                for split in self._splits(job, sized):
-                    found.append(self._candidate(sized, job, split))
-        if not found:
+                each = (self._candidate(sized, job, split) for split in self._splits(job, sized))
+                found += [one for one in each if one is not None]
+        if not found and not self.rivals.points:
             raise PlanError(
                 f"none of {', '.join(self.space.schedules)} is possible with "
                 f"{self.space.job.num_layers} layers on {self.space.pp} ranks; give other "
@@ -186,9 +168,14 @@ class Search:
                 seen.add(split.counts)
                 yield split
 
-    def _candidate(self, spec: ScheduleSpec, job: Job, split: Split) -> Candidate:
+    def _candidate(self, spec: ScheduleSpec, job: Job, split: Split) -> Candidate | None:
+        """None for what is of no interest beside ``rivals``."""
         work = self.space.workload(job, spec.microbatches, split)
         order, costs = self._unit(spec), work.costs
+        bound = makespan_bound(order.placement, spec.microbatches, costs)
+        if self.rivals.points and self.rivals.leave_out(order.placement, work, bound):
+            return None
+        self.rivals.made += 3 * order.placement.num_stages * order.microbatches
         # Few microbatches, and every further one on the rank with most work.
         more = spec.microbatches - order.microbatches
         most = max(costs.per_rank_work(order.placement))
@@ -196,7 +183,7 @@ class Search:
         return Candidate(
             replace(spec, costs=costs),
             work,
-            makespan_bound(order.placement, spec.microbatches, costs),
+            bound,
             simulate(order, costs).makespan + more * most,
             max(rank.total for rank in ranks),
             max(rank.states.total for rank in ranks),
@@ -204,11 +191,7 @@ class Search:
 
     def _unit(self, spec: ScheduleSpec) -> Schedule:
         """The schedule at equal costs, with as many microbatches as its peak needs."""
-        few = min(spec.microbatches, 2 * spec.pp)
-        key = replace(spec, microbatches=few, costs=Costs(), cap=None, offload=None)
-        if key not in self._units:
-            self._units[key] = select(key).schedule
-        return self._units[key]
+        return self.rivals.unit(spec)
 
     def _add(self, spec: ScheduleSpec, work: Workload) -> Point | None:
         """Simulate a point; None if the search has made all its passes, or nothing keeps a cap."""
@@ -235,14 +218,17 @@ class Search:
         return any((p.spec, p.workload) == (spec, work) for p in self.result.points)
 
     def _beaten(self, one: Candidate) -> bool:
-        return any(
-            p.makespan_us <= one.likely_us and p.worst.total <= one.bytes and not p.host_bytes
+        host = one.spec.offload is not None
+        return self.rivals.beat(one.likely_us, one.bytes) or any(
+            p.makespan_us <= one.likely_us
+            and p.worst.total <= one.bytes
+            and (host or not p.host_bytes)
             for p in self.result.points
         )
 
     def _may_win(self, bound_us: Fraction) -> bool:
         best = self.result.best
-        return best is None or bound_us < best.makespan_us
+        return bound_us < self.rivals.fastest and (best is None or bound_us < best.makespan_us)
 
     def _is_near(self, one: Candidate) -> bool:
         """It may be the fastest, and is likely to be about as fast."""
@@ -273,83 +259,78 @@ class Search:
                 if self._may_win(bound):
                     self._add(replace(one.spec, name=name, cap=cap), work)
 
-    def _offload(self, one: Candidate) -> None:
+    def _offload(self, large: Sequence[Candidate]) -> None:
         """Simulate what is too large on the device but may be fast, until it fits."""
-        for offload in self._offers(one.spec, one.workload):
-            likely = self._offloaded_bytes(one, offload)
-            if not self._may_win(one.bound_us) or likely > self.result.budget:
-                continue
-            point = self._add(replace(one.spec, offload=offload), one.workload)
-            if point is not None and self.result.fits(point):
-                break
+        for one in large:
+            for offer in self._offers(one):
+                if not self._may_win(one.bound_us) or offer.bytes > self.result.budget:
+                    continue
+                point = self._add(offer.spec, offer.workload)
+                if point is not None and self.result.fits(point):
+                    break
 
-    def _offers(self, spec: ScheduleSpec, work: Workload) -> list[OffloadSpec]:
-        """Kinds of offload that its link can carry; what takes longest to plan only if need be."""
-        out: list[OffloadSpec] = []
-        if spec.cap is not None:
-            return out  # with offload a cap is of what stays on the device: another point
-        for wanted in self.space.offload:
-            offload = self.space.offload_spec(work, spec.placement, wanted)
-            if offload is None or (wanted == "auto" and out):
-                continue
-            if wanted == "auto" or _load(spec, offload) <= _CROWDED:
-                out.append(offload)
-        return out
+    def _less(self, candidates: Sequence[Candidate]) -> None:
+        """Simulate what offload may bring under the memory of everything as fast.
 
-    def _offloaded_bytes(self, one: Candidate, offload: OffloadSpec) -> int:
-        """Likely bytes of the fullest rank: two sets on their way or in use, of those that leave.
-
-        PipeOffload, section 3 (between two and three sets stay under full offload). ``auto`` sends
-        what the link carries, the longest kept first, so what stays falls with the square.
+        ``auto`` for the best one only: it takes much longer to plan, and frees less.
         """
-        placement = one.spec.placement
-        wanted = wanted_chunks(str(offload.wanted), placement.chunks)
-        count = placement.chunks if wanted is None else int(wanted)
-        stages = list(one.workload.stages)
-        for row in placement.stages:
-            for stage in row[:count]:
-                sets = stages[stage].sets
-                offloaded = sets._replace(
-                    bytes_f_to_b=0, bytes_b_to_w=0, layer=sets.layer + 2 * sets.bytes_f_to_b
-                )
-                stages[stage] = stages[stage]._replace(sets=offloaded)
-        message = message_bytes(one.workload.job)
-        least = max(r.total for r in rank_bytes(self._unit(one.spec), stages, message))
-        if wanted is not None:
-            return least
-        both = offload.link.to_host[0] * (1 if offload.link.policy == "dual" else 2)
-        stays = 1 - min(Fraction(1), 1 / both)
-        return least + int(max(0, one.bytes - least) * stays**2)
+        room, best = self.result.budget, self.result.best
+        assert best is not None
+        found: list[tuple[bool, int, Fraction, Candidate]] = []
+        for one in candidates:
+            other = (one.spec, one.workload) != (best.spec, best.workload)
+            for offer in self._offers(one)[-1:] if one.states < room else ():
+                wanted = offer.spec.offload and offer.spec.offload.wanted
+                fits = offer.bytes <= room and offer.likely_us <= best.makespan_us * _SLOW
+                if fits and not (other and wanted == "auto"):
+                    found.append((other, offer.bytes, offer.likely_us, offer))
+        # The best one's own first, then the smallest; estimates of one kind err alike.
+        tried: set[tuple[str, int | None, int | None]] = set()
+        for *_, offer in sorted(found, key=lambda row: row[:3]):
+            spec = offer.spec
+            kind = spec.name, spec.chunks, spec.group_size
+            new = kind not in tried and not self._known(spec, offer.workload)
+            if len(tried) < _LESS and new and not self._beaten(offer):
+                tried.add(kind)
+                self._add(spec, offer.workload)
+
+    def _all_offloaded(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The candidates with the offload that is asked for, however slow the link.
+
+        Raises:
+            PlanError: no schedule can be combined with it.
+        """
+        found = [offer for one in candidates for offer in self._offers(one)]
+        if not found:
+            raise PlanError(
+                f"--offload {', '.join(self.space.offload)}: none of the schedules searched keeps "
+                "an activation set that can be offloaded; give other --schedules, or --offload off"
+            )
+        return sorted(found, key=lambda one: (one.likely_us, one.bytes))
+
+    def _offers(self, one: Candidate) -> list[Candidate]:
+        return offers(one, self.space, self._unit(one.spec))
 
     def _smallest(self, candidates: list[Candidate]) -> None:
         """Nothing fits: the smallest there is, with and without offload."""
         for one in sorted(candidates, key=lambda one: (one.bytes, one.bound_us))[:_SMALLEST]:
-            self._add(one.spec, one.workload)
-        offers = [
-            (self._offloaded_bytes(one, offload), one.bound_us, number, offload)
-            for number, one in enumerate(candidates)
-            for offload in self._offers(one.spec, one.workload)[-1:]
-        ]
+            if not self._known(one.spec, one.workload):
+                self._add(one.spec, one.workload)
+        if self.space.always_offload:
+            return
+        found = [offer for one in candidates for offer in self._offers(one)[-1:]]
         seen: set[tuple[str, bool]] = set()
-        for *_, number, offload in sorted(offers, key=lambda offer: offer[:3]):
-            spec, work = candidates[number].spec, candidates[number].workload
+        for offer in sorted(found, key=lambda one: (one.bytes, one.bound_us)):
+            spec, work = offer.spec, offer.workload
             kind = spec.name, work.split.even  # estimates of one kind err alike
-            spec = replace(spec, offload=offload)
             if kind not in seen and len(seen) <= _SMALLEST and not self._known(spec, work):
                 seen.add(kind)
                 self._add(spec, work)
-
-
-def _load(spec: ScheduleSpec, offload: OffloadSpec) -> Fraction:
-    """Share of its time that a rank's link would need for what it is asked to move."""
-    wanted = wanted_chunks(str(offload.wanted), spec.placement.chunks)
-    moved = offload.link.to_host[0] * (wanted or 0) / spec.placement.chunks
-    return moved if offload.link.policy == "dual" else 2 * moved
 
 
 _ALWAYS = 3  # points
 _FAR = Fraction(21, 20)  # orders for equal costs are seldom so much slower than those for the costs
 _NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
 _CAPS = 2  # workloads for which an order at a cap is made
-_CROWDED = Fraction(9, 8)  # beyond, a link that is asked for more only makes compute wait
 _SMALLEST = 3  # points, each with and without offload
+_LESS, _SLOW = 3, Fraction(5, 4)  # points with less on the device, slower than the best by so much

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import NamedTuple
 
 from ..schedule import (
@@ -12,13 +13,11 @@ from ..schedule import (
     NAMES,
     Costs,
     Link,
-    OffloadSpec,
     Placement,
     Schedule,
     ScheduleSpec,
 )
 from ..schedule.costs import number_to_json
-from ..schedule.link import travel_time
 from ..schedule.network import Network
 from .balance import balanced
 from .budget import Budget
@@ -91,6 +90,7 @@ class SearchSpace:
         balance: layouts other than Megatron's even one may be proposed.
         profiles: measured, by (microbatch size, cheap recompute).
         network: how messages wait for each other; None: not at all.
+        always_offload: every point has an offload of ``offload``; False: where it is of use.
     """
 
     job: Job
@@ -105,6 +105,7 @@ class SearchSpace:
     balance: bool = True
     profiles: dict[tuple[int, bool], Profile] = field(default_factory=dict)
     network: Network | None = None
+    always_offload: bool = False
 
     def specs(self) -> list[ScheduleSpec]:
         """Every schedule, for one microbatch, but those at any cap, which depends on what fits."""
@@ -199,31 +200,17 @@ class SearchSpace:
         loss = last.states.total + last.sets.bytes_f_to_b + last.sets.logits
         return balanced(placement, layers, each, first.states.total, loss)
 
-    def offload_spec(
-        self, workload: Workload, placement: Placement, wanted: str
-    ) -> OffloadSpec | None:
-        """Offload of one kind; None if a set takes longer than is worth trying.
-
-        One transfer time for all sets, as ``--offload-time`` has it: of the rank whose sets take
-        longest beside its passes. None too for a MoE layer that uses the link by itself.
-        """
-        if any(stage.sets.host for stage in workload.stages):
-            return None
+    def link(self, workload: Workload, placement: Placement) -> Link:
+        """Transfer times of every stage's sets beside its passes."""
         profile = self._profile(workload.job)
-        rates = [self.gpu.to_host, self.gpu.to_device]
+        there, back = self.gpu.to_host, self.gpu.to_device
         if profile is not None:
-            rates = [profile.to_host or rates[0], profile.to_device or rates[1]]
-        work = workload.costs.per_rank_work(placement)
-        time = max(
-            travel_time(
-                sum(workload.stages[s].sets.bytes_f_to_b for s in row),
-                min(rates),
-                float(work[rank]) / 1e6,
-            )
-            for rank, row in enumerate(placement.stages)
-        )
-        link = Link.of(self.pp, time, None, self.policy)
-        return None if time > _LONGEST else OffloadSpec(wanted, link)
+            there, back = profile.to_host or there, profile.to_device or back
+        durations = workload.costs.durations(placement)
+        rows = zip(durations.forward, durations.backward_input, durations.backward_weight)
+        seconds = [float(Fraction(sum(row), durations.scale)) / 1e6 for row in rows]
+        sizes = [stage.sets.bytes_f_to_b for stage in workload.stages]
+        return Link.measured(placement, sizes, seconds, (there, back), self.policy)
 
     def budget(self, workload: Workload, size: int) -> Budget:
         """``size`` bytes a rank as a cap on schedules of ``workload``."""
@@ -235,9 +222,6 @@ class SearchSpace:
     def _times(self, job: Job, split: Split) -> list[PassTimes]:
         profile = self._profile(job)
         return stage_times(job, split, self.gpu) if profile is None else profile.times(split)
-
-
-_LONGEST = 8  # a set that travels for eight times its passes' time is not worth a try
 
 
 def _ends(job: Job) -> Split:

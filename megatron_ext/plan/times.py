@@ -1,8 +1,9 @@
 """Times of a stage's F, B and W on a device, from operations, bytes and rates.
 
-Every matrix product takes what its FLOPs or its bytes take, whichever is more (the roofline);
-everything between them what its bytes take; a kernel some microseconds more. So small microbatches
-pay for reading weights and adding to gradients, and W pays for the fp32 gradients that it adds to.
+Every matrix product takes what its tiles or its bytes take, whichever is more; everything between
+them what its bytes take; a kernel some microseconds more. So small microbatches and narrow shards
+pay for idle multiprocessors, W is as long as its products alone, and F and B have the rest.
+``published.json`` has the measured passes that the devices' numbers are compared with.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from .parts import Linear, Part, Work
 KERNEL_S = 4e-6  # between one kernel's end and the next one's work
 MESSAGE_S = 15e-6  # of a point-to-point message, before its first byte arrives
 _SPEED_OF_QUANTIZED = 2  # products in FP8 or FP4 beside 16 bits; FP4 units can be faster
+_TILE = 128 * 128  # outputs of a matrix product that one multiprocessor computes at a time
 
 ASSUMPTIONS = (
-    "times: the roofline of each matrix product at the device's efficiency; flash attention at "
-    "the same efficiency, causal, its backward pass 2.5 times the forward one",
+    "times: matrix products in tiles over the multiprocessors, half of the last round idle, or "
+    "what their bytes take; flash attention causal, its backward pass 2.5 times the forward one",
     f"{KERNEL_S * 1e6:g} microseconds a kernel, {MESSAGE_S * 1e6:g} a message, messages at the "
     "network's rate and beside the passes",
     "tensor-parallel communication is not hidden; context-parallel communication is",
@@ -54,9 +56,19 @@ class _Model:
     def __init__(self, job: Job, gpu: Gpu) -> None:
         self.job, self.gpu = job, gpu
         # 32-bit products run on other units, at about half the 16-bit rate (TF32).
-        rate = gpu.flops * gpu.efficiency
-        self.rate = rate / 2 if job.params_dtype == "fp32" else rate
+        peak = gpu.flops / 2 if job.params_dtype == "fp32" else gpu.flops
+        self.rate, self.attention = peak * gpu.efficiency, peak * gpu.attention
+        self.bandwidth = gpu.bandwidth * gpu.stream
         self.expert_link = exchange_rate(job, gpu)
+
+    def multiply(self, outputs: int, inner: float, rate: float) -> float:
+        """Seconds of products with ``outputs`` numbers, each the sum of ``inner`` ones.
+
+        Multiprocessors compute tiles in rounds, and half of the last round is idle on average; a
+        tile takes ``ramp`` sums longer. So products that tensor parallelism makes narrow are slow.
+        """
+        round_ = self.gpu.units * _TILE
+        return 2 * max(round_, outputs + round_ / 2) * (inner + self.gpu.ramp) / rate
 
     def product(self, layer: Linear) -> PassTimes:
         """A linear layer: F, and B and W."""
@@ -69,23 +81,26 @@ class _Model:
             rate *= _SPEED_OF_QUANTIZED
         moved = e * (m * n + m * k + weights)
         gradient = 4 if self.job.grads_in_fp32 else e
-        compute = 2 * m * n * k / rate
-        once = max(compute, moved / self.gpu.bandwidth) + KERNEL_S
-        # W reads and writes the gradient that it adds to.
-        weight = max(compute, (moved + (2 * gradient - e) * weights) / self.gpu.bandwidth)
+        bytes_s = moved / self.bandwidth
+        forward = max(self.multiply(m * n, k, rate), bytes_s) + KERNEL_S
+        backward = max(self.multiply(m * k, n, rate), bytes_s) + KERNEL_S
+        # W reads and writes the gradient that it adds to; its sums are over one weight's rows.
+        bytes_s = (moved + (2 * gradient - e) * weights) / self.bandwidth
+        rows = m / layer.weights
+        weight = max(self.multiply(weights, rows, rate), bytes_s) + KERNEL_S
         if not layer.splits:
-            return PassTimes(once, once + weight)
-        return PassTimes(once, once, weight + KERNEL_S)
+            return PassTimes(forward, backward + weight)
+        return PassTimes(forward, backward, weight)
 
     def work(self, work: Work) -> PassTimes:
         """What lies between the products, from the bytes that it reads and writes."""
-        sent = work.tensor_bytes / self.gpu.peer
+        gpu = self.gpu
+        sent = work.tensor_bytes / (gpu.peer * gpu.collective) + work.collectives * gpu.collective_s
         if work.expert_bytes:
             sent += work.expert_bytes / self.expert_link + 2 * MESSAGE_S
-        wait = work.launches * KERNEL_S
-        bandwidth, kernels = self.gpu.bandwidth, work.kernels * KERNEL_S
-        forward = work.flops / self.rate + work.moved / bandwidth + kernels
-        backward = work.flops_back / self.rate + work.moved_back / bandwidth + 2 * kernels
+        wait, kernels = work.launches * KERNEL_S, work.kernels * KERNEL_S
+        forward = work.flops / self.attention + work.moved / self.bandwidth + kernels
+        backward = work.flops_back / self.attention + work.moved_back / self.bandwidth + 2 * kernels
         return PassTimes(forward + sent + wait, backward + sent + wait, wait)
 
     def part(self, part: Part) -> PassTimes:

@@ -100,7 +100,7 @@ def from_json(data: Any) -> Schedule:
         sizes = [whole(data[key], key, 1) for key in ("pp", "chunks")]
         name = _name(data.get("name", "file"))
         offload = data.get("offload")
-        link = None if offload is None else Link.from_json(offload, placement.pp)
+        link = None if offload is None else Link.from_json(offload, placement)
     except (TypeError, ValueError, AttributeError) as error:
         raise ScheduleError(f"schedule file: {error}") from None
     if [placement.pp, placement.chunks] != sizes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import groupby
 from typing import Any, NamedTuple
 
-from .._input import fraction, shown
+from .._input import fraction, shown, whole
 from .costs import Durations, Number, number_to_json
 from .placement import Placement
 
@@ -32,16 +34,20 @@ class Link:
     """One rank's link is a stream of transfers; what the policy shares is one transfer at a time.
 
     Attributes:
-        to_host, to_device: per rank, what one set takes one way, as a fraction of F+B+W of its
-            chunk (PipeOffload, section 2: each is k/2 where both are equal).
+        to_host, to_device: one a rank or one a stage, what one set takes one way, as a fraction of
+            F+B+W of its chunk (PipeOffload, section 2: each is k/2 where both are equal). The last
+            stage's sets hold the logits beside its layers, so they take another fraction.
         policy: ``single``, one stream a rank in both directions; ``dual``, one a direction (full
-            duplex); ``paired``, one stream a rank, and ranks 2i and 2i+1, which share a switch,
-            never both in the same direction (PipeOffload, appendix D). An odd last rank is alone.
+            duplex); ``paired``, one stream a rank, and two ranks that share a switch never both in
+            the same direction (PipeOffload, appendix D).
+        pairs: of ranks that share a switch, for ``paired``; a rank without one is alone. None:
+            ranks 2i and 2i+1.
     """
 
     to_host: tuple[Fraction, ...]
     to_device: tuple[Fraction, ...]
     policy: str = DEFAULT_POLICY
+    pairs: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def of(
@@ -50,40 +56,129 @@ class Link:
         to_host: Number | Sequence[Number],
         to_device: Number | Sequence[Number] | None = None,
         policy: str = DEFAULT_POLICY,
+        pairs: Sequence[Sequence[int]] | None = None,
     ) -> Link:
-        """Build from one number for all ranks or one a rank; ``to_device`` as ``to_host`` if None.
+        """Build from one number for all, one a rank or one a stage (model order).
+
+        Args:
+            pp: pipeline ranks.
+            to_host: numbers, or text with ``:`` between them, and ``TxN`` for N equal ones.
+            to_device: likewise; as ``to_host`` if None.
+            policy, pairs: as the attributes.
 
         Raises:
-            ValueError: a time is not a number > 0, not one a rank, or the policy is unknown.
+            ValueError: a time is not a number > 0, not one a rank or stage, the policy is unknown,
+                or the pairs are not of different ranks.
         """
         if policy not in POLICIES:
             raise ValueError(
                 f"the transfer policy must be {', '.join(POLICIES[:-1])} or {POLICIES[-1]}, "
                 f"got {shown(policy)}"
             )
-        d2h = _per_rank(to_host, pp)
-        return cls(d2h, d2h if to_device is None else _per_rank(to_device, pp), policy)
+        d2h = _times(to_host, pp)
+        h2d = d2h if to_device is None else _times(to_device, pp)
+        return cls(d2h, h2d, policy, None if pairs is None else _pairs(pairs, pp))
+
+    @classmethod
+    def parse(
+        cls,
+        pp: int,
+        text: str,
+        policy: str = DEFAULT_POLICY,
+    ) -> Link:
+        """Reverse of ``text``: ``T`` or ``T,T2``.
+
+        Raises:
+            ValueError: as ``of``, or there are more than two parts.
+        """
+        parts = text.split(",")
+        if len(parts) > 2:
+            raise ValueError(
+                f"a transfer time must be T or T,T2 (there, and back), got {shown(text)}"
+            )
+        return cls.of(pp, parts[0], parts[-1], policy)
+
+    @classmethod
+    def measured(
+        cls,
+        placement: Placement,
+        sizes: Sequence[float],
+        seconds: Sequence[float],
+        rates: tuple[float, float],
+        policy: str = DEFAULT_POLICY,
+    ) -> Link:
+        """From measured or computed quantities of every stage.
+
+        Args:
+            placement: of the stages.
+            sizes: bytes of a set that are copied.
+            seconds: of F+B+W of one microbatch.
+            rates: to the host and back, bytes/s.
+            policy: as the attribute.
+        """
+        d2h, h2d = (
+            [travel_time(size, rate, time) for size, time in zip(sizes, seconds)] for rate in rates
+        )
+        return cls.of_stages(placement, d2h, h2d, policy)
+
+    @classmethod
+    def of_stages(
+        cls,
+        placement: Placement,
+        to_host: Sequence[Fraction],
+        to_device: Sequence[Fraction],
+        policy: str = DEFAULT_POLICY,
+    ) -> Link:
+        """From one time a stage; one a rank is kept where the stages of every rank are equal."""
+        there, back = to_host, to_device
+        if all(
+            len({way[s] for s in own}) == 1 for way in (there, back) for own in placement.stages
+        ):
+            there, back = ([way[own[0]] for own in placement.stages] for way in (there, back))
+        return cls.of(placement.pp, there, back, policy)
+
+    def check(self, placement: Placement) -> None:
+        """Refuse a placement that the times are not for.
+
+        Raises:
+            ValueError: there are neither as many as ranks nor as many as stages.
+        """
+        for times in (self.to_host, self.to_device):
+            if len(times) not in (placement.pp, placement.num_stages):
+                raise ValueError(
+                    f"the link has {len(times)} transfer times a way, but there are "
+                    f"{placement.pp} ranks with {placement.chunks} "
+                    f"{'chunk' if placement.chunks == 1 else 'chunks'} each; give one time, one a "
+                    f"rank, or one a stage ({placement.num_stages})"
+                )
+
+    def of_stage(self, placement: Placement, stage: int) -> tuple[Fraction, Fraction]:
+        """The times of one stage's sets, to the host and back."""
+        rank = placement.rank_of(stage)
+        there, back = (
+            times[rank if len(times) == placement.pp else stage]
+            for times in (self.to_host, self.to_device)
+        )
+        return there, back
 
     def times(self, placement: Placement, durations: Durations) -> LinkTimes:
         """Transfer times of every stage's sets beside its passes, everything in integers.
 
         Raises:
-            ValueError: the link is for another number of ranks.
+            ValueError: the link is for another number of ranks or stages.
         """
-        if not len(self.to_host) == len(self.to_device) == placement.pp:
-            raise ValueError(
-                f"the link has times of {len(self.to_host)} ranks but pp={placement.pp}"
-            )
-        scale = math.lcm(*(x.denominator for x in (*self.to_host, *self.to_device)))
+        self.check(placement)
+        scale = math.lcm(*(x.denominator for x in {*self.to_host, *self.to_device}))
         d = durations
         f, b, w = (
             tuple(x * scale for x in row)
             for row in (d.forward, d.backward_input, d.backward_weight)
         )
-        whole = [sum(stage) for stage in zip(f, b, w)]
-        ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
-        d2h = tuple(int(self.to_host[r] * x) for r, x in zip(ranks, whole))
-        h2d = tuple(int(self.to_device[r] * x) for r, x in zip(ranks, whole))
+        stages = range(placement.num_stages)
+        ways = zip(*(self.of_stage(placement, stage) for stage in stages))
+        d2h, h2d = (
+            tuple(int(part * (f[s] + b[s] + w[s])) for s, part in zip(stages, way)) for way in ways
+        )
         return LinkTimes(Durations(f, b, w, d.hop * scale, d.scale * scale), d2h, h2d)
 
     def uses(self, rank: int, to_host: bool) -> tuple[Hashable, ...]:
@@ -95,12 +190,20 @@ class Link:
         if self.policy == "dual":
             return ((rank, to_host),)
         if self.policy == "paired":
-            return ((rank,), ("pair", rank // 2, to_host))
+            return ((rank,), ("pair", self.group(rank), to_host))
         return ((rank,),)
 
     def group(self, rank: int) -> int:
-        """Ranks of one group share something; their transfers are planned together."""
-        return rank // 2 if self.policy == "paired" else rank
+        """The first of the ranks that share something; their transfers are planned together."""
+        if self.policy != "paired":
+            return rank
+        return first_of_pair(self.pairs, rank)
+
+    @property
+    def text(self) -> str:
+        """The times as ``--offload-time`` and ``--pp-offload-time`` take them, exactly."""
+        ways = [_text(self.to_host), _text(self.to_device)]
+        return ",".join(ways if ways[0] != ways[1] else ways[:1])
 
     def to_json(self) -> dict[str, Any]:
         """The ``offload`` object of a schedule file."""
@@ -108,10 +211,11 @@ class Link:
             "transfer": self.policy,
             "to_host": [number_to_json(x) for x in self.to_host],
             "to_device": [number_to_json(x) for x in self.to_device],
+            **({} if self.pairs is None else {"pairs": [list(pair) for pair in self.pairs]}),
         }
 
     @classmethod
-    def from_json(cls, data: Any, pp: int) -> Link:
+    def from_json(cls, data: Any, placement: Placement) -> Link:
         """Reverse of ``to_json``.
 
         Raises:
@@ -119,10 +223,33 @@ class Link:
         """
         if not isinstance(data, dict) or not {"transfer", "to_host", "to_device"} <= data.keys():
             raise ValueError('"offload" needs "transfer", "to_host" and "to_device"')
-        for field in ("to_host", "to_device"):
-            if not isinstance(data[field], list):
-                raise ValueError(f'"{field}" of "offload" must be a list, one time a rank')
-        return cls.of(pp, data["to_host"], data["to_device"], str(data["transfer"]))
+        for field in ("to_host", "to_device", "pairs"):
+            if not isinstance(data.get(field, []), list):
+                raise ValueError(
+                    f'"{field}" of "offload" must be a list'
+                    + (", one time a rank or one a stage" if field != "pairs" else " of two ranks")
+                )
+        link = cls.of(
+            placement.pp,
+            data["to_host"],
+            data["to_device"],
+            str(data["transfer"]),
+            data.get("pairs"),
+        )
+        link.check(placement)
+        return link
+
+
+def by_number(pp: int) -> tuple[tuple[int, int], ...]:
+    """Neighbours 2i and 2i+1."""
+    return tuple((rank, rank + 1) for rank in range(0, pp - 1, 2))
+
+
+def first_of_pair(pairs: Sequence[tuple[int, int]] | None, rank: int) -> int:
+    """The lower rank of the pair that ``rank`` is in, itself if in none; None: pairs by number."""
+    if pairs is None:
+        return rank - rank % 2
+    return next((first for first, second in pairs if second == rank), rank)
 
 
 def travel_time(size_bytes: float, rate: float, seconds: float) -> Fraction:
@@ -139,13 +266,51 @@ def travel_time(size_bytes: float, rate: float, seconds: float) -> Fraction:
     return min(Fraction(max(1, math.ceil(part * _PARTS)), _PARTS), Fraction(_LONGEST))
 
 
-def _per_rank(value: Number | Sequence[Number], pp: int) -> tuple[Fraction, ...]:
-    if isinstance(value, int | float | str | Fraction):
-        return (_time(value),) * pp
+def _times(value: Number | Sequence[Number], pp: int) -> tuple[Fraction, ...]:
+    """Every rank's or stage's time."""
+    if isinstance(value, str):
+        value = [time for part in value.split(":") for time in _repeated(part)]
+        value = value * pp if len(value) == 1 else value
+    elif isinstance(value, int | float | Fraction):
+        value = [value] * pp
     times = tuple(_time(x) for x in value)
-    if len(times) != pp:
-        raise ValueError(f"{len(times)} transfer times for pp={pp}; give one, or one a rank")
+    if not times or len(times) % pp:
+        raise ValueError(
+            f"{len(times)} transfer times for pp={pp}; give one, one a rank, or one a stage"
+        )
     return times
+
+
+def _repeated(part: str) -> list[str]:
+    """``TxN`` as N times T."""
+    match = _REPEATED.fullmatch(part.strip())
+    return [part] if match is None else [match[1]] * int(match[2])
+
+
+def _text(times: Sequence[Fraction]) -> str:
+    runs = [(_exact(time), len(list(run))) for time, run in groupby(times)]
+    if len(runs) == 1:
+        return runs[0][0]
+    return ":".join(f"{time}x{count}" if count > 1 else time for time, count in runs)
+
+
+def _exact(time: Fraction) -> str:
+    decimal = str(number_to_json(time))
+    return decimal if fraction(decimal) == time else str(time)
+
+
+def _pairs(pairs: Sequence[Sequence[int]], pp: int) -> tuple[tuple[int, int], ...]:
+    try:
+        ranks = [whole(rank, "a rank", 0, pp - 1) for pair in pairs for rank in pair]
+        valid = len({*ranks}) == len(ranks) and all(len(pair) == 2 for pair in pairs)
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"pairs of ranks that share a switch must be two different ranks of {pp} each, no rank "
+            f"twice, got {shown(pairs)}"
+        )
+    return tuple(sorted((min(pair), max(pair)) for pair in pairs))
 
 
 def _time(value: Number) -> Fraction:
@@ -161,5 +326,6 @@ def _time(value: Number) -> Fraction:
     return time
 
 
+_REPEATED = re.compile(r"(.+)x([1-9][0-9]{0,4})", re.ASCII)
 _PARTS = 64
 _LONGEST = 1000  # beyond, no transfer is worth its time

@@ -40,7 +40,7 @@ class OffloadSpec:
 
     Attributes:
         wanted: as ``offload``'s ``chunks``.
-        link: transfer times of every rank.
+        link: transfer times of every rank or stage.
     """
 
     wanted: str | int

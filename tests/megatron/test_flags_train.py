@@ -34,7 +34,7 @@ def train(server, flags, folder):
     "options",
     [
         pytest.param("--schedules v-half --offload off", marks=pytest.mark.matrix),
-        "--schedules interleaved-zb --chunks 2 --memory-cap 10.4MB",
+        "--schedules interleaved-zb --chunks 2 --memory-cap 9MB",
     ],
 )
 @pytest.mark.version(INSTALLED)

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.offload_request import OffloadRequest
+from megatron_ext.offload.pairs import bridges
 from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
@@ -49,7 +51,7 @@ def test_what_is_asked_for() -> None:
     assert asked("auto") == OffloadRequest("auto")
     assert asked(chunks=3, transfer="dual") == OffloadRequest("3", None, "dual")
     full = asked("full", time="0.2, 0.3")
-    assert full == OffloadRequest("full", ("0.2", "0.3"))
+    assert full == OffloadRequest("full", "0.2, 0.3")
     assert full.link(4) == Link.of(4, "0.2", "0.3", "single")
     assert asked("half", time="1/4").link(2) == Link.of(2, Fraction(1, 4))  # type: ignore[union-attr]
 
@@ -63,7 +65,7 @@ def test_what_is_asked_for() -> None:
         ({"chunks": 0}, ["--pp-offload-chunks must be 1 or more, got 0"]),
         ({"time": "0.2"}, ["--pp-offload-time 0.2", "off", "add --pp-offload auto"]),
         ({"offload": "off", "transfer": "dual"}, ["--pp-offload-transfer dual", "off"]),
-        ({"offload": "auto", "time": "1,2,3"}, ["--pp-offload-time must be T or T,T2"]),
+        ({"offload": "auto", "time": "1,2,3"}, ["--pp-offload-time 1,2,3", "must be T or T,T2"]),
         ({"offload": "auto", "time": "0"}, ["--pp-offload-time 0", "> 0"]),
         ({"offload": "auto", "time": "fast"}, ["--pp-offload-time fast", "'fast'"]),
         ({"offload": "auto", "transfer": "quad"}, ["single, dual, paired", "'quad'"]),
@@ -167,17 +169,75 @@ class TestWithASchedule:
         assert request.resolve(4, 2, 8).plan(8, Link.of(4, Fraction(1, 4))).has_offload
 
 
+def test_times_of_every_stage() -> None:
+    stages = asked("full", time="0.25x7:1.5")
+    assert stages is not None
+    request = ScheduleRequest.of("po", offloading=stages)
+    choice = request.resolve(4, 2, 16)
+    assert choice.offload is not None
+    plan = choice.plan(16, choice.offload.link(4))
+    assert plan.link is not None and plan.link.to_host == (Fraction(1, 4),) * 7 + (Fraction(3, 2),)
+    for text, part in (
+        ("1:2:3", "3 transfer times for pp=4"),
+        ("1x12", "the link has 12 transfer times"),
+    ):
+        wrong = ScheduleRequest.of("po", offloading=asked("full", time=text))
+        with pytest.raises(ConfigError, match=f"--pp-offload-time {text}: {part}"):
+            wrong.resolve(4, 2, 16)
+
+
 class TestOnTheMachine:
     def test_pairs_on_different_hosts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from megatron_ext.integration.features.offload import measure as offload_measure
 
         hosts = ["a", "a", "b", "c"]
-        monkeypatch.setattr(offload_measure, "gather", lambda value, group: hosts)
+
+        def gather(value: Any, group: Any = None) -> list[Any]:
+            return [value] if group is None else [(host, None) for host in hosts]
+
+        monkeypatch.setattr(offload_measure, "gather", gather)
         group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 4)
-        device: Any = None
         with pytest.raises(ConfigError) as error:
-            offload_measure.choose_transfers("paired", False, device, group)
+            offload_measure.choose_transfers("paired", False, torch.device("cpu"), group)
         assert "ranks 2 and 3 are on different hosts (b and c)" in str(error.value)
+
+    def test_pairs_by_switch(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Four GPUs in a tree as sysfs shows it, visible in another order than behind switches."""
+        from megatron_ext.integration.features.offload import measure as offload_measure
+
+        devices = tmp_path / "sys/bus/pci/devices"
+        devices.mkdir(parents=True)
+        buses = ["0000:07:00.0", "0000:47:00.0", "0000:0f:00.0", "0000:4e:00.0"]
+        for bus, port in zip(buses, ("0000:00:01.1", "0000:40:01.1") * 2):
+            place = tmp_path / "sys/devices/pci" / port / bus
+            place.mkdir(parents=True)
+            (devices / bus).symlink_to(place)
+
+        def set_up(rank: int, known: list[str | None], planned: Link | None = None) -> Any:
+            def gather(value: Any, group: Any = None) -> list[Any]:
+                if group is not None and isinstance(value, tuple):
+                    return [("here", bridges(bus, tmp_path)) for bus in known]
+                return [value] * 4
+
+            monkeypatch.setattr(offload_measure, "gather", gather)
+            monkeypatch.setattr(offload_measure, "pci_bus_id", lambda device: known[rank])
+            group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: 4)
+            found = offload_measure.choose_transfers(
+                "paired", False, torch.device("cpu"), group, planned, tmp_path
+            )
+            found.close()
+            return found
+
+        setup = set_up(0, buses)
+        assert setup.pairs == ((0, 2), (1, 3))
+        assert setup.why == "as requested; paired by PCIe switch: ranks 0 and 2, 1 and 3"
+        link = setup.applied_to(Link.of(4, "0.25"))
+        assert (link.policy, link.pairs) == ("paired", ((0, 2), (1, 3)))
+        setup = set_up(0, [*buses[:3], None])
+        assert setup.pairs is None and "paired by number: the PCI tree cannot" in setup.why
+        # A file's plan has its pairs already.
+        setup = set_up(0, buses, Link.of(4, "0.25", policy="paired"))
+        assert setup.pairs is None and setup.why.endswith("paired as the schedule file has it")
 
     def test_too_little_host_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ranks of one host are added up; another host's do not count."""

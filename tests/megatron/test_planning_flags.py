@@ -95,7 +95,7 @@ class TestReplanning:
         _, budget = self.budgeted("v-cap", 1.0)
         sizes = (replace(budget, size=n << 20) for n in range(1, 1000))
         budget = next(b for b in sizes if min(b.room(Placement.vee(4), True)) == 5)
-        offloading = OffloadRequest("full", ("0.25", "0.25"))
+        offloading = OffloadRequest("full", "0.25")
         request = ScheduleRequest.of("v-half", memory_cap=f"{budget.size}B", offloading=offloading)
         choice = replace(request, splits=budget.splits).for_job(budget.job).resolve(4, 2, 16)
         link = offloading.link(4)

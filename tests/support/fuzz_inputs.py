@@ -196,7 +196,7 @@ def _flags(data: bytes) -> None:
         if parse_bytes(value) <= 0:
             raise Fault("a budget of nothing")
     elif name == "time":
-        link = Link.of(4, *value.split(",", 1))
+        link = Link.parse(4, value)
         plan = offload_pass(generate("po", 4, 8), link, "auto")
         simulate(plan.schedule)
     elif name == "layout":

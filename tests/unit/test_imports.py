@@ -18,7 +18,7 @@ PACKAGE = ROOT / "megatron_ext"
 _TOOLS = {"_input", "schedule", "plan", "view"}
 _ENGINE = {"runtime", "offload", "moe"}
 _ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching"}
-_ALL |= {"checkpoints", "releases"}
+_ALL |= {"checkpoints", "releases", "reproduce"}
 
 # room -> (rooms of this package it may import, packages besides the standard library it may).
 RULES: dict[str, tuple[set[str], set[str]]] = {
@@ -31,6 +31,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
         ({"_input", "plan", "moe"}, set()),
     ),
     "view": ({"_input", "schedule", "view"}, set()),
+    "reproduce": (_TOOLS | {"moe", "reproduce"}, set()),
     "runtime": (_TOOLS | _ENGINE, {"torch"}),
     "offload": (_TOOLS | _ENGINE, {"torch", "numpy"}),
     "moe": (_TOOLS | _ENGINE, {"torch"}),
@@ -55,7 +56,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
 }
 
 # Rooms whose modules load neither torch nor numpy nor megatron, not even indirectly.
-BARE = ["schedule", "view", "plan", "checkpoints", "commands"]
+BARE = ["schedule", "view", "plan", "reproduce", "checkpoints", "commands"]
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80

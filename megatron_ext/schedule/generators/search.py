@@ -33,8 +33,10 @@ _POOL = 6  # orders
 _AHEAD = 6  # blocks that are tried with few microbatches before the best goes on
 _RUN = 48  # policies that a dispatcher's climb tries before another begins
 _NOISE = 8  # of 64: how far a duration is varied
-_FEW = 600  # passes; of more, single moves change too little
-_MOVES = 2000  # of one annealing
+_FEW = 1600  # passes; of more, single moves change too little
+_MOVES = 4096  # of the first annealing; each has twice as many as the one before
+_TURN = 1024  # moves between two turns of the other sources
+_HEATS = (0.15, 0.3)  # at the start of an annealing, in mean passes
 
 
 class Found(NamedTuple):
@@ -211,21 +213,20 @@ class Search:
             yield True
 
     def _annealed(self) -> Iterator[bool]:
-        """Simulated annealing of the pool's orders, one after the other."""
-        draw, number = _Draw(), 0
+        """Simulated annealing of the pool's orders, one after the other, ever more slowly."""
+        request, draw, number = self.request, _Draw(), 0
+        mean = sum(map(sum, request.durations[:3])) / (3 * request.placement.num_stages)
         while True:
-            order = Moves(self.request, self.cap, self.pool[number % len(self.pool)].orders)
-            mean = sum(map(sum, self.request.durations[:3])) / (
-                3 * self.request.placement.num_stages
-            )
-            for done in range(_MOVES):
-                # Starts with a third of a pass and cools down.
-                heat = 0.3 * mean * (1 - done / _MOVES)
+            order = Moves(request, self.cap, self.pool[number % len(self.pool)].orders)
+            moves, hot = _MOVES << number, mean * _HEATS[number % len(_HEATS)]
+            for done in range(moves):
+                heat = hot * (1 - done / moves)
                 order.move(draw.below, int(-heat * log(1 - draw.below(1 << 30) / (1 << 30))))
-                self.work += sum(map(len, order.best)) // 4
-                if done % 16 == 15:
+                if done % _TURN == _TURN - 1:
+                    self.work += order.work
+                    order.work = 0
+                    self._add(order.best)
                     yield True
-            self._add(order.best)
             for gap in _FIRST_GAPS:
                 self._list(order.best, gap)
             number += 1

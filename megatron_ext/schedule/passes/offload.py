@@ -94,7 +94,7 @@ def offload(
 
     Args:
         schedule: whose compute actions are taken, in their order; other actions are dropped.
-        link: the transfer times of every rank, and what they share.
+        link: the transfer times of every rank or stage, and what they share.
         chunks: how many of a rank's chunks: a number, ``half`` (rounded up) or ``full``, which
             may stall where their link cannot carry so much; or ``auto``, on every rank what
             brings its peak lowest while no pass waits, and of several such plans most sets.
@@ -102,7 +102,7 @@ def offload(
         costs: of the passes, default ``schedule.costs``.
 
     Raises:
-        ValueError: ``chunks`` out of range, or the link is for another number of ranks.
+        ValueError: ``chunks`` out of range, or the link is for another number of ranks or stages.
         ScheduleError: the order of the passes cannot progress.
     """
     base = schedule.compute()
@@ -135,12 +135,10 @@ class _Planner:
         self.passes = [Passes(s, e) for s, e in zip(start, end)]
         self.sets = [self._sets_of(rank) for rank in range(base.pp)]
         self.resident = [_resident(row) for row in base.ranks]
-        self.groups: list[list[int]] = []
+        groups: dict[int, list[int]] = {}
         for rank in range(base.pp):
-            if rank and link.group(rank) == link.group(rank - 1):
-                self.groups[-1].append(rank)
-            else:
-                self.groups.append([rank])
+            groups.setdefault(link.group(rank), []).append(rank)
+        self.groups = list(groups.values())
         self.order = [self._by_lifespan(rank) for rank in range(base.pp)]
 
     def _sets_of(self, rank: int) -> list[ActivationSet]:
@@ -204,7 +202,7 @@ class _Planner:
                 rank: Passes([t * up for t in p.start], [t * up for t in p.end])
                 for rank, p in passes.items()
             }
-        slack *= max((max(item.d2h, item.h2d) for item in chosen), default=0)
+        slack *= max((max(item.d2h, item.h2d) for item in chosen if item.travels), default=0)
         for grid in (False, True):
             for mirrored in (False, True):
                 yield Placing(chosen, passes, self.link.uses, grid, mirrored, slack)
@@ -274,7 +272,7 @@ class _Planner:
         """The share of its time, maybe more than 1, that the link of ``group`` is asked for."""
         load: dict[object, int] = {}
         items = [item for rank in group for item in self.chosen(rank, chunks)]
-        items = [item for item in items if item.gap >= item.d2h + item.h2d]
+        items = [item for item in items if item.travels]
         if not items:
             return Fraction(0)
         for item in items:
@@ -338,10 +336,11 @@ def _late_forwards(
     In the warm-up F passes run faster than their sets can leave, and then the rank waits. Copies
     planned for the later times make it wait between them instead, which costs nothing: whatever
     is planned for a run in which every pass has its time can only happen earlier. Less one copy,
-    because a set that comes back between an F and a B needs the time between them.
+    because a set that comes back between an F and a B needs the time between them; of the copies of
+    sets that have the time to travel, which those of the last stage have not.
     """
     n, rank_of, durations = base.placement.num_stages, base.placement.rank_of, times.durations
-    margin = max(times.to_device)
+    margin = max((times.to_device[s] for s in _travelling(base, times, start, end)), default=0)
     late = [list(row) for row in start]
     begins: dict[tuple[bool, int, int], int] = {}  # (is F, stage, microbatch) -> latest start
     order = sorted(
@@ -371,6 +370,24 @@ def _late_forwards(
         for row, starts, stops in zip(late, start, end)
     ]
     return late, ends
+
+
+def _travelling(
+    base: Schedule, times: LinkTimes, start: list[list[int]], end: list[list[int]]
+) -> set[int]:
+    """The stages of which some set has the time to go to the host and back."""
+    saved: dict[tuple[int, int], int] = {}
+    found: set[int] = set()
+    for row, starts, ends in zip(base.ranks, start, end):
+        for action, at, until in zip(row, starts, ends):
+            for op, stage, j in action.parts:
+                if op is Op.F:
+                    saved[stage, j] = until
+                elif op is not Op.W and (stage, j) in saved and stage not in found:
+                    gap = at - saved[stage, j]
+                    if gap >= times.to_host[stage] + times.to_device[stage]:
+                        found.add(stage)
+    return found
 
 
 def _count(share: Fraction, microbatches: int) -> int:

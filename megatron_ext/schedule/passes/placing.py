@@ -45,6 +45,11 @@ class ActivationSet(NamedTuple):
         """How long nobody needs it."""
         return self.needed_at - self.saved_at
 
+    @property
+    def travels(self) -> bool:
+        """True if it has the time to go to the host and back."""
+        return self.gap >= self.d2h + self.h2d
+
 
 @dataclass(frozen=True)
 class Passes:

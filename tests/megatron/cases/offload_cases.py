@@ -28,12 +28,14 @@ from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.device import CpuDevice
 from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule import generate, offload_pass
-from megatron_ext.schedule.link import Link
+from megatron_ext.schedule.actions import Op
+from megatron_ext.schedule.link import Link, travel_time
+from megatron_ext.schedule.placement import Placement
 from tests.support.faulty_device import Faults, FaultyDevice
 
 
 def _request(wanted: str, policy: str | None, time: str | None = "0.25") -> OffloadRequest:
-    return OffloadRequest(wanted, None if time is None else (time, time), policy)
+    return OffloadRequest(wanted, time, policy)
 
 
 _SEQUENTIAL_MOE = wgrad_cases.CASES["stock/moe"]["config"]
@@ -88,7 +90,8 @@ for schedule, name, wanted, policy, more in _OURS:
         "schedule": schedule,
         "offload": _request(wanted, policy),
     }
-# Nothing is given: policy and times are measured.
+# Nothing is given: policy and times are measured; times of passes and rates are then replaced by
+# steady ones, so that every stage's bytes decide.
 CASES["v-half/measured"] = {**CASES["v-half/"], "offload": _request("auto", None, None)}
 # A file says all.
 _FILE = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
@@ -123,19 +126,42 @@ def _heavy(*args: Any) -> profile.Profile:
     return replace(measured, stages=_HEAVY)
 
 
+def _steady(
+    setup: Any, placement: Placement, rank: int, durations: Any, sizes: dict[int, int]
+) -> Link:
+    seconds = {(chunk, op): 0.1 for chunk in range(2) for op in (Op.F, Op.B, Op.W)}
+    with (
+        mock.patch.object(measure.TransferSetup, "bytes_per_second", lambda self: (4e6, 2e6)),
+        mock.patch.object(measure, "pass_seconds", lambda *unused: seconds),
+    ):
+        found = original_link(setup, placement, rank, durations, sizes)
+    for chunk, stage in enumerate(placement.stages[rank]):
+        want = tuple(travel_time(sizes[chunk], rate, 0.3) for rate in (4e6, 2e6))
+        assert found.of_stage(placement, stage) == want, (rank, stage)
+    # Rank 0 has the embedding's stage and, of the V, the loss's, whose sets are larger.
+    assert found.of_stage(placement, 7) > found.of_stage(placement, 1), found
+    assert len(found.to_host) == 8, found
+    return found
+
+
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """As the others', with late copies, and the same costs measured every time."""
     with mock.patch.object(measure, "device_for", _faulty):
         agree = _heavy if "profile" in case else original_agree
         args = functools.partial(original_args, pp_offload_policy=case.get("policy"))
         with mock.patch.object(profile.Profiler, "agree", agree):
-            with mock.patch.object(gpt_cases, "megatron_args", args):
+            steady = _steady if case == CASES["v-half/measured"] else original_link
+            with (
+                mock.patch.object(gpt_cases, "megatron_args", args),
+                mock.patch.object(measure, "link", steady),
+            ):
                 return original_run_case(case, folder)
 
 
 # Not imported here: wgrad_cases has to prepare a module before Megatron is imported.
 gpt_cases = wgrad_cases.gpt_cases
 original_agree, original_run_case = profile.Profiler.agree, gpt_cases.run_case
+original_link = measure.link
 original_args = gpt_cases.megatron_args
 gpt_cases.run_case = run_case
 

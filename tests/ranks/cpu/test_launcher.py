@@ -170,3 +170,56 @@ for iteration, norm in ((1, 0.1), (2, None)):
     assert [line["iteration"] for line in lines] == [1, 2]
     assert abs(float.fromhex(lines[0]["losses"]["lm loss"]) - third) < 1e-9
     assert [line["grad_norm"] for line in lines] == [(0.1).hex(), None]
+
+
+RANKS = """
+import os, torch.distributed as dist
+rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+dist.init_process_group(
+    "gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=world
+)
+every = [None] * 4
+dist.all_gather_object(every, (dist.get_rank(), os.environ["NODE"], os.environ["LOCAL_RANK"]))
+print(every)
+"""
+
+
+def test_low_and_high_ranks_share_nodes(environment: dict[str, str], tmp_path: Path) -> None:
+    """Four processes on what their environment says are two nodes."""
+    (tmp_path / "ranks.py").write_text(RANKS)
+    running = []
+    for rank in range(4):
+        node, local = divmod(rank, 2)
+        variables = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": 2}
+        variables |= {"NODE": node, "STORE": tmp_path / "store"}
+        running.append(
+            subprocess.Popen(
+                [*LAUNCH, "--node-order", "balanced", "ranks.py"],
+                env={**environment, **{name: str(value) for name, value in variables.items()}},
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        texts = [process.communicate(timeout=PATIENCE)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    want = [(0, "0", "0"), (1, "1", "1"), (2, "1", "0"), (3, "0", "1")]
+    assert texts == [f"{want}\n"] * 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--tensor-model-parallel-size", "8"), "half a node is 4 processes"),
+        (("--use-tp-pp-dp-mapping",), "--use-tp-pp-dp-mapping has no pipeline rank"),
+        (("--tensor-model-parallel-size", "x"), "invalid int value: 'x'"),
+    ],
+)
+def test_nodes_that_are_not_balanced(run: Run, probe: Path, flags: tuple[str], text: str) -> None:
+    node = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+    done = run(*LAUNCH, "--node-order=balanced", probe, *flags, **node)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert done.stderr.startswith("megatron_ext: --node-order balanced: ") and text in done.stderr

@@ -68,7 +68,7 @@ _PO = "simulate --schedule po --pp 4 --microbatches 8"
         (f"{_PO} --offload 3 --offload-time 1", "cannot offload 3 chunks of a rank that has 2"),
         (f"{_PO} --offload most --offload-time 1", "must be off, half, full, auto or a number"),
         (f"{_PO} --offload half --offload-time 0", "an offload time must be a number > 0"),
-        (f"{_PO} --offload half --offload-time 1,2,3", "--offload-time must be T or T,T2"),
+        (f"{_PO} --offload half --offload-time 1,2,3", "a transfer time must be T or T,T2"),
         (f"{_PO} --offload half --offload-time 1 --offload-transfer x", "invalid choice: 'x'"),
         (
             f"{_PO} --offload auto --offload-time 0.25 --memory-cap 0.13",

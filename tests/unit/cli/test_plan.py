@@ -127,6 +127,84 @@ def test_bad_input_is_one_line(run, change, words):
     assert words in err and err.count("\n") == 1
 
 
+GRID = "--world-size 4 --global-batch-size 8 --gpu A100 --memory-cap 30GiB " + FAST
+
+
+def test_a_world_size_alone_searches_the_division(run, tmp_path):
+    path = tmp_path / "plan.json"
+    words = shlex.split(f"{MODEL} {GRID} --output {path}")
+    status, out, err = run("plan", *words, "--json")
+    assert (status, err) == (0, "")
+    data = json.loads(out)
+    chosen, grid = data["chosen"], data["grid"]
+    assert (
+        grid["world_size"] == 4
+        and grid["cases"] == grid["pruned"] + grid["searched"] + grid["skipped"]
+    )
+    sizes = chosen["division"]
+    assert sizes["tensor"] * sizes["pipeline"] * sizes["data"] * sizes["context"] == 4
+    assert f"--tensor-model-parallel-size {sizes['tensor']}" in chosen["flags"]
+    assert f"--pipeline-model-parallel-size {sizes['pipeline']}" in chosen["flags"]
+    assert chosen["iteration_ms"] == data["front"][0]["iteration_ms"] > chosen["step_ms"]
+    assert grid["without_pipeline"]["division"]["pipeline"] == 1
+    # The file has the planned order, and one division's own search gives the same numbers.
+    said = json.loads(run("simulate", "--schedule", path, "--json")[1])
+    assert said["makespan"] / 1000 == pytest.approx(chosen["step_ms"], rel=1e-12)
+    own = " ".join(
+        words for words in chosen["flags"] if "pp-" not in words and "layout" not in words
+    )
+    again = run("plan", *shlex.split(f"{MODEL} {GRID} {own} --json"))[1]
+    assert json.loads(again)["chosen"]["step_ms"] == chosen["step_ms"]
+    text = run("plan", *words)[1]
+    assert "TP  PP  DP  CP  EP" in text and "without a pipeline" in text
+
+
+def test_grid_fixes_what_is_given(run):
+    words = shlex.split(f"{MODEL} {GRID} --json --tensor-model-parallel-size 2")
+    for more in ([], ["--grid", "--pp", "2"]):
+        data = json.loads(run("plan", *words, *more)[1])
+        assert {point["division"]["tensor"] for point in data["front"]} == {2}
+        assert {point["division"]["pipeline"] for point in data["front"]} == {2}
+
+
+def test_a_grid_that_nothing_fits(run):
+    words = shlex.split(f"{MODEL} {GRID} --memory-cap 1GiB")
+    status, out, _ = run("plan", *words)
+    assert status == 0 and "nothing fits in 1.00 GiB" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("--tensor-model-parallel-size 3", "has no division with tensor-model-parallel-size 3"),
+        ("--microbatches 8", "--microbatches is of one division"),
+        ("--profile x", "--profile is of one division"),
+        ("--hf-config /no/such", "cannot read --hf-config"),
+        ("--hf-config a --checkpoint b", "each describe a model"),
+        ("--checkpoint /no/such", "it is no folder"),
+    ],
+)
+def test_bad_grids_are_one_line(run, change, words):
+    status, out, err = run("plan", *shlex.split(f"{MODEL} {GRID} {change}"))
+    assert (status, out) == (2, "")
+    assert words in err and err.count("\n") == 1
+
+
+def test_a_hugging_face_config(run, tmp_path):
+    """Its answer has the model's flags, which describe the same model."""
+    path = tmp_path / "config.json"
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 16}
+    config |= {"intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 4}
+    path.write_text(json.dumps({**config, "vocab_size": 64000, "torch_dtype": "bfloat16"}))
+    words = shlex.split(f"{GRID} --pp 4 --seq-length 2048 --json")
+    data = json.loads(run("plan", "--hf-config", path, *words)[1])
+    assert "--num-query-groups 4" in data["model_flags"] and "--bf16" in data["model_flags"]
+    line = " ".join(data["model_flags"])
+    again = json.loads(run("plan", "--from-args", line, *words)[1])
+    assert again["chosen"] == data["chosen"]
+    assert str(path) in data["assumptions"][0]
+
+
 def test_what_is_needed_is_named(run):
     status, _, err = run("plan", "--pp", 4, "--num-layers", 4)
     assert status == 2 and "--hidden-size, --num-attention-heads, --seq-length" in err

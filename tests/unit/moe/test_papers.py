@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.unit.moe.papers import IntervalSearch, choose_strategy, closed_form_ms, savings
+from megatron_ext.reproduce.moe_equations import choose_strategy, closed_form_ms, savings
+from tests.unit.moe.papers import IntervalSearch
 
 Time = Callable[[int, int], float]  # milliseconds for chunks and rows
 

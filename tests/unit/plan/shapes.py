@@ -38,6 +38,10 @@ SHAPES = {
     "experts, small": EXPERTS + " --ffn-hidden-size 256 --moe-ffn-hidden-size 96",
     "shared expert": EXPERTS
     + " --ffn-hidden-size 256 --moe-shared-expert-intermediate-size 192 --moe-layer-freq ([0]+[1])",
+    "qwen2": LLAMA
+    + " --add-qkv-bias --normalization RMSNorm --untie-embeddings-and-output-weights",
+    "qwen experts": LLAMA + " --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 "
+    "--kv-channels 48 --normalization RMSNorm",
     "selective recompute": "--recompute-activations",
     "full recompute": "--recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",

@@ -9,10 +9,12 @@ import pytest
 from megatron_ext.plan.activations import SetBytes, stage_set, sums
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.kinds import layer
-from megatron_ext.plan.layout import Split, Stage, even_split
+from megatron_ext.plan.layout import Stage, even_split
 from megatron_ext.plan.memory import growth, message_bytes, rank_bytes, stage_bytes
 from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.parameters import Count, state_bytes
+from megatron_ext.reproduce.jobs import Model, activation_gib, published_k, simulated
+from megatron_ext.reproduce.rows import published
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import generate
 from megatron_ext.schedule.link import Link
@@ -157,72 +159,28 @@ def test_experts_are_divided_over_fewer_ranks():
     assert state_bytes(moe, Count(0, 800)).optimizer == 800 * 12 // 2
 
 
-# PipeOffload, figure 15: activation memory in GB; p, layers a rank, h, heads, s, GB by schedule.
-FIGURE_15 = [
-    (8, 5, 5120, 40, 4096, {"interleaved": 15, "gis": 13, "gis-h": 8, "1f1b": 12}),
-    (8, 5, 5120, 40, 8192, {"interleaved": 30, "gis": 27, "gis-h": 16, "1f1b": 24}),
-    (8, 5, 5120, 40, 16384, {"gis-h": 32, "1f1b": 48}),
-    (16, 3, 6144, 48, 4096, {"interleaved": 24, "gis": 19, "gis-h": 13, "1f1b": 18}),
-    (16, 3, 6144, 48, 8192, {"interleaved": 49, "gis": 38, "gis-h": 25, "1f1b": 37}),
-    (16, 3, 6144, 48, 16384, {"gis-h": 51}),
-    (32, 2, 8192, 64, 4096, {"interleaved": 49, "gis": 34, "gis-h": 25, "1f1b": 33}),
-    (32, 2, 8192, 64, 8192, {"gis-h": 51}),
-]
+# PipeOffload, figure 15: activation memory in GB. Ours is within so many per cent, or half of the
+# last digit; why PO is not within 10 % is in docs/25.
+FIGURE_15 = published()["pipeoffload"]["tables"]["fig15"]
+CELLS = [tuple(row) for row in FIGURE_15["rows"]]
+WIDEST = {"1F1B": 10, "1F1B-I": 10, "GIS": 10, "GIS-H": 10, "PO-H": 20, "PO-F": 40}
 
 
-def figure_15(p, each, h, heads, s, v):
-    """Its job and stages: one layer is missing on the first and last; recompute, no masks."""
-    line = f"--num-layers {p * each - 2} --hidden-size {h} --num-attention-heads {heads} "
-    line += f"--group-query-attention --num-query-groups 8 --seq-length {s} --fp16 "
-    line += "--hidden-dropout 0 --attention-dropout 0 --pp-cheap-recompute "
-    line += "--transformer-impl local --attention-backend flash --vocab-size 1024"
-    this = job_of(read(line.split())[0])
-    counts = [each // v] * (p * v)
-    counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
-    return this, stage_bytes(this, Split(tuple(counts)))
-
-
-def most_kept(schedule, stages, this):
-    """GiB of activation sets on the fullest rank."""
-    return max(r.kept for r in rank_bytes(schedule, stages, message_bytes(this))) / 2**30
-
-
-@pytest.mark.parametrize(("p", "each", "h", "heads", "s", "published"), FIGURE_15)
-def test_figure_15(p, each, h, heads, s, published):
-    """Within 10 %, or half of the last digit."""
-    for name, gb in published.items():
-        v = 1 if name == "1f1b" else each
-        this, stages = figure_15(p, each, h, heads, s, v)
-        found = most_kept(generate(name, p, 2 * p, v), stages, this)
-        assert found == pytest.approx(gb, rel=0.10, abs=0.5), name
-
-
-# The same figure's PO-H and PO-F (None: not in it) by sequence length, and k of figure 1.
-OFFLOADED = [
-    (8, 5, 5120, 40, {4096: (1.40, 3, None), 8192: (1.23, 6, None), 16384: (1.0, 12, 9)}),
-    (8, 5, 5120, 40, {32768: (0.72, 24, 14)}),
-    (16, 3, 6144, 48, {4096: (1.19, 4, None), 8192: (1.07, 8, None), 16384: (0.88, 15, 9)}),
-    (16, 3, 6144, 48, {32768: (0.66, 27, 15)}),
-    (32, 2, 8192, 64, {4096: (0.92, 10, 5), 8192: (0.84, 20, 8), 16384: (0.72, 41, 12)}),
-]
-
-
-@pytest.mark.parametrize(("p", "each", "h", "heads", "rows"), sampled(OFFLOADED, OFFLOADED[:2]))
-def test_figure_15_with_offload(p, each, h, heads, rows):
-    """Below the figure, by 12 to 27 % for half of the chunks and by 25 to 69 % for all.
-
-    Ours is another placement of the copies, under which fewer sets are on the device at once, and
-    the figure is measured, with the temporaries of F and B in it.
-    """
-    for s, (k, half, full) in rows.items():
-        this, stages = figure_15(p, each, h, heads, s, each)
-        for what, gb, low, high in (("half", half, 0.73, 0.88), ("full", full, 0.30, 0.76)):
-            if gb is None:
-                continue
-            plan = offload(generate("po", p, 2 * p, each), Link.of(p, round(k * 32) / 64), what)
-            found = most_kept(plan.schedule, stages, this)
-            assert not plan.stall
-            assert low * gb < found < high * gb, (s, what)
+@pytest.mark.parametrize(
+    ("model", "s", "cells"),
+    sampled(CELLS, [CELLS[i] for i in (0, 2, 3, 7)]),
+    ids=lambda value: str(value) if isinstance(value, str | int) else "",
+)
+def test_figure_15(model, s, cells):
+    """Sets and the running pass, as the figure is measured: peak less the iteration's start."""
+    layers, each, h, heads, _, p = published()["pipeoffload"]["models"][model]
+    more = "--hidden-dropout 0 --attention-dropout 0 --pp-cheap-recompute"
+    gpt = Model(layers, h, heads, s, 8, more=more)
+    for name, cell in zip(FIGURE_15["schedules"], cells):
+        if isinstance(cell, list):
+            v = 1 if name == "1F1B" else each
+            found = activation_gib(simulated(gpt, name, p, 2 * p, v, k=published_k(h, s)))
+            assert found == pytest.approx(cell[1], rel=WIDEST[name] / 100, abs=0.5), name
 
 
 def test_a_peak_is_counted_from_sets():

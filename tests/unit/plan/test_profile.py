@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from math import ceil
 
 import pytest
 
@@ -67,12 +68,13 @@ def test_costs_are_in_64ths_of_the_mean_pass():
     assert slower.costs(SPLIT).stages == rows
 
 
-def test_transfer_times_are_those_of_the_slowest_chunk():
-    """Rank 0 of the V has stages 0 and 3; set bytes over rate over F+B+W, in 64ths, rounded up."""
-    there, back = PROFILE.link_times(SPLIT, Placement.vee(2))
-    last = 200 / sum(PROFILE.stages[3])
-    first = 100 / sum(PROFILE.stages[0])
-    assert first > 0 and float(there[0]) == pytest.approx(max(first, last) / 1000, abs=1 / 64)
-    assert float(back[0]) == pytest.approx(max(first, last) / 2000, abs=1 / 64)
-    assert all((64 * x).denominator == 1 for x in (*there, *back))
-    assert Profile(1, SPLIT.counts, PROFILE.stages).link_times(SPLIT, Placement.vee(2)) is None
+def test_every_stage_has_transfer_times():
+    """Set bytes over rate over F+B+W, in 64ths, rounded up; rank 0 of the V has stages 0 and 3."""
+    placement = Placement.vee(2)
+    link = PROFILE.link(SPLIT, placement)
+    for stage, size in enumerate(PROFILE.set_bytes):
+        part = size / sum(PROFILE.stages[stage])
+        there, back = link.of_stage(placement, stage)
+        assert (there, back) == tuple(Fraction(ceil(64 * part / x), 64) for x in (1000, 2000))
+    assert link.of_stage(placement, 0) != link.of_stage(placement, 3)
+    assert Profile(1, SPLIT.counts, PROFILE.stages).link(SPLIT, placement) is None

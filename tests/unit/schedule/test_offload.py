@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from dataclasses import replace
 from fractions import Fraction
@@ -29,7 +30,7 @@ from megatron_ext.schedule import (
 )
 from megatron_ext.schedule.effects import passes
 from megatron_ext.schedule.generators.grouped import gis_peak
-from megatron_ext.schedule.io import load, save
+from megatron_ext.schedule.io import from_json, load, save
 from megatron_ext.schedule.link import POLICIES
 from megatron_ext.schedule.passes.offload import FULL, SHORT, SPARE, offload, wanted_chunks
 from tests.support.grids import sampled
@@ -350,7 +351,10 @@ def test_simulator_refuses_a_release_without_its_offload() -> None:
     [
         ((2, "x"), "an offload time must be a number > 0"),
         ((2, 0), "an offload time must be a number > 0"),
-        ((2, [1]), "1 transfer times for pp=2; give one, or one a rank"),
+        ((2, [1]), "1 transfer times for pp=2; give one, one a rank, or one a stage"),
+        ((2, "1:2:3"), "3 transfer times for pp=2"),
+        ((2, "1x0:1"), "must be a number > 0 (and <= 1000), the fraction"),
+        ((2, "1x99999:1x99999:1x99999"), "299997 transfer times for pp=2"),
         ((2, 1, 1, "triple"), "the transfer policy must be single, dual or paired, got 'triple'"),
     ],
 )
@@ -366,5 +370,76 @@ def test_bad_numbers_of_chunks() -> None:
         wanted_chunks("4", 3)
     with pytest.raises(ValueError, match="must be off, half, full, auto or a number of chunks"):
         wanted_chunks("most", 3)
-    with pytest.raises(ValueError, match="times of 3 ranks but pp=2"):
+    with pytest.raises(ValueError, match="3 transfer times a way, but there are 2 ranks with 1 c"):
         offload(generate("1f1b", 2, 2), Link.of(3, 1))
+
+
+def test_a_time_for_every_stage() -> None:
+    placement = Placement.vee(2)
+    link = Link.parse(2, "0.25x3:3,1/3:0.5x3")
+    assert link.to_host == (Fraction(1, 4),) * 3 + (Fraction(3),)
+    assert link.of_stage(placement, 3) == (3, Fraction(1, 2)), "rank 0, its second chunk"
+    rows = [[1, 2, 3], [1, 1, 1], [2, 2, 2], [1, 0.5, 0.5]]
+    times = link.times(placement, Costs.of(stages=rows).durations(placement))
+    scale = times.durations.scale
+    assert [Fraction(t, scale) for t in times.to_host] == [1.5, 0.75, 1.5, 6]
+    assert [Fraction(t, scale) for t in times.to_device] == [2, 1.5, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("0.25", None),
+        ("0.25,0.5", None),
+        ("1/3", None),
+        ("0.25x4", "0.25"),
+        ("0.25:0.25:0.5:0.25", "0.25x2:0.5:0.25"),
+        ("0.25x7:2,0.125x8", "0.25x7:2,0.125"),
+    ],
+)
+def test_times_are_read_and_written(text: str, same: str | None) -> None:
+    link = Link.parse(4, text)
+    assert link.text == (same or text)
+    placement = Placement.loop(4, len(link.to_host) // 4)
+    again = Link.parse(4, link.text)
+    for stage in range(placement.num_stages):
+        assert again.of_stage(placement, stage) == link.of_stage(placement, stage)
+    if "/" not in text:
+        assert Link.from_json(json.loads(json.dumps(link.to_json())), placement) == link
+
+
+def test_one_time_a_rank_stays_one_a_rank() -> None:
+    """Files from before stages had times load, and equal times are written as before."""
+    placement = Placement.loop(2, 2)
+    data = {"transfer": "dual", "to_host": [0.25, 0.5], "to_device": [0.5, 0.25]}
+    link = Link.from_json(data, placement)
+    assert link.of_stage(placement, 3) == (Fraction(1, 2), Fraction(1, 4))
+    ways = [[link.of_stage(placement, s)[way] for s in range(4)] for way in (0, 1)]
+    assert Link.of_stages(placement, *ways, "dual").to_json() == data
+    with pytest.raises(ValueError, match="6 transfer times a way, but there are 2 ranks with 2 ch"):
+        Link.from_json({**data, "to_host": [1] * 6}, placement)
+
+
+def test_the_last_stages_time_does_not_bind_the_others() -> None:
+    """Its sets hold the logits and never travel; with one time a rank the last rank would wait."""
+    base = generate("po", 4, 32, 4)
+    even, worst, own = (
+        offload(base, Link.parse(4, text), "full") for text in ("0.25", "0.25x3:4", "0.25x15:4")
+    )
+    assert (own.stall, own.peak_sets) == (0, even.peak_sets) and own.moved == even.moved
+    assert worst.stall > 0
+    assert max(worst.peak_sets) > max(own.peak_sets)
+
+
+def test_pairs_that_share_a_switch() -> None:
+    link = Link.of(4, "0.25", policy="paired", pairs=[[0, 2]])
+    assert [link.group(rank) for rank in range(4)] == [0, 1, 0, 3]
+    assert link.uses(0, True)[1] == link.uses(2, True)[1] != link.uses(1, True)[1]
+    plan = offload(generate("po", 4, 16), link, "full")
+    check(plan.schedule)
+    assert plan.moved != [[0, 0]] * 4 and plan.schedule.link == link
+    again = from_json(json.loads(json.dumps(plan.schedule.to_json())))
+    assert again.link == link and again.fingerprint() == plan.schedule.fingerprint()
+    for pairs in ([[0, 0]], [[0, 1], [1, 2]], [[0, 4]], [[0]], [0, 1], [["a", 1]]):
+        with pytest.raises(ValueError, match="two different ranks of 4 each"):
+            Link.of(4, 1, pairs=pairs)  # type: ignore[arg-type]

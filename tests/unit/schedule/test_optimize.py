@@ -85,7 +85,7 @@ def test_refusals(solver):
         ("interleaved", 2, 4, 2, False),
         ("zb-h1", 4, 6, None, False),
         ("interleaved-zb", 3, 6, 2, True),
-        ("v-min", 4, 8, None, True),
+        ("v-min", 4, 8, None, False),
     ],
 )
 def test_any_schedule(solver, by_work, objective, name, pp, microbatches, chunks, gains):

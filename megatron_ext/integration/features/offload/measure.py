@@ -6,8 +6,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import torch
 from ....offload.arena import HostArena
 from ....offload.device import Device, device_for
 from ....offload.engine import Engine, FileLinkLock, LinkLock, Policy
+from ....offload.host import pci_bus_id
+from ....offload.pairs import Pairs, bridges, by_switch, in_all
 from ....offload.rates import Rates
-from ....schedule.actions import Op
-from ....schedule.link import Link, travel_time
+from ....schedule.link import Link, by_number, first_of_pair, travel_time
 from ....schedule.placement import Placement
 from ...callbacks import Duration
 from ...errors import ConfigError
@@ -36,6 +36,7 @@ class TransferSetup:
         policy: the same on all ranks of the job.
         why: the reason for the policy.
         rates: of this rank; None if nothing had to be measured.
+        pairs: of ranks that share a switch, for ``paired``; None: by number.
         link_lock: for ``paired`` on devices that need it.
     """
 
@@ -44,7 +45,13 @@ class TransferSetup:
     policy: Policy
     why: str
     rates: Rates | None = None
+    pairs: Pairs | None = None
     link_lock: LinkLock | None = None
+
+    def applied_to(self, link: Link) -> Link:
+        """``link``'s times under the agreed policy and pairs."""
+        paired = self.policy is Policy.PAIRED
+        return replace(link, policy=self.policy.value, pairs=self.pairs if paired else None)
 
     def bytes_per_second(self) -> tuple[float, float] | None:
         """Measured rates to the host and back, under the policy."""
@@ -70,7 +77,12 @@ class TransferSetup:
 
 
 def choose_transfers(
-    requested: str | None, measured: bool, torch_device: torch.device, group: Any
+    requested: str | None,
+    measured: bool,
+    torch_device: torch.device,
+    group: Any,
+    planned: Link | None = None,
+    root: Path = Path("/"),
 ) -> TransferSetup:
     """Measure the link where that is needed, and agree on the transfer policy.
 
@@ -82,32 +94,44 @@ def choose_transfers(
         measured: True if rates are needed to plan.
         torch_device: of this rank.
         group: the pipeline's process group.
+        planned: of a schedule file, whose plan has its pairs already.
+        root: ``/``, or the folder where a test keeps its PCI tree.
 
     Raises:
-        ConfigError: ``paired`` is requested, and neighbours are on different hosts.
+        ConfigError: ``paired`` is requested, no two ranks share a switch that can be read, and
+            neighbours are on different hosts.
     """
-    rank, hosts = group.rank(), gather(socket.gethostname(), group)
-    pairs = [(hosts[i], hosts[i + 1]) for i in range(0, len(hosts) - 1, 2)]
-    apart = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    rank, place = group.rank(), (socket.gethostname(), bridges(pci_bus_id(torch_device), root))
+    places = gather(place, group)
+    pairs, why_pairs = None, "paired as the schedule file has it"
+    if planned is not None:
+        pairs = planned.pairs
+    elif requested in (None, Policy.PAIRED):
+        pairs, why_pairs = in_all(gather(by_switch(places)))
+    used = by_number(len(places)) if pairs is None else pairs
+    apart = next(((i, j) for i, j in used if places[i][0] != places[j][0]), None)
     if requested == Policy.PAIRED and apart is not None:
-        a, b = pairs[apart]
+        i, j = apart
         raise ConfigError(
             f"--pp-offload-transfer paired is for pipeline neighbours that share a PCIe switch, "
-            f"but ranks {2 * apart} and {2 * apart + 1} are on different hosts ({a} and {b}); "
+            f"but ranks {i} and {j} are on different hosts ({places[i][0]} and {places[j][0]}); "
             "use single or dual, or leave it out to measure"
         )
     device, arena = device_for(torch_device), HostArena(torch_device)
     rates, choice, why = None, requested, "as requested"
     if measured or requested is None:
-        rates, (best, reason) = measure_link(rank, len(hosts), apart is None, device, arena, group)
+        neighbours = () if apart else used
+        rates, (best, reason) = measure_link(rank, neighbours, device, arena, group)
         votes = gather((best.value, reason))
         if requested is None:
             choice = _consensus([vote for vote, _ in votes])
             first = next(i for i, (vote, _) in enumerate(votes) if vote == choice)
             why = f"measured: on rank {first}, {votes[first][1]}"
     policy = Policy(choice)
-    lock = _link_lock(policy, device, rank, group)
-    return TransferSetup(device, arena, policy, why, rates, lock)
+    if policy is Policy.PAIRED:
+        why += f"; {why_pairs}"
+    lock = _link_lock(policy, device, rank, first_of_pair(pairs, rank), group)
+    return TransferSetup(device, arena, policy, why, rates, pairs, lock)
 
 
 def link(
@@ -117,9 +141,9 @@ def link(
     durations: Sequence[Duration],
     sizes: Mapping[int, int],
 ) -> Link:
-    """The measured link of all ranks, for planning; all ranks of the job call this together.
+    """The measured link of all stages, for planning; all ranks of the job call this together.
 
-    Of ranks at the same place in their pipelines the slowest counts: all follow one plan.
+    Of ranks that hold the same stage the slowest counts: all follow one plan.
 
     Args:
         setup: of this rank, with rates.
@@ -132,22 +156,18 @@ def link(
     assert rates is not None
     # A pass may have waited for a copy; that must not make the link look fast.
     seconds = pass_seconds(durations, min)
-    mine = [
-        max(
-            (
-                travel_time(
-                    nbytes, rate, sum(seconds.get((chunk, op), 0.0) for op in (Op.F, Op.B, Op.W))
-                )
-                for chunk, nbytes in sizes.items()
-            ),
-            default=Fraction(1, 64),
+    mine = {}
+    for chunk, stage in enumerate(placement.stages[rank]):
+        whole = sum(time for (of, _), time in seconds.items() if of == chunk)
+        mine[stage] = [travel_time(sizes.get(chunk, 0), rate, whole) for rate in rates]
+    every = gather(mine)
+    to_host, to_device = zip(
+        *(
+            map(max, zip(*(part[stage] for part in every if stage in part)))
+            for stage in range(placement.num_stages)
         )
-        for rate in rates
-    ]
-    to_host, to_device = [Fraction(0)] * placement.pp, [Fraction(0)] * placement.pp
-    for i, (out, back) in gather((rank, mine)):
-        to_host[i], to_device[i] = max(to_host[i], out), max(to_device[i], back)
-    return Link.of(placement.pp, to_host, to_device, setup.policy.value)
+    )
+    return setup.applied_to(Link.of_stages(placement, to_host, to_device))
 
 
 def _consensus(votes: Sequence[str]) -> str:
@@ -157,15 +177,17 @@ def _consensus(votes: Sequence[str]) -> str:
     return Policy.DUAL.value if set(votes) == {Policy.DUAL.value} else Policy.SINGLE.value
 
 
-def _link_lock(policy: Policy, device: Device, rank: int, group: Any) -> LinkLock | None:
+def _link_lock(
+    policy: Policy, device: Device, rank: int, first: int, group: Any
+) -> LinkLock | None:
     """Locks that each pair shares, where the device can hold them."""
     if policy is not Policy.PAIRED or not device.guards_copies:
         return None
     folder = None
-    if rank % 2 == 0:
+    if rank == first:
         memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         folder = tempfile.mkdtemp(prefix="megatron-ext-link-lock-", dir=memory)
-    lock = FileLinkLock(Path(gather(folder, group)[rank // 2 * 2]))
+    lock = FileLinkLock(Path(gather(folder, group)[first]))
     gather(None, group)  # both of a pair have their files
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -80,17 +80,20 @@ class Offloading(Callback):
             return
         group = step.call.group
         device = next(step.call.iteration.models[0].parameters()).device
+        file_link = None
         if self._request is None:
-            assert self._inputs.link is not None
-            requested: str | None = self._inputs.link.policy
+            file_link = self._inputs.link
+            assert file_link is not None
+            requested: str | None = file_link.policy
         else:
             requested = self._request.policy
         with as_config_error():
-            self._setup = measure.choose_transfers(requested, self._assumed, device, group)
+            self._setup = measure.choose_transfers(
+                requested, self._assumed, device, group, file_link
+            )
         if self._request is not None:
-            policy = self._setup.policy.value
-            given = self._request.link(group.size(), policy)
-            self._inputs.link = given or Link.of(group.size(), _ASSUMED, policy=policy)
+            link = self._request.link(group.size()) or Link.of(group.size(), _ASSUMED)
+            self._inputs.link = self._setup.applied_to(link)
 
     def planned(self, plan: Schedule) -> None:
         if dist.get_rank() == 0:
@@ -240,14 +243,13 @@ class Offloading(Callback):
         link = self._inputs.link
         assert self._setup is not None and link is not None
         report = self._report(plan)
-        times = ",".join(f"{float(max(t)):.3g}" for t in (link.to_host, link.to_device))
         sets = plan.pp * plan.chunks * plan.microbatches
         return (
             f"offload{', until it is measured' if self._assumed else ''}: "
             f"{sum(report.offloaded_sets)} of {sets} activation sets a step are offloaded; at "
             f"most {max(report.peak_sets)} sets on a device, "
             f"{max(report.peak_host_sets, default=0)} of a rank on the host; transfer "
-            f"{self._setup.policy.value} ({self._setup.why}); one set takes at most "
-            f"{times} of its chunk's F+B+W each way ({'assumed' if self._assumed else 'known'}; "
-            "--pp-offload-time)"
+            f"{self._setup.policy.value} ({self._setup.why}); one set of each stage "
+            f"takes so much of its chunk's F+B+W each way "
+            f"({'assumed' if self._assumed else 'known'}): --pp-offload-time {link.text}"
         )

@@ -210,7 +210,8 @@ class ScheduleRequest:
             offload.check_chunks(placement.chunks)
             if self.profile is not None and self.splits is not None and offload.times is None:
                 split = self.splits(placement.num_stages)
-                offload = replace(offload, measured=self.profile.link_times(split, placement))
+                offload = replace(offload, measured=self.profile.link(split, placement))
+            offload.check_times(placement)
             link = offload.link(pp)
         note = self.note
         if self.decided is None and self.file is None and offload is None:

@@ -1,0 +1,95 @@
+"""The device and the budget of ``plan``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .._input import parse_bytes
+from ..plan.gpu import GPUS, Gpu, gpu_of
+from ..plan.model import PlanError
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What describes them."""
+    group = parser.add_argument_group("device and budget")
+    group.add_argument(
+        "--gpu", default="H100", help=f"{', '.join(GPUS)} (default H100), or FILE.json"
+    )
+    group.add_argument(
+        "--memory-cap", metavar="BYTES", help="what one rank may hold on its device, such as "
+        "40GiB; default: the device's memory less the reserve"
+    )  # fmt: skip
+    group.add_argument(
+        "--reserve", default="6GiB", metavar="BYTES", help="for libraries, communicators and "
+        "fragmentation, if there is no --memory-cap (default 6GiB)"
+    )  # fmt: skip
+    group.add_argument("--host-memory", metavar="BYTES", help="for one rank's offloaded sets")
+    group.add_argument("--gpu-flops", type=float, metavar="X", help="peak dense 16-bit FLOP/s")
+    group.add_argument("--gpu-memory", metavar="BYTES", help="of the device")
+    group.add_argument("--gpu-bandwidth", type=float, metavar="X", help="of its memory, bytes/s")
+    group.add_argument(
+        "--host-bandwidth", metavar="X[,X2]", help="to the host, and back, bytes/s, such as 25e9"
+    )
+    group.add_argument("--peer-bandwidth", type=float, metavar="X", help="in a node, bytes/s")
+    group.add_argument("--network-bandwidth", type=float, metavar="X", help="bytes/s each way")
+    add_exchange_rate(group)
+    group.add_argument(
+        "--efficiency", type=float, metavar="X", help="share of the peak that large matrix "
+        "products reach"
+    )  # fmt: skip
+    group.add_argument(
+        "--profile", action="append", metavar="FILE", help="measured times, bytes and rates in "
+        "place of computed ones; one for each microbatch size and recompute setting"
+    )  # fmt: skip
+
+
+def add_exchange_rate(group: argparse._ActionsContainer) -> None:
+    """At which experts' rows travel, in place of what follows from links and nodes."""
+    group.add_argument(
+        "--exchange-bandwidth", type=float, metavar="X", help="bytes/s at which a device's rows "
+        "travel to the experts of other ranks, such as a dispatcher (DeepEP) was measured with"
+    )  # fmt: skip
+
+
+def exchange_rates(args: argparse.Namespace) -> dict[str, Any]:
+    """Of all-to-alls, for ``Gpu.with_``."""
+    return {"devices_per_node": args.gpus_per_node, "exchange": args.exchange_bandwidth}
+
+
+def gpu(args: argparse.Namespace) -> Gpu:
+    """The device, with the rates that were given."""
+    there: float | None = None
+    back: float | None = None
+    if args.host_bandwidth is not None:
+        parts = args.host_bandwidth.split(",")
+        try:
+            there, back = float(parts[0]), float(parts[-1])
+        except ValueError:
+            there = None
+        if there is None or len(parts) > 2:
+            raise PlanError(
+                f"--host-bandwidth must be X or X,X2 in bytes/s, got {args.host_bandwidth!r}"
+            )
+    return gpu_of(args.gpu).with_(
+        flops=args.gpu_flops,
+        memory_bytes=None if args.gpu_memory is None else parse_bytes(args.gpu_memory),
+        bandwidth=args.gpu_bandwidth,
+        to_host=there,
+        to_device=back,
+        peer=args.peer_bandwidth,
+        network=args.network_bandwidth,
+        efficiency=args.efficiency,
+        **exchange_rates(args),
+    )
+
+
+def budgets(args: argparse.Namespace, gpu: Gpu) -> tuple[int, int | None]:
+    """Bytes of a rank on the device, and on the host (None: no limit)."""
+    host = None if args.host_memory is None else parse_bytes(args.host_memory)
+    if args.memory_cap is not None:
+        return parse_bytes(args.memory_cap), host
+    budget = gpu.memory_bytes - parse_bytes(args.reserve)
+    if budget <= 0:
+        raise PlanError(f"--reserve {args.reserve} leaves nothing of {gpu.name}'s memory")
+    return budget, host

@@ -1,0 +1,133 @@
+"""Models of ``plan`` from files."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+from .._input import attribute, flag_of
+from ..checkpoints import folder as saved
+from ..plan.divisions import SIZES
+from ..plan.flags import FLAGS, add_flags, read
+from ..plan.inputs.arguments import of_arguments, read_recipe
+from ..plan.inputs.huggingface import read_config
+from ..plan.model import PlanError
+
+
+def read_checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:
+    """The model and batch that a checkpoint's saved arguments describe.
+
+    Nothing of the checkpoint is loaded, made or called (``checkpoints/pickles.py``).
+
+    Args:
+        path: what ``--save`` named, or an iteration's folder in it.
+
+    Raises:
+        PlanError: it holds no readable arguments.
+    """
+    try:
+        folder = _iteration(Path(path))
+        args = saved.common(folder)["args"]
+    except (OSError, ValueError) as error:
+        raise PlanError(f"--checkpoint {path}: {error}") from None
+    if args is None:
+        raise PlanError(f"--checkpoint {path}: {folder.name} holds no saved arguments")
+    return of_arguments(vars(args), f"--checkpoint {path}"), [
+        f"the model and batch: arguments saved in {folder}"
+    ]
+
+
+def _iteration(root: Path) -> Path:
+    if not root.is_dir():
+        raise ValueError("it is no folder; give what --save named")
+    if root.name.startswith("iter_") or (root / saved.METADATA).exists():
+        return root
+    found = saved.saved(root)
+    if not found:
+        raise ValueError("it holds no iter_… folder; give what --save named")
+    wanted = saved.tracked(root)
+    return found[wanted] if wanted in found else list(found.values())[-1]
+
+
+_READERS = {
+    "hf_config": read_config,
+    "bridge_config": read_recipe,
+    "checkpoint": read_checkpoint,
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Megatron's flags, one by one or as a line, and files that describe a model."""
+    parser.add_argument(
+        "--from-args", metavar="LINE", help="a pretrain_gpt.py command line; what plan does not "
+        "know is ignored and listed; flags beside it win"
+    )  # fmt: skip
+    parser.add_argument(
+        "--hf-config", metavar="FILE", help="a Hugging Face model's config.json; flags win"
+    )
+    parser.add_argument(
+        "--bridge-config", metavar="FILE", help="a Megatron-Bridge recipe's settings: "
+        "ConfigContainer.to_dict() as JSON; flags win"
+    )  # fmt: skip
+    parser.add_argument(
+        "--checkpoint", metavar="FOLDER", help="what --save named: the arguments saved there; "
+        "flags win"
+    )  # fmt: skip
+    add_flags(parser.add_argument_group("model and division"))
+
+
+def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Megatron's arguments by name, flags that were ignored, and where the model is from."""
+    found, notes = read_file(args)
+    line, ignored = read(_tokens(args.from_args))
+    found |= line | {n: v for n, v in vars(args).items() if n in _KNOWN}
+    if args.pp is not None:
+        found["pipeline_model_parallel_size"] = args.pp
+    return found, ignored, notes
+
+
+_KNOWN = {attribute(name) for name in FLAGS}
+
+
+def _tokens(line: str | None) -> list[str]:
+    try:
+        return [] if line is None else shlex.split(line.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise PlanError(f"--from-args cannot be split into words: {error}") from None
+
+
+def read_file(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Megatron's arguments of the file that was given, and a note; both empty without one.
+
+    Raises:
+        PlanError: as the readers of ``plan.inputs``; or several files are given.
+    """
+    files = {name: getattr(args, name) for name in _READERS if getattr(args, name) is not None}
+    if len(files) > 1:
+        flags = ", ".join("--" + name.replace("_", "-") for name in files)
+        raise PlanError(f"{flags} each describe a model; give one of them")
+    for name, path in files.items():
+        found, notes = _READERS[name](path)
+        return {key: value for key, value in found.items() if value is not None}, notes
+    return {}, []
+
+
+def model_flags(args: argparse.Namespace, given: dict[str, Any]) -> list[str]:
+    """Megatron's flags of a model from a file; empty for one that was given as flags."""
+    if all(getattr(args, name) is None for name in _READERS):
+        return []
+    words = []
+    for name, value in given.items():
+        if name in (*SIZES, *_OURS) or value is False:
+            continue
+        if isinstance(value, list):
+            value = " ".join(map(str, value))
+        text = "" if value is True else f" {shlex.quote(str(value))}"
+        words.append(flag_of(name) + text)
+    return words
+
+
+# What the answer's own flags say, or a launcher.
+_OURS = ("micro_batch_size", "world_size", "sequence_parallel", "use_distributed_optimizer")

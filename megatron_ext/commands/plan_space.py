@@ -1,0 +1,135 @@
+"""What ``plan`` searches: its options, and the search space of one division."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..plan.gpu import Gpu
+from ..plan.model import Job, PlanError
+from ..plan.profile import Profile
+from ..plan.space import SearchSpace
+from ..schedule.generators import NAMES
+from ..schedule.link import DEFAULT_POLICY, POLICIES
+from .common import add_network_options, network_of, positive
+
+
+def add_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The options; returns their group."""
+    group = parser.add_argument_group("what is searched")
+    group.add_argument("--pp", type=positive, metavar="P", help="pipeline ranks")
+    group.add_argument(
+        "--microbatches", type=positive, metavar="M", help="of one iteration with the job's own "
+        "--micro-batch-size, in place of --global-batch-size"
+    )  # fmt: skip
+    group.add_argument(
+        "--schedules", metavar="A,B", help=f"of {', '.join(NAMES)} (default all of them)"
+    )
+    group.add_argument("--chunks", metavar="V,V", help="model chunks per rank (default 2,4)")
+    group.add_argument(
+        "--micro-batch-sizes", metavar="B,B", help="default 1, 2, 4 and the job's own, as far as "
+        "they divide the batch"
+    )  # fmt: skip
+    group.add_argument(
+        "--cheap-recompute", choices=("auto", "on", "off"), help="default auto: with and without"
+    )
+    group.add_argument(
+        "--offload", choices=("auto", "half", "full", "any", "off"), help="with half, full "
+        "or auto every point has it; default any: half and full, or auto for links too slow for "
+        "those, where that may be faster than what fits, or keep less on the device"
+    )  # fmt: skip
+    group.add_argument("--offload-transfer", choices=POLICIES, default=DEFAULT_POLICY)
+    group.add_argument(
+        "--no-balance", action="store_true", help="keep Megatron's even split of the layers"
+    )
+    group.add_argument(
+        "--effort", type=float, default=1.0, metavar="X", help="a factor on the 2 million passes "
+        "of all orders that are made, about half a minute at 32 ranks and 256 microbatches"
+    )  # fmt: skip
+    add_network_options(group)
+    return group
+
+
+def space(args: argparse.Namespace, job: Job, gpu: Gpu) -> SearchSpace:
+    """What one division's search may choose from."""
+    pp = job.pipeline_model_parallel_size
+    if pp < 2:
+        raise PlanError(
+            f"a pipeline needs at least 2 ranks, got --pp {pp}; give 2 or more, or --world-size "
+            "without --pp to search all parallel sizes"
+        )
+    if args.microbatches is not None:
+        if job.global_batch_size is not None:
+            raise PlanError("--microbatches and --global-batch-size both give the batch; drop one")
+        batch = args.microbatches * job.micro_batch_size * job.data_parallel_size
+        job = job.with_(global_batch_size=batch)
+    job.microbatches()  # refuses what cannot be divided
+    names = tuple(args.schedules.split(",")) if args.schedules else NAMES
+    for name in names:
+        if name not in NAMES:
+            raise PlanError(f"unknown schedule {name!r}; give some of {', '.join(NAMES)}")
+    profiles = {}
+    for path in args.profile or ():
+        profile = Profile.load(path)
+        size, cheap = profile.micro_batch_size, profile.cheap_recompute
+        profile.require(job.with_(micro_batch_size=size, cheap_recompute=cheap))
+        profiles[profile.micro_batch_size, profile.cheap_recompute] = profile
+    return SearchSpace(
+        job,
+        gpu,
+        pp,
+        names,
+        numbers(args.chunks, "--chunks") or _chunks(job),
+        _sizes(args, job, profiles),
+        recompute(args, job),
+        {None: _ANY, "any": _ANY, "off": ()}.get(args.offload, (args.offload,)),
+        args.offload_transfer,
+        not args.no_balance,
+        profiles,
+        network_of(args),
+        always_offload=args.offload in ("auto", "half", "full"),
+    )
+
+
+def _chunks(job: Job) -> tuple[int, ...]:
+    pp = job.pipeline_model_parallel_size
+    return tuple(v for v in (2, 4) if v == 2 or v * pp <= job.num_layers)
+
+
+def _sizes(
+    args: argparse.Namespace, job: Job, profiles: dict[tuple[int, bool], Profile]
+) -> tuple[int, ...]:
+    given = numbers(args.micro_batch_sizes, "--micro-batch-sizes")
+    if given is not None:
+        return given
+    if profiles:
+        return tuple(sorted({size for size, _ in profiles}))
+    assert job.global_batch_size is not None
+    share = job.global_batch_size // job.data_parallel_size
+    return tuple(b for b in sorted({1, 2, 4, job.micro_batch_size}) if share % b == 0)
+
+
+def recompute(args: argparse.Namespace, job: Job) -> tuple[bool, ...]:
+    """Which of without and with cheap recompute."""
+    if args.cheap_recompute in (None, "auto"):
+        if job.recompute_granularity == "full":
+            return (False,)
+        return (True,) if job.cheap_recompute else (False, True)
+    if args.cheap_recompute == "on" and job.recompute_granularity == "full":
+        raise PlanError("--cheap-recompute on has nothing to do under full recomputation")
+    return (args.cheap_recompute == "on",)
+
+
+def numbers(text: str | None, flag: str) -> tuple[int, ...] | None:
+    """Such as 1,2,4; None if there is no text."""
+    if text is None:
+        return None
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise PlanError(f"{flag} must be whole numbers >= 1 such as 1,2,4, got {text!r}")
+    return numbers
+
+
+_ANY = ("half", "full", "auto")

@@ -1,0 +1,89 @@
+"""``megatron-ext reproduce``: the papers' tables and figures beside ours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..reproduce import render
+from ..reproduce.papers import ALL, PAPERS, Section, sections, wanted
+from .common import InputError, output, user_input
+
+_EVERY_S = 4.0
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "reproduce", help="the papers' tables and figures: published, ours, difference, verdict"
+    )
+    parser.set_defaults(run=_reproduce)
+    parser.add_argument(
+        "paper", nargs="?", default=ALL, choices=(*(p.name for p in PAPERS), ALL), metavar="PAPER",
+        help=f"{', '.join(p.name for p in PAPERS)}, or all (the default), some minutes of one core",
+    )  # fmt: skip
+    parser.add_argument(
+        "--figure", metavar="NAME", help="one table or figure, such as fig15; names are in --list"
+    )
+    parser.add_argument("--list", action="store_true", help="names of tables and figures, no more")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument(
+        "--output", metavar="PAGE.md", help="write a page, and plots to images/ beside it"
+    )
+
+
+def _reproduce(args: argparse.Namespace) -> None:
+    with user_input():
+        tables = wanted(args.paper, args.figure)
+    if args.list:
+        for paper, table in tables:
+            print(f"{paper.name:<20} {table.name:<20} {table.title}")
+        return
+    if args.output is not None and not args.output.endswith(".md"):
+        raise InputError(f"--output {args.output}: a page's name ends in .md")
+    with _progress() as progress:
+        found = list(sections(tables, progress))
+    if args.output is not None:
+        write_page(args.output, found)
+    if args.json:
+        print(json.dumps(render.to_json(found)))
+    elif args.output is None:
+        print(render.text(found))
+
+
+def write_page(path: str, found: Sequence[Section]) -> None:
+    """The page, and its plots in ``images`` beside it.
+
+    Raises:
+        InputError: they cannot be written there.
+    """
+    images = {}
+    with output(path):
+        folder = Path(path).parent / "images"
+        folder.mkdir(exist_ok=True)
+        for section in found:
+            if section.table.plot is not None:
+                name = f"{section.paper.name}-{section.table.name}"
+                images[name] = f"images/{name}.svg"
+                drawn = section.table.plot(section.table.title, section.rows)
+                (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
+        Path(path).write_text(render.page(found, images), encoding="utf-8")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Lines on stderr, once it takes long, and not too many."""
+    last = time.monotonic()
+
+    def report(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > _EVERY_S:
+            last = time.monotonic()
+            print(f"reproduce: {line}", file=sys.stderr, flush=True)
+
+    yield report

@@ -1,0 +1,161 @@
+"""Seconds of an iteration beside its passes: data- and context-parallel exchange, the optimizer.
+
+A ring over n ranks moves (n - 1) / n of the bytes over every rank's link, once for a reduce-scatter
+or an all-gather and twice for an all-reduce ("Reducing Activation Recomputation in Large
+Transformer Models", arXiv 2205.05198, section 4.2.2; ZeRO, arXiv 1910.02054, section 7). Megatron
+numbers ranks tensor, context, expert, data, pipeline from the innermost, so what lies in one node
+follows from the sizes. Members of a ring that share a node share its adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .gpu import Gpu
+from .memory import StageBytes
+from .model import Job
+from .parameters import Count, StateBytes
+from .times import MESSAGE_S
+
+ATTENTION = "*w+"  # kinds of layers whose keys and values context-parallel ranks exchange
+
+ASSUMPTIONS = (
+    "data-parallel exchange: gradients and parameters once an iteration, over rings, at the rate "
+    "of NVLink inside a node and of one network adapter a device between nodes; with "
+    "--overlap-grad-reduce and --overlap-param-gather what one microbatch's passes do not hide",
+    "context-parallel exchange: keys and values over a ring, hidden by attention itself as far as "
+    "that takes as long",
+    "the optimizer's step: its states, read and written once at the memory's rate",
+)
+
+
+class Overhead(NamedTuple):
+    """Seconds of one iteration beside its passes, on the rank where they are most.
+
+    Attributes:
+        data: gradients and parameters over data-parallel ranks, as far as nothing hides them.
+        context: keys and values over context-parallel ranks, likewise.
+        optimizer: its step.
+    """
+
+    data: float
+    context: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All of them, one after the other."""
+        return sum(self)
+
+
+class Overlap(NamedTuple):
+    """Megatron's ``--overlap-grad-reduce`` and ``--overlap-param-gather``."""
+
+    gradients: bool = False
+    parameters: bool = False
+
+
+class Links:
+    """Rates between the ranks of a job.
+
+    Args:
+        gpu: the device.
+        node: devices of one node.
+    """
+
+    def __init__(self, gpu: Gpu, node: int) -> None:
+        self.gpu, self.node = gpu, node
+
+    def ring(self, size: float, ranks: int, stride: int) -> float:
+        """Seconds of one reduce-scatter or all-gather of ``size`` bytes.
+
+        Args:
+            size: bytes of the whole.
+            ranks: members.
+            stride: distance of neighbours in the numbering of ranks.
+        """
+        if ranks < 2:
+            return 0.0
+        inside = min(ranks, max(1, self.node // stride))
+        rate = self.gpu.peer
+        if inside < ranks:
+            rate = min(rate, self.gpu.network * inside)
+        return (ranks - 1) * (size / ranks / rate) + 2 * MESSAGE_S
+
+    def data(self, job: Job, count: Count) -> tuple[float, float]:
+        """Seconds for the gradients, and for the parameters, of one rank's ``count``."""
+        wide = (job.grads_in_fp32 or job.params_dtype == "fp32") and not job.grad_reduce_in_bf16
+        gradient = 4 if wide else job.element_bytes
+        sharded = job.use_distributed_optimizer or job.optimizer == "dist_muon"
+        tp, each = job.tensor_model_parallel_size, job.element_bytes
+        shared = (
+            (count.dense + count.other, job.data_parallel_size * job.context_parallel_size, tp),
+            (
+                count.expert,
+                job.expert_data_parallel_size,
+                job.expert_model_parallel_size * job.expert_tensor_parallel_size,
+            ),
+        )
+        gradients = parameters = 0.0
+        for number, ranks, stride in shared:
+            gradients += self.ring(number * gradient, ranks, stride) * (1 if sharded else 2)
+            parameters += self.ring(number * each, ranks, stride) if sharded else 0.0
+        return gradients, parameters
+
+    def context(self, job: Job) -> tuple[float, float]:
+        """Seconds of one attention layer's exchange that its F, and its B, do not hide."""
+        cp, tp = job.context_parallel_size, job.tensor_model_parallel_size
+        if cp < 2:
+            return 0.0, 0.0
+        keys, values = job.key_width, job.key_width
+        queries = job.query_width
+        if job.multi_latent_attention:
+            queries = keys = job.num_attention_heads * (job.qk_head_dim + job.qk_pos_emb_head_dim)
+            values = job.num_attention_heads * job.v_head_dim
+        size = job.tokens * cp * (keys + values) / tp * job.element_bytes
+        sent = self.ring(size, cp, tp)
+        # Causal attention, of which every rank has an equal part.
+        flops = job.tokens * job.seq_length * 2 * queries / tp
+        hidden = flops / (self.gpu.flops * self.gpu.efficiency)
+        # Back, keys and values travel again and their gradients with them.
+        return max(0.0, sent - hidden), max(0.0, 2 * sent - 2.5 * hidden)
+
+    def optimizer(self, states: StateBytes) -> float:
+        """Seconds of its step: what it keeps is read and written."""
+        return 2 * states.optimizer / self.gpu.bandwidth
+
+
+def overhead(
+    job: Job,
+    links: Links,
+    rows: Sequence[Sequence[StageBytes]],
+    passes: Sequence[tuple[float, float]],
+    attention: Sequence[int],
+    microbatches: int,
+    overlap: Overlap,
+) -> Overhead:
+    """Of the rank that takes longest.
+
+    Args:
+        job: what is trained.
+        links: between its ranks.
+        rows: the stages of every pipeline rank.
+        passes: per rank, seconds of one microbatch's F, and of its B and W.
+        attention: per rank, layers with attention.
+        microbatches: of one iteration.
+        overlap: which exchange passes hide.
+    """
+    exposed = sum(links.context(job))
+    found = []
+    for row, (forward, backward), layers in zip(rows, passes, attention):
+        count = sum((stage.parameters for stage in row), Count())
+        states = sum((stage.states for stage in row), StateBytes())
+        gradients, parameters = links.data(job, count)
+        if overlap.gradients:
+            gradients = max(0.0, gradients - backward)
+        if overlap.parameters:
+            parameters = max(0.0, parameters - forward)
+        context = exposed * layers * microbatches
+        found.append(Overhead(gradients + parameters, context, links.optimizer(states)))
+    return max(found, key=lambda one: one.total)

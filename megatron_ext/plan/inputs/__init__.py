@@ -1,0 +1,1 @@
+"""Models from files that people have, as Megatron's arguments by name."""

@@ -1,0 +1,1 @@
+"""The papers' tables and figures beside what simulation and the planner say. Plain Python."""

@@ -1,0 +1,212 @@
+"""The papers' rows: rules that can fail, complete data, and a page that is up to date."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.cli import main
+from megatron_ext.commands.reproduce import write_page
+from megatron_ext.reproduce import render
+from megatron_ext.reproduce.papers import PAPERS, Section, sections, wanted
+from megatron_ext.reproduce.rows import (
+    UNEXPLAINED,
+    Cell,
+    Kind,
+    Paper,
+    Table,
+    judged,
+    pairs_in_order,
+    published,
+)
+from tests.support import ROOT
+
+PAGE = ROOT / "docs" / "25-reproduce.md"
+# Tables that take a second or two; the others are for ``campaign``.
+FAST = {"k", "fig16", "table1", "phi", "saving", "granularity", "speedup", "table2", "appendix"}
+FIELDS = {"paper", "table", "row", "published", "ours", "unit", "verdict", "source"}
+
+
+def judge(kind: Kind, value: Any, ours: Any, digits: int = 0) -> str:
+    """The verdict on one cell of a table with a reason upwards only."""
+    table = Table("k", "", "k", kind, "", lambda data: [], above="of the weather")
+    return judged(PAPERS[0], table, Cell("row", value, ours, digits)).verdict
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "ours", "verdict"),
+    [
+        (Kind.EXACT, 54, 54.4, "reproduced"),
+        (Kind.EXACT, 54, 54.6, "differs because of the weather"),
+        (Kind.EXACT, "fits", "fits", "reproduced"),
+        (Kind.EXACT, "fits", "out of memory", "differs because of the weather"),
+        (Kind.ORDER, 100, 101, "reproduced"),
+        (Kind.ORDER, 100, 101.1, "differs because of the weather"),
+        (Kind.ORDER, 100, 98.9, "better"),
+        (Kind.ORDER, 0, 1, "differs because of the weather"),
+        (Kind.BYTES, 3, 3.5, "reproduced"),
+        (Kind.BYTES, 3, 3.6, "differs because of the weather"),
+        (Kind.BYTES, 50, 44, UNEXPLAINED),
+        (Kind.TIME, 50, 55, "reproduced"),
+        (Kind.TIME, 50, 44.9, UNEXPLAINED),
+        (Kind.TIME, (45, 57), 50, "reproduced"),
+        (Kind.TIME, (45, 57), 62.8, "differs because of the weather"),
+        (Kind.GAIN, 16, 10.7, "reproduced"),
+        (Kind.GAIN, 16, 10.6, UNEXPLAINED),
+        (Kind.GAIN, -7.4, 0, "differs because of the weather"),
+        (Kind.GAIN, 0.3, 2.2, "reproduced"),
+        (Kind.MEASURED, "2.8", None, "needs a GPU"),
+    ],
+)
+def test_a_verdict_follows_from_the_kind(kind: Kind, value: Any, ours: Any, verdict: str) -> None:
+    assert judge(kind, value, ours) == verdict
+
+
+def test_differences_are_relative_or_in_points() -> None:
+    def of(kind: Kind, value: Any, ours: float) -> float | None:
+        table = Table("k", "", "k", kind, "", lambda data: [])
+        return judged(PAPERS[0], table, Cell("row", value, ours)).difference
+
+    assert of(Kind.TIME, 50, 55) == pytest.approx(10)
+    assert of(Kind.GAIN, 50, 55) == 5
+    assert of(Kind.GAIN, (12, 19), 5) == -7
+    assert of(Kind.ORDER, 0, 2) is None
+
+
+def test_pairs_in_order() -> None:
+    assert pairs_in_order([(1, 10), (2, 20), (2, 30), (3, 25)]) == (4, 5)
+    assert pairs_in_order([(1, 5), (2, 5)]) == (0, 1), "a tie is not in order"
+
+
+def every() -> Iterator[tuple[Paper, Table]]:
+    return ((paper, table) for paper in PAPERS for table in paper.tables)
+
+
+def test_all_published_tables_are_compared() -> None:
+    for paper in PAPERS:
+        assert {table.key for table in paper.tables} == set(paper.data["tables"])
+        for entry in paper.data["tables"].values():
+            assert entry["source"] and entry["certainty"]
+    assert {paper.name for paper in PAPERS} == set(published())
+    for _, table in every():
+        assert table.assumptions or table.kind is Kind.MEASURED, table.name
+    names = [(paper.name, table.name) for paper, table in every()]
+    assert len(names) == len(set(names))
+
+
+def test_figure_15_is_complete() -> None:
+    """As the figure: 42 numbers, 20 cells out of memory, 4 skipped."""
+    cells = [c for row in published()["pipeoffload"]["tables"]["fig15"]["rows"] for c in row[2]]
+    assert sum(isinstance(cell, list) for cell in cells) == 42
+    assert (cells.count(None), cells.count("skip")) == (20, 4)
+
+
+def text_of(section: Section) -> str:
+    """Its part of the page."""
+    name = f"{section.paper.name}-{section.table.name}"
+    images = {name: f"images/{name}.svg"} if section.table.plot else {}
+    return "\n".join(render.section_lines(section, images))
+
+
+def fast() -> list[tuple[Paper, Table]]:
+    return [
+        (paper, table)
+        for paper, table in every()
+        if table.kind is Kind.MEASURED or {table.name, table.name.split("-")[0]} & FAST
+    ]
+
+
+def test_the_page_has_the_fast_tables_of_today() -> None:
+    """All of it: ``test_the_page_is_what_the_command_writes``."""
+    page = PAGE.read_text()
+    found = list(sections(fast()))
+    assert sum(len(section.rows) for section in found) > 150
+    for section in found:
+        assert text_of(section) in page, (
+            f"docs/25-reproduce.md: {section.table.name} is not what `megatron-ext reproduce all "
+            "--output docs/25-reproduce.md` writes; run it"
+        )
+
+
+@pytest.mark.campaign
+def test_the_page_is_what_the_command_writes(tmp_path: Path) -> None:
+    found = list(sections(wanted("all", None)))
+    write_page(str(tmp_path / PAGE.name), found)
+    assert (tmp_path / PAGE.name).read_text() == PAGE.read_text()
+    drawn = sorted((tmp_path / "images").iterdir())
+    assert len(drawn) >= 5
+    for image in drawn:
+        assert image.read_text() == (PAGE.parent / "images" / image.name).read_text(), image.name
+    rows = [row for section in found for row in section.rows]
+    assert not [row for row in rows if row.verdict == UNEXPLAINED]
+    fits = [row.verdict for row in rows if row.table == "fig15-fits"]
+    assert fits == ["reproduced"] * 62
+
+
+def test_every_row_of_the_page_has_a_verdict() -> None:
+    page = PAGE.read_text()
+    stated = re.search(
+        r"\*\*(\d+) rows: (\d+) reproduced, (\d+) better, (\d+) differs, (\d+)", page
+    )
+    assert stated is not None
+    total, *parts = map(int, stated.groups())
+    rows = re.findall(r"(?m)^\| .* \| (reproduced|better|differs|needs a GPU) \|$", page)
+    assert len(rows) == total == sum(parts)
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "mpipemoe", "--figure", "table1", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["rows"]) == 10
+    assert all(row.keys() >= FIELDS for row in data["rows"])
+    assert {row["verdict"] for row in data["rows"]} == {"reproduced"}
+    assert data["assumptions"]["mpipemoe table1"]
+
+
+def test_text_and_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "pipeoffload", "--figure", "fig16"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("reproduced\n") >= 18 and "36 rows: " in out
+    assert "ours: Megatron's local layers" in out and "figure 16" in out
+    assert main(["reproduce", "--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(list(every()))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["pipeoffload", "--figure", "fig99"], "no table or figure 'fig99' of pipeoffload; give"),
+        (["mpipemoe", "--figure", "phi", "--output", "page.txt"], "page.txt: a page's name ends"),
+        (["mpipemoe", "--figure", "phi", "--output", "/nowhere/page.md"], "cannot write /nowhere"),
+    ],
+)
+def test_bad_input(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and says in err and err.count("\n") == 1
+
+
+def test_an_unknown_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["reproduce", "chimera"])
+    assert error.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_progress_is_reported() -> None:
+    lines: list[str] = []
+    list(sections(wanted("mpipemoe", "phi"), lines.append))
+    assert lines[-1] == "mpipemoe phi, table 1 of 1, 6 rows"
+
+
+def test_a_page_with_a_plot(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    write_page(str(path), list(sections(wanted("pipeoffload", "k"))))
+    assert "![" in path.read_text()
+    drawn = (tmp_path / "images" / "pipeoffload-k.svg").read_text()
+    assert drawn.startswith("<svg") and drawn.count("<circle") == 2 * 24 + 6
