@@ -9,9 +9,9 @@ from typing import Any
 
 from ..plan import collectives
 from ..plan.collectives import Links, Overlap
-from ..plan.divisions import NODE, RULES, divisions, undivided
+from ..plan.divisions import RULES, divisions, undivided
 from ..plan.flags import job_of
-from ..plan.gpu import Gpu
+from ..plan.gpu import NODE, Gpu
 from ..plan.grid import Case, Grid, GridResult, Placed, text, variants
 from ..plan.model import Job, PlanError
 from ..plan.space import SearchSpace
@@ -107,12 +107,13 @@ def grid_json(
     notes: Sequence[str],
     seconds: float,
     file: str | None,
+    node: int,
 ) -> dict[str, Any]:
     """``report_json`` of the best division, with the front of all of them."""
     best = result.best
     shown = best or result.smallest
     space, found = result.search_of(shown)
-    data = report_json(found, space, ignored, notes, seconds, file)
+    data = report_json(found, space, ignored, notes, seconds, file, node)
     data["front"] = [_placed(point_json(one.point), one) for one in result.front]
     if best is None:
         data["needs"] = _with_flags(data["needs"], shown)

@@ -19,6 +19,8 @@ FORMAT = "megatron_ext/gpu@1"
 _SHARES = ("efficiency", "stream", "attention", "collective")
 _FREE = ("ramp", "units", "collective_s")  # numbers that may be 0: nothing is lost then
 
+NODE = 8  # devices of one node, unless --gpus-per-node is given
+
 
 @dataclass(frozen=True)
 class Gpu:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ..schedule.costs import Costs
-from .gpu import Gpu
+from .gpu import NODE, Gpu
 from .kinds import embedding, last_norm, layer, loss, prediction_layer
 from .layout import Split
 from .memory import message_bytes
@@ -22,7 +22,6 @@ from .parts import Linear, Part, Work
 
 KERNEL_S = 4e-6  # between one kernel's end and the next one's work
 MESSAGE_S = 15e-6  # of a point-to-point message, before its first byte arrives
-_NODE = 8  # devices whose expert-parallel exchange does not use the network
 _SPEED_OF_QUANTIZED = 2  # products in FP8 or FP4 beside 16 bits; FP4 units can be faster
 _TILE = 128 * 128  # outputs of a matrix product that one multiprocessor computes at a time
 
@@ -58,7 +57,7 @@ class _Model:
         peak = gpu.flops / 2 if job.params_dtype == "fp32" else gpu.flops
         self.rate, self.attention = peak * gpu.efficiency, peak * gpu.attention
         self.bandwidth = gpu.bandwidth * gpu.stream
-        near = job.expert_model_parallel_size * job.expert_tensor_parallel_size <= _NODE
+        near = job.expert_model_parallel_size * job.expert_tensor_parallel_size <= NODE
         self.expert_link = gpu.peer if near else gpu.network
 
     def multiply(self, outputs: int, inner: float, rate: float) -> float:
