@@ -70,10 +70,11 @@ def _plan(args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - started
     if args.output is not None and best is not None:
         _save(args.output, best)
+    rest = ignored, notes, seconds, args.output, args.gpus_per_node
     if grid is None:
-        data = report_json(result, space, ignored, notes, seconds, args.output)
+        data = report_json(result, space, *rest)
     else:
-        data = plan_grid.grid_json(grid, ignored, notes, seconds, args.output)
+        data = plan_grid.grid_json(grid, *rest)
     data["model_flags"] = plan_input.model_flags(args, given)
     print(json.dumps(data) if args.json else text(data, args.output))
 

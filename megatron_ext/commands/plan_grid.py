@@ -9,7 +9,7 @@ from typing import Any
 
 from ..plan import collectives
 from ..plan.collectives import Links, Overlap
-from ..plan.divisions import NODE, RULES, divisions, undivided
+from ..plan.divisions import RULES, divisions, undivided
 from ..plan.flags import job_of
 from ..plan.gpu import Gpu
 from ..plan.grid import Case, Grid, GridResult, Placed, text, variants
@@ -37,9 +37,9 @@ def add_options(group: argparse._ArgumentGroup) -> None:
         "--pp too; without --pp they always are"
     )  # fmt: skip
     group.add_argument(
-        "--gpus-per-node", type=positive, metavar="N", help="of tensor-parallel ranks at most, "
-        f"and for the rates of collectives (default {NODE}); all-to-alls of more expert-parallel "
-        "ranks use the network too (default that of the device: 8, GB200 and GB300 72)"
+        "--gpus-per-node", type=positive, metavar="N", help="that the peer link connects: tensor-"
+        "parallel ranks at most; more data- or expert-parallel ranks use the network too (default "
+        "8; GB200 and GB300 72)"
     )  # fmt: skip
 
 
@@ -91,10 +91,10 @@ def search(
         bool(given.get("overlap_grad_reduce")), bool(given.get("overlap_param_gather"))
     )
     return Grid(
-        divisions(given, args.gpus_per_node or NODE),
+        divisions(given, gpu.devices_per_node),
         space_of,
         lambda job: variants(job, sizes, cheap, full=full),
-        Links(gpu, args.gpus_per_node or NODE),
+        Links(gpu, gpu.devices_per_node),
         *budgets,
         args.effort,
         overlap,
@@ -108,12 +108,13 @@ def grid_json(
     notes: Sequence[str],
     seconds: float,
     file: str | None,
+    node: int | None,
 ) -> dict[str, Any]:
     """``report_json`` of the best division, with the front of all of them."""
     best = result.best
     shown = best or result.smallest
     space, found = result.search_of(shown)
-    data = report_json(found, space, ignored, notes, seconds, file)
+    data = report_json(found, space, ignored, notes, seconds, file, node)
     data["front"] = [_placed(point_json(one.point), one) for one in result.front]
     if best is None:
         data["needs"] = _with_flags(data["needs"], shown)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..plan import memory, moe_times, times
+from ..plan.gpu import NODE
 from ..plan.memory import RankBytes
 from ..plan.point import Point
 from ..plan.post_validation import PostValidationEstimate, with_post_validation
@@ -24,8 +25,10 @@ def report_json(
     notes: Sequence[str],
     seconds: float,
     file: str | None,
+    node: int | None,
 ) -> dict[str, Any]:
-    """The whole answer; times in milliseconds, sizes in bytes.
+    """The whole answer; times in milliseconds, sizes in bytes; host memory of ``node`` devices,
+    if None of 8.
 
     ``chosen`` is null where nothing fits; then ``needs`` says what would.
     """
@@ -54,7 +57,7 @@ def report_json(
             else None,
             "moe_layer": plan_layer_json(best, space.gpu),
             "ranks": [rank_json(rank) for rank in best.ranks],
-            "node_host_bytes": _nodes_json(best),
+            "node_host_bytes": _nodes_json(best, node or NODE),
             "post_validation": _post_validation_json(with_post_validation(best)),
         }
     else:
@@ -100,11 +103,11 @@ def point_json(point: Point) -> dict[str, Any]:
     }
 
 
-def _nodes_json(point: Point) -> dict[str, Any] | None:
-    found = point.node_host_bytes(NODE)
+def _nodes_json(point: Point, node: int) -> dict[str, Any] | None:
+    found = point.node_host_bytes(node)
     if found is None:
         return None
-    return {"per_node": NODE, "in_order": found[0], "balanced": found[1]}
+    return {"per_node": node, "in_order": found[0], "balanced": found[1]}
 
 
 def _post_validation_json(found: PostValidationEstimate) -> dict[str, Any]:
@@ -116,7 +119,6 @@ def _post_validation_json(found: PostValidationEstimate) -> dict[str, Any]:
 
 
 STAGE_FILE = "STAGE_COST_FILE"
-NODE = 8  # processes a node, where host memory is added up
 
 
 def rank_json(rank: RankBytes) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from .flags import job_of
+from .gpu import NODE
 from .model import Job, PlanError
 
-NODE = 8  # devices of one node, unless --gpus-per-node says another number
 TOKENS = 4096  # of a sequence: least a context-parallel rank is given by the search
 SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),

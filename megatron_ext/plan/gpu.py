@@ -19,6 +19,8 @@ FORMAT = "megatron_ext/gpu@1"
 _SHARES = ("efficiency", "stream", "attention", "collective")
 _FREE = ("ramp", "units", "collective_s")  # numbers that may be 0: nothing is lost then
 
+NODE = 8  # devices of one host, unless --gpus-per-node is given
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -126,9 +128,7 @@ def gpu_from_json(data: Any, path: str) -> Gpu:
         value = entry.get("value")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
             raise refuse(f"{key} must be a number, got {shown(value)}")
-        values[key] = (
-            int(value) if key in ("memory_bytes", "units", "devices_per_node") else float(value)
-        )
+        values[key] = int(value) if key in _WHOLE else float(value)
         sure, source = entry.get("sure", "given"), entry.get("source", path)
         sources[key] = f"{source} ({sure})"
     like = data.get("like")

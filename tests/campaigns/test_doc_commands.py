@@ -155,7 +155,7 @@ def test_what_is_not_run_is_right_as_far_as_can_be_seen(command: Command) -> Non
         helped = io.StringIO()
         with contextlib.redirect_stdout(helped), contextlib.suppress(SystemExit):
             cli.main([words[1], "--help"])
-        known = set(re.findall(r"--[a-z-]+", helped.getvalue()))
+        known = set(re.findall(r"--[a-z0-9-]+", helped.getvalue()))
         if words[1] != "plan":  # which takes all of Megatron's flags
             assert {w for w in words if w.startswith("--")} <= known
     for word in words:
@@ -184,8 +184,8 @@ def test_most_commands_are_run() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_flags_and_links_exist(page: Path) -> None:
     text = page.read_text()
-    recipe = set(re.findall(r"Flag\(\s*\"(--[a-z-]+)", text))  # of a feature that is to be added
-    for flag in re.findall(r"`(--(?:pp|moe-pipeline|moe-memory)-[a-z-]+)", text):
+    recipe = set(re.findall(r"Flag\(\s*\"(--[a-z0-9-]+)", text))  # of a feature that is to be added
+    for flag in re.findall(r"`(--(?:pp|moe-pipeline|moe-memory)-[a-z0-9-]+)", text):
         assert flag in NAMES | recipe, f"{name_of(page)}: {flag}"
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
         if not target.startswith("http"):
