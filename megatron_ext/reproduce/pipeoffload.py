@@ -131,11 +131,6 @@ def _gpu(data: dict[str, Any]) -> Iterator[Cell]:
         yield Cell(row, value, None)
 
 
-_LONG = (
-    "flash attention is taken to be causal and to run at the speed of the matrix products, where "
-    "the paper's formula counts all of it"
-)
-
 PAPER = Paper(
     "pipeoffload",
     (
@@ -143,8 +138,6 @@ PAPER = Paper(
             "k", "k: a layer's way to the host and back over its F, B and W", "k", Kind.TIME, "",
             _k,
             ("A100, 15 GB/s one way at a time, multi-head attention, recompute of norms and GeLU",),
-            above=_LONG,
-            below="ours computes at a lower rate than the 220 TFLOP/s of the figure",
             plot=lines_by("s", "sequence length", "k"),
         ),
         Table(
