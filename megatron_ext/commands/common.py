@@ -337,6 +337,7 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         args.group_size,
         objective=args.objective or "makespan",
         effort=args.effort,
+        jitter=getattr(args, "jitter", None) or Fraction(0),
     )
 
 

@@ -114,13 +114,17 @@ def _compare(args: argparse.Namespace) -> None:
         name, reason = next(iter(impossible.items()))
         raise InputError(f"no schedule is possible here; {name}, for one: {reason}")
     span = args.objective == "span"
-    rows.sort(  # stable: ties stay simplest first
-        key=lambda row: row.simulation.span_bubble if span else row.simulation.makespan
-    )
+    rows.sort(key=lambda row: _place(row, span))  # stable: ties stay simplest first
     if args.json:
         print(json.dumps(_json(args, asked, rows, impossible)))
     else:
         print(_table(args, asked, rows, impossible))
+
+
+def _place(row: _Row, span: bool) -> tuple[Fraction, Fraction]:
+    """By time, then by the mean under jitter where that was asked for."""
+    run, spread = row.simulation, row.quality.spread
+    return run.span_bubble if span else run.makespan, spread.mean if spread else Fraction(0)
 
 
 def _selected(spec: ScheduleSpec) -> tuple[Selected, bool]:

@@ -29,13 +29,14 @@ from .common import (
     simulation_json,
     user_input,
 )
-from .quality import simulated
+from .quality import add_jitter_options, jitter_of, simulated
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser("schedule", help="write a schedule file")
     add_schedule_options(parser, required=False)
+    add_jitter_options(parser)
     add_block_option(parser, "the schedule of a building block, squeezed and reordered")
     parser.add_argument(
         "--output",
@@ -78,6 +79,7 @@ def _write_schedule(args: argparse.Namespace) -> None:
         )
     if (args.schedule is None) == (args.block is None):
         raise InputError("give either --schedule NAME or --block NAME, or a file of either")
+    noise = jitter_of(args)
     started = time.perf_counter()
     if args.optimize is not None:
         with user_input():
@@ -92,7 +94,7 @@ def _write_schedule(args: argparse.Namespace) -> None:
     with output(args.output):
         save(schedule, args.output)
     if args.json:
-        simulation, quality = simulated(schedule, args, None, None)
+        simulation, quality = simulated(schedule, args, None, noise)
         data = simulation_json(simulation, taken, quality.json, offloads(args))
         print(json.dumps({**data, "output": args.output, **_optimized_json(optimized)}))
         return

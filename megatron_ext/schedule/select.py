@@ -14,6 +14,7 @@ from .costs import Costs
 from .effects import peak_sets
 from .generators import GENERATORS, NAMES, Objective, check_sizes, generate
 from .generators.cap import v_cap_limits
+from .jitter import jitter
 from .link import Link
 from .memory_cap import Cap, ShareCap, cap_sets, number_text
 from .passes.offload import OffloadPlan, offload
@@ -52,8 +53,8 @@ class ScheduleSpec:
     """A request for a schedule.
 
     Attributes:
-        name: a schedule's, or ``auto``: the fastest of ``names`` that keeps ``cap``, the first in
-            the registry of those equally fast.
+        name: a schedule's, or ``auto``: the fastest of ``names`` that keeps ``cap``; of those
+            equally fast the first in the registry, or by ``jitter``.
         pp: pipeline ranks, >= 2.
         microbatches: of one iteration, >= 1.
         chunks: model chunks a rank, for ``auto`` of the schedules that take any number (default
@@ -68,6 +69,8 @@ class ScheduleSpec:
         names: that ``auto`` may choose from.
         order: what to offload, in place of a generated order (a schedule file).
         times: costs of the passes as they will run, if the order is not made for those.
+        jitter: for ``auto``: of schedules equally fast the one with the least mean makespan under
+            random pass times of this relative standard deviation (``jitter``); 0: not asked for.
     """
 
     name: str
@@ -83,6 +86,7 @@ class ScheduleSpec:
     order: Schedule | None = None
     times: Costs | None = None
     effort: float = 1
+    jitter: Fraction = Fraction(0)
 
     @property
     def placement(self) -> Placement:
@@ -375,8 +379,16 @@ def _auto(spec: ScheduleSpec, cap: Cap) -> Selected:
             least.selected,
             cap,
         )
-    best = min(found, key=lambda one: one.place)
+    best = _steadiest(spec, sorted(found, key=lambda one: one.place))
     return replace(best, schedule=replace(best.schedule, note=_why(spec, cap, best, found, missed)))
+
+
+def _steadiest(spec: ScheduleSpec, found: Sequence[Selected]) -> Selected:
+    """The first of ``found``, by place, or of those as fast the best under jitter."""
+    equal = [one for one in found if one.time == found[0].time]
+    if len(equal) == 1 or not spec.jitter:
+        return found[0]
+    return min(equal, key=lambda one: jitter(one.schedule, spec.jitter).mean)
 
 
 def _by_bound(spec: ScheduleSpec, failed: list[ValueError]) -> list[tuple[Fraction, str]]:
@@ -418,7 +430,8 @@ def _why(
     if others and spec.offload is None:
         second = min(others, key=lambda one: one.time)
         more = second.time / best.time - 1
-        how = "as fast, but less simple" if not more else f"{float(more):.1%} slower"
+        equal = "as fast, but less robust" if spec.jitter else "as fast, but less simple"
+        how = equal if not more else f"{float(more):.1%} slower"
         parts.append(f"next is {second.schedule.name}, {how}")
     if missed:
         even = "" if spec.offload is None else " even so"

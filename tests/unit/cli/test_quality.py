@@ -94,11 +94,30 @@ def test_compare_with_jitter(run):
     assert "with jitter: the mean makespan under random pass times" in out
 
 
+def test_jitter_chooses_among_the_fastest(run, tmp_path):
+    """Interleaved-zb and v-zb take 18, but v-zb less where pass times vary."""
+    argv = ["--pp", 3, "--microbatches", 6, "--schedule", "auto"]
+    first, chosen = (_data(run, "simulate", *argv, *more) for more in ([], JITTER))
+    assert (first["schedule"], chosen["schedule"]) == ("interleaved-zb", "v-zb")
+    assert first["makespan"] == chosen["makespan"]
+    for name, times in (("interleaved-zb", None), ("v-zb", chosen["makespan_quantiles"])):
+        own = _data(run, "simulate", *options(name, 3, 6), *JITTER)["makespan_quantiles"]
+        assert own["mean"] > chosen["makespan_quantiles"]["mean"] if times is None else own == times
+    said = run("simulate", *argv, *JITTER)[1]
+    assert "next is interleaved-zb, as fast, but less robust" in said
+    written = _data(run, "schedule", *argv, *JITTER, "--output", tmp_path / "one.json")
+    assert written["schedule"] == "v-zb"
+    assert written["makespan_quantiles"] == chosen["makespan_quantiles"]
+    rows = _data(run, "compare", *argv[:4], *JITTER)["schedules"]
+    names = [row["schedule"] for row in rows]
+    assert names.index("v-zb") < names.index("interleaved-zb")
+
+
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["--jitter", "x"], "--jitter must be a number from 0 to 2, such as 0.1, got 'x'"),
-        (["--jitter", "2.5"], "--jitter must be a number from 0 to 2, such as 0.1, got '2.5'"),
+        (["--jitter", "x"], "--jitter: must be a number from 0 to 2, such as 0.1, got 'x'"),
+        (["--jitter", "2.5"], "--jitter: must be a number from 0 to 2, such as 0.1, got '2.5'"),
         (["--jitter", "0.1", "--runs", "0"], "--runs: must be a whole number >= 1"),
         (["--runs", "5"], "--runs 5 is for --jitter; give both"),
         (["--seed", "0"], "--seed 0 is for --jitter; give both"),
