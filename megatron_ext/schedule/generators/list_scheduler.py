@@ -67,14 +67,9 @@ def list_schedule(
                 f"this order keeps {need} activation sets, more than the cap of {most}"
             )
     work = Durations.unit(placement) if durations is None else durations
-    pairs = min_gap if isinstance(min_gap, Sequence) else [(min_gap, min_gap)] * placement.pp
-    waits = [
-        (Fraction(first).as_integer_ratio(), Fraction(last).as_integer_ratio())
-        for first, last in pairs
-    ]
     lane_of = _Lanes(placement, work, orders, vocabulary)
     ranks = []
-    for order, most, wait in zip(orders, caps, waits):
+    for order, most, wait in zip(orders, caps, _waits(min_gap, placement.pp)):
         names = sorted({(a[0], a[1]) for a in order})
         lanes = [lane_of(op, stage) for op, stage in names]
         number = {name: i for i, name in enumerate(names)}
@@ -105,6 +100,14 @@ def list_schedule(
                 for other in range(pp):
                     heapq.heappush(wakes, (clock + lane_of.latency) * pp + other)
     return [[order[i] for i in rank.done] for order, rank in zip(orders, ranks)]
+
+
+def _waits(min_gap: Fraction | int | Sequence[MinGap], pp: int) -> list[_Waits]:
+    pairs = min_gap if isinstance(min_gap, Sequence) else [(min_gap, min_gap)] * pp
+    return [
+        (Fraction(first).as_integer_ratio(), Fraction(last).as_integer_ratio())
+        for first, last in pairs
+    ]
 
 
 class _Lane(NamedTuple):
@@ -248,7 +251,6 @@ class _Rank:
         self.urgent = [(i, [at for at, n in enumerate(queue) if n == i]) for i in urgent]
         self.clock = self.sets = 0
         self.forwards = sum(lanes[number].grows for number in queue)
-        self.growing = [i for i, lane in enumerate(lanes) if lane.grows]
         self.done: list[int] = []
 
     def choose(self, time: int) -> int | None:
@@ -313,8 +315,8 @@ class _Rank:
                 peak = sets
             if peak >= cap and not full:
                 full = True
-                for number in self.growing:
-                    if not blocked[number]:
+                for number, lane in enumerate(lanes):
+                    if lane.grows and not blocked[number]:
                         blocked[number] = True
                         free -= 1
             index = following[index]
