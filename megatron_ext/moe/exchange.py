@@ -146,12 +146,14 @@ class SentRows(NamedTuple):
 
     Attributes:
         pairs: token * experts + expert of each, int32 (int64 where that is too small).
+        tokens: of each.
         places: for each row in the order of tokens, then experts, its place among the rows of its
             chunk, int32.
         starts: of each token's rows among ``places`` of its chunk, (tokens,) int32.
     """
 
     pairs: torch.Tensor
+    tokens: torch.Tensor
     places: torch.Tensor
     starts: torch.Tensor
 
@@ -183,7 +185,7 @@ class Counted:
     @functools.cached_property
     def host(self) -> torch.Tensor:
         """The table on the host, int64; waits for it."""
-        return self._host.wait().long()
+        return self._host.wait()
 
     @property
     def rows(self) -> int:
@@ -256,7 +258,8 @@ class Exchange:
             _worst(host),
         )
         sent = sum(chunk.sent_rows for chunk in found.chunks)
-        return found, rows._replace(pairs=rows.pairs[:sent], places=rows.places[:sent])
+        pairs, token, places = (part[:sent] for part in rows[:3])
+        return found, SentRows(pairs, token, places, rows.starts)
 
     def _chunk(self, table: torch.Tensor, start: int, end: int) -> Chunk:
         """``table``: (tp, ep, destination, local expert) of one chunk, on the host."""
@@ -384,10 +387,10 @@ class HostCopy:
                 self._event = side.record_event()
 
     def wait(self) -> torch.Tensor:
-        """The copy; the host waits."""
+        """The copy, int64; the host waits."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host.view(self._shape).transpose(0, 1)
+        return self._host.view(self._shape).transpose(0, 1).long()
 
 
 @functools.cache
@@ -436,10 +439,9 @@ def _sorted(blocks: torch.Tensor, tokens: int) -> SentRows:
     own = blocks.sum(2, dtype=torch.int32)
     starts = own.cumsum(1, dtype=torch.int32) - own
     places = (place - 1).to(torch.int32).view(chunks, experts, length).transpose(1, 2)
+    pairs = scattered(place + before, by_expert, index.to(kind))
     return SentRows(
-        scattered(place + before, by_expert, index.to(kind)),
-        scattered(by_token.cumsum(0), by_token, places),
-        starts,
+        pairs, pairs // experts, scattered(by_token.cumsum(0), by_token, places), starts
     )
 
 

@@ -60,7 +60,6 @@ class RowTable:
         probs: torch.Tensor | None = None,
     ) -> None:
         self._table, self.sent, self._orders, self.probs = table, sent, orders, probs
-        self.token = sent.pairs // table.experts
         self._starts = [0, *accumulate(chunk.sent_rows for chunk in table.chunks)]
         self._taken = [0, *accumulate(chunk.rows for chunk in table.chunks)]
 
@@ -83,12 +82,14 @@ class RowTable:
 
     def saved(self) -> list[torch.Tensor | None]:
         """For autograd to keep; forward has made the orders."""
-        return [*self.sent, self.probs, *(self._orders or (None, None))]
+        pairs, _, places, starts = self.sent  # with room for any number of rows
+        return [pairs.clone(), places.clone(), starts, self.probs, *(self._orders or (None, None))]
 
     @classmethod
     def of(cls, table: ChunkTable, saved: Sequence[Any]) -> RowTable:
         """Reverse of ``saved``."""
-        return cls(table, SentRows(*saved[:3]), saved[4:6], saved[3])
+        pairs, places, starts, probs, *orders = saved[:6]
+        return cls(table, SentRows(pairs, pairs // table.experts, places, starts), orders, probs)
 
 
 class Call:
@@ -307,7 +308,7 @@ class Forward:
         own = rows.rows_of(i)
 
         def fill(fields: list[torch.Tensor]) -> None:
-            torch.index_select(self._hidden, 0, rows.token[own], out=fields[0])
+            torch.index_select(self._hidden, 0, rows.sent.tokens[own], out=fields[0])
             fields[1].copy_(self._sent_probs[own].unsqueeze(1))
 
         self._messages.dispatch(i, fill)
@@ -398,7 +399,7 @@ class Backward:
         own = rows.rows_of(i)
 
         def fill(fields: list[torch.Tensor]) -> None:
-            token = rows.token[own]
+            token = rows.sent.tokens[own]
             torch.index_select(self._grad, 0, token, out=fields[0])
             if self._hidden is not None and rows.probs is not None:
                 torch.index_select(self._hidden, 0, token, out=fields[1])
