@@ -131,6 +131,11 @@ class Tuner:
         plans = [self.plan] if self._budget is None else self._plans
         return max(plan.chunks for plan in plans)
 
+    @property
+    def expected(self) -> int:
+        """As an ``ExecutionPolicy``: the step's plan's."""
+        return self.plan.chunks
+
     def plan_for(self, rows: int) -> LayerPlan:
         """As an ``ExecutionPolicy``: the step's plan, or one that keeps the budget where more rows
         arrive than it was chosen for."""

@@ -11,10 +11,11 @@ megatron-core's all-to-all dispatcher has, so that sums come out bit for bit the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -140,24 +141,55 @@ class ChunkTable:
     worst: Worst
 
 
-@dataclass(frozen=True)
-class Counted:
-    """A routed batch of which all ranks know how many rows go where.
+class SentRows(NamedTuple):
+    """The rows that this rank sends, on the device: by chunk, then expert, then token.
 
     Attributes:
+        pairs: token * experts + expert of each, int32 (int64 where that is too small).
+        tokens: of each.
+        places: for each row in the order of tokens, then experts, its place among the rows of its
+            chunk, int32.
+        starts: of each token's rows among ``places`` of its chunk, (tokens,) int32.
+    """
+
+    pairs: torch.Tensor
+    tokens: torch.Tensor
+    places: torch.Tensor
+    starts: torch.Tensor
+
+
+class Counted:
+    """A routed batch of which all ranks will know how many rows go where.
+
+    Args:
         routing_map: (tokens, experts) bool.
         table: rows by (source expert tensor rank, source expert rank, part of the batch,
             destination, its expert), int32 on the device.
-        host: the same on the host, int64.
+        host: its copy, under way.
+        chunks: for which the rows are sorted.
+        rows: those that this rank sends; behind them as many others as there is room for.
     """
 
-    routing_map: torch.Tensor
-    table: torch.Tensor
-    host: torch.Tensor
+    def __init__(
+        self,
+        routing_map: torch.Tensor,
+        table: torch.Tensor,
+        host: HostCopy,
+        chunks: int,
+        rows: SentRows,
+    ) -> None:
+        self.routing_map, self.table = routing_map, table
+        self.chunks, self.sent = chunks, rows
+        self._host = host
+
+    @functools.cached_property
+    def host(self) -> torch.Tensor:
+        """The table on the host, int64; waits for it."""
+        return self._host.wait()
 
     @property
     def rows(self) -> int:
-        """The most rows that any rank's experts have."""
+        """The most rows that any rank's experts have; waits."""
         return int(self.host.sum(dim=(0, 1, 2, 4)).max())
 
 
@@ -177,16 +209,18 @@ class Exchange:
         self.tp_rank = 0 if tp is None else dist.get_rank(tp)
         self.local_experts = experts // self.ep_size
 
-    def count(self, routing_map: torch.Tensor, finest: int) -> Counted:
-        """Count on all ranks how many rows go where; one collective and one wait of the host.
+    def count(self, routing_map: torch.Tensor, chunks: int, finest: int) -> Counted:
+        """Sort the rows, and count on all ranks how many go where; one collective, no wait.
 
         Args:
             routing_map: which token goes to which expert, (tokens, experts) bool.
+            chunks: for which the rows are sorted, as this number is expected.
             finest: parts of the batch that are counted, the same on every rank of the group; any
                 number that divides it may become the number of chunks.
         """
-        parts = routing_map.split(chunk_rows(routing_map.shape[0], finest))
-        own = torch.stack([part.sum(dim=0, dtype=torch.int32) for part in parts]).view(-1)
+        blocks = _blocks(routing_map, chunks)
+        parts = blocks if finest == chunks else _blocks(routing_map, finest)
+        own = parts.sum(dim=1, dtype=torch.int32).view(-1)
         ranks = self.ep_size * self.tp_size
         every = own
         if ranks > 1:
@@ -194,40 +228,38 @@ class Exchange:
             dist.all_gather_into_tensor(every, own, group=self.groups.tp_ep)
         # (ep, tp, ...) as the group has them -> (tp, ep, part, destination, local expert).
         shape = (self.ep_size, self.tp_size, finest, self.ep_size, self.local_experts)
-        host = every.cpu().long()
-        return Counted(
-            routing_map, every.view(shape).transpose(0, 1), host.view(shape).transpose(0, 1)
-        )
+        table = every.view(shape).transpose(0, 1)
+        host = HostCopy(every, shape)
+        return Counted(routing_map, table, host, chunks, _sorted(blocks, len(routing_map)))
 
-    def split(self, counted: Counted, chunks: int) -> tuple[ChunkTable, list[torch.Tensor]]:
-        """Cut a routed batch; no collective, no wait.
+    def split(self, counted: Counted, chunks: int) -> tuple[ChunkTable, SentRows]:
+        """Cut a routed batch; no collective, but a wait for the counts.
 
         Args:
             counted: the batch.
             chunks: n, the same on every rank of the group, a divisor of the parts counted.
-
-        Returns:
-            The chunks; and for each, where in its (tokens, experts) matrix each sent row has its
-            probability: token * experts + expert, (sent rows,) int32 (int64 where that is too
-            small).
         """
-        sizes = chunk_rows(counted.routing_map.shape[0], chunks)
-        parts = counted.routing_map.split(sizes)
-        edges = [0, *accumulate(sizes)]
+        tokens = counted.routing_map.shape[0]
+        edges = [0, *accumulate(chunk_rows(tokens, chunks))]
+        rows = counted.sent
+        if chunks != counted.chunks:
+            rows = _sorted(_blocks(counted.routing_map, chunks), tokens)
         # Borders of few parts are among those of many.
-        table, host = (
-            t.unflatten(2, (chunks, -1)).sum(3, dtype=t.dtype)
-            for t in (counted.table, counted.host)
-        )
-        own_rows = host[self.tp_rank, self.ep_rank].sum(dim=(1, 2)).tolist()
+        table, host = counted.table, counted.host
+        if chunks != table.shape[2]:
+            table, host = (
+                t.unflatten(2, (chunks, -1)).sum(3, dtype=t.dtype) for t in (table, host)
+            )
         counts = table[:, :, :, self.ep_rank].reshape(-1, chunks, self.local_experts)
         found = ChunkTable(
             self.experts,
             [self._chunk(host[:, :, i], edges[i], edges[i + 1]) for i in range(chunks)],
-            counts.contiguous(),
+            counts,
             _worst(host),
         )
-        return found, [_sent_order(part, rows) for part, rows in zip(parts, own_rows)]
+        sent = sum(chunk.sent_rows for chunk in found.chunks)
+        pairs, token, places = (part[:sent] for part in rows[:3])
+        return found, SentRows(pairs, token, places, rows.starts)
 
     def _chunk(self, table: torch.Tensor, start: int, end: int) -> Chunk:
         """``table``: (tp, ep, destination, local expert) of one chunk, on the host."""
@@ -295,26 +327,30 @@ class Exchange:
             first = first + other
         return first.to(rows.dtype)
 
-    def order(self, table: ChunkTable, number: int, inverse: bool = False) -> torch.Tensor | None:
-        """Index of each row that the experts take among the gathered ones; None: the same order.
-
-        Args:
-            table, number: of the chunk.
-            inverse: the other way round.
+    def orders(self, table: ChunkTable) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Index of each row that the experts take among the gathered ones, and the other way round.
 
         Returns:
-            (``chunk.rows``,) int64, made without a wait of the host.
+            Both of all chunks behind each other, (rows of all chunks,) int32, within its chunk;
+            None: the orders are the same. Made without a wait of the host.
         """
         if self.local_experts == 1:
             return None
-        by_source = table.counts[:, number].long()
-        by_expert = by_source.t()
-        arrive, take = _starts(by_source), _starts(by_expert).t()
+        arriving = table.counts.transpose(0, 1)  # (chunk, source, local expert)
+        taken = arriving.transpose(1, 2)
+        arrive, take = _starts(arriving), _starts(taken).transpose(1, 2)
         # The block (source, expert) starts at ``arrive`` in one order and at ``take`` in the other.
-        shift, sizes = (take - arrive, by_source) if inverse else ((arrive - take).t(), by_expert)
-        rows = table.chunks[number].rows
-        moved = torch.repeat_interleave(shift.reshape(-1), sizes.reshape(-1), output_size=rows)
-        return moved + torch.arange(rows, device=moved.device)
+        every = sum(chunk.rows for chunk in table.chunks)
+        places = torch.arange(every, dtype=torch.int32, device=arriving.device)
+        firsts = arriving.sum(dim=(1, 2), dtype=torch.int32)
+        firsts = (firsts.cumsum(0, dtype=torch.int32) - firsts).view(-1, 1, 1)
+
+        def moved(shift: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+            blocks = (shift - firsts).reshape(-1)
+            return blocks.repeat_interleave(sizes.reshape(-1), output_size=every).add_(places)
+
+        shift = arrive - take
+        return moved(shift.transpose(1, 2), taken), moved(-shift, arriving)
 
 
 class Transfer:
@@ -332,25 +368,105 @@ class Transfer:
         return out
 
 
-def _sent_order(routing_map: torch.Tensor, rows: int) -> torch.Tensor:
-    """token * experts + expert of each routed pair, by expert, then by token; no host wait."""
+class HostCopy:
+    """A table on its way to the host: on a GPU beside what is computed.
+
+    Args:
+        table: on the device. shape: of the copy, of which the first two axes are exchanged.
+    """
+
+    def __init__(self, table: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self._host, self._shape, self._event = table, shape, None
+        if table.is_cuda:
+            side = _side_stream(table.device)
+            side.wait_stream(torch.cuda.current_stream(table.device))
+            with torch.cuda.stream(side):
+                self._host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+                self._host.copy_(table, non_blocking=True)
+                table.record_stream(side)
+                self._event = side.record_event()
+
+    def wait(self) -> torch.Tensor:
+        """The copy, int64; the host waits."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.view(self._shape).transpose(0, 1).long()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _blocks(routing_map: torch.Tensor, parts: int) -> torch.Tensor:
+    """(parts, tokens of the longest, experts): the tokens of each part, behind them ones that are
+    sent nowhere where it is shorter."""
     tokens, experts = routing_map.shape
-    small = tokens * experts < 1 << 31
-    if not tokens:
-        return torch.empty(0, dtype=torch.int32, device=routing_map.device)
-    flat = routing_map.t().reshape(-1)
-    if flat.is_cuda:
-        flat = flat.to(torch.uint8).argsort(descending=True, stable=True)[:rows]
-    else:
-        flat = flat.nonzero().view(-1)
-    index = flat % tokens * experts + flat // tokens
-    return index.to(torch.int32 if small else torch.int64)
+    if tokens % parts == 0:
+        return routing_map.view(parts, tokens // parts, experts)
+    edges = torch.arange(parts + 1, device=routing_map.device) * tokens // parts
+    index = edges[:-1, None] + torch.arange(-(-tokens // parts), device=routing_map.device)
+    index = torch.where(index < edges[1:, None], index, tokens)
+    padded = torch.cat([routing_map, routing_map.new_zeros(1, experts)])
+    return padded[index]
+
+
+def _sorted(blocks: torch.Tensor, tokens: int) -> SentRows:
+    """The rows of a batch in all chunks at once; how many they are only the device knows.
+
+    A running count of what is sent, in one order and in the other, gives every row its place.
+
+    Args:
+        blocks: as ``_blocks`` gives them. tokens: of the batch.
+    """
+    chunks, length, experts = blocks.shape
+    end = tokens * experts  # where what is not sent goes
+    by_expert = blocks.transpose(1, 2).reshape(chunks, experts * length)
+    place = by_expert.cumsum(1)
+    sent = place[:, -1:] if length else place.new_zeros((chunks, 1))
+    before = sent.cumsum(0) - sent
+    edges = torch.arange(chunks, device=blocks.device).view(-1, 1, 1) * tokens // chunks
+    token = edges + torch.arange(length, device=blocks.device)
+    index = token * experts + torch.arange(experts, device=blocks.device).view(-1, 1)
+    kind = torch.int32 if end < 1 << 31 else torch.int64
+
+    def scattered(to: torch.Tensor, chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        target = torch.where(chosen, to - 1, end).view(-1)
+        out = torch.empty(end + 1, dtype=values.dtype, device=blocks.device)
+        return out.scatter_(0, target, values.reshape(-1))
+
+    by_token = blocks.reshape(-1)
+    own = blocks.sum(2, dtype=torch.int32)
+    starts = own.cumsum(1, dtype=torch.int32) - own
+    places = (place - 1).to(torch.int32).view(chunks, experts, length).transpose(1, 2)
+    pairs = scattered(place + before, by_expert, index.to(kind))
+    return SentRows(
+        pairs, pairs // experts, scattered(by_token.cumsum(0), by_token, places), starts
+    )
+
+
+def sum_rows(rows: torch.Tensor, places: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """For each token the sum of its rows, one after the other, in fp32 or wider, by one kernel.
+
+    Nothing is added by several threads, so the order of summands is always the same one; it is
+    that of megatron-core's sum on CPU tensors, by expert.
+
+    Args:
+        rows: (rows, width); they may be strided.
+        places: of the tokens' rows, token by token. starts: of each token's among them.
+
+    Returns:
+        (tokens, width) of the dtype of ``rows``.
+    """
+    # On a CPU the kernel sums bf16 in bf16.
+    wide = rows.float() if rows.dtype is torch.bfloat16 and not rows.is_cuda else rows
+    return torch.embedding_bag(wide, places, starts)[0].to(rows.dtype)
 
 
 def _starts(sizes: torch.Tensor) -> torch.Tensor:
-    """Where blocks of these sizes start, one behind the other, in the shape of ``sizes``."""
-    flat = sizes.reshape(-1)
-    return (flat.cumsum(0) - flat).view(sizes.shape)
+    """Where blocks of these sizes (n, ...) start, one behind the other in each of n rows."""
+    flat = sizes.reshape(len(sizes), -1)
+    return (flat.cumsum(1, dtype=torch.int32) - flat).view(sizes.shape)
 
 
 def _worst(host: torch.Tensor) -> Worst:

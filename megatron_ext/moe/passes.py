@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .buffers import INPUT, Record, Ring
-from .exchange import Chunk, ChunkTable, Exchange, Row, Transfer, aligned, select_rows
+from .exchange import (
+    Chunk,
+    ChunkTable,
+    Exchange,
+    Row,
+    SentRows,
+    Transfer,
+    aligned,
+    select_rows,
+    sum_rows,
+)
 from .graph import GradientSums, Graph
 from .plan import LayerPlan, Restore, Step, Strategy
 
@@ -23,16 +34,62 @@ class ChunkState:
     """One chunk between its forward and its backward pass.
 
     Attributes:
-        index: of the rows sent, see ``Exchange.split``; autograd keeps it in between.
         record: what is kept of the experts' input and intermediate tensors.
-        probs: as sent, where rows are sent again; autograd keeps them in between.
         graph: of the experts, where the strategy keeps one.
     """
 
-    index: torch.Tensor | None
     record: Record | None = None
-    probs: torch.Tensor | None = None
     graph: Graph | None = None
+
+
+class RowTable:
+    """Where the rows of a call's chunks go.
+
+    Args:
+        table: the chunks.
+        sent: the rows that this rank sends, see ``Exchange.split``.
+        orders: see ``Exchange.orders``; None: not made yet.
+        probs: of the rows sent, where they are sent again.
+    """
+
+    def __init__(
+        self,
+        table: ChunkTable,
+        sent: SentRows,
+        orders: Sequence[torch.Tensor | None] | None = None,
+        probs: torch.Tensor | None = None,
+    ) -> None:
+        self._table, self.sent, self._orders, self.probs = table, sent, orders, probs
+        self._starts = [0, *accumulate(chunk.sent_rows for chunk in table.chunks)]
+        self._taken = [0, *accumulate(chunk.rows for chunk in table.chunks)]
+
+    def rows_of(self, i: int) -> slice:
+        """Those that chunk ``i`` sends."""
+        return slice(*self._starts[i : i + 2])
+
+    def order(self, i: int, exchange: Exchange, inverse: bool = False) -> torch.Tensor | None:
+        """From the gathered rows of chunk ``i`` to the experts'; None: it is the same."""
+        if self._orders is None:
+            self._orders = exchange.orders(self._table) or (None, None)
+        found = self._orders[inverse]
+        return None if found is None else found[slice(*self._taken[i : i + 2])]
+
+    def sum(self, i: int, rows: torch.Tensor) -> torch.Tensor:
+        """Of the returned rows of chunk ``i``, for each of its tokens."""
+        chunk = self._table.chunks[i]
+        starts = self.sent.starts[i, : chunk.end - chunk.start]
+        return sum_rows(rows, self.sent.places[self.rows_of(i)], starts)
+
+    def saved(self) -> list[torch.Tensor | None]:
+        """For autograd to keep; forward has made the orders."""
+        pairs, _, places, starts = self.sent  # with room for any number of rows
+        return [pairs.clone(), places.clone(), starts, self.probs, *(self._orders or (None, None))]
+
+    @classmethod
+    def of(cls, table: ChunkTable, saved: Sequence[Any]) -> RowTable:
+        """Reverse of ``saved``."""
+        pairs, places, starts, probs, *orders = saved[:6]
+        return cls(table, SentRows(pairs, pairs // table.experts, places, starts), orders, probs)
 
 
 class Call:
@@ -41,7 +98,7 @@ class Call:
     Args:
         region: of the layer.
         plan: how it runs.
-        table, index: the chunks, see ``Exchange.split``.
+        table, sent: the chunks, and the rows that this rank sends, see ``Exchange.split``.
         trained: the experts' parameters that want gradients; None: no backward pass will come.
         hidden: (tokens, width). probs: (tokens, experts).
     """
@@ -51,13 +108,14 @@ class Call:
         region: Region,
         plan: LayerPlan,
         table: ChunkTable,
-        index: Sequence[torch.Tensor],
+        sent: SentRows,
         trained: list[torch.nn.Parameter] | None,
         hidden: torch.Tensor,
         probs: torch.Tensor,
     ) -> None:
         self.region, self.plan, self.table = region, plan, table
-        self.states = [ChunkState(one) for one in index]
+        self.states = [ChunkState() for _ in table.chunks]
+        self.rows: RowTable | None = RowTable(table, sent)
         self.saves, self.trained = trained is not None, trained or []
         # Without a backward pass there is nothing to restore, so nothing has to stay anywhere.
         self.strategy = plan.strategy if self.saves else Strategy.S4
@@ -69,14 +127,11 @@ class Call:
         """True where backward sends the layer's input to the experts again."""
         return self.saves and self.plan.strategy.input is Restore.RESEND
 
-    def take_saved(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+    def take_saved(self, hidden: torch.Tensor) -> list[torch.Tensor | None]:
         """What autograd has to keep, and hand back to ``give_saved``."""
-        saved: list[Any] = [state.index for state in self.states]
-        if self.resends:
-            saved += [hidden, *(state.probs for state in self.states)]
-        for state in self.states:
-            state.index = state.probs = None
-        return saved
+        assert self.rows is not None
+        rows, self.rows = self.rows, None
+        return [*rows.saved(), hidden if self.resends else None]
 
     def give_saved(self, saved: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The layer's input, where backward sends it again.
@@ -86,22 +141,14 @@ class Call:
         """
         if not self.states:
             raise RuntimeError("an MoE layer in chunks cannot run its backward pass twice")
-        count = len(self.states)
-        for i, state in enumerate(self.states):
-            state.index = saved[i]
-            if self.resends:
-                state.probs = saved[count + 1 + i]
-        return saved[count] if self.resends else None
+        self.rows = RowTable.of(self.table, saved)
+        return saved[-1]
 
-    def index(self, i: int) -> torch.Tensor:
-        """Of the rows that chunk ``i`` sends."""
-        index = self.states[i].index
-        assert index is not None
-        return index
-
-    def tokens(self, i: int) -> torch.Tensor:
-        """The token, in its chunk, of each row that chunk ``i`` sends."""
-        return self.index(i) // self.table.experts
+    @property
+    def sent(self) -> RowTable:
+        """Where rows go, while a pass runs."""
+        assert self.rows is not None
+        return self.rows
 
     def has_work(self, i: int) -> bool:
         """Whether the experts are called: for empty chunks only if they would not be called at
@@ -218,7 +265,7 @@ def _reduced(
     """The experts' rows of chunk ``i`` that go back from this rank, and their order in a message:
     under expert tensor parallelism sums over its ranks, which are in that order."""
     exchange = call.region.exchange
-    order = exchange.order(call.table, i, inverse=True)
+    order = call.sent.order(i, exchange, inverse=True)
     if exchange.tp_size == 1:
         return list(fields), order
     wide = torch.promote_types(call.probs_field[1], torch.float32)
@@ -235,9 +282,11 @@ class Forward:
     """
 
     def __init__(self, call: Call, hidden: torch.Tensor, probs: torch.Tensor) -> None:
-        self._call, self._hidden, self._probs = call, hidden, probs
+        self._call, self._hidden = call, hidden
         self._messages = Messages(call, call.row, Row(call.hidden_field))
-        self._out = torch.zeros_like(hidden)
+        self._sent_probs = probs.reshape(-1).index_select(0, call.sent.sent.pairs)
+        call.sent.probs = self._sent_probs if call.resends else None
+        self._out = torch.empty_like(hidden)
         self._residents: set[int] = set()
         if call.saves and call.strategy.inside is Restore.OFFLOAD:
             self._residents = call.region.memory.know(call.region.parameters)
@@ -255,15 +304,12 @@ class Forward:
         return self._out
 
     def _dispatch(self, i: int) -> None:
-        call, chunk = self._call, self._call.table.chunks[i]
-        hidden, probs = (t[chunk.start : chunk.end] for t in (self._hidden, self._probs))
+        rows = self._call.sent
+        own = rows.rows_of(i)
 
         def fill(fields: list[torch.Tensor]) -> None:
-            torch.index_select(hidden, 0, call.tokens(i), out=fields[0])
-            own = probs.reshape(-1).index_select(0, call.index(i))
-            fields[1].copy_(own.unsqueeze(1))
-            if call.resends:
-                call.states[i].probs = own
+            torch.index_select(self._hidden, 0, rows.sent.tokens[own], out=fields[0])
+            fields[1].copy_(self._sent_probs[own].unsqueeze(1))
 
         self._messages.dispatch(i, fill)
 
@@ -278,7 +324,7 @@ class Forward:
         record = Record(memory, i, call.strategy, call.plan.depth)
         slot = record.input_slot(call.input_bytes(chunk.rows))
         x, p = call.halves(slot, chunk.rows)
-        order = call.region.exchange.order(call.table, i)
+        order = call.sent.order(i, call.region.exchange)
         for field, target in zip(self._messages.arrived(i), (x, p.unsqueeze(1))):
             select_rows(field, order, target)
         if call.saves:
@@ -296,14 +342,9 @@ class Forward:
 
     def _collect(self, i: int) -> None:
         """Sum the rows of each token of chunk ``i``."""
-        chunk, token = self._call.table.chunks[i], self._call.tokens(i).long()
+        chunk = self._call.table.chunks[i]
         (rows,) = self._messages.returned(i)
-        part = self._out[chunk.start : chunk.end]
-        # As megatron-core does it, so that sums of many have its order.
-        if torch.are_deterministic_algorithms_enabled():
-            part.index_add_(0, token, rows)
-        else:
-            part.scatter_add_(0, token.unsqueeze(1).expand(-1, part.shape[1]), rows)
+        self._out[chunk.start : chunk.end] = self._call.sent.sum(i, rows)
 
 
 class Backward:
@@ -324,7 +365,7 @@ class Backward:
         ring = call.region.memory.ring
         ring.reserve("gradient", call.table.worst.rows * self._row_bytes)
         self._sums = GradientSums(call.trained)
-        self._d_hidden = torch.zeros_like(grad)
+        self._d_hidden = torch.empty_like(grad)
         self._d_probs = grad.new_zeros((len(grad), call.table.experts), dtype=call.probs_field[1])
         store = call.region.store
         keeps = call.strategy is Strategy.NONE
@@ -354,14 +395,15 @@ class Backward:
 
     def _dispatch(self, i: int) -> None:
         """The adjoint of R: output gradients go to the experts, with what is to be sent again."""
-        call, chunk, probs = self._call, self._call.table.chunks[i], self._call.states[i].probs
+        rows = self._call.sent
+        own = rows.rows_of(i)
 
         def fill(fields: list[torch.Tensor]) -> None:
-            token = call.tokens(i)
-            torch.index_select(self._grad[chunk.start : chunk.end], 0, token, out=fields[0])
-            if self._hidden is not None and probs is not None:
-                torch.index_select(self._hidden[chunk.start : chunk.end], 0, token, out=fields[1])
-                fields[2].copy_(probs.unsqueeze(1))
+            token = rows.sent.tokens[own]
+            torch.index_select(self._grad, 0, token, out=fields[0])
+            if self._hidden is not None and rows.probs is not None:
+                torch.index_select(self._hidden, 0, token, out=fields[1])
+                fields[2].copy_(rows.probs[own].unsqueeze(1))
 
         self._messages.dispatch(i, fill)
 
@@ -379,7 +421,7 @@ class Backward:
             memory = self._messages.take("gradient", i, size)
         width, dtype = call.hidden_field
         dy = memory.view(dtype).view(chunk.rows, width)
-        arrived, order = self._messages.arrived(i), call.region.exchange.order(call.table, i)
+        arrived, order = self._messages.arrived(i), call.sent.order(i, call.region.exchange)
         select_rows(arrived[0], order, dy)
         slot = x = p = dy  # where the graph has its input, a slot stands for nothing
         if call.strategy.input is not Restore.KEEP:
@@ -416,6 +458,6 @@ class Backward:
         """Sum the gradients of each token of chunk ``i``."""
         call, chunk = self._call, self._call.table.chunks[i]
         dx, dp = self._messages.returned(i)
-        self._d_hidden[chunk.start : chunk.end].index_add_(0, call.tokens(i), dx)
-        part = self._d_probs[chunk.start : chunk.end].view(-1)
-        part.index_copy_(0, call.index(i).long(), dp.reshape(-1))
+        self._d_hidden[chunk.start : chunk.end] = call.sent.sum(i, dx)
+        own = call.sent.rows_of(i)
+        self._d_probs.view(-1).index_copy_(0, call.sent.sent.pairs[own].long(), dp.reshape(-1))

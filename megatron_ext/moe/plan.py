@@ -128,6 +128,11 @@ class LayerPlan(NamedTuple):
         """As an ``ExecutionPolicy``: its own number of chunks."""
         return self.chunks
 
+    @property
+    def expected(self) -> int:
+        """As an ``ExecutionPolicy``: its own number of chunks."""
+        return self.chunks
+
     def plan_for(self, rows: int) -> LayerPlan:
         """As an ``ExecutionPolicy``: itself, whatever the rows are."""
         return self
@@ -165,6 +170,10 @@ class ExecutionPolicy(Protocol):
     @property
     def finest(self) -> int:
         """The most chunks that it may give; whatever it gives divides this."""
+
+    @property
+    def expected(self) -> int:
+        """The chunks that it gives unless there are more rows than ever."""
 
     def plan_for(self, rows: int) -> LayerPlan:
         """The plan of a call in which the busiest rank's experts have ``rows`` rows."""

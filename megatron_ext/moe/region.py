@@ -74,6 +74,7 @@ class Region:
         probs: torch.Tensor,
         routing_map: torch.Tensor,
         policy: ExecutionPolicy,
+        meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Dispatch, compute and combine.
 
@@ -83,6 +84,8 @@ class Region:
             routing_map: which of them count, likewise, bool.
             policy: gives the plan, the same on every rank of the layer's groups; there may be more
                 chunks than tokens.
+            meanwhile: issues other work of the layer, which runs while the counts are on their way
+                to the host.
 
         Returns:
             (tokens, width): for each token the sum over its experts.
@@ -100,10 +103,13 @@ class Region:
         inputs = (hidden, probs, *trained)
         saves = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         with torch.no_grad():
-            counted = self.exchange.count(routing_map, policy.finest)
+            counted = self.exchange.count(routing_map, policy.expected, policy.finest)
+        if meanwhile is not None:
+            meanwhile()
+        with torch.no_grad():
             plan = policy.plan_for(counted.rows)
-            table, index = self.exchange.split(counted, plan.chunks)
-        call = Call(self, plan, table, index, trained if saves else None, hidden, probs)
+            table, sent = self.exchange.split(counted, plan.chunks)
+        call = Call(self, plan, table, sent, trained if saves else None, hidden, probs)
         result: torch.Tensor = _Function.apply(call, *inputs)
         return result
 

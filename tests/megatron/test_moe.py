@@ -211,7 +211,9 @@ def test_memory_between_forward_and_backward(results: Cases, strategy: str) -> N
             checked += 1
             rows, sent = (sum(x) for x in zip(*found["rows"]))
             inputs = sum(_aligned(r * HIDDEN * FLOAT) + r * FLOAT for r, _ in found["rows"])
-            inside, index = rows * SWIGLU * FFN * FLOAT, sent * 4
+            inside = rows * SWIGLU * FFN * FLOAT
+            # Of the rows sent, of the rows received in both orders, and a start a token.
+            index = 4 * (2 * sent + 2 * rows + way[0] * -(-TOKENS // way[0]))
             resent = TOKENS * HIDDEN * FLOAT + sent * FLOAT  # the layer's input, and probabilities
             kept = {"none": inputs + inside, "s2": resent, "s4": resent}.get(strategy, 0)
             assert found["kept"] == index + kept

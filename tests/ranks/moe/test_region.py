@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.moe.buffers import Memory, Ring
-from megatron_ext.moe.exchange import Exchange, Groups, Row
+from megatron_ext.moe.exchange import Exchange, Groups, HostCopy, Row, sum_rows
 from megatron_ext.moe.graph import GradientSums, kept_bytes_per_row
 from megatron_ext.moe.passes import Backward, Forward
 from megatron_ext.moe.plan import LayerPlan, Step, Strategy
@@ -285,6 +286,88 @@ def test_rings_may_be_cleared_between_passes(make: Callable[..., Region]) -> Non
         assert equal(found, wanted), strategy
         region.memory.ring.clear()
         assert region.memory.ring.nbytes == 0
+
+
+class Operations(TorchDispatchMode):
+    """Names of operations that are not views, nor allocations; which launch kernels on a GPU."""
+
+    NONE = ("alias", "detach", "empty", "empty_like", "empty_strided", "new_empty", "set_")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.waited = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        # What the host computes of its counts, all in int64, launches nothing.
+        given = [t for t in args if isinstance(t, torch.Tensor)]
+        host = self.waited and given and given[0].dtype is torch.int64
+        if not func.is_view and name not in self.NONE and not host:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_launches_a_chunk(make: Callable[..., Region], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 25 a chunk in each direction, the stub experts' among them; and of what stands
+    between the wait for the counts and the first message, nothing but gathers."""
+    counts: dict[int, tuple[int, int]] = {}
+    for chunks in (4, 8):
+        region = make()
+        hidden, probs, chosen = batch()
+        x, p = hidden.requires_grad_(), probs.requires_grad_()
+        with Operations() as forward:
+            out = region(x, p, chosen, LayerPlan.of(chunks))
+        with Operations() as backward:
+            torch.autograd.grad(out, [x, p, *region.parameters], torch.ones_like(out))
+        counts[chunks] = len(forward.names), len(backward.names)
+    experts = 4 * EXPERTS + 2, 11 * EXPERTS + 2  # the stub's, one after the other
+    for few, many, own in zip(counts[4], counts[8], experts):
+        assert (many - few) / 4 - own <= 15, counts
+    first: list[str] = []
+    region = make()
+    original = HostCopy.wait, Exchange.send
+    with Operations() as seen:
+
+        def wait(self: Any) -> Any:
+            found = original[0](self)
+            seen.names.clear()
+            seen.waited = True
+            return found
+
+        def send(self: Any, *args: Any) -> Any:
+            first.append(" ".join(seen.names)) if not first else None
+            return original[1](self, *args)
+
+        monkeypatch.setattr(HostCopy, "wait", wait)
+        monkeypatch.setattr(Exchange, "send", send)
+        region(x, p, chosen, LayerPlan.of(4))
+    assert first == ["index_select index_select copy_"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_rows(dtype: torch.dtype) -> None:
+    """Eight rows a token: as exact as a sum in fp32, and the same in whatever order threads run."""
+    generator = torch.Generator().manual_seed(3)
+    tokens, top, width = 50, 8, 33
+    rows = torch.randn(tokens * top, width, generator=generator).to(dtype)
+    places = torch.randperm(tokens * top, generator=generator).to(torch.int32)
+    starts = torch.arange(0, tokens * top, top, dtype=torch.int32)
+    found = sum_rows(rows, places, starts)
+    each = rows[places.long()].view(tokens, top, width)
+    exact = each.double().sum(1)
+    best = (each.float().sum(1).to(dtype).double() - exact).abs().mean()
+    assert (found.double() - exact).abs().mean() <= 1.01 * best
+    shuffled = torch.zeros(tokens, width, dtype=dtype)
+    for i in torch.randperm(top, generator=generator):  # as atomic additions may come
+        shuffled += each[:, i]
+    assert not torch.equal(shuffled, found), "this order shows, so the test can fail"
+    assert torch.equal(found, sum_rows(rows, places, starts))
+    strided = torch.zeros(tokens * top, width + 7, dtype=dtype)
+    strided[:, :width] = rows
+    assert torch.equal(found, sum_rows(strided[:, :width], places, starts))
+    empty = sum_rows(rows[:0], places[:0], torch.zeros(3, dtype=torch.int32))
+    assert empty.shape == (3, width) and not empty.any()
 
 
 def test_kept_bytes_are_those_of_a_row() -> None:

@@ -209,17 +209,19 @@ class PipelinedMoE(Callback):
             padding_mask = padding_mask.transpose(0, 1).bool()
 
         def compute(hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-            shared = layer.shared_experts_compute(hidden)
+            shared = _Shared(layer, hidden)
+            hidden = shared.rest
             probs, routing_map = layer.route(hidden, mask)
             latent = getattr(layer.config, "moe_latent_size", None)
             if latent:
                 hidden, _ = layer.fc1_latent_proj(hidden)
             rows = hidden.reshape(-1, hidden.shape[-1])
-            output = self._region(layer, rows.device)(rows, probs, routing_map, policy)
+            region = self._region(layer, rows.device)
+            output = region(rows, probs, routing_map, policy, shared.compute)
             output = output.view(hidden.shape)
             if latent:
                 output, _ = layer.fc2_latent_proj(output)
-            return output if shared is None else output + shared
+            return output if shared.output is None else output + shared.output
 
         if layer.moe_layer_recompute:
             from megatron.core import tensor_parallel
@@ -245,6 +247,48 @@ class PipelinedMoE(Callback):
                 self._store,
             )
         return region
+
+
+class _Shared:
+    """The shared experts, which compute while the counts are on their way to the host.
+
+    Megatron computes them before it routes, so autograd adds their gradient to the layer's input
+    last. Here it does so, too, though they come later: sums have the same order. A gate takes the
+    input a second time, which would give another order; so with one they compute at once.
+
+    Args:
+        layer: with or without them. hidden: its input.
+
+    Attributes:
+        rest: the input, for everything else.
+        output: theirs; None: there are none.
+    """
+
+    def __init__(self, layer: Any, hidden: torch.Tensor) -> None:
+        self._layer, self.output = layer, None
+        self._own = self.rest = hidden
+        self._late = layer.use_shared_expert and not layer.config.moe_shared_expert_gate
+        if not self._late:
+            self.output = layer.shared_experts_compute(hidden)
+        elif hidden.requires_grad:
+            self._own, self.rest = _Fork.apply(hidden)
+
+    def compute(self) -> None:
+        """Issue their forward pass."""
+        if self._late:
+            self.output = self._layer.shared_experts_compute(self._own)
+
+
+class _Fork(torch.autograd.Function):
+    """Twice the same tensor; the first one's gradient is added last."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden.view_as(hidden), hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, shared: torch.Tensor, rest: torch.Tensor) -> Any:
+        return rest + shared
 
 
 class _Postponing:
