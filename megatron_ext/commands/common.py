@@ -119,6 +119,20 @@ def add_size_options(group: argparse._ActionsContainer, *, required: bool = Fals
     group.add_argument(
         "--stage-cost", metavar="FILE", help='JSON {"stages": [[F, B, W], ...]}, one row a stage'
     )
+    group.add_argument(
+        "--vocabulary",
+        metavar="S,T,E,G[,T]",
+        help="the vocabulary is sharded over all ranks: times of a rank's part of a microbatch, of "
+        "output layer (S and T) and embedding (E and G), and the latency of a collective; the "
+        "other costs are then without vocabulary layers",
+    )
+    group.add_argument(
+        "--vocabulary-barriers",
+        type=int,
+        choices=(1, 2),
+        help="collectives between the last stage's F and B: S computes the input gradient too (1, "
+        "the default), or T does (2)",
+    )
 
 
 def add_network_options(group: argparse._ActionsContainer) -> None:
@@ -275,7 +289,13 @@ def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
             base = Costs.of(
                 base.forward, base.backward_input, base.backward_weight, args.hop, base.stages
             )
-        return base if args.stage_cost is None else base.with_stage_file(args.stage_cost)
+        if args.stage_cost is not None:
+            base = base.with_stage_file(args.stage_cost)
+        if args.vocabulary is None:
+            if args.vocabulary_barriers is not None:
+                raise InputError("--vocabulary-barriers is for --vocabulary; give both")
+            return base
+        return base.with_vocabulary(args.vocabulary.split(","))
 
 
 def load(path: str) -> Schedule:
@@ -338,6 +358,7 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         objective=args.objective or "makespan",
         effort=args.effort,
         jitter=getattr(args, "jitter", None) or Fraction(0),
+        barriers=0 if args.vocabulary is None else args.vocabulary_barriers or 1,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,6 +166,14 @@ class Costs:
         return Costs.of(
             self.forward, self.backward_input, self.backward_weight, self.hop, stages=stages
         )
+
+    def with_vocabulary(self, times: Sequence[Number]) -> Costs:
+        """The same with times of vocabulary passes, S, T, E, G and the latency of a collective.
+
+        Raises:
+            ValueError: not four or five numbers, or one of them is out of range.
+        """
+        return replace(self, vocabulary=Costs.of(vocabulary=times).vocabulary)
 
     def durations(self, placement: Placement) -> Durations:
         """Integer durations of every stage's F, B and W under ``placement``.

@@ -28,7 +28,8 @@ def add_vocabulary(schedule: Schedule, barriers: int = 1, growth: int | None = N
         schedule: compute actions, no joint ones; its costs are those of the stages without
             vocabulary layers, with the times of vocabulary passes.
         barriers: between the last stage's F and its B.
-        growth: microbatches by which the peak of a rank may grow; None: as many as barriers.
+        growth: activation sets by which the peak of a rank may grow; None: those of as many
+            microbatches as there are barriers.
 
     Raises:
         ScheduleError: joint, offload or vocabulary actions, or costs without vocabulary passes.
@@ -44,7 +45,7 @@ def add_vocabulary(schedule: Schedule, barriers: int = 1, growth: int | None = N
     placement, durations = schedule.placement, schedule.costs.durations(schedule.placement)
     output = Vocabulary(placement, barriers, embeddings=False)
     fixed = _inserted(schedule, output)
-    more = placement.chunks * (barriers if growth is None else growth)
+    more = placement.chunks * barriers if growth is None else growth
     caps = [sets + more for sets in peak_sets(schedule.ranks)]
     found: list[tuple[int, RankActions]] = []
     for gap, urgent in product(min_gaps(schedule.pp)[:2], ((), (T,), (S,), (S, T))):
