@@ -222,15 +222,15 @@ class Exchange:
         parts = blocks if finest == chunks else _blocks(routing_map, finest)
         own = parts.sum(dim=1, dtype=torch.int32).view(-1)
         ranks = self.ep_size * self.tp_size
-        every = own
+        every, work = own, None
         if ranks > 1:
             every = own.new_empty(ranks * own.numel())
-            dist.all_gather_into_tensor(every, own, group=self.groups.tp_ep)
+            work = dist.all_gather_into_tensor(every, own, group=self.groups.tp_ep, async_op=True)
         # (ep, tp, ...) as the group has them -> (tp, ep, part, destination, local expert).
         shape = (self.ep_size, self.tp_size, finest, self.ep_size, self.local_experts)
         table = every.view(shape).transpose(0, 1)
-        host = HostCopy(every, shape)
-        return Counted(routing_map, table, host, chunks, _sorted(blocks, len(routing_map)))
+        rows = _sorted(blocks, len(routing_map))  # while the counts are exchanged
+        return Counted(routing_map, table, HostCopy(every, shape, work), chunks, rows)
 
     def split(self, counted: Counted, chunks: int) -> tuple[ChunkTable, SentRows]:
         """Cut a routed batch; no collective, but a wait for the counts.
@@ -373,21 +373,28 @@ class HostCopy:
 
     Args:
         table: on the device. shape: of the copy, of which the first two axes are exchanged.
+        work: the collective that fills the table; None: it is full.
     """
 
-    def __init__(self, table: torch.Tensor, shape: tuple[int, ...]) -> None:
-        self._host, self._shape, self._event = table, shape, None
+    def __init__(self, table: torch.Tensor, shape: tuple[int, ...], work: Any = None) -> None:
+        self._host, self._shape, self._work = table, shape, work
+        self._event: Any = None
         if table.is_cuda:
             side = _side_stream(table.device)
             side.wait_stream(torch.cuda.current_stream(table.device))
             with torch.cuda.stream(side):
+                if work is not None:
+                    work.wait()  # the side stream waits
                 self._host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
                 self._host.copy_(table, non_blocking=True)
                 table.record_stream(side)
                 self._event = side.record_event()
 
     def wait(self) -> torch.Tensor:
-        """The copy, int64; the host waits."""
+        """The copy, int64; the host waits, and the current stream for the table."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         if self._event is not None:
             self._event.synchronize()
         return self._host.view(self._shape).transpose(0, 1).long()
@@ -421,10 +428,12 @@ def _sorted(blocks: torch.Tensor, tokens: int) -> SentRows:
     """
     chunks, length, experts = blocks.shape
     end = tokens * experts  # where what is not sent goes
-    by_expert = blocks.transpose(1, 2).reshape(chunks, experts * length)
-    place = by_expert.cumsum(1)
-    sent = place[:, -1:] if length else place.new_zeros((chunks, 1))
-    before = sent.cumsum(0) - sent
+    by_expert = blocks.transpose(1, 2).reshape(-1)
+    # Of all chunks at once: a running count of few long rows is slow on a GPU.
+    place = by_expert.cumsum(0)
+    own = blocks.sum(2, dtype=torch.int32)
+    sent = own.sum(1)
+    before = (sent.cumsum(0) - sent).view(-1, 1, 1)
     edges = torch.arange(chunks, device=blocks.device).view(-1, 1, 1) * tokens // chunks
     token = edges + torch.arange(length, device=blocks.device)
     index = token * experts + torch.arange(experts, device=blocks.device).view(-1, 1)
@@ -436,10 +445,10 @@ def _sorted(blocks: torch.Tensor, tokens: int) -> SentRows:
         return out.scatter_(0, target, values.reshape(-1))
 
     by_token = blocks.reshape(-1)
-    own = blocks.sum(2, dtype=torch.int32)
     starts = own.cumsum(1, dtype=torch.int32) - own
-    places = (place - 1).to(torch.int32).view(chunks, experts, length).transpose(1, 2)
-    pairs = scattered(place + before, by_expert, index.to(kind))
+    places = place.view(chunks, experts, length) - (before + 1)
+    places = places.to(torch.int32).transpose(1, 2)
+    pairs = scattered(place, by_expert, index.to(kind))
     return SentRows(
         pairs, pairs // experts, scattered(by_token.cumsum(0), by_token, places), starts
     )
@@ -458,7 +467,7 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor, starts: torch.Tensor) -> 
     Returns:
         (tokens, width) of the dtype of ``rows``.
     """
-    # On a CPU the kernel sums bf16 in bf16.
+    # On a CPU the kernel rounds ties of bf16 up, not to even as every other one.
     wide = rows.float() if rows.dtype is torch.bfloat16 and not rows.is_cuda else rows
     return torch.embedding_bag(wide, places, starts)[0].to(rows.dtype)
 
