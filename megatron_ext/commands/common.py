@@ -32,7 +32,6 @@ from ..schedule.generators.registry import takers
 from ..schedule.io import load as load_file
 from ..schedule.link import DEFAULT_POLICY, POLICIES
 from ..schedule.memory_cap import ShareCap, parse_cap
-from ..schedule.network import STREAMS, Network
 from ..schedule.select import CapExceeded
 from ..view import timeline
 
@@ -119,52 +118,20 @@ def add_size_options(group: argparse._ActionsContainer, *, required: bool = Fals
     group.add_argument(
         "--stage-cost", metavar="FILE", help='JSON {"stages": [[F, B, W], ...]}, one row a stage'
     )
-
-
-def add_network_options(group: argparse._ActionsContainer) -> None:
-    """How messages between ranks wait for each other."""
     group.add_argument(
-        "--p2p",
-        choices=("ideal", *STREAMS),
-        default="ideal",
-        help="what has a message stream of its own: every message (ideal, the default), each "
-        "direction between two ranks (edge), two ranks (pair), all messages of a rank (rank)",
+        "--vocabulary",
+        metavar="S,T,E,G[,T]",
+        help="the vocabulary is sharded over all ranks: times of a rank's part of a microbatch, of "
+        "output layer (S and T) and embedding (E and G), and the latency of a collective; the "
+        "other costs are then without vocabulary layers",
     )
     group.add_argument(
-        "--queue",
+        "--vocabulary-barriers",
         type=int,
-        choices=(1,),
-        help="one hardware queue a rank, as with CUDA_DEVICE_MAX_CONNECTIONS=1; with --p2p",
+        choices=(1, 2),
+        help="collectives between the last stage's F and B: S computes the input gradient too (1, "
+        "the default), or T does (2)",
     )
-
-
-def network_of(args: argparse.Namespace) -> Network | None:
-    """What ``add_network_options`` got; None for ideal messages.
-
-    Raises:
-        InputError: a queue of ideal messages.
-    """
-    if args.p2p != "ideal":
-        return Network(args.p2p, args.queue == 1)
-    if args.queue is not None:
-        raise InputError("--queue 1 is a queue of messages in streams; give --p2p edge, pair, rank")
-    return None
-
-
-def network_json(network: Network | None) -> dict[str, Any]:
-    """``p2p`` and ``queue``, if messages wait for each other."""
-    if network is None:
-        return {}
-    return {"p2p": network.streams, **({"queue": 1} if network.queue else {})}
-
-
-def network_text(network: Network | None) -> str:
-    """For people, behind the costs."""
-    if network is None:
-        return ""
-    own = {"edge": "each direction between two ranks", "pair": "two ranks", "rank": "each rank"}
-    queue = ", one hardware queue a rank" if network.queue else ""
-    return f"; one message stream for {own[network.streams]}{queue}"
 
 
 def add_shape_options(group: argparse._ActionsContainer, cap_use: str, group_use: str) -> None:
@@ -275,7 +242,13 @@ def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
             base = Costs.of(
                 base.forward, base.backward_input, base.backward_weight, args.hop, base.stages
             )
-        return base if args.stage_cost is None else base.with_stage_file(args.stage_cost)
+        if args.stage_cost is not None:
+            base = base.with_stage_file(args.stage_cost)
+        if args.vocabulary is None:
+            if args.vocabulary_barriers is not None:
+                raise InputError("--vocabulary-barriers is for --vocabulary; give both")
+            return base
+        return base.with_vocabulary(args.vocabulary.split(","))
 
 
 def load(path: str) -> Schedule:
@@ -338,6 +311,7 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         objective=args.objective or "makespan",
         effort=args.effort,
         jitter=getattr(args, "jitter", None) or Fraction(0),
+        barriers=0 if args.vocabulary is None else args.vocabulary_barriers or 1,
     )
 
 

@@ -18,16 +18,12 @@ from ..schedule.simulate import Simulation, simulate
 from .common import (
     InputError,
     Parser,
-    add_network_options,
     add_offload_options,
     add_shape_options,
     add_size_options,
     cost_json,
     costs_text,
     memory_cap,
-    network_json,
-    network_of,
-    network_text,
     offload_of,
     offloads,
     refuse_large,
@@ -35,6 +31,7 @@ from .common import (
     simulation_json,
     sizes_of,
 )
+from .network import add_network_options, network_json, network_of, network_text
 from .quality import Quality, add_jitter_options, jitter_of, percent, simulated
 
 

@@ -14,7 +14,7 @@ from ..plan.search import Result
 from ..plan.space import SearchSpace
 from ..schedule.costs import number_to_json
 from ..view.timeline import decimal
-from .common import network_json, network_text
+from .network import network_json, network_text
 from .plan_moe import plan_layer_json, plan_layer_text, plan_words
 
 

@@ -10,7 +10,8 @@ from ..plan.profile import Profile
 from ..plan.space import SearchSpace
 from ..schedule.generators import NAMES
 from ..schedule.link import DEFAULT_POLICY, POLICIES
-from .common import add_network_options, network_of, positive
+from .common import positive
+from .network import add_network_options, network_of
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

@@ -65,6 +65,8 @@ def gap_of(simulation: Simulation, cap: Cap | None, objective: str | None) -> Ga
     without backward passes.
     """
     schedule, span = simulation.schedule, objective == "span"
+    if schedule.barriers:
+        return None  # bounds do not know vocabulary passes
     sets: int | None = max(simulation.peak_sets)
     if not sets:
         return None

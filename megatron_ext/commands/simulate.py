@@ -11,12 +11,8 @@ from ..schedule.simulate import Simulation
 from .common import (
     InputError,
     Parser,
-    add_network_options,
     add_schedule_options,
     costs_text,
-    network_json,
-    network_of,
-    network_text,
     offloads,
     per_rank,
     schedule_of,
@@ -24,6 +20,7 @@ from .common import (
     simulation_json,
 )
 from .moe_layer import add_layer_options, refuse_layer_options, simulate_layer
+from .network import add_network_options, network_json, network_of, network_text
 from .quality import Quality, add_jitter_options, jitter_of, simulated
 
 

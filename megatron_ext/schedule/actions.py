@@ -13,6 +13,7 @@ The stage is always the one that lies on the rank that runs the action:
   copy's end and drops the device's, ``PREPARE3.1`` allocates on the device again, ``RELOAD3.1``
   starts the copy back, for whose end ``B3.1`` waits (PipeOffload, section 4). All four are points
   in the order of the rank's computation; the copies themselves run beside it.
+- ``S3.1`` and others are passes of vocabulary layers that all ranks share (``vocabulary``).
 - ``F3.1+B4.0`` is a joint action: a forward and a backward pass (B or BW) of the same rank that run
   as one, so that the communication inside one can hide behind the computation of the other. It
   starts when the inputs of both are there, and both results are there at its end.
@@ -34,12 +35,15 @@ class Operation(str, Enum):
     """Base of the alphabets; a member's value is the text form's prefix.
 
     ``Op`` is the alphabet of every schedule. A subclass elsewhere adds operations of a feature
-    (``post_validation``); its messages are called ``SEND_...`` and ``RECV_...``.
+    (``post_validation``, ``vocabulary``); its messages are called ``SEND_...`` and ``RECV_...``,
+    its collectives ``SHARE_...`` and ``JOIN_...``.
 
     Attributes:
-        is_compute: F, B, W or BW: it takes compute time on the rank.
+        is_compute: F, B, W or BW, or a vocabulary pass: it takes compute time on the rank.
         is_copy: OFFLOAD, RELEASE, PREPARE or RELOAD.
         is_send, is_receive: a message that leaves the rank, or comes to it.
+        is_collective: what all ranks take part in, each with an action of the same operation and
+            microbatch.
     """
 
     _value_: str
@@ -47,11 +51,13 @@ class Operation(str, Enum):
     is_copy: bool
     is_send: bool
     is_receive: bool
+    is_collective: bool
 
     def __init__(self, text: str) -> None:
-        self.is_compute = text in ("F", "B", "W", "BW")
+        self.is_compute = text in ("F", "B", "W", "BW", "S", "T", "E", "G")
         self.is_copy = text in ("OFFLOAD", "RELEASE", "PREPARE", "RELOAD")
         self.is_send, self.is_receive = text.startswith("SEND_"), text.startswith("RECV_")
+        self.is_collective = text.startswith(("SHARE_", "JOIN_"))
 
     # Enum's own hash is a Python call; actions are hashed by the hundred thousand.
     __hash__ = str.__hash__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ Number = int | float | str | Fraction
 class Durations(NamedTuple):
     """Integer durations; divide by ``scale`` to get back to the units of the costs.
 
-    ``forward[s]``, ``backward_input[s]``, ``backward_weight[s]`` are per stage.
+    ``forward[s]``, ``backward_input[s]``, ``backward_weight[s]`` are per stage. ``vocabulary`` has
+    a rank's S, T, E and G (``vocabulary``), and ``collective`` the latency of what they wait for.
     """
 
     forward: tuple[int, ...]
@@ -27,6 +28,8 @@ class Durations(NamedTuple):
     backward_weight: tuple[int, ...]
     hop: int
     scale: int
+    vocabulary: tuple[int, ...] = (0, 0, 0, 0)
+    collective: int = 0
 
     @classmethod
     def unit(cls, placement: Placement) -> Durations:
@@ -40,16 +43,24 @@ class Durations(NamedTuple):
             return self.forward[stage]
         if op is Op.W:
             return self.backward_weight[stage]
+        if not isinstance(op, Op):
+            return self.vocabulary["STEG".index(op.value)]
         b = self.backward_input[stage]
         return b if op is Op.B else b + self.backward_weight[stage]
+
+    def times(self, factor: int, scale: int) -> Durations:
+        """All durations times ``factor``, with this scale."""
+        f, b, w, v = (tuple(x * factor for x in row) for row in (*self[:3], self.vocabulary))
+        return Durations(f, b, w, self.hop * factor, scale, v, self.collective * factor)
 
     def reduced(self) -> Durations:
         """The same without common factors, for comparing: costs times any number become equal.
         ``scale`` is 1, so these are no longer times in the units of the costs."""
         rows = self.forward, self.backward_input, self.backward_weight
-        common = math.gcd(self.hop, *(x for row in rows for x in set(row)))
-        f, b, w = (tuple(x // common for x in row) for row in rows)
-        return Durations(f, b, w, self.hop // common, 1)
+        more = self.hop, self.collective, *self.vocabulary
+        common = math.gcd(*more, *(x for row in rows for x in set(row)))
+        f, b, w, v = (tuple(x // common for x in row) for row in (*rows, self.vocabulary))
+        return Durations(f, b, w, self.hop // common, 1, v, self.collective // common)
 
 
 def _number(value: Number, what: str, *, positive: bool) -> Fraction:
@@ -69,7 +80,8 @@ class Costs:
     """Times of one microbatch on one rank, in any one unit, and the latency of one hop.
 
     A pass of one of v chunks costs 1/v of it. ``stages``, when given, replaces that rule: entry s
-    holds (F, B, W) of stage s itself.
+    holds (F, B, W) of stage s itself. ``vocabulary``, of sharded vocabulary layers, are a rank's S,
+    T, E and G, and the latency of a collective.
     """
 
     forward: Fraction = Fraction(1)
@@ -77,6 +89,7 @@ class Costs:
     backward_weight: Fraction = Fraction(1)
     hop: Fraction = Fraction(0)
     stages: tuple[tuple[Fraction, Fraction, Fraction], ...] | None = None
+    vocabulary: tuple[Fraction, ...] | None = None
 
     @classmethod
     def of(
@@ -86,12 +99,23 @@ class Costs:
         backward_weight: Number = 1,
         hop: Number = 0,
         stages: Sequence[Sequence[Number]] | None = None,
+        vocabulary: Sequence[Number] | None = None,
     ) -> Costs:
         """Build from ints, floats, decimal strings or Fractions.
 
         Raises:
-            ValueError: a time is not a positive number (``hop``: not >= 0).
+            ValueError: a time is not a positive number (a latency: not >= 0).
         """
+        if vocabulary is not None:
+            if isinstance(vocabulary, str) or len(vocabulary) not in (4, 5):
+                raise ValueError(
+                    f"costs of vocabulary passes must be S,T,E,G[,LATENCY], got {shown(vocabulary)}"
+                )
+            padded = [*vocabulary, 0]
+            vocabulary = [
+                _number(x, f"{n} of the vocabulary", positive=n != "latency")
+                for x, n in zip(padded, ("S", "T", "E", "G", "latency"))
+            ]
         rows = None
         if stages is not None:
             rows = []
@@ -108,6 +132,7 @@ class Costs:
             _number(backward_weight, "W", positive=True),
             _number(hop, "hop", positive=False),
             None if rows is None else tuple(rows),
+            None if vocabulary is None else tuple(vocabulary),  # type: ignore[arg-type]
         )
 
     @classmethod
@@ -142,6 +167,14 @@ class Costs:
             self.forward, self.backward_input, self.backward_weight, self.hop, stages=stages
         )
 
+    def with_vocabulary(self, times: Sequence[Number]) -> Costs:
+        """The same with times of vocabulary passes, S, T, E, G and the latency of a collective.
+
+        Raises:
+            ValueError: not four or five numbers, or one of them is out of range.
+        """
+        return replace(self, vocabulary=Costs.of(vocabulary=times).vocabulary)
+
     def durations(self, placement: Placement) -> Durations:
         """Integer durations of every stage's F, B and W under ``placement``.
 
@@ -159,11 +192,13 @@ class Costs:
             )
         else:
             rows = self.stages
-        distinct = set(rows)
-        scale = math.lcm(self.hop.denominator, *(x.denominator for row in distinct for x in row))
+        distinct, more = set(rows), self.vocabulary or (Fraction(0),) * 5
+        single = (self.hop, *more)
+        scale = math.lcm(*(x.denominator for row in (*distinct, single) for x in row))
         ints = {row: tuple(int(x * scale) for x in row) for row in distinct}
         f, b, w = zip(*(ints[row] for row in rows))
-        return Durations(f, b, w, int(self.hop * scale), scale)
+        *vocabulary, collective = (int(x * scale) for x in more)
+        return Durations(f, b, w, int(self.hop * scale), scale, tuple(vocabulary), collective)
 
     def per_rank_work(self, placement: Placement) -> list[Fraction]:
         """F + B + W of one microbatch on each rank, in the units of the costs."""
@@ -181,6 +216,8 @@ class Costs:
         }
         if self.stages is not None:
             data["stages"] = [[number_to_json(x) for x in row] for row in self.stages]
+        if self.vocabulary is not None:
+            data["vocabulary"] = [number_to_json(x) for x in self.vocabulary]
         return data
 
     @classmethod
@@ -195,12 +232,16 @@ class Costs:
         rows = data.get("stages")
         if rows is not None and not isinstance(rows, list):
             raise ValueError(f'"stages" of "cost" must be a list, got {shown(rows)}')
+        vocabulary = data.get("vocabulary")
+        if vocabulary is not None and not isinstance(vocabulary, list):
+            raise ValueError(f'"vocabulary" of "cost" must be a list, got {shown(vocabulary)}')
         return cls.of(
             data.get("forward", 1),
             data.get("backward_input", 1),
             data.get("backward_weight", 1),
             data.get("hop", 0),
             rows,
+            vocabulary,
         )
 
 

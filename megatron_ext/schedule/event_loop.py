@@ -14,6 +14,7 @@ from .actions import Action, AnyAction, Op, Operation
 from .costs import Durations
 from .effects import inputs, results
 from .placement import Placement
+from .vocabulary import ARRIVED, KIND, SLOT_KINDS, Vocabulary
 
 
 class More(NamedTuple):
@@ -229,25 +230,33 @@ class Program:
         placement: where the stages lie.
         durations: of the passes and hops.
         microbatches: more than any action's microbatch.
+        vocabulary: passes of a sharded one; None: it is not sharded.
 
     Attributes:
         lanes: of compute actions, by operation and stage.
     """
 
-    def __init__(self, placement: Placement, durations: Durations, microbatches: int) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        durations: Durations,
+        microbatches: int,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
         self.placement, self.durations, self.microbatches = placement, durations, microbatches
+        self.vocabulary = vocabulary
         self._kind = placement.num_stages * microbatches
         self.lanes = _Lanes(self)
 
     @property
     def pass_slots(self) -> int:
-        """Slots of passes, which come first."""
-        return 3 * self._kind
+        """Slots of passes, which come first; with a sharded vocabulary all slots."""
+        return self.slots if self.vocabulary else 3 * self._kind
 
     @property
     def slots(self) -> int:
         """Slots of passes, offload actions and copies; others may come after them."""
-        return 9 * self._kind
+        return SLOT_KINDS * self._kind
 
     def slot(self, kind: int, stage: int, microbatch: int = 0) -> int:
         """The slot of one result."""
@@ -261,17 +270,42 @@ class Program:
 
     def lane(self, op: Operation, stage: int) -> Lane:
         """The lane of a compute action."""
-        rank_of, n = self.placement.rank_of, self.placement.num_stages
-        rank, hop = rank_of(stage), self.durations.hop
-        return Lane.of(
-            self.durations.of(op, stage),
+        rank_of = self.placement.rank_of
+        rank, hop, latency = rank_of(stage), self.durations.hop, self.durations.collective
+        needs = []
+        kinds: tuple[int, ...] = (KIND[op],) if op in KIND else results(op)
+        if op not in KIND:
             # The input that comes last: a B's own F has ended if the next stage's B has.
-            [
+            needs = [
                 (self.slot(kind, other), hop if rank_of(other) != rank else 0)
-                for kind, other in inputs(op, stage, n)[-1:]
-            ],
-            [self.slot(kind, stage) for kind in results(op)],
+                for kind, other in inputs(op, stage, self.placement.num_stages)[-1:]
+            ]
+        collective = None if self.vocabulary is None else self.vocabulary.before(op, stage)
+        if collective is not None:
+            needs.append((self.slot(ARRIVED[collective], stage), latency))
+        return Lane.of(
+            self.durations.of(op, stage), needs, [self.slot(kind, stage) for kind in kinds]
         )
+
+    def inputs(self, op: Operation, stage: int) -> list[tuple[int, int]]:
+        """(kind, stage) of all results that a pass needs, same microbatch."""
+        found = [] if op in KIND else list(inputs(op, stage, self.placement.num_stages))
+        if self.vocabulary is not None:
+            collective = self.vocabulary.before(op, stage)
+            found += [] if collective is None else self.vocabulary.parts(collective)
+        return found
+
+    def collectives(self) -> list[Row]:
+        """What runs beside the ranks: a row for each collective, microbatch by microbatch."""
+        if self.vocabulary is None:
+            return []
+        rows = []
+        for one in self.vocabulary.sources:
+            needs = [(self.slot(*part), 0) for part in self.vocabulary.parts(one)]
+            gives = [self.slot(ARRIVED[one], stage) for stage in self.vocabulary.waiters(one)]
+            lane = Lane.of(0, needs, gives)
+            rows.append([(lane, j) for j in range(self.microbatches)])
+        return rows
 
     def row(self, actions: Iterable[AnyAction]) -> Row:
         """Nodes of compute actions."""
@@ -336,6 +370,7 @@ def time_of(
     *,
     span: bool = False,
     limit: int | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> int | None:
     """Makespan of compute actions, or with ``span`` the longest single rank's own span.
 
@@ -345,11 +380,12 @@ def time_of(
         durations: of the passes and hops.
         microbatches: more than any action's microbatch.
         limit: give up, and return None, once the time is known to exceed this.
+        vocabulary: passes of a sharded one.
 
     Raises:
         ValueError: the order cannot progress, or holds an action twice.
     """
-    program = Program(placement, durations, microbatches)
+    program = Program(placement, durations, microbatches, vocabulary)
     lanes = program.lanes
     rows = [[(lanes[op, stage], j) for op, stage, j in row] for row in orders]
     slack = None
@@ -358,7 +394,10 @@ def time_of(
         slack = [limit - sum([lane[0] for lane, _ in row]) for row in rows]
         if min(slack) < 0:
             return None
-    done = run(rows, program.pass_slots, slack=slack, skip_first=span)
+    beside = program.collectives()
+    if slack is not None:
+        slack += [limit or 0] * len(beside)
+    done = run(rows + beside, program.pass_slots, slack=slack, skip_first=span)
     if done is None:
         return None
     if any(position < len(row) for position, row in zip(done.at, rows)):

@@ -23,6 +23,7 @@ from .link import Link
 from .placement import Placement
 from .schedule import FILE_FORMAT, Schedule, ScheduleError
 from .simulate import run_times
+from .vocabulary import BARRIERS
 
 _LETTERS = {Op.F: "F", Op.B: "I", Op.W: "W", Op.BW: "B"}
 _OPS = {letter: op for op, letter in _LETTERS.items()}
@@ -96,6 +97,7 @@ def from_json(data: Any) -> Schedule:
         )
         ranks = tuple(tuple(map(parse, row)) for row in _lists(data, "ranks"))
         costs = Costs.from_json(data.get("cost", {}))
+        barriers = whole(data.get("vocabulary_barriers", 0), "vocabulary_barriers", 0)
         microbatches = whole(data["microbatches"], "microbatches", 1)
         sizes = [whole(data[key], key, 1) for key in ("pp", "chunks")]
         name = _name(data.get("name", "file"))
@@ -110,7 +112,9 @@ def from_json(data: Any) -> Schedule:
         )
     if len(ranks) != placement.pp:
         raise ScheduleError(f"{len(ranks)} action lists for pp={placement.pp}; give one a rank")
-    return Schedule(name, placement, microbatches, ranks, costs, link=link)
+    if barriers > max(BARRIERS):
+        raise ScheduleError(f"vocabulary_barriers must be 1 or 2, got {barriers}")
+    return Schedule(name, placement, microbatches, ranks, costs, link=link, barriers=barriers)
 
 
 def _lists(data: dict[str, Any], key: str) -> list[list[Any]]:
@@ -144,6 +148,8 @@ def to_csv(schedule: Schedule) -> str:
             "torch's CSV compute form has no transfers or offloads, but the schedule is lowered; "
             "write its compute actions only"
         )
+    if schedule.barriers:
+        raise ScheduleError("torch's CSV compute form has no vocabulary passes; write a .json")
     n = schedule.placement.num_stages
     # Every pass one column; a BW is a B and a W, so where both are used it has two.
     ones = (1,) * n

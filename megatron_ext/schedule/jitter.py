@@ -96,8 +96,7 @@ def jitter(
 
 def _fine(d: Durations) -> Durations:
     """In smaller units."""
-    f, b, w = (tuple(x * _FINE for x in row) for row in d[:3])
-    return Durations(f, b, w, d.hop * _FINE, d.scale * _FINE)
+    return d.times(_FINE, d.scale * _FINE)
 
 
 def _with_times(rows: list[Row], times: list[int]) -> list[Row]:

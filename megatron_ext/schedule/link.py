@@ -169,17 +169,14 @@ class Link:
         """
         self.check(placement)
         scale = math.lcm(*(x.denominator for x in {*self.to_host, *self.to_device}))
-        d = durations
-        f, b, w = (
-            tuple(x * scale for x in row)
-            for row in (d.forward, d.backward_input, d.backward_weight)
-        )
+        d = durations.times(scale, durations.scale * scale)
+        f, b, w = d[:3]
         stages = range(placement.num_stages)
         ways = zip(*(self.of_stage(placement, stage) for stage in stages))
         d2h, h2d = (
             tuple(int(part * (f[s] + b[s] + w[s])) for s, part in zip(stages, way)) for way in ways
         )
-        return LinkTimes(Durations(f, b, w, d.hop * scale, d.scale * scale), d2h, h2d)
+        return LinkTimes(d, d2h, h2d)
 
     def uses(self, rank: int, to_host: bool) -> tuple[Hashable, ...]:
         """Resources that a transfer of ``rank`` holds while it runs.

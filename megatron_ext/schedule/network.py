@@ -1,5 +1,7 @@
 """Messages in the event loop: transfers that run in the order of their streams, as NCCL's do.
 
+Collectives of a sharded vocabulary have a communicator of their own, and a latency alone.
+
 A transfer starts when both ends have come to it, and both streams are busy until it ends: a receive
 that was posted ahead waits in its stream for the sender, and holds back what comes behind it. A
 send comes to its stream when the pass before it in the rank's list has ended; so does a receive.
@@ -14,6 +16,7 @@ from typing import NamedTuple
 from .actions import Action, AnyAction, Op, Operation
 from .effects import inputs
 from .event_loop import Lane, Program, Row
+from .vocabulary import SLOT_KINDS
 
 STREAMS = ("edge", "pair", "rank")
 
@@ -21,9 +24,9 @@ STREAMS = ("edge", "pair", "rank")
 # for gradients are one more. At the receiver, it has arrived; at the sender, it has left. At
 # either: the rank's list has come to it; it stands at the head of its stream, for the peer, and
 # for what comes next in the hardware queue. Each is waited for in one place.
-_ARRIVED, _LEFT = 9, 11
-_POSTED, _READY, _QUEUED = (13, 15), (17, 19), (21, 23)  # of the sender, of the receiver
-_KINDS = 25
+_ARRIVED, _LEFT, *_ENDS = range(SLOT_KINDS, SLOT_KINDS + 16, 2)
+_POSTED, _READY, _QUEUED = zip(_ENDS[::2], _ENDS[1::2])  # of the sender, of the receiver
+_KINDS = SLOT_KINDS + 16
 
 
 class Network(NamedTuple):
@@ -65,6 +68,8 @@ class NetworkProgram(Program):
 
     def lane(self, op: Operation, stage: int) -> Lane:
         lane, rank_of = super().lane(op, stage), self.placement.rank_of
+        if not isinstance(op, Op):
+            return lane
         for kind, other in inputs(op, stage, self.placement.num_stages)[-1:]:
             if rank_of(other) != rank_of(stage):
                 lane = lane._replace(need=self.slot(_ARRIVED + kind, stage), latency=0)
@@ -94,7 +99,7 @@ class NetworkProgram(Program):
                     gives = [slot + j for slot in lane.all_gives]
                     compute.append((Lane.of(lane.took, [*needs, *queued], gives), 0))
                     queued = ()
-                elif not action.is_message:
+                elif action.is_compute or action.is_copy:
                     compute.append(next(nodes))
                 elif isinstance(action, Action) and isinstance(action.op, Op):
                     (peer, other), j = action.peer(self.placement), action.microbatch

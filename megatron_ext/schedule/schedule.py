@@ -15,6 +15,7 @@ from .costs import Costs
 from .effects import passes
 from .link import Link
 from .placement import Placement
+from .vocabulary import E, Vocabulary
 
 FILE_FORMAT = "megatron-ext-schedule/1"
 
@@ -35,6 +36,8 @@ class Schedule:
         costs: what the order was made for; a file keeps them.
         note: why it is this one, where something was chosen (``auto``); else empty.
         link: transfer times of offloaded sets; None if there are none.
+        barriers: between the last stage's F and B if the output layer is sharded over all ranks
+            (``vocabulary``); 0: it is not.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Schedule:
     costs: Costs = field(default_factory=Costs)
     note: str = ""
     link: Link | None = None
+    barriers: int = 0
 
     @property
     def pp(self) -> int:
@@ -62,8 +66,16 @@ class Schedule:
 
     @cached_property
     def is_extended(self) -> bool:
-        """True if the lists hold operations beyond ``Op``: optimizer post-validation."""
-        return any(type(a) is Action and type(a.op) is not Op for row in self.ranks for a in row)
+        """True if the lists hold post-validation of the optimizer."""
+        return any(a.op.value == "PREFIX" for _, _, a in self.actions())
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary | None:
+        """What its vocabulary passes wait for; None: the vocabulary is not sharded."""
+        if not self.barriers:
+            return None
+        embeddings = any(a.op is E for row in self.ranks for a in passes(row))
+        return Vocabulary(self.placement, self.barriers, embeddings)
 
     @property
     def has_offload(self) -> bool:
@@ -123,5 +135,6 @@ class Schedule:
             "placement": [list(row) for row in self.placement.stages],
             "cost": self.costs.to_json(),
             **({} if self.link is None else {"offload": self.link.to_json()}),
+            **({"vocabulary_barriers": self.barriers} if self.barriers else {}),
             "ranks": [[str(action) for action in row] for row in self.ranks],
         }

@@ -14,6 +14,7 @@ from .costs import Costs
 from .effects import peak_sets
 from .generators import GENERATORS, NAMES, Objective, check_sizes, generate
 from .generators.cap import v_cap_limits
+from .generators.vocabulary import add_vocabulary
 from .jitter import jitter
 from .link import Link
 from .memory_cap import Cap, ShareCap, cap_sets, number_text
@@ -69,6 +70,8 @@ class ScheduleSpec:
         names: that ``auto`` may choose from.
         order: what to offload, in place of a generated order (a schedule file).
         times: costs of the passes as they will run, if the order is not made for those.
+        barriers: of a vocabulary that is sharded over all ranks (``vocabulary``), whose passes'
+            times the costs have; 0: it is not sharded. The cap is of the whole schedule.
         jitter: for ``auto``: of schedules equally fast the one with the least mean makespan under
             random pass times of this relative standard deviation (``jitter``); 0: not asked for.
     """
@@ -87,6 +90,7 @@ class ScheduleSpec:
     times: Costs | None = None
     effort: float = 1
     jitter: Fraction = Fraction(0)
+    barriers: int = 0
 
     @property
     def placement(self) -> Placement:
@@ -157,6 +161,11 @@ def select(spec: ScheduleSpec) -> Selected:
         CapExceeded: no schedule that is asked for keeps the cap.
         ValueError: unknown name, or numbers that no schedule exists for.
     """
+    if spec.barriers and spec.offload is not None:
+        raise ValueError(
+            "activation sets are not offloaded beside passes of a sharded vocabulary; leave one of "
+            "both out"
+        )
     if spec.order is None:
         check_sizes(spec.name, spec.pp, spec.microbatches, spec.chunks, spec.objective, (AUTO,))
     if spec.name == AUTO:
@@ -289,17 +298,23 @@ def _options(spec: ScheduleSpec, chosen: bool) -> list[dict[str, int | None]]:
 
 def _generated(spec: ScheduleSpec, option: dict[str, int | None]) -> Schedule:
     """The order with these options, for the costs."""
-    return generate(
+    cap, growth = option.get("memory_cap"), None
+    if spec.barriers and cap is not None:
+        # Vocabulary passes take what is between the generator's cap and the one asked for.
+        base = max(v_cap_limits(spec.pp)[0], cap - spec.placement.chunks * spec.barriers)
+        cap, growth = base, cap - base
+    schedule = generate(
         spec.name,
         spec.pp,
         spec.microbatches,
         spec.chunks,
         spec.costs,
         group_size=option.get("group_size"),
-        memory_cap=option.get("memory_cap"),
+        memory_cap=cap,
         objective=spec.objective,
         effort=spec.effort,
     )
+    return add_vocabulary(schedule, spec.barriers, growth) if spec.barriers else schedule
 
 
 def _made(spec: ScheduleSpec, option: dict[str, int | None]) -> Selected:

@@ -10,11 +10,12 @@ from . import grid
 from .actions import Action, AnyAction, Op
 from .copies import Copies, Copy
 from .costs import Costs, Durations
-from .effects import DEVICE, KINDS, B, W, curve, inputs, peak_host_sets, peak_sets
+from .effects import DEVICE, KINDS, B, W, curve, peak_host_sets, peak_sets
 from .event_loop import Node, Program, RepeatedError, Row, Run, run
 from .link import Link, LinkTimes
 from .network import Network, NetworkProgram
 from .schedule import Schedule, ScheduleError
+from .vocabulary import KIND
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,8 @@ class Replay:
         self.plain = schedule.compute() if self.link is None else schedule.unlowered()
         found = (part.microbatch for row in self.plain.ranks for a in row for part in a.parts)
         kind = Program if network is None else NetworkProgram
-        self.program = kind(schedule.placement, durations, 1 + max(found, default=0))
+        most = 1 + max(found, default=0)
+        self.program = kind(schedule.placement, durations, most, schedule.vocabulary)
         self.rows: list[Row] = []
         for rank, row in enumerate(self.plain.ranks):
             try:
@@ -221,12 +223,13 @@ class Replay:
         if network is not None:
             assert isinstance(program, NetworkProgram)
             every = program.with_messages(self._lists, rows, network)
+        beside = program.collectives()
         copies, slots = None, program.pass_slots
         if self.link is not None:
             assert self._link_times is not None
             copies, slots = Copies(self._link_times, self.link, program), program.slots
         try:
-            done = run(every, slots, copies=copies)
+            done = run([*every, *beside], slots, copies=copies)
         except RepeatedError as error:
             rank, position = error.args
             what = f"rank {rank}: {plain.ranks[rank][position]} repeats a pass that has already run"
@@ -286,9 +289,12 @@ def _last(end: _Times) -> int:
     return max((row[-1] for row in end if row), default=0)
 
 
+_PASS = {**dict(enumerate(KINDS)), **{kind: op for op, kind in KIND.items()}}
+
+
 def _cannot_progress(schedule: Schedule, program: Program, done: Run) -> ScheduleError:
     """Names what every rank waits for, first of all the ranks that wait for each other."""
-    n, positions = schedule.placement.num_stages, done.at
+    positions = done.at
     reasons: list[str] = []
     owners: list[int | None] = []
     for row, at in zip(schedule.ranks, positions):
@@ -300,13 +306,13 @@ def _cannot_progress(schedule: Schedule, program: Program, done: Run) -> Schedul
         kind, stage, j = next(
             (k, s, part.microbatch)
             for part in action.parts
-            for k, s in inputs(part.op, part.stage, n)
+            for k, s in program.inputs(part.op, part.stage)
             if done.ends[program.slot(k, s, part.microbatch)] < 0
         )
         owner = schedule.placement.rank_of(stage)
         fused = Action(Op.BW, stage, j)
         whole = kind in (B, W) and any(fused in a.parts for a in schedule.ranks[owner])
-        needs = fused if whole else Action(KINDS[kind], stage, j)
+        needs = fused if whole else Action(_PASS[kind], stage, j)
         reasons.append(f"{action} waits for {needs} of rank {owner}")
         owners.append(owner)
     circle = grid.wait_cycle(owners)

@@ -11,15 +11,29 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..schedule.actions import Op
+from ..schedule.actions import Op, Operation
+from ..schedule.vocabulary import VocabularyOp
 from .timeline import Box, Timeline, decimal, reference_peak
 
-_DARK = {Op.F: "#2e6bb0", Op.B: "#c96a12", Op.W: "#2a8c67", Op.BW: "#b5483a"}
-_MEANING = {
+_DARK: dict[Operation, str] = {
+    Op.F: "#2e6bb0",
+    Op.B: "#c96a12",
+    Op.W: "#2a8c67",
+    Op.BW: "#b5483a",
+    VocabularyOp.S: "#7a3b8f",
+    VocabularyOp.T: "#a8577e",
+    VocabularyOp.E: "#5b6770",
+    VocabularyOp.G: "#8a949c",
+}
+_MEANING: dict[Operation, str] = {
     Op.F: "F forward",
     Op.B: "B input gradient",
     Op.W: "W weight gradient",
     Op.BW: "BW whole backward",
+    VocabularyOp.S: "S logits of the rank's vocabulary",
+    VocabularyOp.T: "T their weight gradient",
+    VocabularyOp.E: "E embeddings",
+    VocabularyOp.G: "G their gradient",
 }
 _COPIES = {Op.OFFLOAD: "#7a5aa6", Op.RELOAD: "#b39ddb"}
 _INK, _SOFT, _IDLE, _GRID = "#1f2933", "#64707d", "#e9ecf0", "#cfd5dc"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ..schedule.actions import Op
+from ..schedule.vocabulary import E, G
 from .timeline import Box, Timeline, decimal, reference_peak
 
 _BLOCKS = 4  # a picture is wrapped into at most so many blocks of rows
@@ -25,6 +27,7 @@ def render(timeline: Timeline, width: int = 0) -> str:
         timeline: the run.
         width: columns of the terminal; 0: no wrapping.
     """
+    timeline = _without_embeddings(timeline)
     name = f"rank {timeline.schedule.pp - 1} "
     margin = len(max(name, "  copies ", key=len) if timeline.copies else name) + 1
     room = max(width - margin - 1, 20) if width else 0
@@ -55,6 +58,12 @@ def render(timeline: Timeline, width: int = 0) -> str:
             "",
         ]
     return "\n".join(lines[:-1] if lines[-1] == "" else lines) + "\n"
+
+
+def _without_embeddings(timeline: Timeline) -> Timeline:
+    """Without passes so short that all others would have to be very wide."""
+    boxes = [[b for b in row if b.action.parts[0].op not in (E, G)] for row in timeline.boxes]
+    return replace(timeline, boxes=tuple(map(tuple, boxes)))
 
 
 def _header(timeline: Timeline, note: str) -> list[str]:

@@ -128,6 +128,6 @@ def _consumers(action: AnyAction) -> list[Action]:
     for op, stage, microbatch in action.parts:
         if op is Op.F:
             found.append(Action(Op.F, stage + 1, microbatch))
-        elif op is not Op.W and stage:
+        elif op in (Op.B, Op.BW) and stage:
             found += [Action(kind, stage - 1, microbatch) for kind in (Op.B, Op.BW)]
     return found

@@ -17,6 +17,7 @@ from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.pairs import bridges
 from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
+from megatron_ext.schedule.generators.vocabulary import add_vocabulary
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
 from tests.support.stand_ins import after_megatron, before_megatron
@@ -162,6 +163,12 @@ class TestWithASchedule:
         save(plan, tmp_path / "x.json")
         with pytest.raises(ConfigError, match="has its own offload actions; drop --pp-offload"):
             ScheduleRequest.of(str(tmp_path / "x.json"), offloading=asked("half"))
+
+    def test_a_file_with_a_sharded_vocabulary(self, tmp_path: Path) -> None:
+        costs = Costs.of(vocabulary=["0.1", "0.1", "0.01", "0.01"])
+        save(add_vocabulary(generate("v-half", 4, 8, costs=costs)), tmp_path / "x.json")
+        with pytest.raises(ConfigError, match="simulated but not trained with yet; write the file"):
+            ScheduleRequest.of(str(tmp_path / "x.json"))
 
     def test_a_file_that_does_not(self, tmp_path: Path) -> None:
         save(generate("v-half", 4, 8), tmp_path / "x.json")

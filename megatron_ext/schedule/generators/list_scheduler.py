@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 from ..actions import Op, Operation, RankActions
 from ..costs import Durations
-from ..effects import DEVICE, inputs, peak_sets, results
+from ..effects import DEVICE, KINDS, inputs, peak_sets, results
 from ..placement import Placement
+from ..vocabulary import KIND, Vocabulary, VocabularyOp
 
 # Least gap that a pass may fill, as a share of its duration: while its rank has F's left, and after
 # them.
@@ -28,6 +29,8 @@ def list_schedule(
     cap: int | Sequence[int],
     durations: Durations | None = None,
     min_gap: Fraction | int | Sequence[MinGap] = 1,
+    vocabulary: Vocabulary | None = None,
+    urgent: Collection[Operation] = (),
 ) -> RankActions:
     """Remove idle time and reorder under a memory cap (CM, section 3.1 and appendix C, in one).
 
@@ -48,6 +51,8 @@ def list_schedule(
             this share of its duration. 1 never delays what comes first, 0 never waits. At equal
             durations without a hop both mean the same. One number, or a pair a rank: for while it
             has F's left, and for after them.
+        vocabulary: passes of a sharded one.
+        urgent: operations that go before everything else once they can run.
 
     Returns:
         New orders; no rank ever holds more than its cap.
@@ -62,20 +67,15 @@ def list_schedule(
                 f"this order keeps {need} activation sets, more than the cap of {most}"
             )
     work = Durations.unit(placement) if durations is None else durations
-    pairs = min_gap if isinstance(min_gap, Sequence) else [(min_gap, min_gap)] * placement.pp
-    waits = [
-        (Fraction(first).as_integer_ratio(), Fraction(last).as_integer_ratio())
-        for first, last in pairs
-    ]
-    ends: dict[tuple[int, int], list[int]] = {}
-    fused = {a.stage for row in orders for a in row if a.op is Op.BW}
+    lane_of = _Lanes(placement, work, orders, vocabulary)
     ranks = []
-    for order, most, wait in zip(orders, caps, waits):
+    for order, most, wait in zip(orders, caps, _waits(min_gap, placement.pp)):
         names = sorted({(a[0], a[1]) for a in order})
-        lanes = [_lane(op, stage, placement, work, fused, ends) for op, stage in names]
+        lanes = [lane_of(op, stage) for op, stage in names]
         number = {name: i for i, name in enumerate(names)}
         queue = [number[op, stage] for op, stage, _ in order]
-        ranks.append(_Rank(queue, lanes, most, wait))
+        first = [number[op, stage] for op, stage in names if op in urgent]
+        ranks.append(_Rank(queue, lanes, most, wait, first))
     pp, before = placement.pp, -1
     wakes = list(range(pp))  # a heap of time * pp + rank
     while wakes:
@@ -91,12 +91,23 @@ def list_schedule(
         # A rank that finds nothing, or gives way to a pass that is expected, looks again when it is
         # fed: until then that pass comes ever nearer, or stays as far away as its producer takes.
         if index is not None:
-            feeds = rank.run(index, time)
+            lane = rank.run(index, time)
             clock = rank.clock
             heapq.heappush(wakes, clock * pp + at)
-            if feeds is not None:
-                heapq.heappush(wakes, (clock + feeds[1]) * pp + feeds[0])
+            if lane.feeds is not None:
+                heapq.heappush(wakes, (clock + lane.feeds[1]) * pp + lane.feeds[0])
+            if any(joined.update() for joined in lane.joins):
+                for other in range(pp):
+                    heapq.heappush(wakes, (clock + lane_of.latency) * pp + other)
     return [[order[i] for i in rank.done] for order, rank in zip(orders, ranks)]
+
+
+def _waits(min_gap: Fraction | int | Sequence[MinGap], pp: int) -> list[_Waits]:
+    pairs = min_gap if isinstance(min_gap, Sequence) else [(min_gap, min_gap)] * pp
+    return [
+        (Fraction(first).as_integer_ratio(), Fraction(last).as_integer_ratio())
+        for first, last in pairs
+    ]
 
 
 class _Lane(NamedTuple):
@@ -110,49 +121,101 @@ class _Lane(NamedTuple):
     gate: tuple[list[int], int] | None
     ends: list[list[int]]  # where the end times of this lane's passes go
     feeds: tuple[int, int] | None  # (rank, hop) of the other rank that waits for them
+    joins: list[_Joined]  # collectives that carry their results
     grows: bool
     only_w: bool
 
 
-def _lane(
-    op: Operation,
-    stage: int,
-    placement: Placement,
-    work: Durations,
-    fused: set[int],
-    all_ends: dict[tuple[int, int], list[int]],
-) -> _Lane:
-    rank_of, last = placement.rank_of, placement.num_stages - 1
-    rank = rank_of(stage)
+class _Joined(list[int]):
+    """When all ranks' passes of one operation have ended, by microbatch."""
 
-    def ends(kind: int, other: int) -> list[int]:
-        return all_ends.setdefault((kind, other), [])
+    def __init__(self, rows: Sequence[list[int]]) -> None:
+        super().__init__()
+        self._rows = rows
 
-    def hop(other: int) -> int:
-        return work.hop if rank_of(other) != rank else 0
+    def update(self) -> bool:
+        """One of them has a new end; true if it was the last of its microbatch."""
+        if not all(len(row) > len(self) for row in self._rows):
+            return False
+        self.append(max(row[len(self)] for row in self._rows))
+        return True
 
-    def producer(kind: int, other: int) -> int:
-        return work.of((Op.F, Op.BW if other in fused else Op.B)[kind], other)
 
-    after = [
-        (ends(kind, other), hop(other), producer(kind, other))
-        for kind, other in inputs(op, stage, last + 1)
-    ]
-    # Both the next stage's F and the previous stage's B are fed; nothing waits for a W.
-    fed = stage + 1 if op is Op.F else stage if op is Op.W else stage - 1
-    feeds = None
-    if 0 <= fed <= last and rank_of(fed) != rank:
-        feeds = rank_of(fed), hop(fed)
-    return _Lane(
-        DEVICE.get(op, 0),
-        work.of(op, stage),
-        after,
-        after[-1][:2] if after else None,
-        [ends(kind, stage) for kind in results(op)],
-        feeds,
-        op is Op.F,
-        op is Op.W,
-    )
+class _Lanes:
+    """Makes the lanes of all ranks.
+
+    Args:
+        orders: of all ranks.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        work: Durations,
+        orders: RankActions,
+        vocabulary: Vocabulary | None,
+    ) -> None:
+        self._placement, self._work, self._vocabulary = placement, work, vocabulary
+        self.latency = work.collective
+        self._fused = {a.stage for row in orders for a in row if a.op is Op.BW}
+        self._ends: dict[tuple[int, int], list[int]] = {}
+        self._joined: dict[VocabularyOp, _Joined] = {}
+
+    def _of(self, kind: int, stage: int) -> list[int]:
+        return self._ends.setdefault((kind, stage), [])
+
+    def __call__(self, op: Operation, stage: int) -> _Lane:
+        placement, work = self._placement, self._work
+        rank_of, last = placement.rank_of, placement.num_stages - 1
+        rank = rank_of(stage)
+
+        def hop(other: int) -> int:
+            return work.hop if rank_of(other) != rank else 0
+
+        vocabulary = self._vocabulary
+        plain = inputs(op, stage, last + 1) if isinstance(op, Op) else ()
+        after = [(self._of(k, other), hop(other), self._took(k, other)) for k, other in plain]
+        joins: list[_Joined] = []
+        if vocabulary is not None:
+            collective = vocabulary.before(op, stage)
+            if collective is not None:
+                took = max(self._took(*part) for part in vocabulary.parts(collective))
+                after.append((self._join(collective, vocabulary), work.collective, took))
+            joins = [self._join(one, vocabulary) for one in vocabulary.behind(op, stage)]
+        # Both the next stage's F and the previous stage's B are fed; nothing waits for a W.
+        fed = {Op.F: stage + 1, Op.B: stage - 1, Op.BW: stage - 1}.get(op, -1)  # type: ignore[call-overload]
+        feeds = None
+        if 0 <= fed <= last and rank_of(fed) != rank:
+            feeds = rank_of(fed), hop(fed)
+        return _Lane(
+            DEVICE.get(op, 0),
+            work.of(op, stage),
+            after,
+            after[-1][:2] if after else None,
+            [self._of(kind, stage) for kind in _kinds(op)],
+            feeds,
+            joins,
+            op is Op.F,
+            op is Op.W,
+        )
+
+    def _took(self, kind: int, stage: int) -> int:
+        """The duration of the pass with this result."""
+        op = _OPS[kind]
+        return self._work.of(Op.BW if op is Op.B and stage in self._fused else op, stage)
+
+    def _join(self, collective: VocabularyOp, vocabulary: Vocabulary) -> _Joined:
+        if collective not in self._joined:
+            parts = vocabulary.parts(collective)
+            self._joined[collective] = _Joined([self._of(*part) for part in parts])
+        return self._joined[collective]
+
+
+def _kinds(op: Operation) -> tuple[int, ...]:
+    return results(op) if isinstance(op, Op) else (KIND[op],)
+
+
+_OPS: dict[int, Operation] = {**dict(enumerate(KINDS)), **{kind: op for op, kind in KIND.items()}}
 
 
 class _Rank:
@@ -163,12 +226,20 @@ class _Rank:
         lanes: of the rank.
         cap: most activation sets.
         waits: least gaps, as numerator and denominator.
+        urgent: lanes that go before all others.
 
     Attributes:
         done: positions in the given order, in the new one.
     """
 
-    def __init__(self, queue: list[int], lanes: Sequence[_Lane], cap: int, waits: _Waits) -> None:
+    def __init__(
+        self,
+        queue: list[int],
+        lanes: Sequence[_Lane],
+        cap: int,
+        waits: _Waits,
+        urgent: Sequence[int] = (),
+    ) -> None:
         self.queue, self.lanes, self.limits = queue, lanes, (cap, waits)
         size = len(queue)
         # Entry ``size``, also reached as -1, is the ring's joint: before the first, after the last.
@@ -177,13 +248,19 @@ class _Rank:
         self.count = [0] * len(lanes)  # passes of each lane that have run
         total = Counter(queue)
         self.gates = [(lane.gate, total[i]) for i, lane in enumerate(lanes)]
+        self.urgent = [(i, [at for at, n in enumerate(queue) if n == i]) for i in urgent]
         self.clock = self.sets = 0
         self.forwards = sum(lanes[number].grows for number in queue)
-        self.growing = [i for i, lane in enumerate(lanes) if lane.grows]
         self.done: list[int] = []
 
     def choose(self, time: int) -> int | None:
         """Index of the pass to start at ``time``, or None: stay idle."""
+        for number, places in self.urgent:
+            microbatch, gate = self.count[number], self.lanes[number].gate
+            if microbatch < len(places) and gate is not None:
+                ends, latency = gate
+                if len(ends) > microbatch and ends[microbatch] + latency <= time:
+                    return places[microbatch]
         head = self.following[-1]
         number = self.queue[head]
         lane = self.lanes[number]
@@ -238,8 +315,8 @@ class _Rank:
                 peak = sets
             if peak >= cap and not full:
                 full = True
-                for number in self.growing:
-                    if not blocked[number]:
+                for number, lane in enumerate(lanes):
+                    if lane.grows and not blocked[number]:
                         blocked[number] = True
                         free -= 1
             index = following[index]
@@ -262,8 +339,8 @@ class _Rank:
                 found += 1
         return found
 
-    def run(self, index: int, time: int) -> tuple[int, int] | None:
-        """Start the chosen pass at ``time``; returns (rank, hop) of who waits for it elsewhere."""
+    def run(self, index: int, time: int) -> _Lane:
+        """Start the chosen pass at ``time``; returns its lane."""
         number = self.queue[index]
         lane = self.lanes[number]
         self.clock = clock = time + lane.duration
@@ -277,4 +354,4 @@ class _Rank:
         if lane.grows:
             self.forwards -= 1
         self.done.append(index)
-        return lane.feeds
+        return lane

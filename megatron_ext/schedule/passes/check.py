@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -13,6 +13,7 @@ from ..effects import inputs, passes, peak_sets
 from ..post_validation import check_post_validation
 from ..schedule import Schedule, ScheduleError
 from ..simulate import Simulation, Transfers, simulate
+from .check_vocabulary import check_collectives, check_passes
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     the peer stands at the matching RECV finishes. With offload also: every OFFLOAD has its RELEASE,
     PREPARE and RELOAD, between its F and its B and in this order, and in simulated time no copy
     starts before what it needs or meets another one on what they share (see ``Link.uses``). With
-    post-validation also: see ``check_post_validation``.
+    post-validation also: see ``check_post_validation``; with a sharded vocabulary: see
+    ``check_passes`` and ``check_collectives``.
 
     Args:
         schedule: lowered or not.
@@ -56,6 +58,7 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     """
     where = _collect(schedule)
     _check_complete(schedule, where, forward_only)
+    check_passes(schedule, where)
     _check_chunk_order(schedule)
     _check_weight_after_backward(schedule, where)
     _check_offload(schedule, where)
@@ -65,6 +68,7 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
         if schedule.is_extended:
             check_post_validation(schedule)
         _check_message_order(schedule)
+        check_collectives(schedule, where)
         _check_rendezvous(schedule)
     sets = peak_sets(schedule.ranks)
     peaks = [Fraction(count, schedule.chunks) for count in sets]
@@ -176,7 +180,7 @@ def _check_transfers(schedule: Schedule, where: _Where) -> None:
     """Every input from another rank has its SEND and RECV, in place; nothing else is sent."""
     placement, needed = schedule.placement, set()
     for consumer, (rank, position) in where.items():
-        if not consumer.is_compute:
+        if not (consumer.is_compute and isinstance(consumer.op, Op)):
             continue
         for kind, stage in inputs(consumer.op, consumer.stage, placement.num_stages):
             if placement.rank_of(stage) == rank:
@@ -297,9 +301,14 @@ def _check_rendezvous(schedule: Schedule) -> None:
     while awake:
         rank = awake.pop()
         row = schedule.ranks[rank]
-        while at[rank] < len(row) and not row[at[rank]].is_message:
+        while at[rank] < len(row) and not _meets(row[at[rank]]):
             at[rank] += 1
         if at[rank] == len(row):
+            continue
+        if row[at[rank]].parts[0].op.is_collective:
+            if all(_is_at(other, i, row[at[rank]]) for other, i in zip(schedule.ranks, at)):
+                at = [position + 1 for position in at]
+                awake = list(range(schedule.pp))
             continue
         peer, matching = _peer(schedule, row[at[rank]])
         if at[peer] < len(schedule.ranks[peer]) and schedule.ranks[peer][at[peer]] == matching:
@@ -309,6 +318,18 @@ def _check_rendezvous(schedule: Schedule) -> None:
     if all(position == len(row) for position, row in zip(at, schedule.ranks)):
         return
     raise _deadlock(schedule, at)
+
+
+def _meets(action: AnyAction) -> bool:
+    return action.is_message or action.parts[0].op.is_collective
+
+
+def _is_at(row: Sequence[AnyAction], position: int, action: AnyAction) -> bool:
+    """True if a rank stands at this collective, whatever stage it names there."""
+    if position == len(row):
+        return False
+    (op, _, microbatch), here = action.parts[0], row[position].parts[0]
+    return (here.op, here.microbatch) == (op, microbatch)
 
 
 def _peer(schedule: Schedule, message: AnyAction) -> tuple[int, Action]:
@@ -323,6 +344,10 @@ def _deadlock(schedule: Schedule, at: list[int]) -> ScheduleError:
         if position == len(row):
             reasons.append("done")
             peers.append(None)
+        elif row[position].parts[0].op.is_collective:
+            late = [not _is_at(r, i, row[position]) for r, i in zip(schedule.ranks, at)]
+            peers.append(late.index(True))
+            reasons.append(f"{row[position]} waits for rank {peers[-1]} to come to it")
         else:
             peer, matching = _peer(schedule, row[position])
             reasons.append(f"{row[position]} waits for {matching} of rank {peer}")

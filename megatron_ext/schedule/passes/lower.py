@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..actions import Action, AnyAction, Op
+from ..actions import Action, AnyAction, Op, Operation
 from ..costs import Costs
 from ..effects import passes
 from ..network import Network
 from ..schedule import Schedule
 from ..simulate import Simulation, simulate
+from ..vocabulary import VocabularyOp
 
 
 def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
@@ -29,6 +30,8 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     A forward-only schedule is lowered at equal costs: no backward pass holds a fast stage back,
     so unequal ones would post receives ever further ahead.
 
+    A collective stands behind the last of the passes whose results it carries, on all ranks.
+
     Offload actions stay behind the pass that they stand behind, after what that pass sends. They
     concern one rank and wait for nothing but its own copies, which end without anybody's help.
 
@@ -45,6 +48,7 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """
     costs = schedule.costs if costs is None else costs
     forward_only = all(a.op is Op.F for row in schedule.compute().ranks for a in passes(row))
+    waiting = _collectives(schedule)
     run = simulate(schedule, Costs() if forward_only else costs)
     rank_of = [schedule.placement.rank_of(s) for s in range(schedule.placement.num_stages)]
     start = {
@@ -65,6 +69,9 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
             for send, receive in _transfers(action, rank_of):
                 mine.append(send)
                 out[rank_of[receive.stage]].append(receive)
+            for collective in _carried(action, waiting):
+                for each, own in zip(out, schedule.placement.stages):
+                    each.append(collective._replace(stage=own[0]))
             mine += behind.get(action, ())
     return replace(schedule.with_ranks(out), costs=costs)
 
@@ -85,6 +92,32 @@ def simulate_messages(
     if network is not None and not schedule.is_lowered:
         schedule = lower(schedule)
     return simulate(schedule, costs, network)
+
+
+_Waiting = dict[tuple[Operation, int, int], tuple[list[int], VocabularyOp]]
+
+
+def _collectives(schedule: Schedule) -> _Waiting:
+    """By pass: how many passes its collective still waits for, and which collective that is."""
+    if schedule.vocabulary is None:
+        return {}
+    waiting: _Waiting = {}
+    for collective, found in schedule.vocabulary.sources.items():
+        for microbatch in range(schedule.microbatches):
+            left = [len(found)]
+            for op, stage in found:
+                waiting[op, stage, microbatch] = left, collective
+    return waiting
+
+
+def _carried(action: AnyAction, waiting: _Waiting) -> Iterator[Action]:
+    """Collectives for which ``action`` is the last that they have waited for."""
+    for op, stage, microbatch in action.parts:
+        found = waiting.get((Op.B if op is Op.BW else op, stage, microbatch))
+        if found is not None:
+            found[0][0] -= 1
+            if not found[0][0]:
+                yield Action(found[1], stage, microbatch)
 
 
 def _offloads(
@@ -110,9 +143,12 @@ def _transfers(action: AnyAction, rank_of: Sequence[int]) -> Iterator[tuple[Acti
             other, send, receive = stage + 1, Op.SEND_F, Op.RECV_F
         else:
             other, send, receive = stage - 1, Op.SEND_B, Op.RECV_B
-        inside = op is not Op.W and 0 <= other < len(rank_of)
+        inside = op in _FED and 0 <= other < len(rank_of)
         if inside and rank_of[other] != rank_of[stage]:
             yield Action(send, stage, j), Action(receive, other, j)
+
+
+_FED = frozenset({Op.F, Op.B, Op.BW})  # whose results another stage takes
 
 
 def _tie_order(

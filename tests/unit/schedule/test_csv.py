@@ -10,12 +10,12 @@ import re
 import pytest
 
 from megatron_ext.schedule.actions import Action, Op
+from megatron_ext.schedule.effects import inputs
 from megatron_ext.schedule.generators import NAMES, generate
 from megatron_ext.schedule.io import from_csv, load, save, to_csv
 from megatron_ext.schedule.passes.check import check
 from megatron_ext.schedule.passes.lower import lower
 from megatron_ext.schedule.schedule import ScheduleError
-from megatron_ext.schedule.simulate import inputs
 
 SIZES = [(2, 1), (3, 2), (4, 8)]
 

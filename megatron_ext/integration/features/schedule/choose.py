@@ -446,6 +446,11 @@ def _load(path: str, offloading: OffloadRequest | None) -> Schedule:
                 f"{path} has its own offload actions; drop --pp-offload and the flags that "
                 "go with it, or write the file without --offload"
             )
+        if schedule.barriers:
+            raise ScheduleError(
+                f"{path} has passes of a sharded vocabulary, which are simulated but not trained "
+                "with yet; write the file without --vocabulary"
+            )
         check(schedule)
     except ScheduleError as error:
         raise ConfigError(f"--pp-schedule: {error}") from None

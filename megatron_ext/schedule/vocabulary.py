@@ -1,0 +1,127 @@
+"""Passes of vocabulary layers that are sharded over all pipeline ranks (arXiv 2411.05288).
+
+Every rank has a part of the embedding's and of the output layer's vocabulary, and a pass of its own
+for every microbatch. All of them name their rank's first stage: ``S4.1``.
+
+- ``S``: the rank's logits of the last stage's output, and their statistics (section 4). With one
+  barrier (algorithm 2) also its part of the input gradient, up to a factor.
+- ``T``: gradient of the rank's output weights; with two barriers (algorithm 1) also its part of the
+  input gradient.
+- ``E``, ``G``: the rank's part of the embeddings, and the gradient of its embedding weights.
+
+Between them are collectives of all ranks, asynchronous, one after the other: ``SHARE_X`` gives the
+last stage's output to all; ``JOIN_S`` joins the statistics (with one barrier the input gradient
+too, on the last stage's rank); ``JOIN_T`` the input gradient (two barriers); ``JOIN_E`` the
+embeddings on the first stage's rank; ``SHARE_G`` gives their gradient to all.
+"""
+
+from __future__ import annotations
+
+from .actions import Action, Op, Operation
+from .effects import B, F
+from .placement import Placement
+
+BARRIERS = (1, 2)
+
+
+class VocabularyOp(Operation):
+    """An operation of sharded vocabulary layers."""
+
+    S = "S"
+    T = "T"
+    E = "E"
+    G = "G"
+    SHARE_X = "SHARE_X"
+    JOIN_S = "JOIN_S"
+    JOIN_T = "JOIN_T"
+    JOIN_E = "JOIN_E"
+    SHARE_G = "SHARE_G"
+
+
+S, T, E, G = VocabularyOp.S, VocabularyOp.T, VocabularyOp.E, VocabularyOp.G
+PASSES = (S, T, E, G)
+# Kinds of results, behind those of passes and copies.
+KIND: dict[Operation, int] = {S: 9, T: 10, E: 11, G: 12}
+# Kinds of what collectives bring, by the pass that waits for it.
+ARRIVED = {op: 13 + i for i, op in enumerate(op for op in VocabularyOp if op.is_collective)}
+SLOT_KINDS = 18
+
+
+class Vocabulary:
+    """What the vocabulary passes of a schedule wait for, and who waits for them.
+
+    Args:
+        placement: of the stages.
+        barriers: between the last stage's F and its B: 1 or 2.
+        embeddings: the embedding is sharded too.
+
+    Attributes:
+        stages: that each rank's vocabulary passes name: its first one.
+        collectives: of every microbatch.
+        sources: of a collective: (operation, stage) of the passes whose results it carries, of the
+            same microbatch.
+    """
+
+    def __init__(self, placement: Placement, barriers: int, embeddings: bool = True) -> None:
+        if barriers not in BARRIERS:
+            raise ValueError(f"vocabulary layers have 1 or 2 barriers, got {barriers}")
+        self.barriers, self.embeddings = barriers, embeddings
+        self.last = placement.num_stages - 1
+        self.stages = [row[0] for row in placement.stages]
+
+        def every(op: Operation) -> list[tuple[Operation, int]]:
+            return [(op, stage) for stage in self.stages]
+
+        self.sources: dict[VocabularyOp, list[tuple[Operation, int]]] = {
+            VocabularyOp.SHARE_X: [(Op.F, self.last)],
+            VocabularyOp.JOIN_S: every(S),
+        }
+        if barriers == 2:
+            self.sources[VocabularyOp.JOIN_T] = every(T)
+        if embeddings:
+            self.sources[VocabularyOp.JOIN_E] = every(E)
+            self.sources[VocabularyOp.SHARE_G] = [(Op.B, 0)]
+
+    @property
+    def passes(self) -> tuple[VocabularyOp, ...]:
+        """Of every rank and microbatch."""
+        return PASSES if self.embeddings else (S, T)
+
+    def before(self, op: Operation, stage: int) -> VocabularyOp | None:
+        """The collective that a pass waits for; None: there is none."""
+        found = _BRINGS.get(op)
+        if op is Op.F and stage == 0:
+            found = VocabularyOp.JOIN_E
+        elif op in (Op.B, Op.BW) and stage == self.last:
+            found = VocabularyOp.JOIN_S if self.barriers == 1 else VocabularyOp.JOIN_T
+        return found if found in self.sources else None
+
+    def parts(self, collective: VocabularyOp) -> list[tuple[int, int]]:
+        """(kind, stage) of the results that a collective carries, same microbatch."""
+        return [(_KINDS[op], stage) for op, stage in self.sources[collective]]
+
+    def waiters(self, collective: VocabularyOp) -> list[int]:
+        """Stages of the passes that wait for a collective."""
+        if collective is VocabularyOp.JOIN_E:
+            return [0]
+        if collective is VocabularyOp.JOIN_T:
+            return [self.last]
+        more = collective is VocabularyOp.JOIN_S and self.last not in self.stages
+        return [*self.stages, *([self.last] if more else ())]
+
+    def behind(self, op: Operation, stage: int) -> list[VocabularyOp]:
+        """The collectives that carry the result of a pass."""
+        key = Op.B if op is Op.BW else op, stage
+        return [one for one, found in self.sources.items() if key in found]
+
+    def actions(self, op: Operation, microbatch: int) -> list[Action]:
+        """An operation's action of every rank."""
+        return [Action(op, stage, microbatch) for stage in self.stages]
+
+
+_BRINGS: dict[Operation, VocabularyOp] = {
+    S: VocabularyOp.SHARE_X,
+    T: VocabularyOp.JOIN_S,
+    G: VocabularyOp.SHARE_G,
+}
+_KINDS: dict[Operation, int] = {Op.F: F, Op.B: B, **KIND}

@@ -1,0 +1,249 @@
+"""Vocabulary passes of all ranks: inserted into any schedule, checked, lowered, in files."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from megatron_ext.schedule import GENERATORS, Costs, ScheduleError, check, generate, simulate
+from megatron_ext.schedule.actions import Action, Op
+from megatron_ext.schedule.effects import inputs
+from megatron_ext.schedule.generators.vocabulary import add_vocabulary
+from megatron_ext.schedule.io import from_json
+from megatron_ext.schedule.passes.lower import lower
+from megatron_ext.schedule.vocabulary import E, G, S, T, VocabularyOp
+from tests.support.grids import sampled
+
+NAMES = [name for name in GENERATORS if name != "dualpipev"]
+HOP = Fraction(1, 20)
+SMALL = ["0.25", "0.125", "0.01", "0.01", "0.02"]  # of a rank's F of 1
+GRID = [(2, 3), (3, 7), (4, 8), (5, 6), (8, 16), (8, 5)]
+
+
+def costs(vocabulary=SMALL, hop=HOP):
+    return Costs.of(1, 1, 1, hop, vocabulary=vocabulary)
+
+
+def made(name, pp, microbatches, barriers, **options):
+    base = generate(name, pp, microbatches, costs=costs(**options))
+    return base, add_vocabulary(base, barriers)
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), sampled(GRID, GRID[:4]))
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_takes_them(name, barriers, pp, microbatches):
+    base, schedule = made(name, pp, microbatches, barriers)
+    report = check(schedule)
+    assert schedule.compute() == schedule and schedule.barriers == barriers
+    for row, own, plain in zip(schedule.ranks, schedule.placement.stages, base.ranks):
+        kept = [action for action in row if isinstance(action.op, Op)]
+        assert sorted(kept) == sorted(plain)
+        for op in (S, T, E, G):
+            every = [Action(op, own[0], j) for j in range(microbatches)]
+            assert [action for action in row if action.op is op] == every
+    before = simulate(base).peak_sets
+    for sets, was in zip(report.peak_sets, before):
+        assert sets <= was + barriers * base.chunks
+    lowered = lower(schedule)
+    check(lowered)
+    assert from_json(json.loads(json.dumps(lowered.to_json()))) == replace(lowered, name=name)
+    assert simulate(lowered).makespan == simulate(schedule).makespan
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "interleaved-zb", "v-half", "v-zb", "v-min"])
+def test_no_bubble_repeats(name, barriers):
+    """Of eight more microbatches each takes what its passes do, as without vocabulary layers."""
+    lengths = []
+    for microbatches in (24, 32):
+        base, schedule = made(name, 4, microbatches, barriers, hop=0)
+        lengths.append([simulate(one).makespan for one in (base, schedule)])
+    plain, sharded = (long - short for short, long in zip(*lengths))
+    work = 8 * (3 + sum(map(Fraction, SMALL[:4])))
+    assert sharded - work <= plain - 24 + work / 50
+
+
+def test_heavy_last_stage_against_all_ranks():
+    """Output layer of four F's: all ranks have a part of it, and no rank is waited for."""
+    stages = [["1", "1", "1"] for _ in range(7)] + [["5", "5", "5"]]
+    heavy = simulate(generate("1f1b", 8, 32, costs=Costs.of(stages=stages))).makespan
+    _, schedule = made("1f1b", 8, 32, 1, vocabulary=["1", "0.5", "0.01", "0.01", "0"], hop=0)
+    found = simulate(schedule)
+    assert found.makespan < heavy / 2 and found.bubble < Fraction(1, 4)
+
+
+def test_what_cannot_take_them():
+    with pytest.raises(ScheduleError, match="no times of vocabulary passes"):
+        add_vocabulary(generate("1f1b", 2, 2))
+    with pytest.raises(ScheduleError, match=r"F0\.\d\+BW.* cannot stand beside"):
+        add_vocabulary(generate("dualpipev", 2, 8, costs=costs()))
+    with pytest.raises(ValueError, match="1 or 2 barriers, got 3"):
+        add_vocabulary(generate("1f1b", 2, 2, costs=costs()), 3)
+    for times in (["1", "1"], ["1", "1", "0", "1"], ["1", "1", "1", "1", "-1"]):
+        with pytest.raises(ValueError, match="vocabulary"):
+            Costs.of(vocabulary=times)
+
+
+def moved(schedule, rank, action, before):
+    """``action`` of a rank right before another one."""
+    row = [one for one in schedule.ranks[rank] if one != action]
+    row.insert(row.index(before), action)
+    ranks = [list(one) for one in schedule.ranks]
+    ranks[rank] = row
+    return schedule.with_ranks(ranks)
+
+
+def of(text):
+    return Action.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("rank", "action", "before", "words"),
+    [
+        (0, "S0.0", "SHARE_X0.0", "S0.0 stands before SHARE_X0.0, whose result it needs"),
+        (1, "JOIN_S1.0", "S1.0", "JOIN_S1.0 stands before S1.0"),
+        (1, "SHARE_G1.1", "SHARE_X1.2", "collectives match in the order"),
+        (0, "F0.0", "JOIN_E0.0", "F0.0 stands before JOIN_E0.0"),
+    ],
+)
+def test_faults_of_collectives(rank, action, before, words):
+    schedule = lower(made("1f1b", 2, 3, 1)[1])
+    check(schedule)
+    with pytest.raises(ScheduleError, match=words):
+        check(moved(schedule, rank, of(action), of(before)))
+
+
+@pytest.mark.parametrize("gone", ["S0.1", "T1.2", "E0.0", "G1.1", "SHARE_X0.2", "JOIN_E1.0"])
+def test_nothing_may_be_missing(gone):
+    schedule = lower(made("1f1b", 2, 3, 1)[1])
+    ranks = [[action for action in row if str(action) != gone] for row in schedule.ranks]
+    with pytest.raises(ScheduleError, match=rf"{gone.replace('.', '[.]')} is missing"):
+        check(schedule.with_ranks(ranks))
+
+
+def test_barriers_are_needed():
+    schedule = lower(made("1f1b", 2, 3, 1)[1])
+    with pytest.raises(ScheduleError, match="needs a number of barriers"):
+        check(replace(schedule, barriers=0))
+    with pytest.raises(ScheduleError, match=r"BW1.0 waits for T1.0 of rank 1"):
+        check(replace(schedule, barriers=2))
+    two = lower(made("1f1b", 2, 3, 2)[1])
+    with pytest.raises(ScheduleError, match=r"JOIN_T0.0 is not needed with 1 barriers"):
+        check(replace(two, barriers=1))
+
+
+def brute_force(schedule):
+    """True if every list ends, where an action begins only once all that it needs has ended on
+    its rank, and messages and collectives only where all who take part stand at them."""
+    vocabulary, placement = schedule.vocabulary, schedule.placement
+    at, done = [0] * schedule.pp, [set() for _ in schedule.ranks]
+
+    def local(rank, action):
+        """What of its own rank's list an action needs."""
+        op, stage, j = action
+        if op in (Op.RECV_F, Op.RECV_B):
+            return []
+        if op in (Op.SEND_F, Op.SEND_B):
+            return [[Action(one, stage, j) for one in (Op.F,) * (op is Op.SEND_F) or (Op.B, Op.BW)]]
+        if op.is_collective:
+            own = [Action(one, s, j) for one, s in vocabulary.sources[op]]
+            mine = [a for a in own if placement.rank_of(a.stage) == rank]
+            return [[a, a._replace(op=Op.BW)] if a.op is Op.B else [a] for a in mine]
+        needs = []
+        if isinstance(op, Op):
+            for kind, other in inputs(op, stage, placement.num_stages):
+                if placement.rank_of(other) == rank:
+                    ops = ((Op.F,), (Op.B, Op.BW))[kind]
+                    needs.append([Action(one, other, j) for one in ops])
+                else:
+                    needs.append([Action((Op.RECV_F, Op.RECV_B)[kind], stage, j)])
+        collective = vocabulary.before(op, stage)
+        if collective is not None:
+            needs.append([vocabulary.actions(collective, j)[rank]])
+        return needs
+
+    def ready(rank):
+        row = schedule.ranks[rank]
+        if at[rank] == len(row):
+            return None
+        action = row[at[rank]]
+        each = local(rank, action)
+        return action if all(any(one in done[rank] for one in some) for some in each) else None
+
+    moving = True
+    while moving:
+        moving = False
+        heads = [ready(rank) for rank in range(schedule.pp)]
+        for rank, action in enumerate(heads):
+            together = [rank]
+            if action is None:
+                continue
+            if action.op.is_collective:
+                key = action.op, action.microbatch
+                together = list(range(schedule.pp))
+                if any(h is None or (h.op, h.microbatch) != key for h in heads):
+                    continue
+            elif action.is_message:
+                peer, matching = action.peer(placement)
+                together = [rank, peer]
+                if heads[peer] != matching:
+                    continue
+            for other in together:
+                done[other].add(heads[other])
+                at[other] += 1
+            moving = True
+            break
+    return all(position == len(row) for position, row in zip(at, schedule.ranks))
+
+
+CASES = [("1f1b", 2, 2), ("zb-h1", 3, 2), ("v-half", 2, 2), ("1f1b", 3, 3)]
+
+
+@pytest.mark.parametrize("number", sampled((600, 10_000), (600,)))
+def test_checker_agrees_with_brute_force(number):
+    """Random orders that keep each chunk's microbatches in order: some run, some cannot."""
+    numbers, verdicts = random.Random(5), [0, 0]
+    good = [lower(made(*case, barriers)[1]) for case in CASES for barriers in (1, 2)]
+    for _ in range(number):
+        schedule = numbers.choice(good)
+        ranks = [list(row) for row in schedule.ranks]
+        for _ in range(numbers.choice((1, 1, 2, 3, 6))):
+            row = numbers.choice(ranks)
+            place = numbers.randrange(len(row) - 1)
+            step = numbers.choice((1, 1, 2))
+            if place + step < len(row):
+                row[place], row[place + step] = row[place + step], row[place]
+        if any(_out_of_order(row) for row in ranks):
+            continue
+        broken = schedule.with_ranks(ranks)
+        try:
+            check(broken)
+            found = True
+        except ScheduleError:
+            found = False
+        verdicts[found] += 1
+        assert found == brute_force(broken), [" ".join(map(str, row)) for row in broken.ranks]
+    assert min(verdicts) > number / 10, verdicts
+
+
+def _out_of_order(row):
+    """True if passes of one chunk are not in microbatch order, or a W stands before its B."""
+    last = {}
+    for op, stage, microbatch in row:
+        if op.is_compute:
+            for kind in op.value:
+                if last.setdefault((kind, stage), -1) > microbatch:
+                    return True
+                last[kind, stage] = microbatch
+        if op is Op.W and last.get(("B", stage), -1) < microbatch:
+            return True
+    return False
+
+
+def test_operations_have_names_of_their_own():
+    assert {op.value for op in VocabularyOp}.isdisjoint(op.value for op in Op)
