@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..offload.arena import HostArena, padded
 from ..offload.blocks import Block, Kept, place
 from ..offload.device import CpuDevice, CudaDevice, Device, Event
 from ..offload.engine import Engine, Ticket
+from .graph import Linears, Recomputation, without_memory
 from .plan import DEPTH, Restore, Strategy
 
 INPUT, INSIDE = "input", "inside"
@@ -215,6 +216,9 @@ class Record:
         self._input_slot, self._inside_slot = number % depth, number % DEPTH
         self._input: Block | None = None
         self._inside: dict[int, Block] = {}
+        self._recomputation: Recomputation | None = None
+        self._outside: set[int] = set()
+        self._input_storage = 0
         self._offloaded: list[Block] = []
         self._ticket: Ticket | None = None
         self._slot: torch.Tensor | None = None
@@ -235,18 +239,34 @@ class Record:
             return self._memory.device.allocate(nbytes)
         return self._memory.ring.take(INPUT, self._input_slot, nbytes)[:nbytes]
 
-    def saving(self, slot: torch.Tensor, residents: Set[int]) -> Any:
+    @contextlib.contextmanager
+    def saving(self, slot: torch.Tensor, residents: Set[int], linears: Linears) -> Iterator[None]:
         """A context for the experts' forward pass: what autograd saves there is this chunk's.
 
         Args:
             slot: what ``input_slot`` gave.
             residents: what ``Memory.know`` gave.
+            linears: of the experts, for what is computed again.
         """
-        if self._strategy.inside is Restore.KEEP:
-            return contextlib.nullcontext()
-        self._input = Block(self._owner, slot.untyped_storage())
-        pack = functools.partial(self._pack, residents)
-        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+        inside = self._strategy.inside
+        if inside is Restore.KEEP:
+            yield
+            return
+        storage = slot.untyped_storage()
+        self._input_storage = storage._cdata
+        self._outside = {*residents, storage._cdata}
+        with contextlib.ExitStack() as stack:
+            if self._strategy.recomputes:
+                whole = inside is Restore.RECOMPUTE
+                self._recomputation = Recomputation(self._owner, linears, whole)
+                stack.enter_context(self._recomputation.recording(self._outside))
+            if self._strategy.input is not Restore.KEEP:
+                self._input = Block(self._owner, storage)
+            pack = functools.partial(self._pack, residents)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, self._unpack))
+            yield
+        if self._input is not None:
+            self._input.memory = None
 
     def offload(self, slot: torch.Tensor) -> None:
         """The experts' forward pass has been issued: send to the host what is to go there."""
@@ -271,7 +291,7 @@ class Record:
                 memory.ring.read_until(INPUT, self._input_slot, ticket.sent)
             if inside:
                 memory.departures.add(ticket, inside)
-        for block in (*self._offloaded, *([self._input] if self._input is not None else [])):
+        for block in self._offloaded:
             block.memory = None
             for view in block.views:
                 view.tensor = None
@@ -313,27 +333,34 @@ class Record:
             self._memory.engine.use(self._ticket)
         if self._input is not None:
             self._input.memory = slot
+        self._outside.add(slot.untyped_storage()._cdata)
         self._arrived = True
+
+    def recompute(self, experts: Callable[[], Any]) -> None:
+        """Fill the graph with what was dropped, by the experts' forward pass; after ``use``."""
+        if self._recomputation is not None:
+            self._recomputation.run(experts, self._outside)
 
     def finish(self) -> None:
         """The experts' backward pass has been issued: forget everything."""
         if self._ticket is not None:
             self._memory.engine.finish(self._ticket)
-        self._input = self._ticket = None
+        self._input = self._ticket = self._recomputation = None
         self._offloaded = []
 
     # --- autograd's side ---
 
     def _pack(self, residents: Set[int], tensor: torch.Tensor) -> Any:
-        assert self._input is not None
-        storage = tensor.untyped_storage()
-        assert self._input.storage is not None
-        if storage._cdata == self._input.storage._cdata:
-            block = self._input
-        elif storage._cdata in residents or self._stays(tensor):
+        storage, given = tensor.untyped_storage(), self._input
+        if given is not None and storage._cdata == self._input_storage:
+            return without_memory(given, tensor)
+        if storage._cdata in residents:
             return Kept(tensor)
-        else:
-            block = self._inside.setdefault(storage._cdata, Block(self._owner, storage))
+        if self._recomputation is not None:
+            return self._recomputation.pack(tensor)
+        if self._stays(tensor):
+            return Kept(tensor)
+        block = self._inside.setdefault(storage._cdata, Block(self._owner, storage))
         return block, block.add(tensor)
 
     def _stays(self, tensor: torch.Tensor) -> bool:

@@ -26,13 +26,15 @@ class ChunkState:
         index: of the rows sent, see ``Exchange.split``; autograd keeps it in between.
         record: what is kept of the experts' input and intermediate tensors.
         probs: as sent, where rows are sent again; autograd keeps them in between.
-        graph: of the experts, where the strategy keeps one.
+        graph: of the experts.
+        slot: their input, where it is kept and something is computed again.
     """
 
     index: torch.Tensor | None
     record: Record | None = None
     probs: torch.Tensor | None = None
     graph: Graph | None = None
+    slot: torch.Tensor | None = None
 
 
 class Call:
@@ -137,7 +139,7 @@ class Call:
         return y
 
     def run_graph(
-        self, x: torch.Tensor, chunk: Chunk, p: torch.Tensor
+        self, x: torch.Tensor, p: torch.Tensor, chunk: Chunk
     ) -> tuple[Graph, torch.Tensor]:
         """The same, recorded for a backward pass."""
         graph = Graph(x, p)
@@ -239,7 +241,7 @@ class Forward:
         self._messages = Messages(call, call.row, Row(call.hidden_field))
         self._out = torch.zeros_like(hidden)
         self._residents: set[int] = set()
-        if call.saves and call.strategy.inside is Restore.OFFLOAD:
+        if call.saves and call.strategy.inside is not Restore.KEEP:
             self._residents = call.region.memory.know(call.region.parameters)
 
     def run(self) -> torch.Tensor:
@@ -285,14 +287,18 @@ class Forward:
             state.record = record
         if not call.has_work(i):
             return x.new_empty((0, x.shape[1]))
-        if call.saves and call.strategy.keeps_graph:
-            with torch.enable_grad(), record.saving(slot, self._residents):
-                state.graph, y = call.run_graph(x, chunk, p)
-            record.offload(slot)
-            return y
-        if call.saves:
+        if not call.saves:
+            return call.run_experts(x, chunk, p)
+        strategy = call.strategy
+        if strategy.inside is not Restore.OFFLOAD:
             record.offload(slot)  # its copy may run while the experts compute
-        return call.run_experts(x, chunk, p)
+        if strategy.recomputes and strategy.input is Restore.KEEP:
+            state.slot = slot
+        with torch.enable_grad(), record.saving(slot, self._residents, call.region.linears):
+            state.graph, y = call.run_graph(x, p, chunk)
+        if strategy.inside is Restore.OFFLOAD:
+            record.offload(slot)
+        return y
 
     def _collect(self, i: int) -> None:
         """Sum the rows of each token of chunk ``i``."""
@@ -381,20 +387,22 @@ class Backward:
         dy = memory.view(dtype).view(chunk.rows, width)
         arrived, order = self._messages.arrived(i), call.region.exchange.order(call.table, i)
         select_rows(arrived[0], order, dy)
-        slot = x = p = dy  # where the graph has its input, a slot stands for nothing
+        slot = dy  # where the graph has its input, a slot stands for nothing
+        state = call.states[i]
         if call.strategy.input is not Restore.KEEP:
             slot = record.backward_slot()
             x, p = call.halves(slot, chunk.rows)
             for field, target in zip(arrived[1:], (x, p.unsqueeze(1))):
                 select_rows(field, order, target)
+        elif state.slot is not None:
+            slot, state.slot = state.slot, None
         if not call.has_work(i):
             record.finish()
             return dy, dy.new_empty(0, dtype=call.probs_field[1])
         record.use(slot)
-        graph, call.states[i].graph = call.states[i].graph, None
-        if graph is None:
-            with torch.enable_grad():
-                graph, _ = call.run_graph(x, chunk, p)
+        record.recompute(lambda: call.run_graph(*call.halves(slot, chunk.rows), chunk))
+        graph, state.graph = state.graph, None
+        assert graph is not None
         with self._postponing():
             dx, dp, found = graph.run(dy, call.trained)
         pairs = zip(call.trained, found)

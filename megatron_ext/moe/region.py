@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from .buffers import Memory
 from .exchange import Exchange
+from .graph import Linears
 from .passes import Backward, Call, Forward
-from .plan import ExecutionPolicy
+from .plan import ExecutionPolicy, Strategy
 
 # (x (rows, width), rows of each local expert on the host, probabilities (rows,)) -> (rows, width)
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -55,6 +56,10 @@ class Region:
         store: may compute the experts' weight gradients later. It is let to where nothing is
             restored; otherwise the rows that it would need lie in buffers that the next chunk
             takes, and weight gradients are computed in the backward pass itself.
+        linears: (fc1, fc2) modules inside the experts, called in this order; what lies between and
+            behind them costs little. Without them whatever is computed again is all that the
+            experts compute, and ``s0`` keeps as much as ``none``.
+        recomputes_activation: ``none`` is ``s0``.
     """
 
     def __init__(
@@ -64,9 +69,12 @@ class Region:
         parameters: Sequence[torch.nn.Parameter],
         memory: Memory,
         store: GradientStore | None = None,
+        linears: Linears = (),
+        recomputes_activation: bool = False,
     ) -> None:
         self.exchange, self.experts, self.memory = exchange, experts, memory
-        self.parameters, self.store = list(parameters), store
+        self.parameters, self.store, self.linears = list(parameters), store, linears
+        self._recomputes_activation = recomputes_activation
 
     def __call__(
         self,
@@ -102,6 +110,8 @@ class Region:
         with torch.no_grad():
             counted = self.exchange.count(routing_map, policy.finest)
             plan = policy.plan_for(counted.rows)
+            if self._recomputes_activation and plan.strategy is Strategy.NONE:
+                plan = plan._replace(strategy=Strategy.S0)
             table, index = self.exchange.split(counted, plan.chunks)
         call = Call(self, plan, table, index, trained if saves else None, hidden, probs)
         result: torch.Tensor = _Function.apply(call, *inputs)

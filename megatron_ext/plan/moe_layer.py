@@ -115,6 +115,7 @@ class ChunkTimes(NamedTuple):
         experts: their forward pass.
         input_gradient, weight_gradient: their backward pass.
         again: what ``s3`` and ``s4`` compute again.
+        activation: of that, the activation function, which ``s0`` computes again.
         input_copy, inside_copy: to the host; of the experts' input, and of what lies inside them.
         input_load, inside_load: back.
         forward, backward: kernels around the experts.
@@ -127,6 +128,7 @@ class ChunkTimes(NamedTuple):
     input_gradient: float
     weight_gradient: float
     again: float
+    activation: float = 0.0
     input_copy: float = 0.0
     inside_copy: float = 0.0
     input_load: float = 0.0
@@ -157,10 +159,10 @@ class GivenCosts:
 
     Attributes:
         exchange: one all-to-all of the whole call.
-        experts: their forward pass; each of both gradients takes as long, and so does what ``s3``
-            and ``s4`` compute again.
+        experts: their forward pass; each of both gradients takes as long.
         input, inside: copies of the experts' input, and of what lies inside, one way.
-        again: what ``s3`` and ``s4`` compute again, where that is not all of ``experts``.
+        again: what ``s3`` and ``s4`` compute again, where that is not half of ``experts``, as fc1
+            is without a gate.
         latency: of a message, on top of its share of ``exchange``.
         launch: of packing, sorting, the experts and adding, on top of each.
         base: for what is None.
@@ -177,11 +179,13 @@ class GivenCosts:
 
     def __call__(self, plan: LayerPlan) -> ChunkTimes:
         """Of one chunk."""
-        times = self.base(plan)
+        times, again = self.base(plan), self.again
+        if again is None and self.experts is not None:
+            again = self.experts / 2
         fields = {
             **dict.fromkeys(("send", "back"), self.exchange),
             **dict.fromkeys(("experts", "input_gradient", "weight_gradient"), self.experts),
-            "again": self.experts if self.again is None else self.again,
+            "again": again,
             **dict.fromkeys(("input_copy", "input_load"), self.input),
             **dict.fromkeys(("inside_copy", "inside_load"), self.inside),
         }
@@ -215,7 +219,6 @@ def rate_costs(
     ranks: int = 1,
     latency: float = 0.0,
     launch: float = 0.0,
-    again: float = 1.0,
 ) -> GivenCosts:
     """Costs in seconds from rates, for a layer that is described by its sizes alone.
 
@@ -225,7 +228,6 @@ def rate_costs(
         network, to_host: bytes/s of an all-to-all and of copies, one way.
         ranks: that exchange rows; 1/ranks of them stay where they are.
         latency, launch: as ``GivenCosts``.
-        again: share of the experts' forward pass that is computed again (the papers: fc1, 1/2).
     """
     row = shape.hidden * shape.element_bytes
     products = 2 * rows * shape.hidden * shape.ffn * (3 if shape.gated else 2) / flops
@@ -234,7 +236,7 @@ def rate_costs(
         products,
         rows * row / to_host,
         rows * shape.inside_bytes / to_host,
-        again * products,
+        products * (2 / 3 if shape.gated else 1 / 2),
         latency,
         launch,
     )
@@ -283,10 +285,10 @@ def forward(plan: LayerPlan, times: ChunkTimes) -> list[Operation]:
         elif step is Step.COMPUTE:
             old = [copied[i - room]] if i - room in copied else []
             issue.compute(Kind.SORT, i, local.sort, sent[i], *old)
-            if not strategy.keeps_graph:  # the input's copy runs beside the experts
+            if not inside:  # the input's copy runs beside the experts
                 save(i)
             issue.compute(Kind.EXPERTS, i, times.experts + local.unsort)
-            if strategy.keeps_graph:
+            if inside:
                 save(i)
             back[i] = issue.behind_compute(Kind.RETURN, i, Stream.NETWORK, times.back)
         elif step is Step.COLLECT:
@@ -309,7 +311,8 @@ def backward(plan: LayerPlan, times: ChunkTimes, *, split: bool = False) -> list
     resends = strategy.input is Restore.RESEND
     load = times.input_load * (strategy.input is Restore.OFFLOAD)
     load += times.inside_load * (strategy.inside is Restore.OFFLOAD)
-    experts = times.input_gradient + times.again * (not strategy.keeps_graph)
+    again = {Restore.RECOMPUTE: times.again, Restore.ACTIVATE: times.activation}
+    experts = times.input_gradient + again.get(strategy.inside, 0.0)
     if not (split and strategy is Strategy.NONE):
         experts += times.weight_gradient
     pack, sort = (x + resends * y for x, y in zip(local[1:3], times.restore[1:3]))

@@ -10,7 +10,7 @@ import pytest
 from tests.support.case_server import Cases, case_results
 from tests.support.checkouts import nightly
 
-STRATEGIES = ("none", "s1", "s2", "s3", "s4")
+STRATEGIES = ("none", "s0", "s1", "s2", "s3", "s4")
 EXACT = ["ep2-fp64", "ep4-fp64"]
 BF16 = ["ep2-bf16", "router-fp32"]
 SINGLE = [
@@ -213,10 +213,12 @@ def test_memory_between_forward_and_backward(results: Cases, strategy: str) -> N
             inputs = sum(_aligned(r * HIDDEN * FLOAT) + r * FLOAT for r, _ in found["rows"])
             inside, index = rows * SWIGLU * FFN * FLOAT, sent * 4
             resent = TOKENS * HIDDEN * FLOAT + sent * FLOAT  # the layer's input, and probabilities
+            fc1 = rows * 2 * FFN * FLOAT
             kept = {"none": inputs + inside, "s2": resent, "s4": resent}.get(strategy, 0)
             assert found["kept"] == index + kept
-            assert found["inside"] == (inside if strategy in ("s1", "s2") else 0)
-            assert found["alive inside"] == 0
+            own = inputs if strategy == "s0" else 0  # not in a buffer that layers share
+            assert found["inside"] == (0 if strategy == "none" else inside + own)
+            assert found["alive inside"] == (own + fc1 if strategy == "s0" else 0)
             least = {"s1": inputs + inside, "s2": inside, "s3": inputs}.get(strategy, 0)
             # Each storage, and each chunk's input, starts at a multiple of 512 bytes on the host.
             storages = 512 * way[0] * (4 * 8 + 1)
@@ -235,7 +237,7 @@ def test_ring_is_as_large_as_the_worst_chunk_of_any_rank(results: Cases, strateg
         x, row = HIDDEN * FLOAT, HIDDEN * FLOAT + 16
         there = row + x if strategy in ("s2", "s4") else row
         slot = (there + row) * (sent + received) + rows * x
-        if strategy != "none":
+        if strategy not in ("none", "s0"):
             slot += _aligned(rows * x) + rows * FLOAT
         slots = min(way[0], 2)
         for rank in ranks:

@@ -37,7 +37,7 @@ from megatron_ext.moe.plan import STOCK, LayerPlan
 from megatron_ext.moe.region import Region
 from tests.support.case_server import serve
 
-STRATEGIES = ("none", "s1", "s2", "s3", "s4")
+STRATEGIES = ("none", "s0", "s1", "s2", "s3", "s4")
 
 
 def compare(case: dict[str, Any]) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
 
 
 WAYS = [(n, strategy) for n in (1, 2, 4) for strategy in STRATEGIES]
-SOME = [(1, "s4"), (3, "none"), (3, "s1"), (3, "s2"), (3, "s3"), (3, "s4")]
+SOME = [(1, "s4"), (3, "none"), (3, "s0"), (3, "s1"), (3, "s2"), (3, "s3"), (3, "s4")]
 COSTS = {
     "format": cost_file.FORMAT,
     "layers": "",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.moe.buffers import Memory, Ring
 from megatron_ext.moe.exchange import Exchange, Groups, Row
@@ -19,7 +22,18 @@ from tests.support.faulty_device import Faults, FaultyDevice
 from tests.support.gate import Gate
 
 EXPERTS, WIDTH, FFN, TOKENS = 4, 16, 24, 40
-RESTORING = ("s1", "s2", "s3", "s4")
+RESTORING = ("s0", "s1", "s2", "s3", "s4")
+
+
+class Product(torch.nn.Module):
+    """A matrix an expert."""
+
+    def __init__(self, inputs: int, outputs: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(EXPERTS, inputs, outputs, generator=generator))
+
+    def forward(self, x: Any, sizes: list[int]) -> Any:
+        return torch.cat([a @ w for a, w in zip(x.split(sizes), self.weight)]), None
 
 
 class Experts(torch.nn.Module):
@@ -28,14 +42,33 @@ class Experts(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(5)
-        self.up = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, FFN, generator=generator))
-        self.down = torch.nn.Parameter(torch.randn(EXPERTS, FFN, WIDTH, generator=generator))
+        self.up = Product(WIDTH, FFN, generator)
+        self.down = Product(FFN, WIDTH, generator)
 
     def forward(self, x: Any, counts: Any, probs: Any) -> Any:
         sizes = counts.tolist()
         assert sum(sizes) == len(x) == len(probs)
-        parts = zip(x.split(sizes), probs.split(sizes), self.up, self.down)
-        return torch.cat([(torch.tanh(a @ u) * p.unsqueeze(1)) @ d for a, p, u, d in parts])
+        inner, _ = self.up(x, sizes)
+        return self.down(torch.tanh(inner) * probs.unsqueeze(1), sizes)[0]
+
+
+class OneByOne(torch.nn.Module):
+    """The same, with each expert a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        grouped = Experts()
+        self.experts = torch.nn.ModuleList()
+        for up, down in zip(grouped.up.weight.data, grouped.down.weight.data):
+            pair = torch.nn.Module()
+            pair.up, pair.down = (torch.nn.Linear(*w.shape, bias=False) for w in (up, down))
+            pair.up.weight.data, pair.down.weight.data = up.t().clone(), down.t().clone()
+            self.experts.append(pair)
+
+    def forward(self, x: Any, counts: Any, probs: Any) -> Any:
+        sizes = counts.tolist()
+        parts = zip(self.experts, x.split(sizes), probs.split(sizes))
+        return torch.cat([e.down(torch.tanh(e.up(a)) * p.unsqueeze(1)) for e, a, p in parts])
 
 
 @pytest.fixture
@@ -43,13 +76,14 @@ def make(group: Any) -> Iterator[Callable[..., Region]]:
     """``make(memory)``: a region with weights that are always the same."""
     made: list[Memory] = []
 
-    def make(memory: Memory | None = None) -> Region:
+    def make(memory: Memory | None = None, module: Any = None, known: bool = True) -> Region:
         if memory is None:
             memory = Memory(CpuDevice(), min_bytes=1)
         made.append(memory)
-        module = Experts()
+        module = module or Experts()
+        linears = [(e.up, e.down) for e in getattr(module, "experts", [module])] if known else []
         exchange = Exchange(Groups(group, None, group), EXPERTS)
-        return Region(exchange, module, list(module.parameters()), memory)
+        return Region(exchange, module, list(module.parameters()), memory, linears=linears)
 
     yield make
     for memory in made:
@@ -79,7 +113,7 @@ def run(
     strategy: str,
     layers: int = 1,
     lookahead: int = 2,
-    between: Callable[[], None] = lambda: None,
+    between: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """``layers`` calls behind each other, so that they share buffers, and their backward pass;
     ``between`` is called after the forward pass."""
@@ -90,7 +124,8 @@ def run(
         out = out + region(out, p, chosen, LayerPlan.of(chunks, strategy, lookahead))
     between()
     gradients = torch.autograd.grad(out.square().sum(), [x, p, *region.parameters])
-    return dict(zip(("out", "x", "p", "up", "down"), (out.detach(), *gradients)))
+    names = ("out", "x", "p", "up", "down", *range(len(gradients)))
+    return dict(zip(names, (out.detach(), *gradients)))
 
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -131,6 +166,45 @@ def test_slow_copies_change_nothing(make: Callable[..., Region]) -> None:
         faults = Faults(delay=lambda direction: 0.004, poison=True)
         region = make(Memory(FaultyDevice(faults=faults), min_bytes=1))
         assert equal(run(region, 5, strategy, layers=2), wanted), strategy
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("module", [Experts, OneByOne])
+@pytest.mark.parametrize("strategy", ["none", *RESTORING])
+def test_products_of_a_backward_pass(
+    make: Callable[..., Region], module: type, strategy: str
+) -> None:
+    """Table I: four a chunk and expert, and where all is computed again, fc1's, not fc2's; where
+    the linear modules are not known, both. It changes no result."""
+    wanted = run(make(module=module()), 3, "none")
+    again = {"s3": 1, "s4": 1}.get(strategy, 0)
+    for known in (True, False):
+        region, mode = make(module=module(), known=known), Products()
+        with contextlib.ExitStack() as stack:
+            start = functools.partial(stack.enter_context, mode)
+            found = run(region, 3, strategy, between=start)
+        assert mode.count == 3 * EXPERTS * (4 + again * (1 if known else 2))
+        assert equal(found, wanted)
+
+
+def test_experts_must_do_the_same_twice(make: Callable[..., Region]) -> None:
+    """What is computed again must be what was saved, or gradients would be wrong."""
+    module = Experts()
+    region = make(module=module)
+    hidden, probs, chosen = batch()
+    out = region(hidden.requires_grad_(), probs, chosen, LayerPlan.of(2, "s4"))
+    module.forward, original = lambda x, *more: original(x * 2, *more), module.forward
+    with pytest.raises(RuntimeError, match="chunk 1: computed again.*must do the same twice"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("slow", [Direction.TO_HOST, Direction.TO_DEVICE])

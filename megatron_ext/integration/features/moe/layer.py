@@ -7,9 +7,10 @@ Megatron's own forward pass does the same, or is needed, it runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from .flags import require_supported
 from .timing import CallTimer
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_RECOMPUTES = "activation_recompute"  # of grouped experts: --recompute-modules moe_act
 _STAGES = ["route", "expert_compute", "postprocess"]
 
 
@@ -61,8 +63,13 @@ class FixedPolicy:
 
     @property
     def restores(self) -> bool:
-        """True where something is not kept for backward, now or later."""
-        return self.plan.strategy is not Strategy.NONE
+        """True where the experts' input is not kept for backward, now or later."""
+        return not self.plan.strategy.keeps_products
+
+    @property
+    def activates(self) -> bool:
+        """True where s0 is asked for by name."""
+        return self.plan.strategy is Strategy.S0
 
     def built(self, layer: Any) -> None:
         """The model has ``layer``."""
@@ -231,7 +238,7 @@ class PipelinedMoE(Callback):
     def _region(self, layer: Any, device: torch.device) -> Region:
         region = self._regions.get(layer)
         if region is None:
-            require_supported(layer.config, self._policy.restores)
+            require_supported(layer.config, self._policy.restores, self._policy.activates)
             if self.memory is None:
                 self.memory = Memory.on(device, **self._options)
             dispatcher = layer.token_dispatcher
@@ -243,6 +250,8 @@ class PipelinedMoE(Callback):
                 list(layer.experts.parameters()),
                 self.memory,
                 self._store,
+                _linears(layer.experts),
+                bool(getattr(layer.experts, _RECOMPUTES, False)),
             )
         return region
 
@@ -275,7 +284,9 @@ def _experts(layer: weakref.ref[Any]) -> Callable[..., torch.Tensor]:
     # Weakly: the region is kept by the layer, as a key.
     def compute(rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         module: Any = layer()
-        output, bias = module.experts(rows, counts, probs)
+        # Megatron's recomputation refuses to run in a backward pass of ours, which has its own.
+        with _without(module.experts, _RECOMPUTES):
+            output, bias = module.experts(rows, counts, probs)
         if bias is not None:
             raise ConfigError(
                 f"{type(module.experts).__name__} returns a bias to be added after combine, which "
@@ -285,6 +296,29 @@ def _experts(layer: weakref.ref[Any]) -> Callable[..., torch.Tensor]:
         return result
 
     return compute
+
+
+@contextlib.contextmanager
+def _without(module: torch.nn.Module, switch: str) -> Iterator[None]:
+    """With ``switch`` of ``module`` off, where it is on."""
+    before = getattr(module, switch, False)
+    if before:
+        setattr(module, switch, False)
+    try:
+        yield
+    finally:
+        if before:
+            setattr(module, switch, before)
+
+
+def _linears(experts: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """fc1 and fc2: of all experts, or of each."""
+    found = []
+    for one in experts.modules():
+        fc1, fc2 = (getattr(one, name, None) for name in ("linear_fc1", "linear_fc2"))
+        if isinstance(fc1, torch.nn.Module) and isinstance(fc2, torch.nn.Module):
+            found.append((fc1, fc2))
+    return found
 
 
 def _needs_stock(layer: Any) -> bool:
