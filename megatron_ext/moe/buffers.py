@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,9 +216,6 @@ class Record:
         self._input_slot, self._inside_slot = number % depth, number % DEPTH
         self._input: Block | None = None
         self._inside: dict[int, Block] = {}
-        self._recomputation: Recomputation | None = None
-        self._outside: set[int] = set()
-        self._input_storage = 0
         self._offloaded: list[Block] = []
         self._ticket: Ticket | None = None
         self._slot: torch.Tensor | None = None
@@ -240,31 +237,33 @@ class Record:
         return self._memory.ring.take(INPUT, self._input_slot, nbytes)[:nbytes]
 
     @contextlib.contextmanager
-    def saving(self, slot: torch.Tensor, residents: Set[int], linears: Linears) -> Iterator[None]:
+    def saving(
+        self, slot: torch.Tensor, residents: Set[int], linears: Linears
+    ) -> Iterator[Recomputation | None]:
         """A context for the experts' forward pass: what autograd saves there is this chunk's.
 
         Args:
             slot: what ``input_slot`` gave.
             residents: what ``Memory.know`` gave.
             linears: of the experts, for what is computed again.
+
+        Yields:
+            What computes it again; None where nothing is.
         """
-        inside = self._strategy.inside
+        inside, storage = self._strategy.inside, slot.untyped_storage()
         if inside is Restore.KEEP:
-            yield
+            yield None
             return
-        storage = slot.untyped_storage()
-        self._input_storage = storage._cdata
-        self._outside = {*residents, storage._cdata}
+        if self._strategy.input is not Restore.KEEP:
+            self._input = Block(self._owner, storage)
         with contextlib.ExitStack() as stack:
+            again = None
             if self._strategy.recomputes:
-                whole = inside is Restore.RECOMPUTE
-                self._recomputation = Recomputation(self._owner, linears, whole)
-                stack.enter_context(self._recomputation.recording(self._outside))
-            if self._strategy.input is not Restore.KEEP:
-                self._input = Block(self._owner, storage)
-            pack = functools.partial(self._pack, residents)
+                again = Recomputation(self._owner, residents, linears, inside is Restore.RECOMPUTE)
+                stack.enter_context(again.recording(slot))
+            pack = functools.partial(self._pack, residents, storage._cdata, again)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, self._unpack))
-            yield
+            yield again
         if self._input is not None:
             self._input.memory = None
 
@@ -333,31 +332,32 @@ class Record:
             self._memory.engine.use(self._ticket)
         if self._input is not None:
             self._input.memory = slot
-        self._outside.add(slot.untyped_storage()._cdata)
         self._arrived = True
-
-    def recompute(self, experts: Callable[[], Any]) -> None:
-        """Fill the graph with what was dropped, by the experts' forward pass; after ``use``."""
-        if self._recomputation is not None:
-            self._recomputation.run(experts, self._outside)
 
     def finish(self) -> None:
         """The experts' backward pass has been issued: forget everything."""
         if self._ticket is not None:
             self._memory.engine.finish(self._ticket)
-        self._input = self._ticket = self._recomputation = None
+        self._input = self._ticket = None
         self._offloaded = []
 
     # --- autograd's side ---
 
-    def _pack(self, residents: Set[int], tensor: torch.Tensor) -> Any:
-        storage, given = tensor.untyped_storage(), self._input
-        if given is not None and storage._cdata == self._input_storage:
-            return without_memory(given, tensor)
+    def _pack(
+        self,
+        residents: Set[int],
+        given: int,
+        again: Recomputation | None,
+        tensor: torch.Tensor,
+    ) -> Any:
+        """``given``: identity of the storage of the experts' input."""
+        storage = tensor.untyped_storage()
+        if storage._cdata == given and self._input is not None:
+            return without_memory(self._input, tensor)
         if storage._cdata in residents:
             return Kept(tensor)
-        if self._recomputation is not None:
-            return self._recomputation.pack(tensor)
+        if again is not None:
+            return again.pack(tensor)
         if self._stays(tensor):
             return Kept(tensor)
         block = self._inside.setdefault(storage._cdata, Block(self._owner, storage))

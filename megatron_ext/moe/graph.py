@@ -122,30 +122,28 @@ class Recomputation:
 
     Args:
         owner: of memory blocks, named in errors.
+        residents: identities of the parameters' storages.
         linears: modules inside the experts; without any, everything is computed again.
         whole: otherwise fc1's output is kept, and what is saved before it or by it; where fc1 is
             not known, all is kept.
     """
 
-    def __init__(self, owner: Any, linears: Linears, whole: bool) -> None:
-        self._owner, self._linears, self._whole = owner, linears, whole
+    def __init__(self, owner: Any, residents: Set[int], linears: Linears, whole: bool) -> None:
+        self._owner, self._residents = owner, residents
+        self._linears, self._whole = linears, whole
         self._blocks: list[Block] = []
         self._sizes: list[int] = []
         self._calls: list[Any] = []  # of fc1 and fc2: what they return in place of computing; None
         # While the experts run: storages seen, with their numbers and what keeps them unique.
         self._seen: dict[int, tuple[int | None, Any]] = {}
-        self._outside: Set[int] = frozenset()
         self._count = self._next_call = 0
         self._keeping = False
 
     @contextlib.contextmanager
-    def recording(self, outside: Set[int]) -> Iterator[None]:
-        """For the experts' forward pass, in which ``pack`` is called.
-
-        Args:
-            outside: identities of storages that are restored by others: input and parameters.
-        """
-        with self._running(outside, self._call):
+    def recording(self, slot: torch.Tensor) -> Iterator[None]:
+        """For the experts' forward pass, in which ``pack`` is called; their input is in ``slot``,
+        and others restore it."""
+        with self._running(slot, self._call):
             yield
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -155,12 +153,12 @@ class Recomputation:
             return Kept(tensor)
         return without_memory(self._blocks[number], tensor)
 
-    def run(self, experts: Callable[[], Any], outside: Set[int]) -> None:
+    def run(self, experts: Callable[[], Any], slot: torch.Tensor) -> None:
         """Compute again what was dropped.
 
         Args:
             experts: the same forward pass, on the same input.
-            outside: as of ``recording``, now.
+            slot: where that is now.
 
         Raises:
             RuntimeError: other tensors were saved than in forward.
@@ -168,7 +166,7 @@ class Recomputation:
         if not self._blocks:
             return
         hooks = torch.autograd.graph.saved_tensors_hooks(self._fill, _never)
-        with torch.enable_grad(), hooks, self._running(outside, self._call_again):
+        with torch.enable_grad(), hooks, self._running(slot, self._call_again):
             experts()
         if self._count != len(self._blocks):
             raise self._mismatch(f"{self._count} storages")
@@ -176,8 +174,10 @@ class Recomputation:
     # --- both times ---
 
     @contextlib.contextmanager
-    def _running(self, outside: Set[int], call: Callable[..., Any]) -> Iterator[None]:
-        self._outside, self._count, self._next_call = outside, 0, 0
+    def _running(self, slot: torch.Tensor, call: Callable[..., Any]) -> Iterator[None]:
+        storage = slot.untyped_storage()
+        self._seen = {storage._cdata: (None, storage)}
+        self._count = self._next_call = 0
         self._keeping = not self._whole
         with contextlib.ExitStack() as stack:
             for fc1, fc2 in self._linears:
@@ -194,7 +194,7 @@ class Recomputation:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
-        if storage._cdata in self._outside or not tensor.numel():
+        if storage._cdata in self._residents or not tensor.numel():
             return None
         if storage._cdata not in self._seen:
             number = None if self._keeping else self._count

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 
 from .buffers import INPUT, Record, Ring
 from .exchange import Chunk, ChunkTable, Exchange, Row, Transfer, aligned, select_rows
-from .graph import GradientSums, Graph
+from .graph import GradientSums, Graph, Recomputation
 from .plan import LayerPlan, Restore, Step, Strategy
 
 if TYPE_CHECKING:
@@ -27,13 +27,15 @@ class ChunkState:
         record: what is kept of the experts' input and intermediate tensors.
         probs: as sent, where rows are sent again; autograd keeps them in between.
         graph: of the experts.
-        slot: their input, where it is kept and something is computed again.
+        again: what fills it, where something is computed again.
+        slot: their input, where that is kept.
     """
 
     index: torch.Tensor | None
     record: Record | None = None
     probs: torch.Tensor | None = None
     graph: Graph | None = None
+    again: Recomputation | None = None
     slot: torch.Tensor | None = None
 
 
@@ -241,7 +243,7 @@ class Forward:
         self._messages = Messages(call, call.row, Row(call.hidden_field))
         self._out = torch.zeros_like(hidden)
         self._residents: set[int] = set()
-        if call.saves and call.strategy.inside is not Restore.KEEP:
+        if call.saves:
             self._residents = call.region.memory.know(call.region.parameters)
 
     def run(self) -> torch.Tensor:
@@ -292,10 +294,11 @@ class Forward:
         strategy = call.strategy
         if strategy.inside is not Restore.OFFLOAD:
             record.offload(slot)  # its copy may run while the experts compute
-        if strategy.recomputes and strategy.input is Restore.KEEP:
-            state.slot = slot
-        with torch.enable_grad(), record.saving(slot, self._residents, call.region.linears):
+        saving = record.saving(slot, self._residents, call.region.linears)
+        with torch.enable_grad(), saving as state.again:
             state.graph, y = call.run_graph(x, p, chunk)
+        if state.again is not None and strategy.input is Restore.KEEP:
+            state.slot = slot
         if strategy.inside is Restore.OFFLOAD:
             record.offload(slot)
         return y
@@ -332,9 +335,8 @@ class Backward:
         self._sums = GradientSums(call.trained)
         self._d_hidden = torch.zeros_like(grad)
         self._d_probs = grad.new_zeros((len(grad), call.table.experts), dtype=call.probs_field[1])
-        store = call.region.store
-        keeps = call.strategy is Strategy.NONE
-        self._store = store if store is not None and store.collecting and keeps else None
+        self._store = call.region.store if call.strategy.keeps_products else None
+        self._postponing = contextlib.ExitStack()
 
     def run(self) -> list[torch.Tensor | None]:
         """Gradients of hidden, probs and the trained parameters."""
@@ -342,11 +344,16 @@ class Backward:
             Step.FETCH: self._fetch,
             Step.DISPATCH: self._dispatch,
             Step.COMPUTE: self._compute,
+            Step.WEIGHTS: self._weights,
             Step.COLLECT: self._collect,
         }
-        last = self._call.plan.chunks - 1
-        for step, position in self._call.plan.operations():
-            steps[step](last - position)
+        last, store = self._call.plan.chunks - 1, self._call.region.store
+        with self._postponing:
+            if store is not None:
+                once = self._store is not None
+                self._postponing.enter_context(store.call() if once else store.suspended())
+            for step, position in self._call.plan.operations():
+                steps[step](last - position)
         self._call.states = []
         return [self._d_hidden, self._d_probs, *self._sums.result(self._postponed)]
 
@@ -400,22 +407,22 @@ class Backward:
             record.finish()
             return dy, dy.new_empty(0, dtype=call.probs_field[1])
         record.use(slot)
-        record.recompute(lambda: call.run_graph(*call.halves(slot, chunk.rows), chunk))
-        graph, state.graph = state.graph, None
+        if state.again is not None:
+            state.again.run(lambda: call.run_graph(*call.halves(slot, chunk.rows), chunk), slot)
+        graph, state.graph, state.again = state.graph, None, None
         assert graph is not None
-        with self._postponing():
-            dx, dp, found = graph.run(dy, call.trained)
+        dx, dp, found = graph.run(dy, call.trained)
         pairs = zip(call.trained, found)
         self._sums.add([None if self._postponed(q, g) else g for q, g in pairs])
         record.finish()
         dx = torch.zeros_like(dy) if dx is None else dx
         return dx, dy.new_zeros(chunk.rows, dtype=call.probs_field[1]) if dp is None else dp
 
-    def _postponing(self) -> AbstractContextManager[None]:
+    def _weights(self, _: int) -> None:
+        """The weight gradients of all chunks, while the last message is on its way."""
         if self._store is not None:
-            return self._store.in_parts()
-        store = self._call.region.store
-        return nullcontext() if store is None else store.suspended()
+            self._postponing.close()
+            self._sums.add(self._store.gradients(self._call.trained))
 
     def _postponed(self, parameter: torch.nn.Parameter, grad: torch.Tensor | None = None) -> bool:
         return self._store is not None and self._store.takes(parameter, grad)

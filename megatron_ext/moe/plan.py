@@ -87,6 +87,7 @@ class Step(enum.Enum):
     FETCH = "fetch"  # start copying back what is on the host; nothing where nothing is there
     DISPATCH = "dispatch"  # S: start sending rows to the experts
     COMPUTE = "compute"  # C: the experts, and R: start sending their rows back
+    WEIGHTS = "weights"  # in backward, weight gradients of all chunks, where their rows are kept
     COLLECT = "collect"  # wait for those, and add them up
 
 
@@ -148,7 +149,8 @@ class LayerPlan(NamedTuple):
         Positions count chunks in the order of the pass: ascending in forward, descending in
         backward, as autograd has it. With lookahead 2 the collectives leave as S0 S1 R0 S2 R1 ...
         (MPipeMoE, section III-B). A chunk is collected only when the messages before it have been
-        issued: compute would wait for one that left later.
+        issued: compute would wait for one that left later. Weight gradients fill the time until the
+        last message has arrived.
         """
         count, late = self.chunks, min(self.lookahead, self.chunks) - 1
         yield Step.FETCH, 0
@@ -160,6 +162,8 @@ class LayerPlan(NamedTuple):
             if i + late < count:
                 yield Step.DISPATCH, i + late
             yield Step.COMPUTE, i
+            if i + 1 == count:
+                yield Step.WEIGHTS, i
             if i >= late:
                 yield Step.COLLECT, i - late
         for i in range(count - late, count):
@@ -277,19 +281,32 @@ def footprint(shape: LayerShape, rows: int, calls: int, plan: LayerPlan) -> Foot
     row = shape.hidden * shape.element_bytes
     inner_grad = (3 if shape.gated else 2) * shape.ffn * shape.element_bytes
     ring, slots = float(inner_grad), min(plan.depth, plan.chunks)
-    if plan.strategy.keeps_products:
-        ring += 2 * row * min(plan.lookahead, plan.chunks)
-    else:
-        ring += 3 * row * slots
+    once = plan.strategy.keeps_products
+    ring += 2 * row * min(plan.lookahead, plan.chunks) if once else 3 * row * slots
     # One chunk's is computed again at a time; what is copied has two slots.
     missing = shape.inside_bytes - shape.kept_inside(plan.strategy)
     copied = plan.strategy.inside is Restore.OFFLOAD
     ring += missing * (min(DEPTH, plan.chunks) if copied else 1)
+    late = once and not plan.stock  # Megatron's own layer computes them one by one
+    weights = weight_gradient_bytes(shape, rows, plan) if late else (0.0, 0.0)
     return Footprint(
         calls * saved_bytes(shape, rows, plan.strategy),
-        round(chunk * ring),
+        round(weights[0] + max(chunk * ring, weights[1])),
         (_COPIES + _MESSAGES * plan.depth) * chunk * row,
     )
+
+
+def weight_gradient_bytes(shape: LayerShape, rows: int, plan: LayerPlan) -> tuple[float, float]:
+    """Of weight gradients that are computed once for all chunks of a call.
+
+    Returns:
+        What inputs and output gradients of fc1 and fc2 take, R(2M + F + 2F) or R(2M + F + F)
+        elements, more than what the call kept; and fc2's rows of all chunks joined.
+    """
+    e, row = shape.element_bytes, shape.hidden * shape.element_bytes
+    operands = 2 * row + (3 if shape.gated else 2) * shape.ffn * e
+    more = max(0.0, operands - row - shape.kept_inside(plan.strategy))
+    return rows * more, rows * (row + shape.ffn * e) * (plan.chunks > 1)
 
 
 class BudgetError(ValueError):

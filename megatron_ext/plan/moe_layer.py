@@ -43,6 +43,7 @@ class Kind(enum.Enum):
     SEND = "all-to-all to the experts"
     SORT = "rows sorted by expert"
     EXPERTS = "the experts"
+    WEIGHTS = "weight gradients of all chunks"
     RETURN = "all-to-all from the experts"
     ADD = "sum of each token's rows"
     SAVE = "copy to the host"
@@ -60,6 +61,7 @@ _LETTERS = {
     Kind.SEND: "S",
     Kind.SORT: "O",
     Kind.EXPERTS: "C",
+    Kind.WEIGHTS: "W",
     Kind.RETURN: "R",
     Kind.ADD: "A",
     Kind.SAVE: "D",
@@ -85,7 +87,8 @@ class Operation(NamedTuple):
     after: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return self.kind.letter if self.kind is Kind.SPLIT else f"{self.kind.letter}{self.chunk}"
+        whole = self.kind in (Kind.SPLIT, Kind.WEIGHTS)
+        return self.kind.letter if whole else f"{self.kind.letter}{self.chunk}"
 
 
 class Local(NamedTuple):
@@ -114,6 +117,7 @@ class ChunkTimes(NamedTuple):
         send, back: the all-to-alls to and from the experts.
         experts: their forward pass.
         input_gradient, weight_gradient: their backward pass.
+        all_weights: weight gradients of all chunks in one product.
         again: what ``s3`` and ``s4`` compute again.
         activation: of that, the activation function, which ``s0`` computes again.
         input_copy, inside_copy: to the host; of the experts' input, and of what lies inside them.
@@ -127,6 +131,7 @@ class ChunkTimes(NamedTuple):
     experts: float
     input_gradient: float
     weight_gradient: float
+    all_weights: float
     again: float
     activation: float = 0.0
     input_copy: float = 0.0
@@ -150,7 +155,7 @@ Costs = Callable[[LayerPlan], ChunkTimes]
 
 
 def _nothing(plan: LayerPlan) -> ChunkTimes:
-    return ChunkTimes(0, 0, 0, 0, 0, 0)
+    return ChunkTimes(0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,8 @@ class GivenCosts:
             **dict.fromkeys(("inside_copy", "inside_load"), self.inside),
         }
         shares: dict[str, Any] = {k: x / plan.chunks for k, x in fields.items() if x is not None}
+        if self.experts is not None:
+            shares["all_weights"] = self.experts
         times = times._replace(**shares)
         more, around = self.launch, Local(0.0, self.launch, self.launch, 0.0, self.launch)
         return times._replace(
@@ -198,6 +205,7 @@ class GivenCosts:
             experts=times.experts + more,
             input_gradient=times.input_gradient + more,
             weight_gradient=times.weight_gradient + more,
+            all_weights=times.all_weights + more,
             again=times.again + more,
             forward=times.forward.plus(around),
             backward=times.backward.plus(around),
@@ -304,7 +312,7 @@ def backward(plan: LayerPlan, times: ChunkTimes, *, split: bool = False) -> list
 
     Args:
         plan, times: of the call.
-        split: weight gradients wait for W passes; with ``none`` only, as in training.
+        split: weight gradients wait for W passes, where the experts' input is kept.
     """
     issue, strategy, local = _Issue(), plan.strategy, times.backward
     sent, back, loaded = dict[int, int](), dict[int, int](), dict[int, int]()
@@ -313,7 +321,8 @@ def backward(plan: LayerPlan, times: ChunkTimes, *, split: bool = False) -> list
     load += times.inside_load * (strategy.inside is Restore.OFFLOAD)
     again = {Restore.RECOMPUTE: times.again, Restore.ACTIVATE: times.activation}
     experts = times.input_gradient + again.get(strategy.inside, 0.0)
-    if not (split and strategy is Strategy.NONE):
+    late = strategy.keeps_products and not plan.stock  # Megatron's own layer does both at once
+    if not (late or (split and strategy.keeps_products)):
         experts += times.weight_gradient
     pack, sort = (x + resends * y for x, y in zip(local[1:3], times.restore[1:3]))
     for step, position in plan.operations():
@@ -329,6 +338,8 @@ def backward(plan: LayerPlan, times: ChunkTimes, *, split: bool = False) -> list
             arrived = [loaded[i]] if i in loaded else []
             issue.compute(Kind.EXPERTS, i, experts + local.unsort, *arrived)
             back[i] = issue.behind_compute(Kind.RETURN, i, Stream.NETWORK, times.send)
+        elif step is Step.WEIGHTS and late and not split:
+            issue.compute(Kind.WEIGHTS, 0, times.all_weights)
         elif step is Step.COLLECT:
             issue.compute(Kind.ADD, i, local.add, back[i])
     return issue.operations
@@ -409,12 +420,12 @@ def run_layer(
 ) -> LayerRun:
     """Simulate one call; arguments as of ``backward`` and ``simulate_streams``."""
     times = costs(plan)
-    waits = split and plan.strategy is Strategy.NONE
+    waits = split and plan.strategy.keeps_products
     return LayerRun(
         plan,
         simulate_streams(forward(plan, times), one_queue=one_queue),
         simulate_streams(backward(plan, times, split=waits), one_queue=one_queue),
-        plan.chunks * times.weight_gradient * waits,
+        times.all_weights * waits,
     )
 
 

@@ -2,8 +2,9 @@
 
 Products, kernels and messages have the planner's prices (``times.price_of``), so that one chunk
 with nothing restored takes what Megatron's layer takes. A chunk pays for its own kernels (counted
-in ``moe/passes.py`` on CPU tensors: 45 forward, 36 backward beside the experts), reads all weights
-of its experts and adds to all their gradients: why many small chunks are slower than one.
+in ``moe/passes.py`` on CPU tensors: 45 forward, 36 backward beside the experts) and reads all
+weights of its experts; where their input is not kept, it adds to all their gradients, and otherwise
+all chunks do so at once, behind their input gradients: why many small chunks are slower than one.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ def job_costs(job: Job, gpu: Gpu, price: Price) -> Costs:
         message = price(Part((), work=Work(expert_bytes=routing.expert_bytes)))[0] / 2
         activation, one_by_one = _activation(job, chunk, shape.ffn), routing.launches
         fc1, fc2 = (one._replace(rows=chunk) for one in linears)
+        whole = price(Part(tuple(one._replace(rows=rows) for one in linears)))[2]
         f, b, w = price(Part((fc1, fc2), work=activation.plus(Work(launches=one_by_one))))
         again = price(Part((fc1,), work=activation.plus(Work(launches=one_by_one / 2))))[0]
         moved = routing.moved / 4  # rows read and written by each of pack, sort, unsort and add
@@ -133,7 +135,7 @@ def job_costs(job: Job, gpu: Gpu, price: Price) -> Costs:
         given = copied_bytes(shape, chunk, Strategy.S3)  # the input alone
         inside = copied_bytes(shape, chunk, Strategy.S2)
         return ChunkTimes(
-            *(message, message, f, b, w, again, price(Part((), work=activation))[0]),
+            *(message, message, f, b, w, whole, again, price(Part((), work=activation))[0]),
             given / gpu.to_host,
             inside / gpu.to_host,
             given / gpu.to_device,

@@ -122,11 +122,14 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
                 if kind == "ours" and not auto:
                     fixed.plan = LayerPlan.of(chunks, strategy)
                 model.zero_grad_buffer()
+                moe_layers.Products.count = 0
                 for microbatch in range(2):
                     x, dy = data({**case, "seed": 10 * step + microbatch}, config)
                     context = model.no_sync() if microbatch == 0 else contextlib.nullcontext()
                     with context:
                         model(x.requires_grad_()).backward(dy)
+                found[kind, step, "products"] = moe_layers.Products.count
+                found[kind, step, "plan"] = chunks, strategy
                 before = list(reduced)
                 model.finish_grad_sync()
                 found[kind, step] = {n: p.main_grad.clone() for n, p in names.items()}
@@ -272,7 +275,7 @@ COSTS = {
     "times": [],
 }
 AUTO_STEPS = [(0, "auto")] * 12
-STEPS = [(1, "none"), (2, "s1"), (4, "s2"), (1, "s3"), (8, "s4"), (2, "none"), (4, "s1")]
+STEPS = [(1, "none"), (2, "s1"), (4, "s2"), (1, "s3"), (8, "s4"), (2, "none"), (4, "s0")]
 _CAPACITY = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
 _BIAS = {
     "moe_router_score_function": "sigmoid",

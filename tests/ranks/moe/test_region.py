@@ -15,7 +15,14 @@ from megatron_ext.moe.buffers import Memory, Ring
 from megatron_ext.moe.exchange import Exchange, Groups, Row
 from megatron_ext.moe.graph import GradientSums, kept_bytes_per_row
 from megatron_ext.moe.passes import Backward, Forward
-from megatron_ext.moe.plan import LayerPlan, Step, Strategy
+from megatron_ext.moe.plan import (
+    LayerPlan,
+    LayerShape,
+    Step,
+    Strategy,
+    saved_bytes,
+    weight_gradient_bytes,
+)
 from megatron_ext.moe.region import Region
 from megatron_ext.offload.device import CpuDevice, Direction
 from tests.support.faulty_device import Faults, FaultyDevice
@@ -25,15 +32,80 @@ EXPERTS, WIDTH, FFN, TOKENS = 4, 16, 24, 40
 RESTORING = ("s0", "s1", "s2", "s3", "s4")
 
 
+class Postponed(torch.autograd.Function):
+    """A product of one expert that leaves its weight gradient to a store."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, store: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.store = store
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.store.put(weight, x, dy)
+        return dy @ weight.t(), None, None
+
+
+class Store:
+    """As much of a ``GradientStore`` as the region needs, for weights that are rows of parameters.
+
+    Attributes:
+        parts: (input, output gradient) of each chunk, the last one first, by weight.
+        held_bytes: of these when ``gradients`` is called.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[Any, list[tuple[Any, Any]]] = {}
+        self.held_bytes = self.calls = 0
+
+    def suspended(self) -> Any:
+        raise AssertionError("only where rows are not kept")
+
+    def call(self) -> Any:
+        self.parts = {}
+        return contextlib.nullcontext()
+
+    def put(self, weight: Any, x: Any, dy: Any) -> None:
+        key = weight.untyped_storage()._cdata, weight.storage_offset()
+        self.parts.setdefault(key, []).append((x.detach(), dy))
+
+    def takes(self, parameter: Any, grad: Any) -> bool:
+        return parameter.untyped_storage()._cdata in {storage for storage, _ in self.parts}
+
+    def gradients(self, parameters: Any) -> Any:
+        self.calls += 1
+        tensors = [t for parts in self.parts.values() for pair in parts for t in pair]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        self.held_bytes = sum(storages.values())
+        found = []
+        for parameter in parameters:
+            gradient = torch.zeros_like(parameter)
+            for one, part in zip(parameter.detach(), gradient):
+                parts = self.parts.pop((one.untyped_storage()._cdata, one.storage_offset()), [])
+                if parts:
+                    x, dy = (torch.cat(each[::-1]) for each in zip(*parts))
+                    part.copy_(x.t() @ dy)
+            found.append(gradient)
+        return found
+
+
 class Product(torch.nn.Module):
     """A matrix an expert."""
+
+    store: Store | None = None
 
     def __init__(self, inputs: int, outputs: int, generator: torch.Generator) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(EXPERTS, inputs, outputs, generator=generator))
 
     def forward(self, x: Any, sizes: list[int]) -> Any:
-        return torch.cat([a @ w for a, w in zip(x.split(sizes), self.weight)]), None
+        parts = x.split(sizes)
+        if self.store is not None:
+            pairs = zip(parts, self.weight)
+            return torch.cat([Postponed.apply(a, w, self.store) for a, w in pairs]), None
+        return torch.cat([a @ w for a, w in zip(parts, self.weight)]), None
 
 
 class Experts(torch.nn.Module):
@@ -196,6 +268,34 @@ def test_products_of_a_backward_pass(
         assert equal(found, wanted)
 
 
+@pytest.mark.parametrize("chunks", [2, 5])
+@pytest.mark.parametrize("strategy", ["none", "s0"])
+def test_weight_gradients_once_for_all_chunks(
+    make: Callable[..., Region], strategy: str, chunks: int
+) -> None:
+    """One product a weight, over the rows of all chunks in their order, when the last chunk's input
+    gradients are on their way; until then the formula's bytes are held."""
+    wanted = run(make(), chunks, strategy)
+    module, store = Experts(), Store()
+    module.up.store = module.down.store = store
+    region, mode = make(module=module), Products()
+    region.store = store
+    with contextlib.ExitStack() as stack:
+        start = functools.partial(stack.enter_context, mode)
+        found = run(region, chunks, strategy, between=start)
+    # Two products of input gradients a chunk and expert, and two of weight gradients an expert.
+    assert mode.count == 2 * EXPERTS * (chunks + 1) and store.calls == 1
+    for name in ("out", "x", "p"):
+        assert torch.equal(found[name], wanted[name])
+    for name in ("up", "down"):
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
+    rows, plan = 2 * TOKENS, LayerPlan.of(chunks, strategy)
+    shape = LayerShape(WIDTH, FFN, gated=False, element_bytes=4, kept_bytes=FFN * 4)
+    more, joined = weight_gradient_bytes(shape, rows, plan)
+    assert store.held_bytes == saved_bytes(shape, rows, plan.strategy) + more
+    assert joined == 4 * rows * (WIDTH + FFN)
+
+
 def test_experts_must_do_the_same_twice(make: Callable[..., Region]) -> None:
     """What is computed again must be what was saved, or gradients would be wrong."""
     module = Experts()
@@ -344,7 +444,8 @@ def test_what_is_planned_is_what_runs(
                 monkeypatch.setattr(kind, name, noting(kind, step, getattr(kind, name)))
     run(make(), 5, "s1", lookahead=lookahead)
     planned = list(LayerPlan.of(5, "s1", lookahead).operations())
-    assert issued[Forward] == [(step, i) for step, i in planned if step is not Step.FETCH]
+    backward_only = (Step.FETCH, Step.WEIGHTS)
+    assert issued[Forward] == [(step, i) for step, i in planned if step not in backward_only]
     assert issued[Backward] == [(step, 4 - i) for step, i in planned]
 
 

@@ -28,15 +28,17 @@ def answer(run, line):
 
 
 def test_explicit_costs(run):
-    """By hand: S0 .5, then C0 under S1, C1 under R0, and R1; backward with W has twice the C."""
+    """By hand: S0 .5, then C0 under S1, C1 under R0, and R1; backward likewise, with W, of
+    both chunks, beside R1."""
     data = answer(run, f"{COSTS} --moe-pipeline-chunks 2")
     assert data["unit"] == "" and data["layer"] is None
     stock, two = data["plans"]
     assert (stock["forward"], stock["backward"]) == (4, 6)
-    assert (two["forward"], two["backward"]) == (3, 5) and data["chosen"] == two
-    assert two["speedup"] == pytest.approx(10 / 8)
+    assert (two["forward"], two["backward"]) == (3, 4.5) and data["chosen"] == two
+    assert two["speedup"] == pytest.approx(10 / 7.5)
     times = {(o["pass"], o["name"]): (o["start"], o["end"]) for o in data["operations"]}
-    assert times["forward", "C0"] == (0.5, 1.5) and times["backward", "C1"] == (0.5, 2.5)
+    assert times["forward", "C0"] == (0.5, 1.5) and times["backward", "C1"] == (0.5, 1.5)
+    assert times["backward", "W"] == (2.5, 4.5) and times["backward", "R0"] == (2.5, 3)
     split = answer(run, f"{COSTS} --moe-pipeline-chunks 2 --split-backward")["chosen"]
     assert (split["backward"], split["weights"]) == (3, 2)
     assert answer(run, f"{COSTS} --moe-pipeline-chunks 4 --queue 1")["chosen"]["forward"] == 3

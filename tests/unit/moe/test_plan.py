@@ -26,7 +26,13 @@ from megatron_ext.reproduce.moe_equations import WORK
 
 MODULES = ["plan", "autotune", "cost_file"]
 RESTORING = [strategy for strategy in Strategy if strategy is not Strategy.NONE]
-LETTERS = {Step.DISPATCH: "S", Step.COMPUTE: "C", Step.COLLECT: "A", Step.FETCH: "L"}
+LETTERS = {
+    Step.DISPATCH: "S",
+    Step.COMPUTE: "C",
+    Step.COLLECT: "A",
+    Step.FETCH: "L",
+    Step.WEIGHTS: "W",
+}
 
 
 def test_the_choice_loads_no_torch(repo_root: Path) -> None:
@@ -49,6 +55,7 @@ def test_orders() -> None:
     assert order(LayerPlan(2, lookahead=1)) == "S0 C0 A0 S1 C1 A1"
     assert order(LayerPlan(2, lookahead=5)) == order(LayerPlan(2))
     assert order(LayerPlan(3), "LC") == "L0 L1 C0 L2 C1 C2"
+    assert order(LayerPlan(3), "CAW") == "C0 C1 A0 C2 W2 A1 A2"
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8])
@@ -58,7 +65,10 @@ def test_every_chunk_takes_every_step_once_within_its_slots(chunks: int, lookahe
     plan = LayerPlan(chunks, lookahead=lookahead)
     operations = list(plan.operations())
     assert sorted((s.value, i) for s, i in operations) == sorted(
-        (s.value, i) for s in Step for i in range(chunks)
+        (s.value, i)
+        for s in Step
+        for i in range(chunks)
+        if s is not Step.WEIGHTS or i == chunks - 1
     )
     place = {one: number for number, one in enumerate(operations)}
     for i in range(chunks):
@@ -117,12 +127,18 @@ def test_ring_bytes() -> None:
     assert ring(LayerPlan.of(8, "s1")) == 100 * 2 * (3 * 2 * 64 + 2 * 3 * 96 + 2 * 96)
     assert ring(LayerPlan.of(8, "s4", 3)) == 100 * 2 * (3 * 3 * 64 + 3 * 96 + 2 * 96)
     assert ring(LayerPlan.of(1, "s4")) == 800 * 2 * (3 * 64 + 3 * 96 + 2 * 96)
-    # Of what the activation function keeps, s0 lacks all but fc1's output.
-    assert ring(LayerPlan.of(8, "s0")) == 100 * 2 * (2 * 2 * 64 + 2 * 96 + 2 * 96)
-    # Without reuse, only what lives besides what is saved.
-    assert ring(LayerPlan(8)) == 100 * 2 * (2 * 2 * 64 + 2 * 96)
-    assert ring(LayerPlan(8, lookahead=8)) == 100 * 2 * (2 * 8 * 64 + 2 * 96)
+    # Without reuse, only what lives besides what is saved: of one chunk, or, where weight gradients
+    # wait for the last one, of all: inputs and output gradients of fc1 and fc2, 2M + 2F, and those
+    # of fc2 joined.
+    more, joined = 2 * 64 + 2 * 96 - (64 + 3 * 96), 64 + 96
+    assert more < 0
+    assert ring(LayerPlan(8)) == 800 * 2 * joined
     assert ring(LayerPlan(1)) == 800 * 2 * (2 * 64 + 2 * 96)
+    assert ring(LayerPlan(2, lookahead=2)) == 400 * 2 * (2 * 2 * 64 + 2 * 96)
+    # s0 keeps of what lies inside fc1's output alone, and has the rest of one chunk.
+    more = 2 * 64 + 2 * 96 - (64 + 96)
+    assert ring(LayerPlan.of(8, "s0")) == 800 * 2 * (more + joined)
+    assert ring(LayerPlan.of(1, "s0")) == 800 * 2 * (more + 2 * 64 + 2 * 96 + 2 * 96)
 
 
 def test_copies_and_messages_of_a_chunk() -> None:

@@ -66,7 +66,7 @@ def test_bytes_are_those_that_training_chooses_by(n, strategy, more):
         shape, rows, plan.strategy
     )
     assert extra == again
-    # Inputs and output gradients of fc1 and fc2, of which nothing waits for W where T_DI is restored.
+    # Inputs and output gradients of fc1 and fc2: none waits for W where T_DI is restored.
     row = shape.element_bytes * (shape.hidden + shape.ffn + 2 * shape.ffn + shape.hidden)
     assert waiting - waits == (rows * row if strategy not in ("none", "s0") else 0)
     sets = stage_bytes(ours, even_split(8, 4))[1].sets

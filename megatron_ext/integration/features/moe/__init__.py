@@ -161,4 +161,5 @@ class MoE(Feature):
             logger.warning(
                 "megatron_ext: %s on megatron-core %s", request.text(run.args), run.version
             )
-        return (PipelinedMoE(policy, run.store),)
+        splits = run.request is not None and run.request.splits_backward
+        return (PipelinedMoE(policy, run.store if splits else None),)

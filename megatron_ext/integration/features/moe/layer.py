@@ -23,10 +23,10 @@ from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
 from ...callbacks import Callback
 from ...errors import ConfigError
-from ...gradients import accumulate, finish
 from ...hooks import Hook
 from .flags import require_supported
 from .timing import CallTimer
+from .weights import ExpertGradients
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _RECOMPUTES = "activation_recompute"  # of grouped experts: --recompute-modules moe_act
@@ -90,7 +90,8 @@ class PipelinedMoE(Callback):
 
     Args:
         policy: how calls run.
-        store: of the weight gradients that W passes compute, where the schedule has such.
+        store: of the weight gradients that W passes compute, where the schedule has such; then
+            its hooks are in place.
         options: of ``Memory``.
 
     Attributes:
@@ -102,9 +103,7 @@ class PipelinedMoE(Callback):
     ) -> None:
         self._policy, self._options = policy, options
         self.memory: Memory | None = None
-        self._store = None if store is None else _Postponing(store)
-        if store is not None:
-            store.fused_experts = lambda: policy.restores
+        self._weights = ExpertGradients(store, lambda: policy.restores)
         self._regions: weakref.WeakKeyDictionary[Any, Region] = weakref.WeakKeyDictionary()
 
     def hooks(self) -> tuple[Hook, ...]:
@@ -135,6 +134,7 @@ class PipelinedMoE(Callback):
                 ("self", "config"),
                 "what MoE layers keep together would be unknown",
             ),
+            *self._weights.hooks(),
             *saved_parameters.hooks(self._parameter),
         )
 
@@ -144,6 +144,7 @@ class PipelinedMoE(Callback):
     def close(self) -> None:
         self._policy.close()
         self._regions.clear()
+        self._weights.close()
         if self.memory is not None:
             self.memory.close()
             self.memory = None
@@ -243,41 +244,18 @@ class PipelinedMoE(Callback):
                 self.memory = Memory.on(device, **self._options)
             dispatcher = layer.token_dispatcher
             tensor = dispatcher.tp_group if dispatcher.tp_size > 1 else None
+            self._weights.attach(layer.experts)
             groups = Groups(dispatcher.ep_group, tensor, dispatcher.tp_ep_group)
             region = self._regions[layer] = Region(
                 Exchange(groups, layer.config.num_moe_experts),
                 _experts(weakref.ref(layer)),
                 list(layer.experts.parameters()),
                 self.memory,
-                self._store,
+                self._weights,
                 _linears(layer.experts),
                 bool(getattr(layer.experts, _RECOMPUTES, False)),
             )
         return region
-
-
-class _Postponing:
-    """What ``Region`` asks of the weight-gradient store."""
-
-    def __init__(self, store: WeightGradStore) -> None:
-        self._store = store
-        self.suspended, self.in_parts = store.suspended, store.in_parts
-
-    @property
-    def collecting(self) -> bool:
-        return self._store.collecting
-
-    def takes(self, parameter: torch.nn.Parameter, grad: torch.Tensor | None) -> bool:
-        if grad is None or self._store.placeholder(parameter):
-            return self._store.holds(parameter)
-        if not self._store.holds(parameter):
-            return False
-        # B has part of it, such as a bias that is added outside the layer that postpones. It waits
-        # for W, so that the order of summands does not depend on the schedule.
-        with self._store.in_parts():
-            task = functools.partial(accumulate, parameter, grad)
-            self._store.put(parameter, task, done=finish)
-        return True
 
 
 def _experts(layer: weakref.ref[Any]) -> Callable[..., torch.Tensor]:
