@@ -242,9 +242,7 @@ class Forward:
         self._call, self._hidden, self._probs = call, hidden, probs
         self._messages = Messages(call, call.row, Row(call.hidden_field))
         self._out = torch.zeros_like(hidden)
-        self._residents: set[int] = set()
-        if call.saves:
-            self._residents = call.region.memory.know(call.region.parameters)
+        self._residents = call.region.residents() if call.saves else set()
 
     def run(self) -> torch.Tensor:
         """The layer's output, (tokens, width)."""

@@ -75,6 +75,14 @@ class Region:
         self.exchange, self.experts, self.memory = exchange, experts, memory
         self.parameters, self.store, self.linears = list(parameters), store, linears
         self._recomputes_activation = recomputes_activation
+        self._residents: tuple[Any, set[int]] = None, set()
+
+    def residents(self) -> set[int]:
+        """Identities of the parameters' storages, which the memory then knows too."""
+        ends = [p.data_ptr() for p in (*self.parameters[:1], *self.parameters[-1:])]
+        if self._residents[0] != ends:  # also where Megatron has moved them to one buffer
+            self._residents = ends, self.memory.know(self.parameters)
+        return self._residents[1]
 
     def __call__(
         self,

@@ -56,7 +56,8 @@ def has_experts(job: Job) -> bool:
 def fixed_plan(job: Job) -> LayerPlan | None:
     """The plan of every MoE layer; None: Megatron's own layer, or nothing is decided yet.
 
-    With ``moe_act`` recomputed, ``none`` is ``s0``, as in training.
+    With ``moe_act`` recomputed, which cheap recompute asks for too where experts are grouped,
+    ``none`` is ``s0``, as in training.
     """
     chunks, strategy = job.moe_pipeline_chunks, job.moe_memory_reuse or "none"
     if chunks in (None, "off", AUTO) or strategy == AUTO or not has_experts(job):
@@ -64,7 +65,8 @@ def fixed_plan(job: Job) -> LayerPlan | None:
     plan = LayerPlan.of(int(str(chunks)), strategy)
     if plan.stock:
         return None
-    if job.recomputes("moe_act") and plan.strategy is Strategy.NONE:
+    activates = job.recomputes("moe_act") or (job.cheap_recompute and job.moe_grouped_gemm)
+    if activates and plan.strategy is Strategy.NONE:
         return plan._replace(strategy=Strategy.S0)
     return plan
 

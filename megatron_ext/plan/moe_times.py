@@ -119,7 +119,10 @@ def job_costs(job: Job, gpu: Gpu, price: Price) -> Costs:
         message = price(Part((), work=Work(expert_bytes=routing.expert_bytes)))[0] / 2
         activation, one_by_one = _activation(job, chunk, shape.ffn), routing.launches
         fc1, fc2 = (one._replace(rows=chunk) for one in linears)
-        whole = price(Part(tuple(one._replace(rows=rows) for one in linears)))[2]
+        whole = price(Part(tuple(linears), work=Work(launches=one_by_one)))[2]
+        if plan.chunks > 1:  # the rows of all chunks are joined before: read and written
+            joined = 2 * rows * shape.element_bytes * sum(x.inputs + x.outputs for x in linears)
+            whole += price(Part((), work=Work(moved=joined)))[0]
         f, b, w = price(Part((fc1, fc2), work=activation.plus(Work(launches=one_by_one))))
         again = price(Part((fc1,), work=activation.plus(Work(launches=one_by_one / 2))))[0]
         moved = routing.moved / 4  # rows read and written by each of pack, sort, unsort and add

@@ -59,6 +59,15 @@ def test_what_is_asked_for(chunks: str, strategy: str | None) -> None:
     request.check(args)
 
 
+def test_moe_act_goes_together_with_chunks() -> None:
+    """They recompute the activation function themselves; see test_moe."""
+    args = arguments(recompute_granularity="selective", recompute_modules=["moe_act"])
+    request = MoERequest.of(args)
+    assert request is not None
+    request.check(args)
+    require_supported(args, False)
+
+
 def test_both_plain_dispatchers() -> None:
     """allgather is Megatron's default."""
     for name in ("alltoall", "allgather"):

@@ -285,6 +285,9 @@ def test_source_stores_are_set_up_as_expected(source: dict[str, ast.Module]) -> 
         # The newest grouped linear has two backward functions with one call each.
         assert len(puts) in ((1, 2) if name == "GroupedLinear" else (1,))
         assert all(len(call.args) == 2 for call in puts)
+        for call in puts:  # (input, output gradient): what chunks of one batch are joined by
+            tensors = [ast.unparse(one) for one in call.args[0].elts]
+            assert "dy" in tensors[1] or "grad_output" in tensors[1]
     for file, name in (
         ("base", "TransformerEngineBaseModule"),
         ("grouped_linear", "GroupedLinear"),
