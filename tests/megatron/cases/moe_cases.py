@@ -213,11 +213,11 @@ class Watched:
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 return call(region, *args)
 
-        def watched_pack(record: Any, residents: Any, tensor: torch.Tensor) -> Any:
-            storage = tensor.untyped_storage()
+        def watched_pack(record: Any, *given: Any) -> Any:
+            storage = given[-1].untyped_storage()
             if storage._cdata not in self._parameters:
                 self.inside[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-            return pack(record, residents, tensor)
+            return pack(record, *given)
 
         def watched_split(exchange: Any, *args: Any) -> Any:
             made = split(exchange, *args)
