@@ -24,9 +24,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from megatron_ext.integration import split_local as wgrad  # noqa: E402
 from megatron_ext.integration.callbacks import PlanInputs, Step  # noqa: E402
 from megatron_ext.integration.features.offload.runtime import Offloading  # noqa: E402
-from megatron_ext.integration.features.split_backward import local as wgrad  # noqa: E402
 from megatron_ext.integration.hooks import Hooks  # noqa: E402
 from megatron_ext.integration.runner import Call, Iteration, MegatronRunner  # noqa: E402
 from megatron_ext.runtime.channel import Channel, Receipt  # noqa: E402

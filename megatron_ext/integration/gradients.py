@@ -71,6 +71,13 @@ def finish(parameter: torch.nn.Parameter) -> None:
     hook()
 
 
+def take(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """What has been accumulated, for autograd to pass on in place of ``finish``."""
+    added = parameter.__dict__.pop(_ADDED, False)
+    grad, parameter.grad = parameter.grad, None
+    return stand_in(parameter) if grad is None and added else grad
+
+
 def stand_in(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Zeros of ``parameter``'s shape in the memory of one number: the DDP hook wants to see a
     gradient even where a kernel has added it to ``main_grad`` already."""

@@ -203,9 +203,13 @@ class Tuner:
                 plans = [budget.least(self._plans, self._rows)]
                 if report_excess:
                     self._log_excess(budget)
-        # Restoring does all that keeping does, and more: tried where keeping does not fit.
-        kept = {plan.chunks for plan in plans if plan.strategy is Strategy.NONE}
-        return [p for p in plans if p.strategy is Strategy.NONE or p.chunks not in kept]
+        # s0 does all that keeping does, and an activation function more; the others do far more.
+        # So of each number of chunks only the first of none, s0, all others that fits is tried.
+        first: dict[int, Strategy] = {}
+        for plan in plans:
+            first.setdefault(plan.chunks, plan.strategy)
+        alone = (Strategy.NONE, Strategy.S0)
+        return [p for p in plans if first[p.chunks] not in alone or p.strategy is first[p.chunks]]
 
     def _log_excess(self, budget: Budget) -> None:
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..offload.arena import HostArena, padded
 from ..offload.blocks import Block, Kept, place
 from ..offload.device import CpuDevice, CudaDevice, Device, Event
 from ..offload.engine import Engine, Ticket
+from .graph import Linears, Recomputation, without_memory
 from .plan import DEPTH, Restore, Strategy
 
 INPUT, INSIDE = "input", "inside"
@@ -235,18 +236,36 @@ class Record:
             return self._memory.device.allocate(nbytes)
         return self._memory.ring.take(INPUT, self._input_slot, nbytes)[:nbytes]
 
-    def saving(self, slot: torch.Tensor, residents: Set[int]) -> Any:
+    @contextlib.contextmanager
+    def saving(
+        self, slot: torch.Tensor, residents: Set[int], linears: Linears
+    ) -> Iterator[Recomputation | None]:
         """A context for the experts' forward pass: what autograd saves there is this chunk's.
 
         Args:
             slot: what ``input_slot`` gave.
             residents: what ``Memory.know`` gave.
+            linears: of the experts, for what is computed again.
+
+        Yields:
+            What computes it again; None where nothing is.
         """
-        if self._strategy.inside is Restore.KEEP:
-            return contextlib.nullcontext()
-        self._input = Block(self._owner, slot.untyped_storage())
-        pack = functools.partial(self._pack, residents)
-        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+        inside, storage = self._strategy.inside, slot.untyped_storage()
+        if inside is Restore.KEEP:
+            yield None
+            return
+        if self._strategy.input is not Restore.KEEP:
+            self._input = Block(self._owner, storage)
+        with contextlib.ExitStack() as stack:
+            again = None
+            if self._strategy.recomputes:
+                again = Recomputation(self._owner, residents, linears, inside is Restore.RECOMPUTE)
+                stack.enter_context(again.recording(slot))
+            pack = functools.partial(self._pack, residents, storage._cdata, again)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, self._unpack))
+            yield again
+        if self._input is not None:
+            self._input.memory = None
 
     def offload(self, slot: torch.Tensor) -> None:
         """The experts' forward pass has been issued: send to the host what is to go there."""
@@ -271,7 +290,7 @@ class Record:
                 memory.ring.read_until(INPUT, self._input_slot, ticket.sent)
             if inside:
                 memory.departures.add(ticket, inside)
-        for block in (*self._offloaded, *([self._input] if self._input is not None else [])):
+        for block in self._offloaded:
             block.memory = None
             for view in block.views:
                 view.tensor = None
@@ -324,16 +343,24 @@ class Record:
 
     # --- autograd's side ---
 
-    def _pack(self, residents: Set[int], tensor: torch.Tensor) -> Any:
-        assert self._input is not None
+    def _pack(
+        self,
+        residents: Set[int],
+        given: int,
+        again: Recomputation | None,
+        tensor: torch.Tensor,
+    ) -> Any:
+        """``given``: identity of the storage of the experts' input."""
         storage = tensor.untyped_storage()
-        assert self._input.storage is not None
-        if storage._cdata == self._input.storage._cdata:
-            block = self._input
-        elif storage._cdata in residents or self._stays(tensor):
+        if storage._cdata == given and self._input is not None:
+            return without_memory(self._input, tensor)
+        if storage._cdata in residents:
             return Kept(tensor)
-        else:
-            block = self._inside.setdefault(storage._cdata, Block(self._owner, storage))
+        if again is not None:
+            return again.pack(tensor)
+        if self._stays(tensor):
+            return Kept(tensor)
+        block = self._inside.setdefault(storage._cdata, Block(self._owner, storage))
         return block, block.add(tensor)
 
     def _stays(self, tensor: torch.Tensor) -> bool:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..offload.blocks import Block, Kept
+
+# (fc1, fc2) of the experts, or of each of them.
+Linears = Sequence[tuple[torch.nn.Module, torch.nn.Module]]
 
 
 class _Box:
@@ -86,6 +94,210 @@ class Graph:
         _, *found = torch.autograd.grad(tail, [self._anchor, *parameters], allow_unused=True)
         (dx, dp), self._box.gradients = self._box.gradients, (None, None)
         return dx, dp, found
+
+
+class _Unmade(torch.autograd.Function):
+    """Stands for fc2: an output of its shape, not computed, with a history as fc2's has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise AssertionError("never differentiated")
+
+
+class Recomputation:
+    """What autograd saved inside one chunk's experts, dropped in forward and computed again.
+
+    The forward pass leaves its graph behind, whose saved tensors have no memory. To fill it, the
+    experts' forward pass runs again, and storages are matched by the order in which autograd saves
+    tensors of them, as in PyTorch's own checkpointing. That stops early, at the last saved tensor,
+    but products inside functions of Megatron and Transformer Engine save only when they have been
+    computed; so here fc1 and fc2 are known. fc2 is left out: its input is all that backward needs.
+    Where fc2 saves more (quantized copies, for instance), it runs.
+
+    Random number generators are not set back; no experts of Megatron use any.
+
+    Args:
+        owner: of memory blocks, named in errors.
+        residents: identities of the parameters' storages.
+        linears: modules inside the experts; without any, everything is computed again.
+        whole: otherwise fc1's output is kept, and what is saved before it or by it; where fc1 is
+            not known, all is kept.
+    """
+
+    def __init__(self, owner: Any, residents: Set[int], linears: Linears, whole: bool) -> None:
+        self._owner, self._residents = owner, residents
+        self._linears, self._whole = linears, whole
+        self._blocks: list[Block] = []
+        self._sizes: list[int] = []
+        self._calls: list[Any] = []  # of fc1 and fc2: what they return in place of computing; None
+        # While the experts run: storages seen, with their numbers and what keeps them unique.
+        self._seen: dict[int, tuple[int | None, Any]] = {}
+        self._count = self._next_call = 0
+        self._keeping = False
+
+    @contextlib.contextmanager
+    def recording(self, slot: torch.Tensor) -> Iterator[None]:
+        """For the experts' forward pass, in which ``pack`` is called; their input is in ``slot``,
+        and others restore it."""
+        with self._running(slot, self._call):
+            yield
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The handle of a tensor that autograd saves in forward: (block, number) or ``Kept``."""
+        number = self._number(tensor, self._drop)
+        if number is None:
+            return Kept(tensor)
+        return without_memory(self._blocks[number], tensor)
+
+    def run(self, experts: Callable[[], Any], slot: torch.Tensor) -> None:
+        """Compute again what was dropped.
+
+        Args:
+            experts: the same forward pass, on the same input.
+            slot: where that is now.
+
+        Raises:
+            RuntimeError: other tensors were saved than in forward.
+        """
+        if not self._blocks:
+            return
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._fill, _never)
+        with torch.enable_grad(), hooks, self._running(slot, self._call_again):
+            experts()
+        if self._count != len(self._blocks):
+            raise self._mismatch(f"{self._count} storages")
+
+    # --- both times ---
+
+    @contextlib.contextmanager
+    def _running(self, slot: torch.Tensor, call: Callable[..., Any]) -> Iterator[None]:
+        storage = slot.untyped_storage()
+        self._seen = {storage._cdata: (None, storage)}
+        self._count = self._next_call = 0
+        self._keeping = not self._whole
+        with contextlib.ExitStack() as stack:
+            for fc1, fc2 in self._linears:
+                stack.enter_context(_replaced(fc2, functools.partial(call, False)))
+                if not self._whole:
+                    stack.enter_context(_replaced(fc1, functools.partial(call, True)))
+            yield
+        self._seen.clear()
+
+    def _number(
+        self, tensor: torch.Tensor, appear: Callable[[torch.UntypedStorage], Any]
+    ) -> int | None:
+        """Of the storage of ``tensor``, in the order of appearance; None: it stays."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._residents or not tensor.numel():
+            return None
+        if storage._cdata not in self._seen:
+            number = None if self._keeping else self._count
+            self._count += not self._keeping
+            held = storage if self._keeping else appear(storage)
+            self._seen[storage._cdata] = number, held
+        return self._seen[storage._cdata][0]
+
+    # --- forward ---
+
+    def _drop(self, storage: torch.UntypedStorage) -> StorageWeakRef:
+        block = Block(self._owner, storage)
+        block.storage = None
+        self._blocks.append(block)
+        self._sizes.append(storage.nbytes())
+        return StorageWeakRef(storage)
+
+    def _call(self, first: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if first:
+            self._keeping = True
+            output = original(*args, **kwargs)
+            self._keeping = False
+            y, *rest = output if isinstance(output, tuple) else (output,)
+            kept = y.detach()
+            self._seen[kept.untyped_storage()._cdata] = None, kept
+            self._calls.append((kept, rest, isinstance(output, tuple)))
+            return output
+        self._number(args[0], self._drop)
+        known = self._count
+        output = original(*args, **kwargs)
+        y, *rest = output if isinstance(output, tuple) else (output,)
+        like = torch.empty_like(y, device="meta")
+        unmade = self._count == known and all(_is_given(one) for one in rest)
+        self._calls.append((like, rest, isinstance(output, tuple)) if unmade else None)
+        return output
+
+    # --- backward ---
+
+    def _fill(self, tensor: torch.Tensor) -> None:
+        self._number(tensor, self._found)
+
+    def _found(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        number = self._count - 1
+        if number >= len(self._blocks) or storage.nbytes() != self._sizes[number]:
+            raise self._mismatch(f"one of {storage.nbytes()} bytes as number {number}")
+        self._blocks[number].storage = storage
+        return storage
+
+    def _call_again(
+        self, first: bool, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._next_call == len(self._calls):
+            raise self._mismatch("another call of a linear module")
+        call, self._next_call = self._calls[self._next_call], self._next_call + 1
+        if not first:
+            self._number(args[0], self._found)
+        if call is None:
+            return original(*args, **kwargs)
+        y, rest, several = call
+        if first:
+            self._keeping = False
+            y = y.detach().requires_grad_()
+            self._seen[y.untyped_storage()._cdata] = None, y
+        else:
+            y = _Unmade.apply(args[0], y)
+        return (y, *rest) if several else y
+
+    def _mismatch(self, found: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self._owner.key}: computed again, the experts saved {found}, and in forward "
+            f"{len(self._blocks)} storages of {self._sizes} bytes; they must do the same twice"
+        )
+
+
+def without_memory(block: Block, tensor: torch.Tensor) -> tuple[Block, int]:
+    """The handle of a tensor in a block that gets other memory before it is used."""
+    number = block.add(tensor)
+    block.views[number].tensor = None
+    return block, number
+
+
+@contextlib.contextmanager
+def _replaced(module: torch.nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """``call`` gets the calls of ``module``, and its own ``forward`` before their arguments."""
+    own = vars(module).get("forward")
+    module.forward = functools.partial(call, module.forward)
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+def _is_given(value: Any) -> bool:
+    """True for what a linear module returns beside its output, if no computation made it."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_given, value))
+    return value is None or isinstance(value, torch.nn.Parameter)
+
+
+def _never(handle: Any) -> torch.Tensor:
+    raise AssertionError("no backward pass runs through what is computed again")
 
 
 class GradientSums:

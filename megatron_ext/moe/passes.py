@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from .exchange import (
     select_rows,
     sum_rows,
 )
-from .graph import GradientSums, Graph
+from .graph import GradientSums, Graph, Recomputation
 from .plan import LayerPlan, Restore, Step, Strategy
 
 if TYPE_CHECKING:
@@ -35,11 +35,15 @@ class ChunkState:
 
     Attributes:
         record: what is kept of the experts' input and intermediate tensors.
-        graph: of the experts, where the strategy keeps one.
+        graph: of the experts.
+        again: what fills it, where something is computed again.
+        slot: their input, where that is kept.
     """
 
     record: Record | None = None
     graph: Graph | None = None
+    again: Recomputation | None = None
+    slot: torch.Tensor | None = None
 
 
 class RowTable:
@@ -184,7 +188,7 @@ class Call:
         return y
 
     def run_graph(
-        self, x: torch.Tensor, chunk: Chunk, p: torch.Tensor
+        self, x: torch.Tensor, p: torch.Tensor, chunk: Chunk
     ) -> tuple[Graph, torch.Tensor]:
         """The same, recorded for a backward pass."""
         graph = Graph(x, p)
@@ -287,9 +291,7 @@ class Forward:
         self._sent_probs = probs.reshape(-1).index_select(0, call.sent.sent.pairs)
         call.sent.probs = self._sent_probs if call.resends else None
         self._out = torch.empty_like(hidden)
-        self._residents: set[int] = set()
-        if call.saves and call.strategy.inside is Restore.OFFLOAD:
-            self._residents = call.region.memory.know(call.region.parameters)
+        self._residents = call.region.residents() if call.saves else set()
 
     def run(self) -> torch.Tensor:
         """The layer's output, (tokens, width)."""
@@ -331,14 +333,19 @@ class Forward:
             state.record = record
         if not call.has_work(i):
             return x.new_empty((0, x.shape[1]))
-        if call.saves and call.strategy.keeps_graph:
-            with torch.enable_grad(), record.saving(slot, self._residents):
-                state.graph, y = call.run_graph(x, chunk, p)
-            record.offload(slot)
-            return y
-        if call.saves:
+        if not call.saves:
+            return call.run_experts(x, chunk, p)
+        strategy = call.strategy
+        if strategy.inside is not Restore.OFFLOAD:
             record.offload(slot)  # its copy may run while the experts compute
-        return call.run_experts(x, chunk, p)
+        saving = record.saving(slot, self._residents, call.region.linears)
+        with torch.enable_grad(), saving as state.again:
+            state.graph, y = call.run_graph(x, p, chunk)
+        if state.again is not None and strategy.input is Restore.KEEP:
+            state.slot = slot
+        if strategy.inside is Restore.OFFLOAD:
+            record.offload(slot)
+        return y
 
     def _collect(self, i: int) -> None:
         """Sum the rows of each token of chunk ``i``."""
@@ -367,9 +374,8 @@ class Backward:
         self._sums = GradientSums(call.trained)
         self._d_hidden = torch.empty_like(grad)
         self._d_probs = grad.new_zeros((len(grad), call.table.experts), dtype=call.probs_field[1])
-        store = call.region.store
-        keeps = call.strategy is Strategy.NONE
-        self._store = store if store is not None and store.collecting and keeps else None
+        self._store = call.region.store if call.strategy.keeps_products else None
+        self._postponing = contextlib.ExitStack()
 
     def run(self) -> list[torch.Tensor | None]:
         """Gradients of hidden, probs and the trained parameters."""
@@ -377,11 +383,16 @@ class Backward:
             Step.FETCH: self._fetch,
             Step.DISPATCH: self._dispatch,
             Step.COMPUTE: self._compute,
+            Step.WEIGHTS: self._weights,
             Step.COLLECT: self._collect,
         }
-        last = self._call.plan.chunks - 1
-        for step, position in self._call.plan.operations():
-            steps[step](last - position)
+        last, store = self._call.plan.chunks - 1, self._call.region.store
+        with self._postponing:
+            if store is not None:
+                once = self._store is not None
+                self._postponing.enter_context(store.call() if once else store.suspended())
+            for step, position in self._call.plan.operations():
+                steps[step](last - position)
         self._call.states = []
         return [self._d_hidden, self._d_probs, *self._sums.result(self._postponed)]
 
@@ -423,33 +434,35 @@ class Backward:
         dy = memory.view(dtype).view(chunk.rows, width)
         arrived, order = self._messages.arrived(i), call.sent.order(i, call.region.exchange)
         select_rows(arrived[0], order, dy)
-        slot = x = p = dy  # where the graph has its input, a slot stands for nothing
+        slot = dy  # where the graph has its input, a slot stands for nothing
+        state = call.states[i]
         if call.strategy.input is not Restore.KEEP:
             slot = record.backward_slot()
             x, p = call.halves(slot, chunk.rows)
             for field, target in zip(arrived[1:], (x, p.unsqueeze(1))):
                 select_rows(field, order, target)
+        elif state.slot is not None:
+            slot, state.slot = state.slot, None
         if not call.has_work(i):
             record.finish()
             return dy, dy.new_empty(0, dtype=call.probs_field[1])
         record.use(slot)
-        graph, call.states[i].graph = call.states[i].graph, None
-        if graph is None:
-            with torch.enable_grad():
-                graph, _ = call.run_graph(x, chunk, p)
-        with self._postponing():
-            dx, dp, found = graph.run(dy, call.trained)
+        if state.again is not None:
+            state.again.run(lambda: call.run_graph(*call.halves(slot, chunk.rows), chunk), slot)
+        graph, state.graph, state.again = state.graph, None, None
+        assert graph is not None
+        dx, dp, found = graph.run(dy, call.trained)
         pairs = zip(call.trained, found)
         self._sums.add([None if self._postponed(q, g) else g for q, g in pairs])
         record.finish()
         dx = torch.zeros_like(dy) if dx is None else dx
         return dx, dy.new_zeros(chunk.rows, dtype=call.probs_field[1]) if dp is None else dp
 
-    def _postponing(self) -> AbstractContextManager[None]:
+    def _weights(self, _: int) -> None:
+        """The weight gradients of all chunks, while the last message is on its way."""
         if self._store is not None:
-            return self._store.in_parts()
-        store = self._call.region.store
-        return nullcontext() if store is None else store.suspended()
+            self._postponing.close()
+            self._sums.add(self._store.gradients(self._call.trained))
 
     def _postponed(self, parameter: torch.nn.Parameter, grad: torch.Tensor | None = None) -> bool:
         return self._store is not None and self._store.takes(parameter, grad)

@@ -22,6 +22,7 @@ class Restore(enum.Enum):
     OFFLOAD = "copied to the host, and back"
     RESEND = "sent again by the ranks that have the tokens"
     RECOMPUTE = "computed again from the experts' input"
+    ACTIVATE = "computed again from fc1's output, which is kept"
 
 
 class Strategy(str, enum.Enum):
@@ -29,13 +30,15 @@ class Strategy(str, enum.Enum):
 
     Backward needs the experts' *input* (the rows that this rank received, with their
     probabilities; the paper's T_DI) and the tensors *inside* the experts (T_M). A strategy defines
-    how each is restored (MPipeMoE, table I). In this order they need more of the link to the host.
+    how each is restored (MPipeMoE, table I; ``s0`` is not the paper's: it drops what the activation
+    function computed). In this order they need more of the link to the host.
 
     Raises:
         ValueError: there is none of that name.
     """
 
     NONE = "none"
+    S0 = "s0"
     S4 = "s4"
     S3 = "s3"
     S2 = "s2"
@@ -57,13 +60,20 @@ class Strategy(str, enum.Enum):
         return _TABLE[self][1]
 
     @property
-    def keeps_graph(self) -> bool:
-        """True if the forward pass leaves an autograd graph of the experts behind."""
-        return self.inside is not Restore.RECOMPUTE
+    def recomputes(self) -> bool:
+        """True if the backward pass computes something again."""
+        return self.inside in (Restore.RECOMPUTE, Restore.ACTIVATE)
+
+    @property
+    def keeps_products(self) -> bool:
+        """True if what fc1 needs and makes is kept: all chunks' weight gradients may then wait for
+        the last chunk's input gradient, or for a W pass."""
+        return self.input is Restore.KEEP
 
 
 _TABLE = {
     Strategy.NONE: (Restore.KEEP, Restore.KEEP),
+    Strategy.S0: (Restore.KEEP, Restore.ACTIVATE),
     Strategy.S1: (Restore.OFFLOAD, Restore.OFFLOAD),
     Strategy.S2: (Restore.RESEND, Restore.OFFLOAD),
     Strategy.S3: (Restore.OFFLOAD, Restore.RECOMPUTE),
@@ -77,6 +87,7 @@ class Step(enum.Enum):
     FETCH = "fetch"  # start copying back what is on the host; nothing where nothing is there
     DISPATCH = "dispatch"  # S: start sending rows to the experts
     COMPUTE = "compute"  # C: the experts, and R: start sending their rows back
+    WEIGHTS = "weights"  # in backward, weight gradients of all chunks, where their rows are kept
     COLLECT = "collect"  # wait for those, and add them up
 
 
@@ -143,7 +154,8 @@ class LayerPlan(NamedTuple):
         Positions count chunks in the order of the pass: ascending in forward, descending in
         backward, as autograd has it. With lookahead 2 the collectives leave as S0 S1 R0 S2 R1 ...
         (MPipeMoE, section III-B). A chunk is collected only when the messages before it have been
-        issued: compute would wait for one that left later.
+        issued: compute would wait for one that left later. Weight gradients fill the time until the
+        last message has arrived.
         """
         count, late = self.chunks, min(self.lookahead, self.chunks) - 1
         yield Step.FETCH, 0
@@ -155,6 +167,8 @@ class LayerPlan(NamedTuple):
             if i + late < count:
                 yield Step.DISPATCH, i + late
             yield Step.COMPUTE, i
+            if i + 1 == count:
+                yield Step.WEIGHTS, i
             if i >= late:
                 yield Step.COLLECT, i - late
         for i in range(count - late, count):
@@ -208,6 +222,16 @@ class LayerShape(NamedTuple):
         """K."""
         return self.kept_bytes or (6 if self.gated else 3) * self.ffn * self.element_bytes
 
+    @property
+    def fc1_bytes(self) -> float:
+        """Of a row of fc1's output, which is part of K."""
+        return min(self.inside_bytes, (2 if self.gated else 1) * self.ffn * self.element_bytes)
+
+    def kept_inside(self, strategy: Strategy) -> float:
+        """Bytes of a row inside the experts that ``strategy`` keeps on the device."""
+        kept = {Restore.KEEP: self.inside_bytes, Restore.ACTIVATE: self.fc1_bytes}
+        return kept.get(strategy.inside, 0)
+
 
 class Footprint(NamedTuple):
     """Predicted bytes on the device at the worst moment of a step, by what they are for.
@@ -235,15 +259,15 @@ class Footprint(NamedTuple):
 
 
 def saved_bytes(shape: LayerShape, rows: int, strategy: Strategy) -> int:
-    """What one layer call keeps on the device: R(e + Me + K) with ``none``, else of these R e.
+    """What one layer call keeps on the device: R(e + Me + K) with ``none``.
 
-    e is for the probabilities. megatron-core's exchanges and sorts save nothing but indices, which
-    are not counted; nor is the layer's own input, which others keep.
+    Of these ``s0`` keeps R(e + Me) and fc1's output, the others R e. e is for the probabilities.
+    megatron-core's exchanges and sorts save nothing but indices, which are not counted; nor is the
+    layer's own input, which others keep.
     """
     per_row = float(shape.element_bytes)
     per_row += shape.hidden * shape.element_bytes * (strategy.input is Restore.KEEP)
-    per_row += shape.inside_bytes * (strategy.inside is Restore.KEEP)
-    return round(rows * per_row)
+    return round(rows * (per_row + shape.kept_inside(strategy)))
 
 
 def copied_bytes(shape: LayerShape, rows: int, strategy: Strategy) -> float:
@@ -265,17 +289,33 @@ def footprint(shape: LayerShape, rows: int, calls: int, plan: LayerPlan) -> Foot
     chunk = -(-rows // plan.chunks)
     row = shape.hidden * shape.element_bytes
     inner_grad = (3 if shape.gated else 2) * shape.ffn * shape.element_bytes
-    ring: float
-    if plan.strategy is Strategy.NONE:
-        ring = inner_grad + 2 * row * min(plan.lookahead, plan.chunks)
-    else:
-        slots, inner = min(plan.depth, plan.chunks), min(DEPTH, plan.chunks)
-        ring = inner_grad + 3 * row * slots + shape.inside_bytes * inner
+    ring, slots = float(inner_grad), min(plan.depth, plan.chunks)
+    once = plan.strategy.keeps_products
+    ring += 2 * row * min(plan.lookahead, plan.chunks) if once else 3 * row * slots
+    # One chunk's is computed again at a time; what is copied has two slots.
+    missing = shape.inside_bytes - shape.kept_inside(plan.strategy)
+    copied = plan.strategy.inside is Restore.OFFLOAD
+    ring += missing * (min(DEPTH, plan.chunks) if copied else 1)
+    late = once and not plan.stock  # Megatron's own layer computes them one by one
+    weights = weight_gradient_bytes(shape, rows, plan) if late else (0.0, 0.0)
     return Footprint(
         calls * saved_bytes(shape, rows, plan.strategy),
-        round(chunk * ring),
+        round(weights[0] + max(chunk * ring, weights[1])),
         (_COPIES + _MESSAGES * plan.depth) * chunk * row,
     )
+
+
+def weight_gradient_bytes(shape: LayerShape, rows: int, plan: LayerPlan) -> tuple[float, float]:
+    """Of weight gradients that are computed once for all chunks of a call.
+
+    Returns:
+        What inputs and output gradients of fc1 and fc2 take, R(2M + F + 2F) or R(2M + F + F)
+        elements, more than what the call kept; and fc2's rows of all chunks joined.
+    """
+    e, row = shape.element_bytes, shape.hidden * shape.element_bytes
+    operands = 2 * row + (3 if shape.gated else 2) * shape.ffn * e
+    more = max(0.0, operands - row - shape.kept_inside(plan.strategy))
+    return rows * more, rows * (row + shape.ffn * e) * (plan.chunks > 1)
 
 
 class BudgetError(ValueError):

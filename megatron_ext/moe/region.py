@@ -19,29 +19,30 @@ from torch.autograd.function import once_differentiable
 
 from .buffers import Memory
 from .exchange import Exchange
+from .graph import Linears
 from .passes import Backward, Call, Forward
-from .plan import ExecutionPolicy
+from .plan import ExecutionPolicy, Strategy
 
 # (x (rows, width), rows of each local expert on the host, probabilities (rows,)) -> (rows, width)
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class GradientStore(Protocol):
-    """A store that may take over the experts' weight gradients while their backward pass runs."""
-
-    @property
-    def collecting(self) -> bool:
-        """True if it does now."""
+    """Takes over weight gradients of the experts while their backward pass runs."""
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Inside, it does not."""
+        """Inside, it takes none."""
 
-    def in_parts(self) -> AbstractContextManager[None]:
-        """Inside, what it takes are parts of gradients, one part a chunk."""
+    def call(self) -> AbstractContextManager[None]:
+        """The backward pass of one call, until the last chunk's input gradient has been issued."""
 
     def takes(self, parameter: Any, grad: torch.Tensor | None) -> bool:
-        """True if it owes the gradient of ``parameter``: it will compute what is missing
-        from ``grad``, which is what a chunk gave or None, and add ``grad`` if that is real."""
+        """True if it owes the gradient of ``parameter``: it will compute what is missing from
+        ``grad``, which is what a chunk gave or None, and add ``grad`` if that is real."""
+
+    def gradients(self, parameters: Sequence[Any]) -> Sequence[torch.Tensor | None]:
+        """After ``call``: what it owes of ``parameters``, computed now over the rows of all
+        chunks; None for what a W pass of the schedule will compute."""
 
 
 class Region:
@@ -52,9 +53,13 @@ class Region:
         experts: computes with this rank's experts.
         parameters: theirs, all that may require gradients.
         memory: shared with the rank's other layers.
-        store: may compute the experts' weight gradients later. It is let to where nothing is
-            restored; otherwise the rows that it would need lie in buffers that the next chunk
-            takes, and weight gradients are computed in the backward pass itself.
+        store: computes the experts' weight gradients once for all chunks, where their inputs are
+            kept; otherwise these lie in buffers that the next chunk takes, and each chunk adds its
+            part. Without a store, each chunk does so under every strategy.
+        linears: (fc1, fc2) modules inside the experts, called in this order; what lies between and
+            behind them costs little. Without them whatever is computed again is all that the
+            experts compute, and ``s0`` keeps as much as ``none``.
+        recomputes_activation: ``none`` is ``s0``.
     """
 
     def __init__(
@@ -64,9 +69,20 @@ class Region:
         parameters: Sequence[torch.nn.Parameter],
         memory: Memory,
         store: GradientStore | None = None,
+        linears: Linears = (),
+        recomputes_activation: bool = False,
     ) -> None:
         self.exchange, self.experts, self.memory = exchange, experts, memory
-        self.parameters, self.store = list(parameters), store
+        self.parameters, self.store, self.linears = list(parameters), store, linears
+        self._recomputes_activation = recomputes_activation
+        self._residents: tuple[Any, set[int]] = None, set()
+
+    def residents(self) -> set[int]:
+        """Identities of the parameters' storages, which the memory then knows too."""
+        ends = [p.data_ptr() for p in (*self.parameters[:1], *self.parameters[-1:])]
+        if self._residents[0] != ends:  # also where Megatron has moved them to one buffer
+            self._residents = ends, self.memory.know(self.parameters)
+        return self._residents[1]
 
     def __call__(
         self,
@@ -108,6 +124,8 @@ class Region:
             meanwhile()
         with torch.no_grad():
             plan = policy.plan_for(counted.rows)
+            if self._recomputes_activation and plan.strategy is Strategy.NONE:
+                plan = plan._replace(strategy=Strategy.S0)
             table, sent = self.exchange.split(counted, plan.chunks)
         call = Call(self, plan, table, sent, trained if saves else None, hidden, probs)
         result: torch.Tensor = _Function.apply(call, *inputs)

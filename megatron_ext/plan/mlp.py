@@ -101,7 +101,7 @@ def experts(job: Job) -> Part:
         inner.append(Linear("input of the latent", t, h, latent, bias=bias, input=source))
         inner.append(Linear("experts' outputs in the latent", t, latent, h, bias=bias))
     fc1 = Linear("experts' input", routed, latent, job.gates * width, own, bias, expert=True)
-    # Cheap recompute leaves experts alone that run in chunks.
+    # Cheap recompute leaves experts in chunks alone; where it asks for moe_act, the plan is s0.
     drops = (job.cheap_recompute and fixed_plan(job) is None) or job.recomputes("moe_act")
     routed_pieces = _inner(job, "experts'", fc1, latent, drops=drops)
     if "expert_fc1" in job.offload_modules:

@@ -54,12 +54,21 @@ def has_experts(job: Job) -> bool:
 
 
 def fixed_plan(job: Job) -> LayerPlan | None:
-    """The plan of every MoE layer; None: Megatron's own layer, or nothing is decided yet."""
+    """The plan of every MoE layer; None: Megatron's own layer, or nothing is decided yet.
+
+    With ``moe_act`` recomputed, which cheap recompute asks for too where experts are grouped,
+    ``none`` is ``s0``, as in training.
+    """
     chunks, strategy = job.moe_pipeline_chunks, job.moe_memory_reuse or "none"
     if chunks in (None, "off", AUTO) or strategy == AUTO or not has_experts(job):
         return None
     plan = LayerPlan.of(int(str(chunks)), strategy)
-    return None if plan.stock else plan
+    if plan.stock:
+        return None
+    activates = job.recomputes("moe_act") or (job.cheap_recompute and job.moe_grouped_gemm)
+    if activates and plan.strategy is Strategy.NONE:
+        return plan._replace(strategy=Strategy.S0)
+    return plan
 
 
 def with_plan(job: Job, plan: LayerPlan) -> Job:
@@ -102,7 +111,7 @@ def check(job: Job) -> None:
             f"{CHUNKS} {chunks} is for MoE layers, and the model has none (--num-experts is not "
             f"set); drop {CHUNKS}"
         )
-    restoring = strategy not in (None, "none", AUTO)
+    restoring = strategy not in (None, "none", "s0", AUTO)
     why = obstacle(job, restoring=restoring)
     if why is not None:
         what = f"{REUSE} {strategy}" if restoring else f"{CHUNKS} {chunks}"
@@ -151,14 +160,12 @@ def obstacle(job: Job, *, restoring: bool) -> str | None:
     """The setting of Megatron with which MoE layers do not run in chunks; None: there is none.
 
     Args:
-        restoring: a strategy other than none is wanted.
+        restoring: one of s1 to s4 is wanted.
     """
     if job.moe_token_dispatcher_type == "flex":
         return "--moe-token-dispatcher-type flex, whose communication is inside its kernels"
     if job.recipe is not None:
         return "FP8 or FP4, where each chunk would be scaled on its own"
-    if job.recomputes("moe_act"):
-        return "--recompute-modules moe_act, which recomputes inside the experts"
     modules = [one for one in job.offload_modules if one in ("expert_fc1", "moe_act")]
     if modules:
         return f"--offload-modules {' '.join(modules)}, which expects each tensor once a pass"
@@ -200,7 +207,7 @@ def in_chunks(job: Job, part: Part) -> Part:
     """The experts' part by the job's plan: what is restored is not kept, buffers are added.
 
     Rows that are restored lie in buffers that all layers of the device share; so they are no
-    ``recompute_bytes`` of the part. Where something is restored, W is computed in B.
+    ``recompute_bytes`` of the part. Where the experts' input is restored, W is computed in B.
     """
     plan = fixed_plan(job)
     if plan is None:
@@ -222,6 +229,10 @@ INSIDE = ("experts' fc1's output", "experts' activation function's output")
 
 def _restored(piece: Linear | SavedTensor, strategy: Strategy) -> Linear | SavedTensor:
     if strategy is Strategy.NONE or piece.what not in (INPUT, *INSIDE):
+        return piece
+    if strategy is Strategy.S0:
+        if isinstance(piece, Linear) and piece.what != INPUT:  # fc2's input
+            return piece._replace(input="kept")
         return piece
     keeps = (strategy.input if piece.what == INPUT else strategy.inside) is Restore.KEEP
     if isinstance(piece, Linear):  # its input is in the buffers

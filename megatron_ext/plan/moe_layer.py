@@ -43,6 +43,7 @@ class Kind(enum.Enum):
     SEND = "all-to-all to the experts"
     SORT = "rows sorted by expert"
     EXPERTS = "the experts"
+    WEIGHTS = "weight gradients of all chunks"
     RETURN = "all-to-all from the experts"
     ADD = "sum of each token's rows"
     SAVE = "copy to the host"
@@ -60,6 +61,7 @@ _LETTERS = {
     Kind.SEND: "S",
     Kind.SORT: "O",
     Kind.EXPERTS: "C",
+    Kind.WEIGHTS: "W",
     Kind.RETURN: "R",
     Kind.ADD: "A",
     Kind.SAVE: "D",
@@ -85,7 +87,8 @@ class Operation(NamedTuple):
     after: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return self.kind.letter if self.kind is Kind.SPLIT else f"{self.kind.letter}{self.chunk}"
+        whole = self.kind in (Kind.SPLIT, Kind.WEIGHTS)
+        return self.kind.letter if whole else f"{self.kind.letter}{self.chunk}"
 
 
 class Local(NamedTuple):
@@ -114,7 +117,9 @@ class ChunkTimes(NamedTuple):
         send, back: the all-to-alls to and from the experts.
         experts: their forward pass.
         input_gradient, weight_gradient: their backward pass.
+        all_weights: weight gradients of all chunks in one product.
         again: what ``s3`` and ``s4`` compute again.
+        activation: of that, the activation function, which ``s0`` computes again.
         input_copy, inside_copy: to the host; of the experts' input, and of what lies inside them.
         input_load, inside_load: back.
         forward, backward: kernels around the experts.
@@ -126,7 +131,9 @@ class ChunkTimes(NamedTuple):
     experts: float
     input_gradient: float
     weight_gradient: float
+    all_weights: float
     again: float
+    activation: float = 0.0
     input_copy: float = 0.0
     inside_copy: float = 0.0
     input_load: float = 0.0
@@ -148,7 +155,7 @@ Costs = Callable[[LayerPlan], ChunkTimes]
 
 
 def _nothing(plan: LayerPlan) -> ChunkTimes:
-    return ChunkTimes(0, 0, 0, 0, 0, 0)
+    return ChunkTimes(0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -157,10 +164,10 @@ class GivenCosts:
 
     Attributes:
         exchange: one all-to-all of the whole call.
-        experts: their forward pass; each of both gradients takes as long, and so does what ``s3``
-            and ``s4`` compute again.
+        experts: their forward pass; each of both gradients takes as long.
         input, inside: copies of the experts' input, and of what lies inside, one way.
-        again: what ``s3`` and ``s4`` compute again, where that is not all of ``experts``.
+        again: what ``s3`` and ``s4`` compute again, where that is not half of ``experts``, as fc1
+            is without a gate.
         latency: of a message, on top of its share of ``exchange``.
         launch: of packing, sorting, the experts and adding, on top of each.
         base: for what is None.
@@ -177,15 +184,19 @@ class GivenCosts:
 
     def __call__(self, plan: LayerPlan) -> ChunkTimes:
         """Of one chunk."""
-        times = self.base(plan)
+        times, again = self.base(plan), self.again
+        if again is None and self.experts is not None:
+            again = self.experts / 2
         fields = {
             **dict.fromkeys(("send", "back"), self.exchange),
             **dict.fromkeys(("experts", "input_gradient", "weight_gradient"), self.experts),
-            "again": self.experts if self.again is None else self.again,
+            "again": again,
             **dict.fromkeys(("input_copy", "input_load"), self.input),
             **dict.fromkeys(("inside_copy", "inside_load"), self.inside),
         }
         shares: dict[str, Any] = {k: x / plan.chunks for k, x in fields.items() if x is not None}
+        if self.experts is not None:
+            shares["all_weights"] = self.experts
         times = times._replace(**shares)
         more, around = self.launch, Local(0.0, self.launch, self.launch, 0.0, self.launch)
         return times._replace(
@@ -194,6 +205,7 @@ class GivenCosts:
             experts=times.experts + more,
             input_gradient=times.input_gradient + more,
             weight_gradient=times.weight_gradient + more,
+            all_weights=times.all_weights + more,
             again=times.again + more,
             forward=times.forward.plus(around),
             backward=times.backward.plus(around),
@@ -215,7 +227,6 @@ def rate_costs(
     ranks: int = 1,
     latency: float = 0.0,
     launch: float = 0.0,
-    again: float = 1.0,
 ) -> GivenCosts:
     """Costs in seconds from rates, for a layer that is described by its sizes alone.
 
@@ -225,7 +236,6 @@ def rate_costs(
         network, to_host: bytes/s of an all-to-all and of copies, one way.
         ranks: that exchange rows; 1/ranks of them stay where they are.
         latency, launch: as ``GivenCosts``.
-        again: share of the experts' forward pass that is computed again (the papers: fc1, 1/2).
     """
     row = shape.hidden * shape.element_bytes
     products = 2 * rows * shape.hidden * shape.ffn * (3 if shape.gated else 2) / flops
@@ -234,7 +244,7 @@ def rate_costs(
         products,
         rows * row / to_host,
         rows * shape.inside_bytes / to_host,
-        again * products,
+        products * (2 / 3 if shape.gated else 1 / 2),
         latency,
         launch,
     )
@@ -283,10 +293,10 @@ def forward(plan: LayerPlan, times: ChunkTimes) -> list[Operation]:
         elif step is Step.COMPUTE:
             old = [copied[i - room]] if i - room in copied else []
             issue.compute(Kind.SORT, i, local.sort, sent[i], *old)
-            if not strategy.keeps_graph:  # the input's copy runs beside the experts
+            if not inside:  # the input's copy runs beside the experts
                 save(i)
             issue.compute(Kind.EXPERTS, i, times.experts + local.unsort)
-            if strategy.keeps_graph:
+            if inside:
                 save(i)
             back[i] = issue.behind_compute(Kind.RETURN, i, Stream.NETWORK, times.back)
         elif step is Step.COLLECT:
@@ -302,15 +312,17 @@ def backward(plan: LayerPlan, times: ChunkTimes, *, split: bool = False) -> list
 
     Args:
         plan, times: of the call.
-        split: weight gradients wait for W passes; with ``none`` only, as in training.
+        split: weight gradients wait for W passes, where the experts' input is kept.
     """
     issue, strategy, local = _Issue(), plan.strategy, times.backward
     sent, back, loaded = dict[int, int](), dict[int, int](), dict[int, int]()
     resends = strategy.input is Restore.RESEND
     load = times.input_load * (strategy.input is Restore.OFFLOAD)
     load += times.inside_load * (strategy.inside is Restore.OFFLOAD)
-    experts = times.input_gradient + times.again * (not strategy.keeps_graph)
-    if not (split and strategy is Strategy.NONE):
+    again = {Restore.RECOMPUTE: times.again, Restore.ACTIVATE: times.activation}
+    experts = times.input_gradient + again.get(strategy.inside, 0.0)
+    late = strategy.keeps_products and not plan.stock  # Megatron's own layer does both at once
+    if not (late or (split and strategy.keeps_products)):
         experts += times.weight_gradient
     pack, sort = (x + resends * y for x, y in zip(local[1:3], times.restore[1:3]))
     for step, position in plan.operations():
@@ -326,6 +338,8 @@ def backward(plan: LayerPlan, times: ChunkTimes, *, split: bool = False) -> list
             arrived = [loaded[i]] if i in loaded else []
             issue.compute(Kind.EXPERTS, i, experts + local.unsort, *arrived)
             back[i] = issue.behind_compute(Kind.RETURN, i, Stream.NETWORK, times.send)
+        elif step is Step.WEIGHTS and late and not split:
+            issue.compute(Kind.WEIGHTS, 0, times.all_weights)
         elif step is Step.COLLECT:
             issue.compute(Kind.ADD, i, local.add, back[i])
     return issue.operations
@@ -406,12 +420,12 @@ def run_layer(
 ) -> LayerRun:
     """Simulate one call; arguments as of ``backward`` and ``simulate_streams``."""
     times = costs(plan)
-    waits = split and plan.strategy is Strategy.NONE
+    waits = split and plan.strategy.keeps_products
     return LayerRun(
         plan,
         simulate_streams(forward(plan, times), one_queue=one_queue),
         simulate_streams(backward(plan, times, split=waits), one_queue=one_queue),
-        plan.chunks * times.weight_gradient * waits,
+        times.all_weights * waits,
     )
 
 

@@ -2,8 +2,9 @@
 
 Products, kernels and messages have the planner's prices (``times.price_of``), so that one chunk
 with nothing restored takes what Megatron's layer takes. A chunk pays for its own kernels (counted
-in ``moe/passes.py`` on CPU tensors: 45 forward, 36 backward beside the experts), reads all weights
-of its experts and adds to all their gradients: why many small chunks are slower than one.
+in ``moe/passes.py`` on CPU tensors: 45 forward, 36 backward beside the experts) and reads all
+weights of its experts; where their input is not kept, it adds to all their gradients, and otherwise
+all chunks do so at once, behind their input gradients: why many small chunks are slower than one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .parts import Part, Work
 
 ASSUMPTIONS = (
     "MoE layers in chunks: balanced routing; copies, all-to-alls and products do not slow each "
-    "other down; weight gradients wait for W with none, and are part of B with s1 to s4",
+    "other down; weight gradients wait for W with none and s0, and are part of B with s1 to s4",
     "all-to-alls: at --peer-bandwidth in a node and --network-bandwidth between nodes, at once; a "
     "flex dispatcher (DeepEP) sends a token once to each node",
 )
@@ -116,11 +117,14 @@ def job_costs(job: Job, gpu: Gpu, price: Price) -> Costs:
         chunk = -(-rows // plan.chunks)
         routing = _routing(job, chunk, own)
         message = price(Part((), work=Work(expert_bytes=routing.expert_bytes)))[0] / 2
-        products = Part(
-            tuple(one._replace(rows=chunk) for one in linears),
-            work=_activation(job, chunk, shape.ffn).plus(Work(launches=routing.launches)),
-        )
-        f, b, w = price(products)
+        activation, one_by_one = _activation(job, chunk, shape.ffn), routing.launches
+        fc1, fc2 = (one._replace(rows=chunk) for one in linears)
+        whole = price(Part(tuple(linears), work=Work(launches=one_by_one)))[2]
+        if plan.chunks > 1:  # the rows of all chunks are joined before: read and written
+            joined = 2 * rows * shape.element_bytes * sum(x.inputs + x.outputs for x in linears)
+            whole += price(Part((), work=Work(moved=joined)))[0]
+        f, b, w = price(Part((fc1, fc2), work=activation.plus(Work(launches=one_by_one))))
+        again = price(Part((fc1,), work=activation.plus(Work(launches=one_by_one / 2))))[0]
         moved = routing.moved / 4  # rows read and written by each of pack, sort, unsort and add
 
         def local(kernels: Local, times: int = 1) -> Local:
@@ -134,7 +138,7 @@ def job_costs(job: Job, gpu: Gpu, price: Price) -> Costs:
         given = copied_bytes(shape, chunk, Strategy.S3)  # the input alone
         inside = copied_bytes(shape, chunk, Strategy.S2)
         return ChunkTimes(
-            *(message, message, f, b, w, f),
+            *(message, message, f, b, w, whole, again, price(Part((), work=activation))[0]),
             given / gpu.to_host,
             inside / gpu.to_host,
             given / gpu.to_device,
@@ -167,7 +171,7 @@ def chunk_gain(job: Job, gpu: Gpu, price: Price, kinds: str) -> tuple[float, flo
     )
     if job.recomputes("moe"):
         b += f
-    if job.cheap_recompute:  # experts in chunks keep their activation function's output
+    if job.cheap_recompute or job.recomputes("moe_act"):  # otherwise than Megatron's layer
         work = _activation(job, routed_tokens(job), shape_of(job).ffn)
         b -= price(Part((), work=work))[0]
     count = kinds.count("E")
@@ -177,8 +181,9 @@ def chunk_gain(job: Job, gpu: Gpu, price: Price, kinds: str) -> tuple[float, flo
 def variants(job: Job, gpu: Gpu, price: Price) -> list[Job]:
     """The job with each plan of its MoE layers that is worth a search; Megatron's own first.
 
-    Of plans that keep everything the fastest, if it is faster than Megatron's layer; of those that
-    restore something the fastest, and the one that needs least memory. What
+    Of plans that keep everything the fastest, if it is faster than Megatron's layer; the fastest
+    that computes the activation function again; of those that restore the experts' input the
+    fastest, and the one that needs least memory. What
     ``--moe-pipeline-chunks`` and ``--moe-memory-reuse`` fix stays fixed.
 
     Raises:
@@ -195,12 +200,15 @@ def variants(job: Job, gpu: Gpu, price: Price) -> list[Job]:
     runs = {plan: job_run(job, gpu, price, plan) for plan in plans}
     sizes = {plan: job_footprint(job, plan, in_flight).peak_bytes for plan in plans}
     keeping = [plan for plan in plans if plan.strategy is Strategy.NONE]
-    restoring = [plan for plan in plans if plan.strategy is not Strategy.NONE]
+    activating = [plan for plan in plans if plan.strategy is Strategy.S0]
+    restoring = [plan for plan in plans if not plan.strategy.keeps_products]
     found = [STOCK] if STOCK in plans else []
     if keeping:
         best = min(keeping, key=lambda plan: runs[plan].time)
         if STOCK not in plans or runs[best].time < (1 - MARGIN) * runs[STOCK].time:
             found.append(best)
+    if activating:
+        found.append(min(activating, key=lambda plan: (runs[plan].time, sizes[plan])))
     if restoring:
         fastest = min(restoring, key=lambda plan: (runs[plan].time, sizes[plan]))
         least = min(restoring, key=lambda plan: (sizes[plan], runs[plan].time))

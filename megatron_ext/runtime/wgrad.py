@@ -17,11 +17,13 @@ import torch
 
 from .sharded import Sharded
 
-Task = Callable[[], None]
+Task = Callable[..., None]
+Rows = Sequence[Any]  # tensors, lists of them, Sharded
 
 
 class _Work(NamedTuple):
     task: Task | None  # None: it has run
+    rows: list[Rows]  # what it is called with; of several parts, joined
     parameters: tuple[Any, ...]
     done: Callable[[Any], None] | None
     after: Task | None
@@ -51,8 +53,8 @@ class _Beside:
             return
         work = self._queue[self._position]
         assert work.task is not None
-        work.task()
-        self._queue[self._position] = work._replace(task=None, sharded=())
+        work.task(*_joined(work.rows))
+        self._queue[self._position] = work._replace(task=None, rows=[], sharded=())
         self.gather()
 
     def _find(self) -> bool:
@@ -81,7 +83,7 @@ class WeightGradStore:
         self._held: set[int] = set()
         self._placeholders: set[int] = set()
         self._at_end: list[Task] = []
-        self._parts = False
+        self._parts: dict[tuple[int, ...], _Work] | None = None
         self._beside: _Beside | None = None
         self.followed_by: Mapping[Hashable, Hashable] = {}
         """For B passes with a W pass directly after them on this rank: the keys of both."""
@@ -148,10 +150,14 @@ class WeightGradStore:
 
     @contextmanager
     def in_parts(self) -> Iterator[None]:
-        """Tasks put inside the block compute parts of gradients that stock computes in one piece:
-        each part is summed into ``main_grad`` before the next is computed, not with it in the
-        parameter's own precision."""
-        before, self._parts = self._parts, True
+        """Tasks put inside the block compute parts of gradients that stock computes in one piece.
+
+        Parts of the same parameters become one task where their rows can be joined; later parts
+        have earlier rows, as a backward pass goes from the last chunk to the first. Of others each
+        is summed into ``main_grad`` before the next is computed, not with it in the parameter's
+        own precision.
+        """
+        before, self._parts = self._parts, {}
         try:
             yield
         finally:
@@ -162,6 +168,7 @@ class WeightGradStore:
         parameter: Any,
         task: Task,
         *,
+        rows: Rows = (),
         others: Sequence[Any] = (),
         done: Callable[[Any], None] | None = None,
         after: Task | None = None,
@@ -172,7 +179,9 @@ class WeightGradStore:
 
         Args:
             parameter: whose gradient it is.
-            task: the work.
+            task: the work, called with ``rows``.
+            rows: that the gradient is a sum over: tensors or lists of them, one for each weight,
+                with as many first dimensions.
             others: further parameters that the same task serves, or may serve.
             done: called with each of these parameters once, after the last task for it in the W
                 pass: then the microbatch's gradient is complete.
@@ -186,10 +195,17 @@ class WeightGradStore:
         """
         if self._collecting is None:
             raise RuntimeError("a weight gradient can be postponed only inside a B pass")
-        early = after is not None and not self._parts
-        if self._parts:
-            task = functools.partial(_next_part, task, (parameter, *others))
-        work = _Work(task, (parameter, *others), done, after, sharded, early)
+        early = after is not None and self._parts is None
+        parameters = (parameter, *others)
+        if self._parts is not None:
+            key, joins = tuple(map(id, parameters)), _can_join(rows)
+            if joins and key in self._parts:
+                self._parts[key].rows.insert(0, rows)
+                return
+            task = functools.partial(_next_part, task, parameters)
+        work = _Work(task, [rows], parameters, done, after, sharded, early)
+        if self._parts is not None and joins:
+            self._parts[key] = work
         self._collecting.append(work)
         self._held.update(map(id, work.parameters))
         self._placeholders.update(map(id, placeholders))
@@ -209,7 +225,7 @@ class WeightGradStore:
     def tensors(self, key: Hashable) -> list[torch.Tensor] | None:
         """What the postponed work of ``key`` keeps alive; None if a task does not say."""
         found: list[torch.Tensor] = []
-        todo: list[Any] = [work.task for work in self._work.get(key, ())]
+        todo: list[Any] = [x for work in self._work.get(key, ()) for x in (work.task, work.rows)]
         while todo:
             one = todo.pop()
             if isinstance(one, torch.Tensor):
@@ -224,8 +240,12 @@ class WeightGradStore:
                 return None
         return found
 
-    def run(self, key: Hashable) -> None:
+    def run(self, key: Hashable, finish: bool = True) -> None:
         """Do the postponed work of ``key``, in the order in which B postponed it.
+
+        Args:
+            key: of a B pass.
+            finish: call each parameter's ``done``.
 
         Raises:
             RuntimeError: ``key`` has no postponed work: its B has not run, or its W ran already.
@@ -240,16 +260,16 @@ class WeightGradStore:
         queue.reverse()
         _gather_for(queue)
         while queue:
-            task, parameters, done, after, *_ = queue.pop()
+            task, rows, parameters, done, after, *_ = queue.pop()
             _gather_for(queue)
             if task is not None:
-                task()
-            del task
+                task(*_joined(rows))
+            del task, rows
             if after is not None:
                 after()
             for parameter in parameters:
                 left[id(parameter)] -= 1
-                if done is not None and not left[id(parameter)]:
+                if finish and done is not None and not left[id(parameter)]:
                     done(parameter)
 
     def clear(self) -> None:
@@ -270,11 +290,30 @@ def _gather_for(queue: Sequence[_Work]) -> None:
             tensor.start()
 
 
-def _next_part(task: Task, parameters: Sequence[Any]) -> None:
+def _can_join(rows: Rows) -> bool:
+    every = [x for one in rows for x in (one if isinstance(one, list | tuple) else [one])]
+    return bool(every) and all(type(one) is torch.Tensor for one in every)
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    """The rows of several parts behind each other, and of each weight's apart."""
+    if len(parts) == 1:
+        return parts.pop()
+    joined: list[Any] = []
+    for column in zip(*parts):
+        if isinstance(column[0], list | tuple):
+            joined.append([torch.cat(one) for one in zip(*column)])
+        else:
+            joined.append(torch.cat(column))
+    parts.clear()
+    return joined
+
+
+def _next_part(task: Task, parameters: Sequence[Any], *rows: Any) -> None:
     """Do ``task`` after what earlier parts left in ``grad`` has gone to a precise ``main_grad``."""
     for parameter in parameters:
         main, grad = getattr(parameter, "main_grad", None), parameter.grad
         if main is not None and grad is not None and main.dtype.itemsize >= 4:
             main.add_(grad)
             parameter.grad = None
-    task()
+    task(*rows)

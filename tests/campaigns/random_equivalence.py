@@ -126,7 +126,8 @@ def draw(seed: int, number: int, steps: int) -> Case:
         why.append(_NORM)
     if moe and rng.random() < 0.5:
         ours.append(f"--moe-pipeline-chunks {rng.choice(('1', '2', '4', 'auto'))}")
-        ours.append(f"--moe-memory-reuse {rng.choice(('none', 's1', 's2', 's3', 's4', 'auto'))}")
+        strategies = ("none", "s0", "s1", "s2", "s3", "s4", "auto")
+        ours.append(f"--moe-memory-reuse {rng.choice(strategies)}")
         why.append(_CHUNKS)
     tolerance = 0.0 if not why else 1e-4 if not dtype else 2e-2
     texts = [" ".join(filter(None, part)) for part in (model, run, stock, ours)]

@@ -10,7 +10,7 @@ import pytest
 from tests.support.case_server import Cases, case_results
 from tests.support.checkouts import nightly
 
-STRATEGIES = ("none", "s1", "s2", "s3", "s4")
+STRATEGIES = ("none", "s0", "s1", "s2", "s3", "s4")
 EXACT = ["ep2-fp64", "ep4-fp64"]
 BF16 = ["ep2-bf16", "router-fp32"]
 SINGLE = [
@@ -86,7 +86,8 @@ def test_results_are_stocks(results: Cases, case: str) -> None:
 
 @pytest.mark.parametrize("case", COMPARED)
 def test_strategies_are_bitwise_the_same(results: Cases, case: str) -> None:
-    """At the same number of chunks a restored number is the number that was there."""
+    """At the same number of chunks a restored number is the number that was there. Experts' weight
+    gradients are one product over all rows with none and s0, otherwise a sum over chunks."""
     compared = 0
     for rank in results[case]:
         for chunks, strategy in _ways(rank):
@@ -94,8 +95,26 @@ def test_strategies_are_bitwise_the_same(results: Cases, case: str) -> None:
                 continue
             compared += 1
             plain, ours = rank[chunks, "none"], rank[chunks, strategy]
-            assert [n for n in plain if n != "fired" and not _same(plain[n], ours[n])] == []
+            summed = rank[chunks, "none" if strategy == "s0" else "s4"]
+            for name in set(plain) - {"fired"}:
+                wanted = summed if ".local_experts." in name else plain
+                assert _same(wanted[name], ours[name]), f"{chunks}, {strategy}: {name}"
     assert compared >= 8 or case == "recompute"
+
+
+def test_one_product_over_all_chunks(results: Cases) -> None:
+    """Of each weight and call where the experts' input is kept, as in stock; else one a chunk. Each
+    reads and writes the whole of main_grad. Ranks without a row in a chunk make none for it."""
+    for rank in results["ddp-fusion"]:
+        steps = [key[1] for key in rank if key[0] == "ours" and key[-1] == "products"]
+        assert len(steps) == 7
+        for step in steps:
+            chunks, strategy = rank["ours", step, "plan"]
+            stock, ours = rank["stock", step, "products"], rank["ours", step, "products"]
+            if strategy in ("none", "s0"):
+                assert ours == stock > 0
+            else:
+                assert stock <= ours <= chunks * stock and (ours > stock or chunks == 1)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -215,10 +234,12 @@ def test_memory_between_forward_and_backward(results: Cases, strategy: str) -> N
             # Of the rows sent, of the rows received in both orders, and a start a token.
             index = 4 * (2 * sent + 2 * rows + way[0] * -(-TOKENS // way[0]))
             resent = TOKENS * HIDDEN * FLOAT + sent * FLOAT  # the layer's input, and probabilities
+            fc1 = rows * 2 * FFN * FLOAT
             kept = {"none": inputs + inside, "s2": resent, "s4": resent}.get(strategy, 0)
             assert found["kept"] == index + kept
-            assert found["inside"] == (inside if strategy in ("s1", "s2") else 0)
-            assert found["alive inside"] == 0
+            own = inputs if strategy == "s0" else 0  # not in a buffer that layers share
+            assert found["inside"] == (0 if strategy == "none" else inside + own)
+            assert found["alive inside"] == (own + fc1 if strategy == "s0" else 0)
             least = {"s1": inputs + inside, "s2": inside, "s3": inputs}.get(strategy, 0)
             # Each storage, and each chunk's input, starts at a multiple of 512 bytes on the host.
             storages = 512 * way[0] * (4 * 8 + 1)
@@ -236,9 +257,9 @@ def test_ring_is_as_large_as_the_worst_chunk_of_any_rank(results: Cases, strateg
         assert rows == max(r for rank in ranks for r, _ in rank[way]["rows"])
         x, row = HIDDEN * FLOAT, HIDDEN * FLOAT + 16
         there = row + x if strategy in ("s2", "s4") else row
-        slot = (there + row) * (sent + received) + rows * x
-        if strategy != "none":
-            slot += _aligned(rows * x) + rows * FLOAT
+        slot = (there + row) * (sent + received)
+        if strategy not in ("none", "s0"):  # whose rows wait for the weight gradients
+            slot += rows * x + _aligned(rows * x) + rows * FLOAT
         slots = min(way[0], 2)
         for rank in ranks:
             least = rank[way]["ring"] - slots * slot
@@ -252,16 +273,16 @@ scheduled = case_results("megatron.cases.moe_schedule_cases")
 
 
 SCHEDULED = [
-    "zb-h1-s4/3",
+    "zb-h1-s4/3s",
     "v-half-none/3",
-    "zb-h1-none/3-te",
-    "v-zb-s2/3-te",
+    "zb-h1-act/3-te",
+    "v-zb-s2/3s-te",
     "zb-h1-none/3-te-fused",
-    "v-half-s3/3-fusion",
-    "zb-h1-s2/3-fusion",
+    "v-half-s3/3s-fusion",
+    "zb-h1-s0/3-fusion",
     "zb-h1-none/3-bf16",
     "v-half-none-offload/3",
-    "zb-h1-s1-offload/3",
+    "zb-h1-s1-offload/3s",
 ]
 
 
@@ -284,7 +305,7 @@ def test_every_schedule_case_is_compared(scheduled: Cases) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "fused"), [("v-half-none/3", False), ("zb-h1-s4/3", True), ("v-zb-s2/3-te", True)]
+    ("case", "fused"), [("v-half-none/3", False), ("zb-h1-s4/3s", True), ("v-zb-s2/3s-te", True)]
 )
 def test_trace_says_what_is_split(scheduled: Cases, case: str, fused: bool) -> None:
     """Experts whose rows lie in shared buffers compute weight gradients in B, and the report that

@@ -51,12 +51,21 @@ def test_off_means_off() -> None:
 
 
 @pytest.mark.parametrize("chunks", ["1", "2", "4", "8"])
-@pytest.mark.parametrize("strategy", [None, "none", "s1", "s2", "s3", "s4"])
+@pytest.mark.parametrize("strategy", [None, "none", "s0", "s1", "s2", "s3", "s4"])
 def test_what_is_asked_for(chunks: str, strategy: str | None) -> None:
     args = arguments(moe_pipeline_chunks=chunks, moe_memory_reuse=strategy)
     request = MoERequest.of(args)
     assert request == MoERequest(chunks, strategy or "none")
     request.check(args)
+
+
+def test_moe_act_goes_together_with_chunks() -> None:
+    """They recompute the activation function themselves; see test_moe."""
+    args = arguments(recompute_granularity="selective", recompute_modules=["moe_act"])
+    request = MoERequest.of(args)
+    assert request is not None
+    request.check(args)
+    require_supported(args, False)
 
 
 def test_both_plain_dispatchers() -> None:
@@ -70,7 +79,7 @@ def test_both_plain_dispatchers() -> None:
 
 def test_unknown_values_list_the_known() -> None:
     assert "off, auto, 1, 2, 4, 8, got '3'" in refusal(moe_pipeline_chunks="3")
-    assert "none, s1, s2, s3, s4, auto, got 's5'" in refusal(moe_memory_reuse="s5")
+    assert "none, s0, s1, s2, s3, s4, auto, got 's5'" in refusal(moe_memory_reuse="s5")
 
 
 def test_flags_that_need_another() -> None:
@@ -148,9 +157,10 @@ def test_conflicts_are_refused(rule: Conflict) -> None:
     name = {"--fp8-format": "fp8", "--fp4-format": "fp4"}.get(rule.flag)
     name = name or rule.flag.removeprefix("--").replace("-", "_")
     value = "e4m3" if name in ("fp8", "fp4") else _wrong(rule)
-    text = refusal(moe_memory_reuse="s3", **{name: value})
+    strategy = "s0" if rule.only == "s0" else "s3"
+    text = refusal(moe_memory_reuse=strategy, **{name: value})
     assert rule.flag in text and rule.reason in text
-    assert text.startswith("--moe-memory-reuse s3" if rule.only else FLAGS[0] + " 4")
+    assert text.startswith(f"--moe-memory-reuse {strategy}" if rule.only else FLAGS[0] + " 4")
     if rule.only:
         request = MoERequest.of(arguments(**{name: value}))
         assert request is not None
@@ -163,7 +173,7 @@ def test_layers_are_checked_whoever_built_them(rule: Conflict) -> None:
     value = "e4m3" if rule.attribute in ("fp8", "fp4") else _wrong(rule)
     config = arguments(**{rule.attribute: value})
     with pytest.raises(ConfigError, match="an MoE layer") as error:
-        require_supported(config, True)
+        require_supported(config, True, True)
     assert rule.flag in str(error.value) and rule.reason in str(error.value)
     require_supported(arguments(), True)
     if rule.only:

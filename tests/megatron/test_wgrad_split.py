@@ -181,7 +181,7 @@ def toy() -> Callable[..., Any]:
     import torch
     from megatron.core.tensor_parallel import layers
 
-    from megatron_ext.integration.features.split_backward import local as wgrad
+    from megatron_ext.integration import split_local as wgrad
     from megatron_ext.runtime.wgrad import WeightGradStore
 
     class Toy:

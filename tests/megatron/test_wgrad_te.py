@@ -96,7 +96,7 @@ def test_without_ddp_hooks_gradients_add_up(te: Any) -> None:
 
     import torch
 
-    from megatron_ext.integration.features.split_backward import te as wgrad_te
+    from megatron_ext.integration import split_te as wgrad_te
     from megatron_ext.runtime.wgrad import WeightGradStore
 
     fused = te.GroupedLinear(2, 8, 5)
@@ -116,7 +116,7 @@ def test_forward_only_and_a_backward_of_someone_else(te: Any) -> None:
     """Nothing is postponed but in B, and detaching gives the module's own store back."""
     import torch
 
-    from megatron_ext.integration.features.split_backward import te as wgrad_te
+    from megatron_ext.integration import split_te as wgrad_te
     from megatron_ext.runtime.wgrad import WeightGradStore
 
     module, store = te.Linear(8, 5), WeightGradStore()
@@ -132,7 +132,7 @@ def test_forward_only_and_a_backward_of_someone_else(te: Any) -> None:
 
 
 def test_a_failed_backward_leaves_gradients_as_they_were(te: Any) -> None:
-    from megatron_ext.integration.features.split_backward import te as wgrad_te
+    from megatron_ext.integration import split_te as wgrad_te
     from megatron_ext.runtime.wgrad import WeightGradStore
 
     module, store = te.GroupedLinear(2, 8, 5), WeightGradStore()
@@ -147,7 +147,7 @@ def test_a_failed_backward_leaves_gradients_as_they_were(te: Any) -> None:
 def test_what_cannot_split_is_left_alone(te: Any) -> None:
     import torch
 
-    from megatron_ext.integration.features.split_backward import te as wgrad_te
+    from megatron_ext.integration import split_te as wgrad_te
 
     good = te.Linear(8, 8)
     delayed, overlapping, parts, shell = (te.Linear(8, 8) for _ in range(4))
@@ -241,7 +241,7 @@ def _is_store(node: ast.AST) -> bool:
 
 
 def test_source_asks_a_store_only_what_ours_answers(source: dict[str, ast.Module]) -> None:
-    from megatron_ext.integration.features.split_backward.te import SplitStore
+    from megatron_ext.integration.split_te import SplitStore
 
     asked, of_context = set(), set()
     for tree in source.values():
@@ -285,6 +285,9 @@ def test_source_stores_are_set_up_as_expected(source: dict[str, ast.Module]) -> 
         # The newest grouped linear has two backward functions with one call each.
         assert len(puts) in ((1, 2) if name == "GroupedLinear" else (1,))
         assert all(len(call.args) == 2 for call in puts)
+        for call in puts:  # (input, output gradient): what chunks of one batch are joined by
+            tensors = [ast.unparse(one) for one in call.args[0].elts]
+            assert "dy" in tensors[1] or "grad_output" in tensors[1]
     for file, name in (
         ("base", "TransformerEngineBaseModule"),
         ("grouped_linear", "GroupedLinear"),

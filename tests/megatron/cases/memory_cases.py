@@ -41,8 +41,8 @@ from megatron.core.transformer.transformer_config import (
     TransformerConfig,
 )
 
+from megatron_ext.integration import split_local as wgrad
 from megatron_ext.integration.features import recompute
-from megatron_ext.integration.features.split_backward import local as wgrad
 from megatron_ext.integration.hooks import Hooks
 from megatron_ext.integration.versions import megatron_version
 from megatron_ext.plan.flags import job_of, read

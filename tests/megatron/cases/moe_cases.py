@@ -37,7 +37,7 @@ from megatron_ext.moe.plan import STOCK, LayerPlan
 from megatron_ext.moe.region import Region
 from tests.support.case_server import serve
 
-STRATEGIES = ("none", "s1", "s2", "s3", "s4")
+STRATEGIES = ("none", "s0", "s1", "s2", "s3", "s4")
 
 
 def compare(case: dict[str, Any]) -> dict[str, Any]:
@@ -122,11 +122,14 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
                 if kind == "ours" and not auto:
                     fixed.plan = LayerPlan.of(chunks, strategy)
                 model.zero_grad_buffer()
+                moe_layers.Products.count = 0
                 for microbatch in range(2):
                     x, dy = data({**case, "seed": 10 * step + microbatch}, config)
                     context = model.no_sync() if microbatch == 0 else contextlib.nullcontext()
                     with context:
                         model(x.requires_grad_()).backward(dy)
+                found[kind, step, "products"] = moe_layers.Products.count
+                found[kind, step, "plan"] = chunks, strategy
                 before = list(reduced)
                 model.finish_grad_sync()
                 found[kind, step] = {n: p.main_grad.clone() for n, p in names.items()}
@@ -210,11 +213,11 @@ class Watched:
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 return call(region, *args)
 
-        def watched_pack(record: Any, residents: Any, tensor: torch.Tensor) -> Any:
-            storage = tensor.untyped_storage()
+        def watched_pack(record: Any, *given: Any) -> Any:
+            storage = given[-1].untyped_storage()
             if storage._cdata not in self._parameters:
                 self.inside[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-            return pack(record, residents, tensor)
+            return pack(record, *given)
 
         def watched_split(exchange: Any, *args: Any) -> Any:
             made = split(exchange, *args)
@@ -262,7 +265,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
 
 
 WAYS = [(n, strategy) for n in (1, 2, 4) for strategy in STRATEGIES]
-SOME = [(1, "s4"), (3, "none"), (3, "s1"), (3, "s2"), (3, "s3"), (3, "s4")]
+SOME = [(1, "s4"), (3, "none"), (3, "s0"), (3, "s1"), (3, "s2"), (3, "s3"), (3, "s4")]
 COSTS = {
     "format": cost_file.FORMAT,
     "layers": "",
@@ -272,7 +275,7 @@ COSTS = {
     "times": [],
 }
 AUTO_STEPS = [(0, "auto")] * 12
-STEPS = [(1, "none"), (2, "s1"), (4, "s2"), (1, "s3"), (8, "s4"), (2, "none"), (4, "s1")]
+STEPS = [(1, "none"), (2, "s1"), (4, "s2"), (1, "s3"), (8, "s4"), (2, "none"), (4, "s0")]
 _CAPACITY = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
 _BIAS = {
     "moe_router_score_function": "sigmoid",

@@ -43,31 +43,43 @@ def _case(schedule: str | None, model: str, moe: Any, **more: Any) -> dict[str, 
     case["parallel"] = {"expert_model_parallel_size": 2}
     case["config"] = {**layers, "expert_model_parallel_size": 2, "moe_router_topk": 2}
     case["config"]["gradient_accumulation_fusion"] = model == "fusion"
+    if case.pop("act", False):  # in chunks, none with it is s0
+        case["config"] |= _ACT
     case["te"], case["te_fused"] = "te" in model, model == "te-fused"
     if schedule is not None:
         case["schedule"] = schedule
     return case
 
 
-# What comes before the slash must equal "stock/" and what comes behind it: chunks, model.
+_ACT = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ["moe_act"],
+    "moe_grouped_gemm": True,
+}
+
+# What comes before the slash must equal "stock/" and what comes behind it: chunks, model; "s" where
+# weight gradients are sums over chunks.
 CASES: dict[str, dict[str, Any]] = {
     "stock/3": _case(None, "", (3, "none")),
+    "stock/3s": _case(None, "", (3, "s4")),
+    "stock/3s-te": _case(None, "te", (3, "s4")),
+    "stock/3s-fusion": _case(None, "fusion", (3, "s4")),
     "stock/3-te": _case(None, "te", (3, "none")),
     "stock/3-te-fused": _case(None, "te-fused", (3, "none")),
     "stock/3-fusion": _case(None, "fusion", (3, "none")),
     "stock/3-bf16": _case(None, "", (3, "none"), bf16=True),
-    "zb-h1-s4/3": _case("zb-h1", "", (3, "s4"), overlap=True),
+    "zb-h1-s4/3s": _case("zb-h1", "", (3, "s4"), overlap=True),
     "v-half-none/3": _case("v-half", "", (3, "none"), **_TWO, overlap=True),
-    "zb-h1-none/3-te": _case("zb-h1", "te", (3, "none")),
-    "v-zb-s2/3-te": _case("v-zb", "te", (3, "s2"), **_TWO),
+    "zb-h1-act/3-te": _case("zb-h1", "te", (3, "none"), act=True),
+    "v-zb-s2/3s-te": _case("v-zb", "te", (3, "s2"), **_TWO),
     "zb-h1-none/3-te-fused": _case("zb-h1", "te-fused", (3, "none")),
-    "v-half-s3/3-fusion": _case("v-half", "fusion", (3, "s3"), **_TWO),
-    "zb-h1-s2/3-fusion": _case("zb-h1", "fusion", (3, "s2")),
+    "v-half-s3/3s-fusion": _case("v-half", "fusion", (3, "s3"), **_TWO),
+    "zb-h1-s0/3-fusion": _case("zb-h1", "fusion", (3, "s0")),
     "zb-h1-none/3-bf16": _case("zb-h1", "", (3, "none"), bf16=True),
 }
 for _name, _schedule, _strategy, _chunks in (
     ("v-half-none-offload/3", "v-half", "none", 2),
-    ("zb-h1-s1-offload/3", "zb-h1", "s1", 1),
+    ("zb-h1-s1-offload/3s", "zb-h1", "s1", 1),
 ):
     _offload = OffloadRequest("full", "0.25", "dual")
     CASES[_name] = _case(_schedule, "", (3, _strategy), chunks=_chunks, offload=_offload)

@@ -30,8 +30,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_ext.integration import split_local as wgrad
 from megatron_ext.integration.features import recompute
-from megatron_ext.integration.features.split_backward import local as wgrad
 from megatron_ext.integration.hooks import Hooks
 from megatron_ext.integration.versions import megatron_version
 from megatron_ext.offload.arena import HostArena

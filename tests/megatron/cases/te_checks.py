@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_ext.integration.features.split_backward import local as wgrad
-from megatron_ext.integration.features.split_backward import te as wgrad_te
+from megatron_ext.integration import split_local as wgrad
+from megatron_ext.integration import split_te as wgrad_te
 from megatron_ext.runtime.wgrad import WeightGradStore
 
 

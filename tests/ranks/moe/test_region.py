@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,14 +15,97 @@ from megatron_ext.moe.buffers import Memory, Ring
 from megatron_ext.moe.exchange import Exchange, Groups, HostCopy, Row, sum_rows
 from megatron_ext.moe.graph import GradientSums, kept_bytes_per_row
 from megatron_ext.moe.passes import Backward, Forward
-from megatron_ext.moe.plan import LayerPlan, Step, Strategy
+from megatron_ext.moe.plan import (
+    LayerPlan,
+    LayerShape,
+    Step,
+    Strategy,
+    saved_bytes,
+    weight_gradient_bytes,
+)
 from megatron_ext.moe.region import Region
 from megatron_ext.offload.device import CpuDevice, Direction
 from tests.support.faulty_device import Faults, FaultyDevice
 from tests.support.gate import Gate
 
 EXPERTS, WIDTH, FFN, TOKENS = 4, 16, 24, 40
-RESTORING = ("s1", "s2", "s3", "s4")
+RESTORING = ("s0", "s1", "s2", "s3", "s4")
+
+
+class Postponed(torch.autograd.Function):
+    """A product of one expert that leaves its weight gradient to a store."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, store: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.store = store
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.store.put(weight, x, dy)
+        return dy @ weight.t(), None, None
+
+
+class Store:
+    """As much of a ``GradientStore`` as the region needs, for weights that are rows of parameters.
+
+    Attributes:
+        parts: (input, output gradient) of each chunk, the last one first, by weight.
+        held_bytes: of these when ``gradients`` is called.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[Any, list[tuple[Any, Any]]] = {}
+        self.held_bytes = self.calls = 0
+
+    def suspended(self) -> Any:
+        raise AssertionError("only where rows are not kept")
+
+    def call(self) -> Any:
+        self.parts = {}
+        return contextlib.nullcontext()
+
+    def put(self, weight: Any, x: Any, dy: Any) -> None:
+        key = weight.untyped_storage()._cdata, weight.storage_offset()
+        self.parts.setdefault(key, []).append((x.detach(), dy))
+
+    def takes(self, parameter: Any, grad: Any) -> bool:
+        return parameter.untyped_storage()._cdata in {storage for storage, _ in self.parts}
+
+    def gradients(self, parameters: Any) -> Any:
+        self.calls += 1
+        tensors = [t for parts in self.parts.values() for pair in parts for t in pair]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        self.held_bytes = sum(storages.values())
+        found = []
+        for parameter in parameters:
+            gradient = torch.zeros_like(parameter)
+            for one, part in zip(parameter.detach(), gradient):
+                parts = self.parts.pop((one.untyped_storage()._cdata, one.storage_offset()), [])
+                if parts:
+                    x, dy = (torch.cat(each[::-1]) for each in zip(*parts))
+                    part.copy_(x.t() @ dy)
+            found.append(gradient)
+        return found
+
+
+class Product(torch.nn.Module):
+    """A matrix an expert."""
+
+    store: Store | None = None
+
+    def __init__(self, inputs: int, outputs: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(EXPERTS, inputs, outputs, generator=generator))
+
+    def forward(self, x: Any, sizes: list[int]) -> Any:
+        parts = x.split(sizes)
+        if self.store is not None:
+            pairs = zip(parts, self.weight)
+            return torch.cat([Postponed.apply(a, w, self.store) for a, w in pairs]), None
+        return torch.cat([a @ w for a, w in zip(parts, self.weight)]), None
 
 
 class Experts(torch.nn.Module):
@@ -29,14 +114,33 @@ class Experts(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(5)
-        self.up = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, FFN, generator=generator))
-        self.down = torch.nn.Parameter(torch.randn(EXPERTS, FFN, WIDTH, generator=generator))
+        self.up = Product(WIDTH, FFN, generator)
+        self.down = Product(FFN, WIDTH, generator)
 
     def forward(self, x: Any, counts: Any, probs: Any) -> Any:
         sizes = counts.tolist()
         assert sum(sizes) == len(x) == len(probs)
-        parts = zip(x.split(sizes), probs.split(sizes), self.up, self.down)
-        return torch.cat([(torch.tanh(a @ u) * p.unsqueeze(1)) @ d for a, p, u, d in parts])
+        inner, _ = self.up(x, sizes)
+        return self.down(torch.tanh(inner) * probs.unsqueeze(1), sizes)[0]
+
+
+class OneByOne(torch.nn.Module):
+    """The same, with each expert a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        grouped = Experts()
+        self.experts = torch.nn.ModuleList()
+        for up, down in zip(grouped.up.weight.data, grouped.down.weight.data):
+            pair = torch.nn.Module()
+            pair.up, pair.down = (torch.nn.Linear(*w.shape, bias=False) for w in (up, down))
+            pair.up.weight.data, pair.down.weight.data = up.t().clone(), down.t().clone()
+            self.experts.append(pair)
+
+    def forward(self, x: Any, counts: Any, probs: Any) -> Any:
+        sizes = counts.tolist()
+        parts = zip(self.experts, x.split(sizes), probs.split(sizes))
+        return torch.cat([e.down(torch.tanh(e.up(a)) * p.unsqueeze(1)) for e, a, p in parts])
 
 
 @pytest.fixture
@@ -44,13 +148,14 @@ def make(group: Any) -> Iterator[Callable[..., Region]]:
     """``make(memory)``: a region with weights that are always the same."""
     made: list[Memory] = []
 
-    def make(memory: Memory | None = None) -> Region:
+    def make(memory: Memory | None = None, module: Any = None, known: bool = True) -> Region:
         if memory is None:
             memory = Memory(CpuDevice(), min_bytes=1)
         made.append(memory)
-        module = Experts()
+        module = module or Experts()
+        linears = [(e.up, e.down) for e in getattr(module, "experts", [module])] if known else []
         exchange = Exchange(Groups(group, None, group), EXPERTS)
-        return Region(exchange, module, list(module.parameters()), memory)
+        return Region(exchange, module, list(module.parameters()), memory, linears=linears)
 
     yield make
     for memory in made:
@@ -80,7 +185,7 @@ def run(
     strategy: str,
     layers: int = 1,
     lookahead: int = 2,
-    between: Callable[[], None] = lambda: None,
+    between: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """``layers`` calls behind each other, so that they share buffers, and their backward pass;
     ``between`` is called after the forward pass."""
@@ -91,7 +196,8 @@ def run(
         out = out + region(out, p, chosen, LayerPlan.of(chunks, strategy, lookahead))
     between()
     gradients = torch.autograd.grad(out.square().sum(), [x, p, *region.parameters])
-    return dict(zip(("out", "x", "p", "up", "down"), (out.detach(), *gradients)))
+    names = ("out", "x", "p", "up", "down", *range(len(gradients)))
+    return dict(zip(names, (out.detach(), *gradients)))
 
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -132,6 +238,73 @@ def test_slow_copies_change_nothing(make: Callable[..., Region]) -> None:
         faults = Faults(delay=lambda direction: 0.004, poison=True)
         region = make(Memory(FaultyDevice(faults=faults), min_bytes=1))
         assert equal(run(region, 5, strategy, layers=2), wanted), strategy
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("module", [Experts, OneByOne])
+@pytest.mark.parametrize("strategy", ["none", *RESTORING])
+def test_products_of_a_backward_pass(
+    make: Callable[..., Region], module: type, strategy: str
+) -> None:
+    """Table I: four a chunk and expert, and where all is computed again, fc1's, not fc2's; where
+    the linear modules are not known, both. It changes no result."""
+    wanted = run(make(module=module()), 3, "none")
+    again = {"s3": 1, "s4": 1}.get(strategy, 0)
+    for known in (True, False):
+        region, mode = make(module=module(), known=known), Products()
+        with contextlib.ExitStack() as stack:
+            start = functools.partial(stack.enter_context, mode)
+            found = run(region, 3, strategy, between=start)
+        assert mode.count == 3 * EXPERTS * (4 + again * (1 if known else 2))
+        assert equal(found, wanted)
+
+
+@pytest.mark.parametrize("chunks", [2, 5])
+@pytest.mark.parametrize("strategy", ["none", "s0"])
+def test_weight_gradients_once_for_all_chunks(
+    make: Callable[..., Region], strategy: str, chunks: int
+) -> None:
+    """One product a weight, over the rows of all chunks in their order, when the last chunk's input
+    gradients are on their way; until then the formula's bytes are held."""
+    wanted = run(make(), chunks, strategy)
+    module, store = Experts(), Store()
+    module.up.store = module.down.store = store
+    region, mode = make(module=module), Products()
+    region.store = store
+    with contextlib.ExitStack() as stack:
+        start = functools.partial(stack.enter_context, mode)
+        found = run(region, chunks, strategy, between=start)
+    # Two products of input gradients a chunk and expert, and two of weight gradients an expert.
+    assert mode.count == 2 * EXPERTS * (chunks + 1) and store.calls == 1
+    for name in ("out", "x", "p"):
+        assert torch.equal(found[name], wanted[name])
+    for name in ("up", "down"):
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
+    rows, plan = 2 * TOKENS, LayerPlan.of(chunks, strategy)
+    shape = LayerShape(WIDTH, FFN, gated=False, element_bytes=4, kept_bytes=FFN * 4)
+    more, joined = weight_gradient_bytes(shape, rows, plan)
+    assert store.held_bytes == saved_bytes(shape, rows, plan.strategy) + more
+    assert joined == 4 * rows * (WIDTH + FFN)
+
+
+def test_experts_must_do_the_same_twice(make: Callable[..., Region]) -> None:
+    """What is computed again must be what was saved, or gradients would be wrong."""
+    module = Experts()
+    region = make(module=module)
+    hidden, probs, chosen = batch()
+    out = region(hidden.requires_grad_(), probs, chosen, LayerPlan.of(2, "s4"))
+    module.forward, original = lambda x, *more: original(x * 2, *more), module.forward
+    with pytest.raises(RuntimeError, match="chunk 1: computed again.*must do the same twice"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("slow", [Direction.TO_HOST, Direction.TO_DEVICE])
@@ -271,7 +444,8 @@ def test_what_is_planned_is_what_runs(
                 monkeypatch.setattr(kind, name, noting(kind, step, getattr(kind, name)))
     run(make(), 5, "s1", lookahead=lookahead)
     planned = list(LayerPlan.of(5, "s1", lookahead).operations())
-    assert issued[Forward] == [(step, i) for step, i in planned if step is not Step.FETCH]
+    backward_only = (Step.FETCH, Step.WEIGHTS)
+    assert issued[Forward] == [(step, i) for step, i in planned if step not in backward_only]
     assert issued[Backward] == [(step, 4 - i) for step, i in planned]
 
 

@@ -66,9 +66,9 @@ def test_bytes_are_those_that_training_chooses_by(n, strategy, more):
         shape, rows, plan.strategy
     )
     assert extra == again
-    # Nothing of restored experts waits for W: fc1's and fc2's inputs and output gradients.
+    # Inputs and output gradients of fc1 and fc2: none waits for W where T_DI is restored.
     row = shape.element_bytes * (shape.hidden + shape.ffn + 2 * shape.ffn + shape.hidden)
-    assert waiting - waits == (rows * row if strategy != "none" else 0)
+    assert waiting - waits == (rows * row if strategy not in ("none", "s0") else 0)
     sets = stage_bytes(ours, even_split(8, 4))[1].sets
     if plan.stock:
         assert sets == stage_bytes(stock, even_split(8, 4))[1].sets
@@ -219,6 +219,17 @@ def test_variants():
     assert plans_of(line=f"{DENSE} --pipeline-model-parallel-size 4") == [None]
 
 
+def test_moe_act_makes_none_s0():
+    """As in training: what Megatron would recompute in its layer, chunks recompute."""
+    recompute = "--recompute-granularity selective --recompute-modules moe_act --moe-grouped-gemm"
+    both = chunked(2, "none", recompute), chunked(2, "s0")
+    assert [fixed_plan(one) for one in both] == [LayerPlan.of(2, "s0")] * 2
+    assert fixed_plan(job(recompute)) is None
+    bytes_of = [stage_bytes(one, even_split(8, 4))[1].sets for one in (*both, chunked(2, "none"))]
+    first, second, whole = (sets.bytes_f_to_b for sets in bytes_of)
+    assert first == second < whole
+
+
 def test_the_budget_leaves_out_what_is_too_large():
     flags = "--moe-pipeline-chunks auto --moe-memory-reuse auto --moe-memory-budget"
     this, free = job(flags, "100GiB"), plans_of(flags, "100GiB")
@@ -235,11 +246,12 @@ def test_the_search_takes_chunks_where_they_are_faster_or_make_it_fit():
     space = SearchSpace(this, gpu_of("H100"), 4, ("1f1b", "v-half"), cheap_recompute=(False,))
     free = Search(space, 79 * 2**30).run()
     best = free.best
-    assert fixed_plan(best.workload.job).strategy is Strategy.NONE
-    assert f"--moe-pipeline-chunks {fixed_plan(best.workload.job).chunks}" in best.flags()
+    assert fixed_plan(best.workload.job).strategy.keeps_products
+    chunks = fixed_plan(best.workload.job).chunks
+    assert any(word.startswith(f"--moe-pipeline-chunks {chunks}") for word in best.flags())
     kept = [p for p in free.front if fixed_plan(p.workload.job) is not None]
     small = min(kept, key=lambda p: p.worst.total)
-    assert fixed_plan(small.workload.job).strategy is not Strategy.NONE
+    assert not fixed_plan(small.workload.job).strategy.keeps_products
     assert any("--moe-memory-reuse s" in word for word in small.flags())
     tight = Search(space, small.worst.total).run()
     assert tight.best is not None and tight.best.worst.total <= small.worst.total
@@ -254,7 +266,7 @@ def test_the_search_takes_chunks_where_they_are_faster_or_make_it_fit():
     ("flags", "words"),
     [
         ("--moe-pipeline-chunks 3", "must be one of off, auto, 1, 2, 4, 8, got '3'"),
-        ("--moe-pipeline-chunks 2 --moe-memory-reuse s7", "one of none, s1, s2, s3, s4, auto"),
+        ("--moe-pipeline-chunks 2 --moe-memory-reuse s7", "one of none, s0, s1, s2, s3, s4, auto"),
         ("--moe-memory-reuse s4", "is for MoE layers in chunks"),
         ("--moe-memory-budget 1GiB", "is for MoE layers in chunks"),
         ("--moe-pipeline-chunks 2 --moe-memory-budget 1GiB", "is what auto chooses by"),
@@ -266,10 +278,6 @@ def test_the_search_takes_chunks_where_they_are_faster_or_make_it_fit():
             "--moe-pipeline-chunks 2 --moe-memory-reuse s4 --recompute-granularity full "
             "--recompute-method uniform",
             "computed 3 times",
-        ),
-        (
-            "--moe-pipeline-chunks 2 --recompute-granularity selective --recompute-modules moe_act",
-            "moe_act",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from ...utils import file_contents
 logger = logging.getLogger(__name__)
 
 CHUNKS = ("off", "auto", "1", "2", "4", "8")
-STRATEGIES = ("none", "s1", "s2", "s3", "s4", "auto")
+STRATEGIES = ("none", "s0", "s1", "s2", "s3", "s4", "auto")
 RESTORED = "s1 to s4"
 FLAGS = (
     "--moe-pipeline-chunks",
@@ -60,10 +60,9 @@ CONFLICTS = (
         only=RESTORED,
     ),
     Conflict(
-        "--recompute-modules",
-        "its recomputation does not run inside a backward pass of ours; drop moe_act there, "
-        "--moe-memory-reuse s3 or s4 saves more",
-        values=("moe_act",),
+        "--use-transformer-engine-op-fuser",
+        "it fuses fc1, the activation function and fc2 into one; use --moe-memory-reuse s4",
+        only="s0",
     ),
     Conflict(
         "--offload-modules",
@@ -101,9 +100,9 @@ class MoE(Feature):
         Flag(
             FLAGS[1],
             "how the experts' input and what lies inside them are restored for the backward pass: "
-            "s1 copies both from the host, s2 sends the input again, s3 computes the inside again, "
-            "s4 does both, auto takes the fastest that keeps the budget; default: none, both are "
-            "kept",
+            "s0 computes the activation function again, s1 copies both from the host, s2 sends the "
+            "input again, s3 computes the inside again, s4 does both, auto takes the fastest that "
+            "keeps the budget; default: none, both are kept",
             "{" + ",".join(STRATEGIES) + "}",
             alone=True,
         ),
@@ -162,4 +161,5 @@ class MoE(Feature):
             logger.warning(
                 "megatron_ext: %s on megatron-core %s", request.text(run.args), run.version
             )
-        return (PipelinedMoE(policy, run.store),)
+        splits = run.request is not None and run.request.splits_backward
+        return (PipelinedMoE(policy, run.store if splits else None),)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ....moe.autotune import SearchSpace, StepReport, Tuner
 from ....moe.cost_file import Costs
 from ....moe.graph import kept_bytes_per_row
-from ....moe.plan import Budget, LayerShape, Strategy
+from ....moe.plan import Budget, LayerShape
 from ....moe.region import Region
 from ....offload.rates import measure_rates
 from .flags import Sets, layer_shape
@@ -74,7 +74,11 @@ class ChosenMoE(FixedPolicy):
 
     @property
     def restores(self) -> bool:
-        return self._space.strategies != (Strategy.NONE,)
+        return not all(one.keeps_products for one in self._space.strategies)
+
+    @property
+    def activates(self) -> bool:
+        return False  # where s0 is impossible, it keeps what none keeps
 
     def built(self, layer: Any) -> None:
         self._layers.add(layer)

@@ -105,7 +105,9 @@ class MoERequest:
                 f"(--num-experts is not set); drop {FLAGS[0]}"
             )
         parts = {"": f"{FLAGS[0]} {self.chunks}"}
-        if self.strategy != "none":
+        if self.strategy == "s0":
+            parts["s0"] = f"{FLAGS[1]} s0"
+        elif self.strategy != "none":
             parts[RESTORED] = f"{FLAGS[1]} {self.strategy}"
         require_no_conflict(args, CONFLICTS, parts)
 
@@ -119,12 +121,13 @@ def _read(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
         raise ConfigError(f"{flag}: {error}") from None
 
 
-def require_supported(config: Any, restores: bool) -> None:
+def require_supported(config: Any, restores: bool, activates: bool = False) -> None:
     """Refuse a layer that cannot run in chunks, whoever built it.
 
     Args:
         config: of the layer; its attributes have the names of Megatron's flags.
-        restores: whether a strategy other than none is used.
+        restores: whether one of s1 to s4 is used.
+        activates: whether s0 is.
 
     Raises:
         ConfigError: the first conflict.
@@ -132,6 +135,8 @@ def require_supported(config: Any, restores: bool) -> None:
     parts = {"": "an MoE layer in chunks"}
     if restores:
         parts[RESTORED] = "an MoE layer that restores its experts (--moe-memory-reuse)"
+    if activates:
+        parts["s0"] = "an MoE layer that computes its activation function again (s0)"
     require_no_conflict(config, CONFLICTS, parts)
 
 

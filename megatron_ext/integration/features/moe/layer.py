@@ -7,9 +7,10 @@ Megatron's own forward pass does the same, or is needed, it runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +23,13 @@ from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
 from ...callbacks import Callback
 from ...errors import ConfigError
-from ...gradients import accumulate, finish
 from ...hooks import Hook
 from .flags import require_supported
 from .timing import CallTimer
+from .weights import ExpertGradients
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_RECOMPUTES = "activation_recompute"  # of grouped experts: --recompute-modules moe_act
 _STAGES = ["route", "expert_compute", "postprocess"]
 
 
@@ -61,8 +63,13 @@ class FixedPolicy:
 
     @property
     def restores(self) -> bool:
-        """True where something is not kept for backward, now or later."""
-        return self.plan.strategy is not Strategy.NONE
+        """True where the experts' input is not kept for backward, now or later."""
+        return not self.plan.strategy.keeps_products
+
+    @property
+    def activates(self) -> bool:
+        """True where s0 is asked for by name."""
+        return self.plan.strategy is Strategy.S0
 
     def built(self, layer: Any) -> None:
         """The model has ``layer``."""
@@ -83,7 +90,8 @@ class PipelinedMoE(Callback):
 
     Args:
         policy: how calls run.
-        store: of the weight gradients that W passes compute, where the schedule has such.
+        store: of the weight gradients that W passes compute, where the schedule has such; then
+            its hooks are in place.
         options: of ``Memory``.
 
     Attributes:
@@ -95,9 +103,7 @@ class PipelinedMoE(Callback):
     ) -> None:
         self._policy, self._options = policy, options
         self.memory: Memory | None = None
-        self._store = None if store is None else _Postponing(store)
-        if store is not None:
-            store.fused_experts = lambda: policy.restores
+        self._weights = ExpertGradients(store, lambda: policy.restores)
         self._regions: weakref.WeakKeyDictionary[Any, Region] = weakref.WeakKeyDictionary()
 
     def hooks(self) -> tuple[Hook, ...]:
@@ -128,6 +134,7 @@ class PipelinedMoE(Callback):
                 ("self", "config"),
                 "what MoE layers keep together would be unknown",
             ),
+            *self._weights.hooks(),
             *saved_parameters.hooks(self._parameter),
         )
 
@@ -137,6 +144,7 @@ class PipelinedMoE(Callback):
     def close(self) -> None:
         self._policy.close()
         self._regions.clear()
+        self._weights.close()
         if self.memory is not None:
             self.memory.close()
             self.memory = None
@@ -233,18 +241,21 @@ class PipelinedMoE(Callback):
     def _region(self, layer: Any, device: torch.device) -> Region:
         region = self._regions.get(layer)
         if region is None:
-            require_supported(layer.config, self._policy.restores)
+            require_supported(layer.config, self._policy.restores, self._policy.activates)
             if self.memory is None:
                 self.memory = Memory.on(device, **self._options)
             dispatcher = layer.token_dispatcher
             tensor = dispatcher.tp_group if dispatcher.tp_size > 1 else None
+            self._weights.attach(layer.experts)
             groups = Groups(dispatcher.ep_group, tensor, dispatcher.tp_ep_group)
             region = self._regions[layer] = Region(
                 Exchange(groups, layer.config.num_moe_experts),
                 _experts(weakref.ref(layer)),
                 list(layer.experts.parameters()),
                 self.memory,
-                self._store,
+                self._weights,
+                _linears(layer.experts),
+                bool(getattr(layer.experts, _RECOMPUTES, False)),
             )
         return region
 
@@ -291,35 +302,13 @@ class _Fork(torch.autograd.Function):
         return rest + shared
 
 
-class _Postponing:
-    """What ``Region`` asks of the weight-gradient store."""
-
-    def __init__(self, store: WeightGradStore) -> None:
-        self._store = store
-        self.suspended, self.in_parts = store.suspended, store.in_parts
-
-    @property
-    def collecting(self) -> bool:
-        return self._store.collecting
-
-    def takes(self, parameter: torch.nn.Parameter, grad: torch.Tensor | None) -> bool:
-        if grad is None or self._store.placeholder(parameter):
-            return self._store.holds(parameter)
-        if not self._store.holds(parameter):
-            return False
-        # B has part of it, such as a bias that is added outside the layer that postpones. It waits
-        # for W, so that the order of summands does not depend on the schedule.
-        with self._store.in_parts():
-            task = functools.partial(accumulate, parameter, grad)
-            self._store.put(parameter, task, done=finish)
-        return True
-
-
 def _experts(layer: weakref.ref[Any]) -> Callable[..., torch.Tensor]:
     # Weakly: the region is kept by the layer, as a key.
     def compute(rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         module: Any = layer()
-        output, bias = module.experts(rows, counts, probs)
+        # Megatron's recomputation refuses to run in a backward pass of ours, which has its own.
+        with _without(module.experts, _RECOMPUTES):
+            output, bias = module.experts(rows, counts, probs)
         if bias is not None:
             raise ConfigError(
                 f"{type(module.experts).__name__} returns a bias to be added after combine, which "
@@ -329,6 +318,29 @@ def _experts(layer: weakref.ref[Any]) -> Callable[..., torch.Tensor]:
         return result
 
     return compute
+
+
+@contextlib.contextmanager
+def _without(module: torch.nn.Module, switch: str) -> Iterator[None]:
+    """With ``switch`` of ``module`` off, where it is on."""
+    before = getattr(module, switch, False)
+    if before:
+        setattr(module, switch, False)
+    try:
+        yield
+    finally:
+        if before:
+            setattr(module, switch, before)
+
+
+def _linears(experts: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """fc1 and fc2: of all experts, or of each."""
+    found = []
+    for one in experts.modules():
+        fc1, fc2 = (getattr(one, name, None) for name in ("linear_fc1", "linear_fc2"))
+        if isinstance(fc1, torch.nn.Module) and isinstance(fc2, torch.nn.Module):
+            found.append((fc1, fc2))
+    return found
 
 
 def _needs_stock(layer: Any) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from . import te as wgrad_te
-from .local import is_output_weight
+from ... import split_te as wgrad_te
+from ...split_local import is_output_weight
 
 
 @dataclass

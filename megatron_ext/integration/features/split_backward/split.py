@@ -13,11 +13,11 @@ from ....runtime.wgrad import WeightGradStore
 from ....schedule.actions import Op
 from ....schedule.effects import passes
 from ....schedule.schedule import Schedule
+from ... import split_local as local
+from ... import split_te as wgrad_te
 from ...callbacks import Callback, Step
 from ...hooks import Hook
 from ...utils import gather
-from . import local
-from . import te as wgrad_te
 from .report import WgradReport, wgrad_report
 
 logger = logging.getLogger(__name__)

@@ -15,24 +15,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....runtime.sharded import Sharded, mark_gathered, sharded, whole
-from ....runtime.wgrad import WeightGradStore
-from ...gradients import DDP_HOOK, accumulate, finish, mark_added
-from ...hooks import Hook
+from ..runtime.sharded import Sharded, mark_gathered, sharded, whole
+from ..runtime.wgrad import WeightGradStore
+from .gradients import DDP_HOOK, accumulate, finish, mark_added
+from .hooks import Hook
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 
+def linear_hook(store: WeightGradStore) -> Hook:
+    """The hook that lets ``store`` receive weight gradients while it collects."""
+    return Hook(
+        (f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication",),
+        lambda original: _split_linear(original, store),
+        (),
+        "weight gradients could not be delayed",
+    )
+
+
 def hooks(store: WeightGradStore) -> tuple[Hook, ...]:
-    """The hooks that let ``store`` receive the weight gradients."""
+    """The hooks of schedules with W passes."""
     return (
-        Hook(
-            (f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication",),
-            lambda original: _split_linear(original, store),
-            (),
-            "weight gradients could not be delayed",
-        ),
+        linear_hook(store),
         Hook(
             (
                 "megatron.core.distributed.distributed_data_parallel:"
@@ -121,7 +126,8 @@ def _input_gradient_only(ctx: Any, grad_output: torch.Tensor, store: WeightGradS
     fused, operands = ctx.gradient_accumulation_fusion, (total, sharded(grad_output))
     store.put(
         weight,
-        functools.partial(_accumulate_fused if fused else _weight_gradient, *operands, weight),
+        functools.partial(_accumulate_fused if fused else _weight_gradient, weight),
+        rows=operands,
         done=finish,
         after=functools.partial(mark_added, weight) if fused else None,
         sharded=[one for one in operands if isinstance(one, Sharded)],
@@ -134,7 +140,7 @@ def _input_gradient_only(ctx: Any, grad_output: torch.Tensor, store: WeightGradS
 
 @torch.no_grad()
 def _weight_gradient(
-    x: torch.Tensor | Sharded, grad_output: torch.Tensor | Sharded, weight: torch.nn.Parameter
+    weight: torch.nn.Parameter, x: torch.Tensor | Sharded, grad_output: torch.Tensor | Sharded
 ) -> None:
     """W of one layer: the same arithmetic, in the same order, as Megatron's own backward."""
     accumulate(weight, _rows(grad_output).t().matmul(_rows(x)))
@@ -142,7 +148,7 @@ def _weight_gradient(
 
 @torch.no_grad()
 def _accumulate_fused(
-    x: torch.Tensor | Sharded, grad_output: torch.Tensor | Sharded, weight: Any
+    weight: Any, x: torch.Tensor | Sharded, grad_output: torch.Tensor | Sharded
 ) -> None:
     import fused_weight_gradient_mlp_cuda as kernels  # Apex's; Megatron imports the same
 

@@ -23,12 +23,14 @@ from typing import Any
 
 import torch
 
-from ....runtime.sharded import Sharded, whole
-from ....runtime.wgrad import WeightGradStore
-from ...gradients import accumulate, finish, mark_added, stand_in
+from ..runtime.sharded import Sharded, whole
+from ..runtime.wgrad import WeightGradStore
+from .gradients import accumulate, finish, mark_added, stand_in
 
 _WEIGHT = re.compile(r"weight\d*")
 _BIAS = re.compile(r"bias\d*")
+# Of what they leave there: the input and the output gradient; one of each for every expert.
+_ROWS = 2
 # What the modules call on a store; anything else there is not the store that we know.
 _STORE_METHODS = ("delay_wgrad_compute", "put", "pop")
 
@@ -113,7 +115,8 @@ class SplitStore:
         in_place = self._module.fuse_wgrad_accumulation and not self._biases
         self._store.put(
             first,
-            functools.partial(self._weight_pass, parts, function),
+            functools.partial(self._weight_pass, function, parts[_ROWS:]),
+            rows=parts[:_ROWS],
             others=(*others, *self._biases),
             done=finish,
             after=self._mark_added if in_place else None,
@@ -160,13 +163,15 @@ class SplitStore:
         """Nothing waits in the module itself, ever."""
 
     @torch.no_grad()
-    def _weight_pass(self, tensors: list[Any], function: Callable[..., Any]) -> None:
+    def _weight_pass(self, function: Callable[..., Any], results: list[Any], *rows: Any) -> None:
+        # Of several chunks' rows the first chunk's memory for results; the function is what
+        # Transformer Engine gave for the first, and nothing of it depends on the number of rows.
         # backward_dw sets gradients rather than adding to them (or only where there is none), so
         # it starts from none, and what was there is added up here.
         before = [(p, p.grad) for p in (*self._weights, *self._biases)]
         for parameter, _ in before:
             parameter.grad = None
-        self.context.put([[whole(tensor) for tensor in tensors], function])
+        self.context.put([[*map(whole, rows), *results], function])
         self._in_weight_pass = True
         try:
             self._backward_dw(self._module)
