@@ -8,6 +8,7 @@ from fractions import Fraction
 from ..schedule import OffloadSpec, Schedule, ScheduleSpec
 from ..schedule.passes.offload import wanted_chunks
 from .memory import message_bytes, rank_bytes
+from .moe_job import keeps_from_offload
 from .space import SearchSpace, Workload
 
 
@@ -44,6 +45,8 @@ def offers(one: Candidate, space: SearchSpace, order: Schedule) -> list[Candidat
         return out  # with offload a cap is of what stays on the device: another point
     if any(stage.sets.host for stage in one.workload.stages):
         return out  # its MoE layers use the link to the host by themselves
+    if keeps_from_offload(one.workload.job):
+        return out
     link = space.link(one.workload, one.spec.placement)
     for wanted in space.offload:
         offload = OffloadSpec(wanted, link)

@@ -71,6 +71,13 @@ def fixed_plan(job: Job) -> LayerPlan | None:
     return plan
 
 
+def keeps_from_offload(job: Job) -> bool:
+    """True where the experts' tensors stay on the device under ``--pp-offload``: ``s0`` holds them
+    by saved-tensor hooks of its own."""
+    plan = fixed_plan(job)
+    return plan is not None and plan.strategy is Strategy.S0
+
+
 def with_plan(job: Job, plan: LayerPlan) -> Job:
     """The job with all its MoE layers run by ``plan``."""
     if plan.stock:

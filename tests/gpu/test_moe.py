@@ -28,17 +28,24 @@ def group() -> Iterator[Any]:
 def _experts() -> Any:
     import torch
 
+    class Product(torch.nn.Module):
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__()
+            weight = torch.randn(EXPERTS, inputs, outputs) / inputs**0.5
+            self.weight = torch.nn.Parameter(weight)
+
+        def forward(self, x: Any, sizes: list[int]) -> Any:
+            return torch.cat([a @ w for a, w in zip(x.split(sizes), self.weight)])
+
     class Experts(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, FFN) / WIDTH**0.5)
-            self.down = torch.nn.Parameter(torch.randn(EXPERTS, FFN, WIDTH) / FFN**0.5)
+            self.up, self.down = Product(WIDTH, FFN), Product(FFN, WIDTH)
 
         def forward(self, x: Any, counts: Any, probs: Any) -> Any:
             sizes = counts.tolist()
-            parts = zip(x.split(sizes), probs.split(sizes), self.up, self.down)
-            gelu = torch.nn.functional.gelu
-            return torch.cat([(gelu(a @ u) * p[:, None].to(a.dtype)) @ d for a, p, u, d in parts])
+            inner = torch.nn.functional.gelu(self.up(x, sizes)) * probs[:, None].to(x.dtype)
+            return self.down(inner, sizes)
 
     torch.manual_seed(1)
     return Experts().to("cuda", torch.bfloat16)
@@ -63,7 +70,8 @@ def test_strategies_are_bitwise_the_same(group: Any, chunks: int) -> None:
     for strategy in Strategy:
         memory = Memory.on(x.device)
         exchange = Exchange(Groups(group, None, group), EXPERTS)
-        region = Region(exchange, module, list(module.parameters()), memory)
+        parameters, linears = list(module.parameters()), [(module.up, module.down)]
+        region = Region(exchange, module, parameters, memory, linears=linears)
         for _ in range(2):
             inputs = [x.clone().requires_grad_(), (scores * chosen).requires_grad_()]
             out = inputs[0]

@@ -283,10 +283,12 @@ SCHEDULED = [
     "zb-h1-none/3-bf16",
     "v-half-none-offload/3",
     "zb-h1-s1-offload/3s",
+    "zb-h1-s0-offload/3",
 ]
+NIGHTLY = ("v-half-s3/3s-fusion", "zb-h1-s0-offload/3")
 
 
-@pytest.mark.parametrize("case", SCHEDULED)
+@pytest.mark.parametrize("case", [nightly(c) if c in NIGHTLY else c for c in SCHEDULED])
 def test_schedules_give_stocks_gradients_bit_for_bit(scheduled: Cases, case: str) -> None:
     """With W passes of their own or in B, with late copies and let-go memory full of NaN; against
     stock's schedule with the same chunks."""

@@ -80,6 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
 for _name, _schedule, _strategy, _chunks in (
     ("v-half-none-offload/3", "v-half", "none", 2),
     ("zb-h1-s1-offload/3s", "zb-h1", "s1", 1),
+    ("zb-h1-s0-offload/3", "zb-h1", "s0", 1),
 ):
     _offload = OffloadRequest("full", "0.25", "dual")
     CASES[_name] = _case(_schedule, "", (3, _strategy), chunks=_chunks, offload=_offload)
