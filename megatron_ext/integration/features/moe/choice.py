@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....moe.autotune import SearchSpace, StepReport, Tuner
+from ....moe.autotune import AUTO, SearchSpace, StepReport, Tuner
 from ....moe.cost_file import Costs
 from ....moe.graph import kept_bytes_per_row
-from ....moe.plan import Budget, LayerShape, Strategy
+from ....moe.plan import Budget, LayerShape
 from ....moe.region import Region
 from ....offload.rates import measure_rates
 from .flags import Sets, layer_shape
@@ -73,8 +73,9 @@ class ChosenMoE(FixedPolicy):
     steps = True
 
     @property
-    def restores(self) -> bool:
-        return self._space.strategies != (Strategy.NONE,)
+    def strategy(self) -> str:
+        names = [one.value for one in self._space.strategies]
+        return names[0] if len(names) == 1 else AUTO
 
     def built(self, layer: Any) -> None:
         self._layers.add(layer)
@@ -140,7 +141,7 @@ class ChosenMoE(FixedPolicy):
                 kept = kept_bytes_per_row(region.experts, region.parameters, local, like, probs)
                 self._rows = rows  # without those of the probe
                 known = replace(known, kept_bytes=_largest((kept,), hidden, region)[0])
-            if self.restores and known.to_host is None:
+            if self.strategy != "none" and known.to_host is None:
                 device = region.memory.device
                 host = torch.empty(
                     2 * _PROBE_BYTES, dtype=torch.uint8, pin_memory=device.pins_host_memory

@@ -10,13 +10,14 @@ from ...._input import attribute, parse_bytes
 from ....moe import cost_file
 from ....moe.autotune import AUTO, SearchSpace
 from ....moe.plan import Budget, BudgetError, LayerShape
+from ....plan.moe_conflicts import CONFLICTS, parts_of
 from ....schedule.effects import peak_sets
 from ....schedule.generators import generate
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import require_no_conflict
 from ...utils import full_batch
-from . import CHUNKS, CONFLICTS, FLAGS, RESTORED, STRATEGIES
+from . import CHUNKS, FLAGS, STRATEGIES
 
 # (model chunks a rank, microbatches) -> most activation sets of each pipeline rank
 Sets = Callable[[int, int], list[int]]
@@ -104,10 +105,8 @@ class MoERequest:
                 f"{FLAGS[0]} {self.chunks} is for MoE layers, and the model has none "
                 f"(--num-experts is not set); drop {FLAGS[0]}"
             )
-        parts = {"": f"{FLAGS[0]} {self.chunks}"}
-        if self.strategy != "none":
-            parts[RESTORED] = f"{FLAGS[1]} {self.strategy}"
-        require_no_conflict(args, CONFLICTS, parts)
+        restoring = dict.fromkeys(parts_of(self.strategy), f"{FLAGS[1]} {self.strategy}")
+        require_no_conflict(args, CONFLICTS, {"": f"{FLAGS[0]} {self.chunks}", **restoring})
 
 
 def _read(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
@@ -119,20 +118,19 @@ def _read(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
         raise ConfigError(f"{flag}: {error}") from None
 
 
-def require_supported(config: Any, restores: bool) -> None:
+def require_supported(config: Any, strategy: str) -> None:
     """Refuse a layer that cannot run in chunks, whoever built it.
 
     Args:
         config: of the layer; its attributes have the names of Megatron's flags.
-        restores: whether a strategy other than none is used.
+        strategy: that may be used, or ``auto``.
 
     Raises:
         ConfigError: the first conflict.
     """
-    parts = {"": "an MoE layer in chunks"}
-    if restores:
-        parts[RESTORED] = "an MoE layer that restores its experts (--moe-memory-reuse)"
-    require_no_conflict(config, CONFLICTS, parts)
+    what = f"an MoE layer that restores its experts ({FLAGS[1]} {strategy})"
+    restoring = dict.fromkeys(parts_of(strategy), what)
+    require_no_conflict(config, CONFLICTS, {"": "an MoE layer in chunks", **restoring})
 
 
 def layer_shape(config: Any, hidden: int, tp: int, element_bytes: int) -> LayerShape:

@@ -16,7 +16,7 @@ import torch
 
 from ....moe.buffers import Memory
 from ....moe.exchange import Exchange, Groups
-from ....moe.plan import ExecutionPolicy, LayerPlan, Strategy
+from ....moe.plan import ExecutionPolicy, LayerPlan
 from ....moe.region import Region
 from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
@@ -60,9 +60,9 @@ class FixedPolicy:
         self.plan = plan
 
     @property
-    def restores(self) -> bool:
-        """True where something is not kept for backward, now or later."""
-        return self.plan.strategy is not Strategy.NONE
+    def strategy(self) -> str:
+        """Of all calls to come, as ``--moe-memory-reuse`` names it; ``auto``: one of several."""
+        return self.plan.strategy.value
 
     def built(self, layer: Any) -> None:
         """The model has ``layer``."""
@@ -97,7 +97,7 @@ class PipelinedMoE(Callback):
         self.memory: Memory | None = None
         self._store = None if store is None else _Postponing(store)
         if store is not None:
-            store.fused_experts = lambda: policy.restores
+            store.fused_experts = lambda: policy.strategy != "none"
         self._regions: weakref.WeakKeyDictionary[Any, Region] = weakref.WeakKeyDictionary()
 
     def hooks(self) -> tuple[Hook, ...]:
@@ -155,6 +155,7 @@ class PipelinedMoE(Callback):
         @functools.wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
+            require_supported(self.config, policy.strategy)
             policy.built(self)
 
         return __init__
@@ -231,7 +232,7 @@ class PipelinedMoE(Callback):
     def _region(self, layer: Any, device: torch.device) -> Region:
         region = self._regions.get(layer)
         if region is None:
-            require_supported(layer.config, self._policy.restores)
+            require_supported(layer.config, self._policy.strategy)
             if self.memory is None:
                 self.memory = Memory.on(device, **self._options)
             dispatcher = layer.token_dispatcher
