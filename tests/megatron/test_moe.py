@@ -37,6 +37,7 @@ SINGLE = [
     "frozen",
     "recompute",
 ]
+QUANTIZED = ["fp8", "fp8-recompute"]
 COMPARED = [*EXACT, *BF16, *SINGLE]
 AUTO = ["auto", "auto-in-a-budget", "auto-in-a-large-budget", "auto-recompute"]
 TRAINED = ["ddp-fp32", "ddp-bf16", "ddp-fusion", "ddp-reduce-in-bf16"]
@@ -57,7 +58,7 @@ def _difference(ours: Any, stock: Any) -> float:
 
 
 def test_every_case_is_compared(results: Cases) -> None:
-    assert set(results) == {*COMPARED, *AUTO, *TRAINED, "precision", "memory"}
+    assert set(results) == {*COMPARED, *QUANTIZED, *AUTO, *TRAINED, "precision", "memory"}
 
 
 @pytest.mark.parametrize("case", COMPARED)
@@ -96,6 +97,23 @@ def test_strategies_are_bitwise_the_same(results: Cases, case: str) -> None:
             plain, ours = rank[chunks, "none"], rank[chunks, strategy]
             assert [n for n in plain if n != "fired" and not _same(plain[n], ours[n])] == []
     assert compared >= 8 or case == "recompute"
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_quantized_experts(results: Cases, case: str) -> None:
+    """Blockwise FP8: each row has scales of its own, so all but weight gradients are stock's bit
+    for bit, and those of one chunk too; what is computed again is quantized again."""
+    for rank in results[case]:
+        stock = rank["stock"]
+        for way in _ways(rank):
+            ours = rank[way]
+            for name in set(stock) - {"fired"}:
+                if "experts" not in name or way[0] == 1:
+                    assert ours[name].equal(stock[name]), f"{way}: {name}"
+                else:
+                    assert _difference(ours[name], stock[name]) < 1e-3, f"{way}: {name}"
+                    assert ours[name].equal(rank[way[0], "none"][name]), f"{way}: {name}"
+        assert rank["no_grad"].equal(stock["output"])
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -35,6 +35,7 @@ from megatron_ext.moe.buffers import Record
 from megatron_ext.moe.exchange import Exchange
 from megatron_ext.moe.plan import STOCK, LayerPlan
 from megatron_ext.moe.region import Region
+from tests.megatron.cases import quantized
 from tests.support.case_server import serve
 
 STRATEGIES = ("none", "s1", "s2", "s3", "s4")
@@ -44,6 +45,8 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     """Stock, then each (chunks, strategy) of the case's ways."""
     config = config_of(case)
     layer = build(config)
+    if case.get("fp8"):
+        quantized.install(layer)
     if case.get("frozen"):
         layer.experts.local_experts[0].requires_grad_(False)
     x, dy = data(case, config)
@@ -263,6 +266,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
 
 WAYS = [(n, strategy) for n in (1, 2, 4) for strategy in STRATEGIES]
 SOME = [(1, "s4"), (3, "none"), (3, "s1"), (3, "s2"), (3, "s3"), (3, "s4")]
+QUANTIZED = [(1, "none"), (1, "s4"), (3, "none"), (3, "s3"), (3, "s4")]
 COSTS = {
     "format": cost_file.FORMAT,
     "layers": "",
@@ -286,6 +290,7 @@ _ON_INPUT = {
     "moe_apply_probs_on_input": True,
 }
 
+_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 _ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 
 # name -> ranks, parallel sizes, and what differs.
@@ -342,7 +347,15 @@ CASES: dict[str, dict[str, Any]] = {
         "world": 2,
         "ep": 2,
         "ways": [(1, "none"), (2, "none"), (4, "none")],
-        "config": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        "config": _RECOMPUTED,
+    },
+    "fp8": {"world": 2, "ep": 2, "ways": QUANTIZED, "fp8": True},
+    "fp8-recompute": {
+        "world": 2,
+        "ep": 2,
+        "ways": [(1, "none"), (4, "none")],
+        "fp8": True,
+        "config": _RECOMPUTED,
     },
     "precision": {
         "world": 2,
@@ -410,7 +423,7 @@ CASES: dict[str, dict[str, Any]] = {
         "space": ("auto", "none"),
         "budget": None,
         "steps": AUTO_STEPS,
-        "config": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        "config": _RECOMPUTED,
     },
     "ddp-reduce-in-bf16": {
         "world": 4,

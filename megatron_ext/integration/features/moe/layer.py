@@ -21,9 +21,9 @@ from ....moe.region import Region
 from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
 from ...callbacks import Callback
-from ...errors import ConfigError
 from ...gradients import accumulate, finish
 from ...hooks import Hook
+from .experts import LayerExperts, checkpoint
 from .flags import require_supported
 from .timing import CallTimer
 
@@ -223,10 +223,8 @@ class PipelinedMoE(Callback):
             return output if shared is None else output + shared
 
         if layer.moe_layer_recompute:
-            from megatron.core import tensor_parallel
-
             arguments = (hidden_states,) if padding_mask is None else (hidden_states, padding_mask)
-            return tensor_parallel.checkpoint(compute, False, *arguments), None
+            return checkpoint(layer, compute, *arguments), None
         return compute(hidden_states, padding_mask), None
 
     def _region(self, layer: Any, device: torch.device) -> Region:
@@ -240,7 +238,7 @@ class PipelinedMoE(Callback):
             groups = Groups(dispatcher.ep_group, tensor, dispatcher.tp_ep_group)
             region = self._regions[layer] = Region(
                 Exchange(groups, layer.config.num_moe_experts),
-                _experts(weakref.ref(layer)),
+                LayerExperts(layer),
                 list(layer.experts.parameters()),
                 self.memory,
                 self._store,
@@ -270,22 +268,6 @@ class _Postponing:
             task = functools.partial(accumulate, parameter, grad)
             self._store.put(parameter, task, done=finish)
         return True
-
-
-def _experts(layer: weakref.ref[Any]) -> Callable[..., torch.Tensor]:
-    # Weakly: the region is kept by the layer, as a key.
-    def compute(rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        module: Any = layer()
-        output, bias = module.experts(rows, counts, probs)
-        if bias is not None:
-            raise ConfigError(
-                f"{type(module.experts).__name__} returns a bias to be added after combine, which "
-                "MoE layers in chunks do not support; add --disable-bias-linear"
-            )
-        result: torch.Tensor = output
-        return result
-
-    return compute
 
 
 def _needs_stock(layer: Any) -> bool:

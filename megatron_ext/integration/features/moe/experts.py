@@ -1,0 +1,81 @@
+"""A layer's experts as a chunk calls them, in the precision of the layer's forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+
+
+class LayerExperts:
+    """The experts of one layer: ``Region.experts``.
+
+    Transformer Engine quantizes inside a context around the forward pass. When a chunk's experts
+    are computed again, that is over, and they would silently be computed in bf16; so what was in
+    force is entered again.
+
+    Args:
+        layer: the ``MoELayer``, held weakly: it is the key under which this is kept.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer: Callable[[], Any] = weakref.ref(layer)
+        self._again: Callable[[], Any] = contextlib.nullcontext
+
+    def __call__(
+        self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        layer = self._layer()
+        context: Any = contextlib.nullcontext()
+        if is_quantized(layer.config):
+            now = _in_force()
+            if now is None:
+                context = self._again()
+            else:
+                self._again = now
+        with context:
+            output, bias = layer.experts(rows, counts, probs)
+        if bias is not None:
+            raise ConfigError(
+                f"{type(layer.experts).__name__} returns a bias to be added after combine, which "
+                "MoE layers in chunks do not support; add --disable-bias-linear"
+            )
+        result: torch.Tensor = output
+        return result
+
+
+def is_quantized(config: Any) -> bool:
+    """True if layers of ``config`` compute in FP8 or FP4."""
+    return bool(config.fp8 or getattr(config, "fp4", None))
+
+
+def checkpoint(layer: Any, run: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+    """``run``, computed again in backward, as ``MoELayer`` does for its own forward pass."""
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.moe import moe_layer
+
+    if is_quantized(layer.config):  # it enters the precision again
+        tracker = tensor_parallel.random.get_cuda_rng_tracker
+        return moe_layer.te_checkpoint(run, False, tracker, layer.attn_tp_group, *inputs)
+    return tensor_parallel.checkpoint(run, False, *inputs)
+
+
+def _in_force() -> Callable[[], Any] | None:
+    """Gives a context like Transformer Engine's innermost one; None: it does not quantize now."""
+    from megatron.core import fp8_utils
+
+    state = fp8_utils.FP8GlobalStateManager
+    if not state.is_fp8_enabled():
+        return None
+    return functools.partial(  # for FP4 too
+        fp8_utils.transformer_engine.pytorch.fp8_autocast,
+        enabled=True,
+        fp8_recipe=state.get_fp8_recipe(),
+        fp8_group=state.get_fp8_group(),
+    )
