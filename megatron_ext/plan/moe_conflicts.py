@@ -8,6 +8,8 @@ from .._conflict import Conflict
 
 RESTORED = "s1 to s4"
 OFFLOADED = "s1, s2"
+CHOSEN = "auto"
+SPLIT = "split backward passes"
 
 _ONE_CALL = "it works on a whole layer at once, which runs in chunks here; drop it"
 _SCHEDULE = "its schedule calls the parts of an MoE layer itself and would pass the chunks by"
@@ -31,6 +33,14 @@ _SHARDED = "it gathers and frees parameters around whole layers; use --use-distr
 _CAPTURED = ("attn", "mlp", "mamba")
 
 
+class _FlexConflict(Conflict):
+    """Of the flex dispatcher only; the others ignore the flag."""
+
+    def found(self, args: Any) -> str | None:
+        flex = getattr(args, "moe_token_dispatcher_type", None) == "flex"
+        return super().found(args) if flex else None
+
+
 class _CapturedExperts(Conflict):
     """Transformer Engine's graphs, where they hold parts of an MoE layer."""
 
@@ -52,8 +62,35 @@ class _CapturedExperts(Conflict):
 CONFLICTS = (
     Conflict(
         "--moe-token-dispatcher-type",
-        "its communication is inside its kernels, and chunks have their own; set it to alltoall",
-        off=("alltoall", "allgather"),
+        "its kernels keep to themselves where rows went, so none can be restored; use "
+        "--moe-memory-reuse none, or alltoall",
+        values=("flex",),
+        only=RESTORED,
+    ),
+    Conflict(
+        "--moe-token-dispatcher-type",
+        "plans are chosen by the rows of each expert, which its kernels count for themselves; name "
+        "--moe-pipeline-chunks and --moe-memory-reuse none, or use alltoall",
+        values=("flex",),
+        only=CHOSEN,
+    ),
+    Conflict(
+        "--moe-token-dispatcher-type",
+        "its chunks are one autograd graph, of which weight gradients cannot wait in parts; use "
+        "--pp-schedule 1f1b or interleaved, or alltoall",
+        values=("flex",),
+        only=SPLIT,
+    ),
+    _FlexConflict(
+        "--moe-flex-dispatcher-backend",
+        "it wants as many tokens on all ranks, in multiples of 64, which chunks do not keep; use "
+        "deepep",
+        values=("hybridep",),
+    ),
+    _FlexConflict(
+        "--moe-flex-dispatcher-backend",
+        "its dispatch and combine have to alternate, and chunks are sent ahead; use deepep",
+        values=("ncclep",),
     ),
     Conflict(
         "--moe-pad-expert-input-to-capacity",

@@ -138,9 +138,10 @@ def obstacle(job: Job, strategy: str) -> str | None:
     Args:
         strategy: that is wanted.
     """
+    if job.moe_token_dispatcher_type == "flex":
+        return f"--moe-token-dispatcher-type flex: plan does not model its chunks; drop {CHUNKS}"
     quantized = None if job.recipe is None else "--fp4" if job.recipe == "nvfp4" else "--fp8"
     args = SimpleNamespace(
-        moe_token_dispatcher_type=job.moe_token_dispatcher_type,
         recompute_granularity=job.recompute_granularity,
         recompute_modules=job.recompute_modules,
         offload_modules=job.offload_modules,

@@ -10,12 +10,13 @@ import pytest
 from megatron.core.enums import Fp8Recipe
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.feature import Conflict, markdown
-from megatron_ext.integration.features.moe import CONFLICTS, FLAGS
+from megatron_ext.integration.feature import Conflict, Run, markdown
+from megatron_ext.integration.features.moe import CONFLICTS, MoE
 from megatron_ext.integration.features.moe.flags import MoERequest, require_supported, stock_sets
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.moe.cost_file import Costs
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
-from megatron_ext.plan.moe_conflicts import OFFLOADED
+from megatron_ext.plan.moe_conflicts import CHOSEN, OFFLOADED, RESTORED, SPLIT
 from tests.support.checkouts import ROOT
 from tests.support.stand_ins import megatron_args
 
@@ -61,9 +62,9 @@ def test_what_is_asked_for(chunks: str, strategy: str | None) -> None:
     request.check(args)
 
 
-def test_both_plain_dispatchers() -> None:
+def test_all_dispatchers() -> None:
     """allgather is Megatron's default."""
-    for name in ("alltoall", "allgather"):
+    for name in ("alltoall", "allgather", "flex"):
         args = arguments(moe_token_dispatcher_type=name)
         request = MoERequest.of(args)
         assert request is not None
@@ -154,43 +155,57 @@ def _wrong(rule: Conflict) -> Any:
 def _breaking(rule: Conflict) -> dict[str, Any]:
     """Megatron's arguments that break ``rule``, and no other."""
     beside = {"--fp8-format": {"fp8": "hybrid"}, "--fp4-format": {"fp4": "e2m1"}}
+    flex = {"moe_token_dispatcher_type": "flex"} if "--moe-flex" in rule.flag else {}
     captures = rule.flag == "--cuda-graph-modules"
     graphs = {"cuda_graph_impl": "transformer_engine"} if captures else {}
-    return {rule.attribute: _wrong(rule), **beside.get(rule.beside, {}), **graphs}
+    return {rule.attribute: _wrong(rule), **beside.get(rule.beside, {}), **graphs, **flex}
 
 
 _rules = pytest.mark.parametrize("rule", CONFLICTS, ids=lambda r: " ".join((r.flag, *r.values)))
 
 
-def _without(rule: Conflict) -> str:
-    """A strategy that the rule allows."""
-    return "s3" if rule.only == OFFLOADED else "none"
+# Part of the feature -> flags that use it, flags that do not.
+PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "": ({}, {}),
+    RESTORED: ({"moe_memory_reuse": "s3"}, {}),
+    OFFLOADED: ({"moe_memory_reuse": "s1"}, {"moe_memory_reuse": "s3"}),
+    CHOSEN: ({"moe_pipeline_chunks": "auto"}, {}),
+    SPLIT: ({"pp_schedule": "zb-h1"}, {"pp_schedule": "1f1b"}),
+}
+
+
+def _check(**changed: Any) -> None:
+    """As the feature does it before Megatron's validation."""
+    args = arguments(**changed)
+    schedule = getattr(args, "pp_schedule", None)
+    request = None if schedule is None else ScheduleRequest.of(schedule)
+    MoE().check(Run(args, "0.19.0", request=request))
 
 
 @_rules
 def test_conflicts_are_refused(rule: Conflict) -> None:
-    changed = _breaking(rule)
-    strategy = "s1" if rule.only == OFFLOADED else "s3"
-    text = refusal(moe_memory_reuse=strategy, **changed)
-    assert rule.flag in text and rule.reason in text
-    assert text.startswith(f"--moe-memory-reuse {strategy}" if rule.only else FLAGS[0] + " 4")
+    using, allowed = PARTS[rule.only]
+    with pytest.raises(ConfigError) as error:
+        _check(**_breaking(rule), **using)
+    text = str(error.value)
+    assert rule.flag in text and rule.reason in text and "\n" not in text and len(text) < 300
+    flag, value = next(iter(using.items()), ("moe_pipeline_chunks", "4"))
+    assert f"--{flag.replace('_', '-')} {value}" in text.partition(" does not support ")[0]
     if rule.only:
-        args = arguments(moe_memory_reuse=_without(rule), **changed)
-        request = MoERequest.of(args)
-        assert request is not None
-        request.check(args)
+        _check(**_breaking(rule), **allowed)
 
 
 @_rules
 def test_layers_are_checked_whoever_built_them(rule: Conflict) -> None:
     """A configuration has the names of the flags."""
     config = arguments(**_breaking(rule))
+    using, allowed = (flags.get("moe_memory_reuse", "none") for flags in PARTS[rule.only])
     with pytest.raises(ConfigError, match="an MoE layer") as error:
-        require_supported(config, "auto")
+        require_supported(config, using, rule.only == CHOSEN, rule.only == SPLIT)
     assert rule.flag in str(error.value) and rule.reason in str(error.value)
-    require_supported(arguments(), "auto")
+    require_supported(arguments(), "auto", True, True)
     if rule.only:
-        require_supported(config, _without(rule))
+        require_supported(config, allowed)
 
 
 ATTENTION: list[dict[str, Any]] = [

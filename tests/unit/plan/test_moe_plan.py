@@ -265,7 +265,10 @@ def test_the_search_takes_chunks_where_they_are_faster_or_make_it_fit():
             "--moe-pipeline-chunks 2 --moe-memory-reuse s1 --fp8-format e4m3 --fp8-recipe mxfp8",
             "s1 does not go together with --fp8-format: copies to the host",
         ),
-        ("--moe-pipeline-chunks 2 --moe-token-dispatcher-type flex", "inside its kernels"),
+        (
+            "--moe-pipeline-chunks 2 --moe-token-dispatcher-type flex",
+            "does not model its chunks",
+        ),
         (
             "--moe-pipeline-chunks 2 --cuda-graph-impl transformer_engine",
             "with --cuda-graph-modules of whole layers",

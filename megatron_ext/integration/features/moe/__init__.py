@@ -67,7 +67,7 @@ class MoE(Feature):
         request = MoERequest.of(run.args)
         if request is not None:
             if not run.library:  # there each layer is checked by its own configuration
-                request.check(run.args)
+                request.check(run.args, _splits(run))
             run.experts_in_chunks = not request.stock
 
     def start(self, run: Run) -> Sequence[Callback]:
@@ -98,4 +98,9 @@ class MoE(Feature):
             logger.warning(
                 "megatron_ext: %s on megatron-core %s", request.text(run.args), run.version
             )
-        return (PipelinedMoE(policy, run.store),)
+        return (PipelinedMoE(policy, run.store if _splits(run) else None),)
+
+
+def _splits(run: Run) -> bool:
+    """True if weight gradients may wait for a pass of their own."""
+    return run.request is not None and run.request.splits_backward

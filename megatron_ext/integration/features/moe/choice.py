@@ -70,7 +70,7 @@ class ChosenMoE(FixedPolicy):
         self._handles: list[Any] = []
         atexit.register(self.close)
 
-    steps = True
+    steps = chooses = True
 
     @property
     def strategy(self) -> str:

@@ -1,4 +1,4 @@
-"""A layer's experts as a chunk calls them, in the precision of the layer's forward pass."""
+"""The region of one of Megatron's layers, and its experts in the precision of a forward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,33 @@ from typing import Any
 
 import torch
 
+from ....moe.buffers import Memory
+from ....moe.exchange import Exchange, Groups
+from ....moe.region import GradientStore, Region
 from ...errors import ConfigError
+from .flex import FlexRegion
+
+__all__ = ["FlexRegion", "LayerExperts", "Region", "checkpoint", "region_of"]
+
+
+def region_of(
+    layer: Any, device: torch.device, memory: Callable[[], Memory], store: GradientStore | None
+) -> Region | FlexRegion:
+    """What runs the routed part of ``layer`` in chunks, by its dispatcher.
+
+    Args:
+        layer: the ``MoELayer``.
+        device: that it runs on.
+        memory: what the rank's layers share, if this one needs any.
+        store: of weight gradients that are computed later.
+    """
+    dispatcher, experts = layer.token_dispatcher, LayerExperts(layer)
+    if layer.config.moe_token_dispatcher_type == "flex":
+        return FlexRegion(layer, experts, device)
+    tensor = dispatcher.tp_group if dispatcher.tp_size > 1 else None
+    groups = Groups(dispatcher.ep_group, tensor, dispatcher.tp_ep_group)
+    exchange = Exchange(groups, layer.config.num_moe_experts)
+    return Region(exchange, experts, list(layer.experts.parameters()), memory(), store)
 
 
 class LayerExperts:

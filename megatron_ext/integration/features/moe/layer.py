@@ -15,15 +15,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ....moe.buffers import Memory
-from ....moe.exchange import Exchange, Groups
 from ....moe.plan import ExecutionPolicy, LayerPlan
-from ....moe.region import Region
 from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
 from ...callbacks import Callback
 from ...gradients import accumulate, finish
 from ...hooks import Hook
-from .experts import LayerExperts, checkpoint
+from .experts import FlexRegion, Region, checkpoint, region_of
 from .flags import require_supported
 from .timing import CallTimer
 
@@ -55,6 +53,7 @@ class FixedPolicy:
     """
 
     steps = False  # whether ``begin_step`` must be called
+    chooses = False  # whether the plan is chosen while training runs
 
     def __init__(self, plan: LayerPlan) -> None:
         self.plan = plan
@@ -70,7 +69,7 @@ class FixedPolicy:
     def begin_step(self, microbatches: int) -> None:
         """The calls to come are of another step, with so many microbatches."""
 
-    def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Region]) -> Execution:
+    def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Any]) -> Execution:
         """For the next call of ``layer`` with ``hidden``; ``region`` gives the layer's."""
         return Execution(self.plan, self.plan.stock)
 
@@ -98,7 +97,9 @@ class PipelinedMoE(Callback):
         self._store = None if store is None else _Postponing(store)
         if store is not None:
             store.fused_experts = lambda: policy.strategy != "none"
-        self._regions: weakref.WeakKeyDictionary[Any, Region] = weakref.WeakKeyDictionary()
+        self._regions: weakref.WeakKeyDictionary[Any, Region | FlexRegion] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def hooks(self) -> tuple[Hook, ...]:
         steps = [
@@ -150,12 +151,12 @@ class PipelinedMoE(Callback):
         return forward_backward
 
     def _noted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        policy = self._policy
+        policy, ours = self._policy, self
 
         @functools.wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            require_supported(self.config, policy.strategy)
+            ours._require(self.config)
             policy.built(self)
 
         return __init__
@@ -227,23 +228,22 @@ class PipelinedMoE(Callback):
             return checkpoint(layer, compute, *arguments), None
         return compute(hidden_states, padding_mask), None
 
-    def _region(self, layer: Any, device: torch.device) -> Region:
+    def _require(self, config: Any) -> None:
+        policy = self._policy
+        require_supported(config, policy.strategy, policy.chooses, self._store is not None)
+
+    def _region(self, layer: Any, device: torch.device) -> Region | FlexRegion:
         region = self._regions.get(layer)
         if region is None:
-            require_supported(layer.config, self._policy.strategy)
-            if self.memory is None:
-                self.memory = Memory.on(device, **self._options)
-            dispatcher = layer.token_dispatcher
-            tensor = dispatcher.tp_group if dispatcher.tp_size > 1 else None
-            groups = Groups(dispatcher.ep_group, tensor, dispatcher.tp_ep_group)
-            region = self._regions[layer] = Region(
-                Exchange(groups, layer.config.num_moe_experts),
-                LayerExperts(layer),
-                list(layer.experts.parameters()),
-                self.memory,
-                self._store,
-            )
+            self._require(layer.config)
+            memory = functools.partial(self._memory, device)
+            region = self._regions[layer] = region_of(layer, device, memory, self._store)
         return region
+
+    def _memory(self, device: torch.device) -> Memory:
+        if self.memory is None:
+            self.memory = Memory.on(device, **self._options)
+        return self.memory
 
 
 class _Postponing:
