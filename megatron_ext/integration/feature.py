@@ -8,10 +8,11 @@ for a run (checks, hooks, callbacks) loops over that list.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from .._conflict import Conflict as Conflict
 from .._input import attribute
 from .arguments import MegatronArgs
 from .callbacks import Callback, PlanInputs
@@ -74,45 +75,6 @@ class Flag:
             help=self.help,
             **optional,
         )
-
-
-# Where the argument is not named as the flag.
-_RENAMED = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """An option of Megatron that a feature does not support.
-
-    Attributes:
-        flag: as the user wrote it.
-        reason: why, and what to do instead; completes "X does not support FLAG VALUE: ...".
-        off: values that mean "not in use", besides all false ones.
-        values: the values that conflict, for options that take several; empty: all but ``off``.
-        only: the part of the feature that it concerns, e.g. "V placement"; empty: all of it.
-    """
-
-    flag: str
-    reason: str
-    off: tuple[Any, ...] = ()
-    values: tuple[str, ...] = ()
-    only: str = ""
-
-    @property
-    def attribute(self) -> str:
-        """The argument's name in Megatron's ``args``."""
-        return _RENAMED.get(self.flag, attribute(self.flag))
-
-    def found(self, args: MegatronArgs) -> str | None:
-        """The conflicting value in ``args`` as text, "" for a switch; None if there is none."""
-        value = getattr(args, self.attribute, None)
-        if not value or value in self.off:
-            return None
-        if value is True:
-            return ""
-        given = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
-        wrong = [str(x) for x in given if not self.values or str(x) in self.values]
-        return " ".join(wrong) or None
 
 
 def require_no_conflict(

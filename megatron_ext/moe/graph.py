@@ -345,7 +345,10 @@ class GradientSums:
         ]
 
     def _sum(self, parameter: torch.nn.Parameter, held: torch.Tensor | None) -> torch.Tensor:
-        return torch.zeros_like(parameter) if held is None else held.to(parameter.dtype)
+        if held is not None:
+            return held.to(parameter.dtype)
+        # Not zeros_like: a parameter may be kept in FP8, its gradient is not.
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def kept_bytes_per_row(
@@ -382,4 +385,5 @@ def kept_bytes_per_row(
         del y
         return sum(found.values())
 
-    return (kept(32) - kept(16)) / (16 * local_experts)
+    # Multiples of what quantized experts pad to: 16 or 32 rows.
+    return (kept(64) - kept(32)) / (32 * local_experts)

@@ -126,7 +126,7 @@ def read(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
                 f"{flag} {NOT_MODELLED[flag]}, which plan does not model; leave it out and read "
                 "the numbers as a lower bound"
             )
-    exclude_chunks(vars(known), ignored)
+    exclude_chunks(vars(known), rest)
     return vars(known), ignored
 
 

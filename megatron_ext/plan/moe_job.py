@@ -6,9 +6,11 @@ The bytes are those of ``moe/plan.py``, which training chooses by; here they bec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from .._conflict import Conflict, argument
 from .._input import attribute, parse_bytes, size_text
 from ..moe.plan import (
     STOCK,
@@ -23,29 +25,12 @@ from ..moe.plan import (
     simplest_first,
 )
 from .model import Job, PlanError
+from .moe_conflicts import conflict, parts_of
 from .parts import Linear, Part, SavedTensor
 
 CHUNKS, REUSE, BUDGET = "--moe-pipeline-chunks", "--moe-memory-reuse", "--moe-memory-budget"
 NUMBERS = (1, 2, 4, 8)  # of chunks that the flag takes
 AUTO = "auto"
-
-# Flags of Megatron with which no MoE layer runs in chunks, beside those that a job knows (docs/11).
-EXCLUDED = (
-    "--moe-pad-expert-input-to-capacity",
-    "--overlap-moe-expert-parallel-comm",
-    "--delay-wgrad-compute",
-    "--overlap-dispatch-backward-with-experts-wgrad",
-    "--moe-shared-expert-overlap",
-    "--moe-layer-recompute",
-    "--moe-paged-stash",
-    "--cpu-offloading-num-layers",
-    "--mlp-chunks-for-training",
-    "--enable-cuda-graph",
-    "--external-cuda-graph",
-    "--cuda-graph-impl",
-    "--moe-router-padding-for-quantization",
-    "--moe-router-padding-for-fp8",
-)
 
 
 def has_experts(job: Job) -> bool:
@@ -118,11 +103,11 @@ def check(job: Job) -> None:
             f"{CHUNKS} {chunks} is for MoE layers, and the model has none (--num-experts is not "
             f"set); drop {CHUNKS}"
         )
-    restoring = strategy not in (None, "none", "s0", AUTO)
-    why = obstacle(job, restoring=restoring)
+    strategy = "none" if strategy in (None, AUTO) else strategy
+    why = obstacle(job, strategy)
     if why is not None:
-        what = f"{REUSE} {strategy}" if restoring else f"{CHUNKS} {chunks}"
-        raise PlanError(f"{what} does not go together with {why}; drop one of both")
+        what = f"{CHUNKS} {chunks}" if strategy == "none" else f"{REUSE} {strategy}"
+        raise PlanError(f"{what} does not go together with {why}")
 
 
 def check_flags(chunks: str | None, strategy: str | None, budget: str | None) -> None:
@@ -163,40 +148,63 @@ def open_plans(chunks: str | None, strategy: str | None) -> list[LayerPlan]:
     return simplest_first([LayerPlan(n, s) for n in numbers for s in names])
 
 
-def obstacle(job: Job, *, restoring: bool) -> str | None:
+def obstacle(job: Job, strategy: str) -> str | None:
     """The setting of Megatron with which MoE layers do not run in chunks; None: there is none.
 
     Args:
-        restoring: one of s1 to s4 is wanted.
+        strategy: that is wanted.
     """
     if job.moe_token_dispatcher_type == "flex":
-        return "--moe-token-dispatcher-type flex, whose communication is inside its kernels"
-    if job.recipe is not None:
-        return "FP8 or FP4, where each chunk would be scaled on its own"
-    modules = [one for one in job.offload_modules if one in ("expert_fc1", "moe_act")]
-    if modules:
-        return f"--offload-modules {' '.join(modules)}, which expects each tensor once a pass"
-    if restoring and (job.recompute_granularity == "full" or job.recomputes("moe")):
-        return "a recomputation of the whole layer, with which experts would be computed 3 times"
-    return None
+        return f"--moe-token-dispatcher-type flex: plan does not model its chunks; drop {CHUNKS}"
+    quantized = None if job.recipe is None else "--fp4" if job.recipe == "nvfp4" else "--fp8"
+    args = SimpleNamespace(
+        recompute_granularity=job.recompute_granularity,
+        recompute_modules=job.recompute_modules,
+        offload_modules=job.offload_modules,
+        fp8=quantized == "--fp8",
+        fp8_recipe=job.recipe,
+        fp4=quantized == "--fp4",
+    )
+    return _reason(conflict(args, *parts_of(strategy)))
 
 
-def exclude_chunks(given: dict[str, Any], ignored: Iterable[str]) -> None:
+def _reason(found: tuple[Conflict, str] | None) -> str | None:
+    if found is None:
+        return None
+    rule, value = found
+    return f"{rule.flag} {value}".strip() + f": {rule.reason}"
+
+
+def exclude_chunks(given: dict[str, Any], ignored: Sequence[str]) -> None:
     """Keep Megatron's own MoE layers where a flag that plan ignores does not go with chunks.
 
     Args:
         given: values by Megatron's argument name; changed.
-        ignored: names of flags.
+        ignored: the rest of the command line.
 
     Raises:
         PlanError: chunks are asked for.
     """
-    flag = next((flag for flag in ignored if flag in EXCLUDED), None)
-    if flag is None:
+    why = _reason(conflict(SimpleNamespace(**_values(ignored))))
+    if why is None:
         return
     chunks = given.setdefault(attribute(CHUNKS), "off")
     if chunks != "off":
-        raise PlanError(f"{CHUNKS} {chunks} does not go together with {flag}; drop one of both")
+        raise PlanError(f"{CHUNKS} {chunks} does not go together with {why}")
+
+
+def _values(tokens: Sequence[str]) -> dict[str, Any]:
+    """Flags of a command line by argument name: true, or their values with commas between."""
+    found: dict[str, Any] = {}
+    name = None
+    for token in tokens:
+        if token.startswith("--"):
+            flag, _, value = token.partition("=")
+            name = argument(flag)
+            found[name] = value or True
+        elif name is not None:
+            found[name] = token if found[name] is True else f"{found[name]},{token}"
+    return found
 
 
 def shape_of(job: Job) -> LayerShape:

@@ -191,7 +191,7 @@ def variants(job: Job, gpu: Gpu, price: Price) -> list[Job]:
     """
     if not has_experts(job) or job.moe_pipeline_chunks == "off":
         return [job]
-    if obstacle(job, restoring=False) is not None or fixed_plan(job) is not None:
+    if obstacle(job, "none") is not None or fixed_plan(job) is not None:
         return [job]
     plans = allowed_plans(job)
     in_flight = calls(job)
@@ -219,11 +219,9 @@ def variants(job: Job, gpu: Gpu, price: Price) -> list[Job]:
 def allowed_plans(job: Job) -> list[LayerPlan]:
     """The plans that the job's flags leave open and its other settings allow, simplest first."""
     plans = open_plans(job.moe_pipeline_chunks, job.moe_memory_reuse)
-    if obstacle(job, restoring=False) is not None:
+    if obstacle(job, "none") is not None:
         return [STOCK]
-    if obstacle(job, restoring=True) is not None:
-        plans = [plan for plan in plans if plan.strategy is Strategy.NONE]
-    return plans
+    return [plan for plan in plans if obstacle(job, plan.strategy.value) is None]
 
 
 def layers_of_rank(job: Job) -> int:

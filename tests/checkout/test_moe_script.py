@@ -8,11 +8,15 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from megatron_ext.moe import cost_file
-from tests.support.checkouts import MAIN_TAG, Serve
+from megatron_ext.releases import RELEASES
+from tests.support.architectures import DEEPSEEK
+from tests.support.checkouts import MAIN_TAG, Serve, version
+from tests.support.features import BASE, OVERLAP
 from tests.support.script_server import Outcome
 
 MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -122,6 +126,25 @@ def test_auto_under_stocks_schedule(
     for plan in ("Megatron's own layer;", "2 chunks, none, lookahead 2;", "4 chunks, none"):
         assert sum(f"rank: {plan}" in line for line in summary) == 1, plan
     assert "trying 4 plans, a step each" in outcome.log(0)
+
+
+DEEPSEEK_RUN = f"""{BASE} {DEEPSEEK} {OVERLAP} --train-iters 2 --expert-model-parallel-size 2
+--num-layers 3 --moe-layer-freq ([0]*1+[1]*2)"""
+
+
+@pytest.mark.parametrize("tag", [version(MAIN_TAG), version(RELEASES[-1].tag, nightly=True)])
+def test_deepseek_in_chunks(tag: str, serve: Serve, tmp_path: Path) -> None:
+    """Multi-latent attention, dense first layers, grouped routing, shared experts and
+    multi-token prediction, whose layer has experts too."""
+    server, losses = serve(tag), {}
+    for name, ours in {"stock": "", "s4": "--moe-pipeline-chunks 4 --moe-memory-reuse s4"}.items():
+        outcome = server.run([*DEEPSEEK_RUN.split(), *ours.split()], 2, tmp_path / name)
+        assert outcome.status == "ok", outcome.log(0)[-6000:]
+        log = outcome.log(1).replace("\n", " ")
+        found = re.findall(r"iteration +\d+/.*?lm loss: (\S+).*?mtp_1 loss: (\S+)", log)
+        assert len(found) == 2, log[-3000:]
+        losses[name] = [float(x) for x in itertools.chain(*found)]
+    assert losses["s4"] == pytest.approx(losses["stock"], rel=2e-3)
 
 
 def test_a_budget_that_nothing_keeps_ends_before_training(start: Callable[..., Outcome]) -> None:

@@ -25,6 +25,7 @@ SINGLE = [
     "capacity",
     "expert-bias",
     "shared-experts",
+    "latent",
     "probs-on-input",
     "allgather",
     "allgather-etp2-ep2",
@@ -37,6 +38,12 @@ SINGLE = [
     "frozen",
     "recompute",
 ]
+QUANTIZED = ["fp8", "fp8-recompute"]
+FLEX = ["flex", "flex-recompute"]
+# DeepEP's calls by chunks (0: stock), forward | backward; S goes to the experts, R comes back.
+FORWARD = {"S": "dispatch", "R": "combine"}
+BACKWARD = {"S": "dispatch again", "R": "combine gradients"}
+ORDERS = {0: "SR|SR", 2: "SSRR|SSRR", 4: "SSRSRSRR|SSRSRSRR"}
 COMPARED = [*EXACT, *BF16, *SINGLE]
 AUTO = ["auto", "auto-in-a-budget", "auto-in-a-large-budget", "auto-recompute"]
 TRAINED = ["ddp-fp32", "ddp-bf16", "ddp-fusion", "ddp-reduce-in-bf16"]
@@ -48,7 +55,7 @@ results = case_results("megatron.cases.moe_cases")
 
 
 def _ways(rank: dict[Any, Any]) -> list[tuple[int, str]]:
-    return [key for key in rank if isinstance(key, tuple) and key[0] != "trace"]
+    return [key for key in rank if isinstance(key, tuple) and key[0] not in ("trace", "fused")]
 
 
 def _difference(ours: Any, stock: Any) -> float:
@@ -57,7 +64,7 @@ def _difference(ours: Any, stock: Any) -> float:
 
 
 def test_every_case_is_compared(results: Cases) -> None:
-    assert set(results) == {*COMPARED, *AUTO, *TRAINED, "precision", "memory"}
+    assert set(results) == {*COMPARED, *QUANTIZED, *FLEX, *AUTO, *TRAINED, "precision", "memory"}
 
 
 @pytest.mark.parametrize("case", COMPARED)
@@ -115,6 +122,44 @@ def test_one_product_over_all_chunks(results: Cases) -> None:
                 assert ours == stock > 0
             else:
                 assert stock <= ours <= chunks * stock and (ours > stock or chunks == 1)
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_quantized_experts(results: Cases, case: str) -> None:
+    """Blockwise FP8: each row has scales of its own, so all but weight gradients are stock's bit
+    for bit, and those of one chunk too; what is computed again is quantized again."""
+    for rank in results[case]:
+        stock = rank["stock"]
+        for way in _ways(rank):
+            ours = rank[way]
+            for name in set(stock) - {"fired"}:
+                if "experts" not in name or way[0] == 1:
+                    assert ours[name].equal(stock[name]), f"{way}: {name}"
+                else:
+                    assert _difference(ours[name], stock[name]) < 1e-3, f"{way}: {name}"
+                    assert ours[name].equal(rank[way[0], "none"][name]), f"{way}: {name}"
+        assert rank["no_grad"].equal(stock["output"])
+
+
+@pytest.mark.parametrize("case", FLEX)
+def test_chunks_of_the_flex_dispatcher(results: Cases, case: str) -> None:
+    """Megatron's own dispatcher carries each chunk by DeepEP's calls, of which the next chunk's
+    dispatch is issued before the experts of this one; each parameter is ready once."""
+    for rank in results[case]:
+        stock = rank["stock"]
+        for way in _ways(rank):
+            for name in set(stock) - {"fired"}:
+                assert _difference(rank[way][name], stock[name]) <= 2e-2, f"{way}: {name}"
+            assert rank[way]["output"].equal(stock["output"])
+            assert rank[way]["fired"] == stock["fired"]
+        if case == "flex":
+            for chunks, order in ORDERS.items():
+                forward, backward = order.split("|")
+                names = [FORWARD[x] for x in forward] + [BACKWARD[x] for x in backward]
+                assert rank["fused", chunks] == names
+        else:
+            assert rank["fused", 2].count("dispatch") == 2 * rank["fused", 0].count("dispatch")
+        assert rank["no_grad"].equal(stock["output"])
 
 
 def _same(a: Any, b: Any) -> bool:

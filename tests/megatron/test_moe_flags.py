@@ -7,13 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.enums import Fp8Recipe
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.feature import Conflict, markdown
-from megatron_ext.integration.features.moe import CONFLICTS, FLAGS
+from megatron_ext.integration.feature import Conflict, Run, markdown
+from megatron_ext.integration.features.moe import CONFLICTS, MoE
 from megatron_ext.integration.features.moe.flags import MoERequest, require_supported, stock_sets
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.moe.cost_file import Costs
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
+from megatron_ext.plan.moe_conflicts import ACTIVATED, CHOSEN, OFFLOADED, RESTORED, SPLIT
 from tests.support.checkouts import ROOT
 from tests.support.stand_ins import megatron_args
 
@@ -65,12 +68,12 @@ def test_moe_act_goes_together_with_chunks() -> None:
     request = MoERequest.of(args)
     assert request is not None
     request.check(args)
-    require_supported(args, False)
+    require_supported(args, "none")
 
 
-def test_both_plain_dispatchers() -> None:
+def test_all_dispatchers() -> None:
     """allgather is Megatron's default."""
-    for name in ("alltoall", "allgather"):
+    for name in ("alltoall", "allgather", "flex"):
         args = arguments(moe_token_dispatcher_type=name)
         request = MoERequest.of(args)
         assert request is not None
@@ -144,40 +147,129 @@ def test_a_model_without_experts() -> None:
 
 
 def _wrong(rule: Conflict) -> Any:
+    """A value that conflicts."""
     if rule.values:
-        single = rule.flag == "--recompute-granularity"
-        return rule.values[0] if single else ["core_attn", rule.values[0]]
-    names = {"--moe-token-dispatcher-type": "flex", "--cuda-graph-impl": "local"}
+        several = rule.flag in ("--recompute-modules", "--offload-modules")
+        return ["core_attn", rule.values[0]] if several else rule.values[0]
+    names = {
+        "--moe-token-dispatcher-type": "flex",
+        "--cuda-graph-modules": ["attn", SimpleNamespace(name="moe_router")],
+        "--fp8-format": "e4m3",
+        "--fp4-format": "e2m1",
+    }
     numbers = {"--mlp-chunks-for-training": 2, "--cpu-offloading-num-layers": 2}
     return names.get(rule.flag, numbers.get(rule.flag, True))
 
 
-@pytest.mark.parametrize("rule", CONFLICTS, ids=lambda r: " ".join((r.flag, *r.values)))
+def _breaking(rule: Conflict) -> dict[str, Any]:
+    """Megatron's arguments that break ``rule``, and no other."""
+    beside = {"--fp8-format": {"fp8": "hybrid"}, "--fp4-format": {"fp4": "e2m1"}}
+    flex = {"moe_token_dispatcher_type": "flex"} if "--moe-flex" in rule.flag else {}
+    captures = rule.flag == "--cuda-graph-modules"
+    graphs = {"cuda_graph_impl": "transformer_engine"} if captures else {}
+    return {rule.attribute: _wrong(rule), **beside.get(rule.beside, {}), **graphs, **flex}
+
+
+_rules = pytest.mark.parametrize("rule", CONFLICTS, ids=lambda r: " ".join((r.flag, *r.values)))
+
+
+# Part of the feature -> flags that use it, flags that do not.
+PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "": ({}, {}),
+    ACTIVATED: ({"moe_memory_reuse": "s0"}, {}),
+    RESTORED: ({"moe_memory_reuse": "s3"}, {}),
+    OFFLOADED: ({"moe_memory_reuse": "s1"}, {"moe_memory_reuse": "s3"}),
+    CHOSEN: ({"moe_pipeline_chunks": "auto"}, {}),
+    SPLIT: ({"pp_schedule": "zb-h1"}, {"pp_schedule": "1f1b"}),
+}
+
+
+def _check(**changed: Any) -> None:
+    """As the feature does it before Megatron's validation."""
+    args = arguments(**changed)
+    schedule = getattr(args, "pp_schedule", None)
+    request = None if schedule is None else ScheduleRequest.of(schedule)
+    MoE().check(Run(args, "0.19.0", request=request))
+
+
+@_rules
 def test_conflicts_are_refused(rule: Conflict) -> None:
-    name = {"--fp8-format": "fp8", "--fp4-format": "fp4"}.get(rule.flag)
-    name = name or rule.flag.removeprefix("--").replace("-", "_")
-    value = "e4m3" if name in ("fp8", "fp4") else _wrong(rule)
-    strategy = "s0" if rule.only == "s0" else "s3"
-    text = refusal(moe_memory_reuse=strategy, **{name: value})
-    assert rule.flag in text and rule.reason in text
-    assert text.startswith(f"--moe-memory-reuse {strategy}" if rule.only else FLAGS[0] + " 4")
+    using, allowed = PARTS[rule.only]
+    with pytest.raises(ConfigError) as error:
+        _check(**_breaking(rule), **using)
+    text = str(error.value)
+    assert rule.flag in text and rule.reason in text and "\n" not in text and len(text) < 300
+    flag, value = next(iter(using.items()), ("moe_pipeline_chunks", "4"))
+    assert f"--{flag.replace('_', '-')} {value}" in text.partition(" does not support ")[0]
     if rule.only:
-        request = MoERequest.of(arguments(**{name: value}))
-        assert request is not None
-        request.check(arguments(**{name: value}))
+        _check(**_breaking(rule), **allowed)
 
 
-@pytest.mark.parametrize("rule", CONFLICTS, ids=lambda r: " ".join((r.flag, *r.values)))
+@_rules
 def test_layers_are_checked_whoever_built_them(rule: Conflict) -> None:
     """A configuration has the names of the flags."""
-    value = "e4m3" if rule.attribute in ("fp8", "fp4") else _wrong(rule)
-    config = arguments(**{rule.attribute: value})
+    config = arguments(**_breaking(rule))
+    using, allowed = (flags.get("moe_memory_reuse", "none") for flags in PARTS[rule.only])
     with pytest.raises(ConfigError, match="an MoE layer") as error:
-        require_supported(config, True, True)
+        require_supported(config, using, rule.only == CHOSEN, rule.only == SPLIT)
     assert rule.flag in str(error.value) and rule.reason in str(error.value)
-    require_supported(arguments(), True)
+    require_supported(arguments(), "auto", True, True)
     if rule.only:
-        require_supported(config, False)
+        require_supported(config, allowed)
+
+
+ATTENTION: list[dict[str, Any]] = [
+    {"cuda_graph_scope": ["attn"]},  # up to core_v0.17
+    {"cuda_graph_scope": [SimpleNamespace(name="attn"), SimpleNamespace(name="mamba")]},
+    {"cuda_graph_scope_deprecated": ["attn"], "cuda_graph_modules": []},  # since core_v0.18
+    {"cuda_graph_modules": ["attn", "mlp"]},
+    {"cuda_graph_modules": "attn"},  # of a configuration
+]
+
+
+@pytest.mark.parametrize("names", ATTENTION, ids=str)
+@pytest.mark.parametrize(
+    "kind", [{"cuda_graph_impl": "transformer_engine"}, {"external_cuda_graph": True}]
+)
+def test_graphs_of_attention_only(kind: dict[str, Any], names: dict[str, Any]) -> None:
+    require_supported(arguments(**kind, **names), "auto")
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ({}, "of whole layers"),
+        ({"cuda_graph_scope": []}, "of whole layers"),
+        ({"cuda_graph_scope": "full"}, "full"),
+        ({"cuda_graph_scope": ["attn", "moe"]}, "moe"),
+        ({"cuda_graph_modules": "attn,moe_router,moe_preprocess"}, "moe_router moe_preprocess"),
+    ],
+    ids=str,
+)
+def test_graphs_that_hold_experts(names: dict[str, Any], found: str) -> None:
+    text = refusal(cuda_graph_impl="transformer_engine", **names)
+    assert f"does not support --cuda-graph-modules {found}: chunks have the sizes" in text
+
+
+@pytest.mark.parametrize("strategy", ["none", "s3", "s4"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *({"fp8": "e4m3", "fp8_recipe": name} for name in ("blockwise", "mxfp8", "tensorwise")),
+        {"fp8": "e4m3", "fp8_recipe": Fp8Recipe.blockwise},
+        {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
+        {"fp8": None, "fp8_recipe": "delayed"},  # Megatron's defaults
+    ],
+    ids=str,
+)
+def test_recipes_with_scales_of_a_call(recipe: dict[str, Any], strategy: str) -> None:
+    args = arguments(moe_memory_reuse=strategy, **recipe)
+    request = MoERequest.of(args)
+    assert request is not None
+    request.check(args)
+    require_supported(args, strategy)
+    with pytest.raises(ConfigError, match="--fp8-recipe delayed"):
+        require_supported(arguments(fp8="e4m3", fp8_recipe=Fp8Recipe.delayed), strategy)
 
 
 def test_the_documentation_has_the_table() -> None:

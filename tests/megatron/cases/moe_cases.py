@@ -35,6 +35,8 @@ from megatron_ext.moe.buffers import Record
 from megatron_ext.moe.exchange import Exchange
 from megatron_ext.moe.plan import STOCK, LayerPlan
 from megatron_ext.moe.region import Region
+from tests.megatron.cases import quantized
+from tests.megatron.cases.fake_deep_ep import Buffer
 from tests.support.case_server import serve
 
 STRATEGIES = ("none", "s0", "s1", "s2", "s3", "s4")
@@ -44,6 +46,8 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     """Stock, then each (chunks, strategy) of the case's ways."""
     config = config_of(case)
     layer = build(config)
+    if case.get("fp8"):
+        quantized.install(layer)
     if case.get("frozen"):
         layer.experts.local_experts[0].requires_grad_(False)
     x, dy = data(case, config)
@@ -56,6 +60,7 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         padding = torch.zeros(x.shape[1], x.shape[0], dtype=torch.bool)
         padding[:, -3:] = True
     results: dict[Any, Any] = {"stock": run_layer(layer, x, dy, padding)}
+    results["fused", 0], Buffer.calls[:] = list(Buffer.calls), []
     before = moe_layers.shapes(layer)
     fixed = FixedPolicy(STOCK)
     with chunked(fixed, min_bytes=1):
@@ -64,8 +69,10 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
             with moe_layers.Traced() as traced:
                 results[chunks, strategy] = run_layer(layer, x, dy, padding)
             results["trace", chunks, strategy] = traced.calls
+            results["fused", chunks], Buffer.calls[:] = list(Buffer.calls), []
         assert moe_layers.shapes(layer) == before
-        fixed.plan = LayerPlan.of(4, "none" if layer.moe_layer_recompute else "s1")
+        plain = layer.moe_layer_recompute or config.moe_token_dispatcher_type == "flex"
+        fixed.plan = LayerPlan.of(4, "none" if plain else "s1")
         with torch.no_grad():
             results["no_grad"] = layer(x, padding_mask=padding)[0]
     return results
@@ -266,6 +273,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
 
 WAYS = [(n, strategy) for n in (1, 2, 4) for strategy in STRATEGIES]
 SOME = [(1, "s4"), (3, "none"), (3, "s0"), (3, "s1"), (3, "s2"), (3, "s3"), (3, "s4")]
+QUANTIZED = [(1, "none"), (1, "s4"), (3, "none"), (3, "s0"), (3, "s3"), (3, "s4")]
 COSTS = {
     "format": cost_file.FORMAT,
     "layers": "",
@@ -289,6 +297,8 @@ _ON_INPUT = {
     "moe_apply_probs_on_input": True,
 }
 
+_FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
+_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 _ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 
 # name -> ranks, parallel sizes, and what differs.
@@ -312,6 +322,7 @@ CASES: dict[str, dict[str, Any]] = {
         "ways": SOME,
         "config": {"moe_shared_expert_intermediate_size": 32},
     },
+    "latent": {"world": 2, "ep": 2, "ways": SOME, "config": {"moe_latent_size": 10}},
     "probs-on-input": {"world": 2, "ep": 2, "ways": SOME, "config": _ON_INPUT},
     "allgather": {"world": 2, "ep": 2, "ways": SOME, "config": _ALLGATHER},
     "allgather-etp2-ep2": {
@@ -345,7 +356,29 @@ CASES: dict[str, dict[str, Any]] = {
         "world": 2,
         "ep": 2,
         "ways": [(1, "none"), (2, "none"), (4, "none")],
-        "config": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        "config": _RECOMPUTED,
+    },
+    "fp8": {"world": 2, "ep": 2, "ways": QUANTIZED, "fp8": True},
+    "fp8-recompute": {
+        "world": 2,
+        "ep": 2,
+        "ways": [(1, "none"), (4, "none")],
+        "fp8": True,
+        "config": _RECOMPUTED,
+    },
+    "flex": {
+        "world": 2,
+        "ep": 2,
+        "dtype": torch.bfloat16,
+        "ways": [(2, "none"), (4, "none")],
+        "config": {**_FLEX, "moe_shared_expert_intermediate_size": 32},
+    },
+    "flex-recompute": {
+        "world": 2,
+        "ep": 2,
+        "dtype": torch.bfloat16,
+        "ways": [(2, "none")],
+        "config": {**_FLEX, **_RECOMPUTED},
     },
     "precision": {
         "world": 2,
@@ -413,7 +446,7 @@ CASES: dict[str, dict[str, Any]] = {
         "space": ("auto", "none"),
         "budget": None,
         "steps": AUTO_STEPS,
-        "config": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        "config": _RECOMPUTED,
     },
     "ddp-reduce-in-bf16": {
         "world": 4,

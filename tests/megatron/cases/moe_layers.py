@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ext import cpu
+from tests.megatron.cases import fake_deep_ep
 
 cpu.install()
 
@@ -24,7 +25,8 @@ def _wgrad_gemm(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Ten
     main_grad.add_(grad_output.t().matmul(x))
 
 
-# Before Megatron is imported: it looks once whether Apex's kernel is there.
+# Before Megatron is imported: it looks once whether DeepEP and Apex's kernel are there.
+fake_deep_ep.install()
 kernels = types.ModuleType("fused_weight_gradient_mlp_cuda")
 kernels.wgrad_gemm_accum_fp32 = kernels.wgrad_gemm_accum_fp16 = _wgrad_gemm  # type: ignore[attr-defined]
 sys.modules[kernels.__name__] = kernels
@@ -37,7 +39,7 @@ from megatron.core.distributed import (  # noqa: E402
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.moe import moe_utils  # noqa: E402
+from megatron.core.transformer.moe import moe_layer, moe_utils  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -93,13 +95,31 @@ def config_of(case: dict[str, Any]) -> TransformerConfig:
     return TransformerConfig(**{**options, **case.get("config", {})})
 
 
+class _Duplicated(torch.nn.Linear):
+    """Transformer Engine's linear layer with the same weight on all ranks, in its interface."""
+
+    def __init__(self, width: int, out: int, *, config: TransformerConfig, **options: Any) -> None:
+        assert options["parallel_mode"] == "duplicated" and not options["is_expert"]
+        super().__init__(width, out, bias=False, dtype=config.params_dtype)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
 def build(config: TransformerConfig) -> Any:
     """The MoE layer, with weights that depend on their global names only."""
+    if config.moe_latent_size:
+        moe_layer.HAVE_TE, moe_layer.TELinear = True, _Duplicated
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     ).submodules.mlp
     layer = build_module(spec, config=config) if hasattr(spec, "module") else spec(config=config)
     layer.set_layer_number(1)
+    if config.moe_latent_size:
+        for expert in layer.experts.local_experts:  # Megatron has grouped ones only
+            for linear, dim in ((expert.linear_fc1, 1), (expert.linear_fc2, 0)):
+                weight = linear.weight.detach().narrow(dim, 0, config.moe_latent_size).clone()
+                linear.weight = torch.nn.Parameter(weight)
     first = layer.local_expert_indices[0]
     tp = parallel_state.get_expert_tensor_parallel_rank()
     for name, parameter in layer.named_parameters():

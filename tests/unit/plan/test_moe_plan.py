@@ -18,6 +18,7 @@ from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.moe_job import exclude_chunks, fixed_plan, shape_of, with_plan
 from megatron_ext.plan.moe_layer import run_layer
 from megatron_ext.plan.moe_times import (
+    allowed_plans,
     calls,
     exchange_rate,
     job_costs,
@@ -271,13 +272,29 @@ def test_the_search_takes_chunks_where_they_are_faster_or_make_it_fit():
         ("--moe-memory-budget 1GiB", "is for MoE layers in chunks"),
         ("--moe-pipeline-chunks 2 --moe-memory-budget 1GiB", "is what auto chooses by"),
         ("--moe-pipeline-chunks auto --moe-memory-budget some", "--moe-memory-budget: a size"),
-        ("--moe-pipeline-chunks 2 --fp8-format hybrid", "does not go together with FP8"),
-        ("--moe-pipeline-chunks 2 --moe-token-dispatcher-type flex", "inside its kernels"),
+        ("--moe-pipeline-chunks 2 --fp8-format hybrid", "with --fp8-recipe delayed: its scales"),
+        (
+            "--moe-pipeline-chunks 2 --moe-memory-reuse s1 --fp8-format e4m3 --fp8-recipe mxfp8",
+            "s1 does not go together with --fp8-format: copies to the host",
+        ),
+        (
+            "--moe-pipeline-chunks 2 --moe-token-dispatcher-type flex",
+            "does not model its chunks",
+        ),
+        (
+            "--moe-pipeline-chunks 2 --cuda-graph-impl transformer_engine",
+            "with --cuda-graph-modules of whole layers",
+        ),
+        (
+            "--moe-pipeline-chunks 2 --cuda-graph-impl=transformer_engine --cuda-graph-scope attn "
+            "moe_router",
+            "with --cuda-graph-modules moe_router",
+        ),
         ("--num-experts 100", "--num-experts 100 cannot be divided by 32 ranks"),
         (
             "--moe-pipeline-chunks 2 --moe-memory-reuse s4 --recompute-granularity full "
             "--recompute-method uniform",
-            "computed 3 times",
+            "computed three times",
         ),
     ],
 )
@@ -294,5 +311,15 @@ def test_chunks_of_a_dense_model_and_beside_other_features():
     assert given == {"moe_pipeline_chunks": "off"}
     with pytest.raises(PlanError, match="4 does not go together with --delay-wgrad-compute"):
         exclude_chunks({"moe_pipeline_chunks": "4"}, ["--delay-wgrad-compute"])
-    exclude_chunks(given := {}, ["--lr"])
+    harmless = "--lr 1e-3 --mlp-chunks-for-training 1 --cuda-graph-impl none --external-cuda-graph"
+    exclude_chunks(given := {}, [*harmless.split(), "--cuda-graph-modules", "attn", "mlp"])
     assert given == {}
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "tensorwise"])
+def test_quantized_experts_in_chunks(recipe):
+    """Where scales come from a chunk's own rows; what is copied to the host is left out."""
+    quantized = f"--fp8-format e4m3 --fp8-recipe {recipe}"
+    assert fixed_plan(job(f"--moe-pipeline-chunks 2 --moe-memory-reuse s4 {quantized}"))
+    plans = allowed_plans(job(f"--moe-pipeline-chunks auto --moe-memory-reuse auto {quantized}"))
+    assert {plan.strategy.value for plan in plans} == {"none", "s3", "s4"}

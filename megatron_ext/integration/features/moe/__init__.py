@@ -5,83 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from ....plan.moe_conflicts import CONFLICTS
 from ...callbacks import Callback
-from ...feature import Conflict, Feature, Flag, Run
+from ...feature import Feature, Flag, Run
 from ...utils import file_contents
 
 logger = logging.getLogger(__name__)
 
 CHUNKS = ("off", "auto", "1", "2", "4", "8")
 STRATEGIES = ("none", "s0", "s1", "s2", "s3", "s4", "auto")
-RESTORED = "s1 to s4"
 FLAGS = (
     "--moe-pipeline-chunks",
     "--moe-memory-reuse",
     "--moe-memory-budget",
     "--moe-pipeline-costs",
-)
-
-_ONE_CALL = "it works on a whole layer at once, which runs in chunks here; drop it"
-_SCHEDULE = "its schedule calls the parts of an MoE layer itself and would pass the chunks by"
-_THRICE = "the experts would be computed three times"
-_QUANTIZED = "each chunk would be scaled and padded on its own; drop one of both"
-_GRAPH = "a captured graph has fixed sizes, and chunks have those of the routing; drop it"
-_SHARDED = "it gathers and frees parameters around whole layers; use --use-distributed-optimizer"
-
-CONFLICTS = (
-    Conflict(
-        "--moe-token-dispatcher-type",
-        "its communication is inside its kernels, and chunks have their own; set it to alltoall",
-        off=("alltoall", "allgather"),
-    ),
-    Conflict(
-        "--moe-pad-expert-input-to-capacity",
-        "the capacity is that of the whole batch; drop it (--moe-expert-capacity-factor works)",
-    ),
-    Conflict("--overlap-moe-expert-parallel-comm", f"{_SCHEDULE}; drop one of both"),
-    Conflict("--delay-wgrad-compute", f"{_ONE_CALL}, or use --pp-schedule, which delays them too"),
-    Conflict("--overlap-dispatch-backward-with-experts-wgrad", _ONE_CALL),
-    Conflict("--moe-shared-expert-overlap", _ONE_CALL),
-    Conflict(
-        "--recompute-granularity",
-        f"{_THRICE}; use --moe-memory-reuse none, or recompute selectively",
-        values=("full",),
-        only=RESTORED,
-    ),
-    Conflict(
-        "--recompute-modules",
-        f"{_THRICE}; drop moe there, or use --moe-memory-reuse none",
-        values=("moe",),
-        only=RESTORED,
-    ),
-    Conflict(
-        "--moe-layer-recompute",
-        f"{_THRICE}; drop it, or use --moe-memory-reuse none",
-        only=RESTORED,
-    ),
-    Conflict(
-        "--use-transformer-engine-op-fuser",
-        "it fuses fc1, the activation function and fc2 into one; use --moe-memory-reuse s4",
-        only="s0",
-    ),
-    Conflict(
-        "--offload-modules",
-        "it expects each layer's tensors once a pass; drop them there, --moe-memory-reuse s1 "
-        "offloads both",
-        values=("expert_fc1", "moe_act", "fused_group_mlp"),
-    ),
-    Conflict("--moe-paged-stash", f"{_ONE_CALL}; --moe-memory-reuse s1 offloads too"),
-    Conflict("--cpu-offloading-num-layers", _ONE_CALL + " and use --moe-memory-reuse s1"),
-    Conflict("--mlp-chunks-for-training", "it cuts before routing; drop it", off=(1,)),
-    Conflict("--enable-cuda-graph", _GRAPH),
-    Conflict("--external-cuda-graph", _GRAPH),
-    Conflict("--cuda-graph-impl", _GRAPH + ", or set it to none", off=("none",)),
-    Conflict("--fp8-format", _QUANTIZED),
-    Conflict("--fp4-format", _QUANTIZED),
-    Conflict("--moe-router-padding-for-quantization", _QUANTIZED),
-    Conflict("--moe-router-padding-for-fp8", _QUANTIZED),
-    Conflict("--use-megatron-fsdp", _SHARDED),
-    Conflict("--use-torch-fsdp2", _SHARDED),
 )
 
 
@@ -130,7 +67,7 @@ class MoE(Feature):
         request = MoERequest.of(run.args)
         if request is not None:
             if not run.library:  # there each layer is checked by its own configuration
-                request.check(run.args)
+                request.check(run.args, _splits(run))
             run.experts_in_chunks = not request.stock
 
     def start(self, run: Run) -> Sequence[Callback]:
@@ -161,5 +98,9 @@ class MoE(Feature):
             logger.warning(
                 "megatron_ext: %s on megatron-core %s", request.text(run.args), run.version
             )
-        splits = run.request is not None and run.request.splits_backward
-        return (PipelinedMoE(policy, run.store if splits else None),)
+        return (PipelinedMoE(policy, run.store if _splits(run) else None),)
+
+
+def _splits(run: Run) -> bool:
+    """True if weight gradients may wait for a pass of their own."""
+    return run.request is not None and run.request.splits_backward

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....moe.autotune import SearchSpace, StepReport, Tuner
+from ....moe.autotune import AUTO, SearchSpace, StepReport, Tuner
 from ....moe.cost_file import Costs
 from ....moe.graph import kept_bytes_per_row
 from ....moe.plan import Budget, LayerShape
@@ -70,15 +70,12 @@ class ChosenMoE(FixedPolicy):
         self._handles: list[Any] = []
         atexit.register(self.close)
 
-    steps = True
+    steps = chooses = True
 
     @property
-    def restores(self) -> bool:
-        return not all(one.keeps_products for one in self._space.strategies)
-
-    @property
-    def activates(self) -> bool:
-        return False  # where s0 is impossible, it keeps what none keeps
+    def strategy(self) -> str:
+        names = [one.value for one in self._space.strategies]
+        return names[0] if len(names) == 1 else AUTO
 
     def built(self, layer: Any) -> None:
         self._layers.add(layer)
@@ -144,7 +141,7 @@ class ChosenMoE(FixedPolicy):
                 kept = kept_bytes_per_row(region.experts, region.parameters, local, like, probs)
                 self._rows = rows  # without those of the probe
                 known = replace(known, kept_bytes=_largest((kept,), hidden, region)[0])
-            if self.restores and known.to_host is None:
+            if self.strategy not in ("none", "s0") and known.to_host is None:
                 device = region.memory.device
                 host = torch.empty(
                     2 * _PROBE_BYTES, dtype=torch.uint8, pin_memory=device.pins_host_memory

@@ -10,13 +10,14 @@ from ...._input import attribute, parse_bytes
 from ....moe import cost_file
 from ....moe.autotune import AUTO, SearchSpace
 from ....moe.plan import Budget, BudgetError, LayerShape
+from ....plan.moe_conflicts import CHOSEN, CONFLICTS, SPLIT, parts_of
 from ....schedule.effects import peak_sets
 from ....schedule.generators import generate
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import require_no_conflict
 from ...utils import full_batch
-from . import CHUNKS, CONFLICTS, FLAGS, RESTORED, STRATEGIES
+from . import CHUNKS, FLAGS, STRATEGIES
 
 # (model chunks a rank, microbatches) -> most activation sets of each pipeline rank
 Sets = Callable[[int, int], list[int]]
@@ -93,8 +94,11 @@ class MoERequest:
             what += " (they permute rows by index; --moe-permute-fusion has no effect on them)"
         return what
 
-    def check(self, args: MegatronArgs) -> None:
+    def check(self, args: MegatronArgs, splits: bool = False) -> None:
         """Refuse what of Megatron cannot work with it; before Megatron's own validation.
+
+        Args:
+            splits: the schedule has passes of their own for weight gradients.
 
         Raises:
             ConfigError: the first rule that applies.
@@ -104,12 +108,12 @@ class MoERequest:
                 f"{FLAGS[0]} {self.chunks} is for MoE layers, and the model has none "
                 f"(--num-experts is not set); drop {FLAGS[0]}"
             )
-        parts = {"": f"{FLAGS[0]} {self.chunks}"}
-        if self.strategy == "s0":
-            parts["s0"] = f"{FLAGS[1]} s0"
-        elif self.strategy != "none":
-            parts[RESTORED] = f"{FLAGS[1]} {self.strategy}"
-        require_no_conflict(args, CONFLICTS, parts)
+        parts = dict.fromkeys(parts_of(self.strategy), f"{FLAGS[1]} {self.strategy}")
+        if self.chooses:
+            parts[CHOSEN] = f"{FLAGS[0] if self.chunks == AUTO else FLAGS[1]} {AUTO}"
+        if splits:
+            parts[SPLIT] = f"{FLAGS[0]} {self.chunks} with --pp-schedule {args.pp_schedule}"
+        require_no_conflict(args, CONFLICTS, {"": f"{FLAGS[0]} {self.chunks}", **parts})
 
 
 def _read(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
@@ -121,22 +125,26 @@ def _read(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
         raise ConfigError(f"{flag}: {error}") from None
 
 
-def require_supported(config: Any, restores: bool, activates: bool = False) -> None:
+def require_supported(
+    config: Any, strategy: str, chooses: bool = False, splits: bool = False
+) -> None:
     """Refuse a layer that cannot run in chunks, whoever built it.
 
     Args:
         config: of the layer; its attributes have the names of Megatron's flags.
-        restores: whether one of s1 to s4 is used.
-        activates: whether s0 is.
+        strategy: that may be used, or ``auto``.
+        chooses: plans are chosen while training runs.
+        splits: weight gradients may wait for a pass of their own.
 
     Raises:
         ConfigError: the first conflict.
     """
-    parts = {"": "an MoE layer in chunks"}
-    if restores:
-        parts[RESTORED] = "an MoE layer that restores its experts (--moe-memory-reuse)"
-    if activates:
-        parts["s0"] = "an MoE layer that computes its activation function again (s0)"
+    what = f"an MoE layer that restores its experts ({FLAGS[1]} {strategy})"
+    parts = {"": "an MoE layer in chunks", **dict.fromkeys(parts_of(strategy), what)}
+    if chooses:
+        parts[CHOSEN] = f"an MoE layer whose plan is chosen ({AUTO})"
+    if splits:
+        parts[SPLIT] = "an MoE layer in chunks under a schedule that splits backward passes"
     require_no_conflict(config, CONFLICTS, parts)
 
 

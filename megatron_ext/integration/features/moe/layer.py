@@ -7,29 +7,25 @@ Megatron's own forward pass does the same, or is needed, it runs.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ....moe.buffers import Memory
-from ....moe.exchange import Exchange, Groups
-from ....moe.plan import ExecutionPolicy, LayerPlan, Strategy
-from ....moe.region import Region
+from ....moe.plan import ExecutionPolicy, LayerPlan
 from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
 from ...callbacks import Callback
-from ...errors import ConfigError
 from ...hooks import Hook
+from .experts import FlexRegion, Region, checkpoint, region_of
 from .flags import require_supported
 from .timing import CallTimer
 from .weights import ExpertGradients
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_RECOMPUTES = "activation_recompute"  # of grouped experts: --recompute-modules moe_act
 _STAGES = ["route", "expert_compute", "postprocess"]
 
 
@@ -57,19 +53,15 @@ class FixedPolicy:
     """
 
     steps = False  # whether ``begin_step`` must be called
+    chooses = False  # whether the plan is chosen while training runs
 
     def __init__(self, plan: LayerPlan) -> None:
         self.plan = plan
 
     @property
-    def restores(self) -> bool:
-        """True where the experts' input is not kept for backward, now or later."""
-        return not self.plan.strategy.keeps_products
-
-    @property
-    def activates(self) -> bool:
-        """True where s0 is asked for by name."""
-        return self.plan.strategy is Strategy.S0
+    def strategy(self) -> str:
+        """Of all calls to come, as ``--moe-memory-reuse`` names it; ``auto``: one of several."""
+        return self.plan.strategy.value
 
     def built(self, layer: Any) -> None:
         """The model has ``layer``."""
@@ -77,7 +69,7 @@ class FixedPolicy:
     def begin_step(self, microbatches: int) -> None:
         """The calls to come are of another step, with so many microbatches."""
 
-    def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Region]) -> Execution:
+    def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Any]) -> Execution:
         """For the next call of ``layer`` with ``hidden``; ``region`` gives the layer's."""
         return Execution(self.plan, self.plan.stock)
 
@@ -103,8 +95,11 @@ class PipelinedMoE(Callback):
     ) -> None:
         self._policy, self._options = policy, options
         self.memory: Memory | None = None
-        self._weights = ExpertGradients(store, lambda: policy.restores)
-        self._regions: weakref.WeakKeyDictionary[Any, Region] = weakref.WeakKeyDictionary()
+        self._splits = store is not None
+        self._weights = ExpertGradients(store, lambda: policy.strategy not in ("none", "s0"))
+        self._regions: weakref.WeakKeyDictionary[Any, Region | FlexRegion] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def hooks(self) -> tuple[Hook, ...]:
         steps = [
@@ -158,11 +153,12 @@ class PipelinedMoE(Callback):
         return forward_backward
 
     def _noted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        policy = self._policy
+        policy, ours = self._policy, self
 
         @functools.wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
+            ours._require(self.config)
             policy.built(self)
 
         return __init__
@@ -232,32 +228,26 @@ class PipelinedMoE(Callback):
             return output if shared.output is None else output + shared.output
 
         if layer.moe_layer_recompute:
-            from megatron.core import tensor_parallel
-
             arguments = (hidden_states,) if padding_mask is None else (hidden_states, padding_mask)
-            return tensor_parallel.checkpoint(compute, False, *arguments), None
+            return checkpoint(layer, compute, *arguments), None
         return compute(hidden_states, padding_mask), None
 
-    def _region(self, layer: Any, device: torch.device) -> Region:
+    def _require(self, config: Any) -> None:
+        policy = self._policy
+        require_supported(config, policy.strategy, policy.chooses, self._splits)
+
+    def _region(self, layer: Any, device: torch.device) -> Region | FlexRegion:
         region = self._regions.get(layer)
         if region is None:
-            require_supported(layer.config, self._policy.restores, self._policy.activates)
-            if self.memory is None:
-                self.memory = Memory.on(device, **self._options)
-            dispatcher = layer.token_dispatcher
-            tensor = dispatcher.tp_group if dispatcher.tp_size > 1 else None
-            self._weights.attach(layer.experts)
-            groups = Groups(dispatcher.ep_group, tensor, dispatcher.tp_ep_group)
-            region = self._regions[layer] = Region(
-                Exchange(groups, layer.config.num_moe_experts),
-                _experts(weakref.ref(layer)),
-                list(layer.experts.parameters()),
-                self.memory,
-                self._weights,
-                _linears(layer.experts),
-                bool(getattr(layer.experts, _RECOMPUTES, False)),
-            )
+            self._require(layer.config)
+            memory = functools.partial(self._memory, device)
+            region = self._regions[layer] = region_of(layer, device, memory, self._weights)
         return region
+
+    def _memory(self, device: torch.device) -> Memory:
+        if self.memory is None:
+            self.memory = Memory.on(device, **self._options)
+        return self.memory
 
 
 class _Shared:
@@ -300,47 +290,6 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, shared: torch.Tensor, rest: torch.Tensor) -> Any:
         return rest + shared
-
-
-def _experts(layer: weakref.ref[Any]) -> Callable[..., torch.Tensor]:
-    # Weakly: the region is kept by the layer, as a key.
-    def compute(rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        module: Any = layer()
-        # Megatron's recomputation refuses to run in a backward pass of ours, which has its own.
-        with _without(module.experts, _RECOMPUTES):
-            output, bias = module.experts(rows, counts, probs)
-        if bias is not None:
-            raise ConfigError(
-                f"{type(module.experts).__name__} returns a bias to be added after combine, which "
-                "MoE layers in chunks do not support; add --disable-bias-linear"
-            )
-        result: torch.Tensor = output
-        return result
-
-    return compute
-
-
-@contextlib.contextmanager
-def _without(module: torch.nn.Module, switch: str) -> Iterator[None]:
-    """With ``switch`` of ``module`` off, where it is on."""
-    before = getattr(module, switch, False)
-    if before:
-        setattr(module, switch, False)
-    try:
-        yield
-    finally:
-        if before:
-            setattr(module, switch, before)
-
-
-def _linears(experts: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """fc1 and fc2: of all experts, or of each."""
-    found = []
-    for one in experts.modules():
-        fc1, fc2 = (getattr(one, name, None) for name in ("linear_fc1", "linear_fc2"))
-        if isinstance(fc1, torch.nn.Module) and isinstance(fc2, torch.nn.Module):
-            found.append((fc1, fc2))
-    return found
 
 
 def _needs_stock(layer: Any) -> bool:

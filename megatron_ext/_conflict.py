@@ -1,0 +1,57 @@
+"""Options of Megatron that a feature does not support: one form for training and planning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ._input import attribute
+
+# Where the argument is not named as the flag.
+_RENAMED = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """An option of Megatron that a feature does not support.
+
+    Attributes:
+        flag: as the user wrote it.
+        reason: why, and what to do instead; completes "X does not support FLAG VALUE: ...".
+        off: values that mean "not in use", besides all false ones.
+        values: the values that conflict, for options that take several; empty: all but ``off``.
+        only: the part of the feature that it concerns, e.g. "V placement"; empty: all of it.
+        beside: another flag, without which this one has no effect and does not conflict.
+    """
+
+    flag: str
+    reason: str
+    off: tuple[Any, ...] = ()
+    values: tuple[str, ...] = ()
+    only: str = ""
+    beside: str = ""
+
+    @property
+    def attribute(self) -> str:
+        """The argument's name in Megatron's ``args``."""
+        return argument(self.flag)
+
+    def found(self, args: Any) -> str | None:
+        """The conflicting value in ``args`` as text, "" for a switch; None if there is none."""
+        if self.beside and not getattr(args, argument(self.beside), None):
+            return None
+        value = getattr(args, self.attribute, None)
+        if not value or value in self.off:
+            return None
+        if value is True:
+            return ""
+        given = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+        # Configurations that a program builds may have an enumeration's members for names.
+        names = [str(getattr(one, "name", one)) for one in given]
+        return " ".join(name for name in names if not self.values or name in self.values) or None
+
+
+def argument(flag: str) -> str:
+    """The name in Megatron's ``args`` of one of its flags."""
+    return _RENAMED.get(flag, attribute(flag))

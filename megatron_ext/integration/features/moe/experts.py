@@ -1,0 +1,146 @@
+"""The region of one of Megatron's layers, and its experts in the precision of a forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ....moe.buffers import Memory
+from ....moe.exchange import Exchange, Groups
+from ....moe.region import Region
+from ...errors import ConfigError
+from .flex import FlexRegion
+from .weights import ExpertGradients
+
+__all__ = ["FlexRegion", "LayerExperts", "Region", "checkpoint", "region_of"]
+
+
+def region_of(
+    layer: Any, device: torch.device, memory: Callable[[], Memory], weights: ExpertGradients
+) -> Region | FlexRegion:
+    """What runs the routed part of ``layer`` in chunks, by its dispatcher.
+
+    Args:
+        layer: the ``MoELayer``.
+        device: that it runs on.
+        memory: what the rank's layers share, if this one needs any.
+        weights: computes weight gradients once for all chunks, or later.
+    """
+    dispatcher, experts = layer.token_dispatcher, layer.experts
+    if layer.config.moe_token_dispatcher_type == "flex":
+        return FlexRegion(layer, LayerExperts(layer), device)
+    tensor = dispatcher.tp_group if dispatcher.tp_size > 1 else None
+    groups = Groups(dispatcher.ep_group, tensor, dispatcher.tp_ep_group)
+    exchange = Exchange(groups, layer.config.num_moe_experts)
+    weights.attach(experts)
+    return Region(
+        exchange,
+        LayerExperts(layer, _RECOMPUTES),
+        list(experts.parameters()),
+        memory(),
+        weights,
+        _linears(experts),
+        bool(getattr(experts, _RECOMPUTES, False)),
+    )
+
+
+_RECOMPUTES = "activation_recompute"  # of grouped experts: --recompute-modules moe_act
+
+
+def _linears(experts: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """fc1 and fc2: of all experts, or of each."""
+    found = []
+    for one in experts.modules():
+        fc1, fc2 = (getattr(one, name, None) for name in ("linear_fc1", "linear_fc2"))
+        if isinstance(fc1, torch.nn.Module) and isinstance(fc2, torch.nn.Module):
+            found.append((fc1, fc2))
+    return found
+
+
+class LayerExperts:
+    """The experts of one layer: ``Region.experts``.
+
+    Transformer Engine quantizes inside a context around the forward pass. When a chunk's experts
+    are computed again, that is over, and they would silently be computed in bf16; so what was in
+    force is entered again.
+
+    Args:
+        layer: the ``MoELayer``, held weakly: it is the key under which this is kept.
+        without: a switch of the experts that is off here: Megatron's own recomputation refuses to
+            run in a backward pass of ours, which has another.
+    """
+
+    def __init__(self, layer: Any, without: str = "") -> None:
+        self._layer: Callable[[], Any] = weakref.ref(layer)
+        self._without = without
+        self._again: Callable[[], Any] = contextlib.nullcontext
+
+    def __call__(
+        self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        layer = self._layer()
+        context: Any = contextlib.nullcontext()
+        if is_quantized(layer.config):
+            now = _in_force()
+            if now is None:
+                context = self._again()
+            else:
+                self._again = now
+        with context, _off(layer.experts, self._without):
+            output, bias = layer.experts(rows, counts, probs)
+        if bias is not None:
+            raise ConfigError(
+                f"{type(layer.experts).__name__} returns a bias to be added after combine, which "
+                "MoE layers in chunks do not support; add --disable-bias-linear"
+            )
+        result: torch.Tensor = output
+        return result
+
+
+@contextlib.contextmanager
+def _off(module: torch.nn.Module, switch: str) -> Iterator[None]:
+    """With ``switch`` of ``module`` off, where it is on."""
+    before = getattr(module, switch, False) if switch else False
+    if before:
+        setattr(module, switch, False)
+    try:
+        yield
+    finally:
+        if before:
+            setattr(module, switch, before)
+
+
+def is_quantized(config: Any) -> bool:
+    """True if layers of ``config`` compute in FP8 or FP4."""
+    return bool(config.fp8 or getattr(config, "fp4", None))
+
+
+def checkpoint(layer: Any, run: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+    """``run``, computed again in backward, as ``MoELayer`` does for its own forward pass."""
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.moe import moe_layer
+
+    if is_quantized(layer.config):  # it enters the precision again
+        tracker = tensor_parallel.random.get_cuda_rng_tracker
+        return moe_layer.te_checkpoint(run, False, tracker, layer.attn_tp_group, *inputs)
+    return tensor_parallel.checkpoint(run, False, *inputs)
+
+
+def _in_force() -> Callable[[], Any] | None:
+    """Gives a context like Transformer Engine's innermost one; None: it does not quantize now."""
+    from megatron.core import fp8_utils
+
+    state = fp8_utils.FP8GlobalStateManager
+    if not state.is_fp8_enabled():
+        return None
+    return functools.partial(  # for FP4 too
+        fp8_utils.transformer_engine.pytorch.fp8_autocast,
+        enabled=True,
+        fp8_recipe=state.get_fp8_recipe(),
+        fp8_group=state.get_fp8_group(),
+    )
