@@ -14,7 +14,7 @@ from ....moe.buffers import Memory
 from ....moe.exchange import Exchange, Groups
 from ....moe.region import GradientStore, Region
 from ...errors import ConfigError
-from .flex import FlexRegion
+from .flex import FlexRegion, Streams
 
 __all__ = ["FlexRegion", "LayerExperts", "Region", "checkpoint", "region_of"]
 
@@ -32,7 +32,7 @@ def region_of(
     """
     dispatcher, experts = layer.token_dispatcher, LayerExperts(layer)
     if layer.config.moe_token_dispatcher_type == "flex":
-        return FlexRegion(layer, experts, device)
+        return FlexRegion(layer, experts, Streams(device))
     tensor = dispatcher.tp_group if dispatcher.tp_size > 1 else None
     groups = Groups(dispatcher.ep_group, tensor, dispatcher.tp_ep_group)
     exchange = Exchange(groups, layer.config.num_moe_experts)
