@@ -14,7 +14,7 @@ from ....moe.buffers import Memory
 from ....moe.exchange import Exchange, Groups
 from ....moe.region import Region
 from ...errors import ConfigError
-from .flex import FlexRegion
+from .flex import FlexRegion, Streams
 from .weights import ExpertGradients
 
 __all__ = ["FlexRegion", "LayerExperts", "Region", "checkpoint", "region_of"]
@@ -33,7 +33,7 @@ def region_of(
     """
     dispatcher, experts = layer.token_dispatcher, layer.experts
     if layer.config.moe_token_dispatcher_type == "flex":
-        return FlexRegion(layer, LayerExperts(layer), device)
+        return FlexRegion(layer, LayerExperts(layer), Streams(device))
     tensor = dispatcher.tp_group if dispatcher.tp_size > 1 else None
     groups = Groups(dispatcher.ep_group, tensor, dispatcher.tp_ep_group)
     exchange = Exchange(groups, layer.config.num_moe_experts)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,15 +27,12 @@ class FlexRegion:
     Args:
         layer: the ``MoELayer``, held weakly.
         experts: of the layer.
-        device: that it runs on.
+        streams: of the device that it runs on.
     """
 
-    def __init__(
-        self, layer: Any, experts: Callable[..., torch.Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, layer: Any, experts: Callable[..., torch.Tensor], streams: Streams) -> None:
         self._layer: Callable[[], Any] = weakref.ref(layer)
-        self._experts = experts
-        self._streams = _Streams(device)
+        self._experts, self._streams = experts, streams
 
     def __call__(
         self,
@@ -87,7 +84,7 @@ class _Chunk:
     def __init__(
         self,
         dispatcher: Any,
-        streams: _Streams,
+        streams: Streams,
         hidden: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
@@ -102,13 +99,14 @@ class _Chunk:
     def dispatch(self, ready: Any) -> None:
         """S: start sending; ``ready`` is when the tokens are."""
         with self._streams.communicating(ready):
+            self._streams.keep(self._rows, self._probs, *self._state())
             self._rows, self._probs = self._dispatcher.token_dispatch(self._rows, self._probs)
             self._arrives = self._streams.now()
 
     def compute(self, experts: Callable[..., torch.Tensor]) -> None:
         """C, and R: start sending back."""
-        state = vars(self._dispatcher._comm_manager).values()
-        self._streams.wait(self._arrives, self._rows, self._probs, *state)
+        self._streams.wait(self._arrives)
+        self._streams.keep(self._rows, self._probs, *self._state())
         rows, counts, probs = self._dispatcher.dispatch_postprocess(self._rows, self._probs)
         rows = self._dispatcher.combine_preprocess(experts(rows, counts, probs))
         with self._streams.communicating(self._streams.now()):
@@ -116,14 +114,19 @@ class _Chunk:
             self._rows = self._dispatcher.token_combine(rows)
             self._arrives = self._streams.now()
 
+    def _state(self) -> Iterable[Any]:
+        state: dict[str, Any] = vars(self._dispatcher._comm_manager)
+        return state.values()
+
     def collect(self) -> torch.Tensor:
         """The chunk's tokens, with the sum of their experts."""
-        self._streams.wait(self._arrives, self._rows)
+        self._streams.wait(self._arrives)
+        self._streams.keep(self._rows)
         result: torch.Tensor = self._dispatcher.combine_postprocess(self._rows)
         return result
 
 
-class _Streams:
+class Streams:
     """The stream that dispatch and combine are issued on; on a CPU there is none."""
 
     def __init__(self, device: torch.device) -> None:
@@ -146,11 +149,10 @@ class _Streams:
         with torch.cuda.stream(self._communication):
             yield
 
-    def wait(self, event: Any, *made: Any) -> None:
-        """The current stream waits for ``event`` before it uses what was ``made``."""
+    def wait(self, event: Any) -> None:
+        """The current stream goes on when ``event`` is reached."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
-            self.keep(*made)
 
     def keep(self, *used: Any) -> None:
         """Memory of what is ``used`` by the current stream stays until it has been."""
