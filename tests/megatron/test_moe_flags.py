@@ -13,6 +13,7 @@ from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Conflict, Run, markdown
 from megatron_ext.integration.features.moe import CONFLICTS, MoE
 from megatron_ext.integration.features.moe.flags import MoERequest, require_supported, stock_sets
+from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.moe.cost_file import Costs
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
@@ -216,6 +217,29 @@ def test_layers_are_checked_whoever_built_them(rule: Conflict) -> None:
     require_supported(arguments(), "auto", True, True)
     if rule.only:
         require_supported(config, allowed)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"fp8": "e4m3", "fp8_recipe": "delayed"},
+        {"cuda_graph_impl": "local"},
+        {"recompute_modules": ["moe_act"]},
+        {"moe_paged_stash": True},
+    ],
+    ids=str,
+)
+def test_layers_of_a_program_are_refused_when_they_are_built(wrong: dict[str, Any]) -> None:
+    class Layer:
+        def __init__(self, config: Any) -> None:
+            self.config = config
+
+    for hook in PipelinedMoE(FixedPolicy(LayerPlan(2))).hooks():
+        if hook.targets[0].endswith("MoELayer.__init__"):
+            Layer.__init__ = hook.make(Layer.__init__)  # type: ignore[method-assign]
+    Layer(arguments())
+    with pytest.raises(ConfigError, match="an MoE layer in chunks does not support --"):
+        Layer(arguments(**wrong))
 
 
 ATTENTION: list[dict[str, Any]] = [

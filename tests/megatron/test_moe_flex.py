@@ -121,9 +121,11 @@ def test_what_is_missing_shows(skip: str) -> None:
     assert not all(right)
 
 
-def test_fewer_tokens_than_chunks() -> None:
+def test_what_the_kernels_are_not_made_for() -> None:
     layer: Any = Dispatcher()
     region = FlexRegion(layer, lambda *given: given[0], Streams(torch.device("cpu")))
     few = torch.zeros(3, WIDTH), torch.zeros(3, EXPERTS), torch.zeros(3, EXPERTS).bool()
     with pytest.raises(RuntimeError, match="3 tokens cannot be cut into 4 chunks"):
         region(*few, LayerPlan.of(4))
+    with pytest.raises(RuntimeError, match="keep everything, got 2 chunks, s4"):
+        region(*few, LayerPlan.of(2, "s4"))

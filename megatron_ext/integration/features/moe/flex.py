@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ....moe.exchange import chunk_rows
-from ....moe.plan import ExecutionPolicy, Step
+from ....moe.plan import ExecutionPolicy, Step, Strategy
 
 
 class FlexRegion:
@@ -52,9 +52,12 @@ class FlexRegion:
             meanwhile: issues more computation, beside the first messages.
 
         Raises:
-            RuntimeError: fewer tokens than chunks, for which the kernels are not made.
+            RuntimeError: fewer tokens than chunks, for which the kernels are not made, or a
+                strategy that flags refuse.
         """
         plan = policy.plan_for(0)
+        if plan.strategy is not Strategy.NONE:
+            raise RuntimeError(f"chunks of the flex dispatcher keep everything, got {plan}")
         sizes = chunk_rows(len(hidden), plan.chunks)
         if min(sizes) == 0:
             raise RuntimeError(
