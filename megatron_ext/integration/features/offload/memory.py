@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ....offload.arena import arena_bytes
-from ....offload.host import require_host_memory
+from ....offload.arena import arena_bytes, pinned_bytes
+from ....offload.host import OFFLOAD, Purpose, require_host_memory
 from ....offload.host_memory import available_host_bytes
 from ....offload.sets import Footprint
 from ....schedule.actions import Action, Op, Operation
@@ -48,22 +48,28 @@ def host_bytes(plan: Schedule, rank: int, footprints: Footprints) -> int:
     return arena_bytes(moves)
 
 
-def require_memory_on_hosts(needed_bytes: int, held_bytes: int = 0) -> None:
+def require_memory_on_hosts(
+    needed_bytes: int, held_bytes: int = 0, purpose: Purpose = OFFLOAD
+) -> None:
     """Check, with all ranks of the job, that their arenas fit into their hosts' memory.
+
+    What other arenas have is not available any more, so the needs of several features add up. No
+    rank allocates before all ranks have looked, and the last one to look sees all that is there.
 
     Args:
         needed_bytes: of this rank.
         held_bytes: of an arena of this rank that goes away.
+        purpose: of the arenas.
 
     Raises:
         ConfigError: the ranks of one host, whichever, need too much.
     """
-    mine = socket.gethostname(), needed_bytes, held_bytes, available_host_bytes()
-    every = gather(mine)
+    other = pinned_bytes() - held_bytes
+    every = gather((socket.gethostname(), needed_bytes, held_bytes, available_host_bytes(), other))
     for host in sorted({entry[0] for entry in every}):
-        needs, held, available = zip(*(entry[1:] for entry in every if entry[0] == host))
+        needs, held, available, others = zip(*(e[1:] for e in every if e[0] == host))
         try:
-            require_host_memory(needs, min(available) + sum(held))
+            require_host_memory(needs, min(available) + sum(held), purpose, sum(others))
         except ValueError as error:
             raise ConfigError(f"host {host}: {error}") from None
 
