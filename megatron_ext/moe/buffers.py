@@ -277,7 +277,6 @@ class Record:
         self._input_slot, self._inside_slot = number % depth, number % DEPTH
         self._input: Block | None = None
         self._inside: dict[int, Block] = {}
-        self._offloaded: list[Block] = []
         self._ticket: Ticket | None = None
         self._slot: torch.Tensor | None = None
         self._staying = 0
@@ -322,7 +321,6 @@ class Record:
                 start, end = block.range_bytes()
                 assert block.memory is not None
                 pieces.append(block.memory[start:end])
-            self._offloaded = list(self._inside.values())
         # Views, which hold their whole storages.
         inside = list(pieces)
         if self._strategy.input is Restore.OFFLOAD and self.used_bytes:
@@ -339,14 +337,14 @@ class Record:
                 memory.ring.read_until(INPUT, self._input_slot, ticket.sent)
             if inside:
                 memory.departures.add(ticket, inside)
-        self._release([*self._offloaded, self._input])
+        self._release([*self._inside.values(), self._input])
 
     def _stay(self, slot: torch.Tensor) -> None:
         """The host has no room: what was to go there stays; the input moves out of the ring."""
         if self._strategy.input is Restore.OFFLOAD:
             self._slot = self._memory.device.allocate(self.used_bytes)
             self._slot.copy_(slot[: self.used_bytes])
-        self._offloaded = []
+        self._inside.clear()
         self._release([self._input])
 
     def _release(self, blocks: Iterable[Block | None]) -> None:
@@ -356,7 +354,6 @@ class Record:
                 block.memory = None
                 for view in block.views:
                     view.tensor = None
-        self._inside.clear()
 
     # --- backward ---
 
@@ -366,12 +363,12 @@ class Record:
         if ticket is None:
             return
         ring, places, total = self._memory.ring, [], 0
-        for size in ticket.sizes[: len(self._offloaded)]:
+        for size in ticket.sizes[: len(self._inside)]:
             places.append(total)
             total += padded(size)
-        inside = ring.take(INSIDE, self._inside_slot, total) if self._offloaded else None
+        inside = ring.take(INSIDE, self._inside_slot, total) if self._inside else None
         buffers = []
-        for block, at, size in zip(self._offloaded, places, ticket.sizes):
+        for block, at, size in zip(self._inside.values(), places, ticket.sizes):
             assert inside is not None
             # Of the memory's storage, which is the whole slot.
             block.base_bytes = block.range_bytes()[0] - at
@@ -402,7 +399,7 @@ class Record:
             self._memory.engine.finish(self._ticket)
         self._memory.dropped(self._staying)
         self._input = self._ticket = None
-        self._offloaded, self._staying = [], 0
+        self._inside, self._staying = {}, 0
 
     # --- autograd's side ---
 

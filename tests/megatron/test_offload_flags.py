@@ -241,7 +241,7 @@ class TestOnTheMachine:
 
     def test_too_little_host_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ranks of one host are added up; another host's do not count."""
-        from megatron_ext.integration.features.offload import memory
+        from megatron_ext.integration import host_memory as memory
 
         gib = 1 << 30
         here = socket.gethostname()
