@@ -157,8 +157,14 @@ set_environment() {
     # Each hardware queue of a GPU runs in order. With one queue, transfers between ranks, copies of
     # offload and all-to-alls of MoE chunks wait for the kernels before them, and nothing is hidden:
     # so 32, the most there is. Megatron demands 1 with tensor or context parallelism before
-    # Blackwell, whose overlaps rely on launch order; on Blackwell set 32 for those too.
-    if ((TP * CP > 1)); then
+    # Blackwell, whose overlaps rely on launch order; on Blackwell set 32 for those too. With MoE
+    # layers in chunks it is not demanded, and 1 would undo what they are for.
+    local in_order=$((TP * CP > 1))
+    case ${MOE_CHUNKS:-off} in
+    off | 1) ;;
+    *) in_order=0 ;;
+    esac
+    if ((in_order)); then
         export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
     else
         export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -212,6 +213,10 @@ class Feature:
         Raises:
             ConfigError: a combination that cannot work.
         """
+
+    def validating(self, run: Run) -> AbstractContextManager[None]:
+        """In force while Megatron validates its arguments."""
+        return nullcontext()
 
     def check_derived(self, run: Run) -> None:
         """Check what Megatron's validation has derived.

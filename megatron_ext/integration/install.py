@@ -148,13 +148,15 @@ class Installation:
         def validate_args(args: MegatronArgs, *rest: Any, **kwargs: Any) -> Any:
             if self.run is not None:  # Megatron validates again
                 self.run.args = args
-                result = original(args, *rest, **kwargs)
+                with _validating(self.run):
+                    result = original(args, *rest, **kwargs)
                 self._check_derived(self.run)
                 return result
             run = self._run_of(args)
             for feature in FEATURES:
                 feature.check(run)
-            result = original(args, *rest, **kwargs)
+            with _validating(run):
+                result = original(args, *rest, **kwargs)
             self._check_derived(run)
             self.start(run)
             return result
@@ -201,6 +203,14 @@ class Installation:
     def _check_derived(run: Run) -> None:
         for feature in FEATURES:
             feature.check_derived(run)
+
+
+def _validating(run: Run) -> contextlib.ExitStack:
+    """What the features put in force while Megatron validates its arguments."""
+    with contextlib.ExitStack() as stack:
+        for feature in FEATURES:
+            stack.enter_context(feature.validating(run))
+        return stack.pop_all()
 
 
 class Applied(Protocol):

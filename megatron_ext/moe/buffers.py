@@ -3,6 +3,7 @@ chunk keeps from its forward for its backward pass.
 
 A ring has a buffer for each purpose and slot; chunk i uses slot i mod depth. Buffers only grow, to
 what the worst chunk of any rank needs, so after the first steps nothing is allocated any more.
+The host arena has one size for the whole run; a chunk that finds no room there stays on the device.
 Compute and the collectives are ordered by issue; copies to the host are not, and a slot knows the
 events that its next writer has to wait for (MPipeMoE, section III-D).
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterable, Iterator, Set
+import logging
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +23,16 @@ from ..offload.arena import HostArena, padded
 from ..offload.blocks import Block, Kept, place
 from ..offload.device import CpuDevice, CudaDevice, Device, Event
 from ..offload.engine import Engine, Ticket
+from ..offload.errors import OffloadConfigError
 from .graph import Linears, Recomputation, without_memory
 from .plan import DEPTH, Restore, Strategy
 
+logger = logging.getLogger(__name__)
+
 INPUT, INSIDE = "input", "inside"
 MIN_BYTES = 4096
+_PAGE = 2 << 20  # what a device allocates at least; larger buffers are multiples of it
+_GROWTH = 10  # a buffer that has to grow gets a tenth more than is needed
 
 
 @dataclass
@@ -76,8 +83,8 @@ class Ring:
         slot.readers.clear()
         nbytes = max(nbytes, self._wanted.get(purpose, 0))
         if slot.memory is None or slot.memory.numel() < nbytes:
-            slot.memory = None  # first, so that both are never there at the same time
-            slot.memory = self.device.allocate(nbytes)
+            grows, slot.memory = slot.memory is not None, None  # never two at the same time
+            slot.memory = self.device.allocate(_rounded(nbytes, grows))
         fresh = torch.empty(0, dtype=torch.uint8, device=slot.memory.device)
         return fresh.set_(slot.memory.untyped_storage(), 0, (slot.memory.numel(),), (1,))
 
@@ -92,6 +99,13 @@ class Ring:
                 self.device.wait(event)
         self._slots.clear()
         self._wanted.clear()
+
+
+def _rounded(nbytes: int, grows: bool) -> int:
+    """Bytes to allocate, so that a maximum that creeps up over the steps reallocates rarely."""
+    if grows:
+        nbytes = padded(nbytes + nbytes // _GROWTH)
+    return -(-nbytes // _PAGE) * _PAGE if nbytes > _PAGE else nbytes
 
 
 @dataclass
@@ -148,6 +162,10 @@ class Memory:
         device: of the layers.
         min_bytes: storages smaller than this are not worth a copy and stay on the device.
         ring: in place of one made here.
+
+    Attributes:
+        stayed: chunks that stayed on the device, since the host arena had no room.
+        wanted_bytes: the most that the host arena would have held with room for all.
     """
 
     def __init__(
@@ -161,6 +179,50 @@ class Memory:
         self.engine = Engine(device, HostArena(device.torch_device), "dual")
         self.departures = Departures(self.engine)
         self.parameters: dict[Any, torch.Tensor] = {}
+        self.stayed = self.wanted_bytes = self._staying = 0
+        self._planned: int | None = None
+
+    def size_host(self, nbytes: int, now: bool) -> None:
+        """Give the host arena its size: one piece, which does not grow. Between steps only.
+
+        Args:
+            nbytes: 0: everything stays on the device.
+            now: allocate it now; otherwise when the first chunk is copied.
+
+        Raises:
+            OffloadConfigError: the host lacks the memory; with ``now`` only, later the chunks stay.
+        """
+        if now:
+            self.engine.arena.resize(nbytes)
+        else:
+            self._planned = nbytes
+
+    def offload(self, ticket: Ticket, pieces: Sequence[torch.Tensor]) -> int:
+        """Start copying ``pieces`` of a chunk to the host.
+
+        Returns:
+            0; or the bytes of the chunk if there is no room and it has to stay, which the caller
+            gives to ``dropped`` in the end.
+        """
+        arena = self.engine.arena
+        if self._planned is not None and not arena.used_bytes:
+            planned, self._planned = self._planned, None
+            try:
+                arena.resize(planned)
+            except OffloadConfigError as error:
+                arena.seal()
+                logger.warning("megatron_ext: s1 to s3 keep tensors on the device: %s", error)
+        staying = 0
+        if not self.engine.offload(ticket, pieces):
+            staying = sum(padded(piece.numel()) for piece in pieces)
+            self.stayed += 1
+            self._staying += staying
+        self.wanted_bytes = max(self.wanted_bytes, arena.used_bytes + self._staying)
+        return staying
+
+    def dropped(self, staying: int) -> None:
+        """A chunk whose tensors stayed on the device, with so many bytes, is over."""
+        self._staying -= staying
 
     def know(self, parameters: Iterable[torch.Tensor]) -> set[int]:
         """Let ``parameter`` find these; the identities of their storages, which outlive a chunk."""
@@ -216,13 +278,14 @@ class Record:
         self._input_slot, self._inside_slot = number % depth, number % DEPTH
         self._input: Block | None = None
         self._inside: dict[int, Block] = {}
-        self._offloaded: list[Block] = []
         self._ticket: Ticket | None = None
         self._slot: torch.Tensor | None = None
+        self._staying = 0
         self._arrived = False
 
     def __del__(self) -> None:
         # A graph may be dropped without a backward pass; its place on the host must not be lost.
+        self._memory.dropped(self._staying)
         if self._ticket is not None and self._ticket.slot is not None:
             with contextlib.suppress(Exception):
                 self._memory.engine.finish(self._ticket)
@@ -277,24 +340,39 @@ class Record:
                 start, end = block.range_bytes()
                 assert block.memory is not None
                 pieces.append(block.memory[start:end])
-            self._offloaded = list(self._inside.values())
         # Views, which hold their whole storages.
         inside = list(pieces)
         if self._strategy.input is Restore.OFFLOAD and self.used_bytes:
             pieces.append(slot[: self.used_bytes])
         if pieces:
-            self._ticket = ticket = memory.engine.produced()
-            memory.engine.offload(ticket, pieces)
+            ticket = memory.engine.produced()
+            self._staying = memory.offload(ticket, pieces)
+            if self._staying:
+                self._stay(slot)
+                return
+            self._ticket = ticket
             assert ticket.sent is not None
             if self._strategy.input is Restore.OFFLOAD:
                 memory.ring.read_until(INPUT, self._input_slot, ticket.sent)
             if inside:
                 memory.departures.add(ticket, inside)
-        for block in self._offloaded:
-            block.memory = None
-            for view in block.views:
-                view.tensor = None
+        self._release(self._inside.values())
+
+    def _stay(self, slot: torch.Tensor) -> None:
+        """The host has no room: what was to go there stays; the input moves out of the ring."""
+        if self._strategy.input is Restore.OFFLOAD:
+            self._slot = self._memory.device.allocate(self.used_bytes)
+            self._slot.copy_(slot[: self.used_bytes])
         self._inside.clear()
+        self._release([self._input])
+
+    def _release(self, blocks: Iterable[Block | None]) -> None:
+        """Let go of the device memory of ``blocks``."""
+        for block in blocks:
+            if block is not None:
+                block.memory = None
+                for view in block.views:
+                    view.tensor = None
 
     # --- backward ---
 
@@ -304,12 +382,12 @@ class Record:
         if ticket is None:
             return
         ring, places, total = self._memory.ring, [], 0
-        for size in ticket.sizes[: len(self._offloaded)]:
+        for size in ticket.sizes[: len(self._inside)]:
             places.append(total)
             total += padded(size)
-        inside = ring.take(INSIDE, self._inside_slot, total) if self._offloaded else None
+        inside = ring.take(INSIDE, self._inside_slot, total) if self._inside else None
         buffers = []
-        for block, at, size in zip(self._offloaded, places, ticket.sizes):
+        for block, at, size in zip(self._inside.values(), places, ticket.sizes):
             assert inside is not None
             # Of the memory's storage, which is the whole slot.
             block.base_bytes = block.range_bytes()[0] - at
@@ -338,8 +416,9 @@ class Record:
         """The experts' backward pass has been issued: forget everything."""
         if self._ticket is not None:
             self._memory.engine.finish(self._ticket)
+        self._memory.dropped(self._staying)
         self._input = self._ticket = None
-        self._offloaded = []
+        self._inside, self._staying = {}, 0
 
     # --- autograd's side ---
 

@@ -7,6 +7,7 @@ ranges.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ from .host_memory import GIB, available_host_bytes
 _KEPT_VIEWS = 16384
 # Memory that is less than this times what is needed is not replaced by a smaller piece.
 _AMPLE = 1.25
+# Those of this process: several features may have one each.
+_ARENAS: weakref.WeakSet[HostArena] = weakref.WeakSet()
 
 
 def padded(nbytes: int) -> int:
@@ -55,6 +58,11 @@ class FreeList:
                 first = ranges.pop()[0]
             ranges.append((first, last))
         self._free = ranges
+
+
+def pinned_bytes() -> int:
+    """Capacity of all arenas of this process."""
+    return sum(arena.capacity_bytes for arena in _ARENAS)
 
 
 def arena_bytes(moves: Iterable[tuple[Hashable, int]]) -> int:
@@ -132,6 +140,7 @@ class HostArena:
         self._sealed = False
         self.used_bytes = 0
         self.peak_bytes = 0
+        _ARENAS.add(self)
         if nbytes:
             self._grow(nbytes)
 
@@ -230,5 +239,5 @@ def _pin(memory: torch.Tensor, device: torch.device) -> None:
         raise OffloadConfigError(
             f"the driver refused to pin {memory.numel() / GIB:.2f} GiB of host memory (CUDA error "
             f"{int(status)}); raise the container's memory and memlock limits (ulimit -l "
-            "unlimited) or offload fewer chunks (--pp-offload-chunks)"
+            "unlimited) or offload less (--pp-offload-chunks, --moe-host-budget)"
         )

@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,24 +23,46 @@ _TOUCH_THREADS = 8
 _TOUCH_BYTES = 16 << 20
 
 
-def require_host_memory(needed_bytes: Sequence[int], available_bytes: int) -> None:
+@dataclass(frozen=True)
+class Purpose:
+    """What host memory is for, in errors; and how a run needs less of it."""
+
+    what: str
+    fix: str
+
+
+OFFLOAD = Purpose(
+    "offloading",
+    "offload fewer chunks (--pp-offload-chunks), use fewer microbatches in flight, or run fewer "
+    "ranks per host",
+)
+
+
+def require_host_memory(
+    needed_bytes: Sequence[int],
+    available_bytes: int,
+    purpose: Purpose = OFFLOAD,
+    pinned_bytes: int = 0,
+) -> None:
     """Check that the host arenas of all ranks of one host fit together.
 
     Args:
         needed_bytes: of each rank on this host.
         available_bytes: ``available_host_bytes()`` before any of them was allocated.
+        purpose: of the arenas.
+        pinned_bytes: of the ranks' other arenas, which is not available.
 
     Raises:
         OffloadConfigError: they do not.
     """
     total, usable = sum(needed_bytes), int(available_bytes * USABLE_FRACTION)
     if total > usable:
+        besides = f" besides {pinned_bytes / GIB:.2f} GiB in use" if pinned_bytes else ""
         raise OffloadConfigError(
-            f"offloading needs {total / GIB:.2f} GiB of pinned host memory for the "
+            f"{purpose.what} needs {total / GIB:.2f} GiB of pinned host memory for the "
             f"{len(needed_bytes)} ranks of this host (at most {max(needed_bytes) / GIB:.2f} GiB a "
-            f"rank) but only {usable / GIB:.2f} GiB may be used ({USABLE_FRACTION:.0%} of the "
-            f"{available_bytes / GIB:.2f} GiB available); offload fewer chunks "
-            "(--pp-offload-chunks), use fewer microbatches in flight, or run fewer ranks per host"
+            f"rank){besides} but only {usable / GIB:.2f} GiB may be used ({USABLE_FRACTION:.0%} of "
+            f"the {available_bytes / GIB:.2f} GiB available); {purpose.fix}"
         )
 
 

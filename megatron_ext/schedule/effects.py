@@ -22,6 +22,8 @@ _RESULTS = {Op.F: (F,), Op.B: (B,), Op.W: (W,), Op.BW: (B, W)}
 DEVICE: dict[Operation, int] = {Op.F: 1, Op.W: -1, Op.BW: -1, Op.RELEASE: -1, Op.PREPARE: 1}
 # The same on the host, for sets that are offloaded.
 HOST: dict[Operation, int] = {Op.OFFLOAD: 1, Op.B: -1, Op.BW: -1}
+# Microbatches between their forward and their backward pass, wherever their sets are.
+CALLS: dict[Operation, int] = {Op.F: 1, Op.B: -1, Op.BW: -1}
 FREES = frozenset({Op.W, Op.BW})
 
 Time = TypeVar("Time", int, float)
@@ -73,6 +75,11 @@ def peak_sets(ranks: Sequence[Sequence[AnyAction]]) -> list[int]:
     if not any(action.op in FREES for row in ranks for action in passes(row)):
         return [0] * len(ranks)
     return [peak(steps(row)) for row in ranks]
+
+
+def peak_calls(ranks: Sequence[Sequence[AnyAction]]) -> list[int]:
+    """Most passes of each rank whose B (or BW) has not run, wherever their sets are."""
+    return [peak(steps(row, CALLS)) for row in ranks]
 
 
 def peak_host_sets(ranks: Sequence[Sequence[AnyAction]]) -> list[int]:

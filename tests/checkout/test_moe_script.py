@@ -155,6 +155,27 @@ def test_a_budget_that_nothing_keeps_ends_before_training(start: Callable[..., O
     assert "iteration" not in outcome.log(0).split("end of arguments")[1]
 
 
+@pytest.mark.parametrize(
+    ("budget", "numbers"),
+    [
+        (
+            "100TiB",
+            "--moe-memory-reuse s1 needs 409600.00 GiB of pinned host memory for the 4 ranks",
+        ),
+        ("1KiB", "--moe-host-budget: 1024 bytes are less than the"),
+    ],
+)
+def test_too_little_host_memory_ends_before_training(
+    start: Callable[..., Outcome], budget: str, numbers: str
+) -> None:
+    flags = ("--moe-pipeline-chunks", "2", "--moe-memory-reuse", "s1", "--moe-host-budget", budget)
+    outcome = start(*flags)
+    assert outcome.status == "failed"
+    said = [line for line in outcome.log(0).splitlines() if numbers in line]
+    assert len(said) == 1 and said[0].startswith("megatron_ext: ")
+    assert not TRAINING.search(outcome.log(3).replace("\n", " "))
+
+
 def test_conflicts_end_before_training(start: Callable[..., Outcome]) -> None:
     flags = ("--moe-pipeline-chunks", "2", "--moe-pad-expert-input-to-capacity")
     outcome = start(*flags, "--moe-expert-capacity-factor", "1.0")

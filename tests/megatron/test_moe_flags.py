@@ -12,7 +12,8 @@ from megatron.core.enums import Fp8Recipe
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Conflict, Run, markdown
 from megatron_ext.integration.features.moe import CONFLICTS, MoE
-from megatron_ext.integration.features.moe.flags import MoERequest, require_supported, stock_sets
+from megatron_ext.integration.features.moe.flags import MoERequest, require_supported
+from megatron_ext.integration.features.moe.in_flight import stock_sets
 from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.moe.cost_file import Costs
@@ -29,6 +30,7 @@ def arguments(**changed: Any) -> SimpleNamespace:
         "moe_memory_reuse": None,
         "moe_memory_budget": None,
         "moe_pipeline_costs": None,
+        "moe_host_budget": None,
         "moe_token_dispatcher_type": "alltoall",
         "cuda_graph_impl": "none",
         "mlp_chunks_for_training": 1,
@@ -121,6 +123,38 @@ def test_costs_come_from_a_file(tmp_path: Path) -> None:
     target.write_text("{}")
     text = refusal(moe_pipeline_chunks="auto", moe_pipeline_costs=str(target))
     assert "--moe-pipeline-costs: MoE costs" in text
+
+
+def test_a_host_budget_is_for_what_is_copied() -> None:
+    for strategy in ("s1", "s2", "s3"):
+        request = MoERequest.of(arguments(moe_memory_reuse=strategy, moe_host_budget="2GiB"))
+        assert request is not None and request.host_bytes == 2 << 30
+        assert request.copying() == (Strategy(strategy),)
+    auto = {"moe_memory_reuse": "auto", "moe_memory_budget": "1GiB", "moe_host_budget": "2GiB"}
+    request = MoERequest.of(arguments(**auto))
+    assert request is not None and request.copying() == tuple(Strategy)
+    for changed in ({}, {"moe_memory_reuse": "s4"}, {"moe_memory_reuse": "auto"}):
+        text = refusal(moe_host_budget="2GiB", **changed)
+        assert "--moe-host-budget 2GiB is for what s1 to s3 copy" in text and "add --moe" in text
+    assert "--moe-memory-budget copies nothing" in text
+    assert "--moe-host-budget: " in refusal(moe_memory_reuse="s1", moe_host_budget="8 apples")
+    assert "which are off" in refusal(moe_pipeline_chunks=None, moe_host_budget="2GiB")
+
+
+def test_one_queue_leaves_out_chunks_that_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They still save memory, where a budget has to be kept; and what is fixed stays."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    auto = {"moe_pipeline_chunks": "auto", "moe_memory_reuse": "auto"}
+    for changed, wanted in (
+        ({}, (1, 2)),
+        ({"moe_memory_budget": "1GiB"}, (1, 2, 4, 8)),
+        ({"moe_pipeline_chunks": "8"}, (8,)),
+    ):
+        request = MoERequest.of(arguments(**{**auto, **changed}))
+        assert request is not None and request.space().chunks == wanted
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    request = MoERequest.of(arguments(**auto))
+    assert request is not None and request.space().chunks == (1, 2, 4, 8)
 
 
 def test_auto_restores_so_it_refuses_what_restoring_refuses() -> None:
@@ -224,7 +258,6 @@ def test_layers_are_checked_whoever_built_them(rule: Conflict) -> None:
     [
         {"fp8": "e4m3", "fp8_recipe": "delayed"},
         {"cuda_graph_impl": "local"},
-        {"recompute_modules": ["moe_act"]},
         {"moe_paged_stash": True},
     ],
     ids=str,

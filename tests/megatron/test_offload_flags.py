@@ -248,18 +248,19 @@ class TestOnTheMachine:
 
     def test_too_little_host_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ranks of one host are added up; another host's do not count."""
-        from megatron_ext.integration.features.offload import memory
+        from megatron_ext.integration import host_memory as memory
 
         gib = 1 << 30
         here = socket.gethostname()
-        others = [(here, 6 * gib, 0, 10 * gib), ("elsewhere", 100 * gib, 0, 200 * gib)]
+        others = [(here, 6 * gib, 0, 10 * gib, gib), ("elsewhere", 100 * gib, 0, 200 * gib, 0)]
 
-        monkeypatch.setattr(memory, "gather", lambda mine: [(*mine[:3], 10 * gib), *others])
+        monkeypatch.setattr(memory, "gather", lambda mine: [(*mine[:3], 10 * gib, gib), *others])
         memory.require_memory_on_hosts(2 * gib)
         with pytest.raises(ConfigError) as error:
             memory.require_memory_on_hosts(4 * gib)
         text = str(error.value)
         assert f"host {here}: offloading needs 10.00 GiB" in text
+        assert "6.00 GiB a rank) besides 2.00 GiB in use but only 9.00 GiB" in text
         assert "--pp-offload-chunks" in text
         # What this rank's present arena gives back counts as available.
         memory.require_memory_on_hosts(4 * gib, held_bytes=2 * gib)

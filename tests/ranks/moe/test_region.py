@@ -388,6 +388,54 @@ def test_a_dropped_graph_gives_its_place_on_the_host_back(make: Callable[..., Re
     assert region.memory.engine.arena.used_bytes == 0
 
 
+@pytest.mark.parametrize("strategy", ["s1", "s2", "s3"])
+def test_what_finds_no_room_on_the_host_stays_on_the_device(
+    make: Callable[..., Region], strategy: str
+) -> None:
+    """Counted, with the size that would do; results are those of a run with room for all."""
+
+    def sized(nbytes: int) -> tuple[dict[str, Any], Memory]:
+        faults = Faults(lambda direction: 0.002, poison=True)
+        region = make(Memory(FaultyDevice(faults=faults), min_bytes=1))
+        region.memory.size_host(nbytes, now=bool(nbytes))
+        found = run(region, 4, strategy, layers=3)
+        assert region.memory.engine.arena.capacity_bytes == nbytes
+        assert region.memory.engine.arena.used_bytes == 0
+        return found, region.memory
+
+    wanted, ample = run(make(), 4, strategy, layers=3), 1 << 20
+    found, memory = sized(ample)
+    assert equal(found, wanted) and not memory.stayed
+    needed = memory.wanted_bytes
+    for nbytes, least in ((0, 12), (needed // 1024 * 512, 1)):
+        found, memory = sized(nbytes)
+        assert equal(found, wanted)
+        assert 12 >= memory.stayed >= least and memory.wanted_bytes == needed
+        assert memory.engine.counters.offloads == 12 - memory.stayed
+    assert not sized(needed)[1].stayed
+
+
+def test_a_host_without_memory_ends_no_step(make: Callable[..., Region]) -> None:
+    """An arena that is allocated only when it is used, and then there is too little."""
+    region = make()
+    region.memory.size_host(1 << 60, now=False)
+    assert equal(run(region, 4, "s1"), run(make(), 4, "s1"))
+    assert region.memory.stayed == 4 and region.memory.engine.arena.capacity_bytes == 0
+
+
+def test_rings_that_grow_do_so_in_steps() -> None:
+    """A maximum that creeps up reallocates rarely; a first size is exact where it is small."""
+    ring, sizes = Ring(CpuDevice()), []
+    for nbytes in range(10_000, 20_000, 100):
+        ring.take("sent", 0, nbytes)
+        sizes.append(ring.nbytes)
+        assert nbytes <= ring.nbytes <= 1.1 * nbytes + 512
+    assert sizes[0] == 10_000 and len(set(sizes)) < 10
+    ring.clear()
+    ring.take("sent", 0, (5 << 20) + 1)
+    assert ring.nbytes == 6 << 20
+
+
 def test_nothing_is_kept_without_gradients(make: Callable[..., Region]) -> None:
     region = make()
     hidden, probs, chosen = batch()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from ....plan.moe_conflicts import CONFLICTS
-from ...callbacks import Callback
+from ...callbacks import Callback, HooksOnly
 from ...feature import Feature, Flag, Run
 from ...utils import file_contents
 
@@ -19,6 +20,7 @@ FLAGS = (
     "--moe-memory-reuse",
     "--moe-memory-budget",
     "--moe-pipeline-costs",
+    "--moe-host-budget",
 )
 
 
@@ -58,6 +60,14 @@ class MoE(Feature):
             alone=True,
             compared=lambda value, args: file_contents(value),
         ),
+        Flag(
+            FLAGS[4],
+            "host memory that a rank pins for what s1 to s3 copy, e.g. 32GiB, and with auto may "
+            "pin; what finds no room stays on the device; default: what balanced routing needs, "
+            "and a quarter more",
+            "BYTES",
+            alone=True,
+        ),
     )
     conflicts = CONFLICTS
 
@@ -69,6 +79,19 @@ class MoE(Feature):
             if not run.library:  # there each layer is checked by its own configuration
                 request.check(run.args, _splits(run))
             run.experts_in_chunks = not request.stock
+            if request.chunks != "1":
+                from .queues import set_default
+
+                set_default()
+
+    def validating(self, run: Run) -> AbstractContextManager[None]:
+        from .flags import MoERequest
+        from .queues import one_queue, without_demand
+
+        request = MoERequest.of(run.args)
+        if request is None or request.chunks == "1" or one_queue():
+            return nullcontext()
+        return without_demand(run.args.rank)
 
     def start(self, run: Run) -> Sequence[Callback]:
         from .flags import MoERequest
@@ -77,16 +100,23 @@ class MoE(Feature):
         if request is None:
             return ()
         from ....moe.plan import LayerPlan
-        from ....schedule.effects import peak_sets
+        from ....schedule.effects import peak_calls, peak_sets
+        from . import queues
         from .choice import ChosenMoE
-        from .flags import check_budget, stock_sets
+        from .flags import check_budget, most_microbatches
+        from .host import HostArenas
+        from .in_flight import stock_sets
         from .layer import FixedPolicy, PipelinedMoE
 
         def sets(chunks: int, microbatches: int) -> list[int]:
             if schedule is None:
-                pp = run.args.pipeline_model_parallel_size
-                return stock_sets(pp, chunks, microbatches)
+                return stock_sets(_pp(run), chunks, microbatches)
             return peak_sets(schedule.plan(microbatches).ranks)
+
+        def calls(chunks: int, microbatches: int) -> list[int]:
+            if schedule is None:
+                return stock_sets(_pp(run), chunks, microbatches)
+            return peak_calls(schedule.plan(microbatches).ranks)
 
         if not request.chooses:
             policy = FixedPolicy(LayerPlan.of(int(request.chunks), request.strategy))
@@ -98,7 +128,26 @@ class MoE(Feature):
             logger.warning(
                 "megatron_ext: %s on megatron-core %s", request.text(run.args), run.version
             )
-        return (PipelinedMoE(policy, run.store if _splits(run) else None),)
+            if request.chunks not in ("1", "2") and queues.one_queue():
+                logger.warning("megatron_ext: %s", queues.ONE_QUEUE)
+        layers = PipelinedMoE(policy, run.store if _splits(run) else None)
+        callbacks: list[Callback] = [layers]
+        if request.copying():
+            most = 0 if run.library else most_microbatches(run.args)
+            strategies, budget = request.copying(), request.host_bytes
+            callbacks.append(HostArenas(layers, policy, strategies, calls, budget, most))
+        if not request.stock:
+            callbacks.append(HooksOnly((queues.priority_hook(),)))
+        return callbacks
+
+
+def _pp(run: Run) -> int:
+    """Pipeline ranks; a library knows them when a step begins."""
+    if not run.library:
+        return run.args.pipeline_model_parallel_size
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
 
 
 def _splits(run: Run) -> bool:

@@ -6,7 +6,7 @@ import atexit
 import logging
 import statistics
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ....moe.autotune import AUTO, SearchSpace, StepReport, Tuner
 from ....moe.cost_file import Costs
 from ....moe.graph import kept_bytes_per_row
-from ....moe.plan import Budget, LayerShape
+from ....moe.plan import Budget, LayerShape, Strategy
 from ....moe.region import Region
 from ....offload.rates import measure_rates
 from .flags import Sets, layer_shape
@@ -82,6 +82,9 @@ class ChosenMoE(FixedPolicy):
         if self._budget_bytes is not None:
             # Rows are known to all ranks from the exchange of counts; Megatron's layer has its own.
             self._handles.append(layer.experts.register_forward_pre_hook(self._note_rows))
+
+    def allow(self, strategies: Sequence[Strategy]) -> None:
+        self._space = self._space._replace(strategies=tuple(strategies))
 
     def begin_step(self, microbatches: int) -> None:
         self._step += 1

@@ -9,15 +9,14 @@ from typing import Any
 from ...._input import attribute, parse_bytes
 from ....moe import cost_file
 from ....moe.autotune import AUTO, SearchSpace
-from ....moe.plan import Budget, BudgetError, LayerShape
+from ....moe.plan import Budget, BudgetError, LayerShape, Restore, Strategy
 from ....plan.moe_conflicts import CHOSEN, CONFLICTS, SPLIT, parts_of
-from ....schedule.effects import peak_sets
-from ....schedule.generators import generate
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import require_no_conflict
 from ...utils import full_batch
 from . import CHUNKS, FLAGS, STRATEGIES
+from .queues import QUEUE_CHUNKS, one_queue
 
 # (model chunks a rank, microbatches) -> most activation sets of each pipeline rank
 Sets = Callable[[int, int], list[int]]
@@ -32,12 +31,14 @@ class MoERequest:
         strategy: a strategy's name, or ``auto``.
         budget_bytes: for what is chosen; None: no limit.
         costs: what an earlier run found.
+        host_bytes: of the host, for a rank; None: by formula.
     """
 
     chunks: str
     strategy: str
     budget_bytes: int | None = None
     costs: cost_file.Costs | None = None
+    host_bytes: int | None = None
 
     @classmethod
     def of(cls, args: MegatronArgs) -> MoERequest | None:
@@ -46,7 +47,8 @@ class MoERequest:
         Raises:
             ConfigError: flags that contradict each other or are unknown.
         """
-        chunks, strategy, budget, costs = (getattr(args, attribute(flag), None) for flag in FLAGS)
+        values = tuple(getattr(args, attribute(flag), None) for flag in FLAGS)
+        chunks, strategy, budget, costs, host = values
         if chunks is not None and chunks not in CHUNKS:
             raise ConfigError(f"{FLAGS[0]} must be one of {', '.join(CHUNKS)}, got {chunks!r}")
         if strategy is not None and strategy not in STRATEGIES:
@@ -54,7 +56,7 @@ class MoERequest:
                 f"{FLAGS[1]} must be one of {', '.join(STRATEGIES)}, got {strategy!r}"
             )
         if chunks in (None, "off"):
-            for flag, value in zip(FLAGS[1:], (strategy, budget, costs)):
+            for flag, value in zip(FLAGS[1:], values[1:]):
                 if value not in (None, "none"):
                     raise ConfigError(
                         f"{flag} {value} is for MoE layers in chunks, which are off; add "
@@ -69,7 +71,16 @@ class MoERequest:
                 )
         nbytes = _read(FLAGS[2], budget, parse_bytes)
         given = _read(FLAGS[3], costs, cost_file.load)
-        return cls(chunks, strategy or "none", nbytes, given)
+        host_bytes = _read(FLAGS[4], host, parse_bytes)
+        request = cls(chunks, strategy or "none", nbytes, given, host_bytes)
+        if host is not None and not request.copying():
+            why = " without --moe-memory-budget" if strategy == AUTO else ""
+            raise ConfigError(
+                f"{FLAGS[4]} {host} is for what s1 to s3 copy to the host, and "
+                f"{FLAGS[1]} {request.strategy}{why} copies nothing; add {FLAGS[1]} s1 "
+                f"(s2, s3), or drop {FLAGS[4]}"
+            )
+        return request
 
     @property
     def stock(self) -> bool:
@@ -82,8 +93,22 @@ class MoERequest:
         return AUTO in (self.chunks, self.strategy)
 
     def space(self) -> SearchSpace:
-        """What may be chosen."""
-        return SearchSpace.of(self.chunks, self.strategy)
+        """What may be chosen. With one hardware queue more chunks than two only save memory."""
+        space = SearchSpace.of(self.chunks, self.strategy)
+        if self.chunks == AUTO and self.budget_bytes is None and one_queue():
+            return space._replace(chunks=tuple(n for n in space.chunks if n <= QUEUE_CHUNKS))
+        return space
+
+    def copying(self) -> tuple[Strategy, ...]:
+        """Strategies that may run, if one of them copies to the host; otherwise none.
+
+        Without a budget ``auto`` restores nothing.
+        """
+        if self.strategy == AUTO and self.budget_bytes is None:
+            return ()
+        may_run = self.space().strategies
+        copies = any(Restore.OFFLOAD in (s.input, s.inside) for s in may_run)
+        return may_run if copies else ()
 
     def text(self, args: MegatronArgs) -> str:
         """For the log: what runs, and what of Megatron's has no effect there."""
@@ -161,17 +186,10 @@ def layer_shape(config: Any, hidden: int, tp: int, element_bytes: int) -> LayerS
     return LayerShape(row, max(1, ffn // tp), bool(gated), element_bytes)
 
 
-def stock_sets(pp: int, chunks: int, microbatches: int) -> list[int]:
-    """Most activation sets of each rank under Megatron's own schedules."""
-    if pp == 1:
-        return [1]
-    if chunks == 1:
-        return [min(pp - rank, microbatches) for rank in range(pp)]
-    try:
-        return peak_sets(generate("interleaved", pp, microbatches, chunks).ranks)
-    except ValueError:  # microbatches in groups that ours do not have
-        warmup = [2 * (pp - rank - 1) + (chunks - 1) * pp + 1 for rank in range(pp)]
-        return [min(sets, chunks * microbatches) for sets in warmup]
+def most_microbatches(args: MegatronArgs) -> int:
+    """Of a step with the full batch; ``args`` are validated by Megatron."""
+    per_step = args.micro_batch_size * args.data_parallel_size
+    return (full_batch(args) or per_step) // per_step
 
 
 def check_budget(args: MegatronArgs, space: SearchSpace, budget_bytes: int, sets: Sets) -> None:
@@ -184,8 +202,7 @@ def check_budget(args: MegatronArgs, space: SearchSpace, budget_bytes: int, sets
         ConfigError: with the least that would do.
     """
     pp, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
-    per_step = args.micro_batch_size * args.data_parallel_size
-    microbatches = (full_batch(args) or per_step) // per_step
+    microbatches = most_microbatches(args)
     etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     shards = args.context_parallel_size * args.tensor_model_parallel_size
     rows = args.seq_length * args.micro_batch_size * args.moe_router_topk * etp // shards

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ....moe.buffers import Memory
-from ....moe.plan import ExecutionPolicy, LayerPlan
+from ....moe.plan import ExecutionPolicy, LayerPlan, Strategy
 from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
 from ...callbacks import Callback
@@ -69,12 +69,32 @@ class FixedPolicy:
     def begin_step(self, microbatches: int) -> None:
         """The calls to come are of another step, with so many microbatches."""
 
+    def allow(self, strategies: Sequence[Strategy]) -> None:
+        """There is host memory for these; called before the first step, the same on all ranks."""
+
     def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Any]) -> Execution:
         """For the next call of ``layer`` with ``hidden``; ``region`` gives the layer's."""
         return Execution(self.plan, self.plan.stock)
 
     def close(self) -> None:
         """No call will come."""
+
+
+def step_hooks(make: Callable[[Any], Any], why: str) -> list[Hook]:
+    """Around every step, under Megatron's schedules and ours; ``make`` and ``why`` as ``Hook``."""
+    return [
+        Hook(
+            (f"{_SCHEDULES}:forward_backward_{kind}",),
+            make,
+            ("forward_step_func", "model", "num_microbatches", "seq_length", "micro_batch_size"),
+            why,
+        )
+        for kind in (
+            "no_pipelining",
+            "pipelining_without_interleaving",
+            "pipelining_with_interleaving",
+        )
+    ]
 
 
 class PipelinedMoE(Callback):
@@ -102,21 +122,12 @@ class PipelinedMoE(Callback):
         )
 
     def hooks(self) -> tuple[Hook, ...]:
-        steps = [
-            Hook(
-                (f"{_SCHEDULES}:forward_backward_{kind}",),
-                self._stepping,
-                ("forward_step_func", "model", "num_microbatches"),
-                "MoE layers would not know where a step begins",
-            )
-            for kind in (
-                "no_pipelining",
-                "pipelining_without_interleaving",
-                "pipelining_with_interleaving",
-            )
-        ]
         return (
-            *(steps if self._policy.steps else ()),
+            *(
+                step_hooks(self._stepping, "MoE layers would not know where a step begins")
+                if self._policy.steps
+                else ()
+            ),
             Hook(
                 ("megatron.core.transformer.moe.moe_layer:MoELayer.forward",),
                 self._chunked,
@@ -143,6 +154,12 @@ class PipelinedMoE(Callback):
         if self.memory is not None:
             self.memory.close()
             self.memory = None
+
+    def memory_on(self, device: torch.device) -> Memory:
+        """What the layers share, made at the first call."""
+        if self.memory is None:
+            self.memory = Memory.on(device, **self._options)
+        return self.memory
 
     def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -240,14 +257,9 @@ class PipelinedMoE(Callback):
         region = self._regions.get(layer)
         if region is None:
             self._require(layer.config)
-            memory = functools.partial(self._memory, device)
+            memory = functools.partial(self.memory_on, device)
             region = self._regions[layer] = region_of(layer, device, memory, self._weights)
         return region
-
-    def _memory(self, device: torch.device) -> Memory:
-        if self.memory is None:
-            self.memory = Memory.on(device, **self._options)
-        return self.memory
 
 
 class _Shared:

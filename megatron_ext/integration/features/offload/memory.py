@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ....offload.arena import arena_bytes
-from ....offload.host import require_host_memory
-from ....offload.host_memory import available_host_bytes
 from ....offload.sets import Footprint
 from ....schedule.actions import Action, Op, Operation
 from ....schedule.effects import FREES, passes, peak
 from ....schedule.schedule import Schedule
-from ...errors import ConfigError
-from ...utils import gather
+from ...host_memory import require_memory_on_hosts as require_memory_on_hosts  # for sets.py
 
 # The largest set seen so far of each model chunk.
 Footprints = Mapping[int, Footprint]
@@ -46,26 +42,6 @@ def host_bytes(plan: Schedule, rank: int, footprints: Footprints) -> int:
             footprint = footprints.get(plan.placement.chunk_of(stage), Footprint())
             moves.append(((stage, microbatch), footprint.host))
     return arena_bytes(moves)
-
-
-def require_memory_on_hosts(needed_bytes: int, held_bytes: int = 0) -> None:
-    """Check, with all ranks of the job, that their arenas fit into their hosts' memory.
-
-    Args:
-        needed_bytes: of this rank.
-        held_bytes: of an arena of this rank that goes away.
-
-    Raises:
-        ConfigError: the ranks of one host, whichever, need too much.
-    """
-    mine = socket.gethostname(), needed_bytes, held_bytes, available_host_bytes()
-    every = gather(mine)
-    for host in sorted({entry[0] for entry in every}):
-        needs, held, available = zip(*(entry[1:] for entry in every if entry[0] == host))
-        try:
-            require_host_memory(needs, min(available) + sum(held))
-        except ValueError as error:
-            raise ConfigError(f"host {host}: {error}") from None
 
 
 def least_set_bytes(model: torch.nn.Module, config: Any, shape: tuple[int, ...] | None) -> int:

@@ -1,0 +1,187 @@
+"""Host memory of MoE layers: sized by the byte formula, checked with all ranks, allocated once.
+
+How many rows a rank's experts get depends on the routing. The arena has room for balanced routing
+and a quarter more; a chunk that finds none stays on the device, counted, and the log names the size
+that would have held all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ....moe.buffers import Memory
+from ....moe.plan import Strategy, copied_bytes
+from ....offload.host import Purpose
+from ...callbacks import Callback
+from ...errors import ConfigError
+from ...hooks import Hook
+from ...host_memory import require_memory_on_hosts, usable_bytes_a_rank
+from ...utils import gather
+from . import FLAGS
+from .flags import Sets, layer_shape
+from .layer import FixedPolicy, PipelinedMoE, step_hooks
+
+logger = logging.getLogger(__name__)
+
+HEADROOM = 1.25  # for routing that is not balanced, and for gaps between places
+
+
+class HostArenas(Callback):
+    """Sizes the host arena of a rank's MoE layers.
+
+    Args:
+        layers, policy: of the run.
+        strategies: that may run; where there are several, those are left out that need too much.
+        calls: (model chunks, microbatches) -> microbatches of each pipeline rank between their
+            forward and their backward pass.
+        budget_bytes: the size of a rank's arena; where there are several strategies, the most.
+        microbatches: the most of a step, if it is known.
+    """
+
+    def __init__(
+        self,
+        layers: PipelinedMoE,
+        policy: FixedPolicy,
+        strategies: Sequence[Strategy],
+        calls: Sets,
+        budget_bytes: int | None = None,
+        microbatches: int = 0,
+    ) -> None:
+        self._layers, self._policy, self._strategies = layers, policy, tuple(strategies)
+        self._calls, self._budget_bytes = calls, budget_bytes
+        self._microbatches, self._settled = microbatches, 0
+        self._rank = self._logged = 0
+        atexit.register(self.close)
+
+    def hooks(self) -> Sequence[Hook]:
+        return step_hooks(self._stepping, "host memory would be pinned in the middle of a step")
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._log_excess("over the run, ")
+
+    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            if not kwargs.get("forward_only"):
+                if not self._logged:
+                    self._log_excess()
+                self._begin_step(kwargs)
+            return original(*args, **kwargs)
+
+        return forward_backward
+
+    def _begin_step(self, call: Mapping[str, Any]) -> None:
+        """Before the first training step, and before one with more microbatches than any.
+
+        Raises:
+            ConfigError: a rank or a host has too little; on all ranks.
+        """
+        microbatches = max(call["num_microbatches"], self._microbatches)
+        if microbatches <= self._settled:
+            return
+        self._settled, self._rank = microbatches, dist.get_rank()
+        models = call["model"] if isinstance(call["model"], list) else [call["model"]]
+        tokens = call["seq_length"] * call["micro_batch_size"]
+        needs, text = self._needs(models, microbatches, tokens)
+        every = gather((needs, text))
+        most = {s: max((entry[0][s], entry[1]) for entry in every) for s in needs}
+        memory = self._layers.memory_on(next(models[0].parameters()).device)
+        if len(self._strategies) == 1:
+            (strategy,) = self._strategies
+            self._require(strategy, *most[strategy])
+            size = self._budget_bytes or round(HEADROOM * needs[strategy])
+            self._allocate(strategy, size, memory)
+        else:
+            limit = usable_bytes_a_rank()
+            if self._budget_bytes is not None:
+                limit = min(limit, self._budget_bytes)
+            self._leave_out(limit, {s: need for s, (need, _) in most.items()})
+            size = max(needs[s] for s in self._strategies)
+            memory.size_host(min(limit, round(HEADROOM * size)), now=False)
+
+    def _log_excess(self, when: str = "") -> None:
+        """One line where chunks have stayed on the device, and one at the end of the run."""
+        memory = self._layers.memory
+        if memory is None or memory.stayed == self._logged:
+            return
+        self._logged = memory.stayed
+        logger.warning(
+            "megatron_ext: %srank %d: %d chunks of MoE layers have found no room in the host "
+            "arena of %d bytes and stayed on the device; %d bytes would have held all; set %s to "
+            "that",
+            when,
+            self._rank,
+            memory.stayed,
+            memory.engine.arena.capacity_bytes,
+            memory.wanted_bytes,
+            FLAGS[4],
+        )
+
+    def _needs(
+        self, models: Sequence[Any], microbatches: int, tokens: int
+    ) -> tuple[dict[Strategy, int], str]:
+        """Bytes of this rank by strategy, if routing is balanced; and what they are made of."""
+        from megatron.core import parallel_state
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        layers = [m for model in models for m in model.modules() if isinstance(m, MoELayer)]
+        if not layers:
+            return dict.fromkeys(self._strategies, 0), ""
+        config = layers[0].config
+        tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+        etp = config.expert_tensor_parallel_size or tp
+        rows = tokens * config.moe_router_topk * etp // (tp * cp)
+        shape = layer_shape(config, config.hidden_size, etp, config.params_dtype.itemsize)
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        passes = self._calls(len(models), microbatches)[rank]
+        calls = -(-len(layers) // len(models)) * passes
+        text = (
+            f"{len(layers)} MoE layers, {passes} passes in flight, {rows} rows a call if routing "
+            "is balanced"
+        )
+        return {s: round(calls * copied_bytes(shape, rows, s)) for s in self._strategies}, text
+
+    def _require(self, strategy: Strategy, need: int, text: str) -> None:
+        if self._budget_bytes is not None and need > self._budget_bytes:
+            raise ConfigError(
+                f"{FLAGS[4]}: {self._budget_bytes} bytes are less than the {need} that "
+                f"{FLAGS[1]} {strategy.value} copies to the host on a rank ({text}); "
+                "raise it to that, take s4, which copies nothing, or have fewer microbatches in "
+                "flight"
+            )
+
+    def _allocate(self, strategy: Strategy, size: int, memory: Memory) -> None:
+        arena = memory.engine.arena
+        if arena.used_bytes:
+            return  # of a graph that is still there; what finds no room stays on the device
+        fix = (
+            f"take s4, which copies nothing to the host, lower {FLAGS[4]}, or have fewer "
+            "microbatches in flight or ranks per host"
+        )
+        purpose = Purpose(f"{FLAGS[1]} {strategy.value}", fix)
+        require_memory_on_hosts(size, arena.capacity_bytes, purpose)
+        try:
+            memory.size_host(size, now=True)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def _leave_out(self, limit: int, most: Mapping[Strategy, int]) -> None:
+        """Let ``auto`` choose from strategies that keep the limit, the same on all ranks."""
+        left = tuple(s for s in self._strategies if most[s] <= limit)
+        out = [f"{s.value} ({most[s]} bytes)" for s in self._strategies if s not in left]
+        if out and self._rank == 0:
+            logger.warning(
+                "megatron_ext: --moe-memory-reuse auto does not try %s: a rank may take %d bytes "
+                "of its host",
+                ", ".join(out),
+                limit,
+            )
+        self._strategies = left
+        self._policy.allow(left)

@@ -1,0 +1,185 @@
+"""Host memory of MoE layers: of a rank, of a host's ranks, and what ``auto`` may take.
+
+With stand-ins for layers and other ranks.
+"""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext import cpu
+
+cpu.install()
+
+import torch  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+
+from megatron_ext.integration import ConfigError, host_memory  # noqa: E402
+from megatron_ext.integration.features.moe import host as moe_host  # noqa: E402
+from megatron_ext.integration.features.moe.host import HEADROOM, HostArenas  # noqa: E402
+from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE  # noqa: E402
+from megatron_ext.moe.plan import LayerPlan, Strategy  # noqa: E402
+from megatron_ext.offload.arena import HostArena  # noqa: E402
+
+HIDDEN, FFN, TOKENS, TOPK = 64, 128, 256, 2
+ROW = 2 * HIDDEN  # of the experts' input, bf16
+INSIDE = 2 * 6 * FFN
+GIB = 1 << 30
+
+
+class Layer(MoELayer):
+    """Looks like an MoE layer and computes nothing."""
+
+    def __init__(self, config: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.config, self.weight = config, torch.nn.Parameter(torch.zeros(1))
+
+
+class Policy(FixedPolicy):
+    """Notes what it may choose from."""
+
+    allowed: tuple[Strategy, ...] = ()
+
+    def allow(self, strategies: Any) -> None:
+        self.allowed = tuple(strategies)
+
+
+class Job:
+    """A rank with three layers in each of two model chunks, and what the other ranks answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, available: int = 100 * GIB) -> None:
+        config = SimpleNamespace(
+            tensor_model_parallel_size=2,
+            context_parallel_size=1,
+            expert_tensor_parallel_size=1,
+            moe_router_topk=TOPK,
+            hidden_size=HIDDEN,
+            moe_ffn_hidden_size=FFN,
+            gated_linear_unit=True,
+            params_dtype=torch.bfloat16,
+        )
+        self.models = [torch.nn.ModuleList(Layer(config) for _ in range(3)) for _ in range(2)]
+        self.others: list[Any] = []
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
+        monkeypatch.setattr(moe_host.dist, "get_rank", lambda: 0)
+        for module in (moe_host, host_memory):
+            monkeypatch.setattr(module, "gather", lambda mine: [mine, *self.others])
+        monkeypatch.setattr(host_memory, "available_host_bytes", lambda: available)
+
+    def train(self, strategies: str, budget: int | None = None, microbatches: int = 8) -> Any:
+        """The first step of a run; (memory, policy)."""
+        policy = Policy(LayerPlan(2))
+        layers = PipelinedMoE(policy)
+        arenas = HostArenas(
+            layers,
+            policy,
+            [Strategy(name) for name in strategies.split()],
+            lambda chunks, microbatches: [99, min(5, chunks * microbatches)],
+            budget,
+        )
+        step = arenas._stepping(lambda **call: "losses")
+        call = {"seq_length": TOKENS, "micro_batch_size": 1, "model": self.models}
+        try:
+            for number in (microbatches, 1, microbatches):
+                assert step(num_microbatches=number, **call) == "losses"
+        finally:
+            arenas.close()
+        return layers.memory, policy
+
+
+ROWS = TOKENS * TOPK // 2
+NEEDS = {"s1": 15 * ROWS * (ROW + INSIDE), "s2": 15 * ROWS * INSIDE, "s3": 15 * ROWS * ROW}
+
+
+@pytest.mark.parametrize("strategy", NEEDS)
+def test_the_size_is_that_of_balanced_routing(
+    monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """Three layers, five passes in flight, in one piece, allocated once and before the step."""
+    memory, _ = Job(monkeypatch).train(strategy)
+    arena = memory.engine.arena
+    assert arena.capacity_bytes == pytest.approx(HEADROOM * NEEDS[strategy], abs=512)
+    assert len(arena._regions) == 1
+    assert arena.allocate(arena.capacity_bytes + 1) is None  # it does not grow
+    memory.close()
+
+
+def test_a_budget_is_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, _ = Job(monkeypatch).train("s3", budget=3 * NEEDS["s3"])
+    assert memory.engine.arena.capacity_bytes == 3 * NEEDS["s3"]
+    memory.close()
+    with pytest.raises(ConfigError) as error:
+        Job(monkeypatch).train("s1", budget=NEEDS["s1"] - 1)
+    text = str(error.value)
+    assert f"--moe-host-budget: {NEEDS['s1'] - 1} bytes are less than the {NEEDS['s1']}" in text
+    assert f"6 MoE layers, 5 passes in flight, {ROWS} rows a call" in text
+
+
+def test_another_rank_may_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks end the run, with that rank's numbers."""
+    job = Job(monkeypatch)
+    job.others = [({Strategy.S3: 7 * NEEDS["s3"]}, "42 MoE layers")]
+    with pytest.raises(ConfigError, match=rf"{7 * NEEDS['s3']} that .* \(42 MoE layers\)"):
+        job.train("s3", budget=2 * NEEDS["s3"])
+
+
+def test_ranks_and_features_of_a_host_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PipeOffload has pinned is not available; the message has all numbers and the fix."""
+    offload = HostArena(torch.device("cpu"), 1 << 20)
+    job = Job(monkeypatch, available=10 * GIB)
+
+    def gather(mine: Any) -> list[Any]:
+        if isinstance(mine[0], str):  # a host's name
+            return [mine, (socket.gethostname(), 8 * GIB, 0, 10 * GIB, 0)]
+        return [mine]
+
+    monkeypatch.setattr(host_memory, "gather", gather)
+    job.train("s3")[0].close()
+    with pytest.raises(ConfigError) as error:
+        job.train("s3", budget=2 * GIB)
+    text = str(error.value)
+    assert "--moe-memory-reuse s3 needs 10.00 GiB of pinned host memory for the 2 ranks" in text
+    assert "(at most 8.00 GiB a rank) besides 0.00 GiB in use but only 9.00 GiB" in text
+    assert "take s4" in text and "--moe-host-budget" in text
+    offload.close()
+
+
+def test_auto_leaves_out_what_the_host_has_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the budget, or by a rank's share of its host; pinned when something is copied."""
+    every = "none s4 s3 s2 s1"
+    memory, policy = Job(monkeypatch).train(every)
+    assert policy.allowed == tuple(map(Strategy, every.split()))
+    assert memory.engine.arena.capacity_bytes == 0
+    memory, policy = Job(monkeypatch).train(every, budget=NEEDS["s2"])
+    assert policy.allowed == tuple(map(Strategy, ("none", "s4", "s3", "s2")))
+    job = Job(monkeypatch, available=int(2 * NEEDS["s3"] / 0.9) + 2)
+    monkeypatch.setattr(host_memory, "gather", lambda mine: [mine, mine])
+    memory, policy = job.train(every)
+    assert policy.allowed == tuple(map(Strategy, ("none", "s4", "s3")))
+    memory.close()
+
+
+def test_what_stays_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = PipelinedMoE(FixedPolicy(LayerPlan(2)))
+    memory = layers.memory_on(torch.device("cpu"))
+    job = Job(monkeypatch)
+    arenas = HostArenas(layers, FixedPolicy(LayerPlan(2)), [Strategy.S3], lambda *_: [1, 1])
+    step = arenas._stepping(lambda **call: None)
+    call = {"seq_length": TOKENS, "micro_batch_size": 1, "model": job.models}
+    for stayed in (0, 2, 5, 9):
+        memory.stayed, memory.wanted_bytes = stayed, 12345
+        step(num_microbatches=4, **call)
+    arenas.close()
+    lines = [record.getMessage() for record in caplog.records if "no room" in record.getMessage()]
+    assert len(lines) == 2  # when it began, and over the run
+    assert "rank 0: 2 chunks of MoE layers" in lines[0]
+    assert "12345 bytes would have held all; set --moe-host-budget to that" in lines[0]
+    assert "over the run, rank 0: 9 chunks" in lines[1]
+    layers.close()
