@@ -9,6 +9,9 @@ and take, in order, as long as a network of given latency and bandwidth would; e
 as long as their rows take; copies to the host go over a throttled link. Two cores are enough,
 because everything that takes time sleeps.
 
+shapes      layers of DeepSeek-V3, Qwen3-235B, Qwen3-30B and Mixtral: Megatron's own layer, the
+            same with --recompute-modules moe, ours; times and most bytes at once
+balances    the same for communication over computation from 1/4 to 4
 speed       communication over computation from 1/4 to 4: stock, 2 and 4 chunks, all dispatches
             first, what auto chose, the best of all fixed plans
 strategies  the same for what auto chose within a budget that rules keeping everything out
@@ -22,13 +25,10 @@ which has the parts of that date.
 from __future__ import annotations
 
 import argparse
-import atexit
-import contextlib
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,10 @@ cpu.install()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import package_info, parallel_state  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.spec_utils import build_module  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from benchmarks.moe_contenders import balances, shapes  # noqa: E402
 from benchmarks.moe_emulated import (  # noqa: E402
-    EXPERTS,
-    FFN,
     HIDDEN,
     IN_FLIGHT,
     KAPPA,
@@ -54,161 +50,28 @@ from benchmarks.moe_emulated import (  # noqa: E402
     TOP_K,
     Network,
     PausingExperts,
-    Peak,
     real_all_to_all,
+)
+from benchmarks.moe_layers import (  # noqa: E402
+    Auto,
+    Bench,
+    build,
+    compare,
+    fixed_plans,
+    name_of,
+    settle,
 )
 from benchmarks.moe_page import TABLES, page  # noqa: E402
 from benchmarks.ranks import add_arguments, measured, save  # noqa: E402
-from megatron_ext.integration.features.moe.choice import ChosenMoE  # noqa: E402
 from megatron_ext.integration.features.moe.flags import layer_shape  # noqa: E402
-from megatron_ext.integration.features.moe.layer import (  # noqa: E402
-    FixedPolicy,
-    PipelinedMoE,
-)
-from megatron_ext.integration.hooks import Hooks  # noqa: E402
-from megatron_ext.moe.autotune import LOOKAHEAD, SearchSpace, Tuner, bucket, largest  # noqa: E402
-from megatron_ext.moe.buffers import Memory  # noqa: E402
+from megatron_ext.integration.features.moe.layer import FixedPolicy  # noqa: E402
+from megatron_ext.moe.autotune import SearchSpace, bucket, largest  # noqa: E402
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy, footprint  # noqa: E402
-from megatron_ext.offload.device import CpuDevice, Direction  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 LINKS = (0.5, 2.0)  # a copy of the experts' input over their forward pass
-
-
-class Auto(ChosenMoE):
-    """The policy of the flags for one layer with microbatches in flight, without Megatron's
-    arguments; notes its log."""
-
-    def __init__(self, space: SearchSpace, budget: int | None = None) -> None:
-        super().__init__(space, budget, lambda chunks, microbatches: [IN_FLIGHT])
-        self.lines: list[str] = []
-        atexit.unregister(self.close)
-
-    def _log(self, text: str) -> None:
-        self.lines.append(text)
-
-    def _in_flight(self) -> int:
-        return IN_FLIGHT
-
-    @property
-    def tuner(self) -> Tuner:
-        """Of the layer, after a first call."""
-        (kind,) = self._kinds.values()
-        return kind.tuner
-
-
-def build(world: int, **changed: Any) -> Any:
-    """Megatron's MoE layer, experts spread over all ranks."""
-    options: dict[str, Any] = {
-        "num_layers": 1,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": 2,
-        "num_moe_experts": EXPERTS,
-        "moe_ffn_hidden_size": FFN,
-        "moe_router_topk": TOP_K,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "none",
-        "moe_router_force_load_balancing": True,  # random, so nearly even
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-        "bias_activation_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "use_cpu_initialization": True,
-        "expert_model_parallel_size": world,
-    }
-    config = TransformerConfig(**{**options, **changed})
-    spec = get_gpt_layer_local_spec(num_experts=EXPERTS).submodules.mlp
-    layer = build_module(spec, config=config) if hasattr(spec, "module") else spec(config=config)
-    layer.set_layer_number(1)
-    return layer
-
-
-class Bench:
-    """One layer under one policy after the other."""
-
-    def __init__(self, layer: Any, x: torch.Tensor, link: float | None = None) -> None:
-        """``link``: bytes/s to the host and back."""
-        self.layer, self.x, self._link = layer, x, link
-        self.ours: dict[str, PipelinedMoE] = {}
-
-    def add(self, name: str, policy: FixedPolicy) -> None:
-        """Later, ``run(name)``."""
-        self.ours[name] = ours = PipelinedMoE(policy)
-        rates = None if self._link is None else dict.fromkeys(Direction, self._link)
-        device = CpuDevice(throttle_bytes_per_second=rates)
-        ours.memory = Memory(device, min_bytes=1)
-
-    @contextlib.contextmanager
-    def under(self, name: str) -> Iterator[None]:
-        """Inside, the layer runs like that."""
-        hooks = Hooks(package_info.__version__)
-        hooks.apply(self.ours[name].hooks())
-        try:
-            yield
-        finally:
-            hooks.revert()
-
-    def run(self, name: str) -> float:
-        """Milliseconds of forward and backward, on the slowest rank."""
-        with self.under(name):
-            x = self.x.clone().requires_grad_()
-            dist.barrier()
-            started = time.perf_counter()
-            y, _ = self.layer(x)
-            y.backward(torch.ones_like(y))
-            took = time.perf_counter() - started
-        slowest = torch.tensor([took])
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return float(slowest) * 1e3
-
-    def close(self) -> None:
-        """End threads."""
-        for ours in self.ours.values():
-            ours.close()
-
-
-def fixed_plans(names: Iterable[Strategy]) -> dict[str, LayerPlan]:
-    """Everything that may be chosen, by name, but for Megatron's own layer."""
-    found = {}
-    for strategy in names:
-        for chunks in (1, 2, 4, 8):
-            for lookahead in sorted({2, LOOKAHEAD, chunks}):
-                plan = LayerPlan(chunks, strategy, min(lookahead, chunks))
-                if not plan.stock:
-                    found[name_of(plan)] = plan
-    return found
-
-
-def compare(bench: Bench, names: list[str], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each, in turn; the first round warms up and does not count."""
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for repeat in range(repeats + 1):
-        for name in names:
-            took = bench.run(name)
-            if repeat:
-                times[name].append(took)
-    return times
-
-
-def settle(bench: Bench, auto: Auto) -> int:
-    """Train until nothing is tried any more; the steps, of four calls each, that this took."""
-    for step in range(1, 200):
-        auto.begin_step()
-        for _ in range(4):
-            bench.run("auto")
-        if not auto.tuner.on_trial:
-            return step
-    raise RuntimeError("the search did not end in 200 steps")
-
-
-def name_of(plan: LayerPlan) -> str:
-    """As in the tables: chunks, strategy, lookahead."""
-    if plan.stock:
-        return "stock"
-    return f"{plan.chunks} {plan.strategy.value} {min(plan.lookahead, plan.chunks)}"
 
 
 def choice_row(
@@ -307,25 +170,8 @@ def memory(rank: int, args: Any) -> list[dict[str, Any]]:
             name = "stock" if (chunks, strategy) == (1, "none") else f"{chunks} {strategy}"
             bench = Bench(layer, x)
             bench.add(name, FixedPolicy(LayerPlan.of(chunks, strategy)))
-            ours = bench.ours[name]
-            bench.run(name)  # now buffers on both sides are as large as they get
-            known = {t.untyped_storage()._cdata for t in layer.parameters()}
-            kept = 0
-            if ours.memory is not None:
-                ring = ours.memory.ring
-                kept = ring.nbytes
-                known |= ring.storages()
-                arena = ours.memory.engine.arena
-                known |= {one.memory.untyped_storage()._cdata for one in arena._regions}
-            layer.zero_grad(set_to_none=False)
-            with Peak(known) as peak:
-                bench.run(name)
-            found = torch.tensor([peak.nbytes + kept])
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-            host = 0 if ours.memory is None else ours.memory.engine.arena.peak_bytes
-            out.append(
-                {"way": name, "peak_bytes": int(found), "buffers_bytes": kept, "host_bytes": host}
-            )
+            peak, kept, host = bench.peak(name)
+            out.append({"way": name, "peak_bytes": peak, "buffers_bytes": kept, "host_bytes": host})
             bench.close()
     if rank == 0:
         print(json.dumps(out), flush=True)
@@ -374,6 +220,8 @@ def main() -> int:
 
 
 PARTS: dict[str, Callable[[int, Any], Any]] = {
+    "shapes": shapes,
+    "balances": balances,
     "speed": speed,
     "strategies": strategies,
     "memory": memory,

@@ -51,41 +51,74 @@ class Message:
 
 
 class Pause(torch.autograd.Function):
-    """Takes time forward, twice as much backward, and keeps its input ``KAPPA`` times over."""
+    """Stands for a linear layer: takes ``seconds`` forward, and again for each gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
-        """The input times the weight."""
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, width: int, seconds: float
+    ) -> torch.Tensor:
+        """``width`` elements a row."""
         until = time.perf_counter() + seconds
-        inside = x.repeat(1, KAPPA)
         ctx.seconds = seconds
-        ctx.save_for_backward(x, weight, inside)
-        y = x * weight
+        ctx.save_for_backward(x, weight)
+        y = (x[:, :1] * weight).expand(-1, width).contiguous()
         time.sleep(max(0.0, until - time.perf_counter()))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Both gradients."""
-        until = time.perf_counter() + 2 * ctx.seconds
-        x, weight, _ = ctx.saved_tensors
-        gradients = grad * weight, (grad * x).sum(0)
+        """Of the first element, and of the weight."""
+        wanted = ctx.needs_input_grad[:2]
+        until = time.perf_counter() + sum(wanted) * ctx.seconds
+        x, weight = ctx.saved_tensors
+        first, to_x, to_weight = grad.sum(1, keepdim=True), None, None
+        if wanted[0]:
+            to_x = torch.zeros_like(x)
+            to_x[:, :1] = first * weight
+        if wanted[1]:
+            to_weight = (x[:, :1] * first).sum(0)
         time.sleep(max(0.0, until - time.perf_counter()))
-        return *gradients, None
+        return to_x, to_weight, None, None
+
+
+class PausingLinear(torch.nn.Module):
+    """So many elements a row, so many milliseconds each and ``ALPHA_MS`` on top."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.width, self.ms_per_row = width, 0.0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Takes its time."""
+        seconds = (ALPHA_MS / 2 + self.ms_per_row * len(rows)) / 1e3
+        result: torch.Tensor = Pause.apply(rows, self.weight, self.width, seconds)
+        return result
 
 
 class PausingExperts(torch.nn.Module):
-    """In place of Megatron's: so many milliseconds a row."""
+    """In place of Megatron's: gated, two thirds of ``ms_per_row`` in fc1; keeps 3F elements a row.
 
-    def __init__(self, ms_per_row: float) -> None:
+    Args:
+        inside: 3F.
+    """
+
+    def __init__(
+        self, ms_per_row: float, hidden: int = HIDDEN, inside: int = KAPPA * HIDDEN
+    ) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(HIDDEN))
-        self.ms_per_row = ms_per_row
+        ffn = max(1, round(inside / 3))
+        self.linear_fc1, self.linear_fc2 = PausingLinear(2 * ffn), PausingLinear(hidden)
+        self.set_pace(ms_per_row)
+
+    def set_pace(self, ms_per_row: float) -> None:
+        """Of both; 0: as fast as the host."""
+        self.linear_fc1.ms_per_row, self.linear_fc2.ms_per_row = 2 * ms_per_row / 3, ms_per_row / 3
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> Any:
         """Megatron's interface."""
-        seconds = (ALPHA_MS + self.ms_per_row * len(rows)) / 1e3
-        return Pause.apply(rows, self.weight, seconds), None
+        one, other = self.linear_fc1(rows).chunk(2, dim=-1)
+        return self.linear_fc2(one * other), None
 
 
 class Peak(TorchDispatchMode):

@@ -1,37 +1,67 @@
-"""(e) The MoE region on the device, with all-to-alls that take as long as they are told to.
+"""(e) MoE layers: Megatron's own, that with --recompute-modules moe, ours in chunks.
 
-One process stands for all ranks of its group: the others are its mirror images, which send it what
-it sends itself. An all-to-all is a copy on a stream of its own and a wait there, as long as the
-emulated network would take; messages follow each other. Experts are real matrix products.
+    python -m benchmarks.gpu.run --parts moe
+    torchrun --nproc-per-node 8 -m benchmarks.gpu.moe [--tiny] [--shapes 0,1]
+
+Layers of models that people train (``benchmarks/moe_shapes.py``), with grouped products and fused
+permutation where Transformer Engine is installed, top 8, balanced routing, real messages by NCCL
+where there is more than one process. One process stands for all ranks of its expert-parallel group:
+the others are its mirror images, which send it what it sends itself; an all-to-all is a copy on a
+stream of its own and a wait there, as long as the rates of ``moe_shapes`` make it, one after the
+other. The wait takes one multiprocessor where NCCL takes 16 and more, so what messages take from
+computation is seen with several processes only. ``auto`` is timed in training, not here.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
+import json
+import os
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
-from benchmarks.gpu.model import CUDA, DEVICE, release, start, synchronize
-from megatron_ext.moe import exchange as exchange_module
-from megatron_ext.moe.buffers import Memory
-from megatron_ext.moe.exchange import Exchange, Groups
-from megatron_ext.moe.plan import LayerPlan, Strategy
-from megatron_ext.moe.region import Region
+from benchmarks.gpu import model
+from benchmarks.gpu.model import CUDA, release, start, synchronize
+from benchmarks.moe_layers import Bench, build
+from benchmarks.moe_shapes import SHAPES, TOKENS, Shape
+from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
+from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
 
-RANKS, EXPERTS, TOP_K = 8, 16, 2
-RATIOS = (0.5, 1.0, 2.0)  # an all-to-all over the experts' forward pass
-WAYS = [(n, Strategy.NONE) for n in (1, 2, 4)] + [
-    (4, s) for s in Strategy if s is not Strategy.NONE
-]
-ROUNDS = 5
+TE = CUDA and importlib.util.find_spec("transformer_engine") is not None
+ROUNDS, IN_FLIGHT = 5, 2
+STOCK_WAYS = ("stock", "recompute")
+OURS = [LayerPlan(2), LayerPlan(4)]
+OURS += [LayerPlan(4, one) for one in Strategy if one is not Strategy.NONE]
+OURS += [LayerPlan(2, Strategy.S4), LayerPlan(8, Strategy.S4)]
+
+
+class MirrorGroup:
+    """In place of a process group, where one process stands for all ``ranks``."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def size(self) -> int:
+        """So many mirror images."""
+        return self._ranks
+
+    @staticmethod
+    def rank() -> int:
+        """The first."""
+        return 0
 
 
 class Mirror:
-    """In place of ``torch.distributed`` in ``megatron_ext.moe.exchange``.
+    """Collectives on a ``MirrorGroup``; others are torch's.
 
     Attributes:
         seconds_per_byte: of what one rank sends.
@@ -43,27 +73,41 @@ class Mirror:
         self._free = 0.0
         self._cycles_per_second = _cycles() if CUDA else 0.0
 
-    @staticmethod
-    def get_world_size(group: Any) -> int:
-        """So many mirror images."""
-        return RANKS
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, torch.distributed knows mirror groups."""
+        from megatron.core.tensor_parallel import mappings
+
+        mine = {
+            "get_world_size": lambda group: group.size(),
+            "get_rank": lambda group: group.rank(),
+            "all_reduce": lambda tensor, *args, group, **kwargs: None,
+            "all_gather_into_tensor": self.all_gather_into_tensor,
+            "all_to_all_single": self.all_to_all_single,
+        }
+        with contextlib.ExitStack() as stack:
+            for name, ours in mine.items():
+                both = _either(ours, getattr(dist, name))
+                stack.enter_context(mock.patch.object(dist, name, both))
+            stack.enter_context(
+                mock.patch.object(mappings, "dist_all_gather_func", dist.all_gather_into_tensor)
+            )
+            yield
 
     @staticmethod
-    def get_rank(group: Any) -> int:
-        """The first."""
-        return 0
-
-    @staticmethod
-    def all_gather_into_tensor(out: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    def all_gather_into_tensor(
+        out: torch.Tensor, own: torch.Tensor, group: MirrorGroup, async_op: bool = False
+    ) -> Any:
         """They all have the same."""
-        out.copy_(own.repeat(RANKS))
+        out.copy_(own.repeat(group.size(), *[1] * (own.dim() - 1)).view_as(out))
+        return _Sleeping(0.0) if async_op else None
 
     def all_to_all_single(
         self,
         out: torch.Tensor,
         rows: torch.Tensor,
-        received: Sequence[int],
-        sent: Sequence[int],
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
@@ -72,16 +116,29 @@ class Mirror:
         if self._stream is None:
             _fill(out, rows)
             self._free = max(time.perf_counter(), self._free) + seconds
-            return _Sleeping(self._free)
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            _fill(out, rows)
-            if seconds:
-                torch.cuda._sleep(int(seconds * self._cycles_per_second))
-        done = torch.cuda.Event()
-        done.record(self._stream)
-        return _Recorded(done)
+            work: Any = _Sleeping(self._free)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                _fill(out, rows)
+                if seconds:
+                    torch.cuda._sleep(int(seconds * self._cycles_per_second))
+            done = torch.cuda.Event()
+            done.record(self._stream)
+            work = _Recorded(done)
+        return work if async_op else work.wait()
+
+
+def _either(ours: Any, torchs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, kwargs.get("group")]
+        one = next((x for x in given if isinstance(x, MirrorGroup)), None)
+        if one is None:
+            return torchs(*args, **kwargs)
+        positional = [x for x in args if x is not one]
+        return ours(*positional, **{**kwargs, "group": one})
+
+    return call
 
 
 class _Sleeping:
@@ -121,103 +178,110 @@ def _cycles() -> float:
     return 200_000_000 / (time.perf_counter() - started)
 
 
-class LocalExperts(torch.nn.Module):
-    """This rank's experts: two linear layers each, one expert after the other."""
+class DeviceBench(Bench):
+    """On the device, copies by its own link."""
 
-    def __init__(self, hidden: int, ffn: int) -> None:
-        super().__init__()
-        count = EXPERTS // RANKS
-        options: dict[str, Any] = {"device": DEVICE, "dtype": torch.float32}
-        generator = torch.Generator(DEVICE).manual_seed(5)
-        up = torch.randn(count, hidden, ffn, generator=generator, **options) / hidden**0.5
-        down = torch.randn(count, ffn, hidden, generator=generator, **options) / ffn**0.5
-        self.up = torch.nn.Parameter(up.to(torch.bfloat16))
-        self.down = torch.nn.Parameter(down.to(torch.bfloat16))
+    def memory(self) -> None:
+        """The device's own, when a layer is called."""
 
-    def forward(self, x: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """As ``Region`` calls it."""
-        sizes = counts.tolist()
-        gelu = torch.nn.functional.gelu
-        parts = zip(x.split(sizes), probs.split(sizes), self.up, self.down)
-        return torch.cat([(gelu(a @ u) * p[:, None].to(a.dtype)) @ d for a, p, u, d in parts])
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        synchronize()
+
+    def peak_bytes(self, name: str) -> int | None:
+        """Most bytes at once beside parameters, gradients and input; None without a GPU."""
+        release()
+        self.run(name, IN_FLIGHT)
+        if not CUDA:
+            return None
+        ours: PipelinedMoE = self.ours[name]
+        ring = 0 if ours.memory is None else ours.memory.ring.nbytes
+        resting = torch.cuda.memory_allocated() - ring
+        torch.cuda.reset_peak_memory_stats()
+        self.run(name, IN_FLIGHT)
+        return torch.cuda.max_memory_allocated() - resting
 
 
-class Layer:
-    """The region with its inputs."""
+def layer_of(shape: Shape, groups: Any) -> Any:
+    """Megatron's layer with this rank's experts, in bf16."""
+    dtype = torch.bfloat16
+    layer = build(
+        groups.ep.size(), TE, groups, hidden_size=shape.hidden, moe_ffn_hidden_size=shape.ffn,
+        num_moe_experts=shape.experts, moe_router_topk=shape.top_k, moe_grouped_gemm=TE,
+        moe_permute_fusion=TE, use_cpu_initialization=not CUDA, params_dtype=dtype, bf16=True,
+    )  # fmt: skip
+    return layer.to(model.DEVICE).to(dtype)
 
-    def __init__(self, tokens: int, hidden: int, ffn: int, group: Any, rounds: int) -> None:
-        self._rounds = rounds
-        self.experts = LocalExperts(hidden, ffn)
-        self._x = torch.randn(tokens, hidden, device=DEVICE).to(torch.bfloat16)
-        generator = torch.Generator(DEVICE).manual_seed(7)
-        scores = torch.rand(tokens, EXPERTS, device=DEVICE, generator=generator)
-        self.chosen = torch.zeros_like(scores, dtype=torch.bool)
-        self.chosen.scatter_(1, scores.topk(TOP_K, dim=1).indices, True)
-        self._scores = scores * self.chosen
-        self.exchange = Exchange(Groups(group, None, group), EXPERTS)
 
-    def time(self, chunks: int, strategy: Strategy) -> tuple[float, int | None]:
-        """Seconds of forward and backward, and bytes at most."""
-        memory = Memory.on(DEVICE)
-        region = Region(self.exchange, self.experts, list(self.experts.parameters()), memory)
-        times = []
-        peak = None
-        try:
-            for number in range(self._rounds + 2):
-                x = self._x.clone().requires_grad_(True)
-                probs = self._scores.clone().requires_grad_(True)
-                synchronize()
-                if CUDA and number == 2:
-                    resting = torch.cuda.memory_allocated() - memory.ring.nbytes
-                    torch.cuda.reset_peak_memory_stats()
-                started = time.perf_counter()
-                region(x, probs, self.chosen, LayerPlan(chunks, strategy)).sum().backward()
-                synchronize()
-                times.append(time.perf_counter() - started)
-            if CUDA:
-                peak = torch.cuda.max_memory_allocated() - resting
-        finally:
-            memory.close()
-        return statistics.median(times[2:]), peak
+def measure(shape: Shape, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """All ways of one shape, in turn."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    mirror = None
+    if dist.get_world_size() == 1:
+        mirror = Mirror()
+        mirror.seconds_per_byte = shape.message_ms / 1e3 / (TOKENS * shape.top_k * shape.hidden * 2)
+        groups.ep = groups.tp_ep = MirrorGroup(shape.ranks)
+    rows = []
+    with mirror.installed() if mirror is not None else contextlib.nullcontext():
+        x = torch.randn(tokens, 1, shape.hidden, device=model.DEVICE).to(torch.bfloat16)
+        bench = DeviceBench(layer_of(shape, groups), x)
+        for name in STOCK_WAYS:
+            bench.add(name, FixedPolicy(STOCK), recompute=name == "recompute")
+        for plan in OURS:
+            bench.add(str(plan), FixedPolicy(plan))
+        plans = dict.fromkeys(STOCK_WAYS, STOCK) | {str(plan): plan for plan in OURS}
+        for name, plan in plans.items():
+            for _ in range(2):
+                bench.run(name)
+            ms = statistics.median(bench.run(name) for _ in range(rounds))
+            row = {"shape": shape.name, "way": name, "chunks": plan.chunks,
+                   "strategy": plan.strategy.value, "ms": ms,
+                   "peak_bytes": bench.peak_bytes(name)}  # fmt: skip
+            rows.append(row)
+            if dist.get_rank() == 0:
+                print(json.dumps(row), flush=True)
+        bench.close()
+    release()
+    return rows
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All ratios and ways, in turn."""
-    group = start()
-    tokens, hidden, ffn = (256, 64, 128) if args.tiny else (16384, 4096, 8192)
-    mirror = Mirror()
-    exchange_module.dist = mirror  # type: ignore[assignment]
-    layer = Layer(tokens, hidden, ffn, group, 1 if args.tiny else ROUNDS)
-    compute = experts_seconds(layer, tokens * TOP_K, hidden)
-    sent = tokens * TOP_K * hidden * 2
-    rows = []
-    for ratio in RATIOS[:1] if args.tiny else RATIOS:
-        mirror.seconds_per_byte = ratio * compute / sent
-        base = 0.0
-        for chunks, strategy in WAYS:
-            seconds, peak = layer.time(chunks, strategy)
-            base = base or seconds
-            row = {"ratio": ratio, "chunks": chunks, "strategy": strategy.value,
-                   "ms": 1e3 * seconds, "speed": base / seconds, "peak_bytes": peak}  # fmt: skip
-            rows.append(row)
-            print(row, flush=True)
-            release()
-    return {"rows": rows, "experts_ms": 1e3 * compute, "tokens": tokens, "hidden": hidden,
-            "ffn": ffn}  # fmt: skip
+    """All shapes, each with the peak bytes and times of all ways."""
+    if not dist.is_initialized():
+        start()
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1)
+    world = dist.get_world_size()
+    tokens = 64 if args.tiny else TOKENS
+    found = []
+    numbers = getattr(args, "shapes", None) or range(len(SHAPES))
+    for shape in [SHAPES[i] for i in numbers][: 1 if args.tiny else None]:
+        one = shape._replace(hidden=64, ffn=32, experts=16, ranks=8) if args.tiny else shape
+        found += measure(one, tokens, 1 if args.tiny else ROUNDS)
+        if hasattr(args, "keep"):
+            args.keep({"rows": found, "unfinished": "more shapes"})
+    return {"rows": found, "tokens": tokens, "ranks": world, "grouped": TE}
 
 
-def experts_seconds(layer: Layer, rows: int, hidden: int) -> float:
-    """Of the experts' forward pass on all rows, which is what one rank's even share comes to."""
-    x = torch.randn(rows, hidden, device=DEVICE).to(torch.bfloat16)
-    count = EXPERTS // RANKS
-    counts = torch.full((count,), rows // count)
-    probs = torch.ones(rows, device=DEVICE)
-    times = []
-    with torch.no_grad():
-        for _ in range(4):
-            synchronize()
-            started = time.perf_counter()
-            layer.experts(x, counts, probs)
-            synchronize()
-            times.append(time.perf_counter() - started)
-    return min(times)
+def main() -> None:
+    """One of several processes, each with a GPU of its own."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--tiny", action="store_true", help="next to nothing, also on the CPU")
+    parser.add_argument("--shapes", type=lambda text: [int(one) for one in text.split(",")])
+    args = parser.parse_args()
+    from megatron.core import parallel_state
+
+    if CUDA:
+        model.DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(model.DEVICE)
+    dist.init_process_group("nccl" if CUDA else "gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+    run(args)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

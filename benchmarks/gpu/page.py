@@ -194,16 +194,25 @@ def _overhead(result: dict[str, Any], _: Any) -> list[str]:
 
 
 def _moe(result: dict[str, Any], _: Any) -> list[str]:
+    messages = "by NCCL" if result["ranks"] > 1 else "emulated, on one multiprocessor"
+    products = "grouped (Transformer Engine)" if result["grouped"] else "one expert after the other"
     lines = [
-        f"{result['tokens']} tokens, hidden {result['hidden']}, ffn {result['ffn']}; the experts' "
-        f"forward pass takes {result['experts_ms']:.2f} ms. *Ratio*: an all-to-all over it.",
+        f"{result['tokens']} tokens a rank; messages {messages}; products {products}. Forward and "
+        "backward of one layer; peak bytes beside parameters and gradients with two calls in "
+        "flight. *Speed* is against stock and against stock with `--recompute-modules moe`.",
         "",
     ]
-    rows = []
+    rows, base = [], dict[str, dict[str, float]]()
     for row in result["rows"]:
-        name = f"{row['ratio']:g}: n = {row['chunks']}, {row['strategy']}"
-        rows.append((name, f"{row['ms']:.2f}", f"{row['speed']:.3f}", _gib(row["peak_bytes"])))
-    return lines + _table("ratio and way | ms | speed against n = 1 | peak GiB", rows)
+        of = base.setdefault(row["shape"], {})
+        of[row["way"]] = row["ms"]
+        speeds = [f"{of[way] / row['ms']:.3f}" if way in of else "" for way in _BASES]
+        name = f"{row['shape']}: {row['way']}"
+        rows.append((name, f"{row['ms']:.2f}", *speeds, _gib(row["peak_bytes"])))
+    return lines + _table("layer and way | ms | speed | over recompute | peak GiB", rows)
+
+
+_BASES = ("stock", "recompute")
 
 
 # Section of the NCCL part -> what CPU ranks have shown, and what a GPU would show beyond it.
@@ -239,5 +248,5 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any], Any], list[str]]]] = {
     "nccl": ("Messages by NCCL", _nccl),
     "rates": ("Transfers", _rates),
     "overhead": ("Executor overhead with real kernels", _overhead),
-    "moe": ("MoE region with emulated messages", _moe),
+    "moe": ("MoE layers", _moe),
 }

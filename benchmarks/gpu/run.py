@@ -10,7 +10,7 @@ shared    (b) two and four processes share the GPU: losses and weights bit for b
           schedule, offload on and off
 rates     (c) copies alone, both ways, while computing; k measured against the formula
 overhead  (d) the executor's host time per action with real kernels; bound by launching or not
-moe       (e) the MoE region with emulated all-to-alls
+moe       (e) MoE layers: Megatron's own, with --recompute-modules moe, ours; emulated all-to-alls
 nccl      (f) two processes with a GPU each, by NCCL: schedules bit for bit, the cost of messages
           under each --pp-p2p, what a waiting receive takes from computation, memory over 200 steps
 
@@ -48,7 +48,7 @@ PARTS = {
     "shared": ("benchmarks.gpu.shared", 100),
     "rates": ("benchmarks.gpu.transfers", 30),
     "overhead": ("benchmarks.gpu.overhead", 60),
-    "moe": ("benchmarks.gpu.moe", 50),
+    "moe": ("benchmarks.gpu.moe", 60),
     "nccl": ("benchmarks.gpu.nccl", 240),
 }
 

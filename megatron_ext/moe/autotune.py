@@ -7,7 +7,8 @@ decision. Plain Python; what touches devices and ranks is in the integration.
 
 MPipeMoE searches n by trials with the number of tokens as its key (IPDPS, algorithm 1), but skips
 trials by assuming one minimum; GEMM times rise in steps and have several, so here all plans that
-fit the budget are tried, few as they are.
+fit the budget are tried, but for those that cannot win even on the most favourable device that
+explains the trials so far (``Bounds``). Megatron's own layer is the first plan and always tried.
 """
 
 from __future__ import annotations
@@ -17,8 +18,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ..plan.moe_bounds import Bounds
 from .cost_file import Costs
-from .plan import Budget, BudgetError, LayerPlan, Strategy, copied_bytes, simplest_first
+from .plan import (
+    Budget,
+    BudgetError,
+    LayerPlan,
+    Strategy,
+    simplest_first,
+)
 
 AUTO = "auto"
 CHUNKS = (1, 2, 4, 8)  # among other numbers, GEMM times leave more local minima
@@ -27,6 +35,9 @@ LOOKAHEAD = 3  # besides 2 and n
 SAMPLES = 4  # timed calls of a plan; the first one warms up
 MOST_STEPS = 4  # of one plan's trial, however few calls they have
 MARGIN = 0.02  # a plan must be faster than a simpler one by this
+_NEVER = float("inf")  # a time of what was not worth a trial, or of a trial without a clock
+LEAST_GAIN = 0.01  # a plan that by prediction gains less on the fastest so far is not tried
+ORDER_GAIN = 0.1  # other orders are tried of plans that are slower than the fastest by less
 RECHECK_STEPS, RECHECKED = 1000, 3  # then so many of the fastest plans are tried again
 
 
@@ -55,23 +66,26 @@ class StepReport(NamedTuple):
     """What a step showed of layers of one kind: of each number the most that any rank has.
 
     Attributes:
-        tokens: of a call. rows: that the busiest rank's experts had in one; 0: not known.
-        ms_per_token: median over the timed calls, forward and backward; 0: none was timed.
+        tokens: of the first call of the step that begins.
+        rows: that the busiest rank's experts had in a call so far; 0: not known.
+        ms_per_token: median over the timed calls of the last step, forward and backward; 0: none
+            was timed.
         samples: how many those were, with the first, which does not count where there are others.
+        experts_ms: of ``ms_per_token``, the experts' forward pass; 0: not known.
     """
 
     tokens: float
     rows: float = 0
     ms_per_token: float = 0
     samples: float = 0
+    experts_ms: float = 0
 
 
 @dataclass
 class _Trial:
     """A plan that is being timed, for a bucket; ``least`` in milliseconds a token."""
 
-    of: tuple[int, LayerPlan]
-    least: float = float("inf")
+    least: float = _NEVER
     samples: float = 0
     steps: int = 0
 
@@ -98,8 +112,7 @@ class Tuner:
             candidate as any other.
         budget: of the rank's MoE layers; None: no limit, and then nothing is restored that need
             not be.
-        costs: of the same layers: times of an earlier run are not taken again, and plans whose
-            copies alone take twice the fastest plan's time are not tried.
+        costs: of the same layers: times of an earlier run are not taken again.
         log: takes a line for people, at every change of a decision.
 
     Attributes:
@@ -117,9 +130,9 @@ class Tuner:
     ) -> None:
         self._plans, self._budget, self._log = space.plans(), budget, log
         times = {n: dict(found) for n, found in costs.times.items()}
-        self.costs = replace(costs, times=times)
+        self.costs = replace(costs, times=times, experts=dict(costs.experts))
         self.plan, self.on_trial = self._plans[0], False
-        self._trial: _Trial | None = None
+        self._trials: dict[tuple[int, LayerPlan], _Trial] = {}  # that are not over
         self._rows = self._seen_rows = 0
         self._chosen: dict[int, tuple[LayerPlan, int]] = {}  # by bucket, with its steps
         self._calls: Counter[tuple[LayerPlan, int]] = Counter()
@@ -142,7 +155,7 @@ class Tuner:
         budget, self._seen_rows = self._budget, max(rows, self._seen_rows)
         if budget is None or budget.fits(self.plan, max(rows, self._rows)):
             return self.plan
-        self.on_trial, self._trial = False, None
+        self.on_trial = False
         return budget.least(self._plans, rows)
 
     def count_call(self) -> None:
@@ -162,25 +175,28 @@ class Tuner:
         grown, self._rows = rows > self._rows, rows
         self._bucket = bucket(report.tokens)
         times = self.costs.times.setdefault(largest(self._bucket), {})
+        if grown:  # the fastest plan so far may not fit any more
+            self._forget_hopeless(times)
         fitting = self._fitting(grown and not first)
-        if not times and len(fitting) > 1 and (first or self._trial is None):
-            tokens = largest(self._bucket)
-            self._log(f"up to {tokens} tokens a rank: trying {len(fitting)} plans, a step each")
-        if first and self._budget is not None and not times:
-            fitting = [self._budget.least(self._plans, rows)]
+        if not times and not any(number == self._bucket for number, _ in self._trials):
+            every = dict.fromkeys(p for plan in fitting for p in (plan, *self._other_orders(plan)))
+            if first and self._budget is not None:
+                fitting = [self._budget.least(self._plans, rows)]
+            self._log_start(len(every | dict.fromkeys(fitting)))
         self._recheck(times)
         untried = self._untried(fitting, times)
         self.on_trial, fastest = untried is not None, self._fastest(fitting, times)
         self.plan = fastest if untried is None else untried
         if untried is None:
             self._choose(fastest)
-        elif self._trial is None or self._trial.of != (self._bucket, untried):
-            self._trial = _Trial((self._bucket, untried))
+        else:
+            self._trials.setdefault((self._bucket, untried), _Trial())
 
     # --- trials ---
 
     def _record(self, report: StepReport) -> None:
-        trial = self._trial
+        key = self._bucket, self.plan
+        trial = self._trials.get(key)
         if trial is None or not self.on_trial:
             return
         trial.steps += 1
@@ -188,10 +204,20 @@ class Tuner:
         # The only call of a first step pays for what is loaded and allocated once.
         if report.ms_per_token and (report.samples > 1 or trial.steps > 1):
             trial.least = min(trial.least, report.ms_per_token)
+            if report.experts_ms:
+                found, tokens = self.costs.experts, largest(self._bucket)
+                found[tokens] = min(found.get(tokens, report.experts_ms), report.experts_ms)
         if trial.samples >= SAMPLES or trial.steps >= MOST_STEPS:
-            times = self.costs.times.setdefault(largest(bucket(report.tokens)), {})
-            times[trial.of[1]] = trial.least
-            self._trial = None
+            self.costs.times.setdefault(largest(self._bucket), {})[self.plan] = trial.least
+            del self._trials[key]
+
+    def _log_start(self, most: int) -> None:
+        if most > 1:
+            self._log(
+                f"up to {largest(self._bucket)} tokens a rank: trying at most {most} plans, a step "
+                f"each; decided within {most} steps, or {MOST_STEPS * most} where a step has few "
+                "calls"
+            )
 
     def _fitting(self, report_excess: bool) -> list[LayerPlan]:
         """Plans of the paper's order that keep the budget, the simplest first."""
@@ -204,12 +230,22 @@ class Tuner:
                 if report_excess:
                     self._log_excess(budget)
         # s0 does all that keeping does, and an activation function more; the others do far more.
-        # So of each number of chunks only the first of none, s0, all others that fits is tried.
+        # So of each number of chunks what comes behind the first of these two that fits, in the
+        # order of messages that needs most, is not tried. One chunk with none is Megatron's own
+        # layer, where nothing computes beside the last message as it does in ours.
         first: dict[int, Strategy] = {}
         for plan in plans:
-            first.setdefault(plan.chunks, plan.strategy)
-        alone = (Strategy.NONE, Strategy.S0)
-        return [p for p in plans if first[p.chunks] not in alone or p.strategy is first[p.chunks]]
+            deepest = plan._replace(lookahead=plan.chunks)
+            keeps = plan.strategy in (Strategy.NONE, Strategy.S0) and not plan.stock
+            if keeps and self.allows(deepest):
+                first.setdefault(plan.chunks, plan.strategy)
+        order = list(Strategy)
+        return [
+            plan
+            for plan in plans
+            if plan.chunks not in first
+            or order.index(plan.strategy) <= order.index(first[plan.chunks])
+        ]
 
     def _log_excess(self, budget: Budget) -> None:
         try:
@@ -221,24 +257,38 @@ class Tuner:
         self, fitting: Sequence[LayerPlan], times: dict[LayerPlan, float]
     ) -> LayerPlan | None:
         """The next plan to time: all in the paper's order, then other orders of the fastest."""
-        new = [p for p in fitting if p not in times and not self._copies_too_long(p, times)]
-        if new:
-            return new[0]
-        best = self._fastest(fitting, times)
-        for lookahead in (LOOKAHEAD, best.chunks):
-            deeper = best._replace(lookahead=lookahead)
-            if 2 < lookahead <= best.chunks and deeper not in times and self.allows(deeper):
-                return deeper
+        known = {one: time for one, time in times.items() if time < _NEVER}
+        least = min((known[plan] for plan in known if self.allows(plan)), default=0.0)
+        best: dict[LayerPlan, float] = {}  # of any order of a plan
+        for one, time in known.items():
+            paper = one._replace(lookahead=2)
+            best[paper] = min(time, best.get(paper, time))
+        near = [p for p in fitting if best.get(p, times.get(p, 0.0)) <= (1 + ORDER_GAIN) * least]
+        orders = (order for plan in near for order in self._other_orders(plan))
+        new = [plan for plan in (*fitting, *orders) if plan not in times]
+        experts = self.costs.experts.get(largest(self._bucket))
+        if not new or not known or experts is None:
+            return new[0] if new else None
+        bounds = Bounds(known, experts, self._copies())
+        for plan in new:
+            if plan.stock or bounds.least(plan) <= (1 - LEAST_GAIN) * least:
+                return plan
+            times[plan] = _NEVER
         return None
 
-    def _copies_too_long(self, plan: LayerPlan, times: dict[LayerPlan, float]) -> bool:
-        """Whether copies, the slowest stream in equation 10, take twice the fastest plan's time."""
+    def _other_orders(self, plan: LayerPlan) -> list[LayerPlan]:
+        """The same with other orders of messages, within the budget."""
+        numbers = sorted({LOOKAHEAD, plan.chunks})
+        deeper = [plan._replace(lookahead=n) for n in numbers if 2 < n <= plan.chunks]
+        return [one for one in deeper if self.allows(one)]
+
+    def _copies(self) -> tuple[float, float]:
+        """Milliseconds a token of the experts' input to the host or back, and of what is inside."""
         costs, budget = self.costs, self._budget
-        if budget is None or not times or costs.to_host is None or costs.to_device is None:
-            return False
-        nbytes = copied_bytes(budget.shape, self._rows, plan.strategy)
-        ms = nbytes * (costs.to_host + costs.to_device)
-        return ms > 2 * min(times.values()) * largest(self._bucket)
+        if budget is None or costs.to_host is None or costs.to_device is None:
+            return 0.0, 0.0
+        ms = min(costs.to_host, costs.to_device) * self._rows / largest(self._bucket)
+        return ms * budget.shape.hidden * budget.shape.element_bytes, ms * budget.shape.inside_bytes
 
     def allows(self, plan: LayerPlan) -> bool:
         """True if ``plan`` keeps the budget, with the most rows so far."""
@@ -261,7 +311,13 @@ class Tuner:
             for plan in sorted(times, key=times.__getitem__)[:RECHECKED]:
                 del times[plan]
             times.pop(self._plans[0], None)  # stock's layer, where it is a candidate
+            self._forget_hopeless(times)
             self._chosen[self._bucket] = (self._chosen[self._bucket][0], 0)
+
+    @staticmethod
+    def _forget_hopeless(times: dict[LayerPlan, float]) -> None:
+        for plan in [plan for plan, time in times.items() if time == _NEVER]:
+            del times[plan]
 
     # --- what people read ---
 
@@ -278,7 +334,7 @@ class Tuner:
         tokens, text = largest(number), str(plan)
         times = self.costs.times.get(tokens, {})
         for name, one in (("a call takes", plan), ("Megatron's own layer", LayerPlan())):
-            if one in times and (one != plan or name == "a call takes"):
+            if times.get(one, _NEVER) < _NEVER and (one != plan or name == "a call takes"):
                 text += f"; {name} {times[one] * tokens:.3f} ms"
         if self._budget is not None:
             nbytes = self._budget.footprint(plan, self._rows).peak_bytes

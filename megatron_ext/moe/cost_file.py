@@ -2,12 +2,14 @@
 
     {"format": "megatron-ext-moe-costs/2", "layers": "MoE layers of hidden size ...",
      "kept_bytes": 12288, "to_host": 4.0e-08, "to_device": 4.1e-08,
+     "experts": [[4096, 0.0008]],
      "times": [[4096, 1, "none", 2, 0.0031], [4096, 4, "none", 2, 0.0024], ...]}
 
 ``kept_bytes`` is what the experts keep for backward per row besides their input, ``to_host`` and
 ``to_device`` are milliseconds a byte; null where they were not needed. A time is that of a call's
 forward and backward pass: [tokens of the largest call of its bucket, chunks, strategy, lookahead,
-milliseconds a token]. One chunk and none is Megatron's own layer.
+milliseconds a token]. One chunk and none is Megatron's own layer. ``experts`` has the experts'
+forward pass alone, [tokens, milliseconds a token]; it may be left out.
 
 Files of ``megatron-ext-moe-costs/1``, which held costs of single operations, are still read: bytes
 and copies count, the rest is timed in training.
@@ -24,7 +26,7 @@ from .plan import LayerPlan
 
 FORMAT, OLD_FORMAT = "megatron-ext-moe-costs/2", "megatron-ext-moe-costs/1"
 OLD_LINES = ("message", "experts", "experts_backward", "to_host", "to_device")
-_FIELDS = ("format", "layers", "kept_bytes", "to_host", "to_device", "times")
+_FIELDS = ("format", "layers", "kept_bytes", "to_host", "to_device", "experts", "times")
 
 Times = dict[int, dict[LayerPlan, float]]  # by bucket's largest tokens: milliseconds a token
 
@@ -36,6 +38,7 @@ class Costs:
     Attributes:
         layers: which; "" means all.
         times: trials; empty where there were none.
+        experts: milliseconds a token of their forward pass, by bucket's largest tokens.
     """
 
     layers: str = ""
@@ -43,6 +46,7 @@ class Costs:
     to_host: float | None = None
     to_device: float | None = None
     times: Times = field(default_factory=dict)
+    experts: dict[int, float] = field(default_factory=dict)
 
     def dump(self) -> str:
         """The file's content, on one line."""
@@ -52,7 +56,8 @@ class Costs:
             for plan, time in found.items()
             if time < float("inf")  # of a trial that no clock was read in
         ]
-        return json.dumps({"format": FORMAT, **vars(self), "times": times})
+        experts = sorted(map(list, self.experts.items()))
+        return json.dumps({"format": FORMAT, **vars(self), "experts": experts, "times": times})
 
 
 def load(path: str) -> Costs:
@@ -98,7 +103,10 @@ def parse(text: str) -> Costs:
     for row in rows:
         tokens, plan, time = _time(row)
         times.setdefault(tokens, {})[plan] = time
-    return Costs(layers, kept, to_host, to_device, times)
+    experts = data.get("experts", [])
+    if not isinstance(experts, list):
+        raise ValueError("'experts' must be a list")
+    return Costs(layers, kept, to_host, to_device, times, dict(map(_experts, experts)))
 
 
 def _line(value: Any, name: str) -> float:
@@ -106,6 +114,12 @@ def _line(value: Any, name: str) -> float:
     if not isinstance(value, list) or len(value) != 3:
         raise ValueError(f"'{name}' must be a list of three numbers, got {shown(value)}")
     return [real(number, f"'{name}'") for number in value][1]
+
+
+def _experts(row: Any) -> tuple[int, float]:
+    if not isinstance(row, list) or len(row) != 2:
+        raise ValueError(f"a time of the experts is [tokens, ms], got {shown(row)}")
+    return whole(row[0], "tokens"), real(row[1], "a time of the experts", positive=True)
 
 
 def _time(row: Any) -> tuple[int, LayerPlan, float]:

@@ -149,6 +149,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
             if auto:
                 found["trace"] = traced.calls
                 found["summary"] = policy.summary()
+                found["costs"] = [kind.tuner.costs for kind in policy._kinds.values()]
     return found
 
 

@@ -17,6 +17,7 @@ GOOD: dict[str, Any] = {
     "kept_bytes": 768.0,
     "to_host": 1e-6,
     "to_device": None,
+    "experts": [[4607, 0.125]],
     "times": [[4607, 1, "none", 2, 0.5], [4607, 4, "s1", 3, 0.25], [9215, 1, "none", 2, 0.5]],
 }
 OLD: dict[str, Any] = {
@@ -31,6 +32,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     target.write_text(json.dumps(GOOD))
     found = load(str(target))
     assert found.times[4607] == {STOCK: 0.5, LayerPlan.of(4, "s1", 3): 0.25}
+    assert found.experts == {4607: 0.125}
     assert (found.kept_bytes, found.to_host, found.to_device) == (768, 1e-6, None)
     assert json.loads(found.dump()) == GOOD
     assert parse(found.dump()) == found
@@ -55,6 +57,9 @@ def test_files_of_earlier_releases_give_bytes_and_copies() -> None:
         ({"times": [[1, 2, "s9", 2, 1.0]]}, "s9"),
         ({"times": [[1, 0, "s1", 2, 1.0]]}, "chunks must be"),
         ({"times": [[1, 2, "s1", 2, 0]]}, "a time must be a number > 0"),
+        ({"experts": {}}, "'experts' must be a list"),
+        ({"experts": [[1]]}, "a time of the experts is "),
+        ({"experts": [[1, 0]]}, "a time of the experts must be a number > 0"),
         ({"to_host": [1]}, "'to_host' must be"),
         ({"kept_bytes": "many"}, "'kept_bytes' must be a number"),
         ({"kept_bytes": float("nan")}, "NaN is no number of JSON"),

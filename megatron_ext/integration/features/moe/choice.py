@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....moe.autotune import AUTO, SearchSpace, StepReport, Tuner
+from ....moe.autotune import AUTO, SearchSpace, StepReport, Tuner, bucket
 from ....moe.cost_file import Costs
 from ....moe.graph import kept_bytes_per_row
 from ....moe.plan import Budget, LayerShape, Strategy
@@ -34,15 +34,15 @@ class _Layers:
 
     def __init__(self, tuner: Tuner) -> None:
         self.tuner, self.step = tuner, -1
-        self.tokens, self.timers = 0, list[CallTimer]()
+        self.bucket, self.timers = 0, list[CallTimer]()
 
-    def report(self, rows: int) -> StepReport:
-        """Of the step that is over, on this rank."""
+    def report(self, tokens: int, rows: int) -> StepReport:
+        """Of the step that is over, on this rank; of the one that begins a call of ``tokens``."""
         times = [t for t in (one.ms_per_token() for one in self.timers) if t is not None]
-        middle = statistics.median(times[1:] or times or [0])  # the first pays for allocations
         self.timers.clear()
-        tokens, self.tokens = self.tokens, 0
-        return StepReport(tokens, rows, middle, len(times))
+        # The first call pays for allocations.
+        whole, experts = map(statistics.median, zip(*(times[1:] or times or [(0.0, 0.0)])))
+        return StepReport(tokens, rows, whole, len(times), experts)
 
 
 class ChosenMoE(FixedPolicy):
@@ -100,18 +100,16 @@ class ChosenMoE(FixedPolicy):
             kind = self._kinds[key] = self._kind(shape, layer, hidden, region())
         tuner, tokens, before = kind.tuner, hidden.numel() // hidden.shape[-1], kind.tuner.plan
         if kind.step != self._step:
-            report = kind.report(self._rows)
-            if kind.step < 0:  # of this call, and of balanced routing
-                rows = tokens * layer.config.moe_router_topk * tp
-                report = StepReport(tokens, rows)
-            kind.step = self._step
-            tuner.begin_step(StepReport(*_largest(report, hidden, region())))
-        kind.tokens = max(kind.tokens, tokens)
+            first = kind.step < 0  # nothing is known but balanced routing
+            rows = tokens * layer.config.moe_router_topk * tp if first else self._rows
+            kind.step, kind.bucket = self._step, bucket(tokens)
+            tuner.begin_step(StepReport(*_largest(kind.report(tokens, rows), hidden, region())))
         timer = None
         if torch.is_grad_enabled():
             tuner.count_call()
-            if tuner.on_trial:
-                timer = CallTimer(hidden)
+            # A plan is tried for calls of one size; the step's first call has it on every rank.
+            if tuner.on_trial and bucket(tokens) == kind.bucket:
+                timer = CallTimer(hidden, layer.experts)
                 kind.timers.append(timer)
         return Execution(tuner, tuner.plan.stock, timer, tuner.plan != before)
 
@@ -156,7 +154,7 @@ class ChosenMoE(FixedPolicy):
             budget = Budget(self._budget_bytes, shape, self._in_flight)
         if known.layers not in ("", name):
             self._log(f"{name}: --moe-pipeline-costs is of other layers, {known.layers}")
-            known = replace(known, times={})
+            known = replace(known, times={}, experts={})
         log = lambda line: self._log(f"{name}, {line}")  # noqa: E731
         return _Layers(Tuner(self._space, budget, replace(known, layers=name), log))
 
