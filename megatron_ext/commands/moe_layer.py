@@ -18,7 +18,6 @@ from ..plan.moe_times import (
     allowed_plans,
     calls,
     job_costs,
-    one_queue,
     rows_of,
 )
 from ..plan.times import price_of
@@ -131,7 +130,6 @@ def _layer(args: argparse.Namespace) -> Layer:
     costs = scaled(job_costs(job, gpu, price_of(job, gpu)), 1e3)
     if times:
         costs = GivenCosts(**times, base=costs)
-    queue = queue or one_queue(job, gpu)
     return Layer(costs, plans, "ms", queue, job, gpu, ignored)
 
 

@@ -52,7 +52,6 @@ _OURS = (Local(14, 4, 13, 11, 3), Local(0, 2, 14, 16, 4))
 _STOCK = (Local(0, 3, 2, 2, 3), Local(0, 6, 4, 4, 6))
 
 MARGIN = 0.02  # a plan must be faster than a simpler one by this, as in training
-_BEFORE_BLACKWELL = ("A100", "H100", "H200")
 
 
 def exchange_rate(job: Job, gpu: Gpu) -> float:
@@ -83,12 +82,6 @@ def _nodes_per_token(job: Job, near: int) -> float:
     own = experts * near // job.expert_model_parallel_size
     nodes = job.expert_model_parallel_size / near
     return nodes * (1 - comb(experts - own, k) / comb(experts, k))
-
-
-def one_queue(job: Job, gpu: Gpu) -> bool:
-    """True where Megatron demands ``CUDA_DEVICE_MAX_CONNECTIONS=1``: TP or CP before Blackwell."""
-    divided = job.tensor_model_parallel_size > 1 or job.context_parallel_size > 1
-    return divided and gpu.name.startswith(_BEFORE_BLACKWELL)
 
 
 def rows_of(job: Job) -> int:
@@ -156,7 +149,7 @@ def job_run(job: Job, gpu: Gpu, price: Price, plan: LayerPlan, *, split: bool = 
         split: weight gradients wait for W passes, where the plan lets them.
     """
     costs = job_costs(job, gpu, price)
-    return run_layer(plan, costs, split=split, one_queue=one_queue(job, gpu))
+    return run_layer(plan, costs, split=split)
 
 
 def chunk_gain(job: Job, gpu: Gpu, price: Price, kinds: str) -> tuple[float, float, float]:

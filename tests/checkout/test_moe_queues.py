@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.checkouts import MAIN_TAG, environment, python_path
 from tests.support.waiting import PATIENCE
 
@@ -77,6 +79,7 @@ assert refused()  # 32 was our default; it stays
 """
 
 
+@pytest.mark.matrix
 def test_queues_and_priority(tmp_path: object) -> None:
     env = {**environment(), "PYTHONPATH": python_path(MAIN_TAG), "WORLD_SIZE": "4", "RANK": "0"}
     env |= {"MEGATRON_EXT_CPU_CAPABILITY": "9.0", "NCCL_CONFIG": f"{tmp_path}/nccl.yaml"}
@@ -86,6 +89,7 @@ def test_queues_and_priority(tmp_path: object) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "validated 4" in done.stdout
-    warnings = [line for line in done.stderr.splitlines() if "Megatron demands" in line]
+    lines = (done.stdout + done.stderr).splitlines()
+    warnings = [line for line in lines if "Megatron demands" in line]
     assert len(warnings) == 1 and "MoE layers in chunks run with 32 here" in warnings[0]
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from megatron.core.enums import Fp8Recipe
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Conflict, Run, markdown
-from megatron_ext.integration.features.moe import CONFLICTS, MoE
+from megatron_ext.integration.features.moe import CONFLICTS, MoE, queues
 from megatron_ext.integration.features.moe.flags import MoERequest, require_supported
 from megatron_ext.integration.features.moe.in_flight import stock_sets
 from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
@@ -155,6 +157,47 @@ def test_one_queue_leaves_out_chunks_that_gain_nothing(monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     request = MoERequest.of(arguments(**auto))
     assert request is not None and request.space().chunks == (1, 2, 4, 8)
+
+
+def test_megatrons_demand_becomes_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Inside, it reads 1; the process's environment, which a driver may read, stays as it is."""
+    module: Any = ModuleType("megatron.training.arguments")
+    module.os = os
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    with pytest.raises(AssertionError), queues.without_demand(0):
+        assert module.os.environ.get("NCCL_PROTO") == "Simple"
+        assert module.os.getenv("NCCL_PROTO") == "Simple"
+        raise AssertionError("another demand")
+    assert module.os is os and not caplog.records
+    for rank in (0, 1):
+        with queues.without_demand(rank):
+            assert module.os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+            assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "MoE layers in chunks run with 16 here" in line
+
+
+def test_priority_is_for_experts_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def initialize(
+        tp: int = 1, expert_model_parallel_size: int = 1, high_priority_stream_groups: Any = None
+    ) -> Any:
+        return high_priority_stream_groups
+
+    found = queues.priority_hook().make(initialize)
+    monkeypatch.setattr(queues, "_nccl", lambda: True)
+    assert found(1, 2) == ["ep"]
+    assert found(expert_model_parallel_size=2, high_priority_stream_groups=["ep", "dp"]) == [
+        "ep",
+        "dp",
+    ]
+    assert found(1, 2, ["dp"]) == ["dp", "ep"]
+    assert found(2) is None  # no experts elsewhere
+    monkeypatch.setattr(queues, "_nccl", lambda: False)
+    assert found(1, 2) is None
 
 
 def test_auto_restores_so_it_refuses_what_restoring_refuses() -> None:

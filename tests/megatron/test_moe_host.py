@@ -10,21 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_ext import cpu
-
-cpu.install()
-
-import torch  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
-
-from megatron_ext.integration import ConfigError, host_memory  # noqa: E402
-from megatron_ext.integration.features.moe import host as moe_host  # noqa: E402
-from megatron_ext.integration.features.moe.host import HEADROOM, HostArenas  # noqa: E402
-from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE  # noqa: E402
-from megatron_ext.moe.plan import LayerPlan, Strategy  # noqa: E402
-from megatron_ext.offload.arena import HostArena  # noqa: E402
+from megatron_ext.integration import ConfigError, host_memory
+from megatron_ext.integration.features.moe import host as moe_host
+from megatron_ext.integration.features.moe.host import HEADROOM, HostArenas
+from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
+from megatron_ext.moe.plan import LayerPlan, Strategy
+from megatron_ext.offload.arena import HostArena
 
 HIDDEN, FFN, TOKENS, TOPK = 64, 128, 256, 2
 ROW = 2 * HIDDEN  # of the experts' input, bf16

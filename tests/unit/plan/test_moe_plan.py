@@ -16,14 +16,11 @@ from megatron_ext.plan.memory import rank_bytes, stage_bytes
 from megatron_ext.plan.mlp import routed_tokens
 from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.moe_job import exclude_chunks, fixed_plan, shape_of, with_plan
-from megatron_ext.plan.moe_layer import run_layer
 from megatron_ext.plan.moe_times import (
     allowed_plans,
     calls,
     exchange_rate,
-    job_costs,
     job_run,
-    one_queue,
     variants,
 )
 from megatron_ext.plan.search import Search
@@ -153,16 +150,6 @@ def test_few_rows_an_expert_make_chunks_slower():
         assert times == sorted(times) and times[3] > 2 * times[0]
     found = plans_of("--expert-model-parallel-size 8 --seq-length 1024")
     assert all(one is None or one.strategy is not Strategy.NONE for one in found)
-
-
-def test_one_hardware_queue_where_megatron_demands_it():
-    this, gpu = job("--tensor-model-parallel-size 2 --sequence-parallel"), gpu_of("H100")
-    assert one_queue(this, gpu) and not one_queue(this, gpu_of("B200"))
-    assert not one_queue(job(), gpu)
-    price, plan = price_of(this, gpu), LayerPlan(8)
-    costs = job_costs(this, gpu, price)
-    one, many = (run_layer(plan, costs, split=True, one_queue=x) for x in (True, False))
-    assert job_run(this, gpu, price, plan) == one and one.time > many.time
 
 
 # --- all-to-alls ---
