@@ -162,13 +162,20 @@ def test_a_budget_that_nothing_keeps_ends_before_training(start: Callable[..., O
             "100TiB",
             "--moe-memory-reuse s1 needs 409600.00 GiB of pinned host memory for the 4 ranks",
         ),
-        ("1KiB", "--moe-host-budget: 1024 bytes are less than the"),
+        ("1KiB", "--moe-memory-host-budget: 1024 bytes are less than the"),
     ],
 )
 def test_too_little_host_memory_ends_before_training(
     start: Callable[..., Outcome], budget: str, numbers: str
 ) -> None:
-    flags = ("--moe-pipeline-chunks", "2", "--moe-memory-reuse", "s1", "--moe-host-budget", budget)
+    flags = (
+        "--moe-pipeline-chunks",
+        "2",
+        "--moe-memory-reuse",
+        "s1",
+        "--moe-memory-host-budget",
+        budget,
+    )
     outcome = start(*flags)
     assert outcome.status == "failed"
     said = [line for line in outcome.log(0).splitlines() if numbers in line]

@@ -32,7 +32,7 @@ def arguments(**changed: Any) -> SimpleNamespace:
         "moe_memory_reuse": None,
         "moe_memory_budget": None,
         "moe_pipeline_costs": None,
-        "moe_host_budget": None,
+        "moe_memory_host_budget": None,
         "moe_token_dispatcher_type": "alltoall",
         "cuda_graph_impl": "none",
         "mlp_chunks_for_training": 1,
@@ -129,18 +129,27 @@ def test_costs_come_from_a_file(tmp_path: Path) -> None:
 
 def test_a_host_budget_is_for_what_is_copied() -> None:
     for strategy in ("s1", "s2", "s3"):
-        request = MoERequest.of(arguments(moe_memory_reuse=strategy, moe_host_budget="2GiB"))
+        request = MoERequest.of(arguments(moe_memory_reuse=strategy, moe_memory_host_budget="2GiB"))
         assert request is not None and request.host_bytes == 2 << 30
         assert request.copying() == (Strategy(strategy),)
-    auto = {"moe_memory_reuse": "auto", "moe_memory_budget": "1GiB", "moe_host_budget": "2GiB"}
+    auto = {
+        "moe_memory_reuse": "auto",
+        "moe_memory_budget": "1GiB",
+        "moe_memory_host_budget": "2GiB",
+    }
     request = MoERequest.of(arguments(**auto))
     assert request is not None and request.copying() == tuple(Strategy)
     for changed in ({}, {"moe_memory_reuse": "s4"}, {"moe_memory_reuse": "auto"}):
-        text = refusal(moe_host_budget="2GiB", **changed)
-        assert "--moe-host-budget 2GiB is for what s1 to s3 copy" in text and "add --moe" in text
+        text = refusal(moe_memory_host_budget="2GiB", **changed)
+        assert (
+            "--moe-memory-host-budget 2GiB is for what s1 to s3 copy" in text
+            and "add --moe" in text
+        )
     assert "--moe-memory-budget copies nothing" in text
-    assert "--moe-host-budget: " in refusal(moe_memory_reuse="s1", moe_host_budget="8 apples")
-    assert "which are off" in refusal(moe_pipeline_chunks=None, moe_host_budget="2GiB")
+    assert "--moe-memory-host-budget: " in refusal(
+        moe_memory_reuse="s1", moe_memory_host_budget="8 apples"
+    )
+    assert "which are off" in refusal(moe_pipeline_chunks=None, moe_memory_host_budget="2GiB")
 
 
 def test_one_queue_leaves_out_chunks_that_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,9 @@ def test_a_budget_is_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as error:
         Job(monkeypatch).train("s1", budget=NEEDS["s1"] - 1)
     text = str(error.value)
-    assert f"--moe-host-budget: {NEEDS['s1'] - 1} bytes are less than the {NEEDS['s1']}" in text
+    assert (
+        f"--moe-memory-host-budget: {NEEDS['s1'] - 1} bytes are less than the {NEEDS['s1']}" in text
+    )
     assert f"6 MoE layers, 5 passes in flight, {ROWS} rows a call" in text
 
 
@@ -140,7 +142,7 @@ def test_ranks_and_features_of_a_host_add_up(monkeypatch: pytest.MonkeyPatch) ->
     text = str(error.value)
     assert "--moe-memory-reuse s3 needs 10.00 GiB of pinned host memory for the 2 ranks" in text
     assert "(at most 8.00 GiB a rank) besides 0.00 GiB in use but only 9.00 GiB" in text
-    assert "take s4" in text and "--moe-host-budget" in text
+    assert "take s4" in text and "--moe-memory-host-budget" in text
     offload.close()
 
 
@@ -175,6 +177,6 @@ def test_what_stays_is_logged_once(
     lines = [record.getMessage() for record in caplog.records if "no room" in record.getMessage()]
     assert len(lines) == 2  # when it began, and over the run
     assert "rank 0: 2 chunks of MoE layers" in lines[0]
-    assert "12345 bytes would have held all; set --moe-host-budget to that" in lines[0]
+    assert "12345 bytes would have held all; set --moe-memory-host-budget to that" in lines[0]
     assert "over the run, rank 0: 9 chunks" in lines[1]
     layers.close()

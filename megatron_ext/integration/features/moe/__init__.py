@@ -20,7 +20,7 @@ FLAGS = (
     "--moe-memory-reuse",
     "--moe-memory-budget",
     "--moe-pipeline-costs",
-    "--moe-host-budget",
+    "--moe-memory-host-budget",
 )
 
 
