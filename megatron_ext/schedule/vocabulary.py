@@ -11,8 +11,10 @@ for every microbatch. All of them name their rank's first stage: ``S4.1``.
 
 Between them are collectives of all ranks, asynchronous, one after the other: ``SHARE_X`` gives the
 last stage's output to all; ``JOIN_S`` joins the statistics (with one barrier the input gradient
-too, on the last stage's rank); ``JOIN_T`` the input gradient (two barriers); ``JOIN_E`` the
-embeddings on the first stage's rank; ``SHARE_G`` gives their gradient to all.
+too, on the last stage's rank); with one barrier ``SHARE_D`` gives the gradient of every token's
+loss, which the last stage's B computes first of all, to all; with two ``JOIN_T`` joins the input
+gradient; ``JOIN_E`` joins the embeddings on the first stage's rank; ``SHARE_G`` gives their
+gradient to all.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class VocabularyOp(Operation):
     G = "G"
     SHARE_X = "SHARE_X"
     JOIN_S = "JOIN_S"
+    SHARE_D = "SHARE_D"
     JOIN_T = "JOIN_T"
     JOIN_E = "JOIN_E"
     SHARE_G = "SHARE_G"
@@ -44,7 +47,7 @@ PASSES = (S, T, E, G)
 KIND: dict[Operation, int] = {S: 9, T: 10, E: 11, G: 12}
 # Kinds of what collectives bring, by the pass that waits for it.
 ARRIVED = {op: 13 + i for i, op in enumerate(op for op in VocabularyOp if op.is_collective)}
-SLOT_KINDS = 18
+SLOT_KINDS = 19
 
 
 class Vocabulary:
@@ -78,6 +81,8 @@ class Vocabulary:
         }
         if barriers == 2:
             self.sources[VocabularyOp.JOIN_T] = every(T)
+        else:
+            self.sources[VocabularyOp.SHARE_D] = [(Op.B, self.last)]
         if embeddings:
             self.sources[VocabularyOp.JOIN_E] = every(E)
             self.sources[VocabularyOp.SHARE_G] = [(Op.B, 0)]
@@ -90,7 +95,9 @@ class Vocabulary:
     def before(self, op: Operation, stage: int) -> VocabularyOp | None:
         """The collective that a pass waits for; None: there is none."""
         found = _BRINGS.get(op)
-        if op is Op.F and stage == 0:
+        if op is T:
+            found = VocabularyOp.SHARE_D if self.barriers == 1 else VocabularyOp.JOIN_S
+        elif op is Op.F and stage == 0:
             found = VocabularyOp.JOIN_E
         elif op in (Op.B, Op.BW) and stage == self.last:
             found = VocabularyOp.JOIN_S if self.barriers == 1 else VocabularyOp.JOIN_T
@@ -104,10 +111,11 @@ class Vocabulary:
         """Stages of the passes that wait for a collective."""
         if collective is VocabularyOp.JOIN_E:
             return [0]
-        if collective is VocabularyOp.JOIN_T:
+        if collective is VocabularyOp.JOIN_T or (
+            collective is VocabularyOp.JOIN_S and self.barriers == 1
+        ):
             return [self.last]
-        more = collective is VocabularyOp.JOIN_S and self.last not in self.stages
-        return [*self.stages, *([self.last] if more else ())]
+        return self.stages
 
     def behind(self, op: Operation, stage: int) -> list[VocabularyOp]:
         """The collectives that carry the result of a pass."""
@@ -121,7 +129,6 @@ class Vocabulary:
 
 _BRINGS: dict[Operation, VocabularyOp] = {
     S: VocabularyOp.SHARE_X,
-    T: VocabularyOp.JOIN_S,
     G: VocabularyOp.SHARE_G,
 }
 _KINDS: dict[Operation, int] = {Op.F: F, Op.B: B, **KIND}

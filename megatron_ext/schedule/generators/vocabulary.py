@@ -16,7 +16,7 @@ from ..effects import peak_sets
 from ..event_loop import time_of
 from ..schedule import Schedule, ScheduleError
 from ..simulate import simulate
-from ..vocabulary import E, G, S, T, Vocabulary
+from ..vocabulary import E, G, S, T, Vocabulary, VocabularyOp
 from .list_scheduler import list_schedule
 from .request import min_gaps
 
@@ -58,8 +58,8 @@ def add_vocabulary(schedule: Schedule, barriers: int = 1, growth: int | None = N
 
 
 def _inserted(schedule: Schedule, vocabulary: Vocabulary) -> RankActions:
-    """S and T of all ranks where the last stage's B would begin: before it, but T with one barrier
-    behind it."""
+    """S and T of all ranks where the last stage's B would begin: before it, but T with one barrier,
+    which needs that B's result, before the next microbatch's S."""
     run = simulate(schedule)
     timed = [
         (start, end, rank, action)
@@ -67,21 +67,24 @@ def _inserted(schedule: Schedule, vocabulary: Vocabulary) -> RankActions:
         for start, end, action in zip(run.start[rank], run.end[rank], row)
     ]
     out: RankActions = [[] for _ in schedule.ranks]
+
+    def append(op: VocabularyOp, microbatch: int) -> None:
+        for row, action in zip(out, vocabulary.actions(op, microbatch)):
+            row.append(action)
+
     for _, _, rank, action in sorted(timed, key=lambda one: one[:3]):
         assert isinstance(action, Action)
-        ends = action.stage == vocabulary.last and action.op in (Op.B, Op.BW)
-        early = ((S, T) if vocabulary.barriers == 2 else (S,)) if ends else ()
-        for op in early:
-            _append(out, vocabulary.actions(op, action.microbatch))
+        j = action.microbatch
+        if action.stage == vocabulary.last and action.op in (Op.B, Op.BW):
+            if vocabulary.barriers == 1 and j:
+                append(T, j - 1)
+            append(S, j)
+            if vocabulary.barriers == 2:
+                append(T, j)
         out[rank].append(action)
-        if ends and T not in early:
-            _append(out, vocabulary.actions(T, action.microbatch))
+    if vocabulary.barriers == 1:
+        append(T, schedule.microbatches - 1)
     return out
-
-
-def _append(rows: RankActions, actions: list[Action]) -> None:
-    for row, action in zip(rows, actions):
-        row.append(action)
 
 
 _AHEAD = 2  # microbatches whose embeddings are there before stage 0 has begun the first of them

@@ -109,6 +109,8 @@ def of(text):
         (1, "JOIN_S1.0", "S1.0", "JOIN_S1.0 stands before S1.0"),
         (1, "SHARE_G1.1", "SHARE_X1.2", "collectives match in the order"),
         (0, "F0.0", "JOIN_E0.0", "F0.0 stands before JOIN_E0.0"),
+        (0, "T0.0", "SHARE_D0.0", "T0.0 stands before SHARE_D0.0"),
+        (1, "SHARE_D1.0", "BW1.0", "SHARE_D1.0 stands before BW1.0"),
     ],
 )
 def test_faults_of_collectives(rank, action, before, words):
@@ -118,7 +120,9 @@ def test_faults_of_collectives(rank, action, before, words):
         check(moved(schedule, rank, of(action), of(before)))
 
 
-@pytest.mark.parametrize("gone", ["S0.1", "T1.2", "E0.0", "G1.1", "SHARE_X0.2", "JOIN_E1.0"])
+@pytest.mark.parametrize(
+    "gone", ["S0.1", "T1.2", "E0.0", "G1.1", "SHARE_X0.2", "SHARE_D1.1", "JOIN_E1.0"]
+)
 def test_nothing_may_be_missing(gone):
     schedule = lower(made("1f1b", 2, 3, 1)[1])
     ranks = [[action for action in row if str(action) != gone] for row in schedule.ranks]
@@ -133,8 +137,13 @@ def test_barriers_are_needed():
     with pytest.raises(ScheduleError, match=r"BW1.0 waits for T1.0 of rank 1"):
         check(replace(schedule, barriers=2))
     two = lower(made("1f1b", 2, 3, 2)[1])
-    with pytest.raises(ScheduleError, match=r"JOIN_T0.0 is not needed with 1 barriers"):
+    with pytest.raises(ScheduleError, match=r"T1.0 waits for BW1.0 of rank 1"):
         check(replace(two, barriers=1))
+    ranks = [
+        [*row, Action(VocabularyOp.JOIN_T, rank, 0)] for rank, row in enumerate(schedule.ranks)
+    ]
+    with pytest.raises(ScheduleError, match=r"JOIN_T0.0 is not needed with 1 barriers"):
+        check(schedule.with_ranks(ranks))
 
 
 def brute_force(schedule):
