@@ -43,6 +43,9 @@ class Batch:
 class VocabularyModel(Protocol):
     """The model as the passes need it."""
 
+    def begin(self) -> None:
+        """Before the first pass."""
+
     def token_ids(self, microbatch: int) -> torch.Tensor:
         """(microbatch, sequence), on the first stage's rank; called in microbatch order, some
         microbatches before the first stage's F."""
@@ -209,6 +212,7 @@ class VocabularyPasses:
 
     def _embed(self, microbatch: int) -> None:
         if not microbatch:  # on all ranks before every collective
+            self._model.begin()
             for first in range(min(self._ahead, self._microbatches)):
                 self._share_ids(first)
         ids = self._waited(_IDS, microbatch)

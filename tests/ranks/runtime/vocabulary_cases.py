@@ -52,6 +52,9 @@ class Runner(toy.ToyRunner):
     passes: VocabularyPasses
     gradients: dict[str, torch.Tensor]
 
+    def begin(self) -> None:
+        """Nothing to wait for."""
+
     def token_ids(self, microbatch: int) -> torch.Tensor:
         return tokens(100 + microbatch)
 

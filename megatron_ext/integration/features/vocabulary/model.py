@@ -57,6 +57,9 @@ class VocabularyShard(torch.nn.Module):
         self.first_row = index * embedding.shape[0]
         self._index, self._parts = index, parts
 
+    def forward(self) -> None:
+        """Nothing itself; Megatron's data parallelism waits for gathered weights before it."""
+
     @property
     def output(self) -> Parameter:
         """The output layer's rows."""
