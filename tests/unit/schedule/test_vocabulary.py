@@ -120,6 +120,10 @@ def of(text):
         (0, "F0.0", "JOIN_E0.0", "F0.0 stands before JOIN_E0.0"),
         (0, "T0.0", "SHARE_D0.0", "T0.0 stands before SHARE_D0.0"),
         (1, "SHARE_D1.0", "BW1.0", "SHARE_D1.0 stands before BW1.0"),
+        (1, "S1.1", "S1.0", "S1.0 comes after S1.1; the S passes of one chunk"),
+        (0, "T0.1", "T0.0", "T0.0 comes after T0.1"),
+        (1, "E1.2", "E1.1", "E1.1 comes after E1.2"),
+        (0, "G0.1", "G0.0", "G0.0 comes after G0.1"),
     ],
 )
 def test_faults_of_collectives(rank, action, before, words):
