@@ -6,7 +6,7 @@ import argparse
 from fractions import Fraction
 
 from ..schedule.passes.lower import lower
-from .common import Parser, is_forward_only, load, per_rank, user_input, verify
+from .common import Parser, load, per_rank, user_input, verify
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -21,7 +21,7 @@ def _check(args: argparse.Namespace) -> None:
     with user_input(args.file):
         report = verify(schedule)
     actions = sum(len(row) for row in schedule.ranks)
-    kind = ", forward only" if is_forward_only(schedule) else ""
+    kind = ", forward only" if schedule.is_forward_only else ""
     lines = [
         f"{args.file}: {schedule.name}, pp {schedule.pp}, chunks {schedule.chunks}, "
         f"microbatches {schedule.microbatches}, {actions} actions{kind}: ok",

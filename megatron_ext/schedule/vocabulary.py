@@ -24,6 +24,7 @@ from .effects import B, F
 from .placement import Placement
 
 BARRIERS = (1, 2)
+AHEAD = 2  # microbatches whose embeddings are there before stage 0 has begun the first of them
 
 
 class VocabularyOp(Operation):
@@ -57,6 +58,7 @@ class Vocabulary:
         placement: of the stages.
         barriers: between the last stage's F and its B: 1 or 2.
         embeddings: the embedding is sharded too.
+        training: there are backward passes; without them (evaluation) E and S are all there is.
 
     Attributes:
         stages: that each rank's vocabulary passes name: its first one.
@@ -65,10 +67,12 @@ class Vocabulary:
             same microbatch.
     """
 
-    def __init__(self, placement: Placement, barriers: int, embeddings: bool = True) -> None:
+    def __init__(
+        self, placement: Placement, barriers: int, embeddings: bool = True, training: bool = True
+    ) -> None:
         if barriers not in BARRIERS:
             raise ValueError(f"vocabulary layers have 1 or 2 barriers, got {barriers}")
-        self.barriers, self.embeddings = barriers, embeddings
+        self.barriers, self.embeddings, self.training = barriers, embeddings, training
         self.last = placement.num_stages - 1
         self.stages = [row[0] for row in placement.stages]
 
@@ -79,18 +83,20 @@ class Vocabulary:
             VocabularyOp.SHARE_X: [(Op.F, self.last)],
             VocabularyOp.JOIN_S: every(S),
         }
-        if barriers == 2:
+        if training and barriers == 2:
             self.sources[VocabularyOp.JOIN_T] = every(T)
-        else:
+        elif training:
             self.sources[VocabularyOp.SHARE_D] = [(Op.B, self.last)]
         if embeddings:
             self.sources[VocabularyOp.JOIN_E] = every(E)
+        if embeddings and training:
             self.sources[VocabularyOp.SHARE_G] = [(Op.B, 0)]
 
     @property
     def passes(self) -> tuple[VocabularyOp, ...]:
         """Of every rank and microbatch."""
-        return PASSES if self.embeddings else (S, T)
+        found = (S, E) if not self.training else PASSES
+        return found if self.embeddings else tuple(op for op in found if op in (S, T))
 
     def before(self, op: Operation, stage: int) -> VocabularyOp | None:
         """The collective that a pass waits for; None: there is none."""

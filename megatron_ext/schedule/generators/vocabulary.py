@@ -16,7 +16,7 @@ from ..effects import peak_sets
 from ..event_loop import time_of
 from ..schedule import Schedule, ScheduleError
 from ..simulate import simulate
-from ..vocabulary import E, G, S, T, Vocabulary, VocabularyOp
+from ..vocabulary import AHEAD, E, G, S, T, Vocabulary, VocabularyOp
 from .list_scheduler import list_schedule
 from .request import min_gaps
 
@@ -87,9 +87,6 @@ def _inserted(schedule: Schedule, vocabulary: Vocabulary) -> RankActions:
     return out
 
 
-_AHEAD = 2  # microbatches whose embeddings are there before stage 0 has begun the first of them
-
-
 def _with_embeddings(schedule: Schedule) -> Schedule:
     """E of all ranks two microbatches ahead of stage 0; G once its gradient is there."""
     vocabulary = Vocabulary(schedule.placement, schedule.barriers)
@@ -100,7 +97,7 @@ def _with_embeddings(schedule: Schedule) -> Schedule:
         for start, end, action in zip(starts, ends, row):
             for op, stage, microbatch in action.parts:
                 if op is Op.F and stage == 0:
-                    begin[microbatch + _AHEAD] = start
+                    begin[microbatch + AHEAD] = start
                 elif op in (Op.B, Op.BW) and stage == 0:
                     ready[microbatch] = end
     ranks: list[list[AnyAction]] = []
