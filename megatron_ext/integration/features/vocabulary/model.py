@@ -104,8 +104,8 @@ class SharedEmbedding(torch.nn.Module):
         scatter: sequence parallelism scatters embeddings right here, as in stock's module.
 
     Attributes:
-        given: [b, s, h], the sum over the pipeline of what this tensor rank's rows give, for the next
-            forward pass.
+        given: [b, s, h], the sum over the pipeline of what this tensor rank's rows give, for the
+            next forward pass.
     """
 
     def __init__(self, group: dist.ProcessGroup, scatter: bool) -> None:
