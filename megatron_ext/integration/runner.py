@@ -145,7 +145,8 @@ class MegatronRunner(StageRunner):
 
     def forward_step_func(self, chunk: int, microbatch: int) -> Callable[..., Any]:
         """The script's forward step, as F calls it."""
-        return self._it.forward_step_func
+        found: Callable[..., Any] = self._it.forward_step_func
+        return found
 
     def live_sets(self) -> int:
         """Activation sets on the device now."""

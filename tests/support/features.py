@@ -59,11 +59,83 @@ class Feature:
 
 
 _CHEAP = "--pp-cheap-recompute"
+_VOCABULARY = "--pp-vocab-parallel"
 _LLAMA = """--position-embedding-type rope --swiglu --group-query-attention --num-query-groups 2
 --normalization RMSNorm --disable-bias-linear"""
 _HYBRID = "--spec tests.support.hybrid_spec SPEC --position-embedding-type rope "
 _SUM = "two summands of a gradient are added in another order"
 _CLIP = "the norm that clipping divides by is summed per rank, so in another order"
+
+_SHARDS = "sums over the vocabulary are sums over its shards"
+_TIED = "--untie-embeddings-and-output-weights"
+
+VOCABULARY = (
+    Feature("vocabulary", ours=_VOCABULARY, tolerance=1e-5, why=_SHARDS),
+    Feature(
+        "vocabulary, tied, chunks, clipping, evaluation",
+        run="--clip-grad 1.0 --eval-iters 2 --eval-interval 2",
+        ours=_VOCABULARY + " --pp-vocab-chunks 3",
+        drop=_TIED + " --clip-grad --eval-iters --eval-interval",
+        tolerance=1e-5,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, TP 2, DP 2, sequence parallel, bf16, both overlaps",
+        model="--bf16",
+        run="--tensor-model-parallel-size 2 --sequence-parallel " + OVERLAP,
+        ours=_VOCABULARY,
+        pp=2,
+        world=8,
+        tolerance=1e-2,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, TP 2, tied, chunks",
+        run="--tensor-model-parallel-size 2",
+        ours=_VOCABULARY + " --pp-vocab-chunks 2",
+        drop=_TIED,
+        pp=2,
+        tolerance=1e-5,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, tied, DP 2, bf16, both overlaps",
+        model="--bf16",
+        run=OVERLAP,
+        ours=_VOCABULARY,
+        drop=_TIED,
+        pp=2,
+        tolerance=1e-2,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, CP 2, per-token loss",
+        run="--context-parallel-size 2 --calculate-per-token-loss",
+        ours=_VOCABULARY,
+        pp=2,
+        tolerance=1e-5,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, MoE, EP 2, bf16, both overlaps",
+        model=MOE + " --bf16",
+        run="--expert-model-parallel-size 2 " + OVERLAP,
+        ours=_VOCABULARY,
+        pp=2,
+        tolerance=1e-2,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, fp16, loss scaling, recompute full, ramp-up",
+        model="--fp16 --initial-loss-scale 65536",
+        run="""--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+        --train-samples 36 --rampup-batch-size 4 2 24""",
+        ours=_VOCABULARY,
+        drop="--train-iters",
+        tolerance=1e-2,
+        why=_SHARDS,
+    ),
+)
 
 FEATURES = (
     Feature("fp32"),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ...arguments import MegatronArgs
-from ...callbacks import Callback, HooksOnly
+from ...callbacks import Callback
 from ...errors import ConfigError
 from ...feature import Conflict, Feature, Flag, Run, require_no_conflict
 
@@ -118,9 +118,16 @@ class VocabularyParallel(Feature):
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not run.args.pp_vocab_parallel:
             return ()
+        from ...gradients import gradient_hook
         from .model import hooks
+        from .run import ShardedVocabulary
 
-        return (HooksOnly(hooks(run.request.vee, run.training)),)
+        assert run.pipeline is not None
+        found = hooks(run.request.vee, run.training)
+        if not run.request.splits_backward:  # which keeps Megatron's hook, too
+            found = (*found, gradient_hook())
+        chunks = run.args.pp_vocab_chunks or 1
+        return (ShardedVocabulary(run.pipeline.messages, chunks, found),)
 
 
 def _require_padded(args: MegatronArgs) -> bool:

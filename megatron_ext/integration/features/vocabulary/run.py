@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -84,7 +85,8 @@ def _passes(
     )
 
 
-class _Early(NamedTuple):
+@dataclass(frozen=True)
+class _Early:
     """A forward step of the first stage that has been run on a model that keeps its arguments."""
 
     args: tuple[Any, ...]
@@ -195,7 +197,8 @@ class VocabularyRunner(MegatronRunner):
             )
         ((args, kwargs),) = found
         self._steps[microbatch] = _Early(args, kwargs, loss_func)
-        ids = _signature(type(unwrapped(model))).bind(None, *args, **kwargs).arguments["input_ids"]
+        signature = inspect.signature(unwrapped(model).forward)
+        ids = signature.bind(*args, **kwargs).arguments["input_ids"]
         if not isinstance(ids, torch.Tensor):
             raise RuntimeError(f"{FLAG} needs token ids, but the model's input_ids are {ids}")
         return ids
@@ -216,7 +219,7 @@ class VocabularyRunner(MegatronRunner):
         stage = self.placement.stages[self._rank][chunk]
         if stage == 0:
             return self._steps.pop(microbatch)
-        original = super().forward_step_func(chunk, microbatch)
+        original: Callable[..., Any] = super().forward_step_func(chunk, microbatch)
         if stage < self.placement.num_stages - 1:
             return original
 
@@ -296,8 +299,3 @@ class _Given(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
         ctx.put(grad)
         return None, None, None
-
-
-@functools.cache
-def _signature(model: type) -> inspect.Signature:
-    return inspect.signature(model.forward)
