@@ -75,7 +75,7 @@ VOCABULARY = (
         "vocabulary, tied, chunks, clipping, evaluation",
         run="--clip-grad 1.0 --eval-iters 2 --eval-interval 2",
         ours=_VOCABULARY + " --pp-vocab-chunks 3",
-        drop=_TIED + " --clip-grad --eval-iters --eval-interval",
+        drop=_TIED,
         tolerance=1e-5,
         why=_SHARDS,
     ),
@@ -87,6 +87,14 @@ VOCABULARY = (
         pp=2,
         world=8,
         tolerance=1e-2,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, TP 2, sequence parallel",
+        run="--tensor-model-parallel-size 2 --sequence-parallel",
+        ours=_VOCABULARY,
+        pp=2,
+        tolerance=1e-5,
         why=_SHARDS,
     ),
     Feature(
