@@ -65,7 +65,7 @@ def test_every_schedule_takes_them(name, barriers, pp, microbatches):
 
 
 @pytest.mark.parametrize("barriers", [1, 2])
-@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "interleaved-zb", "v-half", "v-zb", "v-min"])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_bubble_repeats(name, barriers):
     """Of eight more microbatches each takes what its passes do, as without vocabulary layers."""
     lengths = []
