@@ -92,6 +92,15 @@ def test_vocabulary_that_cannot_be_shared_out(cases: Cases) -> None:
     assert "its 1023 padded entries are no multiple of 2; pad it to 1024" in text
 
 
+def test_another_model() -> None:
+    import torch
+
+    from megatron_ext.integration.features.vocabulary.model import shard_of
+
+    with pytest.raises(ConfigError, match=r"megatron\.core's GPTModel, but this model is a Linear"):
+        shard_of([torch.nn.Linear(1, 1)])
+
+
 def checked(**given: Any) -> Run:
     """A run with ``--pp-vocab-parallel`` after the feature's checks."""
     values: dict[str, Any] = {
