@@ -25,8 +25,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
+from megatron_ext.checkpoints.layout import Layout  # noqa: E402
 from megatron_ext.integration.errors import ConfigError  # noqa: E402
 from megatron_ext.integration.feature import Run  # noqa: E402
+from megatron_ext.integration.features.checkpoint.hooks import Checkpoints  # noqa: E402
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest  # noqa: E402
 from megatron_ext.integration.features.vocabulary import model as vocabulary  # noqa: E402
 from megatron_ext.integration.install import Installation  # noqa: E402
@@ -252,6 +254,8 @@ class Job:
 
     def __init__(self, case: dict[str, Any], seed: int) -> None:
         self.models, self.optimizer = build(case, seed), None
+        count = len(self.models)
+        self.names = ["model"] if count == 1 else [f"model{i}" for i in range(count)]
         if case.get("optimizer"):
             self.optimizer = optimizer_of(self.models, seed)
 
@@ -264,14 +268,20 @@ class Job:
             "chained_optim_avoid_prefix": True,
         }
         state = {
-            f"model{i}": model.sharded_state_dict(metadata=metadata)
-            for i, model in enumerate(self.models)
+            name: model.sharded_state_dict(metadata=metadata)
+            for name, model in zip(self.names, self.models)
         }
         if self.optimizer is not None:
             state["optimizer"] = self.optimizer.sharded_state_dict(
                 dict(state), is_loading=loading, metadata=metadata
             )
         return state
+
+    def uncovered(self) -> list[str]:
+        """Parameters that a checkpoint would not fill."""
+        checkpoints = Checkpoints("a schedule", Layout.of(megatron_args()))
+        checkpoints._chunks = self.models
+        return checkpoints._uncovered(self.state(True))
 
     def save(self, folder: Path) -> None:
         """Write ``folder``."""
@@ -283,8 +293,8 @@ class Job:
     def load(self, folder: Path) -> None:
         """Read ``folder``."""
         loaded = dist_checkpointing.load(self.state(True), str(folder))
-        for i, model in enumerate(self.models):
-            model.load_state_dict(loaded[f"model{i}"])
+        for name, model in zip(self.names, self.models):
+            model.load_state_dict(loaded[name])
         if self.optimizer is not None:
             self.optimizer.load_state_dict(loaded["optimizer"])
 
@@ -298,11 +308,17 @@ def tour(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             if seed:
                 job.load(folder / names[seed - 1])
             job.save(folder / name)
+            if name == "ours":
+                uncovered = gathered(job.uncovered())
             if name == "stock":
                 started = wholes(job.models)
             if name == "again":
                 ended = wholes(job.models)
-    return {"folders": {name: str(folder / name) for name in names}, "equal": started == ended}
+    return {
+        "folders": {name: str(folder / name) for name in names},
+        "equal": started == ended,
+        "uncovered": [name for rank in uncovered for name in rank],
+    }
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
