@@ -42,11 +42,13 @@ class VocabularyShard(torch.nn.Module):
         parts: of the whole vocabulary: pipeline ranks times tensor ranks.
 
     Attributes:
+        has_own_passes: the gradients come neither in B nor in W.
         embedding, output: parameters [n, h], one and the same if tied.
         first_row: the first one's number in the whole vocabulary.
         tied: see above.
     """
 
+    has_own_passes = True
     output_layer: Parameter | None
 
     def __init__(self, embedding: Tensor, output: Tensor | None, index: int, parts: int) -> None:
