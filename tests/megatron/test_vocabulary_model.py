@@ -92,6 +92,12 @@ def test_vocabulary_that_cannot_be_shared_out(cases: Cases) -> None:
     assert "its 1023 padded entries are no multiple of 2; pad it to 1024" in text
 
 
+def test_a_hybrid_model(cases: Cases) -> None:
+    found = cases["uneven"]["hybrid"]
+    assert "GPTModel, but this model is a " in found
+    assert "HybridModel" in found or "MambaModel" in found
+
+
 def test_another_model() -> None:
     import torch
 

@@ -32,6 +32,7 @@ from megatron_ext.integration.features.checkpoint.hooks import Checkpoints  # no
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest  # noqa: E402
 from megatron_ext.integration.features.vocabulary import model as vocabulary  # noqa: E402
 from megatron_ext.integration.install import Installation  # noqa: E402
+from megatron_ext.integration.model_classes import hybrid_model  # noqa: E402
 from tests.megatron.cases.gpt_cases import config_of, to_bytes  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
 from tests.support.stand_ins import megatron_args  # noqa: E402
@@ -328,9 +329,12 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if case.get("passes"):
         return passes(case)
     if case.get("vocabulary"):
-        with megatron(case, ours=True), refused(ConfigError) as error:
-            build(case)
-        return {"refused": str(error[0])}
+        with megatron(case, ours=True):
+            with refused(ConfigError) as error:
+                build(case)
+            with refused(ConfigError) as other:
+                hybrid_model()()
+        return {"refused": str(error[0]), "hybrid": str(other[0])}
     return compare(case)
 
 

@@ -182,10 +182,7 @@ def shard_of(models: Sequence[Any]) -> VocabularyShard:
     chunk = unwrapped(models[0])
     shard = getattr(chunk, _SHARD, None)
     if not isinstance(shard, VocabularyShard):
-        raise ConfigError(
-            f"{FLAG} shards the vocabulary of megatron.core's GPTModel, but this model is a "
-            f"{type(chunk).__name__}; drop it"
-        )
+        raise _other_model(chunk)
     return shard
 
 
@@ -223,11 +220,9 @@ def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
         vee: the first pipeline rank holds the last stage too; else the last rank does.
         training: Megatron's training package is in use.
     """
+    loaded = "a model without shards would be loaded before it is refused"
     script = Hook(
-        ("megatron.training.training:get_model",),
-        _get_model,
-        ("model_provider_func",),
-        "a model without shards would be loaded before it is refused",
+        ("megatron.training.training:get_model",), _get_model, ("model_provider_func",), loaded
     )
     return (
         Hook(
@@ -247,6 +242,15 @@ def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
             _sharded_state_dict,
             ("self",),
             "a checkpoint would look for the whole output layer",
+        ),
+        Hook(
+            (
+                "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+                "megatron.core.models.mamba.mamba_model:MambaModel.__init__",
+            ),
+            _refused,
+            ("self",),
+            loaded,
         ),
         *((script,) if training else ()),
     )
@@ -385,6 +389,21 @@ def _sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
             self.post_process = True
 
     return sharded_state_dict
+
+
+def _refused(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise _other_model(self)
+
+    return __init__
+
+
+def _other_model(model: Any) -> ConfigError:
+    return ConfigError(
+        f"{FLAG} shares out the vocabulary of megatron.core's GPTModel, but this model is a "
+        f"{type(model).__name__}; drop it"
+    )
 
 
 def _get_model(original: Callable[..., Any]) -> Callable[..., Any]:
