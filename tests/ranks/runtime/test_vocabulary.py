@@ -24,6 +24,14 @@ def test_equal_to_one_process(pool, name, pp, chunks):
         assert one["loss"] < 1e-12 and one["gradient"] < 1e-12 and one["left"] == 0
 
 
+@pytest.mark.parametrize(("chunks", "tokens"), [(1, 6), (2, 3), (3, 2), (6, 1)])
+@pytest.mark.parametrize("training", [False, True])
+def test_no_rank_has_logits_of_more_than_a_chunk(pool, chunks, tokens, training):
+    given = {"name": "v-half", "microbatches": 4, "chunks": chunks, "training": training}
+    found = pool.run("vocabulary", 2, **given)
+    assert [one["tokens with logits"] for one in found] == [tokens, tokens]
+
+
 @pytest.mark.parametrize("name", ["1f1b", "v-half"])
 def test_evaluation(pool, name):
     found = pool.run("vocabulary", 4, name=name, microbatches=5, training=False)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.runtime.collectives import collectives
 from megatron_ext.runtime.executor import Executor
@@ -132,6 +133,23 @@ def reference(stages: int, microbatches: int) -> dict[str, Any]:
     return {"losses": losses, "grads": grads}
 
 
+class _Logits(TorchDispatchMode):
+    """Finds the most tokens of which a tensor has numbers for all of a shard's rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows, self.most = rows, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if not isinstance(tensor, torch.Tensor) or func is torch.ops.aten.t.default:
+                continue  # a transposed weight has as many columns
+            if tensor.shape[1:] == (self._rows,):
+                self.most = max(self.most, tensor.shape[0])
+        return out
+
+
 def vocabulary(
     context: Context, name: str, microbatches: int, chunks: int = 1, training: bool = True
 ) -> dict[str, Any]:
@@ -168,11 +186,13 @@ def vocabulary(
         Recorder(False, CPU),
         runner.passes,
     )
-    executor.run()
+    with _Logits(rows) as logits:
+        executor.run()
     right = reference(placement.num_stages, microbatches)
     found = {k: torch.frombuffer(bytearray(v), dtype=WIDE).item() for k, v in runner.losses.items()}
     worst = max((abs(found[j] - right["losses"][j]) for j in found), default=0.0)
     result = {"losses": len(found), "loss": worst, "left": len(runner.live)}
+    result["tokens with logits"] = logits.most
     if training:
         mine = dict(runner.gradients)
         for number, stage in stages.items():
