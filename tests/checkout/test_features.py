@@ -69,6 +69,8 @@ ROWS = {
         "vocabulary, CP 2, per-token loss": "zb-h1,v-half",
         "vocabulary, MoE, EP 2, bf16, both overlaps": "interleaved-zb,v-half",
         "vocabulary, fp16, loss scaling, recompute full, ramp-up": "v-min,po",
+        "vocabulary, offload, trace": "po,v-half",
+        "vocabulary, PP 8": "1f1b,v-half",
     },
     "core_v0.16.1": {
         "vocabulary": "v-half",
@@ -134,6 +136,7 @@ NIGHTLY = (
     "vocabulary, CP 2, per-token loss",
     "vocabulary, MoE, EP 2, bf16, both overlaps",
     "vocabulary, fp16, loss scaling, recompute full, ramp-up",
+    "vocabulary, PP 8",
 )
 
 

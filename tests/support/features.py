@@ -134,6 +134,21 @@ _WITH_SHARDS = (
         why=_SHARDS,
     ),
     Feature(
+        "vocabulary, offload, trace",
+        ours=_VOCABULARY + " --pp-offload full --pp-offload-time 0.25 --pp-trace TRACE",
+        tolerance=1e-5,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, PP 8",
+        model="--num-layers 16",
+        ours=_VOCABULARY,
+        pp=8,
+        world=8,
+        tolerance=1e-5,
+        why=_SHARDS,
+    ),
+    Feature(
         "vocabulary, fp16, loss scaling, recompute full, ramp-up",
         model="--fp16 --initial-loss-scale 65536",
         run="""--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
