@@ -293,7 +293,7 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, needs_grad: torch.Tensor, given: torch.Tensor, put: Any) -> torch.Tensor:
         ctx.put = put
-        return given.view_as(given)
+        return given.detach()  # not a view, so that it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
