@@ -16,6 +16,15 @@ def _data(run, *argv):
     return json.loads(out)
 
 
+def test_microbatches_between_s_and_t(run):
+    argv = [*options("1f1b", 4, 8), *VOCABULARY]
+    kept = _data(run, "simulate", *argv)["peak_vocabulary_microbatches"]
+    text = f"  kept from S to T {max(kept)} microbatches\n    per rank       "
+    assert text + " ".join(map(str, kept)) in run("simulate", *argv)[1]
+    assert "peak_vocabulary_microbatches" not in _data(run, "simulate", *options("1f1b", 4, 8))
+    assert "kept from S" not in run("simulate", *options("1f1b", 4, 8))[1]
+
+
 def test_offload_beside_them(run, tmp_path):
     argv = [*options("po", 4, 8), *VOCABULARY]
     alone, data = _data(run, "simulate", *argv), _data(run, "simulate", *argv, *OFFLOAD)
