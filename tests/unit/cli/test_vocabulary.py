@@ -43,6 +43,15 @@ def test_offload_beside_them(run, tmp_path):
     assert _data(run, "simulate", "--schedule", plain, *OFFLOAD)["makespan"] == data["makespan"]
 
 
+def test_bound(run):
+    """Of the work with that of the rank's parts; none on the span."""
+    argv = [*options("zb-h2", 4, 8), *VOCABULARY]
+    data = _data(run, "simulate", *argv)
+    assert data["bound_kind"] == "work" and 0 < data["above_bound"] < 0.03
+    assert data["lower_bound"] > 8 * 3.385
+    assert "lower_bound" not in _data(run, "simulate", *argv, "--objective", "rank-span")
+
+
 def test_auto_with_offload(run):
     argv = [*options("auto", 4, 8), *VOCABULARY, "--memory-cap", 0.8, *OFFLOAD]
     data = _data(run, "simulate", *argv)
