@@ -43,6 +43,12 @@ def test_offload_beside_them(run, tmp_path):
     assert _data(run, "simulate", "--schedule", plain, *OFFLOAD)["makespan"] == data["makespan"]
 
 
+def test_collectives_are_no_transfers(run, tmp_path):
+    path = tmp_path / "s.json"
+    run("schedule", *options("1f1b", 2, 3), *VOCABULARY, "--output", path)
+    assert "compute only; lowered to 6 transfers" in run("check", path)[1]
+
+
 def test_bound(run):
     """Of the work with that of the rank's parts; none on the span."""
     argv = [*options("zb-h2", 4, 8), *VOCABULARY]
