@@ -91,6 +91,8 @@ def _flash(given: dict[str, Any]) -> bool:
 
 
 def _vocabulary(given: dict[str, Any], tp: int, assumed: list[str]) -> int:
+    if given.get("pp_vocab_parallel") and given.get("mtp_num_layers"):
+        raise PlanError("--pp-vocab-parallel does not support --mtp-num-layers; drop one of both")
     if given.get("padded_vocab_size"):
         return int(given["padded_vocab_size"])
     vocabulary = given.get("vocab_size")

@@ -21,8 +21,7 @@ class Job:
     """One training job. Names and defaults are those of Megatron's arguments.
 
     Sizes are in elements, ``micro_batch_size`` in samples. ``padded_vocab_size`` is what Megatron
-    pads the vocabulary to. ``cheap_recompute`` is ``--pp-cheap-recompute``, ``vocab_parallel``
-    ``--pp-vocab-parallel`` and ``vocab_chunks`` ``--pp-vocab-chunks``.
+    pads the vocabulary to. ``cheap_recompute``, ``vocab_parallel`` and ``vocab_chunks`` are ours.
 
     ``layers[i]`` are the parts of decoder layer i and ``mtp_layers[i]`` those of depth i of
     multi-token prediction, by the symbols of ``kinds.PARTS``. ``segments`` are the layers of every
@@ -144,9 +143,7 @@ class Job:
         pairs += [("--ffn-hidden-size", self.ffn_hidden_size, tp)]
         if self.vocab_parallel:
             ranks = tp * self.pipeline_model_parallel_size
-            pairs += [("--pp-vocab-parallel: the padded vocabulary", self.padded_vocab_size, ranks)]
-            if self.mtp_layers:
-                raise PlanError("--pp-vocab-parallel does not support --mtp-num-layers; drop one")
+            pairs += [("the padded vocabulary", self.padded_vocab_size, ranks)]
         kinds = "".join((*self.layers, *self.mtp_layers))
         if "E" in kinds:
             pairs += [("--num-experts", self.num_experts, self.expert_model_parallel_size)]

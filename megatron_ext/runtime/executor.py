@@ -118,7 +118,7 @@ class Executor:
         self.inbox: dict[Action, torch.Tensor | Receipt] = {}
         self.outbox: dict[Action, torch.Tensor] = {}
         self._runner, self.recorder = runner, recorder
-        self._channel, self._extension = channel, extension
+        self._ends: list[Any] = [channel] if extension is None else [channel, extension]
         if channel.device.type != "cpu":
             watchdog.pending = self.pending
         self._received = _received_by_then(schedule, rank, channel.posts_late)
@@ -180,9 +180,13 @@ class Executor:
 
     def _finish_messages(self) -> None:
         self.watchdog.waiting("for its last messages to be taken", self._channel.sending_to)
-        self._channel.finish()
-        if self._extension is not None:
-            self._extension.finish()
+        for end in self._ends:
+            end.finish()
+
+    @property
+    def _channel(self) -> Channel:
+        channel: Channel = self._ends[0]
+        return channel
 
     def _run_until(self, end: int) -> None:
         # What the loop does for every action is on the way to the device's next kernel.

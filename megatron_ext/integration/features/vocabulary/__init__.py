@@ -119,8 +119,8 @@ class VocabularyParallel(Feature):
         if run.request is None or not run.args.pp_vocab_parallel:
             return ()
         from ...gradients import gradient_hook
+        from .callback import ShardedVocabulary
         from .model import hooks
-        from .run import ShardedVocabulary
 
         assert run.pipeline is not None
         found = hooks(run.request.vee, run.training)

@@ -10,79 +10,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ....runtime.collectives import collectives
-from ....runtime.edges import MessageOptions
-from ....runtime.vocabulary import Batch, Operands, VocabularyPasses
-from ....runtime.vocabulary_shards import EmbeddingShard, OutputShard, TensorRanks
+from ....runtime.vocabulary import Operands, VocabularyPasses
 from ....schedule.schedule import Schedule
 from ....schedule.vocabulary import G, T
-from ...callbacks import Callback, Step
-from ...errors import ConfigError
-from ...gradients import add, finish, mark_added, require_gradient_hooks
-from ...hooks import Hook
-from ...runner import Call, MegatronRunner
+from ...gradients import add, finish, mark_added
+from ...runner import MegatronRunner
 from ...split_local import accumulate_fused
 from ...utils import unwrapped
 from .model import FLAG, VocabularyShard, embedding_of, hidden_of, shard_of
-
-
-class ShardedVocabulary(Callback):
-    """Runs the vocabulary passes of every iteration.
-
-    Args:
-        messages: how the collectives' communicator is made.
-        chunks: of tokens, in the cross entropy.
-        hooks: of the model.
-    """
-
-    def __init__(self, messages: MessageOptions, chunks: int, hooks: Sequence[Hook]) -> None:
-        self._messages, self._chunks, self._hooks = messages, chunks, hooks
-        self._checked: list[Any] = []
-
-    def hooks(self) -> Sequence[Hook]:
-        return self._hooks
-
-    def begin(self, step: Step) -> None:
-        call = step.call
-        if [id(model) for model in self._checked] != [id(m) for m in call.iteration.models]:
-            require_gradient_hooks(call.iteration.models)
-            self._checked = list(call.iteration.models)
-        step.runner_type = functools.partial(
-            VocabularyRunner,
-            passes=functools.partial(_passes, step.plan, call, self._messages, self._chunks),
-        )
-
-    def close(self) -> None:
-        self._checked = []
-
-
-def _passes(
-    plan: Schedule, call: Call, messages: MessageOptions, chunks: int, runner: VocabularyRunner
-) -> VocabularyPasses:
-    """The passes of one iteration; collective over the pipeline at the first one."""
-    iteration, shape = call.iteration, call.shape
-    config, shard = iteration.config, shard_of(iteration.models)
-    if shape is None:
-        raise ConfigError(f"{FLAG} needs microbatches of one known shape; drop it")
-    ranks = TensorRanks(unwrapped(iteration.models[0]).tp_group, bool(config.sequence_parallel))
-    sequence = shape[0] * (ranks.size if ranks.sequence_parallel else 1)
-    weight, first_row = shard.output, shard.first_row
-    training = not iteration.forward_only
-    hidden = shape[0], shape[1], shape[2]
-    return VocabularyPasses(
-        plan,
-        collectives(call.group, weight.device, messages),
-        EmbeddingShard(shard.embedding, first_row),
-        OutputShard(weight, first_row, chunks, ranks, training),
-        Batch((shape[1], sequence), hidden, weight.dtype, weight.device),
-        runner,
-    )
 
 
 @dataclass(frozen=True)
