@@ -9,7 +9,11 @@ from typing import Any
 from ._input import attribute
 
 # Where the argument is not named as the flag.
-_RENAMED = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
+_RENAMED = {
+    "--fp8-format": "fp8",
+    "--fp4-format": "fp4",
+    "--output-logit-dtype": "logit_dtype",
+}
 
 
 @dataclass(frozen=True)

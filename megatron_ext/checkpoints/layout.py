@@ -16,6 +16,7 @@ class Layout:
         chunks: model chunks a rank.
         placement: ``loop`` (Megatron's) or ``vee``.
         layers: other flags that place layers on stages, as text.
+        vocabulary: embedding and output layer are shared out over the pipeline's ranks.
     """
 
     tp: int
@@ -25,6 +26,7 @@ class Layout:
     chunks: int
     placement: str
     layers: str
+    vocabulary: bool
 
     @classmethod
     def of(cls, args: object) -> Layout:
@@ -62,9 +64,11 @@ class Layout:
             number("virtual_pipeline_model_parallel_size"),
             "vee" if getattr(args, "pp_placement", None) == "vee" else "loop",
             " ".join(layers),
+            bool(getattr(args, "pp_vocab_parallel", None)),
         )
 
     def __str__(self) -> str:
         placed = "V placement" if self.placement == "vee" else "Megatron's placement"
         experts = f", EP {self.ep}" if self.ep > 1 else ""
-        return f"TP {self.tp}, PP {self.pp}{experts}, {self.chunks} chunks a rank in {placed}"
+        sizes = f"TP {self.tp}, PP {self.pp}{experts}, {self.chunks} chunks a rank in {placed}"
+        return sizes + ", the vocabulary on all ranks" * self.vocabulary

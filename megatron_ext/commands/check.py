@@ -6,7 +6,7 @@ import argparse
 from fractions import Fraction
 
 from ..schedule.passes.lower import lower
-from .common import Parser, is_forward_only, load, per_rank, user_input, verify
+from .common import Parser, load, per_rank, user_input, verify
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -21,7 +21,7 @@ def _check(args: argparse.Namespace) -> None:
     with user_input(args.file):
         report = verify(schedule)
     actions = sum(len(row) for row in schedule.ranks)
-    kind = ", forward only" if is_forward_only(schedule) else ""
+    kind = ", forward only" if schedule.is_forward_only else ""
     lines = [
         f"{args.file}: {schedule.name}, pp {schedule.pp}, chunks {schedule.chunks}, "
         f"microbatches {schedule.microbatches}, {actions} actions{kind}: ok",
@@ -34,7 +34,7 @@ def _check(args: argparse.Namespace) -> None:
     else:
         lowered = lower(schedule)
         verify(lowered)  # what lower() makes of a valid order is ours: a fault here is a bug
-        transfers = (sum(len(row) for row in lowered.ranks) - actions) // 2
+        transfers = sum(action.op.is_send for *_, action in lowered.actions())
         lines.append(
             f"  compute only; lowered to {transfers} transfers: complete, in matching "
             "order, no deadlock with blocking sends"

@@ -19,7 +19,6 @@ from ..schedule import (
     Costs,
     Link,
     OffloadSpec,
-    Op,
     Schedule,
     ScheduleSpec,
     Simulation,
@@ -260,12 +259,7 @@ def load(path: str) -> Schedule:
 def verify(schedule: Schedule) -> CheckReport:
     """``check`` of what a file holds; one without a single backward pass is for evaluation."""
     schedule.costs.durations(schedule.placement)  # per-stage costs must fit the number of stages
-    return check(schedule, forward_only=is_forward_only(schedule))
-
-
-def is_forward_only(schedule: Schedule) -> bool:
-    """True if no rank has a backward pass."""
-    return all(action.op is Op.F for _, _, action in schedule.compute().actions())
+    return check(schedule, forward_only=schedule.is_forward_only)
 
 
 def schedule_of(args: argparse.Namespace, file: str | None = None) -> Schedule:
@@ -427,6 +421,11 @@ def simulation_json(
         "span_bubble": number_to_json(simulation.span_bubble),
         "peak_activation": [number_to_json(peak) for peak in peaks],
         "peak_activation_vs_1f1b": number_to_json(max(peaks) / schedule.pp),
+        **(
+            {"peak_vocabulary_microbatches": simulation.peak_vocabulary}
+            if schedule.barriers
+            else {}
+        ),
         "generation_seconds": round(seconds, 6),
         **quality,
         **(_offload_json(simulation) if offloads or simulation.transfers else {}),

@@ -44,6 +44,7 @@ class MegatronArgs(Protocol):
     # Model.
     hidden_size: int
     seq_length: int
+    make_vocab_size_divisible_by: int
     params_dtype: torch.dtype
     add_bias_linear: bool
     gradient_accumulation_fusion: bool
@@ -107,6 +108,8 @@ class MegatronArgs(Protocol):
     pp_p2p: str | None
     pp_trace: str | None
     pp_post_validation: int | None
+    pp_vocab_parallel: bool | None
+    pp_vocab_chunks: int | None
     pp_offload: str | None
     pp_offload_chunks: int | None
     pp_offload_time: str | None

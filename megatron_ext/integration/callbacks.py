@@ -51,6 +51,7 @@ class Step:
         callbacks: of the features in use.
         plan: the lowered schedule.
         mover, observer: of this rank's activation sets (see ``MegatronRunner``), or None.
+        runner_type: makes the runner, with the arguments of ``MegatronRunner``; None: that one.
         runner, channel, recorder, executor: of this iteration.
         losses: what the loss function reported on this rank.
         notes: facts of this iteration that other callbacks may ask for, by name.
@@ -61,6 +62,7 @@ class Step:
     plan: Schedule = field(init=False)
     mover: Mover | None = None
     observer: SetObserver | None = None
+    runner_type: Callable[..., MegatronRunner] | None = None
     runner: MegatronRunner = field(init=False)
     channel: Channel = field(init=False)
     recorder: Recorder = field(init=False)
@@ -117,7 +119,8 @@ class Callback:
         """A training plan was made: lowered, checked, and the same on all ranks."""
 
     def begin(self, step: Step) -> None:
-        """Before the first pass; ``step.plan`` is known. May set ``mover`` and ``observer``."""
+        """Before the first pass; ``step.plan`` is known. May set ``mover``, ``observer`` and
+        ``runner_type``."""
 
     def passes_done(self, step: Step, watchdog: Watchdog) -> None:
         """After the last pass; communication here is still watched."""

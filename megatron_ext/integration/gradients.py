@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .errors import ConfigError
+from .hooks import Hook
 
+DDP_HOOK_MAKER = (
+    "megatron.core.distributed.distributed_data_parallel:"
+    "DistributedDataParallel._make_backward_post_hook"
+)
 DDP_HOOK = "_megatron_ext_grad_hook"  # attribute of a parameter: Megatron's hook
 _ADDED = "_megatron_ext_added_to_main_grad"
 
@@ -45,9 +50,40 @@ def require_gradient_hooks(models: Sequence[Any]) -> None:
             setattr(parameter, DDP_HOOK, make(parameter))
 
 
+def gradient_hook() -> Hook:
+    """Where no schedule postpones W: keeps Megatron's hook, for gradients that autograd does not
+    make."""
+    return Hook(
+        (DDP_HOOK_MAKER,),
+        _keeping_hook,
+        ("self", "param"),
+        "gradients of the vocabulary's shards would not be reduced",
+    )
+
+
+def _keeping_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _make_backward_post_hook(self: Any, param: torch.nn.Parameter) -> Callable[..., None]:
+        hook: Callable[..., None] = original(self, param)
+        setattr(param, DDP_HOOK, hook)
+        return hook
+
+    return _make_backward_post_hook
+
+
 def accumulate(parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
     """Add ``grad`` to what this microbatch has for ``parameter``; ``finish`` passes it on."""
     parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+def add(parameter: Any, grad: torch.Tensor) -> None:
+    """Add ``grad`` to ``main_grad`` at once, or where there is none, as ``accumulate``."""
+    main = getattr(parameter, "main_grad", None)
+    if main is None:
+        accumulate(parameter, grad)
+    else:
+        main.add_(grad)
+        mark_added(parameter)
 
 
 def mark_added(parameter: Any) -> None:

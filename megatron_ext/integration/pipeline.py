@@ -183,17 +183,23 @@ class ScheduledPipeline:
         for callback in self.callbacks:
             callback.begin(step)
         rank, device = step.rank, next(iteration.models[0].parameters()).device
-        step.runner = MegatronRunner(
-            iteration, plan.placement, rank, self._store, step.mover, step.observer
-        )
         with self.watchdog(rank).armed("for its neighbours, to connect with them"):
+            step.runner = (step.runner_type or MegatronRunner)(
+                iteration, plan.placement, rank, self._store, step.mover, step.observer
+            )
             ways, shapes = plan.placement.edges, call.shape is None
             edges = connected(call.group, "passes", ways, device, self.messages, shapes)
         step.channel = Channel(edges, call.shape, iteration.config.pipeline_dtype, device)
         timed = any(callback.times(step.training) for callback in self.callbacks)
         step.recorder = Recorder(timed, device)
         step.executor = Executor(
-            plan, rank, step.runner, step.channel, self.watchdog(rank), step.recorder, extension
+            plan,
+            rank,
+            step.runner,
+            step.channel,
+            self.watchdog(rank),
+            step.recorder,
+            extension or step.runner.extension(plan),
         )
         if extension is None:
             start_param_sync(call)

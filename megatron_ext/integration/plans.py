@@ -24,6 +24,8 @@ class Plans:
         placement: of that schedule, and of evaluation.
         inputs: what training schedules depend on; if it is marked as changed, new ones are made.
         post_validation: lowered training schedules hold optimizer post-validation.
+        barriers: of a sharded vocabulary, in evaluation as in training schedules; 0: it is not
+            sharded.
     """
 
     def __init__(
@@ -32,8 +34,9 @@ class Plans:
         placement: Placement,
         inputs: PlanInputs | None = None,
         post_validation: bool = False,
+        barriers: int = 0,
     ) -> None:
-        self._make, self._placement = make, placement
+        self._make, self._placement, self._barriers = make, placement, barriers
         self._inputs, self._post_validation = inputs or PlanInputs(), post_validation
         self._kept: dict[tuple[int, bool], Schedule] = {}
 
@@ -60,7 +63,7 @@ class Plans:
                 plan = lower(self._make(microbatches))
                 plan = add_post_validation(plan) if self._post_validation else plan
             else:
-                plan = lower(forward_only(self._placement, microbatches))
+                plan = lower(forward_only(self._placement, microbatches, self._barriers))
             check(plan, forward_only=not training)
             _require_equal(plan, group)
             self._kept[key] = plan

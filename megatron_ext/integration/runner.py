@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 
 from ..offload.blocks import release_storage
-from ..runtime.executor import StageRunner
+from ..runtime.executor import Extension, StageRunner
 from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
+from ..schedule.schedule import Schedule
 
 _NOTHING = contextlib.nullcontext()
 
@@ -134,6 +135,19 @@ class MegatronRunner(StageRunner):
         device = next(iteration.models[0].parameters()).device
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
 
+    def extension(self, plan: Schedule) -> Extension | None:
+        """What runs the operations of ``plan`` beyond F, B, W, messages and copies."""
+        return None
+
+    def computes_loss(self, stage: int) -> bool:
+        """True if a stage's F ends with the loss, not with what another stage takes."""
+        return stage == self.placement.num_stages - 1
+
+    def forward_step_func(self, chunk: int, microbatch: int) -> Callable[..., Any]:
+        """The script's forward step, as F calls it."""
+        found: Callable[..., Any] = self._it.forward_step_func
+        return found
+
     def live_sets(self) -> int:
         """Activation sets on the device now."""
         return len(self._live) - (self._mover.sets_on_host() if self._mover else 0)
@@ -147,13 +161,13 @@ class MegatronRunner(StageRunner):
         """F of one chunk for one microbatch; see ``StageRunner``."""
         it = self._it
         stage = self.placement.stages[self._rank][chunk]
-        last = stage == self.placement.num_stages - 1
+        last = self.computes_loss(stage)
         if x is not None and not it.forward_only:
             x.requires_grad_(True)
         key = (chunk, microbatch)
         with self._mover.saving(key) if self._mover else _NOTHING:
             y, num_tokens = self._schedules.forward_step(
-                it.forward_step_func,
+                self.forward_step_func(chunk, microbatch),
                 it.data_iterators[chunk],
                 it.models[chunk],
                 it.num_microbatches,
@@ -191,7 +205,7 @@ class MegatronRunner(StageRunner):
         """B (``split``) or BW; see ``StageRunner``."""
         key = (chunk, microbatch)
         held = self._live[key]
-        with self._sync_only_at_last(chunk, microbatch):
+        with self.syncing(chunk, self._is_last(microbatch)):
             with self._store.collect(key) if split else _NOTHING:
                 input_grad = self._backward_step(held.x, held.y, grad)
         if split:
@@ -210,7 +224,7 @@ class MegatronRunner(StageRunner):
             timers("backward-compute", log_level=2).start()
         # As inside autograd's backward: what B kept still knows its history, and recording more
         # of it would hold memory.
-        with self._sync_only_at_last(chunk, microbatch), torch.no_grad():
+        with self.syncing(chunk, self._is_last(microbatch)), torch.no_grad():
             self._store.run((chunk, microbatch))
         if timers is not None:
             timers("backward-compute").stop()
@@ -237,33 +251,43 @@ class MegatronRunner(StageRunner):
         result: torch.Tensor | None = self._schedules.backward_step(*args, self._it.config)
         return result
 
-    def _sync_only_at_last(self, chunk: int, microbatch: int) -> Any:
-        """Gradients may be reduced only from the last microbatch's passes on.
+    def syncing(self, chunk: int, last: bool) -> Any:
+        """Around what adds to gradients; they may be reduced only from the last microbatch on.
 
         Passes of a chunk run in microbatch order, so a parameter whose gradient comes in the last
         microbatch's B (or W, if postponed) has then got all of them.
+
+        Args:
+            chunk: of the parameters.
+            last: in the last microbatch.
         """
         config = self._it.config
         no_sync = config.no_sync_func
         if isinstance(no_sync, list):
             no_sync = no_sync[chunk]
-        last = microbatch == self._it.num_microbatches - 1
         if no_sync is None or (last and config.grad_sync_func is None):
             return _NOTHING
         return no_sync()
 
+    def chunk_done(self, chunk: int) -> None:
+        """After the last of all passes with gradients of a chunk: start their reduction if Megatron
+        wants it explicit."""
+        sync = self._it.config.grad_sync_func
+        if isinstance(sync, list):
+            sync = sync[chunk]
+        if sync is not None:
+            sync(self._it.models[chunk].parameters())
+
+    def _is_last(self, microbatch: int) -> bool:
+        return microbatch == self._it.num_microbatches - 1
+
     def _finished(self, chunk: int, microbatch: int) -> None:
-        """After a set's last pass; after a chunk's last one of all, start its reduction if
-        Megatron wants it explicit."""
+        """After a set's last pass."""
         del self._live[chunk, microbatch]
         if self._mover is not None:
             self._mover.finish((chunk, microbatch))
-        sync = self._it.config.grad_sync_func
-        if sync is None or microbatch != self._it.num_microbatches - 1:
-            return
-        if isinstance(sync, list):
-            sync = sync[chunk]
-        sync(self._it.models[chunk].parameters())
+        if self._is_last(microbatch):
+            self.chunk_done(chunk)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..runtime.sharded import Sharded, mark_gathered, sharded, whole
 from ..runtime.wgrad import WeightGradStore
-from .gradients import DDP_HOOK, accumulate, finish, mark_added
+from .gradients import DDP_HOOK, DDP_HOOK_MAKER, accumulate, finish, mark_added
 from .hooks import Hook
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -39,10 +39,7 @@ def hooks(store: WeightGradStore) -> tuple[Hook, ...]:
     return (
         linear_hook(store),
         Hook(
-            (
-                "megatron.core.distributed.distributed_data_parallel:"
-                "DistributedDataParallel._make_backward_post_hook",
-            ),
+            (DDP_HOOK_MAKER,),
             lambda original: _deferring_hook(original, store),
             ("self", "param"),
             "gradients would be reduced before their W pass has run",
@@ -126,7 +123,7 @@ def _input_gradient_only(ctx: Any, grad_output: torch.Tensor, store: WeightGradS
     fused, operands = ctx.gradient_accumulation_fusion, (total, sharded(grad_output))
     store.put(
         weight,
-        functools.partial(_accumulate_fused if fused else _weight_gradient, weight),
+        functools.partial(accumulate_fused if fused else _weight_gradient, weight),
         rows=operands,
         done=finish,
         after=functools.partial(mark_added, weight) if fused else None,
@@ -147,9 +144,10 @@ def _weight_gradient(
 
 
 @torch.no_grad()
-def _accumulate_fused(
+def accumulate_fused(
     weight: Any, x: torch.Tensor | Sharded, grad_output: torch.Tensor | Sharded
 ) -> None:
+    """W of one layer, added to ``main_grad`` by Apex's kernel."""
     import fused_weight_gradient_mlp_cuda as kernels  # Apex's; Megatron imports the same
 
     single = weight.main_grad.dtype == torch.float32

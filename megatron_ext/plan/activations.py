@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .kinds import embedding, last_norm, layer, loss, prediction_layer
 from .layout import Stage
 from .model import Job
-from .parts import Part
+from .parts import FP32, Part
 
 
 class SetBytes(NamedTuple):
@@ -90,9 +90,11 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
         recompute = max(recompute, b if full else extra)
     ends: list[Part] = [embedding(job)] if stage.first else []
     logits = 0
-    if stage.last:
+    if stage.last and job.vocab_parallel:
+        ends.append(last_norm(job))
+    elif stage.last:
         ends += [last_norm(job), *[loss(job)] * (1 + len(job.mtp_layers))]
-        words = job.padded_vocab_size // job.tensor_model_parallel_size
+        words = job.words
         # Beside the fp32 softmax: the logits as they were computed, and their gradient in B.
         logits = 0 if job.in_place_loss else job.element_bytes * job.tokens * words
     b, w, _ = sums(job, ends)
@@ -102,3 +104,17 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
     return SetBytes(
         bytes_f_to_b + b, bytes_b_to_w + w, recompute, *(logits, widest, gathered), *(buffers, host)
     )
+
+
+def shard_bytes(job: Job) -> int:
+    """Beside the sets, on every rank: the vocabulary passes of two microbatches.
+
+    Of each the last stage's output and the input's gradient; with one chunk of tokens the
+    exponentials of the shard's logits too. In S one chunk's logits, also in fp32.
+    """
+    if not job.vocab_parallel:
+        return 0
+    e, t = job.element_bytes, job.tokens
+    hidden = e * job.hidden_size * (job.sharded_tokens + t)
+    kept = e * t * job.words if job.vocab_chunks == 1 else 0
+    return 2 * (hidden + kept) + (e + FP32) * -(-t // job.vocab_chunks) * job.words

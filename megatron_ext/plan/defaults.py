@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from math import lcm
 from typing import Any
 
 from .._input import flag_of
@@ -53,6 +54,8 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
         params_dtype=_dtype(given),
         layout=given.get("pipeline_model_parallel_layout"),
         cheap_recompute=bool(given.get("pp_cheap_recompute")),
+        vocab_parallel=bool(given.get("pp_vocab_parallel")),
+        vocab_chunks=given.get("pp_vocab_chunks") or 1,
         **layer_kinds(given),
         **_precision(given),
         **_recompute(given),
@@ -88,13 +91,18 @@ def _flash(given: dict[str, Any]) -> bool:
 
 
 def _vocabulary(given: dict[str, Any], tp: int, assumed: list[str]) -> int:
+    if given.get("pp_vocab_parallel") and given.get("mtp_num_layers"):
+        raise PlanError("--pp-vocab-parallel does not support --mtp-num-layers; drop one of both")
     if given.get("padded_vocab_size"):
         return int(given["padded_vocab_size"])
     vocabulary = given.get("vocab_size")
     if vocabulary is None:
         assumed.append("no --vocab-size (a tokenizer decides it): 128256 is assumed")
         vocabulary = 128256
-    multiple = given.get("make_vocab_size_divisible_by", 128) * tp
+    multiple = given.get("make_vocab_size_divisible_by", 128)
+    if given.get("pp_vocab_parallel"):
+        multiple = lcm(multiple, given.get("pipeline_model_parallel_size", 1))
+    multiple *= tp
     return int(-(-vocabulary // multiple) * multiple)
 
 

@@ -10,7 +10,7 @@ from ..schedule.costs import Costs, number_to_json
 from .budget import Splits
 from .gpu import Gpu, gpu_called
 from .model import Job, PlanError
-from .times import costs_in_parts, costs_in_us, hop_time, stage_times
+from .times import costs_in_parts, costs_in_us, hop_time, stage_times, vocabulary_times
 
 # With one FLOP/s and no other limit a pass takes as many seconds as it has FLOPs.
 _FLOPS = Gpu("", 1.0, 0, inf, inf, inf, inf, inf, efficiency=1.0)
@@ -75,7 +75,9 @@ class Estimate:
         gpu = None if self.reason else gpu_called(self.device)
         if gpu is None:
             why = self.reason or f"no rates of the device {self.device!r} are known"
-            costs = costs_in_parts(stage_times(self.job, split, _FLOPS), 0.0)
+            shard = vocabulary_times(self.job, _FLOPS)
+            costs = costs_in_parts(stage_times(self.job, split, _FLOPS), 0.0, shard)
             return costs, f"FLOPs ({why}), in 64ths of the mean pass"
-        costs = costs_in_us(stage_times(self.job, split, gpu), hop_time(self.job, gpu))
+        shard = vocabulary_times(self.job, gpu)
+        costs = costs_in_us(stage_times(self.job, split, gpu), hop_time(self.job, gpu), shard)
         return costs, f"times estimated for {gpu.name} ({self.device}), in microseconds"

@@ -17,7 +17,7 @@ _COMPUTED = {
     *("layers", "mtp_layers", "segments", "hybrid", "window", "recipe", "quantized_parameters"),
     *("add_bias_linear", "flash_attention", "transformer_engine", "data_parallel_size"),
     *("params_dtype", "grads_in_fp32", "cheap_recompute", "recompute_modules", "layout"),
-    *("offload_modules", "assumptions"),
+    *("offload_modules", "assumptions", "vocab_parallel", "vocab_chunks"),
 }
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 
@@ -63,6 +63,8 @@ FLAGS: dict[str, Any] = {
     "--offload-modules": list,
     "--pipeline-model-parallel-layout": str,
     "--pp-cheap-recompute": bool,
+    "--pp-vocab-parallel": bool,
+    "--pp-vocab-chunks": int,
     "--overlap-grad-reduce": bool,
     "--overlap-param-gather": bool,
 }

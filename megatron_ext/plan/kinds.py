@@ -57,14 +57,18 @@ def prediction_layer(job: Job, kinds: str) -> list[Part]:
 
 def embedding(job: Job) -> Part:
     """Word and learned position embeddings; token numbers are kept, and a mask with dropout."""
-    words = job.padded_vocab_size // job.tensor_model_parallel_size * job.hidden_size
-    if job.position_embedding_type == "learned_absolute":
-        words += job.max_position_embeddings * job.hidden_size
+    words = job.words * job.hidden_size + position_parameters(job)
     size = job.element_bytes * job.tokens * job.hidden_size
     # Its look-up, and adding to its gradient, which is part of B.
     work = Work(moved=2 * size, moved_back=4 * size, kernels=3).plus(exchange(job).half())
     tokens = SavedTensor("token numbers", 8 * job.tokens)
     return Part((tokens, *dropout_mask(job)), words, work)
+
+
+def position_parameters(job: Job) -> int:
+    """Of learned position embeddings."""
+    learned = job.position_embedding_type == "learned_absolute"
+    return job.max_position_embeddings * job.hidden_size if learned else 0
 
 
 def last_norm(job: Job) -> Part:
@@ -83,7 +87,7 @@ def loss(job: Job) -> Part:
     (``--cross-entropy-fusion-impl te``) writes the logits' gradient in their place instead.
     """
     e, t, h = job.element_bytes, job.tokens, job.hidden_size
-    words = job.padded_vocab_size // job.tensor_model_parallel_size
+    words = job.words
     # Its W is part of B: the logits' gradient would wait with every set.
     output = column(job, "output layer's input", h, words, quantized=False, splits=False)
     kept = SavedTensor("softmax of the logits", (e if job.in_place_loss else FP32) * t * words)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from ..schedule.actions import AnyAction, Op
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
-from .activations import SetBytes, stage_set
+from .activations import SetBytes, shard_bytes, stage_set
 from .layout import Split
 from .model import Job
-from .parameters import Count, StateBytes, stage_parameters, state_bytes
+from .parameters import Count, StateBytes, shard_parameters, stage_parameters, state_bytes
 
 MESSAGES = 4  # stage inputs and outputs that are on their way, to and from both neighbours
 
@@ -75,14 +75,18 @@ class RankBytes:
 
 
 def stage_bytes(job: Job, split: Split) -> list[StageBytes]:
-    """What every stage of a split takes."""
+    """What every stage of a split takes; a shard of the vocabulary counts to its rank's first."""
     out = []
     known: dict[tuple[object, ...], StageBytes] = {}
-    for stage in split.stages:
-        key = tuple(job.layers[number] for number in stage.layers), stage[1:]
+    for number, stage in enumerate(split.stages):
+        first = number < job.pipeline_model_parallel_size
+        key = tuple(job.layers[number] for number in stage.layers), stage[1:], first
         if key not in known:
-            total = stage_parameters(job, stage)
-            known[key] = StageBytes(total, state_bytes(job, total), stage_set(job, stage))
+            total = stage_parameters(job, stage) + (shard_parameters(job) if first else Count())
+            sets = stage_set(job, stage)
+            if first:
+                sets = sets._replace(buffers=sets.buffers + shard_bytes(job))
+            known[key] = StageBytes(total, state_bytes(job, total), sets)
         out.append(known[key])
     return out
 

@@ -21,7 +21,7 @@ class Job:
     """One training job. Names and defaults are those of Megatron's arguments.
 
     Sizes are in elements, ``micro_batch_size`` in samples. ``padded_vocab_size`` is what Megatron
-    pads the vocabulary to. ``cheap_recompute`` is ``--pp-cheap-recompute``.
+    pads the vocabulary to. ``cheap_recompute``, ``vocab_parallel`` and ``vocab_chunks`` are ours.
 
     ``layers[i]`` are the parts of decoder layer i and ``mtp_layers[i]`` those of depth i of
     multi-token prediction, by the symbols of ``kinds.PARTS``. ``segments`` are the layers of every
@@ -119,6 +119,8 @@ class Job:
     offload_modules: tuple[str, ...] = ()
     distribute_saved_activations: bool = False
     cheap_recompute: bool = False
+    vocab_parallel: bool = False
+    vocab_chunks: int = 1
     micro_batch_size: int = 1
     global_batch_size: int | None = None
     layout: str | None = None
@@ -139,6 +141,9 @@ class Job:
         pairs += [("the query groups", max(self.num_query_groups, tp), tp)]
         pairs += [("--seq-length", self.seq_length, self.context_parallel_size)]
         pairs += [("--ffn-hidden-size", self.ffn_hidden_size, tp)]
+        if self.vocab_parallel:
+            ranks = tp * self.pipeline_model_parallel_size
+            pairs += [("the padded vocabulary", self.padded_vocab_size, ranks)]
         kinds = "".join((*self.layers, *self.mtp_layers))
         if "E" in kinds:
             pairs += [("--num-experts", self.num_experts, self.expert_model_parallel_size)]
@@ -186,6 +191,12 @@ class Job:
     def stages_are_given(self) -> bool:
         """True if a layout or a hybrid pattern lists every stage's layers."""
         return self.layout is not None or self.segments is not None
+
+    @property
+    def words(self) -> int:
+        """Rows of the embedding, and of the output layer, on a rank that has them."""
+        ranks = self.pipeline_model_parallel_size if self.vocab_parallel else 1
+        return self.padded_vocab_size // (self.tensor_model_parallel_size * ranks)
 
     @property
     def in_place_loss(self) -> bool:

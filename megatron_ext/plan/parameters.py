@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .kinds import embedding, last_norm, layer, prediction_layer
+from .kinds import embedding, last_norm, layer, position_parameters, prediction_layer
 from .layout import Stage
 from .model import _BYTES, Job
 from .parts import Part
@@ -87,7 +87,7 @@ def output_parameters(job: Job, *, with_embedding: bool) -> int:
             one tensor. On two stages each has a copy, on the same rank too (V placement).
     """
     shared = with_embedding and not job.untie_embeddings_and_output_weights
-    words = 0 if shared else job.padded_vocab_size // job.tensor_model_parallel_size
+    words = 0 if shared else job.words
     return last_norm(job).parameters + words * job.hidden_size
 
 
@@ -97,9 +97,20 @@ def prediction_parameters(job: Job) -> Count:
     return sum((count(prediction_layer(job, each)) for each in kinds), Count())
 
 
+def shard_parameters(job: Job) -> Count:
+    """Of a rank's rows of a vocabulary that is sharded over all pipeline ranks."""
+    if not job.vocab_parallel:
+        return Count()
+    matrices = 2 if job.untie_embeddings_and_output_weights else 1
+    return Count(other=matrices * job.words * job.hidden_size)
+
+
 def stage_parameters(job: Job, stage: Stage) -> Count:
-    """Of one stage on one rank."""
+    """Of one stage on one rank, without ``shard_parameters``."""
     total = sum((layer_parameters(job, number) for number in stage.layers), Count())
+    if job.vocab_parallel:
+        ends = position_parameters(job) if stage.first else 0
+        return total + Count(other=ends + (last_norm(job).parameters if stage.last else 0))
     predicts = stage.predicts and bool(job.mtp_layers)
     if stage.first or predicts:
         total += Count(other=embedding_parameters(job))

@@ -26,7 +26,15 @@ from .layout import Split, split_of
 from .memory import RankBytes, StageBytes, message_bytes, rank_bytes, stage_bytes
 from .model import Job, PlanError
 from .profile import Profile
-from .times import PassTimes, costs_in_us, hop_time, mean_costs, moe_variants, stage_times
+from .times import (
+    PassTimes,
+    costs_in_us,
+    hop_time,
+    mean_costs,
+    moe_variants,
+    stage_times,
+    vocabulary_times,
+)
 
 
 class ByName(NamedTuple):
@@ -162,7 +170,7 @@ class SearchSpace:
         if profile is not None:
             hop = hop if profile.hop is None else profile.hop
             stages = profile.sized(stages, split)
-        costs = costs_in_us(self._times(job, split), hop)
+        costs = costs_in_us(self._times(job, split), hop, vocabulary_times(job, self.gpu))
         by_name = self._by_name(costs, profile, split)
         return Workload(job, microbatches, split, costs, tuple(stages), by_name, self.network)
 

@@ -142,7 +142,7 @@ def stage_times(job: Job, split: Split, gpu: Gpu) -> list[PassTimes]:
             total = total.plus(time)
             if full and (job.recompute_method != "block" or place < job.recompute_num_layers):
                 total = total.plus((0.0, time.forward, 0.0))
-        if stage.first:
+        if stage.first and not job.vocab_parallel:
             total = total.plus(model.part(embedding(job)))
         if stage.predicts:
             for kinds in job.mtp_layers:
@@ -150,10 +150,30 @@ def stage_times(job: Job, split: Split, gpu: Gpu) -> list[PassTimes]:
                 time = model.parts(prediction_layer(stock, kinds), kinds)
                 total = total.plus(time).plus((0.0, time.forward if full else 0.0, 0.0))
         if stage.last:
-            losses = [loss(job)] * (1 + len(job.mtp_layers))
+            losses = [] if job.vocab_parallel else [loss(job)] * (1 + len(job.mtp_layers))
             total = total.plus(model.parts([last_norm(job), *losses]))
         out.append(total)
     return out
+
+
+def vocabulary_times(job: Job, gpu: Gpu) -> tuple[float, float, float, float, float] | None:
+    """Seconds of a rank's S, T, E and G for one microbatch, and from the end of the last rank's
+    pass to when a collective has ended; None if the vocabulary is not sharded over the pipeline.
+
+    With several chunks of tokens T computes the logits again.
+    """
+    if not job.vocab_parallel:
+        return None
+    model = _Model(job, gpu)
+    output, words = loss(job), model.part(embedding(job))
+    (linear,) = output.linears
+    product, between = model.product(linear._replace(splits=True)), model.work(output.work)
+    again = product.forward if job.vocab_chunks > 1 else 0.0
+    s = product.forward + product.backward_input + between.forward
+    t = product.backward_weight + between.backward_input + again
+    # A broadcast or a reduction brings every rank's bytes over its link once.
+    latency = gpu.collective_s + MESSAGE_S + message_bytes(job) / gpu.network
+    return s, t, words.forward, words.backward_input + words.backward_weight, latency
 
 
 def hop_time(job: Job, gpu: Gpu) -> float:
@@ -161,22 +181,31 @@ def hop_time(job: Job, gpu: Gpu) -> float:
     return MESSAGE_S + message_bytes(job) / gpu.network
 
 
-def costs_in_us(stages: Sequence[Sequence[float]], hop: float) -> Costs:
+def costs_in_us(
+    stages: Sequence[Sequence[float]], hop: float, vocabulary: Sequence[float] | None = None
+) -> Costs:
     """As costs for the generators and the simulator: whole microseconds, at least one a pass.
 
     The rank's own F, B and W, which training's ``--pp-cost`` takes, are the means over all ranks
     where the stages differ (``mean_costs``); without it training makes this very estimate.
     """
     rows = [[max(1, round(x * 1e6)) for x in row] for row in stages]
-    return Costs.of(1, 1, 1, round(hop * 1e6), rows)
+    times = None if vocabulary is None else [max(1, round(x * 1e6)) for x in vocabulary]
+    return Costs.of(1, 1, 1, round(hop * 1e6), rows, times)
 
 
-def costs_in_parts(stages: Sequence[Sequence[float]], hop: float) -> Costs:
+def costs_in_parts(
+    stages: Sequence[Sequence[float]], hop: float, vocabulary: Sequence[float] | None = None
+) -> Costs:
     """Measured seconds as costs, in 64ths of the mean pass: finer is noise, and plans need small
     numbers. A pass takes one of them at least."""
     mean = sum(map(sum, stages)) / (3 * len(stages)) or 1.0
     rows = [[max(1, round(_PARTS * x / mean)) for x in row] for row in stages]
-    return Costs.of(hop=Fraction(round(_PARTS * hop / mean)), stages=rows)
+    times = None
+    if vocabulary is not None:
+        *passes, latency = (_PARTS * x / mean for x in vocabulary)
+        times = [*(max(1, round(x)) for x in passes), round(latency)]
+    return Costs.of(hop=Fraction(round(_PARTS * hop / mean)), stages=rows, vocabulary=times)
 
 
 _PARTS = 64

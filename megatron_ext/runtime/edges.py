@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -178,25 +178,10 @@ class Edges:
         peer = target if source == self.rank else source
         if kind == "data" and not self.options.own:
             return Line(self._group, peer)
-        store = dist.distributed_c10d._get_process_group_store(self._group)
         name = f"megatron_ext/{self._purpose}/{self.options}/{kind}/{source}>{target}"
-        prefixed = dist.PrefixStore(f"{name}/", store)
-        here = int(target == self.rank)
-        timeout = self._group._get_backend(self._device).options._timeout
-        on_host = kind == "shapes" or self._device.type != "cuda"
-        if on_host or dist.get_backend(self._group) == "gloo":
-            return Line(dist.ProcessGroupGloo(prefixed, here, 2, gloo_options(timeout)), 1 - here)
-        settings: Any = dist.ProcessGroupNCCL.Options()
-        settings._timeout = timeout
-        settings.is_high_priority_stream = self.options.high_priority
-        settings.group_name = name
-        settings.global_ranks_in_group = [
-            dist.get_process_group_ranks(self._group)[rank] for rank in edge
-        ]
-        if self.options.max_ctas is not None:
-            settings.config.min_ctas = 1
-            settings.config.max_ctas = self.options.max_ctas
-        return Line(dist.ProcessGroupNCCL(prefixed, here, 2, settings), 1 - here)
+        on_host = kind == "shapes"
+        backend = communicator(self._group, edge, name, self._device, self.options, on_host)
+        return Line(backend, 1 - edge.index(self.rank))
 
     def _warm_up(self, edge: Edge) -> None:
         # NCCL connects two ranks at their first message, which would block the host of one in the
@@ -205,6 +190,44 @@ class Edges:
         one = torch.zeros(1, device=self._device)
         source = edge[0] == self.rank
         (backend.send if source else backend.recv)([one], peer, 0).wait()
+
+
+def communicator(
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    name: str,
+    device: torch.device,
+    options: MessageOptions = DEFAULT,
+    on_host: bool = False,
+) -> Any:
+    """A communicator of some ranks of ``group``, which its other ranks know nothing of.
+
+    Collective over ``ranks``. It is made of PyTorch's backend classes: ``dist.new_group`` is
+    collective over all, or derives names from counters that differ between stages.
+
+    Args:
+        group: has the store to meet in, and the time limit.
+        ranks: in ``group``, in their order in the communicator.
+        name: of the communicator; others of the same ranks have other names.
+        device: of the tensors.
+        options: of NCCL's kernels.
+        on_host: for tensors in host memory.
+    """
+    store = dist.distributed_c10d._get_process_group_store(group)
+    prefixed = dist.PrefixStore(f"{name}/", store)
+    here, size = list(ranks).index(group.rank()), len(ranks)
+    timeout = group._get_backend(device).options._timeout
+    if on_host or device.type != "cuda" or dist.get_backend(group) == "gloo":
+        return dist.ProcessGroupGloo(prefixed, here, size, gloo_options(timeout))
+    settings: Any = dist.ProcessGroupNCCL.Options()
+    settings._timeout = timeout
+    settings.is_high_priority_stream = options.high_priority
+    settings.group_name = name
+    settings.global_ranks_in_group = [dist.get_process_group_ranks(group)[rank] for rank in ranks]
+    if options.max_ctas is not None:
+        settings.config.min_ctas = 1
+        settings.config.max_ctas = options.max_ctas
+    return dist.ProcessGroupNCCL(prefixed, here, size, settings)
 
 
 _EDGES: weakref.WeakKeyDictionary[

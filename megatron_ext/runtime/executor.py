@@ -73,17 +73,15 @@ class StageRunner(Protocol):
 
 
 class Extension(Protocol):
-    """Operations of a feature, beyond the alphabet ``Op``.
+    """Operations of a feature, beyond the alphabet ``Op``."""
 
-    Attributes:
-        channel: the feature's messages, which the executor awaits at its end.
-    """
+    def handlers(self, executor: Executor) -> Mapping[Operation, Callable[[Any], None]]:
+        """One function an operation; of ``Op``, too, in place of the executor's own. It may use
+        the executor's ``take``, ``inbox`` and ``outbox``, which must be empty again when the
+        iteration ends, its ``forward`` and ``backward``."""
 
-    channel: Channel
-
-    def handlers(self, executor: Executor) -> Mapping[Operation, Callable[[Action], None]]:
-        """One function an operation. It may use the executor's ``take``, ``inbox`` and
-        ``outbox``; all of them must be empty again when the iteration ends."""
+    def finish(self) -> None:
+        """After the last action: wait until everything has been sent and received."""
 
 
 class Executor:
@@ -99,6 +97,7 @@ class Executor:
         extension: runs the operations beyond ``Op``; None: they are left out, on all ranks.
 
     Attributes:
+        recorder: of this iteration.
         inbox: by consumer, messages that F or B (or an extension's operation) will take.
         outbox: by producer, what they have produced for other ranks.
     """
@@ -118,16 +117,16 @@ class Executor:
         self.rank, self.watchdog = rank, watchdog
         self.inbox: dict[Action, torch.Tensor | Receipt] = {}
         self.outbox: dict[Action, torch.Tensor] = {}
-        self._runner, self._recorder = runner, recorder
-        self._channels = [channel] if extension is None else [channel, extension.channel]
+        self._runner, self.recorder = runner, recorder
+        self._ends: list[Any] = [channel] if extension is None else [channel, extension]
         if channel.device.type != "cpu":
             watchdog.pending = self.pending
         self._received = _received_by_then(schedule, rank, channel.posts_late)
         self._next = 0
-        handlers: dict[Operation, Callable[[Action], None]] = {
-            Op.F: self._forward,
-            Op.B: self._backward,
-            Op.BW: self._backward,
+        handlers: dict[Operation, Callable[[Any], None]] = {
+            Op.F: self.forward,
+            Op.B: self.backward,
+            Op.BW: self.backward,
             Op.W: self._weight,
             Op.SEND_F: lambda a: self._send(a, Op.F, a.stage + 1),
             Op.SEND_B: lambda a: self._send(a, Op.B, a.stage - 1),
@@ -166,7 +165,7 @@ class Executor:
     def pending(self) -> str:
         """What the device waits for while the host goes on (NCCL): its first action that has not
         ended, if actions are timed, and the first message. Callable from another thread."""
-        action, message = self._recorder.unfinished(), self._channels[0].pending()
+        action, message = self.recorder.unfinished(), self._channel.pending()
         found = [] if action is None else [f"the device has not ended {action}"]
         found += [] if message is None else [f"{message} has not been transferred"]
         return "; ".join(found)
@@ -180,15 +179,20 @@ class Executor:
         self._finish_messages()
 
     def _finish_messages(self) -> None:
-        self.watchdog.waiting("for its last messages to be taken", self._channels[0].sending_to)
-        for channel in self._channels:
-            channel.finish()
+        self.watchdog.waiting("for its last messages to be taken", self._channel.sending_to)
+        for end in self._ends:
+            end.finish()
+
+    @property
+    def _channel(self) -> Channel:
+        channel: Channel = self._ends[0]
+        return channel
 
     def _run_until(self, end: int) -> None:
         # What the loop does for every action is on the way to the device's next kernel.
         (row, handlers), joint = self._program, self._joint
         total = len(row)
-        at, sending = self.watchdog.at, self._channels[0].sending_to
+        at, sending = self.watchdog.at, self._channel.sending_to
         verbose = os.environ.get(TRACE_ENVIRONMENT) == "1"
         profiled = torch.autograd._profiler_enabled
         for position in range(self._next, end):
@@ -207,12 +211,13 @@ class Executor:
                 handler(action)
         self._next = end
 
-    def _forward(self, action: Action) -> None:
+    def forward(self, action: Action) -> None:
+        """Run F."""
         _, stage, microbatch = action
         x = self.take(action) if stage > 0 else None
-        with self._recorder.measure(action):
+        with self.recorder.measure(action):
             y = self._runner.forward(self.placement.chunk_of(stage), microbatch, x)
-        self._recorder.resident(self._runner.live_sets())
+        self.recorder.resident(self._runner.live_sets())
         self._end_forward(action, y)
 
     def _end_forward(self, action: Action, y: torch.Tensor | None) -> None:
@@ -222,10 +227,11 @@ class Executor:
         if action in self._received:
             self._settle(action)
 
-    def _backward(self, action: Action) -> None:
+    def backward(self, action: Action) -> None:
+        """Run B or BW."""
         op, stage, microbatch = action
         grad = self._gradient(stage, microbatch)
-        with self._recorder.measure(action):
+        with self.recorder.measure(action):
             chunk = self.placement.chunk_of(stage)
             input_grad = self._runner.backward(chunk, microbatch, grad, op is Op.B)
         self._end_backward(action, input_grad)
@@ -252,14 +258,14 @@ class Executor:
         backward = BackwardPass(chunk_of(other), another, grad, op is Op.B)
         # The set that F makes comes before the one that the backward pass frees goes.
         sets = self._runner.live_sets() + 1
-        with self._recorder.measure(action):
+        with self.recorder.measure(action):
             y, input_grad = self._runner.joint(forward, backward)
-        self._recorder.resident(sets)
+        self.recorder.resident(sets)
         self._end_forward(action.forward, y)
         self._end_backward(action.backward, input_grad)
 
     def _weight(self, action: Action) -> None:
-        with self._recorder.measure(action):
+        with self.recorder.measure(action):
             chunk = self.placement.chunk_of(action.stage)
             self._runner.weight(chunk, action.microbatch)
 
@@ -267,7 +273,7 @@ class Executor:
         chunk = self.placement.chunk_of(action.stage)
         assert isinstance(action.op, Op)
         self._runner.move(action.op, chunk, action.microbatch)
-        self._recorder.resident(self._runner.live_sets())
+        self.recorder.resident(self._runner.live_sets())
 
     def _deliver(self, producer: Action, consumer: Action, tensor: torch.Tensor | None) -> None:
         if tensor is None:
@@ -285,7 +291,7 @@ class Executor:
         message = self.inbox.pop(consumer)
         if isinstance(message, Receipt):
             self.watchdog.waiting(f"for a message from pipeline rank {message.peer}")
-            with self._recorder.wait():
+            with self.recorder.wait():
                 message = message.wait()
             self.watchdog.waiting("inside the model")
         return message
@@ -298,19 +304,19 @@ class Executor:
         """
         peer, count = self._received[consumer]
         self.watchdog.waiting(f"for pipeline rank {peer} to take a message")
-        self._channels[0].settle(peer, count)
+        self._channel.settle(peer, count)
 
     def _send(self, action: Action, op: Op, to_stage: int) -> None:
         tensor = self.outbox.pop(Action(op, action.stage, action.microbatch))
         peer = self.placement.rank_of(to_stage)
         self.watchdog.waiting(f"sending to pipeline rank {peer}")
-        self._channels[0].send(tensor, peer, self._tag(op, to_stage, action.microbatch))
+        self._channel.send(tensor, peer, self._tag(op, to_stage, action.microbatch))
 
     def _receive(self, action: Action, op: Op, from_stage: int) -> None:
         peer = self.placement.rank_of(from_stage)
         tag = self._tag(op, action.stage, action.microbatch)
         self.watchdog.waiting(f"posting a receive from pipeline rank {peer}")
-        receipt = self._channels[0].receive(peer, tag)
+        receipt = self._channel.receive(peer, tag)
         self.inbox[Action(op, action.stage, action.microbatch)] = receipt
 
     def _tag(self, op: Op, consumer_stage: int, microbatch: int) -> int:

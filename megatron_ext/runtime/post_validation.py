@@ -57,6 +57,10 @@ class StepOperations:
             ValidationOp.RECV_STATE: lambda a: self._receive(a, ValidationOp.VALIDATE),
         }
 
+    def finish(self) -> None:
+        """Wait until everything sent has been received."""
+        self.channel.finish()
+
     def _prefix(self, action: Action) -> None:
         executor = self._executor
         executor.watchdog.waiting("for gradient statistics of its stage")

@@ -14,7 +14,7 @@ from .actions import Action, AnyAction, Op, Operation
 from .costs import Durations
 from .effects import inputs, results
 from .placement import Placement
-from .vocabulary import ARRIVED, KIND, SLOT_KINDS, Vocabulary
+from .vocabulary import ARRIVED, KIND, SLOT_KINDS, Vocabulary, VocabularyOp
 
 
 class More(NamedTuple):
@@ -280,12 +280,18 @@ class Program:
                 (self.slot(kind, other), hop if rank_of(other) != rank else 0)
                 for kind, other in inputs(op, stage, self.placement.num_stages)[-1:]
             ]
-        collective = None if self.vocabulary is None else self.vocabulary.before(op, stage)
-        if collective is not None:
-            needs.append((self.slot(ARRIVED[collective], stage), latency))
-        return Lane.of(
-            self.durations.of(op, stage), needs, [self.slot(kind, stage) for kind in kinds]
-        )
+        gives = [self.slot(kind, stage) for kind in kinds]
+        if self.vocabulary is not None:
+            collective = self.vocabulary.before(op, stage)
+            if collective is not None:
+                needs.append((self.slot(ARRIVED[collective], stage), latency))
+            for shared in self.vocabulary.behind(op, stage):
+                gives += self._arrived(shared) if len(self.vocabulary.sources[shared]) == 1 else []
+        return Lane.of(self.durations.of(op, stage), needs, gives)
+
+    def _arrived(self, collective: VocabularyOp) -> list[int]:
+        assert self.vocabulary is not None
+        return [self.slot(ARRIVED[collective], s) for s in self.vocabulary.waiters(collective)]
 
     def inputs(self, op: Operation, stage: int) -> list[tuple[int, int]]:
         """(kind, stage) of all results that a pass needs, same microbatch."""
@@ -296,14 +302,16 @@ class Program:
         return found
 
     def collectives(self) -> list[Row]:
-        """What runs beside the ranks: a row for each collective, microbatch by microbatch."""
+        """What runs beside the ranks: a row for each collective that several passes feed, by
+        microbatch. One that a single pass feeds is a result of that pass."""
         if self.vocabulary is None:
             return []
         rows = []
-        for one in self.vocabulary.sources:
+        for one, parts in self.vocabulary.sources.items():
+            if len(parts) == 1:
+                continue
             needs = [(self.slot(*part), 0) for part in self.vocabulary.parts(one)]
-            gives = [self.slot(ARRIVED[one], stage) for stage in self.vocabulary.waiters(one)]
-            lane = Lane.of(0, needs, gives)
+            lane = Lane.of(0, needs, self._arrived(one))
             rows.append([(lane, j) for j in range(self.microbatches)])
         return rows
 

@@ -75,7 +75,13 @@ class Schedule:
         if not self.barriers:
             return None
         embeddings = any(a.op is E for row in self.ranks for a in passes(row))
-        return Vocabulary(self.placement, self.barriers, embeddings)
+        return Vocabulary(self.placement, self.barriers, embeddings, not self.is_forward_only)
+
+    @cached_property
+    def is_forward_only(self) -> bool:
+        """True if no rank has a backward pass, as in evaluation."""
+        backward = (Op.B, Op.W, Op.BW)
+        return not any(action.op in backward for row in self.ranks for action in passes(row))
 
     @property
     def has_offload(self) -> bool:

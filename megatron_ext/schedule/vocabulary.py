@@ -11,17 +11,22 @@ for every microbatch. All of them name their rank's first stage: ``S4.1``.
 
 Between them are collectives of all ranks, asynchronous, one after the other: ``SHARE_X`` gives the
 last stage's output to all; ``JOIN_S`` joins the statistics (with one barrier the input gradient
-too, on the last stage's rank); ``JOIN_T`` the input gradient (two barriers); ``JOIN_E`` the
-embeddings on the first stage's rank; ``SHARE_G`` gives their gradient to all.
+too, on the last stage's rank); with one barrier ``SHARE_D`` gives the gradient of every token's
+loss, which the last stage's B computes first of all, to all; with two ``JOIN_T`` joins the input
+gradient; ``JOIN_E`` joins the embeddings on the first stage's rank; ``SHARE_G`` gives their
+gradient to all.
 """
 
 from __future__ import annotations
 
-from .actions import Action, Op, Operation
-from .effects import B, F
+from collections.abc import Sequence
+
+from .actions import Action, AnyAction, Op, Operation
+from .effects import B, F, passes, peak, steps
 from .placement import Placement
 
 BARRIERS = (1, 2)
+AHEAD = 2  # microbatches whose embeddings are there before stage 0 has begun the first of them
 
 
 class VocabularyOp(Operation):
@@ -33,6 +38,7 @@ class VocabularyOp(Operation):
     G = "G"
     SHARE_X = "SHARE_X"
     JOIN_S = "JOIN_S"
+    SHARE_D = "SHARE_D"
     JOIN_T = "JOIN_T"
     JOIN_E = "JOIN_E"
     SHARE_G = "SHARE_G"
@@ -44,7 +50,7 @@ PASSES = (S, T, E, G)
 KIND: dict[Operation, int] = {S: 9, T: 10, E: 11, G: 12}
 # Kinds of what collectives bring, by the pass that waits for it.
 ARRIVED = {op: 13 + i for i, op in enumerate(op for op in VocabularyOp if op.is_collective)}
-SLOT_KINDS = 18
+SLOT_KINDS = 19
 
 
 class Vocabulary:
@@ -54,6 +60,7 @@ class Vocabulary:
         placement: of the stages.
         barriers: between the last stage's F and its B: 1 or 2.
         embeddings: the embedding is sharded too.
+        training: there are backward passes; without them (evaluation) E and S are all there is.
 
     Attributes:
         stages: that each rank's vocabulary passes name: its first one.
@@ -62,10 +69,12 @@ class Vocabulary:
             same microbatch.
     """
 
-    def __init__(self, placement: Placement, barriers: int, embeddings: bool = True) -> None:
+    def __init__(
+        self, placement: Placement, barriers: int, embeddings: bool = True, training: bool = True
+    ) -> None:
         if barriers not in BARRIERS:
             raise ValueError(f"vocabulary layers have 1 or 2 barriers, got {barriers}")
-        self.barriers, self.embeddings = barriers, embeddings
+        self.barriers, self.embeddings, self.training = barriers, embeddings, training
         self.last = placement.num_stages - 1
         self.stages = [row[0] for row in placement.stages]
 
@@ -76,21 +85,27 @@ class Vocabulary:
             VocabularyOp.SHARE_X: [(Op.F, self.last)],
             VocabularyOp.JOIN_S: every(S),
         }
-        if barriers == 2:
+        if training and barriers == 2:
             self.sources[VocabularyOp.JOIN_T] = every(T)
+        elif training:
+            self.sources[VocabularyOp.SHARE_D] = [(Op.B, self.last)]
         if embeddings:
             self.sources[VocabularyOp.JOIN_E] = every(E)
+        if embeddings and training:
             self.sources[VocabularyOp.SHARE_G] = [(Op.B, 0)]
 
     @property
     def passes(self) -> tuple[VocabularyOp, ...]:
         """Of every rank and microbatch."""
-        return PASSES if self.embeddings else (S, T)
+        found = (S, E) if not self.training else PASSES
+        return found if self.embeddings else tuple(op for op in found if op in (S, T))
 
     def before(self, op: Operation, stage: int) -> VocabularyOp | None:
         """The collective that a pass waits for; None: there is none."""
         found = _BRINGS.get(op)
-        if op is Op.F and stage == 0:
+        if op is T:
+            found = VocabularyOp.SHARE_D if self.barriers == 1 else VocabularyOp.JOIN_S
+        elif op is Op.F and stage == 0:
             found = VocabularyOp.JOIN_E
         elif op in (Op.B, Op.BW) and stage == self.last:
             found = VocabularyOp.JOIN_S if self.barriers == 1 else VocabularyOp.JOIN_T
@@ -104,10 +119,11 @@ class Vocabulary:
         """Stages of the passes that wait for a collective."""
         if collective is VocabularyOp.JOIN_E:
             return [0]
-        if collective is VocabularyOp.JOIN_T:
+        if collective is VocabularyOp.JOIN_T or (
+            collective is VocabularyOp.JOIN_S and self.barriers == 1
+        ):
             return [self.last]
-        more = collective is VocabularyOp.JOIN_S and self.last not in self.stages
-        return [*self.stages, *([self.last] if more else ())]
+        return self.stages
 
     def behind(self, op: Operation, stage: int) -> list[VocabularyOp]:
         """The collectives that carry the result of a pass."""
@@ -119,9 +135,19 @@ class Vocabulary:
         return [Action(op, stage, microbatch) for stage in self.stages]
 
 
+def peak_held(ranks: Sequence[Sequence[AnyAction]]) -> list[int]:
+    """Most microbatches of each rank between S and T, whose probabilities it keeps.
+
+    Depends on the order only; a microbatch counts from its S's start to its T's end. 0 where there
+    are no T's: evaluation keeps nothing.
+    """
+    held: dict[Operation, int] = {S: 1, T: -1}
+    some = [any(action.op is T for action in passes(row)) for row in ranks]
+    return [peak(steps(row, held)) if t else 0 for row, t in zip(ranks, some)]
+
+
 _BRINGS: dict[Operation, VocabularyOp] = {
     S: VocabularyOp.SHARE_X,
-    T: VocabularyOp.JOIN_S,
     G: VocabularyOp.SHARE_G,
 }
 _KINDS: dict[Operation, int] = {Op.F: F, Op.B: B, **KIND}

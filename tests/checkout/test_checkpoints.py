@@ -260,6 +260,25 @@ def test_loaded_and_saved_again(runs: Runs, model: list[str], ranks: int, reques
     assert_equal(mine, theirs)
 
 
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [([], "zb-h1"), nightly(["--swiglu", "--tied"], "v-half")],
+    ids=["untied", "tied"],
+)
+def test_vocabulary_on_all_ranks(runs: Runs, model: list[str], schedule: str, request: Any) -> None:
+    """Into parts of the vocabulary on all ranks, and out again."""
+    names = [f"{request.node.callspec.id}-{x}" for x in ("whole", "parts", "again")]
+    base = [*DISTRIBUTED, "--train-iters", "2", *model]
+    runs.good(names[0], 2, *base, *RESHARDABLE)
+    ours = ["--pp-schedule", schedule, "--pp-vocab-parallel"]
+    for flags, before, name in zip((ours, RESHARDABLE), names, names[1:]):
+        load = ["--load", str(runs.checkpoints(before))]
+        assert runs.good(name, 2, *base, *flags, *load) == []
+    whole, parts, again = (saved(runs.checkpoints(name), 2) for name in names)
+    assert_equal(parts, whole)
+    assert_equal(again, whole)
+
+
 @pytest.mark.matrix
 def test_a_hybrid_model_from_the_loop_to_a_v(hybrid: Runs) -> None:
     """It continues, and saves what stock's run saves; another pattern is another model."""
@@ -292,6 +311,8 @@ def test_refusals(runs: Runs) -> None:
     text = runs.refused("bucket-v", 2, *load, *vee)
     assert "(dp_reshardable) fits only the layout that saved it (TP 1, PP 2, 1 chunks" in text
     assert "--dist-ckpt-optim-fully-reshardable" in text and "--no-load-optim" in text
+    parts = ["--pp-schedule", "zb-h1", "--pp-vocab-parallel"]
+    assert "the vocabulary on all ranks" in runs.refused("bucket-parts", 2, *load, *parts)
     assert runs.good("bucket-zb", 2, *load, "--pp-schedule", "zb-h1") == wanted[2:]
     text = runs.refused("layers", 2, *load, *vee, "--no-load-optim", "--num-layers", "4")
     assert "does not fit the model" in text and "--num-layers 8 (here 4)" in text

@@ -28,7 +28,7 @@ class TestOnMegatron:
         assert set(hooks["changed"].values()) == {True}
         assert set(hooks["restored"].values()) == {True}
         hybrid = [target for target in hooks["changed"] if "hybrid" in target or "Mamba" in target]
-        assert len(hooks["changed"]) == 12 + len(hybrid)
+        assert len(hooks["changed"]) == 13 + len(hybrid)
         assert len(hybrid) >= 2
 
     def test_modules_that_imported_by_name_are_rebound(self, hooks: dict[str, Any]) -> None:

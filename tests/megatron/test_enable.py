@@ -106,6 +106,7 @@ def test_pipelines_may_differ_in_their_microbatches(results: Cases) -> None:
         ("auto", "ConfigError: schedule auto would choose the placement"),
         ("bytes", "ConfigError: memory_cap 40GiB in bytes needs the sizes"),
         ("post_validation", "ConfigError: post_validation cannot be used here: it steps the"),
+        ("vocab_parallel", "ConfigError: vocab_parallel cannot be used here: trainers load and"),
         ("offload", "ConfigError: offload must be off, half, full, auto, got 'some'"),
         ("type", "ConfigError: group_size: invalid int value: 'two'"),
         ("drop_in_vee", "ConfigError: schedule v-half places stages as a V"),

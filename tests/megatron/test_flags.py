@@ -487,7 +487,7 @@ def test_flags_are_in_their_own_group_and_off_by_default() -> None:
         "trace",
         "cheap_recompute",
     ]
-    ours += ["profile_steps", "profile", "post_validation"]
+    ours += ["profile_steps", "profile", "post_validation", "vocab_parallel", "vocab_chunks"]
     ours += ["offload", "offload_chunks", "offload_time", "offload_transfer", "offload_policy"]
     moe = ["moe_pipeline_chunks", "moe_memory_reuse", "moe_memory_budget", "moe_pipeline_costs"]
     moe += ["moe_memory_host_budget"]

@@ -86,6 +86,7 @@ def command(feature: Feature, name: str, checkpoint: Path | None) -> list[str]:
     words += ours + more
     values = {
         "TENSORBOARD": lambda: str(checkpoint.parent / "board"),
+        "TRACE": lambda: str(checkpoint.parent / f"trace-{name}"),
         **{kind: functools.partial(_layout, name, feature.pp, kind) for kind in _LAYOUTS},
     }
     return [values[word]() if word in values else word for word in words]

@@ -59,11 +59,106 @@ class Feature:
 
 
 _CHEAP = "--pp-cheap-recompute"
+_VOCABULARY = "--pp-vocab-parallel"
 _LLAMA = """--position-embedding-type rope --swiglu --group-query-attention --num-query-groups 2
 --normalization RMSNorm --disable-bias-linear"""
 _HYBRID = "--spec tests.support.hybrid_spec SPEC --position-embedding-type rope "
 _SUM = "two summands of a gradient are added in another order"
 _CLIP = "the norm that clipping divides by is summed per rank, so in another order"
+
+_SHARDS = "sums over the vocabulary are sums over its shards"
+_TIED = "--untie-embeddings-and-output-weights"
+
+_WITH_SHARDS = (
+    Feature("vocabulary", ours=_VOCABULARY, tolerance=1e-5, why=_SHARDS),
+    Feature(
+        "vocabulary, tied, chunks, clipping, evaluation",
+        run="--clip-grad 1.0 --eval-iters 2 --eval-interval 2",
+        ours=_VOCABULARY + " --pp-vocab-chunks 3",
+        drop=_TIED,
+        tolerance=1e-5,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, TP 2, DP 2, sequence parallel, bf16, both overlaps",
+        model="--bf16",
+        run="--tensor-model-parallel-size 2 --sequence-parallel " + OVERLAP,
+        ours=_VOCABULARY,
+        pp=2,
+        world=8,
+        tolerance=2e-2,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, TP 2, sequence parallel",
+        run="--tensor-model-parallel-size 2 --sequence-parallel",
+        ours=_VOCABULARY,
+        pp=2,
+        tolerance=1e-5,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, TP 2, tied, chunks",
+        run="--tensor-model-parallel-size 2",
+        ours=_VOCABULARY + " --pp-vocab-chunks 2",
+        drop=_TIED,
+        pp=2,
+        tolerance=1e-5,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, tied, DP 2, bf16, both overlaps",
+        model="--bf16",
+        run=OVERLAP,
+        ours=_VOCABULARY,
+        drop=_TIED,
+        pp=2,
+        tolerance=1e-2,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, CP 2, per-token loss",
+        run="--context-parallel-size 2 --calculate-per-token-loss",
+        ours=_VOCABULARY,
+        pp=2,
+        tolerance=1e-5,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, MoE, EP 2, bf16, both overlaps",
+        model=MOE + " --bf16",
+        run="--expert-model-parallel-size 2 " + OVERLAP,
+        ours=_VOCABULARY,
+        pp=2,
+        tolerance=1e-2,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, offload, trace",
+        ours=_VOCABULARY + " --pp-offload full --pp-offload-time 0.25 --pp-trace TRACE",
+        tolerance=1e-5,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, PP 8",
+        model="--num-layers 16",
+        ours=_VOCABULARY,
+        pp=8,
+        world=8,
+        tolerance=1e-5,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, fp16, loss scaling, recompute full, ramp-up",
+        model="--fp16 --initial-loss-scale 65536",
+        run="""--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+        --train-samples 36 --rampup-batch-size 4 2 24""",
+        ours=_VOCABULARY,
+        drop="--train-iters",
+        tolerance=1e-2,
+        why=_SHARDS,
+    ),
+)
 
 FEATURES = (
     Feature("fp32"),
@@ -285,4 +380,5 @@ FEATURES = (
         first=(0, 18),
         script="pretrain_hybrid.py",
     ),
+    *_WITH_SHARDS,
 )

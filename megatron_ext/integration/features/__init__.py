@@ -15,12 +15,14 @@ from .schedule import Schedule
 from .split_backward import SplitBackward
 from .telemetry import Telemetry
 from .v_placement import VPlacement
+from .vocabulary import VocabularyParallel
 
 # Why this order: a profile is read before the schedule is chosen, and written after all else of an
 # iteration has ended; graphs are captured behind all else of a step; offload wraps the linear
 # layers that split their backward pass; a trace is written while offloaded sets are still counted;
-# post-validation drops what has begun before a checkpoint is saved; MoE layers see a step begin
-# around the schedule that runs it; the ranks compare the outcome of all checks.
+# post-validation drops what has begun before a checkpoint is saved; the vocabulary is shared out of
+# a model whose ends lie where V placement has them; MoE layers see a step begin around the schedule
+# that runs it; the ranks compare the outcome of all checks.
 FEATURES: tuple[Feature, ...] = (
     ProfileSteps(),
     Schedule(),
@@ -32,6 +34,7 @@ FEATURES: tuple[Feature, ...] = (
     Checkpoint(),
     PostValidation(),
     VPlacement(),
+    VocabularyParallel(),
     MoE(),
     Consistency(),
 )

@@ -38,19 +38,19 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     """Verify that ``schedule`` can be executed and leaves nothing out.
 
     Checked: every F, and B and W or one BW, exactly once and on the rank of its stage; F, B and W
-    of each chunk in microbatch order; W after its B; the data dependencies can be met in this
-    order. For a lowered schedule also: exactly the transfers needed, on the right ranks, each
-    SEND after its producer, each RECV before its consumer, messages between one ordered pair of
-    ranks sent and received in the same order, and an execution in which every SEND blocks until
-    the peer stands at the matching RECV finishes. With offload also: every OFFLOAD has its RELEASE,
-    PREPARE and RELOAD, between its F and its B and in this order, and in simulated time no copy
-    starts before what it needs or meets another one on what they share (see ``Link.uses``). With
-    post-validation also: see ``check_post_validation``; with a sharded vocabulary: see
-    ``check_passes`` and ``check_collectives``.
+    of each chunk, and a rank's vocabulary passes, in microbatch order; W after its B; the data
+    dependencies can be met in this order. For a lowered schedule also: exactly the transfers
+    needed, on the right ranks, each SEND after its producer, each RECV before its consumer,
+    messages between one ordered pair of ranks sent and received in the same order, and an execution
+    in which every SEND blocks until the peer stands at the matching RECV finishes. With offload
+    also: every OFFLOAD has its RELEASE, PREPARE and RELOAD, between its F and its B and in this
+    order, and in simulated time no copy starts before what it needs or meets another one on what
+    they share (see ``Link.uses``). With post-validation also: see ``check_post_validation``; with a
+    sharded vocabulary: see ``check_passes`` and ``check_collectives``.
 
     Args:
         schedule: lowered or not.
-        forward_only: F actions only, as in evaluation.
+        forward_only: F actions only, with a sharded vocabulary E and S too, as in evaluation.
 
     Raises:
         ScheduleError: the first fault found; the text says what, where and which rule, then
@@ -118,7 +118,9 @@ def _check_complete(schedule: Schedule, where: _Where, forward_only: bool) -> No
                 if forward_only:
                     for action in (b, w, bw):
                         if action in where:
-                            text = f"{action} in a forward-only schedule, which holds F only"
+                            text = (
+                                f"{action} in a forward-only schedule, which holds no backward pass"
+                            )
                             raise schedule.fault(*where[action], text)
                 elif bw in where:
                     for action in (b, w):

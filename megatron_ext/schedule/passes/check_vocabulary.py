@@ -25,6 +25,11 @@ def check_passes(schedule: Schedule, where: _Where) -> None:
         if action.stage != vocabulary.stages[rank]:
             text = f"{action} must name its rank's first stage, {vocabulary.stages[rank]}"
             raise schedule.fault(rank, position, text)
+        if action.is_compute and action.op not in vocabulary.passes:
+            kind = "training" if vocabulary.training else "forward-only"
+            needed = " ".join(op.value for op in vocabulary.passes)
+            text = f"{action} is not needed: the vocabulary passes of this {kind} schedule are"
+            raise schedule.fault(rank, position, f"{text} {needed}")
     if vocabulary is None:
         return
     for op in vocabulary.passes:
@@ -53,7 +58,8 @@ def check_collectives(schedule: Schedule, where: _Where) -> None:
     }
     for action, (rank, position) in where.items():
         if action.op.is_collective and action not in needed:
-            text = f"{action} is not needed with {schedule.barriers} barriers"
+            kind = "" if vocabulary.training else " in a forward-only schedule"
+            text = f"{action} is not needed with {schedule.barriers} barriers{kind}"
             raise schedule.fault(rank, position, text)
     for action in needed:
         if action not in where:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from ..actions import Action, AnyAction, Op, Operation
 from ..costs import Costs
-from ..effects import passes
 from ..network import Network
 from ..schedule import Schedule
 from ..simulate import Simulation, simulate
@@ -47,9 +46,8 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
         ScheduleError: the order of the passes cannot progress.
     """
     costs = schedule.costs if costs is None else costs
-    forward_only = all(a.op is Op.F for row in schedule.compute().ranks for a in passes(row))
     waiting = _collectives(schedule)
-    run = simulate(schedule, Costs() if forward_only else costs)
+    run = simulate(schedule, _predicted(schedule, costs))
     rank_of = [schedule.placement.rank_of(s) for s in range(schedule.placement.num_stages)]
     start = {
         part: begin
@@ -92,6 +90,15 @@ def simulate_messages(
     if network is not None and not schedule.is_lowered:
         schedule = lower(schedule)
     return simulate(schedule, costs, network)
+
+
+def _predicted(schedule: Schedule, costs: Costs) -> Costs:
+    """Costs with which ``schedule`` is lowered; with them every pass takes time."""
+    if schedule.is_forward_only:
+        costs = Costs()
+    if schedule.barriers and costs.vocabulary is None:
+        costs = costs.with_vocabulary([costs.forward / 4] * 4)
+    return costs
 
 
 _Waiting = dict[tuple[Operation, int, int], tuple[list[int], VocabularyOp]]

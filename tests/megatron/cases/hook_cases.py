@@ -25,6 +25,7 @@ TARGETS = (
     "megatron.core.parallel_state:initialize_model_parallel",
     "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
     "megatron.core.models.gpt.gpt_model:GPTModel.forward",
+    "megatron.core.models.gpt.gpt_model:GPTModel.sharded_state_dict",
     "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
     "megatron.core.pipeline_parallel.utils:is_vp_last_stage",
     "megatron.core.tensor_parallel.mappings:_ReduceScatterToSequenceParallelRegion",
@@ -94,7 +95,11 @@ def main() -> None:
     symbols = megatron_symbols()
     installation = Installation()
     args = megatron_args(
-        pp_schedule="v-half", pipeline_model_parallel_size=4, distributed_timeout_minutes=1, rank=0
+        pp_schedule="v-half",
+        pp_vocab_parallel=True,
+        pipeline_model_parallel_size=4,
+        distributed_timeout_minutes=1,
+        rank=0,
     )
     version, training = installation.hooks.version, "megatron.training" in sys.modules
     choice = ScheduleRequest.of("v-half").resolve(4, None, 8)

@@ -141,7 +141,7 @@ def test_forward_only() -> None:
     with pytest.raises(ScheduleError, match=r"B0\.0 is missing"):
         check(schedule)
     text = fault(PLAIN, lambda rows: None, forward_only=True)
-    assert "BW0.0 in a forward-only schedule, which holds F only" in text
+    assert "BW0.0 in a forward-only schedule, which holds no backward pass" in text
     assert "F3.1 is missing" in fault(schedule, drop(0, "F3.1"), forward_only=True)
 
 

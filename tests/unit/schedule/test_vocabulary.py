@@ -9,13 +9,24 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_ext.schedule import GENERATORS, Costs, ScheduleError, check, generate, simulate
+from megatron_ext.schedule import (
+    GENERATORS,
+    Costs,
+    Link,
+    Placement,
+    ScheduleError,
+    check,
+    forward_only,
+    generate,
+    offload_pass,
+    simulate,
+)
 from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.effects import inputs
 from megatron_ext.schedule.generators.vocabulary import add_vocabulary
 from megatron_ext.schedule.io import from_json
 from megatron_ext.schedule.passes.lower import lower
-from megatron_ext.schedule.vocabulary import E, G, S, T, VocabularyOp
+from megatron_ext.schedule.vocabulary import AHEAD, E, G, S, T, VocabularyOp
 from tests.support.grids import sampled
 
 NAMES = [name for name in GENERATORS if name != "dualpipev"]
@@ -56,7 +67,7 @@ def test_every_schedule_takes_them(name, barriers, pp, microbatches):
 
 
 @pytest.mark.parametrize("barriers", [1, 2])
-@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "interleaved-zb", "v-half", "v-zb", "v-min"])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_bubble_repeats(name, barriers):
     """Of eight more microbatches each takes what its passes do, as without vocabulary layers."""
     lengths = []
@@ -66,6 +77,47 @@ def test_no_bubble_repeats(name, barriers):
     plain, sharded = (long - short for short, long in zip(*lengths))
     work = 8 * (3 + sum(map(Fraction, SMALL[:4])))
     assert sharded - work <= plain - 24 + work / 50
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_offload_beside_them(name, barriers):
+    """Their order and times stay, also those of S, which the last stage's late F's must reach."""
+    _, schedule = made(name, 4, 12, barriers)
+    alone = simulate(schedule)
+    plan = offload_pass(schedule, Link.of(4, "0.25"), "auto")
+    lowered = lower(plan.schedule)
+    report = check(lowered)
+    check(plan.schedule)
+    assert plan.schedule.compute() == schedule == lowered.compute() and not plan.stall
+    assert sum(report.offloaded_sets) == sum(map(sum, plan.moved)) > 0
+    assert sum(plan.peak_sets) < sum(alone.peak_sets)
+    run = simulate(lowered)
+    assert run.makespan == alone.makespan and run.transfers.stall == 0
+    assert from_json(json.loads(json.dumps(lowered.to_json()))) == replace(lowered, name=name)
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_microbatches_between_s_and_t(name, barriers):
+    """As many as overlap in simulated time; few, whatever the number of microbatches and ranks."""
+    run = simulate(made(name, 5, 15, barriers)[1])
+    for rank, peak in enumerate(run.peak_vocabulary):
+        timed = list(zip(run.schedule.ranks[rank], run.start[rank], run.end[rank]))
+        begins = [start for action, start, _ in timed if action.op is S]
+        ends = [end for action, _, end in timed if action.op is T]
+        assert peak == max(sum(b <= at < e for b, e in zip(begins, ends)) for at in begins)
+        assert 1 <= peak <= 4
+    assert simulate(forward_only(Placement.loop(2), 3, barriers)).peak_vocabulary == [0, 0]
+
+
+def test_copies_are_planned_for_times_that_can_be():
+    """The last stage's F is no later than S needs it: then even all sets leave without a stall."""
+    stages = [["2", "2", "2"], ["4", "4", "1"], ["1", "2", "1"], ["1", "2", "4"]]
+    uneven = Costs.of(stages=stages, vocabulary=["1", "0.5", "0.1", "0.1", "2"])
+    schedule = add_vocabulary(generate("v-min", 2, 4, costs=uneven))
+    plan = offload_pass(schedule, Link.of(2, "0.05"), "full")
+    assert plan.moved == [[4, 4], [4, 4]] and plan.stall == 0
 
 
 def test_heavy_last_stage_against_all_ranks():
@@ -109,6 +161,12 @@ def of(text):
         (1, "JOIN_S1.0", "S1.0", "JOIN_S1.0 stands before S1.0"),
         (1, "SHARE_G1.1", "SHARE_X1.2", "collectives match in the order"),
         (0, "F0.0", "JOIN_E0.0", "F0.0 stands before JOIN_E0.0"),
+        (0, "T0.0", "SHARE_D0.0", "T0.0 stands before SHARE_D0.0"),
+        (1, "SHARE_D1.0", "BW1.0", "SHARE_D1.0 stands before BW1.0"),
+        (1, "S1.1", "S1.0", "S1.0 comes after S1.1; the S passes of one chunk"),
+        (0, "T0.1", "T0.0", "T0.0 comes after T0.1"),
+        (1, "E1.2", "E1.1", "E1.1 comes after E1.2"),
+        (0, "G0.1", "G0.0", "G0.0 comes after G0.1"),
     ],
 )
 def test_faults_of_collectives(rank, action, before, words):
@@ -118,7 +176,9 @@ def test_faults_of_collectives(rank, action, before, words):
         check(moved(schedule, rank, of(action), of(before)))
 
 
-@pytest.mark.parametrize("gone", ["S0.1", "T1.2", "E0.0", "G1.1", "SHARE_X0.2", "JOIN_E1.0"])
+@pytest.mark.parametrize(
+    "gone", ["S0.1", "T1.2", "E0.0", "G1.1", "SHARE_X0.2", "SHARE_D1.1", "JOIN_E1.0"]
+)
 def test_nothing_may_be_missing(gone):
     schedule = lower(made("1f1b", 2, 3, 1)[1])
     ranks = [[action for action in row if str(action) != gone] for row in schedule.ranks]
@@ -133,8 +193,78 @@ def test_barriers_are_needed():
     with pytest.raises(ScheduleError, match=r"BW1.0 waits for T1.0 of rank 1"):
         check(replace(schedule, barriers=2))
     two = lower(made("1f1b", 2, 3, 2)[1])
-    with pytest.raises(ScheduleError, match=r"JOIN_T0.0 is not needed with 1 barriers"):
+    with pytest.raises(ScheduleError, match=r"T1.0 waits for BW1.0 of rank 1"):
         check(replace(two, barriers=1))
+    ranks = [
+        [*row, Action(VocabularyOp.JOIN_T, rank, 0)] for rank, row in enumerate(schedule.ranks)
+    ]
+    with pytest.raises(ScheduleError, match=r"JOIN_T0.0 is not needed with 1 barriers"):
+        check(schedule.with_ranks(ranks))
+
+
+PLACEMENTS = [Placement.loop(1), Placement.loop(3), Placement.loop(2, 3), Placement.vee(4)]
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_forward_only(placement, barriers):
+    """E two microbatches ahead of stage 0, S once a rank has had a pass to wait with."""
+    for m in (1, 2, 5, 8):
+        schedule = forward_only(placement, m, barriers)
+        lowered = lower(schedule)
+        for one in (schedule, lowered, from_json(json.loads(json.dumps(lowered.to_json())))):
+            assert check(one, forward_only=True).peak_sets == [0] * placement.pp
+            assert one.is_forward_only and one.vocabulary.passes == (S, E)
+        plain = forward_only(placement, m)
+        for row, before, own in zip(schedule.ranks, plain.ranks, placement.stages):
+            assert [a for a in row if a.op is Op.F] == list(before)
+            for op in (E, S):
+                every = [Action(op, own[0], j) for j in range(m)]
+                assert [action for action in row if action.op is op] == every
+        first = schedule.ranks[0]
+        for j in range(m):
+            ahead = min(j + AHEAD, m - 1)
+            assert first.index(Action(E, 0, ahead)) < first.index(Action(Op.F, 0, j))
+        found = {action.op.value for row in lowered.ranks for action in row}
+        assert found - {"SEND_F", "RECV_F"} == {"F", "E", "S", "SHARE_X", "JOIN_S", "JOIN_E"}
+
+
+def test_forward_only_hides_collectives():
+    """As long as a pass takes, a collective delays none; the last ones come one by one."""
+    placement, m = Placement.loop(4), 16
+    schedule = forward_only(placement, m, 1)
+    found = [
+        simulate(schedule, Costs.of(vocabulary=["0.25", "0.25", "0.25", "0.25", latency])).makespan
+        for latency in ("0", "0.9")
+    ]
+    # E of the first ones, m of all three, the way through the pipeline.
+    assert found[0] <= m * Fraction(3, 2) + 3 + 1
+    assert found[1] <= found[0] + 2 * Fraction(9, 10)
+
+
+@pytest.mark.parametrize(
+    ("action", "before", "words"),
+    [
+        ("T0.1", "F0.2", r"T0.1 is not needed: .* this forward-only schedule are S E"),
+        ("G1.0", "F1.2", r"G1.0 is not needed: .* this forward-only schedule are S E"),
+        ("B1.0", "F1.2", "B1.0 in a forward-only schedule, which holds no backward pass"),
+        ("SHARE_D0.0", "F0.2", "SHARE_D0.0 is not needed with 1 barriers in a forward-only"),
+        ("SHARE_G1.0", "F1.2", "SHARE_G1.0 is not needed with 1 barriers in a forward-only"),
+        ("S1.1", "S1.0", "S1.0 comes after S1.1"),
+        ("JOIN_S0.0", "S0.0", "JOIN_S0.0 stands before S0.0"),
+        ("JOIN_E1.1", "E1.1", "JOIN_E1.1 stands before E1.1"),
+        ("SHARE_X1.1", "SHARE_X1.0", "SHARE_X1.1 stands before F1.1"),
+        ("JOIN_S0.0", "SHARE_X0.3", "JOIN_S1.0 stands where rank 0 has SHARE_X0.2"),
+    ],
+)
+def test_faults_of_forward_only(action, before, words):
+    schedule = lower(forward_only(Placement.loop(2), 4, 1))
+    with pytest.raises(ScheduleError, match=words):
+        check(moved(schedule, of(action).stage, of(action), of(before)), forward_only=True)
+    for gone in ("S0.2", "E1.3", "SHARE_X1.0", "JOIN_S0.3", "JOIN_E1.2"):
+        ranks = [[one for one in row if str(one) != gone] for row in schedule.ranks]
+        with pytest.raises(ScheduleError, match=rf"{gone.replace('.', '[.]')} is missing"):
+            check(schedule.with_ranks(ranks), forward_only=True)
 
 
 def brute_force(schedule):
@@ -209,6 +339,7 @@ def test_checker_agrees_with_brute_force(number):
     """Random orders that keep each chunk's microbatches in order: some run, some cannot."""
     numbers, verdicts = random.Random(5), [0, 0]
     good = [lower(made(*case, barriers)[1]) for case in CASES for barriers in (1, 2)]
+    good += [lower(forward_only(Placement.loop(p), m, 1)) for p, m in ((2, 3), (3, 3))]
     for _ in range(number):
         schedule = numbers.choice(good)
         ranks = [list(row) for row in schedule.ranks]
@@ -222,7 +353,7 @@ def test_checker_agrees_with_brute_force(number):
             continue
         broken = schedule.with_ranks(ranks)
         try:
-            check(broken)
+            check(broken, forward_only=schedule.is_forward_only)
             found = True
         except ScheduleError:
             found = False

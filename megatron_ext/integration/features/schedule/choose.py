@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 from ...._input import parse_bytes
 from ....plan.budget import Budget, Splits, profiled, stages_of
@@ -51,6 +52,8 @@ class ScheduleRequest:
         estimate: of the costs, where neither the user nor a profile has them.
         decided: what ``auto`` has chosen; ``name`` is that schedule's then.
         note: why.
+        barriers: of a vocabulary that is sharded over all ranks; 0: it is not.
+        shard: estimates the times of its passes, where ``costs`` have none.
     """
 
     name: str
@@ -67,6 +70,8 @@ class ScheduleRequest:
     estimate: Estimate | None = None
     decided: ScheduleSpec | None = None
     note: str = ""
+    barriers: int = 0
+    shard: Estimate | None = None
 
     @classmethod
     def of(
@@ -237,9 +242,12 @@ class ScheduleRequest:
             order=self.file,
         )
         if self.profile is not None and self.splits is not None:
-            return profiled(spec, self.profile, self.splits)
-        if self.estimate is not None:
-            return replace(spec, costs=self.estimate.costs(stages_of(spec)))
+            spec = profiled(spec, self.profile, self.splits)
+        elif self.estimate is not None:
+            spec = replace(spec, costs=self.estimate.costs(stages_of(spec)))
+        if self.barriers and self.file is None:
+            costs = _with_shard(spec.costs, self.shard, pp, stages_of(spec))
+            spec = replace(spec, barriers=self.barriers, costs=costs)
         return spec
 
 
@@ -383,6 +391,29 @@ class Choice:
         return replace(former, note=note)
 
 
+# Of a rank's mean pass: S, T, E and G of a model that cannot be estimated, without latency.
+_SHARES = (Fraction(1, 4), Fraction(1, 8), Fraction(1, 100), Fraction(1, 100), Fraction(0))
+
+
+def _with_shard(costs: Costs, estimate: Estimate | None, pp: int, stages: int) -> Costs:
+    """``costs`` with times of vocabulary passes: as long beside the other passes as estimated."""
+    if costs.vocabulary is not None:
+        return costs
+    own = None if estimate is None else estimate.costs(stages)
+    if own is None or own.vocabulary is None:
+        return costs.with_vocabulary([_mean_pass(costs, pp) * share for share in _SHARES])
+    scale = _mean_pass(costs, pp) / _mean_pass(own, pp)
+    return costs.with_vocabulary([time * scale for time in own.vocabulary])
+
+
+def _mean_pass(costs: Costs, pp: int) -> Fraction:
+    if costs.stages is None:
+        total, ranks = costs.forward + costs.backward_input + costs.backward_weight, 1
+    else:
+        total, ranks = sum((time for row in costs.stages for time in row), Fraction(0)), pp
+    return total / (3 * ranks)
+
+
 def _with_offload(
     spec: ScheduleSpec, offload: OffloadRequest | None, link: Link | None
 ) -> ScheduleSpec:
@@ -446,10 +477,13 @@ def _load(path: str, offloading: OffloadRequest | None) -> Schedule:
                 f"{path} has its own offload actions; drop --pp-offload and the flags that "
                 "go with it, or write the file without --offload"
             )
-        if schedule.barriers:
+        if schedule.vocabulary is not None and (
+            schedule.barriers != 1 or not schedule.vocabulary.embeddings
+        ):
             raise ScheduleError(
-                f"{path} has passes of a sharded vocabulary, which are simulated but not trained "
-                "with yet; write the file without --vocabulary"
+                f"{path} has {schedule.barriers} barriers a microbatch, but training runs the "
+                "passes of a sharded vocabulary with one; write the file with "
+                "--vocabulary-barriers 1"
             )
         check(schedule)
     except ScheduleError as error:

@@ -48,6 +48,7 @@ def described(
     """
     request = replace(request, profile=profile, splits=splits_of(args))
     estimate = _estimate(args, splits_of(args), device_name())
+    request = replace(request, barriers=_barriers(args, request), shard=estimate)
     if request.needs_estimate:
         request = request.estimated(estimate)
     if request.cap_bytes is None:
@@ -61,6 +62,19 @@ def described(
         assumptions = "; ".join(estimate.job.assumptions)
         logger.warning("megatron_ext: --pp-memory-cap %s: %s", args.pp_memory_cap, assumptions)
     return request.for_job(estimate.job)
+
+
+def _barriers(args: MegatronArgs, request: ScheduleRequest) -> int:
+    """Of a sharded vocabulary; a schedule file must have its passes, or not."""
+    sharded = 1 if args.pp_vocab_parallel else 0
+    if request.file is not None and request.file.barriers != sharded:
+        has, fix = ("has no", "with") if sharded else ("has", "without")
+        flag = "" if sharded else ", or add --pp-vocab-parallel"
+        raise ConfigError(
+            f"--pp-schedule {request.name} {has} passes of a sharded vocabulary; write the file "
+            f"{fix} --vocabulary{flag}"
+        )
+    return sharded
 
 
 def settle(run: Run, device: str) -> None:

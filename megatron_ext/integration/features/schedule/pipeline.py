@@ -76,6 +76,6 @@ def pipeline_of(run: Run) -> None:
         run.store = WeightGradStore()
     post_validation = args.pp_post_validation is not None
     placement = request.placement(args.pipeline_model_parallel_size, run.chunks)
-    plans = Plans(plan, placement, inputs, post_validation)
+    plans = Plans(plan, placement, inputs, post_validation, request.barriers)
     minutes = args.distributed_timeout_minutes
     run.pipeline = ScheduledPipeline(plans, run.store, 60.0 * minutes, _messages(args))

@@ -106,6 +106,8 @@ def _of_chunk(chunk: torch.nn.Module, fused_experts: bool) -> WgradReport:
         layers = [module for module in chunk.modules() if isinstance(module, MoELayer)]
         fused = {id(p) for layer in layers for p in layer.experts.parameters()}
     for module in chunk.modules():
+        if getattr(module, "has_own_passes", False):
+            continue
         if _is_local_linear(module):
             split.add(id(module.weight))
         for parameter in module.parameters(recurse=False):

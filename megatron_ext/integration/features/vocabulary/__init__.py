@@ -1,0 +1,160 @@
+"""``--pp-vocab-parallel``: embedding and output layer in equal parts on all ranks of a pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ...arguments import MegatronArgs
+from ...callbacks import Callback
+from ...errors import ConfigError
+from ...feature import Conflict, Feature, Flag, Run, require_no_conflict
+
+_FLAG, _CHUNKS = "--pp-vocab-parallel", "--pp-vocab-chunks"
+_GRAPHS = "passes of the vocabulary run between captured layers, in an order of their own; drop it"
+_LOGITS = "no rank has a token's logits; drop it"
+
+
+class _Given(Conflict):
+    """A conflict with a flag of ours, whose value may be 0."""
+
+    def found(self, args: MegatronArgs) -> str | None:
+        value = getattr(args, self.attribute, None)
+        return None if value is None else str(value)
+
+
+class _Saved(Conflict):
+    """A conflict with a format of checkpoints, where the run saves or loads any."""
+
+    def found(self, args: MegatronArgs) -> str | None:
+        loads = args.load or getattr(args, "pretrained_checkpoint", None)
+        return super().found(args) if args.save or loads else None
+
+
+class VocabularyParallel(Feature):
+    """On with ``--pp-vocab-parallel``."""
+
+    flags = (
+        Flag(
+            _FLAG,
+            "share embedding and output layer out in equal parts of the vocabulary over all ranks "
+            "of the pipeline, whose passes then take equal time and memory",
+            switch=True,
+            not_in_library="trainers load and export weights by the names of whole matrices, which "
+            "no rank has; start the run with the launcher, or drop it",
+        ),
+        Flag(
+            _CHUNKS,
+            f"with {_FLAG}: chunks of a microbatch's tokens whose logits exist at a time; with 1, "
+            "the default, a rank keeps its part of the probabilities for the weight gradient, with "
+            "more it computes them again",
+            "N",
+            int,
+        ),
+    )
+    conflicts = (
+        Conflict("--mtp-num-layers", "its layers use the whole vocabulary, too; drop it"),
+        Conflict("--use-mup", "it scales embeddings and logits of whole matrices; drop it"),
+        Conflict(
+            "--cross-entropy-loss-fusion",
+            "the loss is computed from parts of the logits on all ranks; drop it",
+        ),
+        Conflict(
+            "--variable-seq-lengths",
+            "the ranks exchange hidden states of one shape; pad sequences and drop it",
+        ),
+        Conflict(
+            "--init-model-with-meta-device",
+            "parts are cut from matrices that have their initial values; drop it",
+        ),
+        _Given(
+            "--pp-post-validation",
+            "embeddings of the next iteration would need all ranks' steps; drop it",
+        ),
+        _Given(
+            "--pp-profile-steps",
+            "times of the vocabulary's passes are not measured; drop it and give --pp-cost",
+        ),
+        Conflict("--cuda-graph-impl", _GRAPHS, off=("none",)),
+        Conflict("--enable-cuda-graph", _GRAPHS),
+        Conflict("--external-cuda-graph", _GRAPHS),
+        Conflict(
+            "--fp8-output-proj", "the output layer's parts are multiplied unquantized; drop it"
+        ),
+        Conflict(
+            "--output-logit-dtype", "logits have the type of the parameters, then fp32; drop it"
+        ),
+        Conflict(
+            "--tensor-parallel-num-weight-shards",
+            "it shards the vocabulary in another way; drop it",
+        ),
+        Conflict("--logits-save-dir", _LOGITS),
+        Conflict("--logits-load-dir", _LOGITS),
+        Conflict("--export-kd-teacher-load", _LOGITS),
+        _Saved(
+            "--ckpt-format",
+            "it names tensors by rank, and no rank has a whole matrix; use torch_dist",
+            off=("torch_dist",),
+        ),
+    )
+
+    def check(self, run: Run) -> None:
+        args, chunks = run.args, run.args.pp_vocab_chunks
+        if chunks is not None and not args.pp_vocab_parallel:
+            raise ConfigError(f"{_CHUNKS} {chunks} needs {_FLAG}; add it or drop {_CHUNKS}")
+        if run.request is None or not args.pp_vocab_parallel:
+            return
+        if chunks is not None and chunks < 1:
+            raise ConfigError(f"{_CHUNKS} must be 1 or more, got {chunks}")
+        require_no_conflict(args, self.conflicts, {"": _FLAG})
+        notice = _pad(args)
+        run.notices += [] if notice is None else [notice]
+
+    def check_derived(self, run: Run) -> None:
+        # Megatron's arguments may have come from a checkpoint meanwhile.
+        if run.request is not None and run.args.pp_vocab_parallel:
+            _require_padded(run.args)
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        if run.request is None or not run.args.pp_vocab_parallel:
+            return ()
+        from ...gradients import gradient_hook
+        from .callback import ShardedVocabulary
+        from .model import hooks
+
+        assert run.pipeline is not None
+        found = hooks(run.request.vee, run.training)
+        if not run.request.splits_backward:  # which keeps Megatron's hook, too
+            found = (*found, gradient_hook())
+        chunks = run.args.pp_vocab_chunks or 1
+        return (ShardedVocabulary(run.pipeline.messages, chunks, found),)
+
+
+def _require_padded(args: MegatronArgs) -> bool:
+    """True if the padded size of the vocabulary is known; it must suit all ranks."""
+    from .model import require_divisible
+
+    padded = getattr(args, "padded_vocab_size", None)  # a tokenizer may yet determine it
+    if padded is None:
+        return False
+    require_divisible(padded, args.pipeline_model_parallel_size, args.tensor_model_parallel_size)
+    return True
+
+
+def _pad(args: MegatronArgs) -> str | None:
+    """Let Megatron pad the vocabulary to a multiple of all ranks; returns what to log, if anything.
+
+    Raises:
+        ConfigError: it has a size already, and that is no such multiple.
+    """
+    if _require_padded(args):
+        return None
+    pp, tp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    before = args.make_vocab_size_divisible_by
+    args.make_vocab_size_divisible_by = after = math.lcm(before, pp)
+    if after == before:
+        return None
+    return (
+        f"megatron_ext: {_FLAG} pads the vocabulary to a multiple of {after * tp} entries, not of "
+        f"{before * tp}, as with --make-vocab-size-divisible-by {after}"
+    )

@@ -1,0 +1,72 @@
+"""What ``--pp-vocab-parallel`` puts in force for a run: the passes of every iteration."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from ....runtime.collectives import collectives
+from ....runtime.edges import MessageOptions
+from ....runtime.vocabulary import Batch, VocabularyPasses
+from ....runtime.vocabulary_shards import EmbeddingShard, OutputShard, TensorRanks
+from ...callbacks import Callback, Step
+from ...errors import ConfigError
+from ...gradients import require_gradient_hooks
+from ...hooks import Hook
+from ...utils import unwrapped
+from .model import FLAG, shard_of
+from .run import VocabularyRunner
+
+
+class ShardedVocabulary(Callback):
+    """Runs the vocabulary passes of every iteration.
+
+    Args:
+        messages: how the collectives' communicator is made.
+        chunks: of tokens, in the cross entropy.
+        hooks: of the model.
+    """
+
+    def __init__(self, messages: MessageOptions, chunks: int, hooks: Sequence[Hook]) -> None:
+        self._messages, self._chunks, self._hooks = messages, chunks, hooks
+        self._checked: list[Any] = []
+
+    def hooks(self) -> Sequence[Hook]:
+        return self._hooks
+
+    def begin(self, step: Step) -> None:
+        models = step.call.iteration.models
+        if [id(model) for model in self._checked] != [id(model) for model in models]:
+            require_gradient_hooks(models)
+            self._checked = list(models)
+        step.runner_type = functools.partial(
+            VocabularyRunner,
+            passes=functools.partial(_passes, step, self._messages, self._chunks),
+        )
+
+    def close(self) -> None:
+        self._checked = []
+
+
+def _passes(
+    step: Step, messages: MessageOptions, chunks: int, runner: VocabularyRunner
+) -> VocabularyPasses:
+    """The passes of one iteration; collective over the pipeline at the first one."""
+    iteration, shape = step.call.iteration, step.call.shape
+    config, shard = iteration.config, shard_of(iteration.models)
+    if shape is None:
+        raise ConfigError(f"{FLAG} needs microbatches of one known shape; drop it")
+    ranks = TensorRanks(unwrapped(iteration.models[0]).tp_group, bool(config.sequence_parallel))
+    sequence = shape[0] * (ranks.size if ranks.sequence_parallel else 1)
+    weight, first_row = shard.output, shard.first_row
+    training = not iteration.forward_only
+    hidden = shape[0], shape[1], shape[2]
+    return VocabularyPasses(
+        step.plan,
+        collectives(step.call.group, weight.device, messages),
+        EmbeddingShard(shard.embedding, first_row),
+        OutputShard(weight, first_row, chunks, ranks, training),
+        Batch((shape[1], sequence), hidden, weight.dtype, weight.device),
+        runner,
+    )

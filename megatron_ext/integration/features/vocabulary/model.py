@@ -1,0 +1,416 @@
+"""The model under ``--pp-vocab-parallel``: every rank of a pipeline owns an equal part of the rows
+of embedding and output layer (arXiv 2411.05288, section 3).
+
+Megatron builds the whole matrices on the first and the last stage, as ever, so they start with the
+very same values. When a rank has built its last chunk, both are shared out, and what is left of
+them is a module that takes part in the passes: one that brings embeddings in, one that hands hidden
+states out. So the first and the last rank hold a whole matrix for a moment while they build.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ...errors import ConfigError
+from ...hooks import Hook
+from ...utils import unwrapped
+
+FLAG = "--pp-vocab-parallel"
+_SHARD = "vocabulary"  # the shard's name in a rank's first chunk
+_GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
+# Names in checkpoints, and in Megatron's own model.
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+class VocabularyShard(torch.nn.Module):
+    """The rows of both matrices that this rank owns.
+
+    Args:
+        embedding: [n, h].
+        output: [n, h]; None if it is the embedding (tied weights).
+        index: which of the parts of n rows these are.
+        parts: of the whole vocabulary: pipeline ranks times tensor ranks.
+
+    Attributes:
+        has_own_passes: the gradients come neither in B nor in W.
+        embedding, output: parameters [n, h], one and the same if tied.
+        first_row: the first one's number in the whole vocabulary.
+        tied: see above.
+    """
+
+    has_own_passes = True
+    output_layer: Parameter | None
+
+    def __init__(self, embedding: Tensor, output: Tensor | None, index: int, parts: int) -> None:
+        super().__init__()
+        self.embedding = _parameter(embedding)
+        self.register_parameter("output_layer", None if output is None else _parameter(output))
+        self.tied = output is None
+        self.first_row = index * embedding.shape[0]
+        self._index, self._parts = index, parts
+
+    def forward(self) -> None:
+        """Nothing itself; Megatron's data parallelism waits for gathered weights before it."""
+
+    @property
+    def output(self) -> Parameter:
+        """The output layer's rows."""
+        return self.embedding if self.output_layer is None else self.output_layer
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """By this module's names, parts of the tensors that Megatron's own checkpoints hold.
+
+        Args:
+            prefix: of this module's names.
+            sharded_offsets: of layers; none for these parameters.
+            metadata: Megatron's, with its data-parallel group.
+        """
+        from megatron.core.dist_checkpointing import ShardedTensor
+        from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+        copy = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"].rank()
+        model = prefix.removesuffix(f"{_SHARD}.")
+        found = {"embedding": (_EMBEDDING, self.embedding)}
+        if not self.tied:
+            found["output_layer"] = (_OUTPUT, self.output)
+        return {
+            prefix + name: ShardedTensor.from_rank_offsets(
+                model + key,
+                parameter,
+                (0, self._index, self._parts),
+                replica_id=(0, 0, copy),
+                # As in stock: the padding of the vocabulary may differ.
+                allow_shape_mismatch=True,
+            )
+            for name, (key, parameter) in found.items()
+        }
+
+
+class SharedEmbedding(torch.nn.Module):
+    """In place of the first stage's word embeddings: passes on what the pipeline's ranks summed up.
+
+    Args:
+        group: the tensor-parallel ranks.
+        scatter: sequence parallelism scatters embeddings right here, as in stock's module.
+
+    Attributes:
+        given: [b, s, h], the sum over the pipeline of what this tensor rank's rows give, for the
+            next forward pass.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, scatter: bool) -> None:
+        super().__init__()
+        self.given: Tensor | None = None
+        self._group, self._scatter = group, scatter
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """The embeddings of tokens [b, s]: [b, s, h], or [s/t, b, h] where they are scattered.
+
+        Raises:
+            RuntimeError: nothing was given.
+        """
+        from megatron.core.tensor_parallel import mappings
+
+        given = self.given
+        if given is None or given.shape[:2] != input_.shape:
+            held = "none" if given is None else f"those of {tuple(given.shape[:2])}"
+            raise RuntimeError(
+                f"{FLAG} needs the embeddings of {tuple(input_.shape)} tokens but has {held}; a "
+                "forward pass outside the schedule cannot compute them"
+            )
+        whole: Tensor = given
+        if self._scatter:
+            rows = given.transpose(0, 1).contiguous()
+            whole = mappings.reduce_scatter_to_sequence_parallel_region(rows, group=self._group)
+        elif self._group.size() > 1:
+            whole = mappings.reduce_from_tensor_model_parallel_region(given, group=self._group)
+        return whole
+
+
+class HiddenStates(torch.nn.Module):
+    """In place of the last stage's output layer: hands out the hidden states.
+
+    Attributes:
+        labels: [b, s] of the last forward pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: Tensor | None = None
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """The hidden states [s(/t), b, h] that it gets, and no bias."""
+        return input_, None
+
+    def loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """In place of the model's ``compute_language_model_loss``: keep the labels [b, s].
+
+        Returns:
+            The hidden states [s(/t), b, h], which came as ``logits``.
+        """
+        self.labels = labels
+        return logits
+
+
+def shard_of(models: Sequence[Any]) -> VocabularyShard:
+    """This rank's rows.
+
+    Args:
+        models: its chunks, in whatever wrappers.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    chunk = unwrapped(models[0])
+    shard = getattr(chunk, _SHARD, None)
+    if not isinstance(shard, VocabularyShard):
+        raise _other_model(chunk)
+    return shard
+
+
+def embedding_of(models: Sequence[Any]) -> SharedEmbedding | None:
+    """What brings embeddings into the first stage; None on ranks without that stage."""
+    embedding = getattr(unwrapped(models[0]), "embedding", None)
+    words = getattr(embedding, "word_embeddings", None)
+    return words if isinstance(words, SharedEmbedding) else None
+
+
+def hidden_of(models: Sequence[Any]) -> HiddenStates | None:
+    """What hands hidden states out of the last stage; None on ranks without that stage."""
+    layer = getattr(unwrapped(models[-1]), "output_layer", None)
+    return layer if isinstance(layer, HiddenStates) else None
+
+
+def require_divisible(rows: int, pp: int, tp: int) -> None:
+    """Every rank must own the same number of rows.
+
+    Raises:
+        ConfigError: they cannot be shared out equally.
+    """
+    if rows % (pp * tp):
+        raise ConfigError(
+            f"{FLAG} gives each of {pp} pipeline ranks and {tp} tensor ranks an equal part of the "
+            f"vocabulary, but its {rows} padded entries are no multiple of {pp * tp}; pad it to "
+            f"{-(-rows // (pp * tp)) * pp * tp}, or let Megatron pad it"
+        )
+
+
+def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
+    """What makes Megatron build and save a model with a sharded vocabulary.
+
+    Args:
+        vee: the first pipeline rank holds the last stage too; else the last rank does.
+        training: Megatron's training package is in use.
+    """
+    loaded = "a model without shards would be loaded before it is refused"
+    script = Hook(
+        ("megatron.training.training:get_model",), _get_model, ("model_provider_func",), loaded
+    )
+    return (
+        Hook(
+            (f"{_GPT}.__init__",),
+            lambda original: _model_init(original, vee),
+            ("self", "config", "vocab_size", "share_embeddings_and_output_weights", "vp_stage"),
+            "the first and the last rank would hold all of the vocabulary",
+        ),
+        Hook(
+            (f"{_GPT}.forward",),
+            _model_forward,
+            ("self", "labels", "inference_context"),
+            "text would be generated from hidden states",
+        ),
+        Hook(
+            (f"{_GPT}.sharded_state_dict",),
+            _sharded_state_dict,
+            ("self",),
+            "a checkpoint would look for the whole output layer",
+        ),
+        Hook(
+            (
+                "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
+                "megatron.core.models.mamba.mamba_model:MambaModel.__init__",
+            ),
+            _refused,
+            ("self",),
+            loaded,
+        ),
+        *((script,) if training else ()),
+    )
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """The ranks that share a model's vocabulary.
+
+    Attributes:
+        group: of the pipeline.
+        tensor_rank, tensor_ranks: this rank's place in, and the size of, its tensor-parallel group.
+        last: the pipeline rank that has built the output layer; rank 0 has built the embedding.
+    """
+
+    group: dist.ProcessGroup
+    tensor_rank: int
+    tensor_ranks: int
+    last: int
+
+    @property
+    def index(self) -> int:
+        """Which part this rank owns: a part of what stock's tensor rank has."""
+        return self.tensor_rank * self.group.size() + self.group.rank()
+
+    @property
+    def parts(self) -> int:
+        """Of the vocabulary."""
+        return self.tensor_ranks * self.group.size()
+
+    def scatter(self, whole: Tensor | None, source: int, like: Tensor) -> Tensor:
+        """This rank's rows of the matrix [V/t, h] that pipeline rank ``source`` has."""
+        rows = torch.empty_like(like)
+        parts = None
+        if self.group.rank() == source:
+            assert whole is not None
+            parts = list(whole.detach().to(like.device).chunk(self.group.size()))
+        sender = dist.get_process_group_ranks(self.group)[source]
+        dist.scatter(rows, parts, src=sender, group=self.group)
+        return rows
+
+
+def _model_init(original: Callable[..., None], vee: bool) -> Callable[..., None]:
+    signature = inspect.signature(original)
+    first_chunk: weakref.ref[Any] | None = None
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal first_chunk
+        bound = signature.bind(self, *args, **kwargs)
+        given, config = bound.arguments, bound.arguments["config"]
+        pp, tp = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
+        # Before the original, which waits for the other end of a tied model.
+        require_divisible(given["vocab_size"], pp, tp)
+        original(self, *args, **kwargs)
+        tied = self.share_embeddings_and_output_weights
+        # There are no two copies to be reduced, and none to be tied in a checkpoint.
+        self.share_embeddings_and_output_weights = False
+        stage = given.get("vp_stage") or 0
+        if stage == 0:
+            first_chunk = weakref.ref(self)
+        if stage != (config.virtual_pipeline_model_parallel_size or 1) - 1:
+            return
+        first = None if first_chunk is None else first_chunk()
+        if first is None:
+            raise RuntimeError(f"{FLAG} needs a rank's first chunk built before its last one")
+        first_chunk = None
+        place = _Pipeline(self.pp_group, self.tp_group.rank(), tp, 0 if vee else pp - 1)
+        _share_out(first, self, tied, given["vocab_size"] // (pp * tp), place)
+
+    return __init__
+
+
+def _share_out(first: Any, last: Any, tied: bool, rows: int, place: _Pipeline) -> None:
+    """Give each rank of the pipeline its rows, and replace what had all of them."""
+    config = first.config
+    device = torch.device("cuda", torch.cuda.current_device())
+    like = torch.empty(rows, config.hidden_size, dtype=config.params_dtype, device=device)
+    words = first.embedding.word_embeddings if first.pre_process else None
+    layer = last.output_layer if last.post_process else None
+    embedding = place.scatter(None if words is None else words.weight, 0, like)
+    output = None
+    if not tied:
+        output = place.scatter(None if layer is None else layer.weight, place.last, like)
+    first.add_module(_SHARD, VocabularyShard(embedding, output, place.index, place.parts))
+    if words is not None:
+        first.embedding.word_embeddings = SharedEmbedding(
+            words.tp_group, words.reduce_scatter_embeddings
+        )
+    if layer is not None:
+        last.output_layer = HiddenStates()
+        last.compute_language_model_loss = last.output_layer.loss
+
+
+def _parameter(rows: Tensor) -> Parameter:
+    """A parameter as Megatron marks those of embedding and output layer."""
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+    parameter = Parameter(rows)
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    generating = ("inference_context", "inference_params", "output_processor")
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        last = isinstance(getattr(self, "output_layer", None), HiddenStates)
+        if any(given.get(x) is not None for x in generating) or (
+            last and given.get("labels") is None
+        ):
+            raise ConfigError(
+                f"{FLAG} has no rank with logits, so this model computes losses of labels and "
+                f"cannot generate text; start it without {FLAG} (a torch_dist checkpoint loads "
+                "there)"
+            )
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(getattr(self, "output_layer", None), HiddenStates):
+            return original(self, *args, **kwargs)
+        # Stock takes the output layer's weight out of the state of a stage that has the loss.
+        self.post_process = False
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.post_process = True
+
+    return sharded_state_dict
+
+
+def _refused(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise _other_model(self)
+
+    return __init__
+
+
+def _other_model(model: Any) -> ConfigError:
+    return ConfigError(
+        f"{FLAG} shares out the vocabulary of megatron.core's GPTModel, but this model is a "
+        f"{type(model).__name__}; drop it"
+    )
+
+
+def _get_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_model(*args: Any, **kwargs: Any) -> Any:
+        models = original(*args, **kwargs)
+        shard_of(models)
+        return models
+
+    return get_model

@@ -1,0 +1,242 @@
+"""Training with a sharded vocabulary: what the first and the last stage do differently.
+
+The embeddings come from all pipeline ranks, so the token ids of a microbatch are needed before its
+first F: the script's forward step is run early, on a model that only keeps its arguments. The last
+stage has hidden states in place of losses; the loss function runs at the beginning of its B, when
+the losses are there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....runtime.vocabulary import Operands, VocabularyPasses
+from ....schedule.schedule import Schedule
+from ....schedule.vocabulary import G, T
+from ...gradients import add, finish, mark_added
+from ...runner import MegatronRunner
+from ...split_local import accumulate_fused
+from ...utils import unwrapped
+from .model import FLAG, VocabularyShard, embedding_of, hidden_of, shard_of
+
+
+@dataclass(frozen=True)
+class _Early:
+    """A forward step of the first stage that has been run on a model that keeps its arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_func: Callable[..., Any]
+
+    def __call__(self, _: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
+        return model(*self.args, **self.kwargs), self.loss_func
+
+
+class VocabularyRunner(MegatronRunner):
+    """Megatron's model between the pipeline ranks' embeddings and their output layers.
+
+    Args:
+        passes: makes those of this iteration, for this runner.
+        given: of ``MegatronRunner``.
+    """
+
+    def __init__(
+        self,
+        *given: Any,
+        passes: Callable[[VocabularyRunner], VocabularyPasses],
+    ) -> None:
+        super().__init__(*given)
+        models = self._it.models
+        self._shard: VocabularyShard = shard_of(models)
+        self._passes = passes(self)
+        self._steps: dict[int, _Early] = {}
+        self._loss_functions: dict[int, Callable[..., Any]] = {}
+        # This rank's first chunk has the shards: its gradients are complete after T and G, too.
+        self._open = 3
+        self._last_use: dict[Any, Any] = {}
+
+    def extension(self, plan: Schedule) -> VocabularyPasses:
+        """The passes; see ``MegatronRunner.extension``."""
+        for action in plan.ranks[self._rank]:
+            for op, _, microbatch in action.parts:
+                if op in (T, G) and microbatch == plan.microbatches - 1:
+                    weight = self._shard.output if op is T else self._shard.embedding
+                    self._last_use[id(weight)] = op
+        return self._passes
+
+    def computes_loss(self, stage: int) -> bool:
+        return False
+
+    def forward(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        stage, it = self.placement.stages[self._rank][chunk], self._it
+        embedding, passes = embedding_of(it.models), self._passes
+        if stage == 0:
+            assert embedding is not None
+            given = passes.embeddings(microbatch)
+            if not it.forward_only:
+                given = _Given.apply(
+                    torch.zeros((), device=given.device, requires_grad=True),
+                    given,
+                    functools.partial(passes.put_embedding_gradient, microbatch),
+                )
+            embedding.given = given
+        y = super().forward(chunk, microbatch, x)
+        if stage == 0:
+            assert embedding is not None
+            embedding.given = None
+        if stage == self.placement.num_stages - 1:
+            hidden = hidden_of(it.models)
+            assert hidden is not None and y is not None
+            labels, hidden.labels = hidden.labels, None
+            if labels is None:
+                raise RuntimeError(
+                    f"{FLAG} needs the labels of microbatch {microbatch}, but the forward step did "
+                    "not pass any to the model of the last stage"
+                )
+            passes.put_hidden(microbatch, y, labels)
+        return y
+
+    def backward(
+        self, chunk: int, microbatch: int, grad: torch.Tensor | None, split: bool
+    ) -> torch.Tensor | None:
+        if self.placement.stages[self._rank][chunk] == self.placement.num_stages - 1:
+            y = self._live[chunk, microbatch].y
+            assert y is not None
+            grad = self._loss_gradient(chunk, microbatch).to(y.dtype)
+        return super().backward(chunk, microbatch, grad, split)
+
+    def begin(self) -> None:
+        """The weights are about to be used: wait until they are gathered, as before a module."""
+        self._shard()
+
+    def token_ids(self, microbatch: int) -> torch.Tensor:
+        """(microbatch, sequence), by running the script's forward step up to its model."""
+        it, chunk = self._it, self.placement.chunk_of(0)
+        model = it.models[chunk]
+        found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def keep(*args: Any, **kwargs: Any) -> torch.Tensor:
+            found.append((args, kwargs))
+            return torch.zeros((), device=self.num_tokens.device)
+
+        model.forward = keep
+        try:
+            _, loss_func = it.forward_step_func(it.data_iterators[chunk], model)
+        finally:
+            del model.forward
+        if len(found) != 1:
+            raise RuntimeError(
+                f"{FLAG} runs the forward step before the model's embeddings are there, to get the "
+                f"token ids; it must call the model that it is given once, but did {len(found)} "
+                "times"
+            )
+        ((args, kwargs),) = found
+        self._steps[microbatch] = _Early(args, kwargs, loss_func)
+        signature = inspect.signature(unwrapped(model).forward)
+        ids = signature.bind(*args, **kwargs).arguments["input_ids"]
+        if not isinstance(ids, torch.Tensor):
+            raise RuntimeError(f"{FLAG} needs token ids, but the model's input_ids are {ids}")
+        return ids
+
+    def output_gradient(self, microbatch: int, operands: Operands) -> None:
+        """T; see ``VocabularyModel``."""
+        self._add(T, microbatch, self._shard.output, operands)
+
+    def embedding_gradient(self, microbatch: int, grad: torch.Tensor) -> None:
+        """G; see ``VocabularyModel``."""
+        self._add(G, microbatch, self._shard.embedding, grad)
+
+    def evaluate(self, microbatch: int) -> None:
+        """Report the loss of one microbatch; see ``VocabularyModel``."""
+        self._loss(self.placement.chunk_of(self.placement.num_stages - 1), microbatch)
+
+    def forward_step_func(self, chunk: int, microbatch: int) -> Callable[..., Any]:
+        stage = self.placement.stages[self._rank][chunk]
+        if stage == 0:
+            return self._steps.pop(microbatch)
+        original: Callable[..., Any] = super().forward_step_func(chunk, microbatch)
+        if stage < self.placement.num_stages - 1:
+            return original
+
+        def keeping_loss_function(*args: Any) -> Any:
+            output, self._loss_functions[microbatch] = original(*args)
+            return output, self._loss_functions[microbatch]
+
+        return keeping_loss_function
+
+    def chunk_done(self, chunk: int) -> None:
+        if chunk == 0:
+            self._open -= 1
+            if self._open:
+                return
+        super().chunk_done(chunk)
+
+    def _loss(self, chunk: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The losses of all tokens, and what the loss function makes of them."""
+        it = self._it
+        losses = self._passes.losses(microbatch).requires_grad_(not it.forward_only)
+        if it.config.timers is not None:  # which Megatron's function stops
+            it.config.timers("forward-compute", log_level=2).start()
+        loss, num_tokens = self._schedules.forward_step_calc_loss(
+            it.models[chunk],
+            losses,
+            self._loss_functions.pop(microbatch),
+            it.config,
+            chunk if self._virtual else None,
+            it.collect_non_loss_data,
+            it.num_microbatches,
+            self.losses,
+            it.cp_size,
+            True,
+        )
+        self.num_tokens += num_tokens
+        return losses, loss
+
+    def _loss_gradient(self, chunk: int, microbatch: int) -> torch.Tensor:
+        """The gradient of the last stage's output."""
+        losses, loss = self._loss(chunk, microbatch)
+        scale = self._it.config.grad_scale_func
+        if scale is not None:
+            loss = scale(loss)
+        if loss.requires_grad:
+            torch.autograd.backward(loss)
+        grad = torch.zeros_like(losses) if losses.grad is None else losses.grad
+        return self._passes.input_gradient(microbatch, grad)
+
+    def _add(self, op: Any, microbatch: int, weight: Any, gradient: Any) -> None:
+        """Add to a shard's gradient, and pass it on to Megatron's data parallelism."""
+        last = microbatch == self._it.num_microbatches - 1
+        fused = bool(self._it.config.gradient_accumulation_fusion)
+        with self.syncing(0, last and self._last_use[id(weight)] is op):
+            if isinstance(gradient, torch.Tensor):
+                add(weight, gradient)
+            elif fused:
+                for x, grad in gradient:
+                    accumulate_fused(weight, x, grad)
+                mark_added(weight)
+            else:
+                for x, grad in gradient:
+                    add(weight, grad.t().matmul(x))
+            finish(weight)
+        if last:
+            self.chunk_done(0)
+
+
+class _Given(torch.autograd.Function):
+    """A tensor from elsewhere as part of the graph; its gradient goes to a function."""
+
+    @staticmethod
+    def forward(ctx: Any, needs_grad: torch.Tensor, given: torch.Tensor, put: Any) -> torch.Tensor:
+        ctx.put = put
+        return given.detach()  # not a view, so that it may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        ctx.put(grad)
+        return None, None, None

@@ -1,0 +1,323 @@
+"""Passes of a sharded vocabulary on one rank, and the collectives between them.
+
+See ``schedule.vocabulary`` for what each does; with one barrier (algorithm 2 of arXiv 2411.05288).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..schedule.actions import Action, Op, Operation
+from ..schedule.schedule import Schedule
+from ..schedule.vocabulary import E, G, S, T, VocabularyOp
+from .collectives import Collectives
+from .executor import Executor
+from .vocabulary_shards import EmbeddingShard, OutputShard, Scores
+
+Operands = Iterable[tuple[torch.Tensor, torch.Tensor]]
+_IDS = "ids"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Shapes of a microbatch.
+
+    Attributes:
+        tokens: (microbatch, sequence) of ids, labels and losses.
+        hidden: of the last stage's output: (this tensor rank's part of the sequence, microbatch,
+            hidden size).
+        dtype: of hidden states and embeddings.
+        device: of all.
+    """
+
+    tokens: tuple[int, int]
+    hidden: tuple[int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class VocabularyModel(Protocol):
+    """The model as the passes need it."""
+
+    def begin(self) -> None:
+        """Before the first pass."""
+
+    def token_ids(self, microbatch: int) -> torch.Tensor:
+        """(microbatch, sequence), on the first stage's rank; called in microbatch order, some
+        microbatches before the first stage's F."""
+
+    def output_gradient(self, microbatch: int, operands: Operands) -> None:
+        """Add the output weight's gradient: the sum of ``g.t() @ x`` over pairs (x, g)."""
+
+    def embedding_gradient(self, microbatch: int, grad: torch.Tensor) -> None:
+        """Add the gradient of the embedding's weight."""
+
+    def evaluate(self, microbatch: int) -> None:
+        """On the last stage's rank, in evaluation: report the loss."""
+
+
+class VocabularyPasses:
+    """Runs the vocabulary passes of an iteration; see ``executor.Extension``.
+
+    The model's own passes call the methods from ``embeddings`` on: F and B of the first stage and
+    of the last one.
+
+    Args:
+        plan: lowered.
+        collectives: of the pipeline's ranks.
+        embedding, output: this rank's shards.
+        batch: shapes.
+        model: the model.
+    """
+
+    def __init__(
+        self,
+        plan: Schedule,
+        collectives: Collectives,
+        embedding: EmbeddingShard,
+        output: OutputShard,
+        batch: Batch,
+        model: VocabularyModel,
+    ) -> None:
+        self._collectives, self._batch, self._model = collectives, batch, model
+        self._embedding, self._output = embedding, output
+        placement = plan.placement
+        self._last = placement.num_stages - 1
+        self._roots = placement.rank_of(0), placement.rank_of(self._last)
+        self._microbatches, self._ahead = plan.microbatches, ids_ahead(plan)
+        # By what it is and its microbatch: what a later pass takes.
+        self._held: dict[tuple[Any, int], Any] = {}
+
+    def handlers(self, executor: Executor) -> Mapping[Operation, Callable[[Any], None]]:
+        """One function an operation; F and B wait for what is brought to them."""
+        self._watchdog, measure = executor.watchdog, executor.recorder.measure
+
+        def measured(run: Callable[[int], None]) -> Callable[[Action], None]:
+            def handler(action: Action) -> None:
+                with measure(action), torch.no_grad():
+                    run(action.microbatch)
+
+            return handler
+
+        def brought(run: Callable[[Action], None], end: int, op: VocabularyOp) -> Any:
+            def handler(action: Action) -> None:
+                if action.stage == end:
+                    self._wait(op, action.microbatch)
+                run(action)
+
+            return handler
+
+        def collective(run: Callable[[int], None]) -> Callable[[Action], None]:
+            return lambda action: run(action.microbatch)
+
+        backward = brought(executor.backward, self._last, VocabularyOp.JOIN_S)
+        return {
+            Op.F: brought(executor.forward, 0, VocabularyOp.JOIN_E),
+            Op.B: backward,
+            Op.BW: backward,
+            S: measured(self._score),
+            T: measured(self._output_gradient),
+            E: measured(self._embed),
+            G: measured(self._embedding_gradient),
+            VocabularyOp.SHARE_X: collective(self._share_hidden),
+            VocabularyOp.JOIN_S: collective(self._join_scores),
+            VocabularyOp.SHARE_D: collective(self._share_loss_gradient),
+            VocabularyOp.JOIN_E: collective(self._join_embeddings),
+            VocabularyOp.SHARE_G: collective(self._share_embedding_gradient),
+        }
+
+    def finish(self) -> None:
+        """After the last action: the losses of an evaluation, and the end of all collectives.
+
+        Raises:
+            RuntimeError: a result is left over.
+        """
+        if not self._output.needs_gradient and self._is_root(1):
+            for microbatch in range(self._microbatches):
+                self._wait(VocabularyOp.JOIN_S, microbatch)
+                self._model.evaluate(microbatch)
+        self._watchdog.waiting("for the last collectives of the pipeline's ranks")
+        self._collectives.finish()
+        kept = () if self._output.needs_gradient else (Scores, _IDS)
+        left = [key for key in self._held if key[0] not in kept]
+        if left:
+            raise RuntimeError(f"an iteration ended with vocabulary passes left over: {left}")
+        self._held.clear()
+        del self._model  # It refers to this object.
+
+    def embeddings(self, microbatch: int) -> torch.Tensor:
+        """F of the first stage: (microbatch, sequence, hidden size), the pipeline ranks' sum."""
+        found: torch.Tensor = self._take(VocabularyOp.JOIN_E, microbatch)
+        return found
+
+    def put_embedding_gradient(self, microbatch: int, grad: torch.Tensor) -> None:
+        """B of the first stage: the gradient of ``embeddings``."""
+        self._held[VocabularyOp.SHARE_G, microbatch] = grad.contiguous()
+
+    def put_hidden(self, microbatch: int, hidden: torch.Tensor, labels: torch.Tensor) -> None:
+        """F of the last stage: its output, without history, and the labels."""
+        batch = self._batch
+        _require_shape("hidden states", hidden, batch.hidden)
+        _require_shape("labels", labels, batch.tokens)
+        hidden = hidden.to(batch.dtype).contiguous()
+        self._held[VocabularyOp.SHARE_X, microbatch] = hidden, labels.long().contiguous()
+
+    def losses(self, microbatch: int) -> torch.Tensor:
+        """B of the last stage (F in evaluation): (microbatch, sequence), of every token."""
+        microbatches, sequence = self._batch.tokens
+        scores: Scores = self._held[Scores, microbatch]
+        return scores.losses.view(sequence, microbatches).t().contiguous()
+
+    def input_gradient(self, microbatch: int, grad: torch.Tensor) -> torch.Tensor:
+        """B of the last stage: the gradient of its output, from that of ``losses``."""
+        scores: Scores = self._held[Scores, microbatch]
+        grad = grad.t().reshape(-1)
+        self._held[VocabularyOp.SHARE_D, microbatch] = grad
+        with torch.no_grad():
+            result = self._output.input_gradient(scores, grad)
+        scores.gradient = grad.new_empty(0)
+        return result
+
+    def _is_root(self, end: int) -> bool:
+        return self._collectives.rank == self._roots[end]
+
+    def _wait(self, op: VocabularyOp | str, microbatch: int) -> None:
+        self._watchdog.waiting(f"for the pipeline's ranks in {op} of microbatch {microbatch}")
+        found = self._collectives.wait((op, microbatch))
+        self._watchdog.waiting("inside the model")
+        if found is not None:
+            self._held[op, microbatch] = found
+
+    def _take(self, what: Any, microbatch: int) -> Any:
+        return self._held.pop((what, microbatch))
+
+    def _waited(self, op: VocabularyOp | str, microbatch: int) -> Any:
+        self._wait(op, microbatch)
+        return self._take(op, microbatch)
+
+    def _share_ids(self, microbatch: int) -> None:
+        batch, root = self._batch, self._roots[0]
+        if self._is_root(0):
+            ids = self._model.token_ids(microbatch)
+            _require_shape("token ids", ids, batch.tokens)
+            ids = ids.to(batch.device, torch.int64).contiguous()
+        else:
+            ids = torch.empty(batch.tokens, dtype=torch.int64, device=batch.device)
+        chain = self._collectives.broadcast
+        self._collectives.start((_IDS, microbatch), lambda: chain(ids, root), [ids])
+
+    def _embed(self, microbatch: int) -> None:
+        if not microbatch:  # on all ranks before every collective
+            self._model.begin()
+            for first in range(min(self._ahead, self._microbatches)):
+                self._share_ids(first)
+        ids = self._waited(_IDS, microbatch)
+        self._held[_IDS, microbatch] = ids
+        self._held[E, microbatch] = self._embedding.embed(ids)
+
+    def _join_embeddings(self, microbatch: int) -> None:
+        part, root, reduce = self._take(E, microbatch), self._roots[0], self._collectives.reduce
+        keep = self._is_root(0)
+
+        def chain() -> torch.Tensor | None:
+            total = reduce(part, root)
+            return total if keep else None
+
+        self._collectives.start((VocabularyOp.JOIN_E, microbatch), chain, [part])
+        if microbatch + self._ahead < self._microbatches:
+            self._share_ids(microbatch + self._ahead)
+
+    def _share_embedding_gradient(self, microbatch: int) -> None:
+        batch, root = self._batch, self._roots[0]
+        if self._is_root(0):
+            grad = self._take(VocabularyOp.SHARE_G, microbatch)
+        else:
+            shape = (*batch.tokens, batch.hidden[-1])
+            grad = torch.empty(shape, dtype=batch.dtype, device=batch.device)
+        share = self._collectives.broadcast
+        name = VocabularyOp.SHARE_G, microbatch
+        self._collectives.start(name, lambda: share(grad, root), [grad])
+
+    def _embedding_gradient(self, microbatch: int) -> None:
+        grad = self._waited(VocabularyOp.SHARE_G, microbatch)
+        ids = self._take(_IDS, microbatch)
+        self._model.embedding_gradient(microbatch, self._embedding.gradient(ids, grad))
+
+    def _share_hidden(self, microbatch: int) -> None:
+        batch, root, share = self._batch, self._roots[1], self._collectives.broadcast
+        if self._is_root(1):
+            hidden, labels = self._take(VocabularyOp.SHARE_X, microbatch)
+        else:
+            hidden = torch.empty(batch.hidden, dtype=batch.dtype, device=batch.device)
+            labels = torch.empty(batch.tokens, dtype=torch.int64, device=batch.device)
+
+        def chain() -> tuple[torch.Tensor, torch.Tensor]:
+            return share(hidden, root), share(labels, root)
+
+        name = VocabularyOp.SHARE_X, microbatch
+        self._collectives.start(name, chain, [hidden, labels])
+
+    def _score(self, microbatch: int) -> None:
+        hidden, labels = self._waited(VocabularyOp.SHARE_X, microbatch)
+        self._held[Scores, microbatch] = self._output.score(hidden, labels)
+
+    def _join_scores(self, microbatch: int) -> None:
+        scores: Scores = self._held[Scores, microbatch]
+        output, collectives, root = self._output, self._collectives, self._roots[1]
+        held = [scores.statistics, scores.most, scores.targets, scores.gradient]
+
+        def chain() -> None:
+            every = collectives.gather(scores.statistics)
+            gradient = output.scale(scores, every)
+            if output.needs_gradient:
+                collectives.reduce(gradient, root)
+                if collectives.rank != root:
+                    scores.gradient = gradient.new_empty(0)
+
+        self._collectives.start((VocabularyOp.JOIN_S, microbatch), chain, held)
+
+    def _share_loss_gradient(self, microbatch: int) -> None:
+        scores: Scores = self._held[Scores, microbatch]
+        root, share = self._roots[1], self._collectives.broadcast
+        if self._is_root(1):
+            grad = self._take(VocabularyOp.SHARE_D, microbatch)
+        else:
+            grad = torch.empty_like(scores.most)
+        name = VocabularyOp.SHARE_D, microbatch
+        self._collectives.start(name, lambda: share(grad, root), [grad])
+
+    def _output_gradient(self, microbatch: int) -> None:
+        grad = self._waited(VocabularyOp.SHARE_D, microbatch)
+        scores: Scores = self._take(Scores, microbatch)
+        self._model.output_gradient(microbatch, self._output.operands(scores, grad))
+
+
+def ids_ahead(plan: Schedule) -> int:
+    """How many microbatches' token ids are sent before the first E; those of microbatch
+    j + ``ids_ahead`` go behind the collective that joins the embeddings of microbatch j.
+
+    The least number with which every rank has the ids of every E in time.
+    """
+    most = 1
+    for row in plan.ranks:
+        joined = 0
+        for action in row:
+            for op, _, microbatch in action.parts:
+                if op is VocabularyOp.JOIN_E:
+                    joined += 1
+                elif op is E:
+                    most = max(most, microbatch + 1 - joined)
+    return most
+
+
+def _require_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise RuntimeError(
+            f"--pp-vocab-parallel: the {what} of a microbatch are {tuple(tensor.shape)}, but its "
+            f"sequence length and microbatch size make {shape}; microbatches of other shapes need "
+            "the vocabulary on one rank: drop --pp-vocab-parallel"
+        )

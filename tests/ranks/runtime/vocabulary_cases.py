@@ -1,0 +1,246 @@
+"""Cases of passes of a sharded vocabulary; see ``rank_cases``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ext.runtime.collectives import collectives
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.trace import Recorder
+from megatron_ext.runtime.vocabulary import Batch, VocabularyPasses
+from megatron_ext.runtime.vocabulary_shards import EmbeddingShard, OutputShard, TensorRanks
+from megatron_ext.runtime.watchdog import Watchdog
+from megatron_ext.runtime.wgrad import WeightGradStore
+from megatron_ext.schedule import Costs, check, forward_only, generate, lower
+from megatron_ext.schedule.generators.vocabulary import add_vocabulary
+from tests.ranks.runtime import toy
+from tests.ranks.runtime.context import CPU, Context, channel
+
+ROWS, BATCH = 24, 2  # of the vocabulary; samples of a microbatch
+SEQUENCE = toy.ROWS // BATCH
+WIDE = torch.float64
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    """The same on all ranks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=WIDE)
+
+
+def tokens(seed: int) -> torch.Tensor:
+    """(microbatch, sequence); one row of the vocabulary far more often than others."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randint(ROWS, (BATCH, SEQUENCE), generator=generator)
+    return torch.where(torch.rand(found.shape, generator=generator) < 0.3, 5, found)
+
+
+def weight_of(microbatch: int) -> torch.Tensor:
+    """Of every token's loss; some are 0, as a loss mask's."""
+    return torch.relu(numbers(300 + microbatch, BATCH, SEQUENCE))
+
+
+def total_loss(losses: torch.Tensor, microbatch: int) -> torch.Tensor:
+    """Not linear in the losses: nothing may assume that."""
+    return (losses * weight_of(microbatch)).sum() + losses.square().mean()
+
+
+class Runner(toy.ToyRunner):
+    """Toy stages between a sharded embedding and a sharded output layer."""
+
+    passes: VocabularyPasses
+    gradients: dict[str, torch.Tensor]
+
+    def begin(self) -> None:
+        """Nothing to wait for."""
+
+    def token_ids(self, microbatch: int) -> torch.Tensor:
+        return tokens(100 + microbatch)
+
+    def output_gradient(self, microbatch: int, operands: Any) -> None:
+        for x, grad in operands:
+            self.gradients["output"] += grad.t() @ x
+
+    def embedding_gradient(self, microbatch: int, grad: torch.Tensor) -> None:
+        self.gradients["embedding"] += grad
+
+    def evaluate(self, microbatch: int) -> None:
+        loss = total_loss(self.passes.losses(microbatch), microbatch)
+        self.losses[microbatch] = toy.to_bytes(loss)
+
+    def forward(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        number = self.placement.stages[self.rank][chunk]
+        if number == 0:
+            x = self.passes.embeddings(microbatch).transpose(0, 1).reshape(toy.SHAPE).clone()
+        x.requires_grad_(not self.forward_only)
+        with torch.set_grad_enabled(not self.forward_only):
+            y = self.stages[number](x)
+        self.live[chunk, microbatch] = x, y
+        if number == self.placement.num_stages - 1:
+            hidden = y.detach().view(SEQUENCE, BATCH, toy.HIDDEN)
+            self.passes.put_hidden(microbatch, hidden, tokens(200 + microbatch))
+        if self.forward_only:
+            del self.live[chunk, microbatch]
+        return y.detach()
+
+    def backward(
+        self, chunk: int, microbatch: int, grad: torch.Tensor | None, split: bool
+    ) -> torch.Tensor | None:
+        number = self.placement.stages[self.rank][chunk]
+        if number == self.placement.num_stages - 1:
+            losses = self.passes.losses(microbatch).requires_grad_(True)
+            loss = total_loss(losses, microbatch)
+            self.losses[microbatch] = toy.to_bytes(loss)
+            loss.backward()
+            grad = self.passes.input_gradient(microbatch, losses.grad).view(toy.SHAPE)
+        x, y = self.live.pop((chunk, microbatch))
+        self.store.run_later = split
+        y.backward(grad)
+        if split:
+            self.live[chunk, microbatch] = None
+        if number == 0:
+            given = x.grad.view(SEQUENCE, BATCH, toy.HIDDEN).transpose(0, 1)
+            self.passes.put_embedding_gradient(microbatch, given)
+        return x.grad
+
+    def weight(self, chunk: int, microbatch: int) -> None:
+        del self.live[chunk, microbatch]
+
+
+def reference(stages: int, microbatches: int) -> dict[str, Any]:
+    """One process, the whole vocabulary, autograd."""
+    embedding, output = (numbers(n, ROWS, toy.HIDDEN).requires_grad_() for n in (1, 2))
+    store, ledger = WeightGradStore(), toy.Ledger()
+    every = [toy.Stage(number, WIDE, store, ledger) for number in range(stages)]
+    losses = {}
+    for j in range(microbatches):
+        x = embedding[tokens(100 + j)].transpose(0, 1).reshape(toy.SHAPE)
+        for stage in every:
+            x = stage(x)
+        logits = (x @ output.t()).view(SEQUENCE, BATCH, ROWS).transpose(0, 1)
+        each = torch.nn.functional.cross_entropy(
+            logits.reshape(-1, ROWS), tokens(200 + j).reshape(-1), reduction="none"
+        )
+        loss = total_loss(each.view(BATCH, SEQUENCE), j)
+        loss.backward()
+        losses[j] = loss.item()
+    grads = {"embedding": embedding.grad, "output": output.grad}
+    for number, stage in enumerate(every):
+        for name, parameter in stage.named_parameters():
+            grads[f"{number}.{name}"] = parameter.grad
+    return {"losses": losses, "grads": grads}
+
+
+class _Logits(TorchDispatchMode):
+    """Finds the most tokens of which a tensor has numbers for all of a shard's rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows, self.most = rows, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if not isinstance(tensor, torch.Tensor) or func is torch.ops.aten.t.default:
+                continue  # a transposed weight has as many columns
+            if tensor.shape[1:] == (self._rows,):
+                self.most = max(self.most, tensor.shape[0])
+        return out
+
+
+def vocabulary(
+    context: Context, name: str, microbatches: int, chunks: int = 1, training: bool = True
+) -> dict[str, Any]:
+    """Largest differences from one process: of losses and of gradients, relative to the largest."""
+    costs = Costs.of(1, 1, 1, vocabulary=["0.25", "0.125", "0.01", "0.01", "0.02"])
+    order = generate(name, context.size, microbatches, costs=costs)
+    schedule = add_vocabulary(order)
+    if not training:
+        schedule = forward_only(order.placement, microbatches, 1)
+    plan = lower(schedule)
+    check(plan, forward_only=not training)
+    placement, rows = plan.placement, ROWS // context.size
+    store, ledger = WeightGradStore(), toy.Ledger()
+    stages = {n: toy.Stage(n, WIDE, store, ledger) for n in placement.stages[context.rank]}
+    runner = Runner(stages, placement, context.rank, store, ledger, not training)
+    first = context.rank * rows
+    embedding, output = (numbers(n, ROWS, toy.HIDDEN)[first : first + rows] for n in (1, 2))
+    runner.gradients = {k: torch.zeros_like(output) for k in ("embedding", "output")}
+    hidden = SEQUENCE, BATCH, toy.HIDDEN
+    runner.passes = VocabularyPasses(
+        plan,
+        collectives(context.group, CPU),
+        EmbeddingShard(embedding, first),
+        OutputShard(output, first, chunks, needs_gradient=training),
+        Batch((BATCH, SEQUENCE), hidden, WIDE, CPU),
+        runner,
+    )
+    executor = Executor(
+        plan,
+        context.rank,
+        runner,
+        channel(context, WIDE),
+        Watchdog("nobody", 1),
+        Recorder(False, CPU),
+        runner.passes,
+    )
+    with _Logits(rows) as logits:
+        executor.run()
+    right = reference(placement.num_stages, microbatches)
+    found = {k: torch.frombuffer(bytearray(v), dtype=WIDE).item() for k, v in runner.losses.items()}
+    worst = max((abs(found[j] - right["losses"][j]) for j in found), default=0.0)
+    result = {"losses": len(found), "loss": worst, "left": len(runner.live)}
+    result["tokens with logits"] = logits.most
+    if training:
+        mine = dict(runner.gradients)
+        for number, stage in stages.items():
+            mine |= {f"{number}.{k}": p.grad for k, p in stage.named_parameters()}
+        for key, grad in mine.items():
+            expected = right["grads"][key]
+            own = expected[first : first + rows] if key in runner.gradients else expected
+            difference = (grad - own).abs().max() / expected.abs().max()
+            result["gradient"] = max(result.get("gradient", 0.0), difference.item())
+    return result
+
+
+def tensor_ranks(
+    context: Context, chunks: int, sequence_parallel: bool, dtype: str
+) -> dict[str, float]:
+    """The cross entropy of shards on tensor-parallel ranks, against the whole."""
+    kind = getattr(torch, dtype)
+    weight, whole = numbers(2, ROWS, toy.HIDDEN).to(kind), numbers(3, 8, BATCH, toy.HIDDEN).to(kind)
+    labels = torch.randint(ROWS, (BATCH, 8), generator=torch.Generator().manual_seed(4))
+    grads = numbers(5, BATCH, 8).to(torch.promote_types(kind, torch.float32))
+    rows, part = ROWS // context.size, 8 // context.size
+    ranks = TensorRanks(context.group, sequence_parallel)
+    first, start = context.rank * rows, context.rank * part
+    own = slice(start, start + part) if sequence_parallel else slice(None)
+    shard = OutputShard(weight[first : first + rows], first, chunks, ranks)
+    with torch.no_grad():
+        scores = shard.score(whole[own], labels)
+        shard.scale(scores, scores.statistics[None])
+        grad = grads.t().reshape(-1)
+        found = shard.input_gradient(scores, grad)
+        pairs = list(shard.operands(scores, grad))
+    exact, inputs = (t.double().requires_grad_() for t in (weight, whole))
+    logits = (inputs @ exact.t()).transpose(0, 1)
+    losses = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, ROWS), labels.reshape(-1), reduction="none"
+    ).view(BATCH, 8)
+    losses.backward(grads.double())
+
+    def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+        return ((one.double() - other).abs().max() / other.abs().max()).item()
+
+    dist.barrier(context.group)
+    return {
+        "losses": difference(scores.losses.view(8, BATCH).t(), losses.detach()),
+        "input": difference(found, inputs.grad[own]),
+        "weight": difference(
+            sum(g.double().t() @ x.double() for x, g in pairs),
+            exact.grad[first : first + rows],
+        ),
+        "tokens": max(len(x) for x, _ in pairs),
+    }
