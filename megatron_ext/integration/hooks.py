@@ -22,7 +22,7 @@ _ADVICE = (
     "scripts/upgrade_check.sh shows what moved in a version, for a report"
 )
 # Modules that hold nothing of Megatron's, most of those of a process; and ours, which may.
-_NEVER = sys.stdlib_module_names | {"torch", "numpy", "megatron_ext"}
+_NEVER = sys.stdlib_module_names | {"torch", "numpy", "sympy", "mpmath", "triton", "megatron_ext"}
 
 
 @dataclass(frozen=True)

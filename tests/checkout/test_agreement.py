@@ -105,7 +105,7 @@ class TestOnRanks:
     def test_another_environment(self, start: Callable[..., Outcome]) -> None:
         said = _said(
             start(
-                *("--pp-schedule", "v-half"),
+                *("--pp-schedule", "zb-h1"),
                 environment={0: {"MEGATRON_EXT_OFFLOAD_MIN_BYTES": "5"}},
             )
         )

@@ -122,6 +122,7 @@ DAILY = ("DeepSeek-V3, offload, full", "packed sequences")
 # In tier matrix: what the other rows, or the tests of offload on the wheel, nearly cover.
 NIGHTLY = (
     *("fewer first and last layers", "per-token loss", "batch-size ramp-up", "CP 2"),
+    "evaluation, other batch",  # test_pretrain_script, and test_numerics with other microbatches
     *("MTP, bf16, both overlaps", "offload, half, MoE, EP 2, bf16, both overlaps"),
     *("layer layout", "offload, full, TP 2, sequence parallel"),
     *("dropout (the same run twice)", "offload, auto, measured, evaluation"),

@@ -27,6 +27,7 @@ from megatron_ext.plan.memory import stage_bytes
 from megatron_ext.plan.profile import Profile
 from megatron_ext.schedule import AUTO, Costs, ScheduleSpec, generate, lower, select
 from tests.support.checkouts import MAIN_TAG, Serve, existing, nightly, run
+from tests.support.grids import sampled
 from tests.support.script_server import Outcome
 
 MODEL = """--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -80,7 +81,7 @@ def test_torchrun(train: Callable[..., Log], weights: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "megatron_ext.launch", "--device", "cpu"]
     command += [str(existing(MAIN_TAG) / "pretrain_gpt.py"), *MODEL.split(), *weights]
-    done = run([*command, *pp2, "--pp-schedule", "v-half"])
+    done = run([*command, *pp2, "--pp-schedule", "v-half", "--pp-p2p", MESSAGES["v-half"]])
     assert done.returncode == 0, done.stdout[-6000:]
     assert read(done.stdout) == train(*weights, *pp2, ranks=2)
 
@@ -111,7 +112,7 @@ MESSAGES = {"v-half": "edge,ctas=2,announce,buffers", "v-zb": "pipeline"}
     [
         ("v-half", 4, 6, None),
         nightly("v-zb", 4, 8, "1,1,1"),
-        ("v-half", 2, 4, None),
+        nightly("v-half", 2, 4, None),  # as test_torchrun, with the plans
         ("v-zb", 2, 4, "1,1,1"),
     ],
 )
@@ -246,25 +247,26 @@ def test_the_log_line(profiled: tuple[Outcome, Path]) -> None:
     assert "pipeline bubble" not in outcome.log(0)
 
 
+@pytest.mark.parametrize("pp", sampled([2, 4], [2]))
 def test_a_cap_in_bytes(
-    start: Callable[..., Outcome], weights: list[str], stock: Log, tmp_path: Path
+    start: Callable[..., Outcome], weights: list[str], stock: Log, tmp_path: Path, pp: int
 ) -> None:
     """Nothing fits: the error names the least that does; that trains, with the same losses, and
     tensor-parallel ranks, whose measurements differ, agree on the plan after a profile."""
-    auto = ["--pp-schedule", "auto", "--pipeline-model-parallel-size", "4", "--pp-memory-cap"]
-    refused = start(*weights, *auto, "1KiB")
+    auto = ["--pp-schedule", "auto", "--pipeline-model-parallel-size", str(pp), "--pp-memory-cap"]
+    refused = start(*weights, *auto, "1KiB", ranks=pp)
     assert refused.status == "failed"
     (least,) = set(re.findall(r"the least of all is (\S+)", refused.log(0)))
     assert "raise --pp-memory-cap" in refused.log(0)
-    fits = start(*weights, *auto, least, "--pp-trace", str(tmp_path / "one"))
+    fits = start(*weights, *auto, least, "--pp-trace", str(tmp_path / "one"), ranks=pp)
     assert fits.status == "ok", fits.log(0)[-6000:]
-    assert read(fits.log(3))["training"] == stock["training"]
-    given = read_flags([*MODEL.split(), *CPU_KERNELS, "--world-size", "4"])[0]
-    job = job_of({**given, "pipeline_model_parallel_size": 4})
+    assert read(fits.log(pp - 1))["training"] == stock["training"]
+    given = read_flags([*MODEL.split(), *CPU_KERNELS, "--world-size", str(pp)])[0]
+    job = job_of({**given, "pipeline_model_parallel_size": pp})
     budget = Budget(job, parse_bytes(least), lambda stages: even_split(8, stages))
-    costs = estimate(even_split(8, 8)).costs(8)
-    chosen = select(ScheduleSpec(AUTO, 4, 8, 2, costs, budget)).schedule
-    assert plans(tmp_path / "one") == [[lower(chosen).fingerprint()] * 3] * 4
+    costs = estimate(even_split(8, 2 * pp)).costs(2 * pp)
+    chosen = select(ScheduleSpec(AUTO, pp, 8, 2, costs, budget)).schedule
+    assert plans(tmp_path / "one", pp) == [[lower(chosen).fingerprint()] * 3] * pp
     assert f"{chosen.name} is the fastest of " in fits.log(0)
     assert re.search(r"a cap of \d+ activation sets \(estimated", fits.log(0))
 

@@ -25,28 +25,33 @@ from tests.support.kernels import fused_kernels
 OURS = [
     "zb-h1/ce",
     "zb-h1/fusion",
-    "zb-h1/moe",
     "v-half/moe",
     "zb-h1/te",
-    "v-zb/te",
-    "zb-h1/te-fused",
     "zb-h1/te-recompute",
     "v-zb/te-moe",
     "zb-h1/te-moe-fused",
     "zb-h1/te-forward",
     "zb-h1/mtp",
     "zb-h1/mtp-tied",
-    "zb-h1/overlap",
     "v-half/overlap",
-    "v-zb/overlap",
     "zb-h1/overlap-fusion",
-    "v-zb/overlap-moe",
     "zb-h1/overlap-te-moe",
     "v-half/tp-sp-fusion",
     "zb-h1/tp-sp-te",
     "v-zb/tp-sp-te-fused",
 ]
-_MATRIX = ["zb-h1/overlap-moe", "zb-h1/tp-sp", "zb-h1/tp-fusion", "zb-h1/tp-sp-fusion"]
+_MATRIX = [
+    *("zb-h1/overlap-moe", "zb-h1/tp-sp", "zb-h1/tp-fusion", "zb-h1/tp-sp-fusion"),
+    # The same layers under another schedule, or a part of what another case has.
+    *(
+        "zb-h1/moe",
+        "v-zb/te",
+        "zb-h1/te-fused",
+        "zb-h1/overlap",
+        "v-zb/overlap",
+        "v-zb/overlap-moe",
+    ),
+]
 
 
 def _with(text: str) -> list[Any]:
@@ -80,7 +85,7 @@ def test_every_case_is_compared(results: Cases) -> None:
     }
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", sampled([2, 4], [2]))
 @pytest.mark.parametrize("layers", ["local", "te"])
 def test_a_set_is_as_large_between_b_and_w(results: Cases, layers: str, tp: int) -> None:
     """With sequence parallelism: nothing that B has gathered waits for W. All layers of the model,

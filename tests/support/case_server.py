@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkouts import environment, python_path
+from tests.support.preload import preload
 from tests.support.ranks import on_ranks
 from tests.support.waiting import PATIENCE
 
@@ -131,6 +132,7 @@ def serve(
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
+    preload()
     gc.collect()
     gc.freeze()  # else every rank copies what the collector touches
     print(json.dumps({"value": list(cases)}), file=answers, flush=True)

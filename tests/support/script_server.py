@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import ROOT
+from tests.support.preload import preload
 from tests.support.waiting import PATIENCE, wait_until
 
 MOST_RANKS = 16
@@ -246,6 +247,7 @@ def _prepare_for_all() -> None:
     read = functools.cache(lambda config: find(blank, config))
     factory._get_field_docstrings = lambda _, config: dict(read(config))
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    preload()
 
 
 def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,7 @@ def facts(
     }
 
 
+@functools.cache
 def _sources() -> str:
     """A hash of this package's modules: checkouts of one version number may differ."""
     digest, package = hashlib.sha256(), Path(__file__).resolve().parents[2]

@@ -39,7 +39,7 @@ _TWO = {"chunks": 2}
 def _case(schedule: str | None, model: str, moe: Any, **more: Any) -> dict[str, Any]:
     layers = _GROUPED if "te" in model else _SEQUENTIAL
     late = "offload" in more or "overlap" in more
-    case = {"pp": 2, "iterations": 3 if late else 2, **more, "moe": moe}
+    case = {"pp": 2, "m": 4, "iterations": 3 if late else 2, **more, "moe": moe}
     case["parallel"] = {"expert_model_parallel_size": 2}
     case["config"] = {**layers, "expert_model_parallel_size": 2, "moe_router_topk": 2}
     case["config"]["gradient_accumulation_fusion"] = model == "fusion"

@@ -49,7 +49,7 @@ _MOE = {
 }
 # Stock's sequential experts cannot have a bias (an in-place addition that autograd refuses).
 _SEQUENTIAL = {**_MOE, "add_bias_linear": False}
-_OVERLAP = {"pp": 2, "overlap": True, "iterations": 3}
+_OVERLAP = {"pp": 2, "m": 4, "overlap": True, "iterations": 3}
 _PARALLEL = {"pp": 2, "m": 4, "parallel": {"tensor_model_parallel_size": 2}}
 # Without biases W may add to main_grad behind B's communication.
 _TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "add_bias_linear": False}

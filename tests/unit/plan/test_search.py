@@ -53,12 +53,18 @@ def dual(**options):
     return space(offload=("auto",), policy="dual", gpu=gpu_of("H200"), **options)
 
 
+@pytest.fixture(scope="module")
+def small():
+    """The search of the small model with all schedules."""
+    return Search(space(), 11 * GIB).run()
+
+
 @pytest.fixture(scope="module", params=sampled(("some", "hundred"), ("some",)))
-def found(request):
+def found(request, small):
     """What searches look at, offload among it; or what several do, and as many more at random."""
     if request.param == "some":
         few = dual(schedules=("v-half", "po"))
-        return Search(space(), 11 * GIB).run().points + Search(few, 9 * GIB).run().points
+        return small.points + Search(few, 9 * GIB).run().points
     points = []
     for budget in (9, 11, 14, 30):
         points += Search(space(), budget * GIB).run().points
@@ -115,7 +121,7 @@ def test_pruning_loses_nothing(tried, budget):
 
 
 def test_a_budget_that_nothing_fits_names_the_least():
-    where = space(offload=(), schedules=("1f1b", "v-half", "v-min"))
+    where = space(offload=(), schedules=("1f1b", "v-min"), micro_batch_sizes=(1,))
     result = Search(where, 2 * GIB).run()
     assert result.best is None and not result.front
     assert result.smallest.worst.total == min(p.worst.total for p in everything(where))
@@ -215,7 +221,8 @@ def test_balance_makes_fit_what_does_not():
 
 def test_layers_that_do_not_divide_get_a_layout():
     line = SMALL.replace("--num-layers 16", "--num-layers 15")
-    best = Search(space(line), 40 * GIB).run().best
+    names = ("1f1b", "interleaved-zb", "v-half")
+    best = Search(space(line, schedules=names), 40 * GIB).run().best
     assert best is not None and sum(best.workload.split.counts) == 15
     with pytest.raises(PlanError, match="none of v-half is possible with 3 layers"):
         Search(space(SMALL.replace("layers 16", "layers 3"), schedules=("v-half",)), GIB).run()
@@ -337,12 +344,12 @@ def test_schedules_are_made_for_their_sizes():
     assert [(spec.name, spec.chunks, spec.group_size) for spec in specs] == sizes
 
 
-def test_a_search_ends_after_its_passes():
+def test_a_search_ends_after_its_passes(small):
     """Three points are always there, and what is left out is counted."""
     result = Search(space(), 11 * GIB, effort=1e-6).run()
     assert len(result.points) == 3 and result.skipped
     assert result.best is not None
-    assert Search(space(), 11 * GIB).run().skipped == 0
+    assert small.skipped == 0
 
 
 # PipeOffload's models in small: long sequences, and an output layer worth several layers.
