@@ -77,9 +77,12 @@ def _least_gain(rows: list[dict[str, Any]]) -> float:
 
 
 def _best_s4(row: dict[str, Any]) -> str:
-    """Of the plans that need no more than recompute, the fastest."""
+    """Of the plans that need no more than recompute, the fastest; if none does, the smallest."""
     median, peak = row["median_ms"], row["peak_bytes"]
-    fitting = [n for n in median if " s4 " in n and peak[n] <= peak["recompute"]]
+    every = [name for name in median if " s4 " in name]
+    fitting = [name for name in every if peak[name] <= peak["recompute"]]
+    if not fitting:
+        return min(every, key=lambda name: peak[name])
     return min(fitting, key=lambda name: median[name])
 
 

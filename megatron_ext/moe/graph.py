@@ -100,8 +100,8 @@ class _Unmade(torch.autograd.Function):
     """Stands for fc2: an output of its shape, not computed, with a history as fc2's has."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, device=x.device)
+    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -170,6 +170,9 @@ class Recomputation:
             experts()
         if self._count != len(self._blocks):
             raise self._mismatch(f"{self._count} storages")
+        # Saved tensors hold the hooks that packed them, and these this object. From here on each
+        # storage goes with the last tensor that was saved of it, while backward proceeds.
+        self._blocks, self._calls = [], []
 
     # --- both times ---
 
@@ -226,9 +229,9 @@ class Recomputation:
         known = self._count
         output = original(*args, **kwargs)
         y, *rest = output if isinstance(output, tuple) else (output,)
-        like = torch.empty_like(y, device="meta")
+        form = y.shape, y.dtype
         unmade = self._count == known and all(_is_given(one) for one in rest)
-        self._calls.append((like, rest, isinstance(output, tuple)) if unmade else None)
+        self._calls.append((form, rest, isinstance(output, tuple)) if unmade else None)
         return output
 
     # --- backward ---
@@ -259,7 +262,7 @@ class Recomputation:
             y = y.detach().requires_grad_()
             self._seen[y.untyped_storage()._cdata] = None, y
         else:
-            y = _Unmade.apply(args[0], y)
+            y = _Unmade.apply(args[0], *y)
         return (y, *rest) if several else y
 
     def _mismatch(self, found: str) -> RuntimeError:

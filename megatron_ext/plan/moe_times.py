@@ -46,9 +46,11 @@ ASSUMPTIONS = (
 # (F, B, W) seconds of a part; ``times.price_of`` makes one.
 Price = Callable[[Part], Sequence[float]]
 
-# Small kernels a chunk: Local's steps, in forward and in backward; of Megatron's own layer those
-# that the planner counts.
-_OURS = (Local(14, 4, 13, 11, 3), Local(0, 2, 14, 16, 4))
+# Small kernels a chunk: Local's steps, in forward, in backward, and there for rows that are sent
+# again; all chunks are split at once. Of Megatron's own layer those that the planner counts.
+_ONCE = 45
+_OURS = (Local(0, 2, 4, 1, 2), Local(0, 1, 1, 2, 4))
+_AGAIN = Local(0, 2, 2, 0, 0)
 _STOCK = (Local(0, 3, 2, 2, 3), Local(0, 6, 4, 4, 6))
 
 MARGIN = 0.02  # a plan must be faster than a simpler one by this, as in training
@@ -128,6 +130,8 @@ def job_costs(job: Job, gpu: Gpu, price: Price) -> Costs:
             return Local(price(Part((), work=Work(kernels=kernels.split)))[0], *seconds)
 
         forward, backward = _STOCK if plan.stock else _OURS
+        if not plan.stock:
+            forward = forward._replace(split=_ONCE / plan.chunks)
         given = copied_bytes(shape, chunk, Strategy.S3)  # the input alone
         inside = copied_bytes(shape, chunk, Strategy.S2)
         return ChunkTimes(
@@ -136,7 +140,7 @@ def job_costs(job: Job, gpu: Gpu, price: Price) -> Costs:
             inside / gpu.to_host,
             given / gpu.to_device,
             inside / gpu.to_device,
-            *(local(forward), local(backward), local(Local(0, 2, 1, 0, 0))),
+            *(local(forward), local(backward), local(_AGAIN)),
         )
 
     return costs

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.moe.buffers import Memory, Ring
@@ -266,6 +267,42 @@ def test_products_of_a_backward_pass(
             found = run(region, 3, strategy, between=start)
         assert mode.count == 3 * EXPERTS * (4 + again * (1 if known else 2))
         assert equal(found, wanted)
+
+
+class Inner(TorchDispatchMode):
+    """At each product of matrices, how many rows of the experts' inner width exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        # A weight and its gradient have the width's rows.
+        if isinstance(out, torch.Tensor) and out.shape[1:] == (FFN,) and len(out) != WIDTH:
+            storage = out.untyped_storage()
+            rows = storage.nbytes() // (FFN * out.itemsize)
+            self._live[storage._cdata] = StorageWeakRef(storage), rows
+        if func is torch.ops.aten.mm.default:
+            self._live = {k: one for k, one in self._live.items() if not one[0].expired()}
+            self.rows.append(sum(rows for _, rows in self._live.values()))
+        return out
+
+
+@pytest.mark.parametrize("strategy", ["s3", "s4"])
+def test_what_is_computed_again_goes_as_backward_proceeds(
+    make: Callable[..., Region], strategy: str
+) -> None:
+    """Of four experts behind each other, the last one in backward has only its own rows: the
+    activation function's output, what is saved of that, and a gradient."""
+    sizes = batch()[2].sum(dim=0).tolist()
+    assert WIDTH not in sizes
+    region, mode = make(module=OneByOne()), Inner()
+    with contextlib.ExitStack() as stack:
+        run(region, 1, strategy, between=functools.partial(stack.enter_context, mode))
+    assert max(mode.rows) >= 2 * sum(sizes)  # once all is computed again
+    assert mode.rows[-1] <= 4 * sizes[0] < 2 * sum(sizes)
 
 
 @pytest.mark.parametrize("chunks", [2, 5])
