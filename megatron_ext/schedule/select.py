@@ -161,11 +161,6 @@ def select(spec: ScheduleSpec) -> Selected:
         CapExceeded: no schedule that is asked for keeps the cap.
         ValueError: unknown name, or numbers that no schedule exists for.
     """
-    if spec.barriers and spec.offload is not None:
-        raise ValueError(
-            "activation sets are not offloaded beside passes of a sharded vocabulary; leave one of "
-            "both out"
-        )
     if spec.order is None:
         check_sizes(spec.name, spec.pp, spec.microbatches, spec.chunks, spec.objective, (AUTO,))
     if spec.name == AUTO:

@@ -19,8 +19,10 @@ gradient to all.
 
 from __future__ import annotations
 
-from .actions import Action, Op, Operation
-from .effects import B, F
+from collections.abc import Sequence
+
+from .actions import Action, AnyAction, Op, Operation
+from .effects import B, F, passes, peak, steps
 from .placement import Placement
 
 BARRIERS = (1, 2)
@@ -131,6 +133,17 @@ class Vocabulary:
     def actions(self, op: Operation, microbatch: int) -> list[Action]:
         """An operation's action of every rank."""
         return [Action(op, stage, microbatch) for stage in self.stages]
+
+
+def peak_held(ranks: Sequence[Sequence[AnyAction]]) -> list[int]:
+    """Most microbatches of each rank between S and T, whose probabilities it keeps.
+
+    Depends on the order only; a microbatch counts from its S's start to its T's end. 0 where there
+    are no T's: evaluation keeps nothing.
+    """
+    held: dict[Operation, int] = {S: 1, T: -1}
+    some = [any(action.op is T for action in passes(row)) for row in ranks]
+    return [peak(steps(row, held)) if t else 0 for row, t in zip(ranks, some)]
 
 
 _BRINGS: dict[Operation, VocabularyOp] = {

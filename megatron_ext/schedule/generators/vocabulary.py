@@ -1,24 +1,25 @@
 """Vocabulary passes in any order: output layer and embedding of all ranks (arXiv 2411.05288).
 
-The passes S of a microbatch stand between its last F and its first B. All ranks have one, so B
-comes about one interval later than it would, and that is as much as every rank has to keep more:
-one microbatch with one barrier, two with two (section 5). A list scheduler with so much more memory
-finds the passes that run in between.
+The passes S of a microbatch stand between its last F and its first B. All ranks have one, so all
+backward passes come one period later, or two with two barriers; every rank keeps as many
+microbatches more (section 5). S and T go where in that time they cost least, and a list scheduler
+with so much more memory shortens warm-up and cool-down.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from fractions import Fraction
 
 from ..actions import Action, AnyAction, Op, RankActions
 from ..effects import peak_sets
 from ..event_loop import time_of
 from ..schedule import Schedule, ScheduleError
 from ..simulate import simulate
-from ..vocabulary import AHEAD, E, G, S, T, Vocabulary, VocabularyOp
+from ..vocabulary import AHEAD, E, G, S, T, Vocabulary, peak_held
 from .list_scheduler import list_schedule
-from .request import min_gaps
+from .request import LONG, min_gaps
 
 
 def add_vocabulary(schedule: Schedule, barriers: int = 1, growth: int | None = None) -> Schedule:
@@ -44,47 +45,94 @@ def add_vocabulary(schedule: Schedule, barriers: int = 1, growth: int | None = N
                 raise schedule.fault(rank, position, text)
     placement, durations = schedule.placement, schedule.costs.durations(schedule.placement)
     output = Vocabulary(placement, barriers, embeddings=False)
-    fixed = _inserted(schedule, output)
     more = placement.chunks * barriers if growth is None else growth
     caps = [sets + more for sets in peak_sets(schedule.ranks)]
-    found: list[tuple[int, RankActions]] = []
-    for gap, urgent in product(min_gaps(schedule.pp)[:2], ((), (T,), (S,), (S, T))):
-        orders = list_schedule(fixed, placement, caps, durations, gap, output, urgent)
+
+    def scored(orders: RankActions) -> _Scored:
         taken = time_of(orders, placement, durations, schedule.microbatches, vocabulary=output)
         assert taken is not None  # there is no limit
-        found.append((taken, orders))
+        return (taken, *sorted(peak_held(orders), reverse=True)), orders
+
+    delayed = _Delayed(schedule, output, caps, Fraction(more, placement.chunks))
+    fixed = [scored(delayed.orders(s, t)) for s in _SHARES for t in _SHARES]
+    fixed.sort(key=lambda one: one[0])
+    found = fixed[:1]
+    waits, hurried = min_gaps(schedule.pp)[:2]
+    for _, orders in fixed[: 2 if sum(map(len, schedule.ranks)) <= LONG else 1]:
+        for gap, urgent in ((waits, ()), (hurried, ()), (hurried, (T,)), (hurried, (S,))):
+            again = list_schedule(orders, placement, caps, durations, gap, output, urgent)
+            found.append(scored(again))
     best = min(found, key=lambda one: one[0])[1]
     return _with_embeddings(replace(schedule.with_ranks(best), barriers=barriers))
 
 
-def _inserted(schedule: Schedule, vocabulary: Vocabulary) -> RankActions:
-    """S and T of all ranks where the last stage's B would begin: before it, but T with one barrier,
-    which needs that B's result, before the next microbatch's S."""
-    run = simulate(schedule)
-    timed = [
-        (start, end, rank, action)
-        for rank, row in enumerate(run.schedule.ranks)
-        for start, end, action in zip(run.start[rank], run.end[rank], row)
-    ]
-    out: RankActions = [[] for _ in schedule.ranks]
+_Scored = tuple[tuple[int, ...], RankActions]  # time, then peaks of what S keeps for T; less first
+# Where S and T begin behind what they wait for, in quarters of a period.
+_SHARES = range(4)
+_FINER = 16  # units of time of a unit of the simulation
 
-    def append(op: VocabularyOp, microbatch: int) -> None:
-        for row, action in zip(out, vocabulary.actions(op, microbatch)):
-            row.append(action)
 
-    for _, _, rank, action in sorted(timed, key=lambda one: one[:3]):
-        assert isinstance(action, Action)
-        j = action.microbatch
-        if action.stage == vocabulary.last and action.op in (Op.B, Op.BW):
-            if vocabulary.barriers == 1 and j:
-                append(T, j - 1)
-            append(S, j)
-            if vocabulary.barriers == 2:
-                append(T, j)
-        out[rank].append(action)
-    if vocabulary.barriers == 1:
-        append(T, schedule.microbatches - 1)
-    return out
+class _Delayed:
+    """A schedule whose backward passes come later: by one microbatch's work for each barrier.
+
+    In the steady state that is one more microbatch in flight, and every rank's passes are in the
+    order that they had, one turn later. In between there is time for the passes of all ranks.
+
+    Args:
+        schedule: compute actions.
+        vocabulary: of the passes to insert.
+        caps: most activation sets, rank by rank. The delay is less if they need that.
+        microbatches: that the caps have room for.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        vocabulary: Vocabulary,
+        caps: Sequence[int],
+        microbatches: Fraction,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._run = run = simulate(schedule)
+        work = schedule.costs.per_rank_work(schedule.placement)
+        self._period = int(max(work) * run.scale) * _FINER
+        most = min(max(microbatches, Fraction(0)), Fraction(vocabulary.barriers))
+        for quarters in (4, 3, 2, 1, 0):
+            delay = int(self._period * most * quarters / 4)
+            self._timed = [self._row(rank, delay) for rank in range(schedule.pp)]
+            kept = peak_sets([[action for *_, action in row] for row in self._timed])
+            if all(sets <= cap for sets, cap in zip(kept, caps)):
+                break
+        last = [timed for row in self._timed for timed in row if timed[2].stage == vocabulary.last]
+        self._saved = {a.microbatch: end for _, end, a in last if a.op is Op.F}
+        self._backward = {a.microbatch: (s, e) for s, e, a in last if a.op in (Op.B, Op.BW)}
+
+    def _row(self, rank: int, delay: int) -> list[_Timed]:
+        run, row = self._run, []
+        for start, end, action in zip(run.start[rank], run.end[rank], run.schedule.ranks[rank]):
+            assert isinstance(action, Action)
+            later = 0 if action.op is Op.F else delay
+            row.append((start * _FINER + later, end * _FINER + later, action))
+        return sorted(row, key=lambda one: one[0])
+
+    def orders(self, s_quarters: int, t_quarters: int) -> RankActions:
+        """With S so many quarters of a period behind the last stage's F, and T behind its B, or
+        with two barriers behind S; what B waits for stands before it."""
+        out: RankActions = []
+        s_wait, t_wait = (self._period * quarters // 4 for quarters in (s_quarters, t_quarters))
+        for own, row in zip(self._vocabulary.stages, self._timed):
+            timed = [(start, 2, action) for start, _, action in row]
+            for j, (begin, end) in self._backward.items():
+                s = min(self._saved[j] + s_wait, begin)
+                t = end + t_wait
+                if self._vocabulary.barriers == 2:
+                    t = min(s + t_wait, begin)
+                timed += [(s, 0, Action(S, own, j)), (t, 1, Action(T, own, j))]
+            out.append([action for *_, action in sorted(timed, key=lambda one: one[:2])])
+        return out
+
+
+_Timed = tuple[int, int, Action]  # start, end
 
 
 def _with_embeddings(schedule: Schedule) -> Schedule:

@@ -14,10 +14,11 @@ from fractions import Fraction
 
 from ..actions import AnyAction, Op
 from ..costs import Costs
-from ..effects import peak_sets, steps
+from ..effects import CALLS, peak_sets, steps
 from ..link import Link, LinkTimes
 from ..schedule import Schedule
 from ..simulate import run_times, simulate
+from ..vocabulary import S
 from .placing import ActivationSet, Passes, Placing
 
 Row = tuple[AnyAction, ...]
@@ -87,6 +88,8 @@ def offload(
     costs: Costs | None = None,
 ) -> OffloadPlan:
     """Insert OFFLOAD, RELEASE, PREPARE and RELOAD into every rank's order.
+
+    Passes of a sharded vocabulary have to be there already.
 
     Never fails because something cannot travel: that stays, and the plan says why. Sets of the
     chunk with the longest lifespan go first; part of a chunk is every so many of its microbatches.
@@ -331,7 +334,7 @@ def _resident(row: Row) -> list[int]:
 def _late_forwards(
     base: Schedule, times: LinkTimes, start: list[list[int]], end: list[list[int]]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The same run, every F as late as keeps all B and W where they are, less one copy back.
+    """The same run, every F as late as keeps all other passes where they are, less one copy back.
 
     In the warm-up F passes run faster than their sets can leave, and then the rank waits. Copies
     planned for the later times make it wait between them instead, which costs nothing: whatever
@@ -343,6 +346,7 @@ def _late_forwards(
     margin = max((times.to_device[s] for s in _travelling(base, times, start, end)), default=0)
     late = [list(row) for row in start]
     begins: dict[tuple[bool, int, int], int] = {}  # (is F, stage, microbatch) -> latest start
+    logits: dict[int, int] = {}  # microbatch -> first start of S, which waits for the last F
     order = sorted(
         ((at, rank, i) for rank, row in enumerate(start) for i, at in enumerate(row)), reverse=True
     )
@@ -356,10 +360,14 @@ def _late_forwards(
             if stage + 1 < n:
                 hop = durations.hop if rank_of(stage + 1) != rank else 0
                 follows.append(begins[True, stage + 1, j] - hop)
+            elif j in logits:
+                follows.append(logits[j] - durations.collective)
             at = min(follows, default=end[rank][i]) - durations.forward[stage]
             late[rank][i] = at
         for op, stage, j in action.parts:
-            if op is not Op.W:
+            if op is S:
+                logits[j] = at
+            elif op in CALLS:
                 begins[op is Op.F, stage, j] = at
     # Taking the later of two times that keep all dependencies keeps them.
     for rank, row in enumerate(base.ranks):
@@ -383,7 +391,7 @@ def _travelling(
             for op, stage, j in action.parts:
                 if op is Op.F:
                     saved[stage, j] = until
-                elif op is not Op.W and (stage, j) in saved and stage not in found:
+                elif op in CALLS and (stage, j) in saved and stage not in found:
                     gap = at - saved[stage, j]
                     if gap >= times.to_host[stage] + times.to_device[stage]:
                         found.add(stage)

@@ -12,11 +12,13 @@ import pytest
 from megatron_ext.schedule import (
     GENERATORS,
     Costs,
+    Link,
     Placement,
     ScheduleError,
     check,
     forward_only,
     generate,
+    offload_pass,
     simulate,
 )
 from megatron_ext.schedule.actions import Action, Op
@@ -65,7 +67,7 @@ def test_every_schedule_takes_them(name, barriers, pp, microbatches):
 
 
 @pytest.mark.parametrize("barriers", [1, 2])
-@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "interleaved-zb", "v-half", "v-zb", "v-min"])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_bubble_repeats(name, barriers):
     """Of eight more microbatches each takes what its passes do, as without vocabulary layers."""
     lengths = []
@@ -75,6 +77,24 @@ def test_no_bubble_repeats(name, barriers):
     plain, sharded = (long - short for short, long in zip(*lengths))
     work = 8 * (3 + sum(map(Fraction, SMALL[:4])))
     assert sharded - work <= plain - 24 + work / 50
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_offload_beside_them(name, barriers):
+    """Their order and times stay, also those of S, which the last stage's late F's must reach."""
+    _, schedule = made(name, 4, 12, barriers)
+    alone = simulate(schedule)
+    plan = offload_pass(schedule, Link.of(4, "0.25"), "auto")
+    lowered = lower(plan.schedule)
+    report = check(lowered)
+    check(plan.schedule)
+    assert plan.schedule.compute() == schedule == lowered.compute() and not plan.stall
+    assert sum(report.offloaded_sets) == sum(map(sum, plan.moved)) > 0
+    assert sum(plan.peak_sets) < sum(alone.peak_sets)
+    run = simulate(lowered)
+    assert run.makespan == alone.makespan and run.transfers.stall == 0
+    assert from_json(json.loads(json.dumps(lowered.to_json()))) == replace(lowered, name=name)
 
 
 def test_heavy_last_stage_against_all_ranks():
