@@ -34,7 +34,7 @@ def _check(args: argparse.Namespace) -> None:
     else:
         lowered = lower(schedule)
         verify(lowered)  # what lower() makes of a valid order is ours: a fault here is a bug
-        transfers = (sum(len(row) for row in lowered.ranks) - actions) // 2
+        transfers = sum(action.op.is_send for *_, action in lowered.actions())
         lines.append(
             f"  compute only; lowered to {transfers} transfers: complete, in matching "
             "order, no deadlock with blocking sends"

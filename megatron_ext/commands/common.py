@@ -421,6 +421,11 @@ def simulation_json(
         "span_bubble": number_to_json(simulation.span_bubble),
         "peak_activation": [number_to_json(peak) for peak in peaks],
         "peak_activation_vs_1f1b": number_to_json(max(peaks) / schedule.pp),
+        **(
+            {"peak_vocabulary_microbatches": simulation.peak_vocabulary}
+            if schedule.barriers
+            else {}
+        ),
         "generation_seconds": round(seconds, 6),
         **quality,
         **(_offload_json(simulation) if offloads or simulation.transfers else {}),

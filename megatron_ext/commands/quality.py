@@ -62,11 +62,11 @@ def gap_of(simulation: Simulation, cap: Cap | None, objective: str | None) -> Ga
     """The gap at the cap, or at the schedule's own peak if that is more or there is no cap.
 
     With offload a rank may keep any number of sets, as if copies took no time. None for a schedule
-    without backward passes.
+    without backward passes, and for the span beside vocabulary passes.
     """
     schedule, span = simulation.schedule, objective == "span"
-    if schedule.barriers:
-        return None  # bounds do not know vocabulary passes
+    if schedule.barriers and span:
+        return None  # whose rank's own span has vocabulary passes before its first F
     sets: int | None = max(simulation.peak_sets)
     if not sets:
         return None
@@ -82,6 +82,7 @@ def gap_of(simulation: Simulation, cap: Cap | None, objective: str | None) -> Ga
         sets,
         fused=fused,
         span=span,
+        vocabulary=schedule.vocabulary,
     )
     time = simulation.makespan
     if span:

@@ -73,6 +73,7 @@ def _simulation_table(
             f"  peak activation  {short(max(peaks))} microbatches, "
             f"{short(100 * max(peaks) / schedule.pp)} % of 1F1B's {schedule.pp}",
             f"    per rank       {per_rank(peaks)}",
+            *_vocabulary_lines(simulation),
             *_offload_lines(simulation),
             f"  generated in     {seconds:.3f} s",
             *([f"  {_why(simulation)}{schedule.note}"] if schedule.note else []),
@@ -83,6 +84,16 @@ def _simulation_table(
 
 def _why(simulation: Simulation) -> str:
     return "note             " if simulation.transfers else "chosen because   "
+
+
+def _vocabulary_lines(simulation: Simulation) -> list[str]:
+    if not simulation.schedule.barriers:
+        return []
+    kept = simulation.peak_vocabulary
+    return [
+        f"  kept from S to T {max(kept)} microbatches",
+        f"    per rank       {' '.join(map(str, kept))}",
+    ]
 
 
 def _offload_lines(simulation: Simulation) -> list[str]:

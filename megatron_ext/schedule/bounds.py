@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from .costs import Costs, Durations
 from .placement import Placement
+from .vocabulary import Vocabulary
 
 
 class Bound(NamedTuple):
@@ -40,6 +41,7 @@ def lower_bound(
     *,
     fused: bool = False,
     span: bool = False,
+    vocabulary: Vocabulary | None = None,
 ) -> Bound:
     """Least time of any order on ``placement``.
 
@@ -62,20 +64,25 @@ def lower_bound(
             F's start to W's end; None for no cap.
         fused: of orders in which B and W are one pass, BW; these cannot be as fast.
         span: of the longest single rank's own span instead of the makespan.
+        vocabulary: passes of a sharded one, which all ranks have; not with ``span``.
 
     Raises:
-        ValueError: per-stage costs for another number of stages.
+        ValueError: per-stage costs for another number of stages; vocabulary passes with ``span``.
     """
+    if span and vocabulary is not None:
+        raise ValueError("there is no bound on the span beside vocabulary passes, only on makespan")
     d = costs.durations(placement)
     if fused:
         whole = tuple(b + w for b, w in zip(d.backward_input, d.backward_weight))
         d = d._replace(backward_input=whole, backward_weight=(0,) * len(whole))
-    way = _Way.of(placement, d)
+    shared = _Shared() if vocabulary is None else _Shared.of(vocabulary, d)
+    way = _Way.of(placement, d, shared)
     found = list(_of_stages(placement, microbatches, d, way, span))
     for row in placement.stages:
-        rank = _Rank.of(row, microbatches, d, way, span)
+        rank = _Rank.of(row, microbatches, d, way, span, shared)
         begin = 0 if span else way.f_start[row[0]]
-        found.append((Fraction(begin + rank.work), "work"))
+        idle = 0 if span else rank.before_first_f
+        found.append((Fraction(idle + rank.work), "work"))
         found.append((Fraction(rank.work + rank.idle(None)), "way"))
         if memory_cap is not None and memory_cap < microbatches * len(row):
             found.append((Fraction(rank.work + rank.idle(memory_cap)), "memory"))
@@ -88,22 +95,60 @@ def lower_bound(
 _KINDS = ("work", "way", "memory", "lifespan")  # of equal bounds the simplest is named
 
 
+class _Shared(NamedTuple):
+    """Vocabulary passes of every rank.
+
+    Attributes:
+        before, start: of one microbatch, what a rank runs before its first F, and until that F.
+        between, loss: the same from the last stage's F to its B.
+        behind, end: what may come at any time after that B, and what must come after the first
+            stage's B, with the way to it.
+        share: latency from the last stage's F to all ranks.
+    """
+
+    before: int = 0
+    start: int = 0
+    between: int = 0
+    loss: int = 0
+    behind: int = 0
+    end: int = 0
+    share: int = 0
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, d: Durations) -> _Shared:
+        s, t, e, g = d.vocabulary
+        share = d.collective
+        two = vocabulary.barriers == 2
+        between, behind = (s + t, 0) if two else (s, t)
+        loss = between + (3 if two else 2) * share
+        if not vocabulary.embeddings:
+            return cls(between=between, loss=loss, behind=behind, share=share)
+        return cls(e, e + share, between, loss, behind + g, share + g, share)
+
+
 class _Way(NamedTuple):
-    """One microbatch as early as data allows: starts of F and B, and ends of W, of every stage."""
+    """One microbatch as early as data allows: starts of F and B, and ends of W, of every stage.
+
+    ``shared`` is when all ranks have the last stage's output.
+    """
 
     f_start: list[int]
     b_start: list[int]
     w_end: list[int]
+    shared: int
 
     @classmethod
-    def of(cls, placement: Placement, d: Durations) -> _Way:
+    def of(cls, placement: Placement, d: Durations, shared: _Shared) -> _Way:
         n = placement.num_stages
         hops = [d.hop * (placement.rank_of(s) != placement.rank_of(s + 1)) for s in range(n - 1)]
-        f_start = list(accumulate((f + hop for f, hop in zip(d.forward, hops)), initial=0))
+        each = (f + hop for f, hop in zip(d.forward, hops))
+        f_start = list(accumulate(each, initial=shared.start))
+        output = f_start[-1] + d.forward[-1]
         back = [b + hop for b, hop in zip(d.backward_input[:0:-1], hops[::-1])]
-        b_start = list(accumulate(back, initial=f_start[-1] + d.forward[-1]))[::-1]
+        b_start = list(accumulate(back, initial=output + shared.loss))[::-1]
         w_end = [sum(x) for x in zip(b_start, d.backward_input, d.backward_weight)]
-        return cls(f_start, b_start, w_end)
+        w_end[0] = max(w_end[0], b_start[0] + d.backward_input[0] + shared.end)
+        return cls(f_start, b_start, w_end, output + shared.share)
 
     def rest(self, stage: int, stages: Iterable[int]) -> int:
         """From the start of B of ``stage`` to the last end of W of ``stages`` up to it."""
@@ -132,6 +177,7 @@ class _Rank(NamedTuple):
         work: of all its passes.
         first_f, first_b: by stage, the earliest start of any.
         after_f, after_b: by stage, the least time from the start of the last one to the end.
+        shared: its vocabulary passes, and when the first S can run.
     """
 
     row: tuple[int, ...]
@@ -142,10 +188,18 @@ class _Rank(NamedTuple):
     first_b: list[int]
     after_f: list[int]
     after_b: list[int]
+    shared: _Shared
+    first_s: int
 
     @classmethod
     def of(
-        cls, row: tuple[int, ...], microbatches: int, d: Durations, way: _Way, span: bool
+        cls,
+        row: tuple[int, ...],
+        microbatches: int,
+        d: Durations,
+        way: _Way,
+        span: bool,
+        shared: _Shared,
     ) -> _Rank:
         """With ``span``, of times from the rank's own first start to its own last end."""
         begin = way.f_start[row[0]] if span else 0
@@ -154,12 +208,20 @@ class _Rank(NamedTuple):
             row,
             microbatches,
             d,
-            microbatches * sum(_whole(d, s) for s in row),
+            microbatches
+            * (sum(_whole(d, s) for s in row) + shared.before + shared.between + shared.behind),
             [way.f_start[s] - begin for s in row],
             [way.b_start[s] - begin for s in row],
             [way.b_start[s] - way.f_start[s] + after for s, after in zip(row, after_b)],
             after_b,
+            shared,
+            way.shared - begin,
         )
+
+    @property
+    def before_first_f(self) -> int:
+        """Least idle time before the first F: only E can run there."""
+        return max(0, self.first_f[0] - self.microbatches * self.shared.before)
 
     def idle(self, cap: int | None) -> int:
         """Least idle time, at most ``cap`` sets being resident."""
@@ -168,17 +230,26 @@ class _Rank(NamedTuple):
         few = min(sets, m)
         # By stage. Before its first B nothing of the stages up to it has left memory, and its own
         # sets bound the microbatches that are in later ones. Likewise after its last F.
+        # Nor is T of a microbatch done before its B of the last stage, and that before any other;
+        # E needs none, and after the last F there is none; T and G wait as long as they like.
+        some = few * (self.shared.between + self.shared.behind)
+        early, late = m * self.shared.before, m * self.shared.behind
         heads, tails = [], []
         for i, s in enumerate(row):
             later = few * sum(_whole(d, x) for x in row[i + 1 :])
             forward = self._most((d.forward[x] for x in row[: i + 1]), sets)
-            heads.append(self.first_b[i] - forward - later)
+            heads.append(self.first_b[i] - forward - later - some - early)
             backward = self._most((d.backward_input[x] + d.backward_weight[x] for x in row), sets)
-            tails.append(self.after_f[i] - d.forward[s] - backward - later)
-        head, tail = self.first_f[0], 0
+            passes = backward + later + few * self.shared.between + late
+            tails.append(self.after_f[i] - d.forward[s] - passes)
+        # Before the first S there are F's and E's only.
+        heads[-1] = max(
+            heads[-1], self.first_s - self._most((d.forward[x] for x in row), sets) - early
+        )
+        head, tail = self.before_first_f, 0
         # After the last B of all, W's of what is resident.
         weights = self._most((d.backward_weight[x] for x in row), sets)
-        tail = max(tail, self.after_b[0] - d.backward_input[row[0]] - weights)
+        tail = max(tail, self.after_b[0] - d.backward_input[row[0]] - weights - late)
         # A head and a tail are apart unless all F's of a stage come before a B.
         first = max(head, *heads) + tail
         last = head + max(tail, *tails)

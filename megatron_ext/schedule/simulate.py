@@ -15,7 +15,7 @@ from .event_loop import Node, Program, RepeatedError, Row, Run, run
 from .link import Link, LinkTimes
 from .network import Network, NetworkProgram
 from .schedule import Schedule, ScheduleError
-from .vocabulary import KIND
+from .vocabulary import KIND, peak_held
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class Simulation:
     peak_sets: list[int]
     peak_activation: list[Fraction]
     transfers: Transfers | None = field(default=None, compare=False)
+
+    @property
+    def peak_vocabulary(self) -> list[int]:
+        """Per rank, the most microbatches between S's start and T's end (``peak_held``)."""
+        return peak_held(self.schedule.ranks)
 
     @property
     def peak_host_activation(self) -> list[Fraction]:

@@ -16,6 +16,15 @@ def _data(run, *argv):
     return json.loads(out)
 
 
+def test_microbatches_between_s_and_t(run):
+    argv = [*options("1f1b", 4, 8), *VOCABULARY]
+    kept = _data(run, "simulate", *argv)["peak_vocabulary_microbatches"]
+    text = f"  kept from S to T {max(kept)} microbatches\n    per rank       "
+    assert text + " ".join(map(str, kept)) in run("simulate", *argv)[1]
+    assert "peak_vocabulary_microbatches" not in _data(run, "simulate", *options("1f1b", 4, 8))
+    assert "kept from S" not in run("simulate", *options("1f1b", 4, 8))[1]
+
+
 def test_offload_beside_them(run, tmp_path):
     argv = [*options("po", 4, 8), *VOCABULARY]
     alone, data = _data(run, "simulate", *argv), _data(run, "simulate", *argv, *OFFLOAD)
@@ -32,6 +41,21 @@ def test_offload_beside_them(run, tmp_path):
     plain = tmp_path / "plain.json"
     run("schedule", *argv, "--output", plain)
     assert _data(run, "simulate", "--schedule", plain, *OFFLOAD)["makespan"] == data["makespan"]
+
+
+def test_collectives_are_no_transfers(run, tmp_path):
+    path = tmp_path / "s.json"
+    run("schedule", *options("1f1b", 2, 3), *VOCABULARY, "--output", path)
+    assert "compute only; lowered to 6 transfers" in run("check", path)[1]
+
+
+def test_bound(run):
+    """Of the work with that of the rank's parts; none on the span."""
+    argv = [*options("zb-h2", 4, 8), *VOCABULARY]
+    data = _data(run, "simulate", *argv)
+    assert data["bound_kind"] == "work" and 0 < data["above_bound"] < 0.03
+    assert data["lower_bound"] > 8 * 3.385
+    assert "lower_bound" not in _data(run, "simulate", *argv, "--objective", "rank-span")
 
 
 def test_auto_with_offload(run):

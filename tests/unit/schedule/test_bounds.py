@@ -10,6 +10,8 @@ import pytest
 
 from megatron_ext.schedule import NAMES, Costs, Placement, generate, simulate
 from megatron_ext.schedule.bounds import lower_bound, makespan_bound
+from megatron_ext.schedule.generators.vocabulary import add_vocabulary
+from megatron_ext.schedule.vocabulary import Vocabulary
 from tests.support.grids import sampled
 
 Op = tuple[str, int]  # F, B or W, and its stage
@@ -200,3 +202,60 @@ def test_bound_with_little_memory() -> None:
     for pp in (2, 4):
         stays = 5 * pp + 1 + pp - 1
         assert makespan_bound(Placement.loop(pp), 6, costs, 1) == 6 * stays
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "dualpipev"])
+def test_vocabulary_passes(name: str) -> None:
+    """Random costs, even vocabulary passes far longer than stages: no order is below its bound."""
+    numbers = random.Random(name)
+
+    def times(*choices: int | str) -> list[int | str]:
+        return [numbers.choice(choices) for _ in range(3)]
+
+    for pp, m in ((2, 1), (2, 5), (3, 7), (4, 4)):
+        n = generate(name, pp, m).placement.num_stages
+        costs = Costs.of(
+            hop=numbers.choice(("0", "0.5")),
+            stages=[times(1, 2, 4) for _ in range(n)],
+            vocabulary=[*times("0.1", 1, 3), "0.1", numbers.choice(("0", "0.3", "2"))],
+        )
+        base = generate(name, pp, m, costs=costs, effort=0.05)
+        fused = not base.splits_backward
+        for barriers in (1, 2):
+            schedule = add_vocabulary(base, barriers)
+            run, vocabulary = simulate(schedule), schedule.vocabulary
+            bounds = [
+                lower_bound(base.placement, m, costs, cap, fused=fused, vocabulary=some).value
+                for some in (vocabulary, None)
+                for cap in (max(run.peak_sets), None)
+            ]
+            assert run.makespan >= bounds[0] >= bounds[1] >= bounds[3]
+            assert bounds[0] >= bounds[2] >= bounds[3]
+
+
+def test_way_of_one_microbatch_with_vocabulary_passes() -> None:
+    """E and its collective, the stages, the barriers, back, and G: nothing runs beside them."""
+    costs = Costs.of(2, 3, 1, "0.5", vocabulary=["0.25", "0.125", "0.5", "4", "0.1"])
+    for name, pp in product(("1f1b", "zb-h1"), (2, 5)):
+        base = generate(name, pp, 1, costs=costs)
+        for barriers, loss in ((1, Fraction("0.45")), (2, Fraction("0.675"))):
+            schedule = add_vocabulary(base, barriers)
+            fused = not base.splits_backward
+            bound = lower_bound(
+                base.placement, 1, costs, fused=fused, vocabulary=schedule.vocabulary
+            )
+            way = Fraction("0.6") + 5 * pp + pp - 1 + loss + fused * pp + Fraction("4.1")
+            assert bound == (way, "way")
+            # ZB-H1 puts the first rank's W before its G.
+            assert simulate(schedule).makespan == way + (0 if fused else Fraction("0.9"))
+    with pytest.raises(ValueError, match="no bound on the span beside vocabulary passes"):
+        lower_bound(base.placement, 1, costs, span=True, vocabulary=schedule.vocabulary)
+
+
+def test_bound_of_memory_with_vocabulary_passes() -> None:
+    """With one set a rank's microbatches follow each other, each with its barrier."""
+    costs = Costs.of(2, 3, 1, "0.5", vocabulary=["0.25", "0.125", "0.5", "0.5", "0.1"])
+    placement = Placement.loop(4)
+    bound = lower_bound(placement, 6, costs, 1, vocabulary=Vocabulary(placement, 1))
+    assert bound.kind == "lifespan"
+    assert bound.value == Fraction("0.6") + 6 * (5 * 4 + 1 + 3 + Fraction("0.45"))

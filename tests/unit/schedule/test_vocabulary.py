@@ -97,6 +97,29 @@ def test_offload_beside_them(name, barriers):
     assert from_json(json.loads(json.dumps(lowered.to_json()))) == replace(lowered, name=name)
 
 
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_microbatches_between_s_and_t(name, barriers):
+    """As many as overlap in simulated time; few, whatever the number of microbatches and ranks."""
+    run = simulate(made(name, 5, 15, barriers)[1])
+    for rank, peak in enumerate(run.peak_vocabulary):
+        timed = list(zip(run.schedule.ranks[rank], run.start[rank], run.end[rank]))
+        begins = [start for action, start, _ in timed if action.op is S]
+        ends = [end for action, _, end in timed if action.op is T]
+        assert peak == max(sum(b <= at < e for b, e in zip(begins, ends)) for at in begins)
+        assert 1 <= peak <= 4
+    assert simulate(forward_only(Placement.loop(2), 3, barriers)).peak_vocabulary == [0, 0]
+
+
+def test_copies_are_planned_for_times_that_can_be():
+    """The last stage's F is no later than S needs it: then even all sets leave without a stall."""
+    stages = [["2", "2", "2"], ["4", "4", "1"], ["1", "2", "1"], ["1", "2", "4"]]
+    uneven = Costs.of(stages=stages, vocabulary=["1", "0.5", "0.1", "0.1", "2"])
+    schedule = add_vocabulary(generate("v-min", 2, 4, costs=uneven))
+    plan = offload_pass(schedule, Link.of(2, "0.05"), "full")
+    assert plan.moved == [[4, 4], [4, 4]] and plan.stall == 0
+
+
 def test_heavy_last_stage_against_all_ranks():
     """Output layer of four F's: all ranks have a part of it, and no rank is waited for."""
     stages = [["1", "1", "1"] for _ in range(7)] + [["5", "5", "5"]]
