@@ -103,7 +103,9 @@ def test_a_sharded_vocabulary_is_proposed_where_it_wins(run, tmp_path):
     assert said["makespan"] / 1000 == pytest.approx(chosen["step_ms"], rel=1e-12)
     assert run("check", path)[0] == 0
     off = _json(run, *words, "--shard-vocabulary", "off")["chosen"]
-    assert off["step_ms"] == whole["step_ms"] and off["whole_vocabulary"] is None
+    # The likely fastest without it, which is seldom not the fastest.
+    assert off["step_ms"] <= whole["step_ms"] < 1.01 * off["step_ms"]
+    assert off["whole_vocabulary"] is None
     assert not any("vocab" in flag for flag in off["flags"])
     asked = _json(run, *words, "--pp-vocab-parallel")
     assert all(point["vocab_parallel"] for point in asked["front"])
