@@ -93,9 +93,7 @@ def compared(model: str, pp: int, name: str) -> Row:
     def point(each: Job, split: object) -> Point:
         work = space.workload(each, 4 * pp, split)  # type: ignore[arg-type]
         barriers = int(each.vocab_parallel)
-        spec = ScheduleSpec(
-            name, pp, 4 * pp, placement.chunks, costs=work.costs, barriers=barriers
-        )
+        spec = ScheduleSpec(name, pp, 4 * pp, placement.chunks, costs=work.costs, barriers=barriers)
         return evaluate(spec, work)
 
     layouts = [
