@@ -11,7 +11,7 @@ counts the same on every machine, so the result does not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -118,10 +118,9 @@ class Search:
         for one in fitting:
             if self._is_near(one):
                 self._add(one.spec, one.workload)
-        # What a sharded vocabulary is compared with.
-        for one in [o for o in fitting if self.space.vocabulary and not o.spec.barriers][:1]:
-            if not self._known(one.spec, one.workload):
-                self._add(one.spec, one.workload)
+        whole = [one for one in fitting if self.space.vocabulary and not one.spec.barriers]
+        if whole and not self._known(whole[0].spec, whole[0].workload):
+            self._add(whole[0].spec, whole[0].workload)  # what the others are compared with
         if not self.space.always_offload:
             self._capped(candidates)
             self._offload([o for o in candidates if o.bytes > budget and o.states < budget])
@@ -149,9 +148,11 @@ class Search:
             for job, microbatches in self.space.jobs():
                 if job.vocab_parallel and spec.name in NOT_WITH:
                     continue
-                barriers = BARRIERS if job.vocab_parallel else 0
+                barriers = BARRIERS * job.vocab_parallel
                 sized = replace(spec, microbatches=microbatches, barriers=barriers)
-                each = (self._candidate(sized, job, split) for split in self._splits(job, sized))
+                order = self._unit(sized)
+                splits = self.space.splits(job, order, peak_sets(order.ranks))
+                each = (self._candidate(sized, job, split) for split in splits)
                 found += [one for one in each if one is not None]
         if not found and not self.rivals.points:
             raise PlanError(
@@ -163,22 +164,6 @@ class Search:
         self.result.candidates = len(found)
         self.progress(f"{len(found)} candidates")
         return found
-
-    def _splits(self, job: Job, spec: ScheduleSpec) -> Iterable[Split]:
-        """Megatron's own, and balanced ones that differ."""
-        placement, order = spec.placement, self._unit(spec)
-        even = self.space.even(job, placement.num_stages)
-        # With a sharded vocabulary all stages are equal, but ranks keep unequally many sets.
-        timed = even is None or not job.vocab_parallel
-        found: dict[tuple[int, ...], Split] = {}
-        for split in (
-            even,
-            self.space.balanced_in_time(job, placement) if timed else None,
-            self.space.balanced_in_bytes(job, order, peak_sets(order.ranks)),
-        ):
-            if split is not None:
-                found.setdefault(split.counts, split)
-        return list(found.values())
 
     def _candidate(self, spec: ScheduleSpec, job: Job, split: Split) -> Candidate | None:
         """None for what is of no interest beside ``rivals``."""
@@ -238,7 +223,7 @@ class Search:
         best = self.result.best
         near = _NEAR_SHARDED if one.spec.barriers else _FAR
         far = best is not None and one.likely_us > best.makespan_us * near
-        return self._may_win(one.bound_us) and not far
+        return not far and self._may_win(one.bound_us)
 
     def _capped(self, candidates: list[Candidate]) -> None:
         """V placement at the largest cap that fits, where 1F1B's memory does not."""
@@ -267,11 +252,11 @@ class Search:
         """Simulate what is too large on the device but may be fast, until it fits."""
         for one in large:
             for offer in self._offers(one):
-                if not self._may_win(one.bound_us) or offer.bytes > self.result.budget:
-                    continue
                 best = self.result.best
-                if one.spec.barriers and best and offer.likely_us > best.makespan_us:
-                    continue  # likely times of these are near, and orders take longer to make
+                # Likely times of these are near, and their orders take longer to make.
+                late = one.spec.barriers and best and offer.likely_us > best.makespan_us
+                if late or not self._may_win(one.bound_us) or offer.bytes > self.result.budget:
+                    continue
                 point = self._add(offer.spec, offer.workload)
                 if point is not None and self.result.fits(point):
                     break

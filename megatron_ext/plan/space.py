@@ -187,6 +187,20 @@ class SearchSpace:
         numbers = mean.forward, mean.backward_input, mean.backward_weight, mean.hop
         return ByName("--pp-cost " + ",".join(str(number_to_json(x)) for x in numbers), mean)
 
+    def splits(self, job: Job, order: Schedule, peaks: Sequence[int]) -> list[Split]:
+        """Megatron's own, and balanced ones that differ, for an order with these peaks, in sets."""
+        placement = order.placement
+        found = [self.even(job, placement.num_stages)]
+        # With a sharded vocabulary equal stages are balanced in time, but not in bytes.
+        if found[0] is None or not job.vocab_parallel:
+            found.append(self.balanced_in_time(job, placement))
+        found.append(self.balanced_in_bytes(job, order, peaks))
+        splits: dict[tuple[int, ...], Split] = {}
+        for split in found:
+            if split is not None:
+                splits.setdefault(split.counts, split)
+        return list(splits.values())
+
     def even(self, job: Job, stages: int) -> Split | None:
         """The split of Megatron's flags, or its own even one; None if there is none."""
         return split_of(job, stages)
