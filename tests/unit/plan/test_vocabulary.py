@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.plan.activations import stage_set, with_shard
+from megatron_ext.plan.collectives import Links
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import gpu_of
+from megatron_ext.plan.grid import Grid
 from megatron_ext.plan.layout import even_split
 from megatron_ext.plan.memory import rank_bytes, stage_bytes, states_of
 from megatron_ext.plan.model import PlanError
@@ -194,3 +196,21 @@ def test_work_of_a_rank_has_the_passes():
     assert busy == [one + passes for one in plain]
     assert max(peak_held(point.schedule().ranks)) >= 1
     assert point.makespan_us > 16 * max(busy)
+
+
+def test_the_search_over_parallel_sizes_keeps_to_the_flag():
+    """Closed forms are bounds with shards, too: states and time are no more than a point's."""
+    links = Links(gpu_of("A100"), 8)
+    each = job("--pp-vocab-parallel", line=SMALL, pp=4)
+
+    def own(one):
+        names = ("v-half", "v-zb")
+        return SearchSpace(one, links.gpu, 4, names, cheap_recompute=(False,), offload=())
+
+    grid = Grid([each], own, lambda one: [one], links, 40 * GIB)
+    case, best = grid.case(each), grid.run().best
+    assert case is not None and best is not None
+    assert 0.8 * best.iteration_us < case.bound_us <= best.iteration_us
+    states = min(rank.states.total for rank in best.point.ranks)
+    assert 0.98 * states < case.states < 1.02 * states
+    assert "--pp-vocab-parallel" in best.point.flags()
