@@ -83,6 +83,7 @@ def search(
             plan_space.space(one_size, job, gpu),
             micro_batch_sizes=(job.micro_batch_size,),
             cheap_recompute=(job.cheap_recompute,),
+            vocabulary=False,  # closed forms of what it gains are not there yet
         )
 
     cheap = plan_space.recompute(args, job_of(undivided(given)))

@@ -9,13 +9,18 @@ from ..plan import memory, moe_times, times
 from ..plan.gpu import NODE
 from ..plan.memory import RankBytes
 from ..plan.point import Point
-from ..plan.post_validation import PostValidationEstimate, with_post_validation
 from ..plan.search import Result
 from ..plan.space import SearchSpace
 from ..schedule.costs import number_to_json
 from ..view.timeline import decimal
 from .network import network_json, network_text
 from .plan_moe import plan_layer_json, plan_layer_text, plan_words
+from .plan_options import (
+    post_validation_json,
+    post_validation_text,
+    vocabulary_text,
+    whole_vocabulary,
+)
 
 
 def report_json(
@@ -56,9 +61,10 @@ def report_json(
             if best.offload is None
             else None,
             "moe_layer": plan_layer_json(best, space.gpu),
+            "whole_vocabulary": whole_vocabulary(result, space, best),
             "ranks": [rank_json(rank) for rank in best.ranks],
             "node_host_bytes": _nodes_json(best, node or NODE),
-            "post_validation": _post_validation_json(with_post_validation(best)),
+            "post_validation": post_validation_json(best),
         }
     else:
         least = result.smallest
@@ -86,6 +92,7 @@ def point_json(point: Point) -> dict[str, Any]:
         "microbatches": point.spec.microbatches,
         "micro_batch_size": job.micro_batch_size,
         "cheap_recompute": job.cheap_recompute,
+        "vocab_parallel": job.vocab_parallel,
         "moe": plan_words(job),
         "offload": point.offload,
         "offload_note": point.note,
@@ -108,14 +115,6 @@ def _nodes_json(point: Point, node: int) -> dict[str, Any] | None:
     if found is None:
         return None
     return {"per_node": node, "in_order": found[0], "balanced": found[1]}
-
-
-def _post_validation_json(found: PostValidationEstimate) -> dict[str, Any]:
-    return {
-        "step_ms": number_to_json(found.step_us / 1000),
-        "copies_bytes": max(found.copies),
-        "peak_bytes": found.worst,
-    }
 
 
 STAGE_FILE = "STAGE_COST_FILE"
@@ -172,7 +171,7 @@ def _assumptions(space: SearchSpace, notes: Sequence[str]) -> list[str]:
 
 
 ROW_HEADS = (
-    *("schedule", "chunks", "mbs", "recompute", "moe", "offload", "layout"),
+    *("schedule", "chunks", "mbs", "recompute", "moe", "vocab", "offload", "layout"),
     *("step ms", "bubble", "peak GiB", "rank", "host GiB"),
 )
 
@@ -205,6 +204,7 @@ def point_cells(point: dict[str, Any]) -> tuple[str, ...]:
         str(point["micro_batch_size"]),
         "cheap" if point["cheap_recompute"] else point.get("recompute") or "-",
         point["moe"],
+        "sharded" if point["vocab_parallel"] else "-",
         point["offload"] or "-",
         "even" if point["layout"] is None else "custom",
         f"{point['step_ms']:.1f}",
@@ -220,7 +220,8 @@ def chosen_text(data: dict[str, Any], file: str | None) -> list[str]:
     best = data["chosen"]
     model = data.get("model_flags") or []
     lines = ["flags of the model:", *(f"  {words}" for words in model), ""] if model else []
-    lines += [*_chosen(best, file), _post_validation(data), "", *_ranks(best["ranks"])]
+    lines += [*_chosen(best, file), *vocabulary_text(data, gib)]
+    lines += [post_validation_text(data, gib), "", *_ranks(best["ranks"])]
     return lines
 
 
@@ -244,22 +245,6 @@ def _chosen(best: dict[str, Any], file: str | None) -> list[str]:
             "the messages between nodes)"
         )
     return lines
-
-
-def _post_validation(data: dict[str, Any]) -> str:
-    """What ``--pp-post-validation`` would change."""
-    best, found = data["chosen"], data["chosen"]["post_validation"]
-    gain = 1 - found["step_ms"] / best["step_ms"]
-    if gain < 0.0005:
-        return "  (--pp-post-validation would gain nothing)"
-    more = found["peak_bytes"] - best["peak_bytes"]
-    peak = f"{gib(more)} more at the peak" if more > 0 else "no more at the peak"
-    if found["peak_bytes"] > data["memory_cap_bytes"]:
-        peak += ", which is over the budget"
-    return (
-        f"  (--pp-post-validation: a step takes {found['step_ms']:.1f} ms, {gain:.1%} less; extra "
-        f"{gib(found['copies_bytes'])} at most until validated, {peak})"
-    )
 
 
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "running_pass", "total")

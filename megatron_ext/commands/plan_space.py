@@ -43,6 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--no-balance", action="store_true", help="keep Megatron's even split of the layers"
     )
     group.add_argument(
+        "--shard-vocabulary", choices=("auto", "off"), default="auto", help="auto, the default: "
+        "with and without --pp-vocab-parallel, where training allows it (not in the search over "
+        "parallel sizes); off: without; --pp-vocab-parallel itself: with it alone"
+    )  # fmt: skip
+    group.add_argument(
         "--effort", type=float, default=1.0, metavar="X", help="a factor on the 2 million passes "
         "of all orders that are made, about half a minute at 32 ranks and 256 microbatches"
     )  # fmt: skip
@@ -69,6 +74,10 @@ def space(args: argparse.Namespace, job: Job, gpu: Gpu) -> SearchSpace:
         if name not in NAMES:
             raise PlanError(f"unknown schedule {name!r}; give some of {', '.join(NAMES)}")
     profiles = {}
+    if args.profile and job.vocab_parallel:
+        raise PlanError(
+            "--profile has times of the whole vocabulary's layers; drop it or --pp-vocab-parallel"
+        )
     for path in args.profile or ():
         profile = Profile.load(path)
         size, cheap = profile.micro_batch_size, profile.cheap_recompute
@@ -88,6 +97,7 @@ def space(args: argparse.Namespace, job: Job, gpu: Gpu) -> SearchSpace:
         profiles,
         network_of(args),
         always_offload=args.offload in ("auto", "half", "full"),
+        vocabulary=args.shard_vocabulary == "auto",
     )
 
 

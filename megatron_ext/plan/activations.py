@@ -31,6 +31,9 @@ class SetBytes(NamedTuple):
             is gathered ahead.
         buffers: that all sets and stages of a device share, at any time (MoE layers in chunks).
         host: on the host from F to B, of layers that copy there by themselves.
+        shard: from S to T, what the rank's vocabulary passes keep of one microbatch; of its first
+            stage.
+        scores: while S or T runs, the logits of one chunk of tokens.
     """
 
     bytes_f_to_b: int
@@ -41,6 +44,8 @@ class SetBytes(NamedTuple):
     gathered: int = 0
     buffers: int = 0
     host: int = 0
+    shard: int = 0
+    scores: int = 0
 
 
 def sums(job: Job, parts: Iterable[Part]) -> tuple[int, int, int]:
@@ -106,15 +111,16 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
     )
 
 
-def shard_bytes(job: Job) -> int:
-    """Beside the sets, on every rank: the vocabulary passes of two microbatches.
+def with_shard(job: Job, sets: SetBytes) -> SetBytes:
+    """The set of a rank's first stage, with what vocabulary passes keep there.
 
-    Of each the last stage's output and the input's gradient; with one chunk of tokens the
-    exponentials of the shard's logits too. In S one chunk's logits, also in fp32.
+    Of each microbatch the last stage's output and the input's gradient; with one chunk of tokens
+    the exponentials of the shard's logits too. In S and T one chunk's logits, also in fp32.
     """
     if not job.vocab_parallel:
-        return 0
+        return sets
     e, t = job.element_bytes, job.tokens
     hidden = e * job.hidden_size * (job.sharded_tokens + t)
     kept = e * t * job.words if job.vocab_chunks == 1 else 0
-    return 2 * (hidden + kept) + (e + FP32) * -(-t // job.vocab_chunks) * job.words
+    scores = (e + FP32) * -(-t // job.vocab_chunks) * job.words
+    return sets._replace(shard=hidden + kept, scores=scores)

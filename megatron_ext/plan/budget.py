@@ -15,6 +15,7 @@ from .memory import MESSAGES, RankBytes, StageBytes, message_bytes, rank_bytes, 
 from .model import Job, PlanError
 from .profile import Profile
 
+_SCORED = 4  # microbatches
 Splits = Callable[[int], Split]  # layers of every stage, for a number of stages
 
 
@@ -61,7 +62,8 @@ class Budget:
             free -= sum(stages[s].states.total for s in row)
             sets = [stages[s].sets for s in row]
             free -= max(one.recompute_bytes + one.layer + one.logits + one.gathered for one in sets)
-            free -= max(one.buffers for one in sets)
+            # Between S and T are seldom more microbatches' scores than four.
+            free -= max(one.buffers + one.scores + _SCORED * one.shard for one in sets)
             out.append(max(0, free // each))
         return out
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from ..schedule import OffloadSpec, Schedule, ScheduleSpec
+from ..schedule import OffloadSpec, Schedule, ScheduleSpec, simulate
 from ..schedule.passes.offload import wanted_chunks
 from .memory import message_bytes, rank_bytes
 from .moe_job import keeps_from_offload
 from .space import SearchSpace, Workload
+from .vocabulary import rank_work, with_passes
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,25 @@ class Candidate:
     likely_us: Fraction
     bytes: int
     states: int
+
+
+def likely(spec: ScheduleSpec, work: Workload, order: Schedule, bound: Fraction) -> Candidate:
+    """A candidate without offload.
+
+    Args:
+        spec, work, bound: what it is, and its ``bound_us``.
+        order: of its passes for equal costs and few microbatches, without those of a vocabulary.
+    """
+    most = max(rank_work(work.costs, order.placement))
+    # Every further microbatch on the rank with most work.
+    more = spec.microbatches - order.microbatches
+    time = simulate(order, work.costs).makespan + more * most
+    if spec.barriers:
+        time += order.microbatches * (most - max(work.costs.per_rank_work(order.placement)))
+    ranks = work.ranks(order)
+    size = max(with_passes(ranks, work.stages, order, spec.microbatches))
+    states = max(rank.states.total for rank in ranks)
+    return Candidate(spec, work, bound, time, size, states)
 
 
 def offers(one: Candidate, space: SearchSpace, order: Schedule) -> list[Candidate]:
@@ -81,7 +101,7 @@ def _load(one: Candidate, offload: OffloadSpec) -> Fraction:
     for stages in _offloaded(one, offload):
         ways = [sum(way[s] for s in stages) for way in (times.to_host, times.to_device)]
         busiest = max(busiest, max(ways) if offload.link.policy == "dual" else sum(ways))
-    return Fraction(busiest, times.durations.scale) / max(costs.per_rank_work(placement))
+    return Fraction(busiest, times.durations.scale) / max(rank_work(costs, placement))
 
 
 def _offloaded_bytes(one: Candidate, offload: OffloadSpec, order: Schedule) -> int:
@@ -98,7 +118,8 @@ def _offloaded_bytes(one: Candidate, offload: OffloadSpec, order: Schedule) -> i
                 bytes_f_to_b=0, bytes_b_to_w=0, layer=sets.layer + 2 * sets.bytes_f_to_b
             )
             stages[stage] = stages[stage]._replace(sets=offloaded)
-    least = max(r.total for r in rank_bytes(order, stages, message_bytes(one.workload.job)))
+    ranks = rank_bytes(order, stages, message_bytes(one.workload.job))
+    least = max(with_passes(ranks, stages, order, one.spec.microbatches))
     if offload.wanted != "auto":
         return least
     stays = 1 - 1 / max(Fraction(1), _load(one, offload))

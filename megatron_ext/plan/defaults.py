@@ -54,7 +54,9 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
         params_dtype=_dtype(given),
         layout=given.get("pipeline_model_parallel_layout"),
         cheap_recompute=bool(given.get("pp_cheap_recompute")),
-        vocab_parallel=bool(given.get("pp_vocab_parallel")),
+        # Without a pipeline there is nothing to share it with.
+        vocab_parallel=bool(given.get("pp_vocab_parallel"))
+        and given.get("pipeline_model_parallel_size", 1) > 1,
         vocab_chunks=given.get("pp_vocab_chunks") or 1,
         **layer_kinds(given),
         **_precision(given),
@@ -91,8 +93,6 @@ def _flash(given: dict[str, Any]) -> bool:
 
 
 def _vocabulary(given: dict[str, Any], tp: int, assumed: list[str]) -> int:
-    if given.get("pp_vocab_parallel") and given.get("mtp_num_layers"):
-        raise PlanError("--pp-vocab-parallel does not support --mtp-num-layers; drop one of both")
     if given.get("padded_vocab_size"):
         return int(given["padded_vocab_size"])
     vocabulary = given.get("vocab_size")

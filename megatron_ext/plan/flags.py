@@ -11,6 +11,7 @@ from .._input import attribute, flag_of
 from .defaults import job_with_defaults
 from .model import Job, PlanError
 from .moe_job import check, exclude_chunks
+from .vocabulary import refuse
 
 # Fields of the job that have no flag of their own name.
 _COMPUTED = {
@@ -153,6 +154,7 @@ def job_of(given: dict[str, Any]) -> Job:
         raise PlanError(f"plan needs {', '.join(missing)} too, as pretrain_gpt.py has them")
     job = job_with_defaults(dict(given))
     check(job)
+    refuse(job)
     return job
 
 

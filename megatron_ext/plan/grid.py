@@ -16,17 +16,17 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ..schedule import Schedule, ScheduleSpec
-from .activations import stage_set
+from .activations import SetBytes, stage_set, with_shard
 from .collectives import ATTENTION, Links, Overhead, Overlap, overhead
 from .layout import Split, Stage
 from .memory import StageBytes
 from .model import Job, PlanError
-from .parameters import Count, StateBytes, stage_parameters, state_bytes
+from .parameters import Count, StateBytes, shard_parameters, stage_parameters, state_bytes
 from .point import Point
 from .rivals import Rivals
 from .search import MOST_PASSES, Result, Search
 from .space import SearchSpace
-from .times import stage_times
+from .times import stage_times, vocabulary_times
 
 
 @dataclass(frozen=True)
@@ -255,13 +255,14 @@ class Grid:
         # Without a pipeline the loss's F and B follow each other; it has no more of either.
         split = Split((layers,)) if pp == 1 else Split((0, layers, 0))
         times = stage_times(job, split, self.links.gpu)
+        shard = sum((vocabulary_times(job, self.links.gpu) or (0.0,) * 5)[:4])
         parts = _pieces(job)
-        work = sum(map(sum, times)) / pp
+        work = sum(map(sum, times)) / pp + shard
         if pp > 1:
             # Neither a layer nor an end of the model can be divided.
             work = max(work, sum(times[0]), sum(times[-1]))
             if len(set(job.layers)) == 1:
-                work = max(work, sum(times[1]) * -(-layers // pp) / layers)
+                work = max(work, sum(times[1]) * -(-layers // pp) / layers + shard)
         count, states = _share(parts, pp)
         forward = sum(time.forward for time in times) / pp
         passes = [(forward, work - forward)]
@@ -374,13 +375,18 @@ def variants(job: Job, sizes: Sequence[int], cheap: Sequence[bool], *, full: boo
 
 
 def _pieces(job: Job) -> list[tuple[int, StageBytes]]:
-    """How many of each: the embedding, a layer of every kind, the end with the loss."""
+    """How many of each: the embedding, a layer of every kind, the end with the loss, shards."""
     stages = [(1, Stage(range(0), first=True))]
     for kinds in sorted(set(job.layers)):
         number = job.layers.index(kinds)
         stages.append((job.layers.count(kinds), Stage(range(number, number + 1))))
     stages.append((1, Stage(range(0), last=True, predicts=True)))
     out = []
+    if job.vocab_parallel:
+        count = shard_parameters(job)
+        sets = with_shard(job, SetBytes(0, 0))
+        own = StageBytes(count, state_bytes(job, count), sets)
+        out.append((job.pipeline_model_parallel_size, own))
     for number, stage in stages:
         count = stage_parameters(job, stage)
         out.append((number, StageBytes(count, state_bytes(job, count), stage_set(job, stage))))

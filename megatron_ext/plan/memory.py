@@ -10,7 +10,8 @@ from typing import NamedTuple
 from ..schedule.actions import AnyAction, Op
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
-from .activations import SetBytes, shard_bytes, stage_set
+from ..schedule.vocabulary import S, T
+from .activations import SetBytes, stage_set, with_shard
 from .layout import Split
 from .model import Job
 from .parameters import Count, StateBytes, shard_parameters, stage_parameters, state_bytes
@@ -85,7 +86,7 @@ def stage_bytes(job: Job, split: Split) -> list[StageBytes]:
             total = stage_parameters(job, stage) + (shard_parameters(job) if first else Count())
             sets = stage_set(job, stage)
             if first:
-                sets = sets._replace(buffers=sets.buffers + shard_bytes(job))
+                sets = with_shard(job, sets)
             known[key] = StageBytes(total, state_bytes(job, total), sets)
         out.append(known[key])
     return out
@@ -151,6 +152,9 @@ def _rank(
             passing += grows + one.recompute_bytes + one.layer + one.logits + one.gathered
         elif op is Op.W:
             passing += one.gathered
+        elif op is S or op is T:
+            resident += one.shard if op is S else 0
+            passing += one.scores
         elif op is Op.PREPARE:
             resident += one.bytes_f_to_b
         elif op is Op.OFFLOAD:
@@ -166,6 +170,8 @@ def _rank(
                 host -= one.bytes_f_to_b
         elif op is Op.W:
             resident -= one.bytes_b_to_w
+        elif op is T:
+            resident -= one.shard
         elif op is Op.RELEASE:
             resident -= one.bytes_f_to_b
     _, kept, passing, position = best

@@ -141,9 +141,6 @@ class Job:
         pairs += [("the query groups", max(self.num_query_groups, tp), tp)]
         pairs += [("--seq-length", self.seq_length, self.context_parallel_size)]
         pairs += [("--ffn-hidden-size", self.ffn_hidden_size, tp)]
-        if self.vocab_parallel:
-            ranks = tp * self.pipeline_model_parallel_size
-            pairs += [("the padded vocabulary", self.padded_vocab_size, ranks)]
         kinds = "".join((*self.layers, *self.mtp_layers))
         if "E" in kinds:
             pairs += [("--num-experts", self.num_experts, self.expert_model_parallel_size)]

@@ -114,6 +114,9 @@ class Point:
         words += ["--stage-cost", stage_file, "--hop", str(number_to_json(spec.costs.hop))]
         for option, value in self._options():
             words += [f"--{option}", value]
+        if spec.costs.vocabulary is not None:
+            times = (str(number_to_json(x)) for x in spec.costs.vocabulary)
+            words += ["--vocabulary", ",".join(times)]
         network = self.workload.network
         return words if network is None else words + network.words
 
@@ -133,6 +136,9 @@ class Point:
             words += [f"--num-virtual-stages-per-pipeline-rank {spec.chunks}"]
         if job.cheap_recompute:
             words += ["--pp-cheap-recompute"]
+        if job.vocab_parallel:
+            words += ["--pp-vocab-parallel"]
+            words += [f"--pp-vocab-chunks {job.vocab_chunks}"] if job.vocab_chunks > 1 else []
         words += moe_flags(job)
         if file is not None:
             return [*words, f"--pp-schedule {file}"]

@@ -11,24 +11,26 @@ counts the same on every machine, so the result does not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from ..schedule import GENERATORS, Schedule, ScheduleSpec, simulate
+from ..schedule import GENERATORS, Schedule, ScheduleSpec
 from ..schedule.bounds import makespan_bound
 from ..schedule.effects import peak_sets
-from .candidate import Candidate, offers
+from .candidate import Candidate, likely, offers
 from .layout import Split
 from .model import Job, PlanError
 from .point import Point, evaluate, front
 from .rivals import Rivals
 from .space import SearchSpace, Workload
+from .vocabulary import BARRIERS, NOT_WITH, rank_work
 
 # Passes of all orders of a search; about half a minute of one core. Offload plans and orders at a
 # cap are searched for, which takes so many times as long.
 MOST_PASSES = 2_000_000
 _OFFLOAD, _CAP = 10, 25
+_VOCABULARY = 4  # several orders with its passes are made for one
 
 
 @dataclass
@@ -116,6 +118,9 @@ class Search:
         for one in fitting:
             if self._is_near(one):
                 self._add(one.spec, one.workload)
+        whole = [one for one in fitting if self.space.vocabulary and not one.spec.barriers]
+        if whole and not self._known(whole[0].spec, whole[0].workload):
+            self._add(whole[0].spec, whole[0].workload)  # what the others are compared with
         if not self.space.always_offload:
             self._capped(candidates)
             self._offload([o for o in candidates if o.bytes > budget and o.states < budget])
@@ -141,8 +146,13 @@ class Search:
             if spec.placement.num_stages > max(self.space.job.num_layers, 1) + 2:
                 continue
             for job, microbatches in self.space.jobs():
-                sized = replace(spec, microbatches=microbatches)
-                each = (self._candidate(sized, job, split) for split in self._splits(job, sized))
+                if job.vocab_parallel and spec.name in NOT_WITH:
+                    continue
+                barriers = BARRIERS * job.vocab_parallel
+                sized = replace(spec, microbatches=microbatches, barriers=barriers)
+                order = self._unit(sized)
+                splits = self.space.splits(job, order, peak_sets(order.ranks))
+                each = (self._candidate(sized, job, split) for split in splits)
                 found += [one for one in each if one is not None]
         if not found and not self.rivals.points:
             raise PlanError(
@@ -155,39 +165,16 @@ class Search:
         self.progress(f"{len(found)} candidates")
         return found
 
-    def _splits(self, job: Job, spec: ScheduleSpec) -> Iterable[Split]:
-        """Megatron's own, and balanced ones that differ."""
-        placement, order = spec.placement, self._unit(spec)
-        seen: set[tuple[int, ...]] = set()
-        for split in (
-            self.space.even(job, placement.num_stages),
-            self.space.balanced_in_time(job, placement),
-            self.space.balanced_in_bytes(job, order, peak_sets(order.ranks)),
-        ):
-            if split is not None and split.counts not in seen:
-                seen.add(split.counts)
-                yield split
-
     def _candidate(self, spec: ScheduleSpec, job: Job, split: Split) -> Candidate | None:
         """None for what is of no interest beside ``rivals``."""
         work = self.space.workload(job, spec.microbatches, split)
         order, costs = self._unit(spec), work.costs
         bound = makespan_bound(order.placement, spec.microbatches, costs)
+        bound = max(bound, spec.microbatches * max(rank_work(costs, order.placement)))
         if self.rivals.points and self.rivals.leave_out(order.placement, work, bound):
             return None
         self.rivals.made += 3 * order.placement.num_stages * order.microbatches
-        # Few microbatches, and every further one on the rank with most work.
-        more = spec.microbatches - order.microbatches
-        most = max(costs.per_rank_work(order.placement))
-        ranks = work.ranks(order)
-        return Candidate(
-            replace(spec, costs=costs),
-            work,
-            bound,
-            simulate(order, costs).makespan + more * most,
-            max(rank.total for rank in ranks),
-            max(rank.states.total for rank in ranks),
-        )
+        return likely(replace(spec, costs=costs), work, order, bound)
 
     def _unit(self, spec: ScheduleSpec) -> Schedule:
         """The schedule at equal costs, with as many microbatches as its peak needs."""
@@ -197,6 +184,7 @@ class Search:
         """Simulate a point; None if the search has made all its passes, or nothing keeps a cap."""
         passes = 3 * spec.placement.num_stages * spec.microbatches
         passes *= _CAP if spec.cap is not None else _OFFLOAD if spec.offload is not None else 1
+        passes *= _VOCABULARY if spec.barriers else 1
         # The first few are free: there is always an answer.
         if passes > self.passes_left and len(self.result.points) >= _ALWAYS:
             self.result.skipped += 1
@@ -233,8 +221,9 @@ class Search:
     def _is_near(self, one: Candidate) -> bool:
         """It may be the fastest, and is likely to be about as fast."""
         best = self.result.best
-        far = best is not None and one.likely_us > best.makespan_us * _FAR
-        return self._may_win(one.bound_us) and not far
+        near = _NEAR_SHARDED if one.spec.barriers else _FAR
+        far = best is not None and one.likely_us > best.makespan_us * near
+        return not far and self._may_win(one.bound_us)
 
     def _capped(self, candidates: list[Candidate]) -> None:
         """V placement at the largest cap that fits, where 1F1B's memory does not."""
@@ -263,7 +252,10 @@ class Search:
         """Simulate what is too large on the device but may be fast, until it fits."""
         for one in large:
             for offer in self._offers(one):
-                if not self._may_win(one.bound_us) or offer.bytes > self.result.budget:
+                best = self.result.best
+                # Likely times of these are near, and their orders take longer to make.
+                late = one.spec.barriers and best and offer.likely_us > best.makespan_us
+                if late or not self._may_win(one.bound_us) or offer.bytes > self.result.budget:
                     continue
                 point = self._add(offer.spec, offer.workload)
                 if point is not None and self.result.fits(point):
@@ -330,6 +322,7 @@ class Search:
 
 _ALWAYS = 3  # points
 _FAR = Fraction(21, 20)  # orders for equal costs are seldom so much slower than those for the costs
+_NEAR_SHARDED = Fraction(51, 50)  # orders with passes of the vocabulary start from those
 _NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
 _CAPS = 2  # workloads for which an order at a cap is made
 _SMALLEST = 3  # points, each with and without offload

@@ -35,6 +35,7 @@ from .times import (
     stage_times,
     vocabulary_times,
 )
+from .vocabulary import settings, shard_states
 
 
 class ByName(NamedTuple):
@@ -99,6 +100,7 @@ class SearchSpace:
         profiles: measured, by (microbatch size, cheap recompute).
         network: how messages wait for each other; None: not at all.
         always_offload: every point has an offload of ``offload``; False: where it is of use.
+        vocabulary: try the vocabulary in one piece and sharded, as far as the job allows.
     """
 
     job: Job
@@ -114,6 +116,7 @@ class SearchSpace:
     profiles: dict[tuple[int, bool], Profile] = field(default_factory=dict)
     network: Network | None = None
     always_offload: bool = False
+    vocabulary: bool = False
 
     def specs(self) -> list[ScheduleSpec]:
         """Every schedule, for one microbatch, but those at any cap, which depends on what fits."""
@@ -152,9 +155,10 @@ class SearchSpace:
                 except PlanError as error:
                     failed = error
                     continue
-                # What was measured is of one plan of the MoE layers.
+                # What was measured is of one plan of the MoE layers, and of one vocabulary.
                 each = [job] if self.profiles else moe_variants(job, self.gpu)
-                out += [(one, microbatches) for one in each]
+                both = settings(job, choose=self.vocabulary and not self.profiles)
+                out += [(o.with_(vocab_parallel=v), microbatches) for v in both for o in each]
         if not out:
             raise failed or PlanError(
                 "no profile is for one of the microbatch sizes and recompute settings searched; "
@@ -183,6 +187,20 @@ class SearchSpace:
         numbers = mean.forward, mean.backward_input, mean.backward_weight, mean.hop
         return ByName("--pp-cost " + ",".join(str(number_to_json(x)) for x in numbers), mean)
 
+    def splits(self, job: Job, order: Schedule, peaks: Sequence[int]) -> list[Split]:
+        """Megatron's own, and balanced ones that differ, for an order with these peaks, in sets."""
+        placement = order.placement
+        found = [self.even(job, placement.num_stages)]
+        # With a sharded vocabulary equal stages are balanced in time, but not in bytes.
+        if found[0] is None or not job.vocab_parallel:
+            found.append(self.balanced_in_time(job, placement))
+        found.append(self.balanced_in_bytes(job, order, peaks))
+        splits: dict[tuple[int, ...], Split] = {}
+        for split in found:
+            if split is not None:
+                splits.setdefault(split.counts, split)
+        return list(splits.values())
+
     def even(self, job: Job, stages: int) -> Split | None:
         """The split of Megatron's flags, or its own even one; None if there is none."""
         return split_of(job, stages)
@@ -202,11 +220,12 @@ class SearchSpace:
             return None
         first, middle, last = stage_bytes(job, _ends(job))
         layers, v = job.num_layers, placement.chunks
-        each = [
-            (middle.states.total + middle.sets.bytes_f_to_b * peak / v) / layers for peak in peaks
-        ]
-        loss = last.states.total + last.sets.bytes_f_to_b + last.sets.logits
-        return balanced(placement, layers, each, first.states.total, loss)
+        # Every rank has a shard of the vocabulary, if it is sharded: it counts for none.
+        shard = shard_states(job)
+        states = middle.states.total - shard
+        each = [(states + middle.sets.bytes_f_to_b * peak / v) / layers for peak in peaks]
+        loss = last.states.total - shard + last.sets.bytes_f_to_b + last.sets.logits
+        return balanced(placement, layers, each, first.states.total - shard, loss)
 
     def link(self, workload: Workload, placement: Placement) -> Link:
         """Transfer times of every stage's sets beside its passes."""

@@ -216,4 +216,4 @@ def mean_costs(costs: Costs, pp: int) -> Costs:
     assert costs.stages is not None
     sums = [sum((row[i] for row in costs.stages), Fraction(0)) for i in range(3)]
     f, b, w = (max(1, round(total / pp)) for total in sums)
-    return Costs.of(f, b, w, costs.hop)
+    return Costs.of(f, b, w, costs.hop, vocabulary=costs.vocabulary)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from . import controllable_memory, mpipemoe, pipeoffload, zero_bubble
+from . import controllable_memory, mpipemoe, pipeoffload, vocabulary_parallelism, zero_bubble
 from .rows import Paper, Row, Table, judged
 
-PAPERS = (pipeoffload.PAPER, controllable_memory.PAPER, mpipemoe.PAPER, zero_bubble.PAPER)
+PAPERS = (
+    pipeoffload.PAPER,
+    controllable_memory.PAPER,
+    mpipemoe.PAPER,
+    zero_bubble.PAPER,
+    vocabulary_parallelism.PAPER,
+)
 ALL = "all"
 
 

@@ -91,6 +91,31 @@ def test_the_written_schedule_is_the_plans(run, tmp_path):
     assert said["makespan"] / 1000 == pytest.approx(data["chosen"]["step_ms"], rel=1e-12)
 
 
+def test_a_sharded_vocabulary_is_proposed_where_it_wins(run, tmp_path):
+    path = tmp_path / "plan.json"
+    words = "--memory-cap", "30GiB", "--vocab-size", "256000"
+    data = _json(run, *words, "--output", str(path))
+    chosen, whole = data["chosen"], data["chosen"]["whole_vocabulary"]
+    assert chosen["vocab_parallel"] and "--pp-vocab-parallel" in chosen["flags"]
+    assert chosen["step_ms"] < whole["step_ms"] and whole["busy_ms"][0] > whole["busy_ms"][1]
+    assert chosen["post_validation"] is None
+    said = json.loads(run("simulate", "--schedule", path, "--json")[1])
+    assert said["makespan"] / 1000 == pytest.approx(chosen["step_ms"], rel=1e-12)
+    assert run("check", path)[0] == 0
+    off = _json(run, *words, "--shard-vocabulary", "off")["chosen"]
+    # The likely fastest without it, which is seldom not the fastest.
+    assert off["step_ms"] <= whole["step_ms"] < 1.01 * off["step_ms"]
+    assert off["whole_vocabulary"] is None
+    assert not any("vocab" in flag for flag in off["flags"])
+    asked = _json(run, *words, "--pp-vocab-parallel")
+    assert all(point["vocab_parallel"] for point in asked["front"])
+    assert asked["chosen"]["step_ms"] == chosen["step_ms"]
+    text = run(
+        "plan", *shlex.split(f"{MODEL} {SIZES} {FAST} --memory-cap 30GiB --vocab-size 256000")
+    )
+    assert "(--pp-vocab-parallel: the heaviest rank computes" in text[1]
+
+
 def test_nothing_fits(run):
     data = _json(run, "--memory-cap", "2GiB")
     assert data["chosen"] is None and data["front"] == []
@@ -107,6 +132,9 @@ def test_nothing_fits(run):
         ("--gpu Z80", "unknown GPU 'Z80'"),
         ("--memory-cap lots", "such as 40GiB"),
         ("--reserve 200GiB", "leaves nothing"),
+        ("--pp-vocab-parallel --mtp-num-layers 1", "does not support --mtp-num-layers"),
+        ("--pp-vocab-parallel --padded-vocab-size 64002", "64002 cannot be divided by 4 ranks"),
+        ("--pp-vocab-parallel --profile x.json", "has times of the whole vocabulary's layers"),
         ("--schedules x", "unknown schedule 'x'"),
         ("--pp 1", "at least 2 ranks"),
         ("--pp 3", "no multiple of tensor x pipeline"),
@@ -153,6 +181,7 @@ def test_a_world_size_alone_searches_the_division(run, tmp_path):
     own = " ".join(
         words for words in chosen["flags"] if "pp-" not in words and "layout" not in words
     )
+    own += " --shard-vocabulary off"  # as the search over parallel sizes
     again = run("plan", *shlex.split(f"{MODEL} {GRID} {own} --json"))[1]
     assert json.loads(again)["chosen"]["step_ms"] == chosen["step_ms"]
     text = run("plan", *words)[1]

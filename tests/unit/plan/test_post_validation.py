@@ -11,7 +11,8 @@ from megatron_ext import cli
 MODEL = (
     "plan --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
     "--max-position-embeddings 4096 --pp 8 --microbatches 16 --world-size 64 "
-    "--micro-batch-sizes 1 --cheap-recompute off --offload off --memory-cap 100GiB"
+    "--micro-batch-sizes 1 --cheap-recompute off --offload off --memory-cap 100GiB "
+    "--shard-vocabulary off"
 )
 
 

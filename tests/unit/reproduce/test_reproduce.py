@@ -24,6 +24,7 @@ from megatron_ext.reproduce.rows import (
     pairs_in_order,
     published,
 )
+from megatron_ext.reproduce.vocabulary_parallelism import _mfu, _simulated
 from tests.support import ROOT
 
 PAGE = ROOT / "docs" / "25-reproduce.md"
@@ -104,6 +105,23 @@ def test_figure_15_is_complete() -> None:
     cells = [c for row in published()["pipeoffload"]["tables"]["fig15"]["rows"] for c in row[2]]
     assert sum(isinstance(cell, list) for cell in cells) == 42
     assert (cells.count(None), cells.count("skip")) == (20, 4)
+
+
+def test_tables_of_vocabulary_parallelism() -> None:
+    """As printed: four vocabularies' MFU and GB of every method; and one cell of ours."""
+    tables = published()["vocabulary-parallelism"]["tables"]
+    rows = [v for t in tables.values() for methods in t["rows"].values() for v in methods.values()]
+    assert len(rows) == 4 * 4 + 2 * 2 and {len(values) for values in rows} == {8}
+    largest = tables["table5"]["rows"]["8x2048"]
+    assert largest["Vocab-2"][3] / largest["Baseline"][3] == pytest.approx(1.97, abs=0.01)
+    found = {m: _simulated("1f1b", 8, 2048, 256, m) for m in ("Baseline", "Vocab-1", "Vocab-2")}
+    for method, point in found.items():
+        assert point.worst.total / 2**30 == pytest.approx(largest[method][7], rel=0.1)
+    # Two barriers keep a microbatch more.
+    assert found["Vocab-2"].worst.total < found["Vocab-1"].worst.total
+    assert 1.9 * _mfu(found["Baseline"]) < _mfu(found["Vocab-2"]) < 100
+    with_shards = found["Vocab-2"].workload.job
+    assert with_shards.vocab_parallel and found["Vocab-2"].spec.barriers == 1
 
 
 def text_of(section: Section) -> str:

@@ -1,0 +1,85 @@
+"""What ``plan`` says of options beside a schedule: a sharded vocabulary, post-validation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from ..plan.point import Point, evaluate
+from ..plan.post_validation import with_post_validation
+from ..plan.search import Result
+from ..plan.space import SearchSpace
+from ..plan.vocabulary import rank_work
+from ..schedule.costs import number_to_json
+
+
+def whole_vocabulary(result: Result, space: SearchSpace, best: Point) -> dict[str, Any] | None:
+    """What ``--pp-vocab-parallel`` changes: beside the fastest point without it that was found,
+    of those that fit if there are any. If it was asked for, beside the same schedule and layers
+    without it. None if ``best`` is without."""
+    job, spec = best.workload.job, best.spec
+    if not job.vocab_parallel:
+        return None
+    others = [point for point in result.points if not point.workload.job.vocab_parallel]
+    if not others:
+        work = best.workload
+        work = space.workload(job.with_(vocab_parallel=False), work.microbatches, work.split)
+        others = [evaluate(replace(spec, costs=work.costs, barriers=0, offload=None), work)]
+    other = min([p for p in others if result.fits(p)] or others, key=Point.key)
+    return {
+        "schedule": other.spec.name,
+        "step_ms": number_to_json(other.makespan_us / 1000),
+        "peak_bytes": other.worst.total,
+        "busy_ms": [number_to_json(_busy(point) / 1000) for point in (other, best)],
+    }
+
+
+def _busy(point: Point) -> Fraction:
+    """Microseconds of one microbatch's passes on the rank with most of them."""
+    return max(rank_work(point.workload.costs, point.spec.placement))
+
+
+def vocabulary_text(data: dict[str, Any], gib: Callable[[int], str]) -> list[str]:
+    """``whole_vocabulary`` of the chosen point for people; ``gib`` writes bytes."""
+    best, whole = data["chosen"], data["chosen"].get("whole_vocabulary")
+    if whole is None:
+        return []
+    before, after = whole["busy_ms"]
+    fits = "" if whole["peak_bytes"] <= data["memory_cap_bytes"] else ", which does not fit"
+    return [
+        f"  (--pp-vocab-parallel: the heaviest rank computes {after:.1f} ms a microbatch and holds "
+        f"{gib(best['peak_bytes'])}; without it, {whole['schedule']} takes {whole['step_ms']:.1f} "
+        f"ms a step, with {before:.1f} ms and {gib(whole['peak_bytes'])} there{fits})"
+    ]
+
+
+def post_validation_json(best: Point) -> dict[str, Any] | None:
+    """What ``--pp-post-validation`` would change; None where training refuses it."""
+    if best.workload.job.vocab_parallel:
+        return None
+    found = with_post_validation(best)
+    return {
+        "step_ms": number_to_json(found.step_us / 1000),
+        "copies_bytes": max(found.copies),
+        "peak_bytes": found.worst,
+    }
+
+
+def post_validation_text(data: dict[str, Any], gib: Callable[[int], str]) -> str:
+    """``post_validation_json`` of the chosen point for people; ``gib`` writes bytes."""
+    best, found = data["chosen"], data["chosen"]["post_validation"]
+    if found is None:
+        return "  (--pp-post-validation does not go with --pp-vocab-parallel)"
+    gain = 1 - found["step_ms"] / best["step_ms"]
+    if gain < 0.0005:
+        return "  (--pp-post-validation would gain nothing)"
+    more = found["peak_bytes"] - best["peak_bytes"]
+    peak = f"{gib(more)} more at the peak" if more > 0 else "no more at the peak"
+    if found["peak_bytes"] > data["memory_cap_bytes"]:
+        peak += ", which is over the budget"
+    return (
+        f"  (--pp-post-validation: a step takes {found['step_ms']:.1f} ms, {gain:.1%} less; extra "
+        f"{gib(found['copies_bytes'])} at most until validated, {peak})"
+    )

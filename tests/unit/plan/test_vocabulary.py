@@ -1,0 +1,216 @@
+"""A sharded vocabulary in the planner: parameters, times, bytes, and which searches try it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.plan.activations import stage_set, with_shard
+from megatron_ext.plan.collectives import Links
+from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.gpu import gpu_of
+from megatron_ext.plan.grid import Grid
+from megatron_ext.plan.layout import even_split
+from megatron_ext.plan.memory import rank_bytes, stage_bytes, states_of
+from megatron_ext.plan.model import PlanError
+from megatron_ext.plan.point import evaluate
+from megatron_ext.plan.search import Search
+from megatron_ext.plan.space import SearchSpace
+from megatron_ext.plan.times import stage_times, vocabulary_times
+from megatron_ext.plan.vocabulary import rank_work, refusal, settings
+from megatron_ext.schedule import Placement, ScheduleSpec
+from megatron_ext.schedule.actions import Action, Op
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.vocabulary import S, T, peak_held
+
+LLAMA_3_8B = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --ffn-hidden-size 14336 --swiglu --disable-bias-linear "
+    "--normalization RMSNorm --position-embedding-type rope --seq-length 8192 --bf16 "
+    "--vocab-size 128256 --hidden-dropout 0 --attention-dropout 0"
+)
+UNTIED = "--untie-embeddings-and-output-weights"
+SMALL = (
+    "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --bf16 --swiglu "
+    "--vocab-size 128000 --hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer "
+    f"{UNTIED}"
+)
+GIB = 2**30
+
+
+def job(*words, line=LLAMA_3_8B, pp=8, batch=16):
+    text = f"{line} --pipeline-model-parallel-size {pp} --world-size {pp} {' '.join(words)}"
+    return job_of(read(f"{text} --global-batch-size {batch}".split())[0])
+
+
+def both(*words, **more):
+    """The job without and with a sharded vocabulary."""
+    return job(*words, **more), job("--pp-vocab-parallel", *words, **more)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("vee", [True, False])
+def test_ranks_have_equal_parameters(tied, vee):
+    whole, sharded = both("" if tied else UNTIED)
+    placement = Placement.vee(8) if vee else Placement.loop(8, 1)
+    split = even_split(32, placement.num_stages)
+    rows = {
+        name: [
+            sum(stage_bytes(each, split)[s].parameters.total for s in stages)
+            for stages in placement.stages
+        ]
+        for name, each in (("whole", whole), ("sharded", sharded))
+    }
+    mean = sum(rows["sharded"]) / 8
+    assert all(abs(n - mean) < 0.05 * mean for n in rows["sharded"])
+    assert rows["whole"][0] > 1.2 * sum(rows["whole"]) / 8, "the embedding alone is so much"
+    # Stock has two copies of tied weights, on the first and on the last stage.
+    copies = sharded.padded_vocab_size * 4096 * tied
+    assert sum(rows["sharded"]) == sum(rows["whole"]) - copies
+    states = states_of(placement, stage_bytes(sharded, split))
+    assert max(s.total for s in states) < 1.05 * min(s.total for s in states)
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100"])
+def test_times_of_all_shards_are_the_whole_output_layers(gpu):
+    whole, sharded = both(UNTIED)
+    device, split = gpu_of(gpu), even_split(32, 8)
+    times = stage_times(whole, split, device)
+    output = sum(times[-1]) - sum(times[1])
+    s, t, e, g, latency = vocabulary_times(sharded, device)
+    # Narrower products take a little longer.
+    assert output < 8 * (s + t) < 1.2 * output
+    assert 0 < e < g < s / 10 and latency > 0
+    assert vocabulary_times(whole, device) is None
+    # What is left on the ends is a norm.
+    own = stage_times(sharded, split, device)
+    assert own[0] == own[1] and sum(own[-1]) < 1.01 * sum(own[1])
+
+
+def test_logits_are_computed_again_for_several_chunks():
+    one, four = (job(UNTIED, "--pp-vocab-parallel", f"--pp-vocab-chunks {n}") for n in (1, 4))
+    gpu = gpu_of("H100")
+    first, second = vocabulary_times(one, gpu), vocabulary_times(four, gpu)
+    assert second[0] == first[0] and 1.4 * first[1] < second[1] < 2.2 * first[1]
+    sets = [with_shard(each, stage_set(each, even_split(32, 8).stages[0])) for each in (one, four)]
+    words = 8192 * one.padded_vocab_size // 8
+    assert sets[0].shard - sets[1].shard == 2 * words
+    assert (sets[0].scores, sets[1].scores) == (6 * words, 6 * words // 4)
+
+
+def test_bytes_from_s_to_t():
+    """Counted by hand: two microbatches between S and T at the peak, and S's own logits."""
+    each = job(UNTIED, "--pp-vocab-parallel", pp=2)
+    stages = stage_bytes(each, even_split(32, 2))
+    row = [(S, 0), (S, 1), (T, 0), (T, 1)]
+    actions = tuple(Action(op, 0, j) for op, j in row)
+    schedule = Schedule("x", Placement.loop(2, 1), 2, (actions, ()))
+    rank = rank_bytes(schedule, stages, 0)[0]
+    sets = stages[0].sets
+    assert rank.kept + rank.passing == 2 * sets.shard + sets.scores
+    assert (rank.kept, rank.at) == (2 * sets.shard, "S0.1")
+    forward = tuple(Action(Op.F, 0, j) for j in range(2))
+    alone = rank_bytes(Schedule("x", Placement.loop(2, 1), 2, (forward, ())), stages, 0)[0]
+    assert alone.kept == 2 * sets.bytes_f_to_b, "a shard is kept for no other pass"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--padded-vocab-size", "128260"], "128260 cannot be divided by 8 ranks"),
+        (["--mtp-num-layers", "1", UNTIED], "does not support --mtp-num-layers"),
+        (["--cross-entropy-loss-fusion"], "does not support --cross-entropy-loss-fusion"),
+    ],
+)
+def test_what_training_refuses(words, why):
+    with pytest.raises(PlanError, match=why):
+        job("--pp-vocab-parallel", *words)
+    assert why in refusal(job(*words))
+    assert settings(job(*words), choose=True) == (False,)
+
+
+def test_the_vocabulary_is_padded_for_all_ranks():
+    assert job(pp=6).padded_vocab_size == 128256
+    line = LLAMA_3_8B.replace("--num-layers 32", "--num-layers 35")
+    assert job("--pp-vocab-parallel", line=line, pp=7).padded_vocab_size % (7 * 128) == 0
+    alone = job("--pp-vocab-parallel", line=LLAMA_3_8B, pp=1)
+    assert not alone.vocab_parallel and alone.words == 128256
+
+
+def space(*words, line=SMALL, pp=4, **changes):
+    options = {
+        "gpu": gpu_of("A100"),
+        "schedules": ("1f1b", "v-half"),
+        "cheap_recompute": (False,),
+        "offload": (),
+    }
+    return SearchSpace(job(*words, line=line, pp=pp), pp=pp, **{**options, **changes})
+
+
+def test_likely_times_and_bytes_are_near():
+    search = Search(space("--pp-vocab-parallel", schedules=("1f1b", "zb-h1", "v-half")), 80 * GIB)
+    for one in search.candidates():
+        point = evaluate(one.spec, one.workload)
+        assert one.bound_us <= point.makespan_us
+        assert 0.8 < float(point.makespan_us / one.likely_us) < 1.1
+        assert 0.95 < point.worst.total / one.bytes < 1.1
+
+
+def test_a_search_tries_both_and_takes_the_faster():
+    result = Search(space(vocabulary=True), 40 * GIB).run()
+    alone = Search(space(), 40 * GIB).run()
+    best = result.best
+    assert best is not None and alone.best is not None
+    assert best.workload.job.vocab_parallel and best.spec.barriers == 1
+    assert best.makespan_us < 0.95 * alone.best.makespan_us
+    assert "--pp-vocab-parallel" in best.flags()
+    assert not any("--pp-vocab-parallel" in p.flags() for p in alone.points)
+    # A vocabulary of no weight is not worth its collectives.
+    few = SMALL.replace("128000", "1024")
+    small = Search(space(line=few, schedules=("v-zb",), vocabulary=True), 40 * GIB).run().best
+    assert small is not None and not small.workload.job.vocab_parallel
+
+
+def test_a_flag_keeps_the_search_to_it():
+    result = Search(space("--pp-vocab-parallel", vocabulary=True), 40 * GIB).run()
+    assert result.points and all(p.spec.barriers == 1 for p in result.points)
+    with pytest.raises(PlanError, match="none of dualpipev is possible"):
+        Search(space("--pp-vocab-parallel", schedules=("dualpipev",)), 40 * GIB).run()
+
+
+def test_it_fits_where_nothing_else_does():
+    names = ("v-half", "v-min")
+    alone = Search(space(schedules=names), GIB).run().smallest
+    budget = int(0.97 * alone.worst.total)
+    best = Search(space(schedules=names, vocabulary=True), budget).run().best
+    assert best is not None and best.workload.job.vocab_parallel
+
+
+def test_work_of_a_rank_has_the_passes():
+    where = space("--pp-vocab-parallel")
+    placement = Placement.loop(4, 1)
+    work = where.workload(where.job, 16, even_split(16, 4))
+    point = evaluate(ScheduleSpec("1f1b", 4, 16, costs=work.costs, barriers=1), work)
+    busy = rank_work(work.costs, placement)
+    plain = work.costs.per_rank_work(placement)
+    passes = sum(work.costs.vocabulary[:4])
+    assert busy == [one + passes for one in plain]
+    assert max(peak_held(point.schedule().ranks)) >= 1
+    assert point.makespan_us > 16 * max(busy)
+
+
+def test_the_search_over_parallel_sizes_keeps_to_the_flag():
+    """Closed forms are bounds with shards, too: states and time are no more than a point's."""
+    links = Links(gpu_of("A100"), 8)
+    each = job("--pp-vocab-parallel", line=SMALL, pp=4)
+
+    def own(one):
+        names = ("v-half", "v-zb")
+        return SearchSpace(one, links.gpu, 4, names, cheap_recompute=(False,), offload=())
+
+    grid = Grid([each], own, lambda one: [one], links, 40 * GIB)
+    case, best = grid.case(each), grid.run().best
+    assert case is not None and best is not None
+    assert 0.8 * best.iteration_us < case.bound_us <= best.iteration_us
+    states = min(rank.states.total for rank in best.point.ranks)
+    assert 0.98 * states < case.states < 1.02 * states
+    assert "--pp-vocab-parallel" in best.point.flags()
