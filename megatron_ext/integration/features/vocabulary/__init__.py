@@ -72,6 +72,11 @@ class VocabularyParallel(Feature):
             "embeddings of the next iteration would need all ranks' steps; drop it",
         ),
         _Given(
+            "--pp-profile",
+            "measured times of the last stage have the whole output layer in them; drop it and give "
+            "--pp-cost",
+        ),
+        _Given(
             "--pp-profile-steps",
             "times of the vocabulary's passes are not measured; drop it and give --pp-cost",
         ),
