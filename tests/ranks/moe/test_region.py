@@ -187,10 +187,11 @@ def run(
     layers: int = 1,
     lookahead: int = 2,
     between: Callable[[], object] = lambda: None,
+    tokens: int = TOKENS,
 ) -> dict[str, Any]:
     """``layers`` calls behind each other, so that they share buffers, and their backward pass;
     ``between`` is called after the forward pass."""
-    hidden, probs, chosen = batch()
+    hidden, probs, chosen = batch(tokens)
     x, p = hidden.requires_grad_(), probs.requires_grad_()
     out = x
     for _ in range(layers):
@@ -487,7 +488,8 @@ def test_a_first_call_grows_no_buffer(make: Callable[..., Region], strategy: str
             return memory
 
     device = CpuDevice()
-    run(make(Memory(device, min_bytes=1, ring=Noting(device))), 3, strategy)
+    # Chunk 4 has 8 tokens, and chunk 2, which follows in its slot, 9.
+    run(make(Memory(device, min_bytes=1, ring=Noting(device))), 6, strategy, tokens=50)
     assert max(map(len, taken.values())) > 1
     assert all(len(set(sizes)) == 1 for sizes in taken.values()), taken
 
