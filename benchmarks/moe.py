@@ -190,8 +190,11 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks
     )
     parallel_state.initialize_model_parallel(expert_model_parallel_size=args.ranks)
-    model_parallel_cuda_manual_seed(1)
-    found = {part: PARTS[part](rank, args) for part in args.parts.split(",")}
+    found, state = {}, torch.get_rng_state()
+    for part in args.parts.split(","):  # each with the same weights, whatever ran before
+        torch.set_rng_state(state)
+        model_parallel_cuda_manual_seed(1)
+        found[part] = PARTS[part](rank, args)
     if rank == 0:
         (folder / "rows.json").write_text(json.dumps(found))
     dist.barrier()

@@ -138,7 +138,8 @@ def _strategy_table(rows: list[dict[str, Any]]) -> list[str]:
 def _memory_table(rows: list[dict[str, Any]]) -> list[str]:
     return [
         "Real experts with F = 4M, forward and backward of one layer; everything but parameters, "
-        "by storage, the shared buffers included. Less than: `none` in as many chunks.",
+        "by storage, the shared buffers included. Less than: `none` in as many chunks. Bytes of "
+        "`s1` and `s2` vary between runs, by up to two chunks' tensors on their way to the host.",
         "",
         "| chunks | strategy | bytes | of them shared buffers | on the host | less than stock "
         "| less than `none` |",

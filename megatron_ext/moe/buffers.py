@@ -15,6 +15,7 @@ import functools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 INPUT, INSIDE = "input", "inside"
 MIN_BYTES = 4096
-_PAGE = 2 << 20  # what a device allocates at least; larger buffers are multiples of it
+_PAGE = 2 << 20  # what a device allocates at least; larger buffers grow to multiples of it
 _GROWTH = 10  # a buffer that has to grow gets a tenth more than is needed
 
 
@@ -84,7 +85,7 @@ class Ring:
         nbytes = max(nbytes, self._wanted.get(purpose, 0))
         if slot.memory is None or slot.memory.numel() < nbytes:
             grows, slot.memory = slot.memory is not None, None  # never two at the same time
-            slot.memory = self.device.allocate(_rounded(nbytes, grows))
+            slot.memory = self.device.allocate(_grown(nbytes) if grows else nbytes)
         fresh = torch.empty(0, dtype=torch.uint8, device=slot.memory.device)
         return fresh.set_(slot.memory.untyped_storage(), 0, (slot.memory.numel(),), (1,))
 
@@ -101,10 +102,9 @@ class Ring:
         self._wanted.clear()
 
 
-def _rounded(nbytes: int, grows: bool) -> int:
+def _grown(nbytes: int) -> int:
     """Bytes to allocate, so that a maximum that creeps up over the steps reallocates rarely."""
-    if grows:
-        nbytes = padded(nbytes + nbytes // _GROWTH)
+    nbytes = padded(nbytes + nbytes // _GROWTH)
     return -(-nbytes // _PAGE) * _PAGE if nbytes > _PAGE else nbytes
 
 
@@ -376,15 +376,22 @@ class Record:
 
     # --- backward ---
 
+    @property
+    def copied_inside_bytes(self) -> int:
+        """Of the chunk's slot of the ring ``inside``, once ``offload`` has run."""
+        return sum(self._inside_sizes())
+
+    def _inside_sizes(self) -> list[int]:
+        sizes = [] if self._ticket is None else self._ticket.sizes
+        return [padded(size) for size in sizes[: len(self._inside)]]
+
     def fetch(self) -> None:
         """Start copying back what is on the host, into the ring."""
         ticket = self._ticket
         if ticket is None:
             return
-        ring, places, total = self._memory.ring, [], 0
-        for size in ticket.sizes[: len(self._inside)]:
-            places.append(total)
-            total += padded(size)
+        ring = self._memory.ring
+        *places, total = accumulate(self._inside_sizes(), initial=0)
         inside = ring.take(INSIDE, self._inside_slot, total) if self._inside else None
         buffers = []
         for block, at, size in zip(self._inside.values(), places, ticket.sizes):

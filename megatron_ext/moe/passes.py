@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .buffers import INPUT, Record, Ring
+from .buffers import INPUT, INSIDE, Record, Ring
 from .exchange import (
     Chunk,
     ChunkTable,
@@ -154,6 +154,14 @@ class Call:
         assert self.rows is not None
         return self.rows
 
+    @property
+    def back_row(self) -> Row:
+        """What a message to the experts has for each row in backward."""
+        fields = [self.hidden_field]
+        if self.resends:
+            fields += [self.hidden_field, self.probs_field]
+        return Row(*fields)
+
     def has_work(self, i: int) -> bool:
         """Whether the experts are called: for empty chunks only if they would not be called at
         all, since Megatron gathers parameters when a module is first called, on all ranks."""
@@ -211,12 +219,13 @@ class Messages:
         self._there, self._back = there, back
         self._dispatched: dict[int, Transfer] = {}
         self._returning: dict[int, Transfer] = {}
-        # Room for the worst chunk of any rank; back, what backward needs is more than forward's.
+        # Room for the worst chunk of any rank in both passes, so that backward grows no buffer.
         worst, ring = call.table.worst, self._ring
-        ring.reserve("send", worst.sent * there.nbytes)
+        widest = max(there.nbytes, call.back_row.nbytes)
+        ring.reserve("send", worst.sent * widest)
         ring.reserve("return", worst.received * call.row.nbytes)
         if self._exchange.ep_size > 1:
-            ring.reserve("receive", worst.received * there.nbytes)
+            ring.reserve("receive", worst.received * widest)
             ring.reserve("returned", worst.sent * call.row.nbytes)
         if call.strategy.input is not Restore.KEEP:
             ring.reserve(INPUT, call.input_bytes(worst.rows))
@@ -364,13 +373,12 @@ class Backward:
 
     def __init__(self, call: Call, saved: Sequence[torch.Tensor], grad: torch.Tensor) -> None:
         self._call, self._grad, self._hidden = call, grad, call.give_saved(saved)
-        fields = [call.hidden_field]
-        if call.resends:
-            fields += [call.hidden_field, call.probs_field]
-        self._messages = Messages(call, Row(*fields), call.row)
+        self._messages = Messages(call, call.back_row, call.row)
         self._row_bytes = call.hidden_field[0] * call.hidden_field[1].itemsize
         ring = call.region.memory.ring
         ring.reserve("gradient", call.table.worst.rows * self._row_bytes)
+        records = [state.record for state in call.states if state.record is not None]
+        ring.reserve(INSIDE, max((one.copied_inside_bytes for one in records), default=0))
         self._sums = GradientSums(call.trained)
         self._d_hidden = torch.empty_like(grad)
         self._d_probs = grad.new_zeros((len(grad), call.table.experts), dtype=call.probs_field[1])

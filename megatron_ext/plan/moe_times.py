@@ -1,10 +1,11 @@
 """Times of MoE layers in chunks: a job's costs, what chunks gain a pass, plans worth a search.
 
 Products, kernels and messages have the planner's prices (``times.price_of``), so that one chunk
-with nothing restored takes what Megatron's layer takes. A chunk pays for its own kernels (counted
-in ``moe/passes.py`` on CPU tensors: 45 forward, 36 backward beside the experts) and reads all
-weights of its experts; where their input is not kept, it adds to all their gradients, and otherwise
-all chunks do so at once, behind their input gradients: why many small chunks are slower than one.
+with nothing restored takes what Megatron's layer takes. A call pays for the kernels that sort the
+rows of all its chunks, a chunk for its own (``_ONCE``, ``_OURS``: counted on CPU tensors, without
+those of the experts), and reads all weights of its experts; where their input is not kept, it adds
+to all their gradients, and otherwise all chunks do so at once, behind their input gradients: why
+many small chunks are slower than one.
 """
 
 from __future__ import annotations
