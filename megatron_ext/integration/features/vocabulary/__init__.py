@@ -73,8 +73,8 @@ class VocabularyParallel(Feature):
         ),
         _Given(
             "--pp-profile",
-            "measured times of the last stage have the whole output layer in them; drop it and give "
-            "--pp-cost",
+            "measured times of the last stage have the whole output layer in them; drop it and "
+            "give --pp-cost",
         ),
         _Given(
             "--pp-profile-steps",
