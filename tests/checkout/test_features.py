@@ -138,6 +138,7 @@ NIGHTLY = (
     "vocabulary, MoE, EP 2, bf16, both overlaps",
     "vocabulary, fp16, loss scaling, recompute full, ramp-up",
     "vocabulary, PP 8",
+    "vocabulary, offload, trace",
 )
 
 

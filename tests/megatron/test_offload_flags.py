@@ -14,6 +14,7 @@ import torch
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
+from megatron_ext.integration.features.schedule.estimate import vocabulary_barriers
 from megatron_ext.integration.offload_request import OffloadRequest
 from megatron_ext.offload.pairs import bridges
 from megatron_ext.schedule import Costs, check, generate, offload_pass, simulate
@@ -165,10 +166,19 @@ class TestWithASchedule:
             ScheduleRequest.of(str(tmp_path / "x.json"), offloading=asked("half"))
 
     def test_a_file_with_a_sharded_vocabulary(self, tmp_path: Path) -> None:
-        costs = Costs.of(vocabulary=["0.1", "0.1", "0.01", "0.01"])
-        save(add_vocabulary(generate("v-half", 4, 8, costs=costs)), tmp_path / "x.json")
-        with pytest.raises(ConfigError, match="simulated but not trained with yet; write the file"):
-            ScheduleRequest.of(str(tmp_path / "x.json"))
+        costs, path = Costs.of(vocabulary=["0.1", "0.1", "0.01", "0.01"]), tmp_path / "x.json"
+        order = generate("v-half", 4, 8, costs=costs)
+        save(add_vocabulary(order, 2), path)
+        with pytest.raises(ConfigError, match="2 barriers a microbatch.*--vocabulary-barriers 1"):
+            ScheduleRequest.of(str(path))
+        without, sharded = (SimpleNamespace(pp_vocab_parallel=given) for given in (None, True))
+        save(order, path)
+        with pytest.raises(ConfigError, match="has no passes .* with --vocabulary$"):
+            vocabulary_barriers(sharded, ScheduleRequest.of(str(path)))
+        save(add_vocabulary(order), path)
+        with pytest.raises(ConfigError, match="without --vocabulary, or add --pp-vocab-parallel"):
+            vocabulary_barriers(without, ScheduleRequest.of(str(path)))
+        assert vocabulary_barriers(sharded, ScheduleRequest.of(str(path))) == 1
 
     def test_a_file_that_does_not(self, tmp_path: Path) -> None:
         save(generate("v-half", 4, 8), tmp_path / "x.json")

@@ -48,7 +48,7 @@ def described(
     """
     request = replace(request, profile=profile, splits=splits_of(args))
     estimate = _estimate(args, splits_of(args), device_name())
-    request = replace(request, barriers=_barriers(args, request), shard=estimate)
+    request = replace(request, barriers=vocabulary_barriers(args, request), shard=estimate)
     if request.needs_estimate:
         request = request.estimated(estimate)
     if request.cap_bytes is None:
@@ -64,8 +64,12 @@ def described(
     return request.for_job(estimate.job)
 
 
-def _barriers(args: MegatronArgs, request: ScheduleRequest) -> int:
-    """Of a sharded vocabulary; a schedule file must have its passes, or not."""
+def vocabulary_barriers(args: MegatronArgs, request: ScheduleRequest) -> int:
+    """Barriers of a sharded vocabulary; 0: it is not sharded.
+
+    Raises:
+        ConfigError: a schedule file has its passes and should not, or the other way round.
+    """
     sharded = 1 if args.pp_vocab_parallel else 0
     if request.file is not None and request.file.barriers != sharded:
         has, fix = ("has no", "with") if sharded else ("has", "without")
