@@ -93,10 +93,17 @@ def _cell(row: dict[str, Any], name: str, plan: str = "") -> str:
     return f"{text} ({plan})" if plan else text
 
 
+def _s4_cell(row: dict[str, Any]) -> str:
+    """Of the best s4; marked where even that needs more than recompute."""
+    best, peak = _best_s4(row), row["peak_bytes"]
+    more = "" if peak[best] <= peak["recompute"] else ", needs more"
+    return _cell(row, best, best + more)
+
+
 def _shape_line(row: dict[str, Any]) -> str:
     median, chosen, best, within = row["median_ms"], row["chosen"], _best_s4(row), "auto in it"
     cells = [row["name"], f"{row['ratio']:.2f}", _cell(row, "stock"), _cell(row, "recompute")]
-    cells += [_cell(row, best, best), _cell(row, within, chosen[within])]
+    cells += [_s4_cell(row), _cell(row, within, chosen[within])]
     cells += [f"{median['recompute'] / median[name]:.2f}" for name in (best, within)]
     cells += [_cell(row, "auto", chosen["auto"]), f"{median['stock'] / median['auto']:.2f}"]
     cells += [f"{row['steps'][within]}, {row['steps']['auto']}"]
@@ -106,7 +113,7 @@ def _shape_line(row: dict[str, Any]) -> str:
 def _balance_line(row: dict[str, Any]) -> str:
     median, best = row["median_ms"], _best_s4(row)
     cells = [f"{row['ratio']:g}", _cell(row, "stock"), _cell(row, "recompute")]
-    cells += [_cell(row, best, best)]
+    cells += [_s4_cell(row)]
     cells += [f"{median[name] / median[best]:.2f}" for name in ("recompute", "stock")]
     return f"| {' | '.join(cells)} |"
 

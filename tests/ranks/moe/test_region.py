@@ -26,6 +26,7 @@ from megatron_ext.moe.plan import (
 )
 from megatron_ext.moe.region import Region
 from megatron_ext.offload.device import CpuDevice, Direction
+from megatron_ext.plan import moe_times
 from tests.support.faulty_device import Faults, FaultyDevice
 from tests.support.gate import Gate
 
@@ -571,7 +572,16 @@ def test_rings_may_be_cleared_between_passes(make: Callable[..., Region]) -> Non
 class Operations(TorchDispatchMode):
     """Names of operations that are not views, nor allocations; which launch kernels on a GPU."""
 
-    NONE = ("alias", "detach", "empty", "empty_like", "empty_strided", "new_empty", "set_")
+    NONE = (
+        "alias",
+        "detach",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "set_",
+        "_unsafe_view",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -623,6 +633,42 @@ def test_launches_a_chunk(make: Callable[..., Region], monkeypatch: pytest.Monke
         monkeypatch.setattr(Exchange, "send", send)
         region(x, p, chosen, LayerPlan.of(4))
     assert first == ["index_select index_select copy_"]
+
+
+def test_the_planner_counts_the_launches(
+    make: Callable[..., Region], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels a call and a chunk are those of the code; the experts' are not among them."""
+    original, counters = HostCopy.wait, list[Operations]()
+
+    def wait(self: Any) -> Any:
+        before = len(counters[-1].names)
+        found = original(self)
+        del counters[-1].names[before:]  # the host's
+        counters[-1].waited = True
+        return found
+
+    monkeypatch.setattr(HostCopy, "wait", wait)
+
+    def launches(chunks: int, strategy: str) -> tuple[int, int]:
+        region = make()
+        hidden, probs, chosen = batch(400)  # as many tokens in each chunk
+        x, p = hidden.requires_grad_(), probs.requires_grad_()
+        counters.append(Operations())
+        with counters[-1] as forward:
+            out = region(x, p, chosen, LayerPlan.of(chunks, strategy))
+        grad = torch.ones_like(out)
+        with Operations() as backward:
+            torch.autograd.grad(out, [x, p, *region.parameters], grad)
+        return len(forward.names), len(backward.names)
+
+    four, eight = launches(4, "none"), launches(8, "none")
+    assert 2 * four[0] - eight[0] == moe_times._ONCE
+    experts = 2 * EXPERTS + 4  # the stub's products, two joins, the activation, probabilities
+    forward, backward = ((many - few) / 4 for few, many in zip(four, eight))
+    assert forward - experts == sum(moe_times._OURS[0][1:])
+    resent = (launches(8, "s2")[1] - launches(4, "s2")[1]) / 4
+    assert resent - backward == sum(moe_times._AGAIN[1:])
 
 
 class Atomics(TorchDispatchMode):
