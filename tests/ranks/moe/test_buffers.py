@@ -1,0 +1,184 @@
+"""What leaves the device and comes back under slow copies; the buffers that calls share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.moe.buffers import Memory, Ring
+from megatron_ext.moe.plan import LayerPlan
+from megatron_ext.moe.region import Region
+from megatron_ext.offload.device import CpuDevice, Direction
+from tests.ranks.moe.regions import (
+    RESTORING,
+    batch,
+    equal,
+    run,
+)
+from tests.support.faulty_device import Faults, FaultyDevice
+from tests.support.gate import Gate
+
+
+@pytest.mark.parametrize("slow", [Direction.TO_HOST, Direction.TO_DEVICE])
+def test_each_direction_alone(make: Callable[..., Region], slow: Direction) -> None:
+    wanted = run(make(), 4, "none")
+    for strategy in ("s1", "s2", "s3"):
+        faults = Faults(delay=lambda direction: 0.005 if direction is slow else 0.0)
+        region = make(Memory(FaultyDevice(faults=faults), min_bytes=1))
+        assert equal(run(region, 4, strategy), wanted), strategy
+
+
+def behind(gate: Gate) -> CpuDevice:
+    """A device whose copies wait for the gate."""
+    return FaultyDevice(faults=Faults(gate.delay))
+
+
+def test_slots_have_to_wait_for_their_readers(make: Callable[..., Region]) -> None:
+    """Guards the tests above: without the event a later chunk overwrites what is being copied."""
+    wanted = run(make(), 5, "none")
+    gate = Gate(Direction.TO_HOST)
+    device = behind(gate)
+    memory = Memory(device, min_bytes=1, ring=Ring(device, skip=["input"]))
+    assert not equal(run(make(memory), 5, "s3", between=gate.open), wanted)
+
+
+def test_memory_is_held_until_it_has_left(make: Callable[..., Region]) -> None:
+    """Likewise, where the experts' own memory is let go before it has been copied."""
+    wanted = run(make(), 5, "none")
+    gate = Gate(Direction.TO_HOST)
+    memory = Memory(behind(gate), min_bytes=1)
+
+    def add(ticket: Any, blocks: list[Any]) -> None:
+        for block in blocks:
+            block.fill_(0xFF)
+
+    memory.departures.add = add  # type: ignore[method-assign]
+    assert not equal(run(make(memory), 5, "s2", between=gate.open), wanted)
+
+
+@pytest.mark.parametrize("edge", ["reload-after-offload", "use-after-reload"])
+def test_copies_have_to_wait(make: Callable[..., Region], edge: str) -> None:
+    """Likewise, for the engine's own edges."""
+    wanted = run(make(), 2, "none")
+    gate = Gate(Direction.TO_DEVICE if edge.startswith("use") else Direction.TO_HOST)
+    memory = Memory(behind(gate), min_bytes=1)
+    memory.engine._skip = frozenset([edge])
+    found = run(make(memory), 2, "s2")
+    gate.open()
+    assert not equal(found, wanted)
+
+
+def test_ring_only_grows_and_is_shared(make: Callable[..., Region]) -> None:
+    memory = Memory(CpuDevice(), min_bytes=1)
+    first, second = make(memory), make(memory)
+    run(first, 2, "s4")
+    large = memory.ring.nbytes
+    run(second, 2, "s4")
+    run(first, 4, "s4")
+    assert memory.ring.nbytes == large > 0
+    run(first, 1, "s4")
+    assert memory.ring.nbytes > large
+
+
+def test_the_ring_shrinks_with_chunks(make: Callable[..., Region]) -> None:
+    """The reason for it all: with more chunks less is there at a time, whatever the strategy."""
+    for strategy in ("none", "s3", "s4"):
+        sizes = []
+        for chunks in (2, 4, 8):
+            region = make()
+            run(region, chunks, strategy)
+            sizes.append(region.memory.ring.nbytes)
+        assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.6 * sizes[0]
+
+
+def test_a_dropped_graph_gives_its_place_on_the_host_back(make: Callable[..., Region]) -> None:
+    region = make()
+    hidden, probs, chosen = batch()
+    out = region(hidden.requires_grad_(), probs, chosen, LayerPlan.of(3, "s1"))
+    assert region.memory.engine.arena.used_bytes > 0
+    del out
+    assert region.memory.engine.arena.used_bytes == 0
+
+
+@pytest.mark.parametrize("strategy", ["s1", "s2", "s3"])
+def test_what_finds_no_room_on_the_host_stays_on_the_device(
+    make: Callable[..., Region], strategy: str
+) -> None:
+    """Counted, with the size that would do; results are those of a run with room for all."""
+
+    def sized(nbytes: int) -> tuple[dict[str, Any], Memory]:
+        faults = Faults(lambda direction: 0.002, poison=True)
+        region = make(Memory(FaultyDevice(faults=faults), min_bytes=1))
+        region.memory.size_host(nbytes, now=bool(nbytes))
+        found = run(region, 4, strategy, layers=3)
+        assert region.memory.engine.arena.capacity_bytes == nbytes
+        assert region.memory.engine.arena.used_bytes == 0
+        return found, region.memory
+
+    wanted, ample = run(make(), 4, strategy, layers=3), 1 << 20
+    found, memory = sized(ample)
+    assert equal(found, wanted) and not memory.stayed
+    needed = memory.wanted_bytes
+    for nbytes, least in ((0, 12), (needed // 1024 * 512, 1)):
+        found, memory = sized(nbytes)
+        assert equal(found, wanted)
+        assert 12 >= memory.stayed >= least and memory.wanted_bytes == needed
+        assert memory.engine.counters.offloads == 12 - memory.stayed
+    assert not sized(needed)[1].stayed
+
+
+def test_a_host_without_memory_ends_no_step(make: Callable[..., Region]) -> None:
+    """An arena that is allocated only when it is used, and then there is too little."""
+    region = make()
+    region.memory.size_host(1 << 60, now=False)
+    assert equal(run(region, 4, "s1"), run(make(), 4, "s1"))
+    assert region.memory.stayed == 4 and region.memory.engine.arena.capacity_bytes == 0
+
+
+def test_rings_that_grow_do_so_in_steps() -> None:
+    """A maximum that creeps up reallocates rarely; a first size is exact."""
+    ring, sizes = Ring(CpuDevice()), []
+    for nbytes in range(10_000, 20_000, 100):
+        ring.take("sent", 0, nbytes)
+        sizes.append(ring.nbytes)
+        assert nbytes <= ring.nbytes <= 1.1 * nbytes + 512
+    assert sizes[0] == 10_000 and len(set(sizes)) < 10
+    ring.clear()
+    ring.take("sent", 0, (3 << 20) + 1)
+    assert ring.nbytes == (3 << 20) + 1
+    ring.take("sent", 0, (5 << 20) + 1)
+    assert ring.nbytes == 6 << 20
+
+
+@pytest.mark.parametrize("strategy", ["none", *RESTORING])
+def test_a_first_call_grows_no_buffer(make: Callable[..., Region], strategy: str) -> None:
+    """Each is made for the worst chunk and both passes: none gets a tenth more than is needed."""
+    taken: dict[Any, list[int]] = {}
+
+    class Noting(Ring):
+        def take(self, purpose: str, number: int, nbytes: int) -> torch.Tensor:
+            memory = super().take(purpose, number, nbytes)
+            taken.setdefault((purpose, number), []).append(memory.numel())
+            return memory
+
+    device = CpuDevice()
+    # Chunk 4 has 8 tokens, and chunk 2, which follows in its slot, 9.
+    run(make(Memory(device, min_bytes=1, ring=Noting(device))), 6, strategy, tokens=50)
+    assert max(map(len, taken.values())) > 1
+    assert all(len(set(sizes)) == 1 for sizes in taken.values()), taken
+
+
+def test_rings_may_be_cleared_between_passes(make: Callable[..., Region]) -> None:
+    """Between two plans buffers are given back, and calls before and after are right."""
+    region = make(
+        Memory(FaultyDevice(faults=Faults(lambda direction: 0.004, poison=True)), min_bytes=1)
+    )
+    for strategy, chunks in (("s1", 2), ("s3", 4), ("none", 3)):
+        wanted = run(make(), chunks, strategy)
+        found = run(region, chunks, strategy, between=region.memory.ring.clear)
+        assert equal(found, wanted), strategy
+        region.memory.ring.clear()
+        assert region.memory.ring.nbytes == 0
