@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import groupby
 from math import inf
 
@@ -10,10 +11,19 @@ from ..schedule.costs import Costs, number_to_json
 from .budget import Splits
 from .gpu import Gpu, gpu_called
 from .model import Job, PlanError
-from .times import costs_in_parts, costs_in_us, hop_time, stage_times, vocabulary_times
+from .times import (
+    costs_in_parts,
+    costs_in_us,
+    exchange_times,
+    hop_time,
+    stage_times,
+    vocabulary_times,
+)
 
 # With one FLOP/s and no other limit a pass takes as many seconds as it has FLOPs.
 _FLOPS = Gpu("", 1.0, 0, inf, inf, inf, inf, inf, efficiency=1.0)
+
+EXCHANGE = Fraction(1, 3)  # of F, in models with experts on several ranks
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,17 @@ class Estimate:
         of FLOPs alone in 64ths of the mean pass. Equal costs for a model that cannot be described.
         """
         return self._made(stages)[0]
+
+    def exchange(self, stages: int) -> list[Fraction]:
+        """Share of every stage's F that is communication between experts on several ranks; B has
+        as much of it. Assumed where the device's links are not known."""
+        gpu = None if self.reason or self.job is None else gpu_called(self.device)
+        if gpu is None or self.job is None:
+            return [EXCHANGE] * stages
+        split = self.splits(stages)
+        sent = exchange_times(self.job, split, gpu)
+        every = stage_times(self.job, split, gpu)
+        return [Fraction(round(64 * n / one.forward), 64) for n, one in zip(sent, every)]
 
     def text(self, stages: int) -> str:
         """What an order of so many stages is made for, in one line for the log."""

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from ...._input import parse_bytes
 from ....plan.budget import Budget, Splits, profiled, stages_of
-from ....plan.estimate import Estimate
+from ....plan.estimate import EXCHANGE, Estimate
 from ....plan.model import Job
 from ....plan.profile import Profile
 from ....schedule import (
@@ -54,6 +54,7 @@ class ScheduleRequest:
         note: why.
         barriers: of a vocabulary that is sharded over all ranks; 0: it is not.
         shard: estimates the times of its passes, where ``costs`` have none.
+        overlap: passes run in pairs, as ``ScheduleSpec``.
     """
 
     name: str
@@ -72,6 +73,7 @@ class ScheduleRequest:
     note: str = ""
     barriers: int = 0
     shard: Estimate | None = None
+    overlap: bool = False
 
     @classmethod
     def of(
@@ -248,7 +250,20 @@ class ScheduleRequest:
         if self.barriers and self.file is None:
             costs = _with_shard(spec.costs, self.shard, pp, stages_of(spec))
             spec = replace(spec, barriers=self.barriers, costs=costs)
+        if self.overlap and self.file is None:
+            costs = self.with_exchange(spec.costs, stages_of(spec), pp)
+            spec = replace(spec, overlap=True, costs=costs)
         return spec
+
+    def with_exchange(self, costs: Costs, stages: int, pp: int) -> Costs:
+        """``costs`` with communication between experts, in the estimated share of F."""
+        estimate = self.estimate or self.shard
+        chunks = stages // pp
+        one = costs.forward / chunks, costs.backward_input / chunks
+        rows = [one] * stages if costs.stages is None else [row[:2] for row in costs.stages]
+        shares = [EXCHANGE] * stages if estimate is None else estimate.exchange(stages)
+        sent = [(f * share, min(f * share, b)) for (f, b), share in zip(rows, shares)]
+        return costs.with_exchange(sent)
 
 
 @dataclass(frozen=True)
@@ -341,6 +356,9 @@ class Choice:
         key = microbatches, link, costs, reorder
         if key not in self._plans:
             spec = replace(self.spec, microbatches=microbatches)
+            if spec.overlap and costs is not None:
+                placement = spec.placement
+                costs = self.request.with_exchange(costs, placement.num_stages, placement.pp)
             spec = _with_offload(spec, self.offload, link)
             if spec.offload is None:
                 spec = spec.order_alone()
