@@ -133,9 +133,9 @@ def page(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
         "",
         "Streams are emulated by their clocks: what a layer's part takes, and which stream it "
         "runs on, counts; computation and messages of the machine itself come on top. All runs of "
-        "one placement computed the same losses, bit for bit. *Peak* is in microbatches of a rank; *hidden* is "
-        "the simulated share of the all-to-alls behind computation, between a rank's first B and "
-        "its last F.",
+        "one placement computed the same losses, bit for bit. *Peak* is in microbatches of a rank; "
+        "*hidden* is the simulated share of the all-to-alls behind computation, between a rank's "
+        "first B and its last F.",
         "",
         "| run | peak | hidden | simulated s | measured s | error | over stock combined |",
         "|---|--:|--:|--:|--:|--:|--:|",
