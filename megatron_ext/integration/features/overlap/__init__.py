@@ -7,6 +7,7 @@ that the all-to-all of one is hidden behind the computation of the other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
@@ -56,25 +57,13 @@ class Overlap(Feature):
     )
 
     def check(self, run: Run) -> None:
-        args, request = run.args, run.request
-        if request is None:
-            return
-        if not wanted(args):
-            _refuse_delay(args, run.library)
-            return
-        require_no_conflict(args, self.conflicts, {"": FLAG})
-        if run.library:
-            _refuse_delay(args, True)
-            return  # the rest is in the model's configuration
-        _require(args)
-        if args.delay_wgrad_compute:
-            if not request.splits_backward:
-                raise ConfigError(
-                    f"--pp-schedule {request.name} has no passes for weight gradients; drop "
-                    f"{DELAY}, or use a schedule that has, e.g. zb-h1"
-                )
-            args.delay_wgrad_compute = False
-            run.notices.append(f"megatron_ext: {DELAY}: the schedule's W passes do it")
+        if run.request is not None and not run.library:
+            _check(run)
+
+    def check_model(self, run: Run) -> None:
+        _check(run)
+        assert run.request is not None
+        run.request = replace(run.request, overlap=wanted(run.args))
 
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None or not (run.library or wanted(run.args)):
@@ -89,12 +78,32 @@ def wanted(args: MegatronArgs) -> bool:
     return bool(getattr(args, "overlap_moe_expert_parallel_comm", False))
 
 
-def _refuse_delay(args: MegatronArgs, library: bool) -> None:
-    what = "the model's layers would delay weight gradients themselves" if library else ""
-    conflict = Conflict(
-        DELAY, f"{what or 'the schedule itself delays weight gradients'}, to where they fill gaps"
-    )
-    require_no_conflict(args, (conflict,), {"": "--pp-schedule"})
+def _check(run: Run) -> None:
+    args, request = run.args, run.request
+    assert request is not None
+    delays = bool(getattr(args, "delay_wgrad_compute", False))
+    if wanted(args):
+        require_no_conflict(args, Overlap.conflicts, {"": FLAG})
+        _require(args)
+    elif delays:
+        raise ConfigError(
+            f"--pp-schedule {request.name} does not support {DELAY} without {FLAG}: the schedule "
+            "itself delays weight gradients, to where they fill gaps; drop it"
+        )
+    if not delays:
+        return
+    if run.library:
+        raise ConfigError(
+            f"{DELAY}: the model's layers delay weight gradients already, and the schedule does "
+            "that itself; build the model without it"
+        )
+    if not request.splits_backward:
+        raise ConfigError(
+            f"--pp-schedule {request.name} has no passes for weight gradients; drop {DELAY}, or "
+            "use a schedule that has, e.g. zb-h1"
+        )
+    args.delay_wgrad_compute = False
+    run.notices.append(f"megatron_ext: {DELAY}: the schedule's W passes do it")
 
 
 def _require(args: MegatronArgs) -> None:
