@@ -23,6 +23,7 @@ from ..costs import Durations
 from ..effects import passes, peak_sets
 from ..schedule import Schedule, ScheduleError
 from ..simulate import run_times
+from .dualpipev import dualpipev
 from .pairing import NEVER, Greedy, Item, Listed, Machine, Rule
 
 _SHORT = 3  # times p: microbatches that all ways are tried with
@@ -224,7 +225,7 @@ class _Search:
         for way in ways[::stride]:
             self._time(way)
         found: list[_Way] = []
-        for kind in (_Travelling, _Taking, _Shifted):
+        for kind in (_Shifted, _Travelling, _Taking):  # of equal orders the simplest
             tried = [way for way in self._times if isinstance(way, kind)]
             if tried:
                 self._climb(min(tried, key=self._times.__getitem__))
@@ -236,7 +237,18 @@ class _Search:
             made = self._made(way, self.given.microbatches)
             if made is not None and made.makespan < least:
                 least, ranks = made.makespan, made.ranks
-        return ranks
+        return self._published(least) or ranks
+
+    def _published(self, least: int) -> list[list[AnyAction]] | None:
+        """DualPipeV's order, where it fits and is faster."""
+        given = self.given
+        if not given.placement.is_vee():
+            return None
+        ranks = dualpipev(given.pp, given.microbatches)
+        if max(peak_sets(ranks)) > self._cap:
+            return None
+        _, ends = run_times(given.with_ranks(ranks), self._durations)
+        return ranks if max(row[-1] for row in ends) < least else None
 
     def longest(self, fused: bool) -> tuple[int, int, int]:
         """Of all stages: a pair, an F, and a backward pass."""
