@@ -52,7 +52,7 @@ def described(
         request,
         barriers=vocabulary_barriers(args, request),
         shard=estimate,
-        overlap=args.overlap_moe_expert_parallel_comm,
+        overlap=bool(args.overlap_moe_expert_parallel_comm),
     )
     if request.needs_estimate:
         request = request.estimated(estimate)
