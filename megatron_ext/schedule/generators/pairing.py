@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
-from ..actions import Action, AnyAction, Joint, Op
+from ..actions import Action, AnyAction, Joint, Op, Operation
 from ..costs import Durations
 from ..placement import Placement
 
@@ -30,13 +30,74 @@ class Rule(Protocol):
         """True if nothing is left to choose."""
 
 
-class Machine:
-    """One run of all ranks.
+class _Times:
+    """When inputs are there, as far as passes have been started.
 
     Args:
         placement: where the stages lie.
         microbatches: of the iteration.
         durations: of the passes, with their communication.
+    """
+
+    def __init__(self, placement: Placement, microbatches: int, durations: Durations) -> None:
+        self.placement, self.microbatches, self.durations = placement, microbatches, durations
+        n = placement.num_stages
+        self._f_ends: list[list[int]] = [[-1] * microbatches for _ in range(n)]
+        self._b_ends: list[list[int]] = [[-1] * microbatches for _ in range(n)]
+        self._rank_of = [placement.rank_of(s) for s in range(n)]
+        self._hops = [
+            durations.hop * (a != b) for a, b in zip(self._rank_of, [*self._rank_of[1:], -1])
+        ]
+        self._joint: dict[tuple[int, int, Operation], int] = {}
+
+    def forward_at(self, stage: int, microbatch: int) -> int:
+        """When an F has its input; ``NEVER`` if that is not known yet."""
+        if stage == 0:
+            return 0
+        end = self._f_ends[stage - 1][microbatch]
+        return NEVER if end < 0 else end + self._hops[stage - 1]
+
+    def backward_at(self, stage: int, microbatch: int) -> int:
+        """The same of a backward pass."""
+        own = self._f_ends[stage][microbatch]
+        if own < 0 or stage == self.placement.num_stages - 1:
+            return NEVER if own < 0 else own
+        end = self._b_ends[stage + 1][microbatch]
+        return NEVER if end < 0 else max(own, end + self._hops[stage])
+
+    def pair(self, forward: Action, backward: Action) -> int:
+        """Duration of a joint F and backward pass."""
+        key = forward.stage, backward.stage, backward.op
+        if key not in self._joint:
+            parts = [(Op.F, forward.stage), (backward.op, backward.stage)]
+            self._joint[key] = self.durations.joint(parts)
+        return self._joint[key]
+
+    def saved(self, forward: Action, backward: Action) -> int:
+        """What a pair takes less than its passes one by one."""
+        d = self.durations
+        alone = d.of(Op.F, forward.stage) + d.of(backward.op, backward.stage)
+        return alone - self.pair(forward, backward)
+
+    def _ended(self, action: Action, end: int) -> tuple[int, int] | None:
+        """A pass ends then: the rank that gets its result, and when; None if none does."""
+        op, stage, microbatch = action
+        if op is Op.F:
+            self._f_ends[stage][microbatch] = end
+            to, hop = stage + 1, stage
+        else:
+            self._b_ends[stage][microbatch] = end
+            to = hop = stage - 1
+        if not 0 <= to < len(self._rank_of):
+            return None
+        return self._rank_of[to], end + self._hops[hop]
+
+
+class Machine(_Times):
+    """One run of all ranks.
+
+    Args:
+        placement, microbatches, durations: as above.
         cap: most activation sets on a rank, from F's start to W's (or BW's) end.
         fused: backward passes are BW.
         gap: share of a W's duration that a rank must be going to wait for W to run.
@@ -56,19 +117,12 @@ class Machine:
         fused: bool,
         gap: Fraction,
     ) -> None:
-        self.placement, self.microbatches, self.durations = placement, microbatches, durations
+        super().__init__(placement, microbatches, durations)
         self.cap, self.backward, self._gap = cap, Op.BW if fused else Op.B, gap
         n, pp = placement.num_stages, placement.pp
-        self._f_ends: list[list[int]] = [[-1] * microbatches for _ in range(n)]
-        self._b_ends: list[list[int]] = [[-1] * microbatches for _ in range(n)]
         self.f, self.b, self.sets = [0] * n, [0] * n, [0] * n
         self._weights: list[deque[Action]] = [deque() for _ in range(pp)]
         self._clock, self._wakes = [0] * pp, list(range(pp))  # a heap of time * pp + rank
-        self._rank_of = [placement.rank_of(s) for s in range(n)]
-        self._hops = [
-            durations.hop * (a != b) for a, b in zip(self._rank_of, [*self._rank_of[1:], -1])
-        ]
-        self._joint: dict[tuple[int, int], int] = {}
         self.ranks: list[list[AnyAction]] = [[] for _ in range(pp)]
 
     def run(self, rule: Rule) -> bool:
@@ -96,37 +150,10 @@ class Machine:
         """Resident sets of a rank."""
         return sum(self.sets[s] for s in self.placement.stages[rank])
 
-    def owes(self, rank: int) -> bool:
-        """True if a rank has a W that it has not started."""
-        return bool(self._weights[rank])
-
-    def forward_at(self, stage: int, microbatch: int) -> int:
-        """When an F has its input; ``NEVER`` if that is not known yet."""
-        if stage == 0:
-            return 0
-        end = self._f_ends[stage - 1][microbatch]
-        return NEVER if end < 0 else end + self._hops[stage - 1]
-
-    def backward_at(self, stage: int, microbatch: int) -> int:
-        """The same of a backward pass."""
-        own = self._f_ends[stage][microbatch]
-        if own < 0 or stage == self.placement.num_stages - 1:
-            return NEVER if own < 0 else own
-        end = self._b_ends[stage + 1][microbatch]
-        return NEVER if end < 0 else max(own, end + self._hops[stage])
-
-    def pair(self, forward: int, backward: int) -> int:
-        """Duration of a joint F and B of two stages."""
-        key = forward, backward
-        if key not in self._joint:
-            parts = [(Op.F, forward), (self.backward, backward)]
-            self._joint[key] = self.durations.joint(parts)
-        return self._joint[key]
-
-    def saved(self, forward: int, backward: int) -> int:
-        """What a pair takes less than its passes one by one."""
-        d = self.durations
-        return d.of(Op.F, forward) + d.of(self.backward, backward) - self.pair(forward, backward)
+    def owes(self, rank: int, stage: int | None = None) -> bool:
+        """True if a rank has a W, of one of its stages or any, that it has not started."""
+        waiting = self._weights[rank]
+        return bool(waiting) if stage is None else any(w.stage == stage for w in waiting)
 
     def _weight(self, rank: int, wait: int, full: bool) -> Action | None:
         """The rank's next W, if it fits in what the rank waits, or makes room for an F."""
@@ -139,28 +166,24 @@ class Machine:
     def _start(self, rank: int, time: int, action: AnyAction) -> None:
         parts, pp = action.parts, self.placement.pp
         if len(parts) > 1:
-            end = time + self.pair(parts[0].stage, parts[1].stage)
+            end = time + self.pair(*parts)
         else:
             end = time + self.durations.of(parts[0].op, parts[0].stage)
-        for op, stage, microbatch in parts:
-            to = None
+        for part in parts:
+            op, stage, microbatch = part
             if op is Op.F:
-                self._f_ends[stage][microbatch] = end
                 self.f[stage] += 1
                 self.sets[stage] += 1
-                to = (stage + 1, self._hops[stage]) if stage + 1 < len(self.f) else None
-            elif op is Op.W:
-                self.sets[stage] -= 1
+            elif op is Op.B:
+                self._weights[rank].append(Action(Op.W, stage, microbatch))
             else:
-                self._b_ends[stage][microbatch] = end
-                self.b[stage] += 1
-                if op is Op.BW:
-                    self.sets[stage] -= 1
-                else:
-                    self._weights[rank].append(Action(Op.W, stage, microbatch))
-                to = (stage - 1, self._hops[stage - 1]) if stage else None
+                self.sets[stage] -= 1
+            if op is Op.W:
+                continue
+            self.b[stage] += op is not Op.F
+            to = self._ended(part, end)
             if to is not None:
-                heapq.heappush(self._wakes, (end + to[1]) * pp + self._rank_of[to[0]])
+                heapq.heappush(self._wakes, to[1] * pp + to[0])
         self.ranks[rank].append(action)
         self._clock[rank] = end
         heapq.heappush(self._wakes, end * pp + rank)
@@ -209,7 +232,7 @@ class Listed(Rule):
             return forward or backward, time
         if forward is None or backward is None or self._patience is None or min(f, b) > time:
             return None, max(f, b)
-        if wait <= self._patience * machine.saved(forward.stage, backward.stage):
+        if wait <= self._patience * machine.saved(forward, backward):
             return None, max(f, b)
         row[-1] = Item(None, backward) if f <= time else Item(forward, None)
         return (forward if f <= time else backward), time
@@ -228,20 +251,42 @@ class Listed(Rule):
         return backward, time
 
 
-class Greedy(Rule):
-    """A rank takes what has come, an F and a backward pass as a pair.
+class Policy(NamedTuple):
+    """How one rank takes what comes.
 
-    A chunk leaves a place in memory to each later one of its rank, so the oldest microbatch always
-    finds room on its way and there is no deadlock.
-
-    Args:
+    Attributes:
         late_f, late_b: of several chunks' F's, or backward passes, the latest chunk's comes first.
         wait_f, wait_b: how long an F, or a backward pass, waits for a partner that is known to
             come, in what the pair saves.
+        spare: activation sets that a chunk leaves to each later one; more than ``reserve``.
+        reserve: sets that F's alone leave to those in pairs.
+        ahead: most sets of the first chunk for F's of it alone, as a share of twice the stages from
+            there to the loss; 0: as many as there is memory for.
+        whole: backward passes in pairs are BW.
     """
 
-    def __init__(self, late_f: bool, late_b: bool, wait_f: Fraction, wait_b: Fraction) -> None:
-        self._late, self._wait = (late_f, late_b), (wait_f, wait_b)
+    late_f: bool
+    late_b: bool
+    wait_f: Fraction
+    wait_b: Fraction
+    spare: int = 1
+    reserve: int = 0
+    ahead: Fraction = Fraction(0)
+    whole: bool = False
+
+
+class Greedy(Rule):
+    """Ranks take what has come, an F and a backward pass as a pair.
+
+    Every chunk leaves places in memory to the later ones of its rank, so the oldest microbatch
+    always finds room on its way and there is no deadlock.
+
+    Args:
+        policies: one a rank.
+    """
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self._policies = policies
         self._left: int | None = None
 
     def is_done(self) -> bool:
@@ -255,42 +300,52 @@ class Greedy(Rule):
         return action, soon
 
     def _choice(self, machine: Machine, rank: int, time: int) -> Choice:
-        f_at, forward = self._first(self._forwards(machine, rank), time, self._late[0])
-        b_at, backward = self._first(self._backwards(machine, rank), time, self._late[1])
-        both = forward is not None and backward is not None
-        if both and max(f_at, b_at) <= time:
-            assert forward is not None and backward is not None
-            # The backward pass of what the F itself makes has not come, so they are independent.
-            return Joint(forward, backward), time
-        for at, action, other_at, other, patience in (
-            (b_at, backward, f_at, forward, self._wait[1]),
-            (f_at, forward, b_at, backward, self._wait[0]),
-        ):
-            if action is None or at > time:
-                continue
-            if other is not None and both:
-                assert forward is not None and backward is not None
-                if other_at - time <= patience * machine.saved(forward.stage, backward.stage):
-                    return None, other_at
-            return action, time
+        policy = self._policies[rank]
+        b_at, backward = _first(self._backwards(machine, rank), time, policy.late_b)
+        f_at, forward = _first(self._forwards(machine, rank, False), time, policy.late_f)
+        if forward is not None and backward is not None:
+            if policy.whole and not machine.owes(rank, backward.stage):
+                backward = backward._replace(op=Op.BW)
+            if max(f_at, b_at) <= time:
+                # The backward pass of what this F makes has not come: they are independent.
+                return Joint(forward, backward), time
+            patience = policy.wait_f if f_at <= time else policy.wait_b
+            wait = max(f_at, b_at) - time
+            if min(f_at, b_at) <= time and wait <= patience * machine.saved(forward, backward):
+                return None, max(f_at, b_at)
+            backward = backward._replace(op=machine.backward)
+        if backward is not None and b_at <= time:
+            if machine.owes(rank) and self._is_blocked(machine, rank, time):
+                return None, time  # a W makes room
+            return backward, time
+        f_at, forward = _first(self._forwards(machine, rank, True), time, policy.late_f)
+        if forward is not None and f_at <= time:
+            return forward, time
         return None, min(f_at, b_at)
 
-    @staticmethod
-    def _first(found: list[tuple[int, Action]], time: int, late: bool) -> tuple[int, Action | None]:
-        """Of those that have come the latest (or first) chunk's, else what comes first."""
-        come = [one for one in found if one[0] <= time]
-        if come:
-            return come[-1 if late else 0]
-        return min(found, default=(NEVER, None), key=lambda one: one[0])
+    def _is_blocked(self, machine: Machine, rank: int, time: int) -> bool:
+        """True if memory alone keeps an F from running."""
+        if machine.held(rank) < machine.cap:
+            return False
+        return any(
+            (j := machine.f[s]) < machine.microbatches and machine.forward_at(s, j) <= time
+            for s in machine.placement.stages[rank]
+        )
 
-    def _forwards(self, machine: Machine, rank: int) -> list[tuple[int, Action]]:
-        stages, found, before = machine.placement.stages[rank], [], 0
-        if machine.held(rank) >= machine.cap:
+    def _forwards(self, machine: Machine, rank: int, alone: bool) -> list[tuple[int, Action]]:
+        policy, stages = self._policies[rank], machine.placement.stages[rank]
+        reserve = policy.reserve if alone else 0
+        found, before = [], 0
+        if machine.held(rank) + reserve >= machine.cap:
             return []
         for chunk, stage in enumerate(stages):
             before += machine.sets[stage]
             j = machine.f[stage]
-            if j < machine.microbatches and before < machine.cap - (len(stages) - 1 - chunk):
+            most = machine.cap - policy.spare * (len(stages) - 1 - chunk)
+            if alone and chunk == 0 and policy.ahead:
+                way = 2 * (machine.placement.num_stages - stage)
+                most = min(most, reserve + max(1, int(way * policy.ahead)))
+            if j < machine.microbatches and before + reserve < most:
                 at = machine.forward_at(stage, j)
                 if at < NEVER:
                     found.append((at, Action(Op.F, stage, j)))
@@ -305,3 +360,11 @@ class Greedy(Rule):
                 if at < NEVER:
                     found.append((at, Action(machine.backward, stage, j)))
         return found
+
+
+def _first(found: list[tuple[int, Action]], time: int, late: bool) -> tuple[int, Action | None]:
+    """Of those that have come the latest (or first) chunk's, else what comes first."""
+    come = [one for one in found if one[0] <= time]
+    if come:
+        return come[-1 if late else 0]
+    return min(found, default=(NEVER, None), key=lambda one: one[0])

@@ -12,11 +12,12 @@ All ranks of an expert-parallel group run the same list, so their all-to-alls me
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product, zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..actions import Action, AnyAction, Op
 from ..costs import Durations
@@ -24,14 +25,25 @@ from ..effects import passes, peak_sets
 from ..schedule import Schedule, ScheduleError
 from ..simulate import run_times
 from .dualpipev import dualpipev
-from .pairing import NEVER, Greedy, Item, Listed, Machine, Rule
+from .pairing import NEVER, Greedy, Item, Listed, Machine, Policy, Rule
 
 _SHORT = 3  # times p: microbatches that all ways are tried with
 _KEPT = 2  # ways of each kind that are tried with all microbatches
 _WORK = 800_000  # passes that a search places, about
 _LEAST = 40  # orders that any search makes
 _SHARES = (Fraction(1), Fraction(1, 2), Fraction(0))
-_WAITS = (*_SHARES, Fraction(2))
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "late_f": (True, False),
+    "late_b": (True, False),
+    "wait_f": (*_SHARES, Fraction(2), Fraction(4)),
+    "wait_b": (*_SHARES, Fraction(2)),
+    "spare": (1, 2, 3, 4, 6),
+    "reserve": (0, 1),
+    "ahead": tuple(Fraction(x, 6) for x in range(5)),
+    "whole": (True, False),
+    "gap": (*_SHARES, Fraction(1, 4)),
+}
+_DRAWN = 60  # changes that are tried before a search ends
 
 
 def add_pairs(schedule: Schedule, most_sets: int | None = None) -> Schedule:
@@ -71,22 +83,31 @@ def _and(*notes: str) -> str:
 class _Taking(NamedTuple):
     """Ranks take what comes (``Greedy``)."""
 
-    late_f: bool
-    late_b: bool
-    wait_f: Fraction
-    wait_b: Fraction
+    policies: tuple[Policy, ...]
     gap: Fraction
     fused: bool
 
     def rule(self, search: _Search, m: int) -> Rule:
-        return Greedy(self.late_f, self.late_b, self.wait_f, self.wait_b)
+        return Greedy(self.policies)
 
-    def others(self) -> Iterator[_Taking]:
-        for wait in _WAITS:
-            yield self._replace(wait_f=wait)
-            yield self._replace(wait_b=wait)
-        for gap in _SHARES:
-            yield self._replace(gap=gap)
+    def others(self, dice: random.Random) -> Iterator[_Taking]:
+        """One number of all ranks, of one half of them or of the first one changed."""
+        p = len(self.policies)
+        changes = [(n, x) for n, values in _CHOICES.items() for x in values]
+        changes = [(n, x) for n, x in changes if not (self.fused and n in ("whole", "gap"))]
+        ranges = ((0, p), (0, p), (0, p // 2), (p // 2, p), (0, 1))
+        for _ in range(_DRAWN):
+            name, value = dice.choice(changes)
+            if name == "gap":
+                yield self._replace(gap=value)
+                continue
+            low, high = dice.choice(ranges)
+            policies = [
+                one._replace(**{name: value}) if low <= i < high else one
+                for i, one in enumerate(self.policies)
+            ]
+            if all(one.spare > one.reserve for one in policies):
+                yield self._replace(policies=tuple(policies))
 
 
 class _Shifted(NamedTuple):
@@ -113,7 +134,7 @@ class _Shifted(NamedTuple):
             items.append([Item(*one) for one in both])
         return Listed(items, self.patience)
 
-    def others(self) -> Iterator[_Shifted]:
+    def others(self, dice: random.Random) -> Iterator[_Shifted]:
         for gap in _SHARES:
             yield self._replace(gap=gap)
         for patience in (None, *_SHARES):
@@ -180,7 +201,7 @@ class _Travelling(NamedTuple):
                 places.setdefault(key, [None, None])[backward] = Action(op, stage, j)
         return [Item(*places[key]) for key in sorted(places)]
 
-    def others(self) -> Iterator[_Travelling]:
+    def others(self, dice: random.Random) -> Iterator[_Travelling]:
         step = max(1, self.period // 24)
         for name in ("period", "down", "up", "turn"):
             for change in (-2 * step, -step, step, 2 * step):
@@ -259,10 +280,10 @@ class _Search:
 
     def _climb(self, way: _Way) -> None:
         """Change one number after the other for as long as that helps."""
-        better = True
+        better, dice = True, random.Random(0)
         while better:
             better = False
-            for other in way.others():
+            for other in way.others(dice):
                 if self._left <= 0:
                     return
                 if other not in self._times and self._time(other) < self._times[way]:
@@ -289,8 +310,9 @@ class _Search:
             for slope, more, patience in product((0, 1, 2), (0, 1), (None, one)):
                 yield _Shifted(slope, more, one, patience, fused)
             for late in product((True, False), (True, False)):
-                for f, b, gap in product((half, one, 2 * one), (none, one, 2 * one), (one, none)):
-                    yield _Taking(*late, f, b, gap, fused)
+                for f, b, reserve in product((half, one, 2 * one), (none, one, 2 * one), (0, 1)):
+                    policy = Policy(*late, f, b, 1 + reserve, reserve)
+                    yield _Taking((policy,) * self.given.pp, half, fused)
 
     def _fused(self) -> list[bool]:
         """Whether backward passes may be BW: they must be where the schedule has no W, and W
