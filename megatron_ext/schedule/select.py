@@ -12,9 +12,8 @@ from functools import cache, cached_property
 
 from .costs import Costs
 from .effects import peak_sets
-from .generators import GENERATORS, NAMES, Objective, check_sizes, generate
+from .generators import GENERATORS, NAMES, Objective, add_pairs, check_sizes, generate
 from .generators.cap import v_cap_limits
-from .generators.pairs import add_pairs
 from .generators.vocabulary import add_vocabulary
 from .jitter import jitter
 from .link import Link
