@@ -118,6 +118,18 @@ def add_size_options(group: argparse._ActionsContainer, *, required: bool = Fals
         "--stage-cost", metavar="FILE", help='JSON {"stages": [[F, B, W], ...]}, one row a stage'
     )
     group.add_argument(
+        "--exchange",
+        metavar="F,B",
+        help="all-to-alls of experts on other ranks: the part of F's and of B's time in which only "
+        "the network is busy",
+    )
+    group.add_argument(
+        "--overlap",
+        action="store_true",
+        help="with --exchange: run forward and backward passes in pairs that hide it, as training "
+        "does with --overlap-moe-expert-parallel-comm",
+    )
+    group.add_argument(
         "--vocabulary",
         metavar="S,T,E,G[,T]",
         help="the vocabulary is sharded over all ranks: times of a rank's part of a microbatch, of "
@@ -243,6 +255,10 @@ def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
             )
         if args.stage_cost is not None:
             base = base.with_stage_file(args.stage_cost)
+        if args.exchange is not None:
+            base = base.with_exchange([args.exchange.split(",")])
+        elif args.overlap:
+            raise InputError("--overlap hides the communication of --exchange F,B; give both")
         if args.vocabulary is None:
             if args.vocabulary_barriers is not None:
                 raise InputError("--vocabulary-barriers is for --vocabulary; give both")
@@ -306,6 +322,7 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         effort=args.effort,
         jitter=getattr(args, "jitter", None) or Fraction(0),
         barriers=0 if args.vocabulary is None else args.vocabulary_barriers or 1,
+        overlap=args.overlap,
     )
 
 
@@ -426,10 +443,23 @@ def simulation_json(
             if schedule.barriers
             else {}
         ),
+        **_exchange_json(simulation),
         "generation_seconds": round(seconds, 6),
         **quality,
         **(_offload_json(simulation) if offloads or simulation.transfers else {}),
         **({"note": schedule.note} if schedule.note else {}),
+    }
+
+
+def _exchange_json(simulation: Simulation) -> dict[str, Any]:
+    hidden, steady = simulation.hidden_exchange, simulation.hidden_steady
+    if hidden is None:
+        return {}
+    return {
+        "exchange": [number_to_json(one.total) for one in simulation.exchange],
+        "exposed_exchange": [number_to_json(one.exposed) for one in simulation.exchange],
+        "hidden_exchange": number_to_json(hidden),
+        "hidden_exchange_steady": None if steady is None else number_to_json(steady),
     }
 
 
@@ -459,4 +489,8 @@ def costs_text(costs: Costs) -> str:
             f"W {short(costs.backward_weight)}"
         )
     )
-    return f"costs {times}, hop {short(costs.hop)}"
+    exchange = ""
+    if costs.exchange and len(costs.exchange) == 1:
+        f, b = costs.exchange[0]
+        exchange = f", exchange {short(f)} of F, {short(b)} of B"
+    return f"costs {times}, hop {short(costs.hop)}{exchange}"

@@ -200,6 +200,7 @@ def _table(
         if args.offload_transfer is not None:
             limit += f", {args.offload_transfer}"
         heads += _OFFLOAD_HEADS
+    heads += ("hidden",) if asked.costs.exchange else ()
     cells = [(*heads, "made in"), *(_cells(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [
@@ -218,6 +219,8 @@ def _table(
     ]
     if noise is not None:
         lines.append("with jitter: the mean makespan under random pass times")
+    if asked.costs.exchange:
+        lines.append("hidden: of the exchange behind computation")
     if offloads(args):
         lines += [
             "without: the same without offload; host peak: likewise, on the host",
@@ -250,6 +253,7 @@ def _cells(row: _Row) -> tuple[str, ...]:
         short(peak),
         f"{float(100 * peak / run.schedule.pp):.1f} %",
         *_offload_cells(row),
+        *(() if run.hidden_exchange is None else (percent(run.hidden_exchange),)),
         f"{row.seconds:.3f} s",
     )
 

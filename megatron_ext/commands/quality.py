@@ -83,6 +83,7 @@ def gap_of(simulation: Simulation, cap: Cap | None, objective: str | None) -> Ga
         fused=fused,
         span=span,
         vocabulary=schedule.vocabulary,
+        pairs=schedule.has_pairs,
     )
     time = simulation.makespan
     if span:

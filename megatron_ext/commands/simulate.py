@@ -21,7 +21,7 @@ from .common import (
 )
 from .moe_layer import add_layer_options, refuse_layer_options, simulate_layer
 from .network import add_network_options, network_json, network_of, network_text
-from .quality import Quality, add_jitter_options, jitter_of, simulated
+from .quality import Quality, add_jitter_options, jitter_of, percent, simulated
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -73,6 +73,7 @@ def _simulation_table(
             f"  peak activation  {short(max(peaks))} microbatches, "
             f"{short(100 * max(peaks) / schedule.pp)} % of 1F1B's {schedule.pp}",
             f"    per rank       {per_rank(peaks)}",
+            *_exchange_lines(simulation),
             *_vocabulary_lines(simulation),
             *_offload_lines(simulation),
             f"  generated in     {seconds:.3f} s",
@@ -84,6 +85,18 @@ def _simulation_table(
 
 def _why(simulation: Simulation) -> str:
     return "note             " if simulation.transfers else "chosen because   "
+
+
+def _exchange_lines(simulation: Simulation) -> list[str]:
+    hidden, steady = simulation.hidden_exchange, simulation.hidden_steady
+    if hidden is None:
+        return []
+    worst = max(simulation.exchange, key=lambda one: one.exposed)
+    between = "" if steady is None else f", {percent(steady)} between first B and last F"
+    return [
+        f"  exchange         {percent(hidden)} hidden{between}; "
+        f"{short(worst.exposed)} of {short(worst.total)} not, on the worst rank",
+    ]
 
 
 def _vocabulary_lines(simulation: Simulation) -> list[str]:

@@ -40,6 +40,8 @@ class MegatronArgs(Protocol):
     account_for_loss_in_pipeline_split: bool
     mtp_num_layers: int | None
     overlap_p2p_comm: bool
+    overlap_moe_expert_parallel_comm: bool
+    delay_wgrad_compute: bool
 
     # Model.
     hidden_size: int

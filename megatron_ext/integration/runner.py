@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ..offload.blocks import release_storage
-from ..runtime.executor import Extension, StageRunner
+from ..runtime.executor import BackwardPass, Extension, ForwardPass, StageRunner
 from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
@@ -159,30 +159,48 @@ class MegatronRunner(StageRunner):
 
     def forward(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
         """F of one chunk for one microbatch; see ``StageRunner``."""
-        it = self._it
-        stage = self.placement.stages[self._rank][chunk]
-        last = self.computes_loss(stage)
-        if x is not None and not it.forward_only:
+        if x is not None and not self._it.forward_only:
             x.requires_grad_(True)
-        key = (chunk, microbatch)
-        with self._mover.saving(key) if self._mover else _NOTHING:
-            y, num_tokens = self._schedules.forward_step(
-                self.forward_step_func(chunk, microbatch),
-                it.data_iterators[chunk],
-                it.models[chunk],
-                it.num_microbatches,
-                x,
-                self.losses,
-                it.config,
-                it.cp_size,
-                collect_non_loss_data=it.collect_non_loss_data,
-                is_first_microbatch=self._schedules.check_first_val_step(
-                    it.first_val_step, it.forward_only, microbatch == 0
-                ),
-                current_microbatch=microbatch,
-                vp_stage=chunk if self._virtual else None,
-                is_last_stage=last,
-            )
+        with self._mover.saving((chunk, microbatch)) if self._mover else _NOTHING:
+            y, num_tokens = self.forward_step(chunk, microbatch, x)
+        return self.forwarded(ForwardPass(chunk, microbatch, x), y, num_tokens)
+
+    def forward_step(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> tuple[Any, Any]:
+        """Megatron's part of F: the output with its autograd history, and the tokens counted."""
+        it = self._it
+        result: tuple[Any, Any] = self._schedules.forward_step(
+            self.forward_step_func(chunk, microbatch),
+            it.data_iterators[chunk],
+            it.models[chunk],
+            it.num_microbatches,
+            x,
+            self.losses,
+            it.config,
+            it.cp_size,
+            collect_non_loss_data=it.collect_non_loss_data,
+            is_first_microbatch=self.first_microbatch(microbatch),
+            current_microbatch=microbatch,
+            vp_stage=self.vp_stage(chunk),
+            is_last_stage=self.computes_loss(self.placement.stages[self._rank][chunk]),
+        )
+        return result
+
+    def first_microbatch(self, microbatch: int) -> Any:
+        """What Megatron's forward step is told of it: weights may have changed before."""
+        it = self._it
+        return self._schedules.check_first_val_step(
+            it.first_val_step, it.forward_only, microbatch == 0
+        )
+
+    def vp_stage(self, chunk: int) -> int | None:
+        """Megatron's name of a chunk: None where a rank has only one."""
+        return chunk if self._virtual else None
+
+    def forwarded(self, of: ForwardPass, y: torch.Tensor, num_tokens: Any) -> torch.Tensor | None:
+        """After Megatron's part of F: keep the set; returns what the next stage gets."""
+        chunk, microbatch, x = of
+        it, key = self._it, (chunk, microbatch)
+        last = self.computes_loss(self.placement.stages[self._rank][chunk])
         self.num_tokens += num_tokens
         if self._observer is not None and self._mover is None:
             self._observer.forward(chunk, microbatch, y)
@@ -203,19 +221,25 @@ class MegatronRunner(StageRunner):
         self, chunk: int, microbatch: int, grad: torch.Tensor | None, split: bool
     ) -> torch.Tensor | None:
         """B (``split``) or BW; see ``StageRunner``."""
+        of = BackwardPass(chunk, microbatch, grad, split)
+        with self.backpropagating(of):
+            return self.backward_step(of)
+
+    @contextlib.contextmanager
+    def backpropagating(self, of: BackwardPass) -> Iterator[None]:
+        """Around Megatron's part of B (``split``) or BW."""
+        chunk, microbatch, _, split = of
         key = (chunk, microbatch)
-        held = self._live[key]
         with self.syncing(chunk, self._is_last(microbatch)):
             with self._store.collect(key) if split else _NOTHING:
-                input_grad = self._backward_step(held.x, held.y, grad)
+                yield
         if split:
             if self._observer is not None:
                 self._observer.postponed(chunk, microbatch)
             # The graph is gone; what W needs is in the store, so the set lives on in there.
-            held.x = held.y = None
+            self._live[key] = ActivationSet(None, None)
         else:
             self._finished(chunk, microbatch)
-        return input_grad
 
     def weight(self, chunk: int, microbatch: int) -> None:
         """W of one chunk for one microbatch."""
@@ -230,6 +254,10 @@ class MegatronRunner(StageRunner):
             timers("backward-compute").stop()
         self._finished(chunk, microbatch)
 
+    def held(self, of: BackwardPass) -> ActivationSet:
+        """What F has kept for a backward pass."""
+        return self._live[of.chunk, of.microbatch]
+
     def check_finished(self) -> None:
         """Every activation set and weight gradient has been used.
 
@@ -242,8 +270,10 @@ class MegatronRunner(StageRunner):
                 f"sets and {len(self._store)} weight-gradient passes left over"
             )
 
-    def _backward_step(self, x: Any, y: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
-        args = [x, y, grad]
+    def backward_step(self, of: BackwardPass) -> torch.Tensor | None:
+        """Megatron's part of B or BW: the gradient of the stage's input."""
+        held = self.held(of)
+        args = [held.x, held.y, of.grad]
         if self._backward_takes_model_type:
             from megatron.core.utils import get_model_type
 

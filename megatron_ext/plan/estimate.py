@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import groupby
 from math import inf
 
@@ -10,10 +11,19 @@ from ..schedule.costs import Costs, number_to_json
 from .budget import Splits
 from .gpu import Gpu, gpu_called
 from .model import Job, PlanError
-from .times import costs_in_parts, costs_in_us, hop_time, stage_times, vocabulary_times
+from .times import (
+    costs_in_parts,
+    costs_in_us,
+    exchange_times,
+    hop_time,
+    stage_times,
+    vocabulary_times,
+)
 
 # With one FLOP/s and no other limit a pass takes as many seconds as it has FLOPs.
 _FLOPS = Gpu("", 1.0, 0, inf, inf, inf, inf, inf, efficiency=1.0)
+
+_EXCHANGE = Fraction(1, 3)  # of F, in models with experts on several ranks
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,17 @@ class Estimate:
         of FLOPs alone in 64ths of the mean pass. Equal costs for a model that cannot be described.
         """
         return self._made(stages)[0]
+
+    def exchange(self, stages: int) -> list[Fraction]:
+        """Share of every stage's F that is communication between experts on several ranks; B has
+        as much of it. Assumed where the device's links are not known."""
+        gpu = None if self.reason or self.job is None else gpu_called(self.device)
+        if gpu is None or self.job is None:
+            return [_EXCHANGE] * stages
+        split = self.splits(stages)
+        sent = exchange_times(self.job, split, gpu)
+        every = stage_times(self.job, split, gpu)
+        return [Fraction(round(64 * n / one.forward), 64) for n, one in zip(sent, every)]
 
     def text(self, stages: int) -> str:
         """What an order of so many stages is made for, in one line for the log."""
@@ -81,3 +102,36 @@ class Estimate:
         shard = vocabulary_times(self.job, gpu)
         costs = costs_in_us(stage_times(self.job, split, gpu), hop_time(self.job, gpu), shard)
         return costs, f"times estimated for {gpu.name} ({self.device}), in microseconds"
+
+
+# Of a rank's mean pass: S, T, E and G of a model that cannot be estimated, without latency.
+_SHARES = (Fraction(1, 4), Fraction(1, 8), Fraction(1, 100), Fraction(1, 100), Fraction(0))
+
+
+def with_shard(costs: Costs, estimate: Estimate | None, pp: int, stages: int) -> Costs:
+    """``costs`` with times of vocabulary passes: as long beside the other passes as estimated."""
+    if costs.vocabulary is not None:
+        return costs
+    own = None if estimate is None else estimate.costs(stages)
+    if own is None or own.vocabulary is None:
+        return costs.with_vocabulary([_mean_pass(costs, pp) * share for share in _SHARES])
+    scale = _mean_pass(costs, pp) / _mean_pass(own, pp)
+    return costs.with_vocabulary([time * scale for time in own.vocabulary])
+
+
+def _mean_pass(costs: Costs, pp: int) -> Fraction:
+    if costs.stages is None:
+        total, ranks = costs.forward + costs.backward_input + costs.backward_weight, 1
+    else:
+        total, ranks = sum((time for row in costs.stages for time in row), Fraction(0)), pp
+    return total / (3 * ranks)
+
+
+def with_exchange(costs: Costs, estimate: Estimate | None, pp: int, stages: int) -> Costs:
+    """``costs`` with communication between experts, in its estimated share of F; B has as much."""
+    chunks = stages // pp
+    one = costs.forward / chunks, costs.backward_input / chunks
+    rows = [one] * stages if costs.stages is None else [row[:2] for row in costs.stages]
+    shares = [_EXCHANGE] * stages if estimate is None else estimate.exchange(stages)
+    sent = [(f * share, min(f * share, b)) for (f, b), share in zip(rows, shares)]
+    return costs.with_exchange(sent)

@@ -96,12 +96,17 @@ class _Model:
         """What lies between the products, from the bytes that it reads and writes."""
         gpu = self.gpu
         sent = work.tensor_bytes / (gpu.peer * gpu.collective) + work.collectives * gpu.collective_s
-        if work.expert_bytes:
-            sent += work.expert_bytes / self.expert_link + 2 * MESSAGE_S
+        sent += self.exchange(work)
         wait, kernels = work.launches * KERNEL_S, work.kernels * KERNEL_S
         forward = work.flops / self.attention + work.moved / self.bandwidth + kernels
         backward = work.flops_back / self.attention + work.moved_back / self.bandwidth + 2 * kernels
         return PassTimes(forward + sent + wait, backward + sent + wait, wait)
+
+    def exchange(self, work: Work) -> float:
+        """Seconds of all-to-alls between experts, in F and in B each."""
+        if not work.expert_bytes:
+            return 0.0
+        return work.expert_bytes / self.expert_link + 2 * MESSAGE_S
 
     def part(self, part: Part) -> PassTimes:
         """One part; what it recomputes is part of B."""
@@ -154,6 +159,17 @@ def stage_times(job: Job, split: Split, gpu: Gpu) -> list[PassTimes]:
             total = total.plus(model.parts([last_norm(job), *losses]))
         out.append(total)
     return out
+
+
+def exchange_times(job: Job, split: Split, gpu: Gpu) -> list[float]:
+    """All-to-alls between experts in F, and as much in B, of every stage for one microbatch, in
+    seconds; they are part of ``stage_times``."""
+    model, stock = _Model(job, gpu), without_chunks(job)
+    each = {
+        kinds: sum(model.exchange(part.work) for part in layer(stock, kinds))
+        for kinds in set(job.layers)
+    }
+    return [sum(each[job.layers[number]] for number in stage.layers) for stage in split.stages]
 
 
 def vocabulary_times(job: Job, gpu: Gpu) -> tuple[float, float, float, float, float] | None:

@@ -42,6 +42,7 @@ def lower_bound(
     fused: bool = False,
     span: bool = False,
     vocabulary: Vocabulary | None = None,
+    pairs: bool = False,
 ) -> Bound:
     """Least time of any order on ``placement``.
 
@@ -53,8 +54,7 @@ def lower_bound(
     way to the loss and back, and their number changes by one a pass at both ends. In V placement
     at F=B=W without hops that is CM's bound (arXiv 2405.15362, figure 13) where memory binds.
 
-    A joint action (``F3.1+B4.0``) and a fused BW are no faster than their passes one by one, so
-    the bound holds for orders with them.
+    A fused BW is no faster than its passes one by one, so the bound holds for orders with it.
 
     Args:
         placement: where the stages lie.
@@ -65,6 +65,8 @@ def lower_bound(
         fused: of orders in which B and W are one pass, BW; these cannot be as fast.
         span: of the longest single rank's own span instead of the makespan.
         vocabulary: passes of a sharded one, which all ranks have; not with ``span``.
+        pairs: of orders with joint passes (``F3.1+B4.0``), too, whose communication takes no time
+            of its own; the bound is of their computation alone.
 
     Raises:
         ValueError: per-stage costs for another number of stages; vocabulary passes with ``span``.
@@ -72,6 +74,8 @@ def lower_bound(
     if span and vocabulary is not None:
         raise ValueError("there is no bound on the span beside vocabulary passes, only on makespan")
     d = costs.durations(placement)
+    if pairs:
+        d = d.computation()
     if fused:
         whole = tuple(b + w for b, w in zip(d.backward_input, d.backward_weight))
         d = d._replace(backward_input=whole, backward_weight=(0,) * len(whole))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -21,6 +21,8 @@ class Durations(NamedTuple):
 
     ``forward[s]``, ``backward_input[s]``, ``backward_weight[s]`` are per stage. ``vocabulary`` has
     a rank's S, T, E and G (``vocabulary``), and ``collective`` the latency of what they wait for.
+    ``exchange_forward[s]`` and ``exchange_backward[s]`` are the communication in an F and a B of
+    stage s, which is part of their durations; empty: there is none.
     """
 
     forward: tuple[int, ...]
@@ -30,6 +32,8 @@ class Durations(NamedTuple):
     scale: int
     vocabulary: tuple[int, ...] = (0, 0, 0, 0)
     collective: int = 0
+    exchange_forward: tuple[int, ...] = ()
+    exchange_backward: tuple[int, ...] = ()
 
     @classmethod
     def unit(cls, placement: Placement) -> Durations:
@@ -48,19 +52,46 @@ class Durations(NamedTuple):
         b = self.backward_input[stage]
         return b if op is Op.B else b + self.backward_weight[stage]
 
+    def exchange(self, op: Operation, stage: int) -> int:
+        """The communication in one compute action."""
+        row = self.exchange_forward if op is Op.F else self.exchange_backward
+        return row[stage] if row and op in (Op.F, Op.B, Op.BW) else 0
+
+    def joint(self, parts: Sequence[tuple[Operation, int]]) -> int:
+        """Of passes (operation, stage) that run in one another.
+
+        Computation and communication each take as long as those of all parts; one goes on beside
+        the other, but no part is faster than alone. Layer by layer dispatch and combine of one
+        pass stand beside the experts and the attention of the other, so that holds where both
+        passes have about as many layers.
+        """
+        alone = [self.of(op, stage) for op, stage in parts]
+        sent = sum(self.exchange(op, stage) for op, stage in parts)
+        return max(sum(alone) - sent, sent, *alone)
+
+    def computation(self) -> Durations:
+        """The same without communication in passes."""
+        stages = range(len(self.forward))
+        f, b = (tuple(self.of(op, s) - self.exchange(op, s) for s in stages) for op in (Op.F, Op.B))
+        return self._replace(forward=f, backward_input=b, exchange_forward=(), exchange_backward=())
+
     def times(self, factor: int, scale: int) -> Durations:
         """All durations times ``factor``, with this scale."""
-        f, b, w, v = (tuple(x * factor for x in row) for row in (*self[:3], self.vocabulary))
-        return Durations(f, b, w, self.hop * factor, scale, v, self.collective * factor)
+        return self._mapped(lambda x: x * factor, scale)
+
+    def _mapped(self, change: Callable[[int], int], scale: int) -> Durations:
+        fields: Iterable[Any] = self
+        rows: list[Any] = [
+            tuple(map(change, x)) if isinstance(x, tuple) else change(x) for x in fields
+        ]
+        return Durations(*rows)._replace(scale=scale)
 
     def reduced(self) -> Durations:
         """The same without common factors, for comparing: costs times any number become equal.
         ``scale`` is 1, so these are no longer times in the units of the costs."""
-        rows = self.forward, self.backward_input, self.backward_weight
-        more = self.hop, self.collective, *self.vocabulary
-        common = math.gcd(*more, *(x for row in rows for x in set(row)))
-        f, b, w, v = (tuple(x // common for x in row) for row in (*rows, self.vocabulary))
-        return Durations(f, b, w, self.hop // common, 1, v, self.collective // common)
+        times = self._replace(scale=0)
+        common = math.gcd(*(x for row in times for x in (row if isinstance(row, tuple) else [row])))
+        return self._mapped(lambda x: x // common, 1)
 
 
 def _number(value: Number, what: str, *, positive: bool) -> Fraction:
@@ -81,7 +112,9 @@ class Costs:
 
     A pass of one of v chunks costs 1/v of it. ``stages``, when given, replaces that rule: entry s
     holds (F, B, W) of stage s itself. ``vocabulary``, of sharded vocabulary layers, are a rank's S,
-    T, E and G, and the latency of a collective.
+    T, E and G, and the latency of a collective. ``exchange``, the all-to-all of experts on other
+    ranks, is the part of F's and of B's time in which only the network is busy: one pair for all
+    stages, by the same rule as F and B, or one for each stage.
     """
 
     forward: Fraction = Fraction(1)
@@ -90,6 +123,7 @@ class Costs:
     hop: Fraction = Fraction(0)
     stages: tuple[tuple[Fraction, Fraction, Fraction], ...] | None = None
     vocabulary: tuple[Fraction, ...] | None = None
+    exchange: tuple[tuple[Fraction, Fraction], ...] | None = None
 
     @classmethod
     def of(
@@ -175,11 +209,39 @@ class Costs:
         """
         return replace(self, vocabulary=Costs.of(vocabulary=times).vocabulary)
 
+    def with_exchange(self, times: Sequence[Sequence[Number]]) -> Costs:
+        """The same with communication in F and B, one pair for all stages or one a stage.
+
+        Raises:
+            ValueError: not pairs of numbers >= 0.
+        """
+        rows = []
+        for row in times:
+            if isinstance(row, str) or len(row) != 2:
+                raise ValueError(f"the exchange needs two times F,B, got {shown(row)}")
+            f, b = (_number(x, f"{n} of the exchange", positive=False) for x, n in zip(row, "FB"))
+            rows.append((f, b))
+        return replace(self, exchange=tuple(rows))
+
+    def _exchange(self, placement: Placement) -> Sequence[tuple[Fraction, Fraction]]:
+        """Of every stage; empty: there is none."""
+        n, rows = placement.num_stages, self.exchange or ()
+        if len(rows) == 1:
+            f, b = rows[0]
+            rows = ((f / placement.chunks, b / placement.chunks),) * n
+        if rows and len(rows) != n:
+            raise ValueError(
+                f"the exchange is given for {len(rows)} stages but there are {n}; give one row F,B "
+                "for all of them or one per stage"
+            )
+        return rows
+
     def durations(self, placement: Placement) -> Durations:
         """Integer durations of every stage's F, B and W under ``placement``.
 
         Raises:
-            ValueError: per-stage costs were given for another number of stages.
+            ValueError: per-stage costs were given for another number of stages, or communication
+                takes longer than the pass that it is in.
         """
         n, v = placement.num_stages, placement.chunks
         if self.stages is None:
@@ -192,13 +254,24 @@ class Costs:
             )
         else:
             rows = self.stages
-        distinct, more = set(rows), self.vocabulary or (Fraction(0),) * 5
+        exchange = self._exchange(placement)
+        for s, (own, (sent_f, sent_b)) in enumerate(zip(rows, exchange)):
+            if sent_f > own[0] or sent_b > own[1]:
+                raise ValueError(
+                    f"the exchange of stage {s} takes {float(sent_f):g} of F and {float(sent_b):g} "
+                    f"of B, but they take {float(own[0]):g} and {float(own[1]):g} in all; costs "
+                    "of F and B contain it"
+                )
+        distinct, more = {*rows, *exchange}, self.vocabulary or (Fraction(0),) * 5
         single = (self.hop, *more)
         scale = math.lcm(*(x.denominator for row in (*distinct, single) for x in row))
         ints = {row: tuple(int(x * scale) for x in row) for row in distinct}
         f, b, w = zip(*(ints[row] for row in rows))
         *vocabulary, collective = (int(x * scale) for x in more)
-        return Durations(f, b, w, int(self.hop * scale), scale, tuple(vocabulary), collective)
+        sent = zip(*(ints[row] for row in exchange))
+        return Durations(
+            f, b, w, int(self.hop * scale), scale, tuple(vocabulary), collective, *sent
+        )
 
     def per_rank_work(self, placement: Placement) -> list[Fraction]:
         """F + B + W of one microbatch on each rank, in the units of the costs."""
@@ -218,6 +291,8 @@ class Costs:
             data["stages"] = [[number_to_json(x) for x in row] for row in self.stages]
         if self.vocabulary is not None:
             data["vocabulary"] = [number_to_json(x) for x in self.vocabulary]
+        if self.exchange is not None:
+            data["exchange"] = [[number_to_json(x) for x in row] for row in self.exchange]
         return data
 
     @classmethod
@@ -235,7 +310,7 @@ class Costs:
         vocabulary = data.get("vocabulary")
         if vocabulary is not None and not isinstance(vocabulary, list):
             raise ValueError(f'"vocabulary" of "cost" must be a list, got {shown(vocabulary)}')
-        return cls.of(
+        costs = cls.of(
             data.get("forward", 1),
             data.get("backward_input", 1),
             data.get("backward_weight", 1),
@@ -243,6 +318,12 @@ class Costs:
             rows,
             vocabulary,
         )
+        exchange = data.get("exchange")
+        if exchange is None:
+            return costs
+        if not isinstance(exchange, list) or not all(isinstance(row, list) for row in exchange):
+            raise ValueError(f'"exchange" of "cost" must be a list of rows, got {shown(exchange)}')
+        return costs.with_exchange(exchange)
 
 
 def number_to_json(value: Fraction) -> int | float:

@@ -327,10 +327,10 @@ class Program:
         return row
 
     def _joint(self, parts: Sequence[Action]) -> Lane:
-        """Runs when the inputs of all parts are there, and takes as long as they do together."""
+        """Runs when the inputs of all parts are there."""
         lanes = [(self.lanes[part.op, part.stage], part.microbatch) for part in parts]
         return Lane.of(
-            sum(lane.took for lane, _ in lanes),
+            self.durations.joint([(part.op, part.stage) for part in parts]),
             [(slot + j, latency) for lane, j in lanes for slot, latency in lane.needs],
             [slot + j for lane, j in lanes for slot in lane.all_gives],
         )

@@ -93,6 +93,11 @@ class Schedule:
         """True if some weight gradients have passes of their own. Looked up every iteration."""
         return any(action.op is Op.W for row in self.ranks for action in passes(row))
 
+    @cached_property
+    def has_pairs(self) -> bool:
+        """True if a forward and a backward pass run in one another somewhere."""
+        return any(len(action.parts) > 1 for row in self.ranks for action in row)
+
     def compute(self) -> Schedule:
         """This schedule with its compute actions only."""
         rows = [[a for a in row if a.is_compute] for row in self.ranks]

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 
 from .costs import Costs
 from .effects import peak_sets
-from .generators import GENERATORS, NAMES, Objective, check_sizes, generate
+from .generators import GENERATORS, NAMES, Objective, add_pairs, check_sizes, generate
 from .generators.cap import v_cap_limits
 from .generators.vocabulary import add_vocabulary
 from .jitter import jitter
@@ -70,6 +70,9 @@ class ScheduleSpec:
         names: that ``auto`` may choose from.
         order: what to offload, in place of a generated order (a schedule file).
         times: costs of the passes as they will run, if the order is not made for those.
+        overlap: forward and backward passes run in pairs where that is faster (``add_pairs``), by
+            the communication that the costs have; in the memory of the cap, else with one set more
+            than without pairs. Not of a schedule file, which has its own.
         barriers: of a vocabulary that is sharded over all ranks (``vocabulary``), whose passes'
             times the costs have; 0: it is not sharded. The cap is of the whole schedule.
         jitter: for ``auto``: of schedules equally fast the one with the least mean makespan under
@@ -91,6 +94,7 @@ class ScheduleSpec:
     effort: float = 1
     jitter: Fraction = Fraction(0)
     barriers: int = 0
+    overlap: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -163,6 +167,9 @@ def select(spec: ScheduleSpec) -> Selected:
     """
     if spec.order is None:
         check_sizes(spec.name, spec.pp, spec.microbatches, spec.chunks, spec.objective, (AUTO,))
+    if spec.overlap and (spec.offload is not None or spec.barriers):
+        what = "a sharded vocabulary" if spec.offload is None else "offload"
+        raise ValueError(f"passes do not run in pairs beside {what}; leave out one of both")
     if spec.name == AUTO:
         return _auto(spec, spec.cap or ShareCap(Fraction(1)))
     found = _named(spec)
@@ -214,8 +221,14 @@ def costs_for(costs: Costs, stages: int) -> Costs | None:
     size = len(costs.stages) // stages
     rows = [costs.stages[i : i + size] for i in range(0, len(costs.stages), size)]
     merged = tuple((sum(f), sum(b), sum(w)) for f, b, w in (zip(*row) for row in rows))
+    exchange = costs.exchange
+    if exchange is not None and len(exchange) > 1:
+        parts = [exchange[i : i + size] for i in range(0, len(exchange), size)]
+        exchange = tuple((Fraction(sum(f)), Fraction(sum(b))) for f, b in (zip(*x) for x in parts))
     return replace(
-        costs, stages=tuple((Fraction(f), Fraction(b), Fraction(w)) for f, b, w in merged)
+        costs,
+        stages=tuple((Fraction(f), Fraction(b), Fraction(w)) for f, b, w in merged),
+        exchange=exchange,
     )
 
 
@@ -309,7 +322,17 @@ def _generated(spec: ScheduleSpec, option: dict[str, int | None]) -> Schedule:
         objective=spec.objective,
         effort=spec.effort,
     )
+    if spec.overlap:
+        schedule = add_pairs(schedule, _pair_sets(spec, schedule, cap))
     return add_vocabulary(schedule, spec.barriers, growth) if spec.barriers else schedule
+
+
+def _pair_sets(spec: ScheduleSpec, schedule: Schedule, cap: int | None) -> int | None:
+    """Most activation sets of an order with pairs; None: what such an order takes by default."""
+    if cap is not None or spec.cap is None:
+        return cap
+    held = max(peak_sets(schedule.ranks))
+    return max(held, min(held + 1, spec.cap.most_sets(schedule.placement)))
 
 
 def _made(spec: ScheduleSpec, option: dict[str, int | None]) -> Selected:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -46,6 +46,43 @@ class Transfers:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """Communication between experts on one rank, in units of the costs.
+
+    Attributes:
+        total: of all its passes.
+        exposed: in which it computes nothing.
+        steady: the same between its first backward and its last forward pass.
+    """
+
+    total: Fraction
+    exposed: Fraction
+    steady: Exchange | None = None
+
+    @classmethod
+    def of(cls, row: Sequence[AnyAction], durations: Durations) -> Exchange:
+        """Of one rank's compute actions."""
+        rows = [[(part.op, part.stage) for part in action.parts] for action in row]
+        sent = [sum(durations.exchange(*part) for part in parts) for parts in rows]
+        alone = [
+            durations.joint(parts) - sum(durations.of(*part) for part in parts) + n
+            for parts, n in zip(rows, sent)
+        ]
+        back = [i for i, parts in enumerate(rows) if any(op in (Op.B, Op.BW) for op, _ in parts)]
+        ahead = [i for i, parts in enumerate(rows) if any(op is Op.F for op, _ in parts)]
+        between = slice(back[0], ahead[-1] + 1) if back and ahead else slice(0)
+        steady = Fraction(sum(sent[between]), durations.scale)
+        exposed = Fraction(sum(alone[between]), durations.scale)
+        total, every = (Fraction(sum(x), durations.scale) for x in (sent, alone))
+        return cls(total, every, cls(steady, exposed))
+
+
+def _hidden(ranks: Sequence[Exchange]) -> Fraction | None:
+    total = sum((one.total for one in ranks), Fraction(0))
+    return 1 - sum(one.exposed for one in ranks) / total if total else None
+
+
+@dataclass(frozen=True)
 class Simulation:
     """The simulated run of one schedule. Times are in the units of the costs.
 
@@ -65,6 +102,8 @@ class Simulation:
             A forward-only schedule keeps nothing for a backward pass: 0.
         peak_activation: ``peak_sets`` in microbatches, i.e. divided by the chunks per rank.
         transfers: of offloaded sets; None if none are.
+        exchange: per rank, time of communication between experts, and as much of it as no
+            computation goes on beside (``Exchange``).
     """
 
     schedule: Schedule
@@ -77,6 +116,17 @@ class Simulation:
     peak_sets: list[int]
     peak_activation: list[Fraction]
     transfers: Transfers | None = field(default=None, compare=False)
+    exchange: list[Exchange] = field(default_factory=list, compare=False)
+
+    @property
+    def hidden_exchange(self) -> Fraction | None:
+        """Share of all ranks' communication between experts that is hidden; None without any."""
+        return _hidden(self.exchange)
+
+    @property
+    def hidden_steady(self) -> Fraction | None:
+        """The same between every rank's first backward and last forward pass."""
+        return _hidden([one.steady for one in self.exchange if one.steady is not None])
 
     @property
     def peak_vocabulary(self) -> list[int]:
@@ -115,8 +165,8 @@ def simulate(
 
     A rank runs one pass at a time in the given order. F of stage s waits for F of stage s-1,
     B (or BW) for its own F and the B of stage s+1, W for its B; a dependency on another rank adds
-    one hop. A joint action waits for the inputs of both its passes and takes as long as both, one
-    after the other. Linear in the number of actions.
+    one hop. A joint action waits for the inputs of both its passes; how long it takes, see
+    ``Durations.joint``. Linear in the number of actions.
 
     Communication actions are ignored, as if each message had a way of its own; with ``network``
     they run in streams (see ``network``), and a message takes one hop once both ends have come.
@@ -160,6 +210,9 @@ def simulate(
         peak_sets=sets,
         peak_activation=[Fraction(count, compute.chunks) for count in sets],
         transfers=transfers,
+        exchange=[Exchange.of(row, durations) for row in compute.ranks]
+        if durations.exchange_forward
+        else [],
     )
 
 

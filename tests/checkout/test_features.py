@@ -71,6 +71,12 @@ ROWS = {
         "vocabulary, fp16, loss scaling, recompute full, ramp-up": "v-min,po",
         "vocabulary, offload, trace": "po,v-half",
         "vocabulary, PP 8": "1f1b,v-half",
+        "pairs, EP 2": f"v-zb{NIGHTLY_TOO}1f1b,zb-h1,zb-h2,v-min,v-half,v-cap,dualpipev,auto",
+        "pairs, EP 2, both overlaps, beside stock's": "interleaved,interleaved-zb,gis,gis-h,po",
+        "pairs, PP 4, EP 2, delayed weight gradients, cheap recompute": "zb-h1,v-half",
+        "pairs, TP 2, sequence parallel, EP 2, evaluation, fp16": "zb-h1,v-zb",
+        "pairs, EP 2, CP 2, ramp-up, per-token loss, recompute selective": "v-half,dualpipev",
+        "DeepSeek-V3, pairs": "zb-h1,v-zb",
     },
     "core_v0.16.1": {
         "vocabulary": "v-half",
@@ -80,6 +86,8 @@ ROWS = {
         "tied, bf16, both overlaps": "v-half",
         "MTP": "v-half",
         "offload, half, MoE, EP 2, bf16, both overlaps": "v-half",
+        "pairs, EP 2, both overlaps, beside stock's": "interleaved",
+        "pairs, PP 4, EP 2, delayed weight gradients, cheap recompute": "v-half",
     },
     "core_v0.17.1": {
         "vocabulary": "v-half",
@@ -87,6 +95,9 @@ ROWS = {
         "vocabulary, MoE, EP 2, bf16, both overlaps": "v-zb",
         "tied, bf16, both overlaps": "zb-h1,v-half",
         "offload, full": "v-half",
+        "pairs, EP 2, both overlaps, beside stock's": "interleaved",
+        "pairs, PP 4, EP 2, delayed weight gradients, cheap recompute": "v-half",
+        "DeepSeek-V3, pairs": "v-zb",
     },
     "core_v0.18.2": {
         "vocabulary": "v-half",
@@ -95,6 +106,9 @@ ROWS = {
         "tied, bf16, both overlaps": "zb-h1,v-half",
         "offload, full": "v-half",
         "hybrid": "interleaved-zb,v-half",
+        "pairs, EP 2, both overlaps, beside stock's": "interleaved",
+        "pairs, PP 4, EP 2, delayed weight gradients, cheap recompute": "v-half",
+        "DeepSeek-V3, pairs": "v-zb",
     },
     "core_v0.16.0rc0-1dcf0daf": {
         "vocabulary": "v-half",
@@ -103,6 +117,8 @@ ROWS = {
         "tied, bf16, both overlaps": "zb-h1,v-half",
         "MoE, EP 2, bf16, both overlaps": "interleaved-zb",
         "offload, full": "v-zb",
+        "pairs, EP 2, both overlaps, beside stock's": "interleaved",
+        "pairs, PP 4, EP 2, delayed weight gradients, cheap recompute": "v-half",
     },
     "core_v0.20.0-d98e8a64": {
         "vocabulary": "v-half",
@@ -112,6 +128,9 @@ ROWS = {
         "MoE, EP 2, bf16, both overlaps": "interleaved-zb",
         "offload, full": "v-zb",
         "MTP": "v-half",
+        "pairs, EP 2, both overlaps, beside stock's": "interleaved",
+        "pairs, PP 4, EP 2, delayed weight gradients, cheap recompute": "v-half",
+        "DeepSeek-V3, pairs": "v-zb",
     },
 }
 assert ROWS.keys() == set(TAGS)
@@ -139,6 +158,10 @@ NIGHTLY = (
     "vocabulary, fp16, loss scaling, recompute full, ramp-up",
     "vocabulary, PP 8",
     "vocabulary, offload, trace",
+    "pairs, EP 2, both overlaps, beside stock's",
+    "pairs, PP 4, EP 2, delayed weight gradients, cheap recompute",
+    "pairs, TP 2, sequence parallel, EP 2, evaluation, fp16",
+    "pairs, EP 2, CP 2, ramp-up, per-token loss, recompute selective",
 )
 
 

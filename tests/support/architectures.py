@@ -70,6 +70,15 @@ ARCHITECTURES = (
         why=_SUM,
     ),
     Feature(
+        "DeepSeek-V3, pairs",
+        model=DEEPSEEK,
+        run=_EP2,
+        ours="--overlap-moe-expert-parallel-comm",
+        pp=2,
+        tolerance=1e-2,
+        why=_SUM,
+    ),
+    Feature(
         "DeepSeek-V3, offload, full",
         model=DEEPSEEK,
         ours="--pp-offload full --pp-offload-time 0.25",

@@ -66,6 +66,52 @@ _HYBRID = "--spec tests.support.hybrid_spec SPEC --position-embedding-type rope 
 _SUM = "two summands of a gradient are added in another order"
 _CLIP = "the norm that clipping divides by is summed per rank, so in another order"
 
+_PAIRS = "--overlap-moe-expert-parallel-comm"
+_IN_PAIRS = (
+    Feature(
+        "pairs, EP 2",
+        model=MOE + " --bf16",
+        run="--expert-model-parallel-size 2",
+        ours=_PAIRS,
+        pp=2,
+    ),
+    # What stock runs here is its own combined 1F1B.
+    Feature(
+        "pairs, EP 2, both overlaps, beside stock's",
+        model=MOE + " --bf16",
+        run="--expert-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        f"{_PAIRS} {OVERLAP}",
+        pp=2,
+    ),
+    Feature(
+        "pairs, PP 4, EP 2, delayed weight gradients, cheap recompute",
+        model=MOE + " --swiglu --bf16 --moe-shared-expert-intermediate-size 32",
+        run="--expert-model-parallel-size 2 " + OVERLAP,
+        ours=f"{_PAIRS} --delay-wgrad-compute {_CHEAP}",
+        world=8,
+    ),
+    Feature(
+        "pairs, TP 2, sequence parallel, EP 2, evaluation, fp16",
+        model=MOE + " --fp16 --initial-loss-scale 65536",
+        run="--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--eval-iters 2 --eval-interval 2 --clip-grad 1.0",
+        ours=_PAIRS,
+        pp=2,
+        world=8,
+        tolerance=1e-3,
+        why=_SUM,
+    ),
+    Feature(
+        "pairs, EP 2, CP 2, ramp-up, per-token loss, recompute selective",
+        model=MOE + " --bf16",
+        run="--expert-model-parallel-size 2 --context-parallel-size 2 --calculate-per-token-loss "
+        "--rampup-batch-size 4 4 16 --recompute-granularity selective --recompute-modules "
+        "core_attn",
+        ours=_PAIRS,
+        pp=2,
+    ),
+)
+
 _SHARDS = "sums over the vocabulary are sums over its shards"
 _TIED = "--untie-embeddings-and-output-weights"
 
@@ -381,4 +427,5 @@ FEATURES = (
         script="pretrain_hybrid.py",
     ),
     *_WITH_SHARDS,
+    *_IN_PAIRS,
 )

@@ -8,6 +8,7 @@ from .consistency import Consistency
 from .cuda_graphs import CudaGraphs
 from .moe import MoE
 from .offload import Offload
+from .overlap import Overlap
 from .post_validation import PostValidation
 from .profile import ProfileSteps
 from .recompute import Recompute
@@ -35,6 +36,7 @@ FEATURES: tuple[Feature, ...] = (
     PostValidation(),
     VPlacement(),
     VocabularyParallel(),
+    Overlap(),
     MoE(),
     Consistency(),
 )

@@ -7,6 +7,7 @@ from ..placement import Placement
 from ..schedule import Schedule
 from .cap import v_cap_limits
 from .forward import forward_only
+from .pairs import add_pairs
 from .registry import GENERATORS, NAMES, Generator
 from .request import Objective, Request
 
@@ -16,6 +17,7 @@ __all__ = [
     "NAMES",
     "Generator",
     "Objective",
+    "add_pairs",
     "check_sizes",
     "forward_only",
     "generate",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -60,13 +61,14 @@ class SetSizes:
 
 
 def _saved(output: torch.Tensor) -> list[torch.Tensor]:
-    """What the graph behind ``output`` keeps for backward.
+    """What the graph behind ``output`` keeps for backward, with that of Megatron's plan of the
+    layers (``--overlap-moe-expert-parallel-comm``), whose parts have graphs of their own.
 
     Not by hooks on what autograd saves: with them a weight comes back as another tensor, and its
     gradient would go there.
     """
-    found: list[torch.Tensor] = []
-    todo, seen = [output.grad_fn], set()
+    found = _kept(getattr(output, "schedule_plan", None))
+    todo, seen = [x.grad_fn for x in (output, *found)], set()
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -79,3 +81,17 @@ def _saved(output: torch.Tensor) -> list[torch.Tensor]:
                 values = value if isinstance(value, list | tuple) else [value]
                 found += [x for x in values if isinstance(x, torch.Tensor)]
     return found
+
+
+def _kept(plan: Any) -> list[torch.Tensor]:
+    """Inputs and outputs of a plan's parts, to which their graphs are attached."""
+    if plan is None:
+        return []
+    layers = [plan.get_layer(i) for i in range(plan.num_layers())]
+    parts = [part for one in (plan, *layers) for part in vars(one).values()]
+    tensors: list[Any] = []
+    for part in parts:
+        for name in ("inputs", "output", "detached", "before_detached"):
+            value = getattr(part, name, None)
+            tensors += value if isinstance(value, list | tuple) else [value]
+    return [x for x in tensors if isinstance(x, torch.Tensor)]

@@ -84,15 +84,6 @@ class Schedule(Feature):
         Conflict("--cpu-offloading", "Megatron allows it only without a pipeline; drop it"),
         Conflict("--fine-grained-activation-offloading", _ORDER),
         Conflict(
-            "--overlap-moe-expert-parallel-comm",
-            "it is a schedule of its own that runs a forward and a backward pass as one; drop it, "
-            "or drop --pp-schedule",
-        ),
-        Conflict(
-            "--delay-wgrad-compute",
-            "the schedule itself delays weight gradients, to where they fill gaps; drop it",
-        ),
-        Conflict(
             "--defer-embedding-wgrad-compute",
             "the schedule itself decides when the output layer's weight gradient is computed; "
             "drop it",

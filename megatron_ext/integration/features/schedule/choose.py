@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 
 from ...._input import parse_bytes
 from ....plan.budget import Budget, Splits, profiled, stages_of
-from ....plan.estimate import Estimate
+from ....plan.estimate import Estimate, with_exchange, with_shard
 from ....plan.model import Job
 from ....plan.profile import Profile
 from ....schedule import (
@@ -54,6 +53,7 @@ class ScheduleRequest:
         note: why.
         barriers: of a vocabulary that is sharded over all ranks; 0: it is not.
         shard: estimates the times of its passes, where ``costs`` have none.
+        overlap: passes run in pairs, as ``ScheduleSpec``.
     """
 
     name: str
@@ -72,6 +72,7 @@ class ScheduleRequest:
     note: str = ""
     barriers: int = 0
     shard: Estimate | None = None
+    overlap: bool = False
 
     @classmethod
     def of(
@@ -246,8 +247,11 @@ class ScheduleRequest:
         elif self.estimate is not None:
             spec = replace(spec, costs=self.estimate.costs(stages_of(spec)))
         if self.barriers and self.file is None:
-            costs = _with_shard(spec.costs, self.shard, pp, stages_of(spec))
+            costs = with_shard(spec.costs, self.shard, pp, stages_of(spec))
             spec = replace(spec, barriers=self.barriers, costs=costs)
+        if self.overlap and self.file is None:
+            costs = with_exchange(spec.costs, self.estimate or self.shard, pp, stages_of(spec))
+            spec = replace(spec, overlap=True, costs=costs)
         return spec
 
 
@@ -341,6 +345,9 @@ class Choice:
         key = microbatches, link, costs, reorder
         if key not in self._plans:
             spec = replace(self.spec, microbatches=microbatches)
+            if spec.overlap and costs is not None:
+                estimate = self.request.estimate or self.request.shard
+                costs = with_exchange(costs, estimate, spec.pp, spec.placement.num_stages)
             spec = _with_offload(spec, self.offload, link)
             if spec.offload is None:
                 spec = spec.order_alone()
@@ -389,29 +396,6 @@ class Choice:
         than = f"{-gain:.2%} longer" if gain else "as long"
         note = f"the order stays: made for measured times it would take {than}{refused}"
         return replace(former, note=note)
-
-
-# Of a rank's mean pass: S, T, E and G of a model that cannot be estimated, without latency.
-_SHARES = (Fraction(1, 4), Fraction(1, 8), Fraction(1, 100), Fraction(1, 100), Fraction(0))
-
-
-def _with_shard(costs: Costs, estimate: Estimate | None, pp: int, stages: int) -> Costs:
-    """``costs`` with times of vocabulary passes: as long beside the other passes as estimated."""
-    if costs.vocabulary is not None:
-        return costs
-    own = None if estimate is None else estimate.costs(stages)
-    if own is None or own.vocabulary is None:
-        return costs.with_vocabulary([_mean_pass(costs, pp) * share for share in _SHARES])
-    scale = _mean_pass(costs, pp) / _mean_pass(own, pp)
-    return costs.with_vocabulary([time * scale for time in own.vocabulary])
-
-
-def _mean_pass(costs: Costs, pp: int) -> Fraction:
-    if costs.stages is None:
-        total, ranks = costs.forward + costs.backward_input + costs.backward_weight, 1
-    else:
-        total, ranks = sum((time for row in costs.stages for time in row), Fraction(0)), pp
-    return total / (3 * ranks)
 
 
 def _with_offload(

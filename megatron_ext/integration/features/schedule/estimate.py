@@ -48,7 +48,12 @@ def described(
     """
     request = replace(request, profile=profile, splits=splits_of(args))
     estimate = _estimate(args, splits_of(args), device_name())
-    request = replace(request, barriers=vocabulary_barriers(args, request), shard=estimate)
+    request = replace(
+        request,
+        barriers=vocabulary_barriers(args, request),
+        shard=estimate,
+        overlap=bool(args.overlap_moe_expert_parallel_comm),
+    )
     if request.needs_estimate:
         request = request.estimated(estimate)
     if request.cap_bytes is None:

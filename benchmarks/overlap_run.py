@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Steps of the stock ``pretrain_gpt.py`` with passes in pairs, with emulated times.
+
+    python -m benchmarks.overlap_run CHECKOUT [--pp 4] [--microbatches 16] [--unit-ms 100]
+        [--exchange 0.5] [--steps 3] [--output DIR] [--date YYYY-MM-DD]
+
+A mixture-of-experts model of one layer a stage trains on gloo ranks of this machine, with expert
+parallelism over two pipelines: stock's interleaved 1F1B, stock's combined 1F1B
+(``--overlap-moe-expert-parallel-comm``), and schedules of ours with that flag and without.
+Everything is real (Megatron's plans, all-to-alls, messages, the executor), and a layer's parts take
+emulated time on the stream that they are launched on (``benchmarks/overlap_clock.py``). Writes
+results/DATE-overlap-run.json and overlap_run.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ranks import add_arguments, priority, save
+from megatron_ext.schedule import Costs, Schedule, simulate
+from megatron_ext.schedule.select import ScheduleSpec, select
+from tests.support import ROOT
+from tests.support.features import BASE, MOE
+from tests.support.script_server import ScriptServer
+
+FLAG = "--overlap-moe-expert-parallel-comm"
+CLOCK = ROOT / "benchmarks" / "overlap_clock.py"
+# (what runs, schedule or None for stock's, in pairs)
+RUNS = (
+    ("stock, interleaved 1F1B", None, False),
+    ("stock, combined 1F1B", None, True),
+    ("v-zb", "v-zb", False),
+    ("v-zb, pairs", "v-zb", True),
+    ("dualpipev, pairs", "dualpipev", True),
+    ("v-half", "v-half", False),
+    ("v-half, pairs", "v-half", True),
+    ("gis-h, pairs", "gis-h", True),
+)
+
+
+def costs_of(exchange: Fraction) -> Costs:
+    """Computation of 1 in F, B and W; F and B contain the exchange."""
+    return Costs.of(1 + exchange, 1 + exchange, 1).with_exchange([(exchange, exchange)])
+
+
+def order_of(name: str | None, paired: bool, args: argparse.Namespace) -> Schedule:
+    """What runs; stock's combined 1F1B is ``interleaved`` with pairs."""
+    spec = ScheduleSpec(
+        name or "interleaved",
+        args.pp,
+        args.microbatches,
+        costs=costs_of(args.exchange),
+        overlap=paired,
+    )
+    return select(spec).schedule
+
+
+def command(args: argparse.Namespace) -> list[str]:
+    """Stock's flags of all runs."""
+    layers, world = 2 * args.pp, 2 * args.microbatches
+    words = f"{BASE} {MOE} --bf16 --expert-model-parallel-size 2".split()
+    words += f"--pipeline-model-parallel-size {args.pp} --num-layers {layers}".split()
+    words += f"--global-batch-size {world} --train-iters {args.steps + 1}".split()
+    return words
+
+
+def measure(args: argparse.Namespace, server: ScriptServer, folder: Path) -> list[dict[str, Any]]:
+    """All runs, one after the other."""
+    unit, rows = args.unit_ms / 1e3, []
+    value = {"compute": unit / 2, "exchange": unit / 2 * float(args.exchange), "layers": 1}
+    for title, name, paired in RUNS:
+        order = order_of(name, paired, args)
+        words = command(args) + ([FLAG] if paired else [])
+        if name is None:
+            words += ["--num-virtual-stages-per-pipeline-rank", "2"]
+        else:
+            file = folder / f"{len(rows)}.json"
+            file.write_text(json.dumps(order.to_json()))
+            words += ["--pp-schedule", str(file)]
+            if not order.placement.is_vee():
+                words += ["--num-virtual-stages-per-pipeline-rank", "2"]
+        run = folder / str(len(rows))
+        outcome = server.run(words, 2 * args.pp, run, 600.0, prelude=CLOCK, value=value)
+        if outcome.status != "ok":
+            raise RuntimeError(f"{title}: {outcome.log(0)[-3000:]}")
+        ranks = [json.loads((run / f"steps{r}.json").read_text()) for r in range(2 * args.pp)]
+        # The first step starts everything.
+        steps = [max(times) for times in zip(*ranks)][1:]
+        simulated = simulate(order)
+        hidden = simulated.hidden_steady
+        assert hidden is not None
+        rows.append(
+            {
+                "name": title,
+                "vee": order.placement.is_vee(),
+                "peak": float(max(simulated.peak_activation)),
+                "simulated": float(simulated.makespan) * unit,
+                "hidden_steady": float(hidden),
+                "steps": steps,
+                "step": statistics.median(steps),
+                "losses": [one["losses"] for one in outcome.losses()],
+            }
+        )
+        print(f"{title}: {rows[-1]['step']:.3f} s, simulated {rows[-1]['simulated']:.3f} s")
+    for vee in (True, False):  # initial weights are drawn rank by rank, so placements differ
+        found = {json.dumps(row["losses"]) for row in rows if row["vee"] is vee}
+        if len(found) != 1:
+            raise RuntimeError(f"the runs of one placement computed different losses: {found}")
+    return rows
+
+
+def page(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
+    """The results in Markdown."""
+    stock = next(row for row in rows if row["name"] == "stock, combined 1F1B")
+    lines = [
+        "# Steps with passes in pairs, with emulated times",
+        "",
+        f"`python -m benchmarks.overlap_run`, {about['date']}: the unmodified `pretrain_gpt.py` of "
+        f"{about['checkout']} on {about['ranks']} gloo ranks, PP {about['pp']}, EP 2, one layer a "
+        f"stage, two stages a rank, m = {about['microbatches']}; computation of a rank's F, B and "
+        f"W {about['unit_ms']:g} ms each, all-to-alls {about['exchange']:g} times as long in F "
+        f"and in B. Medians of {about['steps']} steps after the first; Python {about['python']}, "
+        f"{about['machine']}; {about['priority']}, load {about['load']}.",
+        "",
+        "Streams are emulated by their clocks: what a layer's part takes, and which stream it "
+        "runs on, counts; computation and messages of the machine itself come on top. All runs of "
+        "one placement computed the same losses, bit for bit. *Peak* is in microbatches of a rank; "
+        "*hidden* is the simulated share of the all-to-alls behind computation, between a rank's "
+        "first B and its last F.",
+        "",
+        "| run | peak | hidden | simulated s | measured s | error | over stock combined |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['name']} | {row['peak']:g} | {row['hidden_steady']:.0%} "
+            f"| {row['simulated']:.3f} | {row['step']:.3f} "
+            f"| {row['step'] / row['simulated'] - 1:+.1%} | {row['step'] / stock['step']:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("checkout", type=Path, help="of Megatron-LM")
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--unit-ms", type=float, default=100.0, help="a rank's F without exchange")
+    parser.add_argument("--exchange", type=Fraction, default=Fraction(1, 2), help="of computation")
+    parser.add_argument("--steps", type=int, default=3)
+    add_arguments(parser)
+    args = parser.parse_args()
+    load = os.getloadavg()[0]
+    with (
+        ScriptServer(args.checkout / "pretrain_gpt.py") as server,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        rows = measure(args, server, Path(folder))
+    about = {
+        "date": args.date,
+        "machine": args.machine,
+        "python": platform.python_version(),
+        "priority": priority(),
+        "load": f"{load:.1f} before and {os.getloadavg()[0]:.1f} after",
+        "checkout": args.checkout.name.partition("-")[0],
+        "ranks": 2 * args.pp,
+        "pp": args.pp,
+        "microbatches": args.microbatches,
+        "unit_ms": args.unit_ms,
+        "exchange": float(args.exchange),
+        "steps": args.steps,
+    }
+    save(args, "overlap-run", rows, about)
+    (args.output / "overlap_run.md").write_text(page(rows, about))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""``--overlap-moe-expert-parallel-comm``, an option of Megatron's, with our schedules.
+
+A forward and a backward pass that the schedule has as a pair run layer by layer in one another, so
+that the all-to-all of one is hidden behind the computation of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ...arguments import MegatronArgs
+from ...callbacks import Callback
+from ...errors import ConfigError
+from ...feature import Conflict, Feature, Run, require_no_conflict
+
+FLAG, DELAY = "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"
+_WHOLE = "passes in pairs run layer by layer, and recompute no whole layer; drop it"
+
+
+class Overlap(Feature):
+    """On with Megatron's flag."""
+
+    conflicts = (
+        Conflict(
+            "--pp-offload",
+            "Megatron's plans of layers keep tensors between a layer's parts, beside those that "
+            "autograd saves and offload could move; drop it, or use --pp-memory-cap",
+            off=("off",),
+        ),
+        Conflict(
+            "--pp-vocab-parallel",
+            "the vocabulary's passes take the output layer out of the last stage, which a pair "
+            "needs whole; drop it",
+        ),
+        Conflict("--recompute-granularity", _WHOLE, values=("full",)),
+        Conflict("--recompute-method", _WHOLE),
+        Conflict("--recompute-num-layers", _WHOLE),
+        Conflict(
+            "--recompute-modules",
+            "the all-to-all would run again in the backward pass, unhidden; take it out",
+            values=("moe",),
+        ),
+        Conflict(
+            "--moe-shared-expert-overlap",
+            "shared experts run on a stream of their own beside the all-to-all, which the pair "
+            "hides already; drop it",
+        ),
+        Conflict(
+            "--moe-token-dispatcher-type",
+            "its exchange is no all-to-all that could be started by itself; use alltoall or flex",
+            values=("allgather",),
+        ),
+        Conflict("--cuda-graph-impl", "graphs are captured for single passes; drop it", ("none",)),
+        Conflict("--enable-cuda-graph", "graphs are captured for single passes; drop it"),
+        Conflict("--external-cuda-graph", "graphs are captured for single passes; drop it"),
+    )
+
+    def check(self, run: Run) -> None:
+        if run.request is not None and not run.library:
+            _check(run)
+
+    def check_model(self, run: Run) -> None:
+        _check(run)
+        assert run.request is not None
+        run.request = replace(run.request, overlap=wanted(run.args))
+
+    def start(self, run: Run) -> Sequence[Callback]:
+        if run.request is None or not (run.library or wanted(run.args)):
+            return ()
+        from .run import PairedPasses
+
+        return (PairedPasses(),)
+
+
+def wanted(args: MegatronArgs) -> bool:
+    """True if Megatron's flag is given."""
+    return bool(getattr(args, "overlap_moe_expert_parallel_comm", False))
+
+
+def _check(run: Run) -> None:
+    args, request = run.args, run.request
+    assert request is not None
+    delays = bool(getattr(args, "delay_wgrad_compute", False))
+    if wanted(args):
+        require_no_conflict(args, Overlap.conflicts, {"": FLAG})
+        _require(args)
+    elif delays:
+        raise ConfigError(
+            f"--pp-schedule {request.name} does not support {DELAY} without {FLAG}: the schedule "
+            "itself delays weight gradients, to where they fill gaps; drop it"
+        )
+    if not delays:
+        return
+    if run.library:
+        raise ConfigError(
+            f"{DELAY}: the model's layers delay weight gradients already, and the schedule does "
+            "that itself; build the model without it"
+        )
+    if not request.splits_backward:
+        raise ConfigError(
+            f"--pp-schedule {request.name} has no passes for weight gradients; drop {DELAY}, or "
+            "use a schedule that has, e.g. zb-h1"
+        )
+    args.delay_wgrad_compute = False
+    run.notices.append(f"megatron_ext: {DELAY}: the schedule's W passes do it")
+
+
+def _require(args: MegatronArgs) -> None:
+    """Raise for what Megatron asserts of its own schedule, before it does."""
+    experts, ranks = args.num_experts, args.expert_model_parallel_size
+    facts: Mapping[str, bool] = {
+        f"experts, but --num-experts is {experts}": bool(experts),
+        f"experts on several ranks, but --expert-model-parallel-size is {ranks}": ranks > 1,
+        "16-bit parameters; add --bf16 or --fp16": bool(
+            getattr(args, "bf16", False) or getattr(args, "fp16", False)
+        ),
+        f"one layer for multi-token prediction at most, but --mtp-num-layers is "
+        f"{args.mtp_num_layers}": (args.mtp_num_layers or 0) <= 1,
+    }
+    for need, holds in facts.items():
+        if not holds:
+            raise ConfigError(f"{FLAG} needs {need}")

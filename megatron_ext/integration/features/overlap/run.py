@@ -1,0 +1,149 @@
+"""Training with passes in pairs: Megatron's plan of a chunk's layers runs every pass.
+
+Megatron (``core/pipeline_parallel/combined_1f1b.py``) cuts a layer into attention, dispatch,
+experts and combine. A plan holds these parts of all layers of a chunk for one microbatch: F makes
+it and leaves it on its output, B uses it up. With two plans, a forward and a backward one, parts of
+both take turns, and dispatch and combine run on a stream of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ....runtime.executor import BackwardPass, ForwardPass
+from ...callbacks import Callback, Step
+from ...errors import ConfigError
+from ...hooks import Hook
+from ...runner import MegatronRunner
+from ...utils import unwrapped
+from . import FLAG, wanted
+
+
+class PairRunner(MegatronRunner):
+    """Runs the two passes of a pair in one another, and single passes by the same plans."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        from megatron.core.pipeline_parallel import combined_1f1b, utils
+
+        self._combined = combined_1f1b.combined_forward_backward_step
+        high = getattr(self._it.config, "high_priority_a2a_comm_stream", False)
+        utils.set_streams(**({"high_priority": True} if high else {}))
+        self._communication: Callable[[], Any] = utils.get_comm_stream
+
+    def joint(
+        self, forward: ForwardPass, backward: BackwardPass
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Both passes, layer by layer; see ``StageRunner``."""
+        if forward.x is not None:
+            forward.x.requires_grad_(True)
+        with self.backpropagating(backward):
+            y, num_tokens, input_grad = self._step(forward, backward)
+        return self.forwarded(forward, y, num_tokens), input_grad
+
+    def forward_step(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> tuple[Any, Any]:
+        if self._it.forward_only:
+            return super().forward_step(chunk, microbatch, x)
+        y, num_tokens, _ = self._step(ForwardPass(chunk, microbatch, x), None)
+        return y, num_tokens
+
+    def backward_step(self, of: BackwardPass) -> torch.Tensor | None:
+        input_grad: torch.Tensor | None = self._step(None, of)[2]
+        return input_grad
+
+    def forwarded(self, of: ForwardPass, y: torch.Tensor, num_tokens: Any) -> torch.Tensor | None:
+        result = super().forwarded(of, y, num_tokens)
+        if result is not None and result.is_cuda:
+            # The last combine has allocated it for its own stream, but others read it.
+            result.record_stream(torch.cuda.current_stream())
+        return result
+
+    def weight(self, chunk: int, microbatch: int) -> None:
+        super().weight(chunk, microbatch)
+        # It has released tensors that were allocated for the all-to-all's stream, which may not
+        # write to their memory before this pass has read it.
+        self._communication().wait_stream(torch.cuda.current_stream())
+
+    def _step(self, forward: ForwardPass | None, backward: BackwardPass | None) -> tuple[Any, ...]:
+        """Megatron's step: the output, the tokens counted, the gradient of the input."""
+        it = self._it
+        given: list[Any] = [it.forward_step_func, None, None, it.num_microbatches, None]
+        named: dict[str, Any] = {}
+        if forward is not None:
+            chunk, microbatch, x = forward
+            given[1:3], given[4] = (it.data_iterators[chunk], it.models[chunk]), x
+            named = {
+                "f_model_chunk_id": self.vp_stage(chunk),
+                "collect_non_loss_data": it.collect_non_loss_data,
+                "is_first_microbatch": self.first_microbatch(microbatch),
+                "current_microbatch": microbatch,
+            }
+        given += [self.losses, None, None, None, None]
+        if backward is not None:
+            held = self.held(backward)
+            given[6:] = it.models[backward.chunk], held.x, held.y, backward.grad
+        result: tuple[Any, ...] = self._combined(*given, it.config, **named)
+        return result
+
+
+class PairedPasses(Callback):
+    """Makes the runner of every training iteration whose configuration asks for pairs."""
+
+    def __init__(self) -> None:
+        self._checked: list[Any] = []
+
+    def hooks(self) -> Sequence[Hook]:
+        return (
+            Hook(
+                ("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",),
+                _any_chunks,
+                ("self",),
+                "pairs would be refused for one chunk a rank",
+            ),
+        )
+
+    def begin(self, step: Step) -> None:
+        iteration = step.call.iteration
+        if not wanted(iteration.config):
+            return
+        if [id(model) for model in self._checked] != [id(model) for model in iteration.models]:
+            _require_plans(iteration.models, iteration.forward_step_func)
+            self._checked = list(iteration.models)
+        step.runner_type = PairRunner
+
+    def close(self) -> None:
+        self._checked = []
+
+
+def _any_chunks(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        # Megatron's own schedule has pairs with several chunks only, and asserts that.
+        alone = self.virtual_pipeline_model_parallel_size is None and wanted(self)
+        self.overlap_moe_expert_parallel_comm &= not alone
+        original(self)
+        self.overlap_moe_expert_parallel_comm |= alone
+
+    return __post_init__
+
+
+def _require_plans(models: Sequence[Any], forward_step: Callable[..., Any]) -> None:
+    """Raise where the model or the trainer has no plans of layers."""
+    for model in map(unwrapped, models):
+        if not hasattr(model, "build_schedule_plan"):
+            raise ConfigError(
+                f"{FLAG} runs the parts of a model's layers one by one, but "
+                f"{type(model).__name__} has no plan of them (build_schedule_plan); drop it"
+            )
+    function = getattr(forward_step, "func", forward_step)
+    if "return_schedule_plan" not in inspect.signature(function).parameters:
+        raise ConfigError(
+            f"{FLAG} needs a forward step that takes return_schedule_plan=True, as that of "
+            f"Megatron's pretrain_gpt.py; {getattr(function, '__qualname__', function)} does not; "
+            "drop it"
+        )
