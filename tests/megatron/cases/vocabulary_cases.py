@@ -30,6 +30,7 @@ from megatron_ext.integration.errors import ConfigError  # noqa: E402
 from megatron_ext.integration.feature import Run  # noqa: E402
 from megatron_ext.integration.features.checkpoint.hooks import Checkpoints  # noqa: E402
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest  # noqa: E402
+from megatron_ext.integration.features.vocabulary import ends  # noqa: E402
 from megatron_ext.integration.features.vocabulary import model as vocabulary  # noqa: E402
 from megatron_ext.integration.install import Installation  # noqa: E402
 from megatron_ext.integration.model_classes import hybrid_model  # noqa: E402
@@ -172,8 +173,8 @@ def sizes(models: list[GPTModel]) -> dict[str, Any]:
             if name.startswith("vocabulary.")
         ),
         "shared": any(m.share_embeddings_and_output_weights for m in models),
-        "embedding": vocabulary.embedding_of(models) is not None,
-        "hidden": vocabulary.hidden_of(models) is not None,
+        "embedding": ends.embedding_of(models[0]) is not None,
+        "hidden": ends.hidden_of(models) is not None,
     }
 
 
@@ -198,24 +199,25 @@ def passes(case: dict[str, Any]) -> dict[str, Any]:
         tokens = torch.arange(2 * SEQUENCE).reshape(2, SEQUENCE)
         positions = torch.arange(SEQUENCE).expand(2, -1)
         mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), diagonal=1).bool()
-        embedding, hidden = vocabulary.embedding_of(models), vocabulary.hidden_of(models)
+        embedding, hidden = ends.embedding_of(models[0]), ends.hidden_of(models)
         out: dict[str, Any] = {}
         if embedding is not None:
             with refused(RuntimeError) as error:
                 models[0](tokens, positions, mask, labels=tokens)
             out["refused"] = str(error[0])
-            embedding.given = torch.ones(2, SEQUENCE, HIDDEN, requires_grad=True)
+            given = torch.ones(2, SEQUENCE, HIDDEN, requires_grad=True)
+            embedding.given = [given]
             found = models[0].embedding(tokens, positions)
             found.sum().backward()
             rows = SEQUENCE // tp if case.get("scatter") else SEQUENCE
             out["embedding"] = found.shape == (rows, 2, HIDDEN) and bool((found == tp).all())
-            out["gradient"] = bool((embedding.given.grad == 1).all())
+            out["gradient"] = bool((given.grad == 1).all()) and not embedding.given
         if hidden is not None:
             rows = SEQUENCE // tp if case.get("scatter") else SEQUENCE
             models[0].set_input_tensor(torch.ones(rows, 2, HIDDEN))
             result = models[0](tokens, positions, mask, labels=tokens)
             out["hidden"] = tuple(result.shape) == (rows, 2, HIDDEN)
-            out["labels"] = hidden.labels is tokens
+            out["labels"] = hidden.end is not None and hidden.end.labels is tokens
             with refused(ConfigError) as error:
                 models[0](tokens, positions, mask)
             out["refused"] = str(error[0])

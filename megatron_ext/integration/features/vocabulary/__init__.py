@@ -53,7 +53,6 @@ class VocabularyParallel(Feature):
         ),
     )
     conflicts = (
-        Conflict("--mtp-num-layers", "its layers use the whole vocabulary, too; drop it"),
         Conflict("--use-mup", "it scales embeddings and logits of whole matrices; drop it"),
         Conflict(
             "--cross-entropy-loss-fusion",
