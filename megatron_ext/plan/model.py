@@ -196,6 +196,11 @@ class Job:
         return self.padded_vocab_size // (self.tensor_model_parallel_size * ranks)
 
     @property
+    def heads(self) -> int:
+        """That the loss has: the main one, and one of each depth of multi-token prediction."""
+        return 1 + len(self.mtp_layers)
+
+    @property
     def in_place_loss(self) -> bool:
         """True for Transformer Engine's loss, which replaces logits by their gradient."""
         return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te"

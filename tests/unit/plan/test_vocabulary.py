@@ -20,7 +20,7 @@ from megatron_ext.plan.vocabulary import rank_work, refusal, settings
 from megatron_ext.schedule import Placement, ScheduleSpec
 from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.vocabulary import S, T, peak_held
+from megatron_ext.schedule.vocabulary import E, G, S, T, peak_held
 
 LLAMA_3_8B = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention "
@@ -29,6 +29,7 @@ LLAMA_3_8B = (
     "--vocab-size 128256 --hidden-dropout 0 --attention-dropout 0"
 )
 UNTIED = "--untie-embeddings-and-output-weights"
+MTP = "--mtp-num-layers 2"
 SMALL = (
     "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --bf16 --swiglu "
     "--vocab-size 128000 --hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer "
@@ -113,11 +114,56 @@ def test_bytes_from_s_to_t():
     assert alone.kept == 2 * sets.bytes_f_to_b, "a shard is kept for no other pass"
 
 
+def test_multi_token_prediction():
+    """Counted by hand: every depth is one more of the loss, and of what it needs."""
+    plain, deep = (job(UNTIED, "--pp-vocab-parallel", more, pp=4) for more in ("", MTP))
+    split, gpu = even_split(32, 4), gpu_of("H100")
+    before, after = vocabulary_times(plain, gpu), vocabulary_times(deep, gpu)
+    assert after[:4] == pytest.approx([3 * x for x in before[:4]])
+    assert before[4] < after[4] < 3 * before[4]
+    hidden = 2 * 8192 * 4096
+    sets, more = (
+        with_shard(each, stage_set(each, even_split(32, 1).stages[0])) for each in (plain, deep)
+    )
+    assert (more.shard, more.scores) == (3 * sets.shard, 3 * sets.scores)
+    assert (sets.waiting, more.waiting) == (0, 2 * hidden)
+    # The last stage has their layers, and no second embedding.
+    rows = [[one.parameters.total for one in stage_bytes(each, split)] for each in (plain, deep)]
+    assert rows[0][:-1] == rows[1][:-1]
+    layer = stage_bytes(plain, even_split(32, 32))[8].parameters.total
+    assert 2 * layer < rows[1][-1] - rows[0][-1] < 2.4 * layer
+    whole = job(UNTIED, MTP, pp=4)
+    assert stage_times(whole, split, gpu)[-1].forward > stage_times(deep, split, gpu)[-1].forward
+    assert refusal(whole) is None
+
+
+def test_embeddings_that_wait_for_the_last_stage():
+    """Counted by hand: from E to F, and their gradient from B to G."""
+    each = job(UNTIED, "--pp-vocab-parallel", MTP, pp=2)
+    stages = stage_bytes(each, even_split(32, 2))
+    own, waiting = stages[1].sets, stages[1].sets.waiting
+
+    def kept(*row):
+        actions = tuple(Action(op, 1, j) for op, j in row)
+        return rank_bytes(Schedule("x", Placement.loop(2, 1), 2, ((), actions)), stages, 0)[1].kept
+
+    assert waiting == 2 * 2 * 8192 * 4096
+    assert kept((E, 0), (E, 1)) == 2 * waiting
+    assert kept((E, 0), (E, 1), (Op.F, 0)) == waiting + own.bytes_f_to_b
+    begun = [(E, 0), (Op.F, 0), (Op.BW, 0), (E, 1), (E, 2)]
+    passes = [(Op.F, 1), (Op.F, 2)]
+    assert kept(*begun, *passes, (G, 0)) == waiting + 2 * own.bytes_f_to_b
+    assert kept(*begun, (G, 0), *passes) == 2 * own.bytes_f_to_b
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (["--padded-vocab-size", "128260"], "128260 cannot be divided by 8 ranks"),
-        (["--mtp-num-layers", "1", UNTIED], "does not support --mtp-num-layers"),
+        (
+            [MTP, "--pipeline-model-parallel-layout", "Et*5|(tttt|)*5t*7m|L"],
+            "before; put it there",
+        ),
         (["--cross-entropy-loss-fusion"], "does not support --cross-entropy-loss-fusion"),
     ],
 )
