@@ -26,8 +26,7 @@ class Job:
     ``layers[i]`` are the parts of decoder layer i and ``mtp_layers[i]`` those of depth i of
     multi-token prediction, by the symbols of ``kinds.PARTS``. ``segments`` are the layers of every
     stage, where a hybrid pattern lists stages. ``recipe`` is the FP8 or FP4 recipe;
-    ``quantized_parameters`` is ``--fp8-param-gather`` (or fp4). ``window`` is how many tokens a
-    layer with a sliding window attends to.
+    ``quantized_parameters`` is ``--fp8-param-gather`` (or fp4); ``window`` how far attention looks.
     """
 
     num_layers: int

@@ -51,6 +51,15 @@ class Batch:
         assert not rest
         return [one, one * (self.heads - 1)] if self.heads > 1 else [one]
 
+    def embeddings(self, samples: int) -> torch.Tensor:
+        """Memory for embeddings of so many samples."""
+        shape = samples, self.tokens[1], self.hidden[-1]
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def by_sample(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of all tokens, [sequence * samples], as (samples, sequence)."""
+        return values.view(self.tokens[1], self.tokens[0]).t().contiguous()
+
 
 class VocabularyModel(Protocol):
     """The model as the passes need it."""
@@ -188,24 +197,18 @@ class VocabularyPasses:
     def losses(self, microbatch: int) -> torch.Tensor:
         """B of the last stage (F in evaluation): (samples, sequence), of every token."""
         scores: Scores = self._held[Scores, microbatch]
-        return self._by_sample(scores.losses)
+        return self._batch.by_sample(scores.losses)
 
     def predictions(self, microbatch: int) -> torch.Tensor:
-        """With ``losses``: (samples, sequence), the most likely token, as a number of their type.
-        Of an output layer that ``predicts``."""
+        """Beside ``losses``, if the output layer ``predicts``: the most likely tokens."""
         scores: Scores = self._held[Scores, microbatch]
-        return self._by_sample(scores.statistics[3])
+        return self._batch.by_sample(scores.statistics[3])
 
     def input_gradient(
         self, microbatch: int, grad: torch.Tensor, of_weight: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """B of the last stage: the gradient of its output, from that of ``losses``.
-
-        Args:
-            microbatch: of the output.
-            grad: (samples, sequence).
-            of_weight: what the weight's gradient is made from; None: the same.
-        """
+        """B of the last stage: the gradient of its output, from that of ``losses``; from
+        ``of_weight``, if it is given, the weight's gradient is made."""
         scores: Scores = self._held[Scores, microbatch]
         shared = grad if of_weight is None else of_weight
         self._held[VocabularyOp.SHARE_D, microbatch] = shared.t().reshape(-1)
@@ -213,10 +216,6 @@ class VocabularyPasses:
             result = self._output.input_gradient(scores, grad.t().reshape(-1))
         scores.gradient = grad.new_empty(0)
         return result
-
-    def _by_sample(self, values: torch.Tensor) -> torch.Tensor:
-        samples, sequence = self._batch.tokens
-        return values.view(sequence, samples).t().contiguous()
 
     def _is_root(self, end: int) -> bool:
         return self._collectives.rank == self._roots[end]
@@ -268,19 +267,15 @@ class VocabularyPasses:
             self._share_ids(microbatch + self._ahead)
 
     def _share_embedding_gradient(self, microbatch: int) -> None:
-        batch, grads = self._batch, []
-        for end, samples in enumerate(batch.ends):
-            if self._is_root(end):
-                grads.append(self._take((VocabularyOp.SHARE_G, end), microbatch))
-            else:
-                shape = samples, batch.tokens[1], batch.hidden[-1]
-                grads.append(torch.empty(shape, dtype=batch.dtype, device=batch.device))
-        share, roots = self._collectives.broadcast, self._roots
-
-        def chain() -> list[torch.Tensor]:
-            return [share(grad, root) for grad, root in zip(grads, roots)]
-
-        self._collectives.start((VocabularyOp.SHARE_G, microbatch), chain, grads)
+        batch, share, roots = self._batch, self._collectives.broadcast, self._roots
+        grads = [
+            self._take((VocabularyOp.SHARE_G, end), microbatch)
+            if self._is_root(end)
+            else batch.embeddings(samples)
+            for end, samples in enumerate(batch.ends)
+        ]
+        name, pairs = (VocabularyOp.SHARE_G, microbatch), list(zip(grads, roots))
+        self._collectives.start(name, lambda: [share(*pair) for pair in pairs], grads)
 
     def _embedding_gradient(self, microbatch: int) -> None:
         grads = self._waited(VocabularyOp.SHARE_G, microbatch)

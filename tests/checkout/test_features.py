@@ -71,9 +71,15 @@ ROWS = {
         "vocabulary, fp16, loss scaling, recompute full, ramp-up": "v-min,po",
         "vocabulary, offload, trace": "po,v-half",
         "vocabulary, PP 8": "1f1b,v-half",
+        "vocabulary, MTP": f"v-half{NIGHTLY_TOO}1f1b,interleaved-zb",
+        "vocabulary, MTP, tied, chunks, evaluation": "1f1b,v-zb",
+        "vocabulary, MTP, TP 2, sequence parallel, detached heads": "zb-h1,v-half",
+        "vocabulary, MTP, CP 2, per-token loss": "interleaved,v-min",
+        "vocabulary, MTP, tied, bf16, both overlaps": "zb-h1,v-half",
     },
     "core_v0.16.1": {
         "vocabulary": "v-half",
+        "vocabulary, MTP": "zb-h1,v-half",
         "vocabulary, TP 2, tied, chunks": "zb-h1",
         "vocabulary, MoE, EP 2, bf16, both overlaps": "v-zb",
         "MoE, EP 2, bf16, both overlaps": "v-half",
@@ -83,6 +89,7 @@ ROWS = {
     },
     "core_v0.17.1": {
         "vocabulary": "v-half",
+        "vocabulary, MTP": "zb-h1,v-half",
         "vocabulary, TP 2, tied, chunks": "zb-h1",
         "vocabulary, MoE, EP 2, bf16, both overlaps": "v-zb",
         "tied, bf16, both overlaps": "zb-h1,v-half",
@@ -90,6 +97,7 @@ ROWS = {
     },
     "core_v0.18.2": {
         "vocabulary": "v-half",
+        "vocabulary, MTP": "zb-h1,v-half",
         "vocabulary, TP 2, tied, chunks": "zb-h1",
         "vocabulary, MoE, EP 2, bf16, both overlaps": "v-zb",
         "tied, bf16, both overlaps": "zb-h1,v-half",
@@ -98,6 +106,7 @@ ROWS = {
     },
     "core_v0.16.0rc0-1dcf0daf": {
         "vocabulary": "v-half",
+        "vocabulary, MTP": "zb-h1,v-half",
         "vocabulary, TP 2, tied, chunks": "zb-h1",
         "vocabulary, MoE, EP 2, bf16, both overlaps": "v-zb",
         "tied, bf16, both overlaps": "zb-h1,v-half",
@@ -106,6 +115,7 @@ ROWS = {
     },
     "core_v0.20.0-d98e8a64": {
         "vocabulary": "v-half",
+        "vocabulary, MTP": "zb-h1,v-half",
         "vocabulary, TP 2, tied, chunks": "zb-h1",
         "vocabulary, MoE, EP 2, bf16, both overlaps": "v-zb",
         "tied, bf16, both overlaps": "zb-h1,v-half",
@@ -139,6 +149,10 @@ NIGHTLY = (
     "vocabulary, fp16, loss scaling, recompute full, ramp-up",
     "vocabulary, PP 8",
     "vocabulary, offload, trace",
+    "vocabulary, MTP, tied, chunks, evaluation",
+    "vocabulary, MTP, TP 2, sequence parallel, detached heads",
+    "vocabulary, MTP, CP 2, per-token loss",
+    "vocabulary, MTP, tied, bf16, both overlaps",
 )
 
 

@@ -9,6 +9,7 @@ from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
 from ...feature import Conflict, Feature, Flag, Run, require_no_conflict
+from ...layout import predicts_early
 
 _FLAG, _CHUNKS = "--pp-vocab-parallel", "--pp-vocab-chunks"
 _GRAPHS = "passes of the vocabulary run between captured layers, in an order of their own; drop it"
@@ -111,6 +112,13 @@ class VocabularyParallel(Feature):
         if chunks is not None and chunks < 1:
             raise ConfigError(f"{_CHUNKS} must be 1 or more, got {chunks}")
         require_no_conflict(args, self.conflicts, {"": _FLAG})
+        layout = args.pipeline_model_parallel_layout
+        if isinstance(layout, str) and predicts_early(layout):
+            raise ConfigError(
+                f"{_FLAG} takes the hidden states of multi-token prediction from the last stage, "
+                f"but --pipeline-model-parallel-layout {layout} has its layers (m) before that; "
+                "put them on the last stage, as in 'tmL'"
+            )
         notice = _pad(args)
         run.notices += [] if notice is None else [notice]
 

@@ -214,7 +214,6 @@ def _model_init(original: Callable[..., None], vee: bool) -> Callable[..., None]
         pp, tp = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
         # Before the original, which waits for the other end of a tied model.
         require_divisible(given["vocab_size"], pp, tp)
-        _require_prediction_at_end(config)
         original(self, *args, **kwargs)
         tied = self.share_embeddings_and_output_weights
         # There are no two copies to be reduced, and none to be tied in a checkpoint.
@@ -232,15 +231,6 @@ def _model_init(original: Callable[..., None], vee: bool) -> Callable[..., None]
         _share_out(first, self, tied, given["vocab_size"] // (pp * tp), place)
 
     return __init__
-
-
-def _require_prediction_at_end(config: Any) -> None:
-    if getattr(config, "mtp_standalone", False):
-        raise ConfigError(
-            f"{FLAG} takes the hidden states of multi-token prediction from the last stage, but "
-            "--pipeline-model-parallel-layout has its layers (m) on a stage before the one with "
-            "the loss (L); put them on the last stage, as in 'tmL'"
-        )
 
 
 def _share_out(first: Any, last: Any, tied: bool, rows: int, place: _Pipeline) -> None:
