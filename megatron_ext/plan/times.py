@@ -166,6 +166,7 @@ def vocabulary_times(job: Job, gpu: Gpu) -> tuple[float, float, float, float, fl
     """
     if not job.vocab_parallel:
         return None
+    job = job.with_(cross_entropy_loss_fusion=False)  # the shards have a loss of their own
     model = _Model(job, gpu)
     output, words = loss(job), model.part(embedding(job))
     (linear,) = output.linears

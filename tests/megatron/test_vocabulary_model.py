@@ -189,6 +189,11 @@ def test_padding(before: int, pp: int, after: int, said: str | None) -> None:
     assert run.notices == [] if said is None else said in run.notices[0]
 
 
+def test_a_fused_loss_has_no_effect() -> None:
+    (text,) = checked(cross_entropy_loss_fusion=True, pp_vocab_chunks=3).notices
+    assert "3 chunks of tokens at a time; --cross-entropy-loss-fusion has no effect" in text
+
+
 def test_padding_that_is_given_stays() -> None:
     run = checked(padded_vocab_size=24, pipeline_model_parallel_size=6)
     assert run.args.make_vocab_size_divisible_by == 128

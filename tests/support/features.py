@@ -161,6 +161,12 @@ _WITH_SHARDS = (
         tolerance=1e-2,
         why=_SHARDS,
     ),
+    Feature(  # It has no effect. Stock is without it: with it, gradients of logits are in bf16.
+        "vocabulary, fused cross entropy",
+        ours=f"{_VOCABULARY} --cross-entropy-loss-fusion --cross-entropy-fusion-impl native",
+        tolerance=1e-6,
+        why=_SHARDS,
+    ),
     Feature("vocabulary, MTP", model=_DEPTHS, ours=_VOCABULARY, tolerance=1e-6, why=_SHARDS),
     Feature(  # Stock cannot load it into a pipeline: it looks for an output layer there.
         "vocabulary, MTP, tied, chunks, evaluation",

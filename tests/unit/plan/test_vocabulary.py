@@ -88,6 +88,15 @@ def test_times_of_all_shards_are_the_whole_output_layers(gpu):
     assert own[0] == own[1] and sum(own[-1]) < 1.01 * sum(own[1])
 
 
+def test_a_fused_loss_has_no_effect():
+    fused = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
+    one, other = (job(UNTIED, "--pp-vocab-parallel", more) for more in ("", fused))
+    split, gpu = even_split(32, 8), gpu_of("H100")
+    assert vocabulary_times(one, gpu) == vocabulary_times(other, gpu)
+    assert stage_times(one, split, gpu) == stage_times(other, split, gpu)
+    assert stage_bytes(one, split) == stage_bytes(other, split)
+
+
 def test_logits_are_computed_again_for_several_chunks():
     one, four = (job(UNTIED, "--pp-vocab-parallel", f"--pp-vocab-chunks {n}") for n in (1, 4))
     gpu = gpu_of("H100")
@@ -165,7 +174,10 @@ def test_embeddings_that_wait_for_the_last_stage():
             [MTP, "--pipeline-model-parallel-layout", "Et*5|(tttt|)*5t*7m|L"],
             "before; put it there",
         ),
-        (["--cross-entropy-loss-fusion"], "does not support --cross-entropy-loss-fusion"),
+        (
+            ["--hybrid-layer-pattern", "M*-M*-M*", "--num-layers", "8"],
+            "does not support --hybrid-layer-pattern",
+        ),
     ],
 )
 def test_what_training_refuses(words, why):

@@ -56,10 +56,6 @@ class VocabularyParallel(Feature):
     conflicts = (
         Conflict("--use-mup", "it scales embeddings and logits of whole matrices; drop it"),
         Conflict(
-            "--cross-entropy-loss-fusion",
-            "the loss is computed from parts of the logits on all ranks; drop it",
-        ),
-        Conflict(
             "--variable-seq-lengths",
             "the ranks exchange hidden states of one shape; pad sequences and drop it",
         ),
@@ -121,6 +117,12 @@ class VocabularyParallel(Feature):
             )
         notice = _pad(args)
         run.notices += [] if notice is None else [notice]
+        if getattr(args, "cross_entropy_loss_fusion", False):
+            run.notices.append(
+                f"megatron_ext: {_FLAG} computes the loss from parts of the logits on all ranks, "
+                f"{chunks or 1} chunk{'s' * ((chunks or 1) > 1)} of tokens at a time; "
+                "--cross-entropy-loss-fusion has no effect"
+            )
 
     def check_derived(self, run: Run) -> None:
         # Megatron's arguments may have come from a checkpoint meanwhile.

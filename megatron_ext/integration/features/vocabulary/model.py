@@ -254,6 +254,7 @@ def _share_out(first: Any, last: Any, tied: bool, rows: int, place: _Pipeline) -
     if layer is not None:
         last.output_layer = HiddenStates()
         last.compute_language_model_loss = losses_of
+        last.fuse_linear_cross_entropy = False  # 0.16.0 fuses it into the output layer
 
 
 def _parameter(rows: Tensor) -> Parameter:
