@@ -75,10 +75,10 @@ class SharedEmbedding(torch.nn.Module):
 class HiddenStates(torch.nn.Module):
     """In place of the last stage's output layer: hands out what it gets.
 
-    The end of Megatron's model, from the output layer on, runs twice. In F it stops before the
-    output layer; in B, when all losses are there, it gets them as hidden states, of which the
-    output layer makes logits and the model losses. In between, Megatron scales, masks and logs the
-    losses of multi-token prediction as ever.
+    In F Megatron's model stops before it. In B, when all losses are there, the rest of the model
+    runs: it gets them as its hidden states, the output layer passes them on for logits, and the
+    loss is taken from there. On the way Megatron scales, masks and logs the losses of multi-token
+    prediction as ever.
 
     Attributes:
         weight: none; see ``SharedEmbedding``.
