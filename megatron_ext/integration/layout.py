@@ -29,6 +29,15 @@ def count_stages(text: str) -> int:
     return len(_parsed(text))
 
 
+def predicts_early(text: str) -> bool:
+    """True if a layout has layers of multi-token prediction before its last stage.
+
+    Raises:
+        ConfigError: Megatron cannot read it.
+    """
+    return any(layer.name == "mtp" for stage in _parsed(text)[:-1] for layer in stage)
+
+
 def _parsed(text: str) -> list[list[Any]]:
     from megatron.core.transformer.pipeline_parallel_layer_layout import (
         PipelineParallelLayerLayout,
@@ -61,7 +70,7 @@ def vee_layout_text(args: MegatronArgs, pp: int) -> str:
                 f"{stages} stages and --num-layers is {args.num_layers}; list the stages in model "
                 "order"
             )
-        if any(layer.name == "mtp" for stage in parsed[:-1] for layer in stage):
+        if predicts_early(given):
             raise ConfigError(
                 f"--pp-schedule {args.pp_schedule}: --pipeline-model-parallel-layout {given} has "
                 "multi-token prediction outside the last stage; under V placement put it there, "

@@ -34,6 +34,8 @@ class SetBytes(NamedTuple):
         shard: from S to T, what the rank's vocabulary passes keep of one microbatch; of its first
             stage.
         scores: while S or T runs, the logits of one chunk of tokens.
+        waiting: of the stage with the loss, the depths' embeddings from E to F, and their gradient
+            from B to G, if the vocabulary is sharded.
     """
 
     bytes_f_to_b: int
@@ -46,6 +48,7 @@ class SetBytes(NamedTuple):
     host: int = 0
     shard: int = 0
     scores: int = 0
+    waiting: int = 0
 
 
 def sums(job: Job, parts: Iterable[Part]) -> tuple[int, int, int]:
@@ -94,11 +97,12 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
         bytes_f_to_b += 2 * each if full else b
         recompute = max(recompute, b if full else extra)
     ends: list[Part] = [embedding(job)] if stage.first else []
-    logits = 0
+    logits = waiting = 0
     if stage.last and job.vocab_parallel:
         ends.append(last_norm(job))
+        waiting = job.element_bytes * job.tokens * job.hidden_size * (job.heads - 1)
     elif stage.last:
-        ends += [last_norm(job), *[loss(job)] * (1 + len(job.mtp_layers))]
+        ends += [last_norm(job), *[loss(job)] * job.heads]
         words = job.words
         # Beside the fp32 softmax: the logits as they were computed, and their gradient in B.
         logits = 0 if job.in_place_loss else job.element_bytes * job.tokens * words
@@ -107,20 +111,22 @@ def stage_set(job: Job, stage: Stage) -> SetBytes:
     several = job.tokens != job.sharded_tokens and len(stage.layers) > 0
     gathered = 2 * job.element_bytes * job.tokens * job.hidden_size * several
     return SetBytes(
-        bytes_f_to_b + b, bytes_b_to_w + w, recompute, *(logits, widest, gathered), *(buffers, host)
+        *(bytes_f_to_b + b, bytes_b_to_w + w, recompute),
+        *(logits, widest, gathered, buffers, host),
+        waiting=waiting,
     )
 
 
 def with_shard(job: Job, sets: SetBytes) -> SetBytes:
     """The set of a rank's first stage, with what vocabulary passes keep there.
 
-    Of each microbatch the last stage's output and the input's gradient; with one chunk of tokens
-    the exponentials of the shard's logits too. In S and T one chunk's logits, also in fp32.
+    Of each microbatch and head the last stage's output and the input's gradient; with one chunk of
+    tokens the exponentials of the shard's logits too. In S and T one chunk's logits, also in fp32.
     """
     if not job.vocab_parallel:
         return sets
-    e, t = job.element_bytes, job.tokens
-    hidden = e * job.hidden_size * (job.sharded_tokens + t)
+    e, t = job.element_bytes, job.heads * job.tokens
+    hidden = e * job.hidden_size * (job.heads * job.sharded_tokens + t)
     kept = e * t * job.words if job.vocab_chunks == 1 else 0
     scores = (e + FP32) * -(-t // job.vocab_chunks) * job.words
     return sets._replace(shard=hidden + kept, scores=scores)

@@ -16,6 +16,7 @@ from .model import Job, PlanError
 from .profile import Profile
 
 _SCORED = 4  # microbatches
+_EARLY = 3  # microbatches that are embedded or in the pipeline beside one a rank
 Splits = Callable[[int], Split]  # layers of every stage, for a number of stages
 
 
@@ -64,6 +65,7 @@ class Budget:
             free -= max(one.recompute_bytes + one.layer + one.logits + one.gathered for one in sets)
             # Between S and T are seldom more microbatches' scores than four.
             free -= max(one.buffers + one.scores + _SCORED * one.shard for one in sets)
+            free -= (placement.pp + _EARLY) * max(one.waiting for one in sets)
             out.append(max(0, free // each))
         return out
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..schedule.actions import AnyAction, Op
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
-from ..schedule.vocabulary import S, T
+from ..schedule.vocabulary import E, G, S, T
 from .activations import SetBytes, stage_set, with_shard
 from .layout import Split
 from .model import Job
@@ -138,12 +138,15 @@ def _rank(
     passes = [(position, part) for position, action in enumerate(row) for part in action.parts]
     table = {s: stages[s].sets for s in {part.stage for _, part in passes}}
     messages += max((sets.buffers for sets in table.values()), default=0)
+    waiting = sum(sets.waiting for sets in table.values())
+    embeds = any(part.op is E for _, part in passes)
     for position, (op, stage, microbatch) in passes:
         one = table[stage]
         passing = messages
         if op is Op.F:
             resident += one.bytes_f_to_b
-            passing += one.logits
+            resident -= one.waiting * embeds
+            passing += one.logits + one.waiting * embeds
             host += one.host
             most_host = max(most_host, host)
         elif op is Op.B or op is Op.BW:
@@ -155,6 +158,8 @@ def _rank(
         elif op is S or op is T:
             resident += one.shard if op is S else 0
             passing += one.scores
+        elif op is E:
+            resident += waiting
         elif op is Op.PREPARE:
             resident += one.bytes_f_to_b
         elif op is Op.OFFLOAD:
@@ -165,6 +170,7 @@ def _rank(
             best = resident + passing, resident, passing, position
         if op is Op.B or op is Op.BW:
             resident += (one.bytes_b_to_w if op is Op.B else 0) - one.bytes_f_to_b
+            resident += one.waiting * embeds
             host -= one.host
             if (stage, microbatch) in on_host:
                 host -= one.bytes_f_to_b
@@ -172,6 +178,8 @@ def _rank(
             resident -= one.bytes_b_to_w
         elif op is T:
             resident -= one.shard
+        elif op is G:
+            resident -= waiting
         elif op is Op.RELEASE:
             resident -= one.bytes_f_to_b
     _, kept, passing, position = best

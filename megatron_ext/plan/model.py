@@ -26,8 +26,7 @@ class Job:
     ``layers[i]`` are the parts of decoder layer i and ``mtp_layers[i]`` those of depth i of
     multi-token prediction, by the symbols of ``kinds.PARTS``. ``segments`` are the layers of every
     stage, where a hybrid pattern lists stages. ``recipe`` is the FP8 or FP4 recipe;
-    ``quantized_parameters`` is ``--fp8-param-gather`` (or fp4). ``window`` is how many tokens a
-    layer with a sliding window attends to.
+    ``quantized_parameters`` is ``--fp8-param-gather`` (or fp4); ``window`` how far attention looks.
     """
 
     num_layers: int
@@ -194,6 +193,11 @@ class Job:
         """Rows of the embedding, and of the output layer, on a rank that has them."""
         ranks = self.pipeline_model_parallel_size if self.vocab_parallel else 1
         return self.padded_vocab_size // (self.tensor_model_parallel_size * ranks)
+
+    @property
+    def heads(self) -> int:
+        """That the loss has: the main one, and one of each depth of multi-token prediction."""
+        return 1 + len(self.mtp_layers)
 
     @property
     def in_place_loss(self) -> bool:

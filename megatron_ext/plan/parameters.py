@@ -108,14 +108,14 @@ def shard_parameters(job: Job) -> Count:
 def stage_parameters(job: Job, stage: Stage) -> Count:
     """Of one stage on one rank, without ``shard_parameters``."""
     total = sum((layer_parameters(job, number) for number in stage.layers), Count())
+    predicts = stage.predicts and bool(job.mtp_layers)
+    if predicts:
+        total += prediction_parameters(job)
     if job.vocab_parallel:
         ends = position_parameters(job) if stage.first else 0
         return total + Count(other=ends + (last_norm(job).parameters if stage.last else 0))
-    predicts = stage.predicts and bool(job.mtp_layers)
     if stage.first or predicts:
         total += Count(other=embedding_parameters(job))
-    if predicts:
-        total += prediction_parameters(job)
     if stage.last:
         total += Count(other=output_parameters(job, with_embedding=stage.first))
     return total

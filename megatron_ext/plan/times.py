@@ -151,11 +151,12 @@ def stage_times(job: Job, split: Split, gpu: Gpu) -> list[PassTimes]:
             total = total.plus(model.part(embedding(job)))
         if stage.predicts:
             for kinds in job.mtp_layers:
-                total = total.plus(model.part(embedding(job)))
+                if not job.vocab_parallel:
+                    total = total.plus(model.part(embedding(job)))
                 time = model.parts(prediction_layer(stock, kinds), kinds)
                 total = total.plus(time).plus((0.0, time.forward if full else 0.0, 0.0))
         if stage.last:
-            losses = [] if job.vocab_parallel else [loss(job)] * (1 + len(job.mtp_layers))
+            losses = [] if job.vocab_parallel else [loss(job)] * job.heads
             total = total.plus(model.parts([last_norm(job), *losses]))
         out.append(total)
     return out
@@ -176,10 +177,12 @@ def vocabulary_times(job: Job, gpu: Gpu) -> tuple[float, float, float, float, fl
     """Seconds of a rank's S, T, E and G for one microbatch, and from the end of the last rank's
     pass to when a collective has ended; None if the vocabulary is not sharded over the pipeline.
 
-    With several chunks of tokens T computes the logits again.
+    With several chunks of tokens T computes the logits again. Multi-token prediction has all of
+    this once more for each depth.
     """
     if not job.vocab_parallel:
         return None
+    job = job.with_(cross_entropy_loss_fusion=False)  # the shards have a loss of their own
     model = _Model(job, gpu)
     output, words = loss(job), model.part(embedding(job))
     (linear,) = output.linears
@@ -188,8 +191,10 @@ def vocabulary_times(job: Job, gpu: Gpu) -> tuple[float, float, float, float, fl
     s = product.forward + product.backward_input + between.forward
     t = product.backward_weight + between.backward_input + again
     # A broadcast or a reduction brings every rank's bytes over its link once.
-    latency = gpu.collective_s + MESSAGE_S + message_bytes(job) / gpu.network
-    return s, t, words.forward, words.backward_input + words.backward_weight, latency
+    n = job.heads
+    latency = gpu.collective_s + MESSAGE_S + n * message_bytes(job) / gpu.network
+    g = words.backward_input + words.backward_weight
+    return n * s, n * t, n * words.forward, n * g, latency
 
 
 def hop_time(job: Job, gpu: Gpu) -> float:

@@ -10,6 +10,8 @@ from fractions import Fraction
 
 from ..schedule import Costs, Placement, Schedule
 from ..schedule.effects import peak_sets
+from ..schedule.vocabulary import AHEAD
+from .layout import read_layout
 from .memory import RankBytes, StageBytes
 from .model import Job, PlanError
 from .parameters import shard_parameters, state_bytes
@@ -26,13 +28,13 @@ def refusal(job: Job) -> str | None:
             f"the padded vocabulary {job.padded_vocab_size} cannot be divided by {ranks} ranks; "
             f"give --make-vocab-size-divisible-by {job.pipeline_model_parallel_size} or a multiple"
         )
-    for given, flag in (
-        (job.mtp_layers, "--mtp-num-layers"),
-        (job.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
-        (job.hybrid, "--hybrid-layer-pattern"),
-    ):
-        if given:
-            return f"it does not support {flag}; drop one of both"
+    if job.hybrid:
+        return "it does not support --hybrid-layer-pattern; drop one of both"
+    if job.mtp_layers and job.layout and read_layout(job.layout, job.num_layers).predicts != -1:
+        return (
+            "it takes the hidden states of multi-token prediction from the last stage, but "
+            f"--pipeline-model-parallel-layout {job.layout} has it (m) before; put it there"
+        )
     return None
 
 
@@ -74,7 +76,8 @@ def with_passes(
 ) -> list[int]:
     """Likely bytes of each rank at its peak, from those of an order without vocabulary passes.
 
-    Every rank keeps a microbatch more (arXiv 2411.05288, section 5), and scores of ``_SCORED``.
+    Every rank keeps a microbatch more (arXiv 2411.05288, section 5), and scores of ``_SCORED``; the
+    last stage's rank the depths' embeddings, or their gradient, of what the first stage has begun.
 
     Args:
         ranks: their bytes under ``order``.
@@ -83,12 +86,14 @@ def with_passes(
         microbatches: of one iteration; no more can be kept.
     """
     out = []
-    rows = order.placement.stages
-    for rank, row, held in zip(ranks, rows, peak_sets(order.ranks)):
+    rows, most = order.placement.stages, peak_sets(order.ranks)
+    begun = min(microbatches, -(-most[order.placement.rank_of(0)] // len(rows[0])) + AHEAD + 1)
+    for rank, row, held in zip(ranks, rows, most):
         first = stages[row[0]].sets
         more = held < microbatches * len(row)
         sets = sum(stages[s].sets.bytes_f_to_b for s in row) if more and first.shard else 0
-        out.append(rank.total + sets + _SCORED * first.shard)
+        waiting = begun * max(stages[s].sets.waiting for s in row)
+        out.append(rank.total + sets + _SCORED * first.shard + waiting)
     return out
 
 

@@ -26,18 +26,39 @@ _IDS = "ids"
 class Batch:
     """Shapes of a microbatch.
 
+    Multi-token prediction has a head for each depth beside the main one. The samples of a head
+    follow those of the head before it, so a depth makes the microbatch larger and nothing else.
+
     Attributes:
-        tokens: (microbatch, sequence) of ids, labels and losses.
-        hidden: of the last stage's output: (this tensor rank's part of the sequence, microbatch,
-            hidden size).
+        tokens: (samples, sequence) of ids, labels and losses of all heads.
+        hidden: of the last stage's output: (this tensor rank's part of the sequence, samples of
+            all heads, hidden size).
         dtype: of hidden states and embeddings.
         device: of all.
+        heads: the main one, and one of each depth.
     """
 
     tokens: tuple[int, int]
     hidden: tuple[int, int, int]
     dtype: torch.dtype
     device: torch.device
+    heads: int = 1
+
+    @property
+    def ends(self) -> list[int]:
+        """Samples whose embeddings the first stage takes, and the last one, if it takes any."""
+        one, rest = divmod(self.tokens[0], self.heads)
+        assert not rest
+        return [one, one * (self.heads - 1)] if self.heads > 1 else [one]
+
+    def embeddings(self, samples: int) -> torch.Tensor:
+        """Memory for embeddings of so many samples."""
+        shape = samples, self.tokens[1], self.hidden[-1]
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def by_sample(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of all tokens, [sequence * samples], as (samples, sequence)."""
+        return values.view(self.tokens[1], self.tokens[0]).t().contiguous()
 
 
 class VocabularyModel(Protocol):
@@ -47,8 +68,8 @@ class VocabularyModel(Protocol):
         """Before the first pass."""
 
     def token_ids(self, microbatch: int) -> torch.Tensor:
-        """(microbatch, sequence), on the first stage's rank; called in microbatch order, some
-        microbatches before the first stage's F."""
+        """(samples of all heads, sequence), on the first stage's rank; called in microbatch order,
+        some microbatches before the first stage's F."""
 
     def output_gradient(self, microbatch: int, operands: Operands) -> None:
         """Add the output weight's gradient: the sum of ``g.t() @ x`` over pairs (x, g)."""
@@ -88,6 +109,9 @@ class VocabularyPasses:
         placement = plan.placement
         self._last = placement.num_stages - 1
         self._roots = placement.rank_of(0), placement.rank_of(self._last)
+        # Stages whose F is the first one of its rank and microbatch that takes embeddings.
+        several = batch.heads > 1 and self._roots[0] != self._roots[1]
+        self._embedded = (0, self._last) if several else (0,)
         self._microbatches, self._ahead = plan.microbatches, ids_ahead(plan)
         # By what it is and its microbatch: what a later pass takes.
         self._held: dict[tuple[Any, int], Any] = {}
@@ -103,9 +127,9 @@ class VocabularyPasses:
 
             return handler
 
-        def brought(run: Callable[[Action], None], end: int, op: VocabularyOp) -> Any:
+        def brought(run: Callable[[Action], None], at: tuple[int, ...], op: VocabularyOp) -> Any:
             def handler(action: Action) -> None:
-                if action.stage == end:
+                if action.stage in at:
                     self._wait(op, action.microbatch)
                 run(action)
 
@@ -114,9 +138,9 @@ class VocabularyPasses:
         def collective(run: Callable[[int], None]) -> Callable[[Action], None]:
             return lambda action: run(action.microbatch)
 
-        backward = brought(executor.backward, self._last, VocabularyOp.JOIN_S)
+        backward = brought(executor.backward, (self._last,), VocabularyOp.JOIN_S)
         return {
-            Op.F: brought(executor.forward, 0, VocabularyOp.JOIN_E),
+            Op.F: brought(executor.forward, self._embedded, VocabularyOp.JOIN_E),
             Op.B: backward,
             Op.BW: backward,
             S: measured(self._score),
@@ -149,14 +173,18 @@ class VocabularyPasses:
         self._held.clear()
         del self._model  # It refers to this object.
 
-    def embeddings(self, microbatch: int) -> torch.Tensor:
-        """F of the first stage: (microbatch, sequence, hidden size), the pipeline ranks' sum."""
-        found: torch.Tensor = self._take(VocabularyOp.JOIN_E, microbatch)
+    def embeddings(self, microbatch: int, end: int = 0) -> torch.Tensor:
+        """F of the first stage, or with ``end`` 1 of the last one, for its depths: (samples,
+        sequence, hidden size), the pipeline ranks' sum."""
+        every = self._held[VocabularyOp.JOIN_E, microbatch]
+        found: torch.Tensor = every.pop(end)
+        if not every:
+            del self._held[VocabularyOp.JOIN_E, microbatch]
         return found
 
-    def put_embedding_gradient(self, microbatch: int, grad: torch.Tensor) -> None:
-        """B of the first stage: the gradient of ``embeddings``."""
-        self._held[VocabularyOp.SHARE_G, microbatch] = grad.contiguous()
+    def put_embedding_gradient(self, microbatch: int, grad: torch.Tensor, end: int = 0) -> None:
+        """B of the first stage, or of the last one: the gradient of ``embeddings``."""
+        self._held[(VocabularyOp.SHARE_G, end), microbatch] = grad.contiguous()
 
     def put_hidden(self, microbatch: int, hidden: torch.Tensor, labels: torch.Tensor) -> None:
         """F of the last stage: its output, without history, and the labels."""
@@ -167,18 +195,25 @@ class VocabularyPasses:
         self._held[VocabularyOp.SHARE_X, microbatch] = hidden, labels.long().contiguous()
 
     def losses(self, microbatch: int) -> torch.Tensor:
-        """B of the last stage (F in evaluation): (microbatch, sequence), of every token."""
-        microbatches, sequence = self._batch.tokens
+        """B of the last stage (F in evaluation): (samples, sequence), of every token."""
         scores: Scores = self._held[Scores, microbatch]
-        return scores.losses.view(sequence, microbatches).t().contiguous()
+        return self._batch.by_sample(scores.losses)
 
-    def input_gradient(self, microbatch: int, grad: torch.Tensor) -> torch.Tensor:
-        """B of the last stage: the gradient of its output, from that of ``losses``."""
+    def predictions(self, microbatch: int) -> torch.Tensor:
+        """Beside ``losses``, if the output layer ``predicts``: the most likely tokens."""
         scores: Scores = self._held[Scores, microbatch]
-        grad = grad.t().reshape(-1)
-        self._held[VocabularyOp.SHARE_D, microbatch] = grad
+        return self._batch.by_sample(scores.statistics[3])
+
+    def input_gradient(
+        self, microbatch: int, grad: torch.Tensor, of_weight: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """B of the last stage: the gradient of its output, from that of ``losses``; from
+        ``of_weight``, if it is given, the weight's gradient is made."""
+        scores: Scores = self._held[Scores, microbatch]
+        shared = grad if of_weight is None else of_weight
+        self._held[VocabularyOp.SHARE_D, microbatch] = shared.t().reshape(-1)
         with torch.no_grad():
-            result = self._output.input_gradient(scores, grad)
+            result = self._output.input_gradient(scores, grad.t().reshape(-1))
         scores.gradient = grad.new_empty(0)
         return result
 
@@ -217,33 +252,34 @@ class VocabularyPasses:
                 self._share_ids(first)
         ids = self._waited(_IDS, microbatch)
         self._held[_IDS, microbatch] = ids
-        self._held[E, microbatch] = self._embedding.embed(ids)
+        self._held[E, microbatch] = [self._embedding.embed(x) for x in ids.split(self._batch.ends)]
 
     def _join_embeddings(self, microbatch: int) -> None:
-        part, root, reduce = self._take(E, microbatch), self._roots[0], self._collectives.reduce
-        keep = self._is_root(0)
+        parts, roots = self._take(E, microbatch), self._roots
+        rank, reduce = self._collectives.rank, self._collectives.reduce
 
-        def chain() -> torch.Tensor | None:
-            total = reduce(part, root)
-            return total if keep else None
+        def chain() -> dict[int, torch.Tensor] | None:
+            every = enumerate([reduce(part, root) for part, root in zip(parts, roots)])
+            return {end: total for end, total in every if roots[end] == rank} or None
 
-        self._collectives.start((VocabularyOp.JOIN_E, microbatch), chain, [part])
+        self._collectives.start((VocabularyOp.JOIN_E, microbatch), chain, parts)
         if microbatch + self._ahead < self._microbatches:
             self._share_ids(microbatch + self._ahead)
 
     def _share_embedding_gradient(self, microbatch: int) -> None:
-        batch, root = self._batch, self._roots[0]
-        if self._is_root(0):
-            grad = self._take(VocabularyOp.SHARE_G, microbatch)
-        else:
-            shape = (*batch.tokens, batch.hidden[-1])
-            grad = torch.empty(shape, dtype=batch.dtype, device=batch.device)
-        share = self._collectives.broadcast
-        name = VocabularyOp.SHARE_G, microbatch
-        self._collectives.start(name, lambda: share(grad, root), [grad])
+        batch, share, roots = self._batch, self._collectives.broadcast, self._roots
+        grads = [
+            self._take((VocabularyOp.SHARE_G, end), microbatch)
+            if self._is_root(end)
+            else batch.embeddings(samples)
+            for end, samples in enumerate(batch.ends)
+        ]
+        name, pairs = (VocabularyOp.SHARE_G, microbatch), list(zip(grads, roots))
+        self._collectives.start(name, lambda: [share(*pair) for pair in pairs], grads)
 
     def _embedding_gradient(self, microbatch: int) -> None:
-        grad = self._waited(VocabularyOp.SHARE_G, microbatch)
+        grads = self._waited(VocabularyOp.SHARE_G, microbatch)
+        grad = torch.cat(grads) if len(grads) > 1 else grads[0]
         ids = self._take(_IDS, microbatch)
         self._model.embedding_gradient(microbatch, self._embedding.gradient(ids, grad))
 

@@ -87,23 +87,28 @@ class TensorRanks(NamedTuple):
         dist.reduce_scatter_tensor(out, grad.contiguous(), group=self.group)
         return out
 
-    def joined(self, most: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    def joined(
+        self, most: torch.Tensor, total: torch.Tensor, first: torch.Tensor | None
+    ) -> torch.Tensor:
         """Statistics of all ranks together.
 
         Args:
             most: [2, tokens], maximum and target's logit of this rank's shard.
             total: [tokens], sum of exponentials less ``most[0]``.
+            first: [tokens], the first row that has the maximum; None: nobody asks for it.
 
         Returns:
-            [3, tokens]: maximum, target's logit, sum.
+            [3, tokens]: maximum, target's logit, sum; and ``first``, if it is there.
         """
-        if self.size == 1:
-            return torch.stack([*most, total])
-        own = most[0].clone()
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        total = total * (own - most[0]).exp()
-        dist.all_reduce(total, group=self.group)
-        return torch.stack([*most, total])
+        if self.size > 1:
+            own = most[0].clone()
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+            total = total * (own - most[0]).exp()
+            dist.all_reduce(total, group=self.group)
+            if first is not None:
+                first = first.masked_fill(own < most[0], torch.inf)
+                dist.all_reduce(first, dist.ReduceOp.MIN, group=self.group)
+        return torch.stack([*most, total] if first is None else [*most, total, first])
 
 
 ALONE = TensorRanks()
@@ -120,6 +125,7 @@ class Scores:
         gradient: [tokens, hidden size], of the input; scaled by ``scale``, summed over ranks then.
         statistics: [3, tokens] of the tensor ranks' shards: maximum, target's logit, sum; of all
             shards after ``scale``: log of the sum of exponentials, target's logit, target's weight.
+            Where the shard ``predicts``, also the first row of the vocabulary with the maximum.
         kept: [tokens, rows], exponentials; None: T computes them again.
     """
 
@@ -146,6 +152,7 @@ class OutputShard:
             from S to T.
         ranks: that have other rows of the same pipeline rank.
         needs_gradient: False in evaluation.
+        predicts: find every token's most likely one too.
     """
 
     def __init__(
@@ -155,9 +162,10 @@ class OutputShard:
         chunks: int = 1,
         ranks: TensorRanks = ALONE,
         needs_gradient: bool = True,
+        predicts: bool = False,
     ) -> None:
         self.weight, self.first_row, self.chunks, self.ranks = weight, first_row, chunks, ranks
-        self.needs_gradient = needs_gradient
+        self.needs_gradient, self.predicts = needs_gradient, predicts
         self._wide = torch.promote_types(weight.dtype, torch.float32)
 
     def score(self, hidden: torch.Tensor, labels: torch.Tensor) -> Scores:
@@ -174,6 +182,7 @@ class OutputShard:
         # Both statistics of tokens whose target is elsewhere are below those of its owner.
         most = torch.full((2, len(x)), -torch.inf, dtype=self._wide, device=x.device)
         total = most.new_empty(len(x))
+        first = most.new_empty(len(x)) if self.predicts else None
         gradient = torch.empty_like(x) if self.needs_gradient else x.new_empty(0)
         kept = None
         for at in self._parts(len(x)):
@@ -181,6 +190,8 @@ class OutputShard:
             target, here = targets[at, None].clamp(min=0), targets[at, None] >= 0
             most[0, at] = logits.amax(-1)
             most[1, at] = logits.gather(1, target).masked_fill(~here, -torch.inf).squeeze(1)
+            if first is not None:
+                first[at] = logits.argmax(-1) + self.first_row
             weights = logits.sub_(most[0, at, None]).exp_()
             total[at] = weights.sum(-1)
             if self.needs_gradient:
@@ -190,7 +201,7 @@ class OutputShard:
         own = most[0].clone()
         if self.chunks > 1 or not self.needs_gradient:
             kept = None
-        return Scores(hidden, targets, own, gradient, self.ranks.joined(most, total), kept)
+        return Scores(hidden, targets, own, gradient, self.ranks.joined(most, total, first), kept)
 
     def scale(self, scores: Scores, every: torch.Tensor) -> torch.Tensor:
         """With all shards' statistics: this shard's part of the input's gradient, for a gradient
@@ -198,16 +209,17 @@ class OutputShard:
 
         Args:
             scores: statistics and gradient are made those of all shards.
-            every: [pipeline ranks, 3, tokens].
+            every: [pipeline ranks, 3 or 4, tokens].
         """
         top = every[:, 0].amax(0)
         log_sum = top + (every[:, 2] * (every[:, 0] - top).exp()).sum(0).log()
+        first = every[:, 3:].masked_fill(every[:, :1] < top, torch.inf).amin(0)
         target = every[:, 1].amax(0)
         # As in Megatron, a label outside of the vocabulary counts as the greatest logit.
         target = torch.where(target.isinf(), top, target)
         here = scores.targets >= 0
         missing = torch.expm1(target - log_sum).masked_fill(~here, 0)
-        scores.statistics = torch.stack([log_sum, target, missing])
+        scores.statistics = torch.stack([log_sum, target, missing, *first])
         if self.needs_gradient:
             scale = (scores.most - log_sum).exp()
             for at in self._parts(len(scale)):
@@ -243,7 +255,7 @@ class OutputShard:
             ([tokens, hidden size], [tokens, rows]) of a chunk: inputs, gradient of the logits.
         """
         x = self._tokens(scores.hidden)
-        log_sum, _, missing = scores.statistics
+        log_sum, _, missing = scores.statistics[:3]
         for at in self._parts(len(x)):
             if scores.kept is None:
                 logits = torch.matmul(x[at], self.weight.t()).to(self._wide)

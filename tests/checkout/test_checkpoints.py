@@ -262,8 +262,12 @@ def test_loaded_and_saved_again(runs: Runs, model: list[str], ranks: int, reques
 
 @pytest.mark.parametrize(
     ("model", "schedule"),
-    [([], "zb-h1"), nightly(["--swiglu", "--tied"], "v-half")],
-    ids=["untied", "tied"],
+    [
+        ([], "zb-h1"),
+        nightly(["--swiglu", "--tied"], "v-half"),
+        nightly(["--mtp-num-layers", "2", "--position-embedding-type", "rope"], "v-half"),
+    ],
+    ids=["untied", "tied", "mtp"],
 )
 def test_vocabulary_on_all_ranks(runs: Runs, model: list[str], schedule: str, request: Any) -> None:
     """Into parts of the vocabulary on all ranks, and out again."""

@@ -77,9 +77,16 @@ ROWS = {
         "pairs, TP 2, sequence parallel, EP 2, evaluation, fp16": "zb-h1,v-zb",
         "pairs, EP 2, CP 2, ramp-up, per-token loss, recompute selective": "v-half,dualpipev",
         "DeepSeek-V3, pairs": "zb-h1,v-zb",
+        "vocabulary, fused cross entropy": "v-half",
+        "vocabulary, MTP": f"v-half{NIGHTLY_TOO}1f1b,interleaved-zb",
+        "vocabulary, MTP, tied, chunks, evaluation": "1f1b,v-zb",
+        "vocabulary, MTP, TP 2, sequence parallel, detached heads": "zb-h1,v-half",
+        "vocabulary, MTP, CP 2, per-token loss": "interleaved,v-min",
+        "vocabulary, MTP, tied, bf16, both overlaps": "zb-h1,v-half",
     },
     "core_v0.16.1": {
         "vocabulary": "v-half",
+        "vocabulary, MTP": "zb-h1,v-half",
         "vocabulary, TP 2, tied, chunks": "zb-h1",
         "vocabulary, MoE, EP 2, bf16, both overlaps": "v-zb",
         "MoE, EP 2, bf16, both overlaps": "v-half",
@@ -91,6 +98,7 @@ ROWS = {
     },
     "core_v0.17.1": {
         "vocabulary": "v-half",
+        "vocabulary, MTP": "zb-h1,v-half",
         "vocabulary, TP 2, tied, chunks": "zb-h1",
         "vocabulary, MoE, EP 2, bf16, both overlaps": "v-zb",
         "tied, bf16, both overlaps": "zb-h1,v-half",
@@ -101,6 +109,7 @@ ROWS = {
     },
     "core_v0.18.2": {
         "vocabulary": "v-half",
+        "vocabulary, MTP": "zb-h1,v-half",
         "vocabulary, TP 2, tied, chunks": "zb-h1",
         "vocabulary, MoE, EP 2, bf16, both overlaps": "v-zb",
         "tied, bf16, both overlaps": "zb-h1,v-half",
@@ -112,6 +121,7 @@ ROWS = {
     },
     "core_v0.16.0rc0-1dcf0daf": {
         "vocabulary": "v-half",
+        "vocabulary, MTP": "zb-h1,v-half",
         "vocabulary, TP 2, tied, chunks": "zb-h1",
         "vocabulary, MoE, EP 2, bf16, both overlaps": "v-zb",
         "tied, bf16, both overlaps": "zb-h1,v-half",
@@ -122,6 +132,7 @@ ROWS = {
     },
     "core_v0.20.0-d98e8a64": {
         "vocabulary": "v-half",
+        "vocabulary, MTP": "zb-h1,v-half",
         "vocabulary, TP 2, tied, chunks": "zb-h1",
         "vocabulary, MoE, EP 2, bf16, both overlaps": "v-zb",
         "tied, bf16, both overlaps": "zb-h1,v-half",
@@ -162,6 +173,11 @@ NIGHTLY = (
     "pairs, PP 4, EP 2, delayed weight gradients, cheap recompute",
     "pairs, TP 2, sequence parallel, EP 2, evaluation, fp16",
     "pairs, EP 2, CP 2, ramp-up, per-token loss, recompute selective",
+    "vocabulary, fused cross entropy",
+    "vocabulary, MTP, tied, chunks, evaluation",
+    "vocabulary, MTP, TP 2, sequence parallel, detached heads",
+    "vocabulary, MTP, CP 2, per-token loss",
+    "vocabulary, MTP, tied, bf16, both overlaps",
 )
 
 

@@ -24,7 +24,11 @@ cases = case_results(
 )
 
 BUILT = ("loop", "loop-tied", "interleaved", "vee", "vee-tied", "loop-tp", "vee-tp-tied")
-SAVED = ("checkpoint", "checkpoint-tied", "checkpoint-vee-tp", "checkpoint-optimizer")
+# Tied weights and multi-token prediction: stock cannot save these from several pipeline ranks.
+SAVED = (
+    *("checkpoint", "checkpoint-tied", "checkpoint-vee-tp", "checkpoint-optimizer"),
+    *("checkpoint-mtp", "checkpoint-vee-mtp"),
+)
 _OPTIMIZER = "optimizer.state."
 
 
@@ -85,6 +89,7 @@ def test_checkpoint_from_stock_and_back(cases: Cases, name: str) -> None:
         assert different == []
     assert found["equal"]
     assert found["uncovered"] == []
+    assert any("mtp.layers.0." in key for key in held["ours"]) == ("mtp" in name)
 
 
 def test_vocabulary_that_cannot_be_shared_out(cases: Cases) -> None:
@@ -156,6 +161,11 @@ def test_format_of_checkpoints_that_nobody_writes_or_reads() -> None:
         ({"pp_vocab_parallel": None, "pp_vocab_chunks": 2}, "--pp-vocab-chunks 2 needs --pp-vocab"),
         ({"pp_vocab_chunks": 0}, "--pp-vocab-chunks must be 1 or more, got 0"),
         (
+            {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|m|L"},
+            "--pipeline-model-parallel-layout Et|t|m|L has its layers (m) before that; put them on "
+            "the last stage, as in 'tmL'",
+        ),
+        (
             {"padded_vocab_size": 1020},
             "its 1020 padded entries are no multiple of 8; pad it to 1024",
         ),
@@ -177,6 +187,11 @@ def test_padding(before: int, pp: int, after: int, said: str | None) -> None:
     run = checked(make_vocab_size_divisible_by=before, pipeline_model_parallel_size=pp)
     assert run.args.make_vocab_size_divisible_by == after
     assert run.notices == [] if said is None else said in run.notices[0]
+
+
+def test_a_fused_loss_has_no_effect() -> None:
+    (text,) = checked(cross_entropy_loss_fusion=True, pp_vocab_chunks=3).notices
+    assert "3 chunks of tokens at a time; --cross-entropy-loss-fusion has no effect" in text
 
 
 def test_padding_that_is_given_stays() -> None:

@@ -115,6 +115,9 @@ _IN_PAIRS = (
 _SHARDS = "sums over the vocabulary are sums over its shards"
 _TIED = "--untie-embeddings-and-output-weights"
 
+_DEPTHS = """--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3
+--position-embedding-type rope"""
+
 _WITH_SHARDS = (
     Feature("vocabulary", ours=_VOCABULARY, tolerance=1e-5, why=_SHARDS),
     Feature(
@@ -203,6 +206,54 @@ _WITH_SHARDS = (
         drop="--train-iters",
         tolerance=1e-2,
         why=_SHARDS,
+    ),
+    Feature(  # It has no effect. Stock is without it: with it, gradients of logits are in bf16.
+        "vocabulary, fused cross entropy",
+        ours=f"{_VOCABULARY} --cross-entropy-loss-fusion --cross-entropy-fusion-impl native",
+        tolerance=1e-6,
+        why=_SHARDS,
+    ),
+    Feature("vocabulary, MTP", model=_DEPTHS, ours=_VOCABULARY, tolerance=1e-6, why=_SHARDS),
+    Feature(  # Stock cannot load it into a pipeline: it looks for an output layer there.
+        "vocabulary, MTP, tied, chunks, evaluation",
+        model=_DEPTHS,
+        run="--eval-iters 2 --eval-interval 2",
+        ours=_VOCABULARY + " --pp-vocab-chunks 3",
+        drop=_TIED,
+        pp=2,
+        tolerance=1e-6,
+        why=_SHARDS,
+        alone=True,
+    ),
+    Feature(
+        "vocabulary, MTP, TP 2, sequence parallel, detached heads",
+        model=_DEPTHS + " --mtp-detach-heads",
+        run="--tensor-model-parallel-size 2 --sequence-parallel",
+        ours=_VOCABULARY,
+        pp=2,
+        tolerance=1e-6,
+        why=_SHARDS,
+        first=(0, 19),
+    ),
+    Feature(
+        "vocabulary, MTP, CP 2, per-token loss",
+        model=_DEPTHS,
+        run="--context-parallel-size 2 --calculate-per-token-loss",
+        ours=_VOCABULARY,
+        pp=2,
+        tolerance=1e-6,
+        why=_SHARDS,
+    ),
+    Feature(
+        "vocabulary, MTP, tied, bf16, both overlaps",
+        model=_DEPTHS + " --bf16",
+        run=OVERLAP,
+        ours=_VOCABULARY,
+        drop=_TIED,
+        pp=2,
+        tolerance=1e-2,
+        why=_SHARDS,
+        alone=True,
     ),
 )
 

@@ -21,7 +21,10 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
@@ -30,6 +33,7 @@ from megatron_ext.integration.errors import ConfigError  # noqa: E402
 from megatron_ext.integration.feature import Run  # noqa: E402
 from megatron_ext.integration.features.checkpoint.hooks import Checkpoints  # noqa: E402
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest  # noqa: E402
+from megatron_ext.integration.features.vocabulary import ends  # noqa: E402
 from megatron_ext.integration.features.vocabulary import model as vocabulary  # noqa: E402
 from megatron_ext.integration.install import Installation  # noqa: E402
 from megatron_ext.integration.model_classes import hybrid_model  # noqa: E402
@@ -40,7 +44,8 @@ from tests.support.stand_ins import megatron_args  # noqa: E402
 HIDDEN, SEQUENCE, VOCAB, PP = 32, 16, 1024, 2
 WHOLE = "embedding.word_embeddings.weight", "output_layer.weight"
 
-# name -> schedule of both models, chunks, tensor ranks, tied weights; ``world`` is all ranks.
+# name -> schedule of both models, chunks, tensor ranks, tied weights, depths of multi-token
+# prediction; ``world`` is all ranks.
 CASES: dict[str, dict[str, Any]] = {
     "loop": {"schedule": "zb-h1"},
     "loop-tied": {"schedule": "zb-h1", "tied": True},
@@ -61,6 +66,8 @@ CASES: dict[str, dict[str, Any]] = {
         "saved": True,
     },
     "checkpoint-optimizer": {"schedule": "zb-h1", "world": 4, "saved": True, "optimizer": True},
+    "checkpoint-mtp": {"schedule": "zb-h1", "mtp": 2, "saved": True},
+    "checkpoint-vee-mtp": {"schedule": "v-half", "chunks": 2, "mtp": 1, "saved": True},
     "uneven": {"schedule": "zb-h1", "vocabulary": 1023},
 }
 
@@ -99,7 +106,7 @@ def build(case: dict[str, Any], seed: int = 1) -> list[GPTModel]:
     chunks, rank = case.get("chunks", 1), parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(100 * seed + rank)
     model_parallel_cuda_manual_seed(seed)
-    more = {"tensor_model_parallel_size": case.get("tp", 1)}
+    more = {"tensor_model_parallel_size": case.get("tp", 1), "mtp_num_layers": case.get("mtp")}
     config = config_of(
         {
             "pp": PP,
@@ -118,10 +125,19 @@ def build(case: dict[str, Any], seed: int = 1) -> list[GPTModel]:
             post_process=rank == PP - 1 and chunk == chunks - 1,
             share_embeddings_and_output_weights=case.get("tied", False),
             position_embedding_type="rope",
+            mtp_block_spec=prediction(config, chunk if chunks > 1 else None),
             vp_stage=chunk if chunks > 1 else None,
         )
         for chunk in range(chunks)
     ]
+
+
+def prediction(config: Any, vp_stage: int | None) -> Any:
+    """Layers of multi-token prediction of a stage; None: it has none."""
+    if not config.mtp_num_layers:
+        return None
+    layer = get_gpt_layer_local_spec()
+    return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=vp_stage)
 
 
 def gathered(mine: Any) -> list[Any]:
@@ -172,8 +188,8 @@ def sizes(models: list[GPTModel]) -> dict[str, Any]:
             if name.startswith("vocabulary.")
         ),
         "shared": any(m.share_embeddings_and_output_weights for m in models),
-        "embedding": vocabulary.embedding_of(models) is not None,
-        "hidden": vocabulary.hidden_of(models) is not None,
+        "embedding": ends.embedding_of(models[0]) is not None,
+        "hidden": ends.hidden_of(models) is not None,
     }
 
 
@@ -198,24 +214,25 @@ def passes(case: dict[str, Any]) -> dict[str, Any]:
         tokens = torch.arange(2 * SEQUENCE).reshape(2, SEQUENCE)
         positions = torch.arange(SEQUENCE).expand(2, -1)
         mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), diagonal=1).bool()
-        embedding, hidden = vocabulary.embedding_of(models), vocabulary.hidden_of(models)
+        embedding, hidden = ends.embedding_of(models[0]), ends.hidden_of(models)
         out: dict[str, Any] = {}
         if embedding is not None:
             with refused(RuntimeError) as error:
                 models[0](tokens, positions, mask, labels=tokens)
             out["refused"] = str(error[0])
-            embedding.given = torch.ones(2, SEQUENCE, HIDDEN, requires_grad=True)
+            given = torch.ones(2, SEQUENCE, HIDDEN, requires_grad=True)
+            embedding.given = [given]
             found = models[0].embedding(tokens, positions)
             found.sum().backward()
             rows = SEQUENCE // tp if case.get("scatter") else SEQUENCE
             out["embedding"] = found.shape == (rows, 2, HIDDEN) and bool((found == tp).all())
-            out["gradient"] = bool((embedding.given.grad == 1).all())
+            out["gradient"] = bool((given.grad == 1).all()) and not embedding.given
         if hidden is not None:
             rows = SEQUENCE // tp if case.get("scatter") else SEQUENCE
             models[0].set_input_tensor(torch.ones(rows, 2, HIDDEN))
             result = models[0](tokens, positions, mask, labels=tokens)
             out["hidden"] = tuple(result.shape) == (rows, 2, HIDDEN)
-            out["labels"] = hidden.labels is tokens
+            out["labels"] = hidden.end is not None and hidden.end.labels is tokens
             with refused(ConfigError) as error:
                 models[0](tokens, positions, mask)
             out["refused"] = str(error[0])

@@ -24,6 +24,18 @@ def test_equal_to_one_process(pool, name, pp, chunks):
         assert one["loss"] < 1e-12 and one["gradient"] < 1e-12 and one["left"] == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "pp"), [("1f1b", 4), ("zb-h1", 2), ("interleaved-zb", 3), ("v-half", 4), ("v-zb", 2)]
+)
+@pytest.mark.parametrize("depths", [1, 2])
+def test_multi_token_prediction(pool, name, pp, depths):
+    """The last stage takes embeddings too, and has a head for each depth."""
+    found = pool.run("vocabulary", pp, name=name, microbatches=7, chunks=2, depths=depths)
+    assert sum(one["losses"] for one in found) == sum(one["predicted"] for one in found) == 7
+    for one in found:
+        assert one["loss"] < 1e-12 and one["gradient"] < 1e-12 and one["left"] == 0
+
+
 @pytest.mark.parametrize(("chunks", "tokens"), [(1, 6), (2, 3), (3, 2), (6, 1)])
 @pytest.mark.parametrize("training", [False, True])
 def test_no_rank_has_logits_of_more_than_a_chunk(pool, chunks, tokens, training):
@@ -33,8 +45,10 @@ def test_no_rank_has_logits_of_more_than_a_chunk(pool, chunks, tokens, training)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half"])
-def test_evaluation(pool, name):
-    found = pool.run("vocabulary", 4, name=name, microbatches=5, training=False)
+@pytest.mark.parametrize("depths", [0, 1])
+def test_evaluation(pool, name, depths):
+    given = {"name": name, "microbatches": 5, "training": False, "depths": depths}
+    found = pool.run("vocabulary", 4, **given)
     assert sorted(one["losses"] for one in found) == [0, 0, 0, 5]
     assert all(one["loss"] < 1e-12 and one["left"] == 0 for one in found)
 

@@ -30,6 +30,13 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=WIDE)
 
 
+def matrices() -> tuple[torch.Tensor, torch.Tensor]:
+    """Embedding and output layer; the latter's last rows are its first ones, on another rank."""
+    embedding, output = (numbers(n, ROWS, toy.HIDDEN) for n in (1, 2))
+    output[-6:] = output[:6]
+    return embedding, output
+
+
 def tokens(seed: int) -> torch.Tensor:
     """(microbatch, sequence); one row of the vocabulary far more often than others."""
     generator = torch.Generator().manual_seed(seed)
@@ -37,14 +44,33 @@ def tokens(seed: int) -> torch.Tensor:
     return torch.where(torch.rand(found.shape, generator=generator) < 0.3, 5, found)
 
 
-def weight_of(microbatch: int) -> torch.Tensor:
-    """Of every token's loss; some are 0, as a loss mask's."""
-    return torch.relu(numbers(300 + microbatch, BATCH, SEQUENCE))
+def rolled(first: torch.Tensor, depths: int) -> torch.Tensor:
+    """Those of all heads: a depth's begin one token later, and end with token 0."""
+    every = [first]
+    for _ in range(depths):
+        every.append(torch.nn.functional.pad(every[-1][:, 1:], (0, 1)))
+    return torch.cat(every)
+
+
+def predicted(hidden: torch.Tensor, embeddings: torch.Tensor, depths: int) -> torch.Tensor:
+    """A toy of multi-token prediction: the hidden states [s, heads * b, h] of all heads.
+
+    Args:
+        hidden: [s, b, h].
+        embeddings: [depths * b, s, h].
+        depths: beside the main head.
+    """
+    every = [hidden]
+    for depth in range(depths):
+        one = embeddings[depth * BATCH : (depth + 1) * BATCH].transpose(0, 1)
+        every.append(torch.tanh(every[-1] + one))
+    return torch.cat(every, 1)
 
 
 def total_loss(losses: torch.Tensor, microbatch: int) -> torch.Tensor:
-    """Not linear in the losses: nothing may assume that."""
-    return (losses * weight_of(microbatch)).sum() + losses.square().mean()
+    """Not linear in the losses: nothing may assume that. Some weights are 0, as a loss mask's."""
+    weights = torch.relu(numbers(300 + microbatch, *losses.shape))
+    return (losses * weights).sum() + losses.square().mean()
 
 
 class Runner(toy.ToyRunner):
@@ -52,12 +78,14 @@ class Runner(toy.ToyRunner):
 
     passes: VocabularyPasses
     gradients: dict[str, torch.Tensor]
+    depths = 0
+    likely: dict[int, torch.Tensor]
 
     def begin(self) -> None:
         """Nothing to wait for."""
 
     def token_ids(self, microbatch: int) -> torch.Tensor:
-        return tokens(100 + microbatch)
+        return rolled(tokens(100 + microbatch), self.depths)
 
     def output_gradient(self, microbatch: int, operands: Any) -> None:
         for x, grad in operands:
@@ -77,10 +105,15 @@ class Runner(toy.ToyRunner):
         x.requires_grad_(not self.forward_only)
         with torch.set_grad_enabled(not self.forward_only):
             y = self.stages[number](x)
-        self.live[chunk, microbatch] = x, y
+        given = None
         if number == self.placement.num_stages - 1:
-            hidden = y.detach().view(SEQUENCE, BATCH, toy.HIDDEN)
-            self.passes.put_hidden(microbatch, hidden, tokens(200 + microbatch))
+            y = y.view(SEQUENCE, BATCH, toy.HIDDEN)
+            if self.depths:
+                given = self.passes.embeddings(microbatch, 1).requires_grad_(not self.forward_only)
+                y = predicted(y, given, self.depths)
+            labels = rolled(tokens(200 + microbatch), self.depths)
+            self.passes.put_hidden(microbatch, y.detach(), labels)
+        self.live[chunk, microbatch] = x, y, given
         if self.forward_only:
             del self.live[chunk, microbatch]
         return y.detach()
@@ -94,10 +127,14 @@ class Runner(toy.ToyRunner):
             loss = total_loss(losses, microbatch)
             self.losses[microbatch] = toy.to_bytes(loss)
             loss.backward()
-            grad = self.passes.input_gradient(microbatch, losses.grad).view(toy.SHAPE)
-        x, y = self.live.pop((chunk, microbatch))
+            if self.depths:
+                self.likely[microbatch] = self.passes.predictions(microbatch)
+            grad = self.passes.input_gradient(microbatch, losses.grad)
+        x, y, given = self.live.pop((chunk, microbatch))
         self.store.run_later = split
         y.backward(grad)
+        if given is not None:
+            self.passes.put_embedding_gradient(microbatch, given.grad, 1)
         if split:
             self.live[chunk, microbatch] = None
         if number == 0:
@@ -109,28 +146,32 @@ class Runner(toy.ToyRunner):
         del self.live[chunk, microbatch]
 
 
-def reference(stages: int, microbatches: int) -> dict[str, Any]:
+def reference(stages: int, microbatches: int, depths: int) -> dict[str, Any]:
     """One process, the whole vocabulary, autograd."""
-    embedding, output = (numbers(n, ROWS, toy.HIDDEN).requires_grad_() for n in (1, 2))
+    embedding, output = (matrix.requires_grad_() for matrix in matrices())
     store, ledger = WeightGradStore(), toy.Ledger()
     every = [toy.Stage(number, WIDE, store, ledger) for number in range(stages)]
-    losses = {}
+    losses, likely = {}, {}
     for j in range(microbatches):
-        x = embedding[tokens(100 + j)].transpose(0, 1).reshape(toy.SHAPE)
+        first, *more = embedding[rolled(tokens(100 + j), depths)].split(BATCH)
+        x = first.transpose(0, 1).reshape(toy.SHAPE)
         for stage in every:
             x = stage(x)
-        logits = (x @ output.t()).view(SEQUENCE, BATCH, ROWS).transpose(0, 1)
+        hidden = x.view(SEQUENCE, BATCH, toy.HIDDEN)
+        if depths:
+            hidden = predicted(hidden, torch.cat(more), depths)
+        logits, labels = (hidden @ output.t()).transpose(0, 1), rolled(tokens(200 + j), depths)
         each = torch.nn.functional.cross_entropy(
-            logits.reshape(-1, ROWS), tokens(200 + j).reshape(-1), reduction="none"
+            logits.reshape(-1, ROWS), labels.reshape(-1), reduction="none"
         )
-        loss = total_loss(each.view(BATCH, SEQUENCE), j)
+        loss = total_loss(each.view(labels.shape), j)
         loss.backward()
-        losses[j] = loss.item()
+        losses[j], likely[j] = loss.item(), logits.argmax(-1)
     grads = {"embedding": embedding.grad, "output": output.grad}
     for number, stage in enumerate(every):
         for name, parameter in stage.named_parameters():
             grads[f"{number}.{name}"] = parameter.grad
-    return {"losses": losses, "grads": grads}
+    return {"losses": losses, "grads": grads, "likely": likely}
 
 
 class _Logits(TorchDispatchMode):
@@ -151,7 +192,12 @@ class _Logits(TorchDispatchMode):
 
 
 def vocabulary(
-    context: Context, name: str, microbatches: int, chunks: int = 1, training: bool = True
+    context: Context,
+    name: str,
+    microbatches: int,
+    chunks: int = 1,
+    training: bool = True,
+    depths: int = 0,
 ) -> dict[str, Any]:
     """Largest differences from one process: of losses and of gradients, relative to the largest."""
     costs = Costs.of(1, 1, 1, vocabulary=["0.25", "0.125", "0.01", "0.01", "0.02"])
@@ -166,15 +212,16 @@ def vocabulary(
     stages = {n: toy.Stage(n, WIDE, store, ledger) for n in placement.stages[context.rank]}
     runner = Runner(stages, placement, context.rank, store, ledger, not training)
     first = context.rank * rows
-    embedding, output = (numbers(n, ROWS, toy.HIDDEN)[first : first + rows] for n in (1, 2))
+    embedding, output = (matrix[first : first + rows] for matrix in matrices())
     runner.gradients = {k: torch.zeros_like(output) for k in ("embedding", "output")}
-    hidden = SEQUENCE, BATCH, toy.HIDDEN
+    runner.depths, runner.likely, samples = depths, {}, (1 + depths) * BATCH
+    hidden = SEQUENCE, samples, toy.HIDDEN
     runner.passes = VocabularyPasses(
         plan,
         collectives(context.group, CPU),
         EmbeddingShard(embedding, first),
-        OutputShard(output, first, chunks, needs_gradient=training),
-        Batch((BATCH, SEQUENCE), hidden, WIDE, CPU),
+        OutputShard(output, first, chunks, needs_gradient=training, predicts=depths > 0),
+        Batch((samples, SEQUENCE), hidden, WIDE, CPU, 1 + depths),
         runner,
     )
     executor = Executor(
@@ -188,11 +235,14 @@ def vocabulary(
     )
     with _Logits(rows) as logits:
         executor.run()
-    right = reference(placement.num_stages, microbatches)
+    right = reference(placement.num_stages, microbatches, depths)
     found = {k: torch.frombuffer(bytearray(v), dtype=WIDE).item() for k, v in runner.losses.items()}
     worst = max((abs(found[j] - right["losses"][j]) for j in found), default=0.0)
     result = {"losses": len(found), "loss": worst, "left": len(runner.live)}
     result["tokens with logits"] = logits.most
+    result["predicted"] = sum(
+        (found != right["likely"][j]).sum().item() == 0 for j, found in runner.likely.items()
+    )
     if training:
         mine = dict(runner.gradients)
         for number, stage in stages.items():
@@ -210,20 +260,21 @@ def tensor_ranks(
 ) -> dict[str, float]:
     """The cross entropy of shards on tensor-parallel ranks, against the whole."""
     kind = getattr(torch, dtype)
-    weight, whole = numbers(2, ROWS, toy.HIDDEN).to(kind), numbers(3, 8, BATCH, toy.HIDDEN).to(kind)
+    weight, whole = matrices()[1].to(kind), numbers(3, 8, BATCH, toy.HIDDEN).to(kind)
     labels = torch.randint(ROWS, (BATCH, 8), generator=torch.Generator().manual_seed(4))
     grads = numbers(5, BATCH, 8).to(torch.promote_types(kind, torch.float32))
     rows, part = ROWS // context.size, 8 // context.size
     ranks = TensorRanks(context.group, sequence_parallel)
     first, start = context.rank * rows, context.rank * part
     own = slice(start, start + part) if sequence_parallel else slice(None)
-    shard = OutputShard(weight[first : first + rows], first, chunks, ranks)
+    shard = OutputShard(weight[first : first + rows], first, chunks, ranks, predicts=True)
     with torch.no_grad():
         scores = shard.score(whole[own], labels)
         shard.scale(scores, scores.statistics[None])
         grad = grads.t().reshape(-1)
         found = shard.input_gradient(scores, grad)
         pairs = list(shard.operands(scores, grad))
+    likely = (whole @ weight.t()).argmax(-1).reshape(-1)
     exact, inputs = (t.double().requires_grad_() for t in (weight, whole))
     logits = (inputs @ exact.t()).transpose(0, 1)
     losses = torch.nn.functional.cross_entropy(
@@ -243,4 +294,5 @@ def tensor_ranks(
             exact.grad[first : first + rows],
         ),
         "tokens": max(len(x) for x, _ in pairs),
+        "other predictions": (scores.statistics[3] != likely).sum().item(),
     }

@@ -132,7 +132,7 @@ def test_nothing_fits(run):
         ("--gpu Z80", "unknown GPU 'Z80'"),
         ("--memory-cap lots", "such as 40GiB"),
         ("--reserve 200GiB", "leaves nothing"),
-        ("--pp-vocab-parallel --mtp-num-layers 1", "does not support --mtp-num-layers"),
+        ("--pp-vocab-parallel --hybrid-layer-pattern M*M*", "not support --hybrid-layer-pattern"),
         ("--pp-vocab-parallel --padded-vocab-size 64002", "64002 cannot be divided by 4 ranks"),
         ("--pp-vocab-parallel --profile x.json", "has times of the whole vocabulary's layers"),
         ("--schedules x", "unknown schedule 'x'"),

@@ -20,7 +20,7 @@ from megatron_ext.plan.vocabulary import rank_work, refusal, settings
 from megatron_ext.schedule import Placement, ScheduleSpec
 from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.vocabulary import S, T, peak_held
+from megatron_ext.schedule.vocabulary import E, G, S, T, peak_held
 
 LLAMA_3_8B = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention "
@@ -29,6 +29,8 @@ LLAMA_3_8B = (
     "--vocab-size 128256 --hidden-dropout 0 --attention-dropout 0"
 )
 UNTIED = "--untie-embeddings-and-output-weights"
+MTP = "--mtp-num-layers 2"
+ROPE = "--position-embedding-type rope"
 SMALL = (
     "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --bf16 --swiglu "
     "--vocab-size 128000 --hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer "
@@ -86,6 +88,15 @@ def test_times_of_all_shards_are_the_whole_output_layers(gpu):
     assert own[0] == own[1] and sum(own[-1]) < 1.01 * sum(own[1])
 
 
+def test_a_fused_loss_has_no_effect():
+    fused = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
+    one, other = (job(UNTIED, "--pp-vocab-parallel", more) for more in ("", fused))
+    split, gpu = even_split(32, 8), gpu_of("H100")
+    assert vocabulary_times(one, gpu) == vocabulary_times(other, gpu)
+    assert stage_times(one, split, gpu) == stage_times(other, split, gpu)
+    assert stage_bytes(one, split) == stage_bytes(other, split)
+
+
 def test_logits_are_computed_again_for_several_chunks():
     one, four = (job(UNTIED, "--pp-vocab-parallel", f"--pp-vocab-chunks {n}") for n in (1, 4))
     gpu = gpu_of("H100")
@@ -113,12 +124,60 @@ def test_bytes_from_s_to_t():
     assert alone.kept == 2 * sets.bytes_f_to_b, "a shard is kept for no other pass"
 
 
+def test_multi_token_prediction():
+    """Counted by hand: every depth is one more of the loss, and of what it needs."""
+    plain, deep = (job(UNTIED, "--pp-vocab-parallel", more, pp=4) for more in ("", MTP))
+    split, gpu = even_split(32, 4), gpu_of("H100")
+    before, after = vocabulary_times(plain, gpu), vocabulary_times(deep, gpu)
+    assert after[:4] == pytest.approx([3 * x for x in before[:4]])
+    assert before[4] < after[4] < 3 * before[4]
+    hidden = 2 * 8192 * 4096
+    sets, more = (
+        with_shard(each, stage_set(each, even_split(32, 1).stages[0])) for each in (plain, deep)
+    )
+    assert (more.shard, more.scores) == (3 * sets.shard, 3 * sets.scores)
+    assert (sets.waiting, more.waiting) == (0, 2 * hidden)
+    # The last stage has their layers, and no second embedding.
+    rows = [[one.parameters.total for one in stage_bytes(each, split)] for each in (plain, deep)]
+    assert rows[0][:-1] == rows[1][:-1]
+    layer = stage_bytes(plain, even_split(32, 32))[8].parameters.total
+    assert 2 * layer < rows[1][-1] - rows[0][-1] < 2.4 * layer
+    whole = job(UNTIED, MTP, pp=4)
+    assert stage_times(whole, split, gpu)[-1].forward > stage_times(deep, split, gpu)[-1].forward
+    assert refusal(whole) is None
+
+
+def test_embeddings_that_wait_for_the_last_stage():
+    """Counted by hand: from E to F, and their gradient from B to G."""
+    each = job(UNTIED, "--pp-vocab-parallel", MTP, pp=2)
+    stages = stage_bytes(each, even_split(32, 2))
+    own, waiting = stages[1].sets, stages[1].sets.waiting
+
+    def kept(*row):
+        actions = tuple(Action(op, 1, j) for op, j in row)
+        return rank_bytes(Schedule("x", Placement.loop(2, 1), 2, ((), actions)), stages, 0)[1].kept
+
+    assert waiting == 2 * 2 * 8192 * 4096
+    assert kept((E, 0), (E, 1)) == 2 * waiting
+    assert kept((E, 0), (E, 1), (Op.F, 0)) == waiting + own.bytes_f_to_b
+    begun = [(E, 0), (Op.F, 0), (Op.BW, 0), (E, 1), (E, 2)]
+    passes = [(Op.F, 1), (Op.F, 2)]
+    assert kept(*begun, *passes, (G, 0)) == waiting + 2 * own.bytes_f_to_b
+    assert kept(*begun, (G, 0), *passes) == 2 * own.bytes_f_to_b
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (["--padded-vocab-size", "128260"], "128260 cannot be divided by 8 ranks"),
-        (["--mtp-num-layers", "1", UNTIED], "does not support --mtp-num-layers"),
-        (["--cross-entropy-loss-fusion"], "does not support --cross-entropy-loss-fusion"),
+        (
+            [MTP, "--pipeline-model-parallel-layout", "Et*5|(tttt|)*5t*7m|L"],
+            "before; put it there",
+        ),
+        (
+            ["--hybrid-layer-pattern", "M*-M*-M*", "--num-layers", "8"],
+            "does not support --hybrid-layer-pattern",
+        ),
     ],
 )
 def test_what_training_refuses(words, why):
@@ -146,13 +205,18 @@ def space(*words, line=SMALL, pp=4, **changes):
     return SearchSpace(job(*words, line=line, pp=pp), pp=pp, **{**options, **changes})
 
 
-def test_likely_times_and_bytes_are_near():
-    search = Search(space("--pp-vocab-parallel", schedules=("1f1b", "zb-h1", "v-half")), 80 * GIB)
+@pytest.mark.parametrize(
+    ("words", "schedules", "most"),
+    [((), ("1f1b", "zb-h1", "v-half"), 1.1), ((MTP, ROPE), ("v-half",), 1.15)],
+    ids=["plain", "depths"],
+)
+def test_likely_times_and_bytes_are_near(words, schedules, most):
+    search = Search(space("--pp-vocab-parallel", *words, schedules=schedules), 80 * GIB)
     for one in search.candidates():
         point = evaluate(one.spec, one.workload)
         assert one.bound_us <= point.makespan_us
         assert 0.8 < float(point.makespan_us / one.likely_us) < 1.1
-        assert 0.95 < point.worst.total / one.bytes < 1.1
+        assert 0.95 < point.worst.total / one.bytes < most
 
 
 def test_a_search_tries_both_and_takes_the_faster():

@@ -9,6 +9,7 @@ from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
 from ...feature import Conflict, Feature, Flag, Run, require_no_conflict
+from ...layout import predicts_early
 
 _FLAG, _CHUNKS = "--pp-vocab-parallel", "--pp-vocab-chunks"
 _GRAPHS = "passes of the vocabulary run between captured layers, in an order of their own; drop it"
@@ -53,12 +54,7 @@ class VocabularyParallel(Feature):
         ),
     )
     conflicts = (
-        Conflict("--mtp-num-layers", "its layers use the whole vocabulary, too; drop it"),
         Conflict("--use-mup", "it scales embeddings and logits of whole matrices; drop it"),
-        Conflict(
-            "--cross-entropy-loss-fusion",
-            "the loss is computed from parts of the logits on all ranks; drop it",
-        ),
         Conflict(
             "--variable-seq-lengths",
             "the ranks exchange hidden states of one shape; pad sequences and drop it",
@@ -112,8 +108,21 @@ class VocabularyParallel(Feature):
         if chunks is not None and chunks < 1:
             raise ConfigError(f"{_CHUNKS} must be 1 or more, got {chunks}")
         require_no_conflict(args, self.conflicts, {"": _FLAG})
+        layout = args.pipeline_model_parallel_layout
+        if isinstance(layout, str) and predicts_early(layout):
+            raise ConfigError(
+                f"{_FLAG} takes the hidden states of multi-token prediction from the last stage, "
+                f"but --pipeline-model-parallel-layout {layout} has its layers (m) before that; "
+                "put them on the last stage, as in 'tmL'"
+            )
         notice = _pad(args)
         run.notices += [] if notice is None else [notice]
+        if getattr(args, "cross_entropy_loss_fusion", False):
+            run.notices.append(
+                f"megatron_ext: {_FLAG} computes the loss from parts of the logits on all ranks, "
+                f"{chunks or 1} chunk{'s' * ((chunks or 1) > 1)} of tokens at a time; "
+                "--cross-entropy-loss-fusion has no effect"
+            )
 
     def check_derived(self, run: Run) -> None:
         # Megatron's arguments may have come from a checkpoint meanwhile.

@@ -15,7 +15,8 @@ from ...errors import ConfigError
 from ...gradients import require_gradient_hooks
 from ...hooks import Hook
 from ...utils import unwrapped
-from .model import FLAG, shard_of
+from .ends import FLAG, depths_of
+from .model import shard_of
 from .run import VocabularyRunner
 
 
@@ -60,13 +61,14 @@ def _passes(
     ranks = TensorRanks(unwrapped(iteration.models[0]).tp_group, bool(config.sequence_parallel))
     sequence = shape[0] * (ranks.size if ranks.sequence_parallel else 1)
     weight, first_row = shard.output, shard.first_row
-    training = not iteration.forward_only
-    hidden = shape[0], shape[1], shape[2]
+    training, depths = not iteration.forward_only, depths_of(config)
+    samples = shape[1] * (1 + depths)
+    hidden = shape[0], samples, shape[2]
     return VocabularyPasses(
         step.plan,
         collectives(step.call.group, weight.device, messages),
         EmbeddingShard(shard.embedding, first_row),
-        OutputShard(weight, first_row, chunks, ranks, training),
-        Batch((shape[1], sequence), hidden, weight.dtype, weight.device),
+        OutputShard(weight, first_row, chunks, ranks, training, predicts=depths > 0),
+        Batch((samples, sequence), hidden, weight.dtype, weight.device, 1 + depths),
         runner,
     )

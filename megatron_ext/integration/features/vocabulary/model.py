@@ -24,10 +24,9 @@ from torch.nn import Parameter
 from ...errors import ConfigError
 from ...hooks import Hook
 from ...utils import unwrapped
+from .ends import FLAG, GPT, HiddenStates, SharedEmbedding, end_hooks, losses_of
 
-FLAG = "--pp-vocab-parallel"
 _SHARD = "vocabulary"  # the shard's name in a rank's first chunk
-_GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 # Names in checkpoints, and in Megatron's own model.
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -98,78 +97,6 @@ class VocabularyShard(torch.nn.Module):
         }
 
 
-class SharedEmbedding(torch.nn.Module):
-    """In place of the first stage's word embeddings: passes on what the pipeline's ranks summed up.
-
-    Args:
-        group: the tensor-parallel ranks.
-        scatter: sequence parallelism scatters embeddings right here, as in stock's module.
-
-    Attributes:
-        given: [b, s, h], the sum over the pipeline of what this tensor rank's rows give, for the
-            next forward pass.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, scatter: bool) -> None:
-        super().__init__()
-        self.given: Tensor | None = None
-        self._group, self._scatter = group, scatter
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """The embeddings of tokens [b, s]: [b, s, h], or [s/t, b, h] where they are scattered.
-
-        Raises:
-            RuntimeError: nothing was given.
-        """
-        from megatron.core.tensor_parallel import mappings
-
-        given = self.given
-        if given is None or given.shape[:2] != input_.shape:
-            held = "none" if given is None else f"those of {tuple(given.shape[:2])}"
-            raise RuntimeError(
-                f"{FLAG} needs the embeddings of {tuple(input_.shape)} tokens but has {held}; a "
-                "forward pass outside the schedule cannot compute them"
-            )
-        whole: Tensor = given
-        if self._scatter:
-            rows = given.transpose(0, 1).contiguous()
-            whole = mappings.reduce_scatter_to_sequence_parallel_region(rows, group=self._group)
-        elif self._group.size() > 1:
-            whole = mappings.reduce_from_tensor_model_parallel_region(given, group=self._group)
-        return whole
-
-
-class HiddenStates(torch.nn.Module):
-    """In place of the last stage's output layer: hands out the hidden states.
-
-    Attributes:
-        labels: [b, s] of the last forward pass.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.labels: Tensor | None = None
-
-    def forward(
-        self,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        """The hidden states [s(/t), b, h] that it gets, and no bias."""
-        return input_, None
-
-    def loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """In place of the model's ``compute_language_model_loss``: keep the labels [b, s].
-
-        Returns:
-            The hidden states [s(/t), b, h], which came as ``logits``.
-        """
-        self.labels = labels
-        return logits
-
-
 def shard_of(models: Sequence[Any]) -> VocabularyShard:
     """This rank's rows.
 
@@ -184,19 +111,6 @@ def shard_of(models: Sequence[Any]) -> VocabularyShard:
     if not isinstance(shard, VocabularyShard):
         raise _other_model(chunk)
     return shard
-
-
-def embedding_of(models: Sequence[Any]) -> SharedEmbedding | None:
-    """What brings embeddings into the first stage; None on ranks without that stage."""
-    embedding = getattr(unwrapped(models[0]), "embedding", None)
-    words = getattr(embedding, "word_embeddings", None)
-    return words if isinstance(words, SharedEmbedding) else None
-
-
-def hidden_of(models: Sequence[Any]) -> HiddenStates | None:
-    """What hands hidden states out of the last stage; None on ranks without that stage."""
-    layer = getattr(unwrapped(models[-1]), "output_layer", None)
-    return layer if isinstance(layer, HiddenStates) else None
 
 
 def require_divisible(rows: int, pp: int, tp: int) -> None:
@@ -226,19 +140,14 @@ def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
     )
     return (
         Hook(
-            (f"{_GPT}.__init__",),
+            (f"{GPT}.__init__",),
             lambda original: _model_init(original, vee),
             ("self", "config", "vocab_size", "share_embeddings_and_output_weights", "vp_stage"),
             "the first and the last rank would hold all of the vocabulary",
         ),
+        *end_hooks(),
         Hook(
-            (f"{_GPT}.forward",),
-            _model_forward,
-            ("self", "labels", "inference_context"),
-            "text would be generated from hidden states",
-        ),
-        Hook(
-            (f"{_GPT}.sharded_state_dict",),
+            (f"{GPT}.sharded_state_dict",),
             _sharded_state_dict,
             ("self",),
             "a checkpoint would look for the whole output layer",
@@ -331,18 +240,21 @@ def _share_out(first: Any, last: Any, tied: bool, rows: int, place: _Pipeline) -
     like = torch.empty(rows, config.hidden_size, dtype=config.params_dtype, device=device)
     words = first.embedding.word_embeddings if first.pre_process else None
     layer = last.output_layer if last.post_process else None
+    ends = [model.embedding for model in {first, last} if hasattr(model, "embedding")]
     embedding = place.scatter(None if words is None else words.weight, 0, like)
     output = None
     if not tied:
         output = place.scatter(None if layer is None else layer.weight, place.last, like)
     first.add_module(_SHARD, VocabularyShard(embedding, output, place.index, place.parts))
-    if words is not None:
-        first.embedding.word_embeddings = SharedEmbedding(
-            words.tp_group, words.reduce_scatter_embeddings
-        )
+    for embedding in ends:
+        whole = embedding.word_embeddings
+        embedding.word_embeddings = SharedEmbedding(whole.tp_group, whole.reduce_scatter_embeddings)
+    # Multi-token prediction runs; what Megatron does with a second embedding does not.
+    last.mtp_process = False
     if layer is not None:
         last.output_layer = HiddenStates()
-        last.compute_language_model_loss = last.output_layer.loss
+        last.compute_language_model_loss = losses_of
+        last.fuse_linear_cross_entropy = False  # 0.16.0 fuses it into the output layer
 
 
 def _parameter(rows: Tensor) -> Parameter:
@@ -353,27 +265,6 @@ def _parameter(rows: Tensor) -> Parameter:
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
     return parameter
-
-
-def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-    generating = ("inference_context", "inference_params", "output_processor")
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        last = isinstance(getattr(self, "output_layer", None), HiddenStates)
-        if any(given.get(x) is not None for x in generating) or (
-            last and given.get("labels") is None
-        ):
-            raise ConfigError(
-                f"{FLAG} has no rank with logits, so this model computes losses of labels and "
-                f"cannot generate text; start it without {FLAG} (a torch_dist checkpoint loads "
-                "there)"
-            )
-        return original(self, *args, **kwargs)
-
-    return forward
 
 
 def _sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,8 @@ from ...gradients import add, finish, mark_added
 from ...runner import MegatronRunner
 from ...split_local import accumulate_fused
 from ...utils import unwrapped
-from .model import FLAG, VocabularyShard, embedding_of, hidden_of, shard_of
+from .ends import FLAG, End, depths_of, embedding_of, hidden_of, rolled
+from .model import VocabularyShard, shard_of
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,11 @@ class VocabularyRunner(MegatronRunner):
         models = self._it.models
         self._shard: VocabularyShard = shard_of(models)
         self._passes = passes(self)
+        self._depths = depths_of(self._it.config)
+        self._detached = bool(getattr(self._it.config, "mtp_detach_heads", False))
         self._steps: dict[int, _Early] = {}
         self._loss_functions: dict[int, Callable[..., Any]] = {}
+        self._ends: dict[int, End] = {}
         # This rank's first chunk has the shards: its gradients are complete after T and G, too.
         self._open = 3
         self._last_use: dict[Any, Any] = {}
@@ -74,32 +78,29 @@ class VocabularyRunner(MegatronRunner):
         return False
 
     def forward(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        stage, it = self.placement.stages[self._rank][chunk], self._it
-        embedding, passes = embedding_of(it.models), self._passes
-        if stage == 0:
-            assert embedding is not None
-            given = passes.embeddings(microbatch)
+        it, passes = self._it, self._passes
+        last = self.placement.stages[self._rank][chunk] == self.placement.num_stages - 1
+        embedding = embedding_of(it.models[chunk])
+        if embedding is not None:
+            given = passes.embeddings(microbatch, int(last))
             if not it.forward_only:
-                given = _Given.apply(
-                    torch.zeros((), device=given.device, requires_grad=True),
-                    given,
-                    functools.partial(passes.put_embedding_gradient, microbatch),
-                )
-            embedding.given = given
+                put = functools.partial(passes.put_embedding_gradient, microbatch, end=int(last))
+                needs_grad = torch.zeros((), device=given.device, requires_grad=True)
+                if last and self._detached:
+                    put(torch.zeros_like(given))  # its gradient will not come
+                given = _Given.apply(needs_grad, given, put)
+            calls = self._depths if last else 1
+            embedding.given = [given.view(calls, -1, *given.shape[1:])[i] for i in range(calls)]
         y = super().forward(chunk, microbatch, x)
-        if stage == 0:
-            assert embedding is not None
-            embedding.given = None
-        if stage == self.placement.num_stages - 1:
-            hidden = hidden_of(it.models)
-            assert hidden is not None and y is not None
-            labels, hidden.labels = hidden.labels, None
-            if labels is None:
-                raise RuntimeError(
-                    f"{FLAG} needs the labels of microbatch {microbatch}, but the forward step did "
-                    "not pass any to the model of the last stage"
-                )
-            passes.put_hidden(microbatch, y, labels)
+        if last:
+            assert y is not None
+            layer = hidden_of(it.models)
+            assert layer is not None and layer.end is not None
+            end, layer.end = layer.end, None
+            self._ends[microbatch] = end
+            packed = end.given.get("packed_seq_params")
+            labels = rolled(end.labels, self._depths, unwrapped(it.models[chunk]), packed)
+            passes.put_hidden(microbatch, self._regrouped(y, 0, 1), labels)
         return y
 
     def backward(
@@ -116,7 +117,8 @@ class VocabularyRunner(MegatronRunner):
         self._shard()
 
     def token_ids(self, microbatch: int) -> torch.Tensor:
-        """(microbatch, sequence), by running the script's forward step up to its model."""
+        """(samples of all heads, sequence), by running the script's forward step up to its
+        model."""
         it, chunk = self._it, self.placement.chunk_of(0)
         model = it.models[chunk]
         found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -139,10 +141,11 @@ class VocabularyRunner(MegatronRunner):
         ((args, kwargs),) = found
         self._steps[microbatch] = _Early(args, kwargs, loss_func)
         signature = inspect.signature(unwrapped(model).forward)
-        ids = signature.bind(*args, **kwargs).arguments["input_ids"]
+        given = signature.bind(*args, **kwargs).arguments
+        ids = given["input_ids"]
         if not isinstance(ids, torch.Tensor):
             raise RuntimeError(f"{FLAG} needs token ids, but the model's input_ids are {ids}")
-        return ids
+        return rolled(ids, self._depths, unwrapped(model), given.get("packed_seq_params"))
 
     def output_gradient(self, microbatch: int, operands: Operands) -> None:
         """T; see ``VocabularyModel``."""
@@ -178,14 +181,22 @@ class VocabularyRunner(MegatronRunner):
         super().chunk_done(chunk)
 
     def _loss(self, chunk: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The losses of all tokens, and what the loss function makes of them."""
-        it = self._it
-        losses = self._passes.losses(microbatch).requires_grad_(not it.forward_only)
+        """The losses of all tokens, [heads * sequence, microbatch], and what the end of the model
+        and the loss function make of them."""
+        it, passes = self._it, self._passes
+        layer = hidden_of(it.models)
+        assert layer is not None
+        losses = self._regrouped(passes.losses(microbatch).t(), 1, 0)
+        losses.requires_grad_(not it.forward_only)
+        likely = None
+        if self._depths:
+            likely = self._regrouped(passes.predictions(microbatch).t(), 1, 0)
         if it.config.timers is not None:  # which Megatron's function stops
             it.config.timers("forward-compute", log_level=2).start()
+        output = self._ends.pop(microbatch).losses(layer, losses, likely)
         loss, num_tokens = self._schedules.forward_step_calc_loss(
             it.models[chunk],
-            losses,
+            output,
             self._loss_functions.pop(microbatch),
             it.config,
             chunk if self._virtual else None,
@@ -207,7 +218,21 @@ class VocabularyRunner(MegatronRunner):
         if loss.requires_grad:
             torch.autograd.backward(loss)
         grad = torch.zeros_like(losses) if losses.grad is None else losses.grad
-        return self._passes.input_gradient(microbatch, grad)
+        of_weight = None
+        if self._detached:
+            of_weight = grad.clone()
+            of_weight[len(grad) // (1 + self._depths) :] = 0
+            of_weight = self._regrouped(of_weight, 0, 1).t()
+        grad = self._regrouped(grad, 0, 1).t()
+        found = self._passes.input_gradient(microbatch, grad, of_weight)
+        return self._regrouped(found, 1, 0)
+
+    def _regrouped(self, tensor: torch.Tensor, source: int, target: int) -> torch.Tensor:
+        """Heads one behind the other in dimension ``target``, not ``source``: in Megatron's model
+        they are in the sequence, in the passes in the batch, so tensor ranks cut each sequence."""
+        if not self._depths:
+            return tensor
+        return torch.cat(tensor.chunk(1 + self._depths, source), target)
 
     def _add(self, op: Any, microbatch: int, weight: Any, gradient: Any) -> None:
         """Add to a shard's gradient, and pass it on to Megatron's data parallelism."""

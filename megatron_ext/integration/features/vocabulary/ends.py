@@ -1,0 +1,277 @@
+"""The ends of a model whose vocabulary is on all ranks: what runs in place of the embedding and of
+the output layer, and the rest of the model behind it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import ConfigError
+from ...hooks import Hook
+from ...utils import unwrapped
+
+FLAG = "--pp-vocab-parallel"
+GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
+_MTP = "megatron.core.transformer.multi_token_prediction"
+_ACCEPTANCE = "_compute_mtp_acceptance_counts"  # from 0.19 on
+# Arguments that the end of the model needs behind the output layer.
+_KEPT = ("labels", "loss_mask", "packed_seq_params", "input_ids", "runtime_gather_output")
+
+
+class SharedEmbedding(torch.nn.Module):
+    """In place of the first stage's word embeddings, and of the last one's for multi-token
+    prediction: passes on what the pipeline's ranks summed up.
+
+    Args:
+        group: the tensor-parallel ranks.
+        scatter: sequence parallelism scatters embeddings right here, as in stock's module.
+
+    Attributes:
+        given: [b, s, h] each, the sum over the pipeline of what this tensor rank's rows give, for
+            the next calls of ``forward``, in their order.
+        weight: none, so Megatron finds no copies of one to be reduced.
+    """
+
+    weight = None
+
+    def __init__(self, group: dist.ProcessGroup, scatter: bool) -> None:
+        super().__init__()
+        self.given: Sequence[Tensor] = ()
+        self._group, self._scatter = group, scatter
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """The embeddings of tokens [b, s]: [b, s, h], or [s/t, b, h] where they are scattered.
+
+        Raises:
+            RuntimeError: nothing was given.
+        """
+        from megatron.core.tensor_parallel import mappings
+
+        given = self.given[0] if self.given else None
+        if given is None or given.shape[:2] != input_.shape:
+            held = "none" if given is None else f"those of {tuple(given.shape[:2])}"
+            raise RuntimeError(
+                f"{FLAG} needs the embeddings of {tuple(input_.shape)} tokens but has {held}; a "
+                "forward pass outside the schedule cannot compute them"
+            )
+        self.given = self.given[1:]
+        whole: Tensor = given
+        if self._scatter:
+            rows = given.transpose(0, 1).contiguous()
+            whole = mappings.reduce_scatter_to_sequence_parallel_region(rows, group=self._group)
+        elif self._group.size() > 1:
+            whole = mappings.reduce_from_tensor_model_parallel_region(given, group=self._group)
+        return whole
+
+
+class HiddenStates(torch.nn.Module):
+    """In place of the last stage's output layer: hands out what it gets.
+
+    In F Megatron's model stops before it. In B, when all losses are there, the rest of the model
+    runs: it gets them as its hidden states, the output layer passes them on for logits, and the
+    loss is taken from there. On the way Megatron scales, masks and logs the losses of multi-token
+    prediction as ever.
+
+    Attributes:
+        weight: none; see ``SharedEmbedding``.
+        end: of the last forward pass.
+    """
+
+    weight: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end: End | None = None
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """``input_``, and no bias."""
+        return input_, None
+
+
+@dataclass(frozen=True)
+class End:
+    """The rest of a forward pass, behind the last hidden states.
+
+    Attributes:
+        labels: [b, s].
+        given: the arguments of ``GPTModel._postprocess`` that it still needs.
+        run: with those arguments.
+    """
+
+    labels: Tensor
+    given: dict[str, Any]
+    run: Callable[..., Tensor]
+
+    def losses(self, layer: HiddenStates, losses: Tensor, predictions: Tensor | None) -> Tensor:
+        """The model's output [b, s].
+
+        Args:
+            layer: the model's.
+            losses: [heads * s, b].
+            predictions: [heads * s, b], of the same type; None: there are no depths.
+        """
+        outcome = losses[None] if predictions is None else torch.stack([losses, predictions])
+        # The output layer's weight is detached with --mtp-detach-heads, and not used here.
+        layer.weight = losses.detach()
+        try:
+            return self.run(hidden_states=outcome.movedim(0, -1), **self.given)
+        finally:
+            layer.weight = None
+
+
+def rolled(tokens: Tensor, depths: int, model: Any, packed: Any) -> Tensor:
+    """Tokens or labels of all heads: those of a depth begin one token later than the head's before.
+
+    Args:
+        tokens: [b, s].
+        depths: D, of multi-token prediction.
+        model: without wrappers.
+        packed: Megatron's parameters of packed sequences.
+
+    Returns:
+        [(1 + D) * b, s].
+    """
+    every = [tokens]
+    for _ in range(depths):
+        from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+        more, _ = roll_tensor(every[-1], cp_group=model.cp_group, packed_seq_params=packed)
+        every.append(more)
+    return torch.cat(every)
+
+
+def depths_of(config: Any) -> int:
+    """Depths of multi-token prediction."""
+    return getattr(config, "mtp_num_layers", None) or 0
+
+
+def embedding_of(model: Any) -> SharedEmbedding | None:
+    """What brings embeddings into a chunk; None in one that takes none."""
+    embedding = getattr(unwrapped(model), "embedding", None)
+    words = getattr(embedding, "word_embeddings", None)
+    return words if isinstance(words, SharedEmbedding) else None
+
+
+def hidden_of(models: Sequence[Any]) -> HiddenStates | None:
+    """What hands hidden states out of the last stage; None on ranks without that stage."""
+    layer = getattr(unwrapped(models[-1]), "output_layer", None)
+    return layer if isinstance(layer, HiddenStates) else None
+
+
+def end_hooks() -> tuple[Hook, ...]:
+    """What makes Megatron's model stop before its output layer."""
+    acceptance = Hook(
+        (f"{_MTP}:{_ACCEPTANCE}",),
+        _acceptance,
+        ("mtp_logits", "mtp_labels", "loss_mask", "output_layer"),
+        "tokens that multi-token prediction gets right would be counted without logits",
+    )
+    return (
+        Hook(
+            (f"{GPT}.forward",),
+            _model_forward,
+            ("self", "labels", "inference_context"),
+            "text would be generated from hidden states",
+        ),
+        Hook(
+            (f"{GPT}._postprocess",),
+            _postprocess,
+            ("self", "hidden_states", "labels", "mtp_in_postprocess", "loss_mask"),
+            "hidden states would be taken for logits",
+        ),
+        *((acceptance,) if hasattr(importlib.import_module(_MTP), _ACCEPTANCE) else ()),
+    )
+
+
+def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    generating = ("inference_context", "inference_params", "output_processor")
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        last = isinstance(getattr(self, "output_layer", None), HiddenStates)
+        if any(given.get(x) is not None for x in generating) or (
+            last and given.get("labels") is None
+        ):
+            raise ConfigError(
+                f"{FLAG} has no rank with logits, so this model computes losses of labels and "
+                f"cannot generate text; start it without {FLAG} (a torch_dist checkpoint loads "
+                "there)"
+            )
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _postprocess(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = getattr(self, "output_layer", None)
+        if not isinstance(layer, HiddenStates):
+            return original(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.arguments
+        given["mtp_in_postprocess"] = hasattr(self, "mtp")
+        needed = {name: given.get(name) for name in given if name in _KEPT}
+        others = [p.name for p in signature.parameters.values() if p.default is p.empty]
+        rest = {name: None for name in others if name not in ("self", "hidden_states")}
+        layer.end = End(given["labels"], {**rest, **needed}, functools.partial(original, self))
+        self.post_process = False
+        try:
+            return original(*bound.args, **bound.kwargs)
+        finally:
+            self.post_process = True
+
+    return _postprocess
+
+
+def losses_of(labels: Tensor, logits: Tensor) -> Tensor:
+    """In place of the model's ``compute_language_model_loss``, for what ``End.losses`` gave it.
+
+    Args:
+        labels: [b, s].
+        logits: [s, b, 1 or 2].
+
+    Returns:
+        [b, s].
+    """
+    return logits[..., 0].t().contiguous()
+
+
+def _acceptance(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _compute_mtp_acceptance_counts(
+        mtp_logits: Tensor,
+        mtp_labels: Tensor,
+        loss_mask: Tensor,
+        output_layer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        if not isinstance(output_layer, HiddenStates):
+            found: tuple[Tensor, Tensor] = original(
+                mtp_logits, mtp_labels, loss_mask, output_layer, *args, **kwargs
+            )
+            return found
+        counted = loss_mask.bool()
+        right = mtp_logits[..., 1].detach().t() == mtp_labels
+        return (right & counted).sum().float(), counted.sum().float()
+
+    return _compute_mtp_acceptance_counts
