@@ -38,16 +38,20 @@ def likely(spec: ScheduleSpec, work: Workload, order: Schedule, bound: Fraction)
 
     Args:
         spec, work, bound: what it is, and its ``bound_us``.
-        order: of its passes for equal costs and few microbatches, without those of a vocabulary.
+        order: of its passes for equal costs and few microbatches, without those of a vocabulary
+            and without pairs, which are taken to be everywhere.
     """
-    most = max(rank_work(work.costs, order.placement))
+    costs = work.costs.in_pairs()
+    most = max(rank_work(costs, order.placement))
     # Every further microbatch on the rank with most work.
     more = spec.microbatches - order.microbatches
-    time = simulate(order, work.costs).makespan + more * most
+    time = simulate(order, costs).makespan + more * most
     if spec.barriers:
-        time += order.microbatches * (most - max(work.costs.per_rank_work(order.placement)))
+        time += order.microbatches * (most - max(costs.per_rank_work(order.placement)))
     ranks = work.ranks(order)
     size = max(with_passes(ranks, work.stages, order, spec.microbatches))
+    if spec.overlap:  # a pair's F takes memory before its B frees any
+        size += max(stage.sets.bytes_f_to_b for stage in work.stages)
     states = max(rank.states.total for rank in ranks)
     return Candidate(spec, work, bound, time, size, states)
 
@@ -61,6 +65,8 @@ def offers(one: Candidate, space: SearchSpace, order: Schedule) -> list[Candidat
         order: of its passes for equal costs.
     """
     out: list[Candidate] = []
+    if one.spec.overlap:
+        return out
     if one.spec.cap is not None:
         return out  # with offload a cap is of what stays on the device: another point
     if any(stage.sets.host for stage in one.workload.stages):

@@ -14,7 +14,7 @@ from .model import Job, PlanError
 from .times import (
     costs_in_parts,
     costs_in_us,
-    exchange_times,
+    exchange_shares,
     hop_time,
     stage_times,
     vocabulary_times,
@@ -63,10 +63,7 @@ class Estimate:
         gpu = None if self.reason or self.job is None else gpu_called(self.device)
         if gpu is None or self.job is None:
             return [EXCHANGE] * stages
-        split = self.splits(stages)
-        sent = exchange_times(self.job, split, gpu)
-        every = stage_times(self.job, split, gpu)
-        return [Fraction(round(64 * n / one.forward), 64) for n, one in zip(sent, every)]
+        return exchange_shares(self.job, self.splits(stages), gpu)
 
     def text(self, stages: int) -> str:
         """What an order of so many stages is made for, in one line for the log."""

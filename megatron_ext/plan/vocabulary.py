@@ -27,6 +27,7 @@ def refusal(job: Job) -> str | None:
             f"give --make-vocab-size-divisible-by {job.pipeline_model_parallel_size} or a multiple"
         )
     for given, flag in (
+        (job.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm"),
         (job.mtp_layers, "--mtp-num-layers"),
         (job.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
         (job.hybrid, "--hybrid-layer-pattern"),

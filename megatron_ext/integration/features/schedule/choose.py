@@ -12,6 +12,7 @@ from ....plan.budget import Budget, Splits, profiled, stages_of
 from ....plan.estimate import EXCHANGE, Estimate
 from ....plan.model import Job
 from ....plan.profile import Profile
+from ....plan.times import with_exchange
 from ....schedule import (
     AUTO,
     GENERATORS,
@@ -258,12 +259,8 @@ class ScheduleRequest:
     def with_exchange(self, costs: Costs, stages: int, pp: int) -> Costs:
         """``costs`` with communication between experts, in the estimated share of F."""
         estimate = self.estimate or self.shard
-        chunks = stages // pp
-        one = costs.forward / chunks, costs.backward_input / chunks
-        rows = [one] * stages if costs.stages is None else [row[:2] for row in costs.stages]
         shares = [EXCHANGE] * stages if estimate is None else estimate.exchange(stages)
-        sent = [(f * share, min(f * share, b)) for (f, b), share in zip(rows, shares)]
-        return costs.with_exchange(sent)
+        return with_exchange(costs, shares, pp)
 
 
 @dataclass(frozen=True)
