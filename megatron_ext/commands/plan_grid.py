@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .._input import attribute
 from ..plan import collectives
 from ..plan.collectives import Links, Overlap
 from ..plan.divisions import RULES, divisions, undivided
@@ -15,7 +14,6 @@ from ..plan.flags import job_of
 from ..plan.gpu import Gpu
 from ..plan.grid import Case, Grid, GridResult, Placed, text, variants
 from ..plan.model import Job, PlanError
-from ..plan.overlap import FLAG as PAIRS
 from ..plan.space import SearchSpace
 from ..schedule.costs import number_to_json
 from . import plan_space
@@ -76,8 +74,7 @@ def search(
                 f"{flag} is of one division: give the parallel sizes and --pp beside it"
             )
     # As with a sharded vocabulary: only where it is asked for.
-    asked = bool(given.get(attribute(PAIRS)))
-    given = {**given, attribute(PAIRS): asked}
+    given = {"overlap_moe_expert_parallel_comm": False, **given}
     sizes = plan_space.numbers(args.micro_batch_sizes, "--micro-batch-sizes") or tuple(
         sorted({1, 2, 4, given.get("micro_batch_size", 1)})
     )

@@ -8,7 +8,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from ..plan.model import Job
 from ..plan.moe_job import fixed_plan
+from ..plan.overlap import ASSUMPTIONS, is_open
 from ..plan.point import Point, evaluate
 from ..plan.post_validation import with_post_validation
 from ..plan.search import Result
@@ -82,6 +84,11 @@ def expert_overlap(result: Result) -> dict[str, Any] | None:
             "peak_bytes": best.worst.total,
         }
     return found
+
+
+def pair_assumptions(job: Job) -> tuple[str, ...]:
+    """Of passes in pairs, where they are searched."""
+    return ASSUMPTIONS if job.overlap_moe_expert_parallel_comm or is_open(job) else ()
 
 
 def expert_overlap_text(data: dict[str, Any], gib: Callable[[int], str]) -> list[str]:

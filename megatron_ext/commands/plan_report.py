@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..plan import memory, moe_times, overlap, times
+from ..plan import memory, moe_times, times
 from ..plan.gpu import NODE
 from ..plan.memory import RankBytes
 from ..plan.point import Point
@@ -18,6 +18,7 @@ from .plan_moe import plan_layer_json, plan_layer_text, plan_words
 from .plan_options import (
     expert_overlap,
     expert_overlap_text,
+    pair_assumptions,
     post_validation_json,
     post_validation_text,
     vocabulary_text,
@@ -170,8 +171,7 @@ def _assumptions(space: SearchSpace, notes: Sequence[str]) -> list[str]:
     measured = [] if not space.profiles else ["times and rates: measured, from the profile"]
     job = space.job
     experts: tuple[str, ...] = moe_times.ASSUMPTIONS if job.num_experts else ()
-    if job.overlap_moe_expert_parallel_comm or overlap.is_open(job):
-        experts += overlap.ASSUMPTIONS
+    experts += pair_assumptions(job)
     computed = [*times.ASSUMPTIONS, *experts, *space.gpu.assumptions()]
     return [*notes, *memory.ASSUMPTIONS, *measured, *computed]
 

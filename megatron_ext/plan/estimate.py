@@ -18,6 +18,7 @@ from .times import (
     hop_time,
     stage_times,
     vocabulary_times,
+    with_exchange,
 )
 
 # With one FLOP/s and no other limit a pass takes as many seconds as it has FLOPs.
@@ -99,3 +100,9 @@ class Estimate:
         shard = vocabulary_times(self.job, gpu)
         costs = costs_in_us(stage_times(self.job, split, gpu), hop_time(self.job, gpu), shard)
         return costs, f"times estimated for {gpu.name} ({self.device}), in microseconds"
+
+
+def paired(costs: Costs, estimate: Estimate | None, stages: int, pp: int) -> Costs:
+    """``costs`` with communication between experts, in the estimated share of F."""
+    shares = [EXCHANGE] * stages if estimate is None else estimate.exchange(stages)
+    return with_exchange(costs, shares, pp)

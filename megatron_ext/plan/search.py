@@ -18,11 +18,9 @@ from fractions import Fraction
 from ..schedule import GENERATORS, Schedule, ScheduleSpec
 from ..schedule.bounds import makespan_bound
 from ..schedule.effects import peak_sets
-from .candidate import Candidate, likely, offers
+from .candidate import Candidate, first_of_kinds, likely, offers, pairs_of
 from .layout import Split
 from .model import Job, PlanError
-from .moe_job import fixed_plan
-from .overlap import is_open
 from .point import Point, evaluate, front
 from .rivals import Rivals
 from .space import SearchSpace, Workload
@@ -152,12 +150,9 @@ class Search:
             for job, microbatches in self.space.jobs():
                 if job.vocab_parallel and spec.name in NOT_WITH:
                     continue
-                sized = replace(
-                    spec,
-                    microbatches=microbatches,
-                    barriers=BARRIERS * job.vocab_parallel,
-                    overlap=bool(job.overlap_moe_expert_parallel_comm),
-                )
+                barriers = BARRIERS * job.vocab_parallel
+                pairs = bool(job.overlap_moe_expert_parallel_comm)
+                sized = replace(spec, microbatches=microbatches, barriers=barriers, overlap=pairs)
                 order = self._unit(sized)
                 splits = self.space.splits(job, order, peak_sets(order.ranks))
                 each = (self._candidate(sized, job, split) for split in splits)
@@ -235,20 +230,10 @@ class Search:
 
     def _pairs(self, candidates: Sequence[Candidate]) -> None:
         """Passes in pairs with the likely fastest schedules, where that is left open."""
-        found = []
-        for one in candidates if is_open(self.space.job) else ():
-            job, spec = one.workload.job, one.spec
-            if spec.offload is None and not spec.barriers and fixed_plan(job) is None:
-                job = job.with_(overlap_moe_expert_parallel_comm=True)
-                spec = replace(spec, overlap=True)
-                pairs = self._candidate(spec, job, one.workload.split)
-                if pairs is not None and pairs.bytes <= self.result.budget * _NEAR:
-                    found.append(pairs)
-        kinds: set[tuple[str, int | None, int]] = set()
-        for one in sorted(found, key=lambda one: (one.likely_us, one.bytes)):
-            kind = one.spec.name, one.spec.chunks, one.workload.job.micro_batch_size
-            if len(kinds) < _PAIRS and kind not in kinds and self._is_near(one):
-                kinds.add(kind)
+        room = self.result.budget * _NEAR
+        found = [self._candidate(*one) for one in pairs_of(candidates, self.space.job)]
+        for one in first_of_kinds([o for o in found if o is not None and o.bytes <= room])[:_PAIRS]:
+            if self._is_near(one):
                 self._add(one.spec, one.workload)
 
     def _capped(self, candidates: list[Candidate]) -> None:

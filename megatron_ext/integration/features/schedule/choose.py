@@ -9,10 +9,9 @@ from fractions import Fraction
 
 from ...._input import parse_bytes
 from ....plan.budget import Budget, Splits, profiled, stages_of
-from ....plan.estimate import EXCHANGE, Estimate
+from ....plan.estimate import Estimate, paired
 from ....plan.model import Job
 from ....plan.profile import Profile
-from ....plan.times import with_exchange
 from ....schedule import (
     AUTO,
     GENERATORS,
@@ -252,15 +251,9 @@ class ScheduleRequest:
             costs = _with_shard(spec.costs, self.shard, pp, stages_of(spec))
             spec = replace(spec, barriers=self.barriers, costs=costs)
         if self.overlap and self.file is None:
-            costs = self.with_exchange(spec.costs, stages_of(spec), pp)
+            costs = paired(spec.costs, self.estimate or self.shard, stages_of(spec), pp)
             spec = replace(spec, overlap=True, costs=costs)
         return spec
-
-    def with_exchange(self, costs: Costs, stages: int, pp: int) -> Costs:
-        """``costs`` with communication between experts, in the estimated share of F."""
-        estimate = self.estimate or self.shard
-        shares = [EXCHANGE] * stages if estimate is None else estimate.exchange(stages)
-        return with_exchange(costs, shares, pp)
 
 
 @dataclass(frozen=True)
@@ -354,8 +347,8 @@ class Choice:
         if key not in self._plans:
             spec = replace(self.spec, microbatches=microbatches)
             if spec.overlap and costs is not None:
-                placement = spec.placement
-                costs = self.request.with_exchange(costs, placement.num_stages, placement.pp)
+                shared = self.request.estimate or self.request.shard
+                costs = paired(costs, shared, spec.placement.num_stages, spec.pp)
             spec = _with_offload(spec, self.offload, link)
             if spec.offload is None:
                 spec = spec.order_alone()
