@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,3 +59,17 @@ class Conflict:
 def argument(flag: str) -> str:
     """The name in Megatron's ``args`` of one of its flags."""
     return _RENAMED.get(flag, attribute(flag))
+
+
+def values_of(tokens: Sequence[str]) -> dict[str, Any]:
+    """Flags of a command line by argument name: true, or their values with commas between."""
+    found: dict[str, Any] = {}
+    name = None
+    for token in tokens:
+        if token.startswith("--"):
+            flag, _, value = token.partition("=")
+            name = argument(flag)
+            found[name] = value or True
+        elif name is not None:
+            found[name] = token if found[name] is True else f"{found[name]},{token}"
+    return found

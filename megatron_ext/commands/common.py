@@ -115,7 +115,10 @@ def add_size_options(group: argparse._ActionsContainer, *, required: bool = Fals
     )
     group.add_argument("--hop", metavar="T", help="latency of one transfer between ranks")
     group.add_argument(
-        "--stage-cost", metavar="FILE", help='JSON {"stages": [[F, B, W], ...]}, one row a stage'
+        "--stage-cost",
+        metavar="FILE",
+        help='JSON {"stages": [[F, B, W], ...]}, one row a stage; '
+        'with "exchange": [[F, B], ...], all-to-alls of experts in these',
     )
     group.add_argument(
         "--exchange",
@@ -257,7 +260,7 @@ def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
             base = base.with_stage_file(args.stage_cost)
         if args.exchange is not None:
             base = base.with_exchange([args.exchange.split(",")])
-        elif args.overlap:
+        elif args.overlap and base.exchange is None:
             raise InputError("--overlap hides the communication of --exchange F,B; give both")
         if args.vocabulary is None:
             if args.vocabulary_barriers is not None:

@@ -73,6 +73,8 @@ def search(
             raise PlanError(
                 f"{flag} is of one division: give the parallel sizes and --pp beside it"
             )
+    # As with a sharded vocabulary: only where it is asked for.
+    given = {"overlap_moe_expert_parallel_comm": False, **given}
     sizes = plan_space.numbers(args.micro_batch_sizes, "--micro-batch-sizes") or tuple(
         sorted({1, 2, 4, given.get("micro_batch_size", 1)})
     )

@@ -15,7 +15,10 @@ from ..plan.times import price_of
 
 
 def plan_words(job: Job) -> str:
-    """For a table's cell: ``2 s4``, ``2 none``, or a dash for Megatron's own layers."""
+    """For a table's cell: ``pairs`` of passes, ``2 s4``, ``2 none``, or a dash for Megatron's own
+    layers."""
+    if job.overlap_moe_expert_parallel_comm:
+        return "pairs"
     plan = moe_job.fixed_plan(job)
     return "-" if plan is None else f"{plan.chunks} {plan.strategy.value}"
 

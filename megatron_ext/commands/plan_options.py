@@ -1,4 +1,5 @@
-"""What ``plan`` says of options beside a schedule: a sharded vocabulary, post-validation."""
+"""What ``plan`` says of options beside a schedule: a sharded vocabulary, pairs of passes that hide
+all-to-alls of experts, post-validation."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from ..plan.model import Job
+from ..plan.moe_job import fixed_plan
+from ..plan.overlap import ASSUMPTIONS, is_open
 from ..plan.point import Point, evaluate
 from ..plan.post_validation import with_post_validation
 from ..plan.search import Result
@@ -53,6 +57,52 @@ def vocabulary_text(data: dict[str, Any], gib: Callable[[int], str]) -> list[str
         f"{gib(best['peak_bytes'])}; without it, {whole['schedule']} takes {whole['step_ms']:.1f} "
         f"ms a step, with {before:.1f} ms and {gib(whole['peak_bytes'])} there{fits})"
     ]
+
+
+_WAYS = {"pairs": "passes in pairs", "chunks": "MoE layers in chunks", "neither": "neither"}
+
+
+def _way(point: Point) -> str:
+    job = point.workload.job
+    if job.overlap_moe_expert_parallel_comm:
+        return "pairs"
+    return "neither" if fixed_plan(job) is None else "chunks"
+
+
+def expert_overlap(result: Result) -> dict[str, Any] | None:
+    """The fastest point that fits with passes in pairs, with MoE layers in chunks, which excludes
+    pairs, and with neither; None if no point has pairs. A way that does not fit is None."""
+    if not any(_way(point) == "pairs" for point in result.points):
+        return None
+    found: dict[str, Any] = {}
+    for way in _WAYS:
+        own = [p for p in result.points if _way(p) == way and result.fits(p)]
+        best = min(own, key=Point.key, default=None)
+        found[way] = best and {
+            "schedule": best.spec.name,
+            "step_ms": number_to_json(best.makespan_us / 1000),
+            "peak_bytes": best.worst.total,
+        }
+    return found
+
+
+def pair_assumptions(job: Job) -> tuple[str, ...]:
+    """Of passes in pairs, where they are searched."""
+    return ASSUMPTIONS if job.overlap_moe_expert_parallel_comm or is_open(job) else ()
+
+
+def expert_overlap_text(data: dict[str, Any], gib: Callable[[int], str]) -> list[str]:
+    """``expert_overlap`` of the chosen point for people, the fastest first."""
+    found = {way: one for way, one in (data["chosen"].get("expert_overlap") or {}).items() if one}
+    if not found:
+        return []
+    least = min(one["step_ms"] for one in found.values())
+    each: list[str] = []
+    for way, one in sorted(found.items(), key=lambda item: item[1]["step_ms"]):
+        slower = one["step_ms"] / least - 1
+        time = f"{slower:.1%} more" if each else f"{least:.1f} ms a step"
+        each.append(f"{_WAYS[way]} {time} ({one['schedule']}, {gib(one['peak_bytes'])})")
+    return [f"  (all-to-alls of experts, the fastest that was tried: {', '.join(each)})"]
 
 
 def post_validation_json(best: Point) -> dict[str, Any] | None:

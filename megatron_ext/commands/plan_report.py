@@ -16,6 +16,9 @@ from ..view.timeline import decimal
 from .network import network_json, network_text
 from .plan_moe import plan_layer_json, plan_layer_text, plan_words
 from .plan_options import (
+    expert_overlap,
+    expert_overlap_text,
+    pair_assumptions,
     post_validation_json,
     post_validation_text,
     vocabulary_text,
@@ -61,6 +64,7 @@ def report_json(
             if best.offload is None
             else None,
             "moe_layer": plan_layer_json(best, space.gpu),
+            "expert_overlap": expert_overlap(result),
             "whole_vocabulary": whole_vocabulary(result, space, best),
             "ranks": [rank_json(rank) for rank in best.ranks],
             "node_host_bytes": _nodes_json(best, node or NODE),
@@ -165,7 +169,9 @@ def _assumptions(space: SearchSpace, notes: Sequence[str]) -> list[str]:
     ways = network_text(space.network).removeprefix("; ")
     notes = [*([f"messages: {ways}"] if ways else []), *notes]
     measured = [] if not space.profiles else ["times and rates: measured, from the profile"]
-    experts = moe_times.ASSUMPTIONS if space.job.num_experts else ()
+    job = space.job
+    experts: tuple[str, ...] = moe_times.ASSUMPTIONS if job.num_experts else ()
+    experts += pair_assumptions(job)
     computed = [*times.ASSUMPTIONS, *experts, *space.gpu.assumptions()]
     return [*notes, *memory.ASSUMPTIONS, *measured, *computed]
 
@@ -221,6 +227,7 @@ def chosen_text(data: dict[str, Any], file: str | None) -> list[str]:
     model = data.get("model_flags") or []
     lines = ["flags of the model:", *(f"  {words}" for words in model), ""] if model else []
     lines += [*_chosen(best, file), *vocabulary_text(data, gib)]
+    lines += expert_overlap_text(data, gib)
     lines += [post_validation_text(data, gib), "", *_ranks(best["ranks"])]
     return lines
 

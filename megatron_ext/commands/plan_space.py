@@ -6,6 +6,7 @@ import argparse
 
 from ..plan.gpu import Gpu
 from ..plan.model import Job, PlanError
+from ..plan.overlap import FLAG as PAIRS
 from ..plan.profile import Profile
 from ..plan.space import SearchSpace
 from ..schedule.generators import NAMES
@@ -73,6 +74,8 @@ def space(args: argparse.Namespace, job: Job, gpu: Gpu) -> SearchSpace:
     for name in names:
         if name not in NAMES:
             raise PlanError(f"unknown schedule {name!r}; give some of {', '.join(NAMES)}")
+    if job.overlap_moe_expert_parallel_comm and args.offload in ("auto", "half", "full"):
+        raise PlanError(f"--offload {args.offload} does not go together with {PAIRS}; drop one")
     profiles = {}
     if args.profile and job.vocab_parallel:
         raise PlanError(

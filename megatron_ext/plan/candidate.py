@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ..schedule import OffloadSpec, Schedule, ScheduleSpec, simulate
 from ..schedule.passes.offload import wanted_chunks
+from .layout import Split
 from .memory import message_bytes, rank_bytes
-from .moe_job import keeps_from_offload
+from .model import Job
+from .moe_job import fixed_plan, keeps_from_offload
+from .overlap import is_open
 from .space import SearchSpace, Workload
 from .vocabulary import rank_work, with_passes
 
@@ -38,18 +42,43 @@ def likely(spec: ScheduleSpec, work: Workload, order: Schedule, bound: Fraction)
 
     Args:
         spec, work, bound: what it is, and its ``bound_us``.
-        order: of its passes for equal costs and few microbatches, without those of a vocabulary.
+        order: of its passes for equal costs and few microbatches, without those of a vocabulary
+            and without pairs, which are taken to be everywhere.
     """
-    most = max(rank_work(work.costs, order.placement))
+    costs = work.costs.in_pairs()
+    most = max(rank_work(costs, order.placement))
     # Every further microbatch on the rank with most work.
     more = spec.microbatches - order.microbatches
-    time = simulate(order, work.costs).makespan + more * most
+    time = simulate(order, costs).makespan + more * most
     if spec.barriers:
-        time += order.microbatches * (most - max(work.costs.per_rank_work(order.placement)))
+        time += order.microbatches * (most - max(costs.per_rank_work(order.placement)))
     ranks = work.ranks(order)
     size = max(with_passes(ranks, work.stages, order, spec.microbatches))
+    if spec.overlap:  # a pair's F takes memory before its B frees any
+        size += max(stage.sets.bytes_f_to_b for stage in work.stages)
     states = max(rank.states.total for rank in ranks)
     return Candidate(spec, work, bound, time, size, states)
+
+
+def pairs_of(
+    candidates: Sequence[Candidate], asked: Job
+) -> Iterator[tuple[ScheduleSpec, Job, Split]]:
+    """What ``candidates`` would be with passes in pairs, as far as they go together and as the job
+    that is asked for leaves it open."""
+    for one in candidates if is_open(asked) else ():
+        job, spec = one.workload.job, one.spec
+        if spec.offload is None and not spec.barriers and fixed_plan(job) is None:
+            job = job.with_(overlap_moe_expert_parallel_comm=True)
+            yield replace(spec, overlap=True), job, one.workload.split
+
+
+def first_of_kinds(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of each schedule and microbatch size the likely fastest one, in that order."""
+    first: dict[tuple[str, int | None, int], Candidate] = {}
+    for one in sorted(candidates, key=lambda one: (one.likely_us, one.bytes)):
+        kind = one.spec.name, one.spec.chunks, one.workload.job.micro_batch_size
+        first.setdefault(kind, one)
+    return list(first.values())
 
 
 def offers(one: Candidate, space: SearchSpace, order: Schedule) -> list[Candidate]:
@@ -61,6 +90,8 @@ def offers(one: Candidate, space: SearchSpace, order: Schedule) -> list[Candidat
         order: of its passes for equal costs.
     """
     out: list[Candidate] = []
+    if one.spec.overlap:
+        return out
     if one.spec.cap is not None:
         return out  # with offload a cap is of what stays on the device: another point
     if any(stage.sets.host for stage in one.workload.stages):

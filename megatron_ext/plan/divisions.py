@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from .._input import attribute
 from .flags import job_of
 from .gpu import NODE
 from .model import Job, PlanError
+from .overlap import FLAG as PAIRS
 
 TOKENS = 4096  # of a sequence: least a context-parallel rank is given by the search
 SIZES = (
@@ -69,7 +71,8 @@ def divisions(given: dict[str, Any], node: int = NODE) -> list[Job]:
 
 def undivided(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the model on one device."""
-    return given | {"world_size": None} | dict.fromkeys(SIZES, 1)
+    alone = {"world_size": None, attribute(PAIRS): False}  # which needs experts on several ranks
+    return given | alone | dict.fromkeys(SIZES, 1)
 
 
 def _divided(given: dict[str, Any], sizes: tuple[int, ...]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from .model import Job, PlanError
 from .times import (
     costs_in_parts,
     costs_in_us,
-    exchange_times,
+    exchange_shares,
     hop_time,
     stage_times,
     vocabulary_times,
+    with_exchange,
 )
 
 # With one FLOP/s and no other limit a pass takes as many seconds as it has FLOPs.
@@ -63,10 +64,7 @@ class Estimate:
         gpu = None if self.reason or self.job is None else gpu_called(self.device)
         if gpu is None or self.job is None:
             return [_EXCHANGE] * stages
-        split = self.splits(stages)
-        sent = exchange_times(self.job, split, gpu)
-        every = stage_times(self.job, split, gpu)
-        return [Fraction(round(64 * n / one.forward), 64) for n, one in zip(sent, every)]
+        return exchange_shares(self.job, self.splits(stages), gpu)
 
     def text(self, stages: int) -> str:
         """What an order of so many stages is made for, in one line for the log."""
@@ -127,11 +125,7 @@ def _mean_pass(costs: Costs, pp: int) -> Fraction:
     return total / (3 * ranks)
 
 
-def with_exchange(costs: Costs, estimate: Estimate | None, pp: int, stages: int) -> Costs:
-    """``costs`` with communication between experts, in its estimated share of F; B has as much."""
-    chunks = stages // pp
-    one = costs.forward / chunks, costs.backward_input / chunks
-    rows = [one] * stages if costs.stages is None else [row[:2] for row in costs.stages]
+def paired(costs: Costs, estimate: Estimate | None, stages: int, pp: int) -> Costs:
+    """``costs`` with communication between experts, in the estimated share of F."""
     shares = [_EXCHANGE] * stages if estimate is None else estimate.exchange(stages)
-    sent = [(f * share, min(f * share, b)) for (f, b), share in zip(rows, shares)]
-    return costs.with_exchange(sent)
+    return with_exchange(costs, shares, pp)

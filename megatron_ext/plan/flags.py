@@ -8,10 +8,10 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from .._input import attribute, flag_of
+from . import overlap, vocabulary
 from .defaults import job_with_defaults
 from .model import Job, PlanError
 from .moe_job import check, exclude_chunks
-from .vocabulary import refuse
 
 # Fields of the job that have no flag of their own name.
 _COMPUTED = {
@@ -83,8 +83,6 @@ COUNTED_AS = {
     "--first-last-layers-bf16": "all layers are counted as quantized",
     "--cuda-graph-impl": "memory of CUDA graphs is not counted",
     "--enable-cuda-graph": "memory of CUDA graphs is not counted",
-    "--overlap-moe-expert-parallel-comm": "stock's overlapped schedule holds more sets; plan's "
-    "schedules do not overlap this way",
 }
 
 
@@ -130,6 +128,7 @@ def read(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
                 "the numbers as a lower bound"
             )
     exclude_chunks(vars(known), rest)
+    overlap.exclude_pairs(vars(known), rest)
     return vars(known), ignored
 
 
@@ -154,7 +153,8 @@ def job_of(given: dict[str, Any]) -> Job:
         raise PlanError(f"plan needs {', '.join(missing)} too, as pretrain_gpt.py has them")
     job = job_with_defaults(dict(given))
     check(job)
-    refuse(job)
+    vocabulary.refuse(job)
+    overlap.refuse(job)
     return job
 
 

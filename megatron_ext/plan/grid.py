@@ -26,7 +26,7 @@ from .point import Point
 from .rivals import Rivals
 from .search import MOST_PASSES, Result, Search
 from .space import SearchSpace
-from .times import stage_times, vocabulary_times
+from .times import least_times, vocabulary_times
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Grid:
         pp, layers = job.pipeline_model_parallel_size, job.num_layers
         # Without a pipeline the loss's F and B follow each other; it has no more of either.
         split = Split((layers,)) if pp == 1 else Split((0, layers, 0))
-        times = stage_times(job, split, self.links.gpu)
+        times = least_times(job, split, self.links.gpu)
         shard = sum((vocabulary_times(job, self.links.gpu) or (0.0,) * 5)[:4])
         parts = _pieces(job)
         work = sum(map(sum, times)) / pp + shard

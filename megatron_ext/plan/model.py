@@ -27,6 +27,7 @@ class Job:
     multi-token prediction, by the symbols of ``kinds.PARTS``. ``segments`` are the layers of every
     stage, where a hybrid pattern lists stages. ``recipe`` is the FP8 or FP4 recipe;
     ``quantized_parameters`` is ``--fp8-param-gather`` (or fp4); ``window`` how far attention looks.
+    ``overlap_moe_expert_parallel_comm``: None leaves it open.
     """
 
     num_layers: int
@@ -118,6 +119,7 @@ class Job:
     offload_modules: tuple[str, ...] = ()
     distribute_saved_activations: bool = False
     cheap_recompute: bool = False
+    overlap_moe_expert_parallel_comm: bool | None = None
     vocab_parallel: bool = False
     vocab_chunks: int = 1
     micro_batch_size: int = 1

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from .._conflict import Conflict, argument
+from .._conflict import Conflict, values_of
 from .._input import attribute, parse_bytes, size_text
 from ..moe.plan import (
     STOCK,
@@ -164,6 +164,7 @@ def obstacle(job: Job, strategy: str) -> str | None:
         fp8=quantized == "--fp8",
         fp8_recipe=job.recipe,
         fp4=quantized == "--fp4",
+        overlap_moe_expert_parallel_comm=job.overlap_moe_expert_parallel_comm,
     )
     return _reason(conflict(args, *parts_of(strategy)))
 
@@ -185,26 +186,12 @@ def exclude_chunks(given: dict[str, Any], ignored: Sequence[str]) -> None:
     Raises:
         PlanError: chunks are asked for.
     """
-    why = _reason(conflict(SimpleNamespace(**_values(ignored))))
+    why = _reason(conflict(SimpleNamespace(**values_of(ignored))))
     if why is None:
         return
     chunks = given.setdefault(attribute(CHUNKS), "off")
     if chunks != "off":
         raise PlanError(f"{CHUNKS} {chunks} does not go together with {why}")
-
-
-def _values(tokens: Sequence[str]) -> dict[str, Any]:
-    """Flags of a command line by argument name: true, or their values with commas between."""
-    found: dict[str, Any] = {}
-    name = None
-    for token in tokens:
-        if token.startswith("--"):
-            flag, _, value = token.partition("=")
-            name = argument(flag)
-            found[name] = value or True
-        elif name is not None:
-            found[name] = token if found[name] is True else f"{found[name]},{token}"
-    return found
 
 
 def shape_of(job: Job) -> LayerShape:

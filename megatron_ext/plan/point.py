@@ -16,6 +16,7 @@ from ..schedule.select import ScheduleSpec, select
 from . import node_order
 from .memory import RankBytes
 from .moe_job import flags as moe_flags
+from .overlap import FLAG as PAIRS
 from .space import Workload
 
 
@@ -114,6 +115,8 @@ class Point:
         words += ["--stage-cost", stage_file, "--hop", str(number_to_json(spec.costs.hop))]
         for option, value in self._options():
             words += [f"--{option}", value]
+        if spec.overlap:
+            words.append("--overlap")
         if spec.costs.vocabulary is not None:
             times = (str(number_to_json(x)) for x in spec.costs.vocabulary)
             words += ["--vocabulary", ",".join(times)]
@@ -139,6 +142,8 @@ class Point:
         if job.vocab_parallel:
             words += ["--pp-vocab-parallel"]
             words += [f"--pp-vocab-chunks {job.vocab_chunks}"] if job.vocab_chunks > 1 else []
+        if job.overlap_moe_expert_parallel_comm:
+            words += [PAIRS]
         words += moe_flags(job)
         if file is not None:
             return [*words, f"--pp-schedule {file}"]
@@ -162,8 +167,13 @@ class Point:
 
     def stage_cost(self) -> dict[str, Any]:
         """The content of the file for ``--stage-cost``."""
-        rows = self.workload.costs.stages or ()
-        return {"stages": [[number_to_json(x) for x in row] for row in rows]}
+        costs = self.workload.costs
+        found = {"stages": costs.stages or (), "exchange": costs.exchange}
+        return {
+            name: [[number_to_json(x) for x in row] for row in rows]
+            for name, rows in found.items()
+            if rows is not None
+        }
 
 
 def evaluate(spec: ScheduleSpec, workload: Workload) -> Point:

@@ -34,7 +34,8 @@ class Rivals:
     def unit(self, spec: ScheduleSpec) -> Schedule:
         """The order for equal costs, of as many microbatches as its peak needs."""
         few = min(spec.microbatches, 2 * spec.pp)
-        key = replace(spec, microbatches=few, costs=Costs(), cap=None, offload=None, barriers=0)
+        plain = replace(spec, cap=None, offload=None, barriers=0, overlap=False)
+        key = replace(plain, microbatches=few, costs=Costs())
         if key not in self.units:
             self.units[key] = select(key).schedule
         return self.units[key]

@@ -18,7 +18,7 @@ from fractions import Fraction
 from ..schedule import GENERATORS, Schedule, ScheduleSpec
 from ..schedule.bounds import makespan_bound
 from ..schedule.effects import peak_sets
-from .candidate import Candidate, likely, offers
+from .candidate import Candidate, first_of_kinds, likely, offers, pairs_of
 from .layout import Split
 from .model import Job, PlanError
 from .point import Point, evaluate, front
@@ -31,6 +31,7 @@ from .vocabulary import BARRIERS, NOT_WITH, rank_work
 MOST_PASSES = 2_000_000
 _OFFLOAD, _CAP = 10, 25
 _VOCABULARY = 4  # several orders with its passes are made for one
+_OVERLAP = 30  # and many with pairs
 
 
 @dataclass
@@ -118,6 +119,7 @@ class Search:
         for one in fitting:
             if self._is_near(one):
                 self._add(one.spec, one.workload)
+        self._pairs(fitting)
         whole = [one for one in fitting if self.space.vocabulary and not one.spec.barriers]
         if whole and not self._known(whole[0].spec, whole[0].workload):
             self._add(whole[0].spec, whole[0].workload)  # what the others are compared with
@@ -149,7 +151,8 @@ class Search:
                 if job.vocab_parallel and spec.name in NOT_WITH:
                     continue
                 barriers = BARRIERS * job.vocab_parallel
-                sized = replace(spec, microbatches=microbatches, barriers=barriers)
+                pairs = bool(job.overlap_moe_expert_parallel_comm)
+                sized = replace(spec, microbatches=microbatches, barriers=barriers, overlap=pairs)
                 order = self._unit(sized)
                 splits = self.space.splits(job, order, peak_sets(order.ranks))
                 each = (self._candidate(sized, job, split) for split in splits)
@@ -168,13 +171,13 @@ class Search:
     def _candidate(self, spec: ScheduleSpec, job: Job, split: Split) -> Candidate | None:
         """None for what is of no interest beside ``rivals``."""
         work = self.space.workload(job, spec.microbatches, split)
-        order, costs = self._unit(spec), work.costs
+        order, costs = self._unit(spec), work.costs.computation()
         bound = makespan_bound(order.placement, spec.microbatches, costs)
         bound = max(bound, spec.microbatches * max(rank_work(costs, order.placement)))
         if self.rivals.points and self.rivals.leave_out(order.placement, work, bound):
             return None
         self.rivals.made += 3 * order.placement.num_stages * order.microbatches
-        return likely(replace(spec, costs=costs), work, order, bound)
+        return likely(replace(spec, costs=work.costs), work, order, bound)
 
     def _unit(self, spec: ScheduleSpec) -> Schedule:
         """The schedule at equal costs, with as many microbatches as its peak needs."""
@@ -184,7 +187,7 @@ class Search:
         """Simulate a point; None if the search has made all its passes, or nothing keeps a cap."""
         passes = 3 * spec.placement.num_stages * spec.microbatches
         passes *= _CAP if spec.cap is not None else _OFFLOAD if spec.offload is not None else 1
-        passes *= _VOCABULARY if spec.barriers else 1
+        passes *= _VOCABULARY if spec.barriers else _OVERLAP if spec.overlap else 1
         # The first few are free: there is always an answer.
         if passes > self.passes_left and len(self.result.points) >= _ALWAYS:
             self.result.skipped += 1
@@ -225,6 +228,14 @@ class Search:
         far = best is not None and one.likely_us > best.makespan_us * near
         return not far and self._may_win(one.bound_us)
 
+    def _pairs(self, candidates: Sequence[Candidate]) -> None:
+        """Passes in pairs with the likely fastest schedules, where that is left open."""
+        room = self.result.budget * _NEAR
+        found = [self._candidate(*one) for one in pairs_of(candidates, self.space.job)]
+        for one in first_of_kinds([o for o in found if o is not None and o.bytes <= room])[:_PAIRS]:
+            if self._is_near(one):
+                self._add(one.spec, one.workload)
+
     def _capped(self, candidates: list[Candidate]) -> None:
         """V placement at the largest cap that fits, where 1F1B's memory does not."""
         names = [name for name in self.space.schedules if GENERATORS[name].takes_memory_cap]
@@ -243,7 +254,8 @@ class Search:
             tried += 1
             cap, placement = self.space.budget(work, size), one.spec.placement
             sets = max(1, cap.most_sets(placement))
-            bound = makespan_bound(placement, work.microbatches, work.costs, sets)
+            costs = work.costs.computation()
+            bound = makespan_bound(placement, work.microbatches, costs, sets)
             for name in names:
                 if self._may_win(bound):
                     self._add(replace(one.spec, name=name, cap=cap), work)
@@ -325,5 +337,6 @@ _FAR = Fraction(21, 20)  # orders for equal costs are seldom so much slower than
 _NEAR_SHARDED = Fraction(51, 50)  # orders with passes of the vocabulary start from those
 _NEAR = 1.03  # likely bytes were up to 3 % too many, seldom
 _CAPS = 2  # workloads for which an order at a cap is made
+_PAIRS = 4  # schedules that are tried with pairs, where both is possible
 _SMALLEST = 3  # points, each with and without offload
 _LESS, _SLOW = 3, Fraction(5, 4)  # points with less on the device, slower than the best by so much

@@ -29,11 +29,13 @@ from .profile import Profile
 from .times import (
     PassTimes,
     costs_in_us,
+    exchange_shares,
     hop_time,
     mean_costs,
     moe_variants,
     stage_times,
     vocabulary_times,
+    with_exchange,
 )
 from .vocabulary import settings, shard_states
 
@@ -176,6 +178,10 @@ class SearchSpace:
             stages = profile.sized(stages, split)
         costs = costs_in_us(self._times(job, split), hop, vocabulary_times(job, self.gpu))
         by_name = self._by_name(costs, profile, split)
+        if job.overlap_moe_expert_parallel_comm:
+            shares = exchange_shares(job, split, self.gpu)
+            costs = with_exchange(costs, shares, self.pp)
+            by_name = by_name._replace(costs=with_exchange(by_name.costs, shares, self.pp))
         return Workload(job, microbatches, split, costs, tuple(stages), by_name, self.network)
 
     def _by_name(self, costs: Costs, profile: Profile | None, split: Split) -> ByName:

@@ -173,6 +173,28 @@ def exchange_times(job: Job, split: Split, gpu: Gpu) -> list[float]:
     return [sum(each[job.layers[number]] for number in stage.layers) for stage in split.stages]
 
 
+def exchange_shares(job: Job, split: Split, gpu: Gpu) -> list[Fraction]:
+    """The all-to-alls' share of every stage's F, in 64ths, as training takes it for its orders."""
+    sent, every = exchange_times(job, split, gpu), stage_times(job, split, gpu)
+    return [Fraction(round(_PARTS * n / one.forward), _PARTS) for n, one in zip(sent, every)]
+
+
+def with_exchange(costs: Costs, shares: Sequence[Fraction], pp: int) -> Costs:
+    """``costs`` with all-to-alls in F and as much in B, by their share of every stage's F."""
+    chunks = len(shares) // pp
+    one = costs.forward / chunks, costs.backward_input / chunks
+    rows = [one] * len(shares) if costs.stages is None else [row[:2] for row in costs.stages]
+    return costs.with_exchange([(f * x, min(f * x, b)) for (f, b), x in zip(rows, shares)])
+
+
+def least_times(job: Job, split: Split, gpu: Gpu) -> list[PassTimes]:
+    """``stage_times`` without what pairs may hide, if the job has them."""
+    times = stage_times(job, split, gpu)
+    if not job.overlap_moe_expert_parallel_comm:
+        return times
+    return [t.plus((-n, -n, 0.0)) for t, n in zip(times, exchange_times(job, split, gpu))]
+
+
 def vocabulary_times(job: Job, gpu: Gpu) -> tuple[float, float, float, float, float] | None:
     """Seconds of a rank's S, T, E and G for one microbatch, and from the end of the last rank's
     pass to when a collective has ended; None if the vocabulary is not sharded over the pipeline.

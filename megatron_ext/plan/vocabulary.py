@@ -28,8 +28,12 @@ def refusal(job: Job) -> str | None:
             f"the padded vocabulary {job.padded_vocab_size} cannot be divided by {ranks} ranks; "
             f"give --make-vocab-size-divisible-by {job.pipeline_model_parallel_size} or a multiple"
         )
-    if job.hybrid:
-        return "it does not support --hybrid-layer-pattern; drop one of both"
+    for given, flag in (
+        (job.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm"),
+        (job.hybrid, "--hybrid-layer-pattern"),
+    ):
+        if given:
+            return f"it does not support {flag}; drop one of both"
     if job.mtp_layers and job.layout and read_layout(job.layout, job.num_layers).predicts != -1:
         return (
             "it takes the hidden states of multi-token prediction from the last stage, but "

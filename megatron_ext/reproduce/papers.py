@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from . import controllable_memory, mpipemoe, pipeoffload, vocabulary_parallelism, zero_bubble
+from . import (
+    controllable_memory,
+    dualpipe,
+    mpipemoe,
+    pipeoffload,
+    vocabulary_parallelism,
+    zero_bubble,
+)
 from .rows import Paper, Row, Table, judged
 
 PAPERS = (
@@ -14,6 +21,7 @@ PAPERS = (
     mpipemoe.PAPER,
     zero_bubble.PAPER,
     vocabulary_parallelism.PAPER,
+    dualpipe.PAPER,
 )
 ALL = "all"
 

@@ -185,21 +185,24 @@ class Costs:
         return cls.of(parts[0], parts[1], parts[2], last)
 
     def with_stage_file(self, path: str | Path) -> Costs:
-        """Costs per stage from a JSON file: ``{"stages": [[F, B, W], ...]}``, one row a stage.
+        """Costs per stage from a JSON file: ``{"stages": [[F, B, W], ...]}``, one row a stage;
+        with ``"exchange": [[F, B], ...]``, the communication in them.
 
         Raises:
             ValueError: the file cannot be read or is not of that form.
         """
         try:
-            rows = parse_json(read_text(path))["stages"]
-            stages = [list(row) for row in rows]
+            data = parse_json(read_text(path))
+            stages = [list(row) for row in data["stages"]]
+            sent = [list(row) for row in data["exchange"]] if "exchange" in data else None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f'stage costs {path}: {error}; expected JSON {{"stages": [[F, B, W], ...]}}'
             ) from None
-        return Costs.of(
+        costs = Costs.of(
             self.forward, self.backward_input, self.backward_weight, self.hop, stages=stages
         )
+        return costs if sent is None else costs.with_exchange(sent)
 
     def with_vocabulary(self, times: Sequence[Number]) -> Costs:
         """The same with times of vocabulary passes, S, T, E, G and the latency of a collective.
@@ -222,6 +225,26 @@ class Costs:
             f, b = (_number(x, f"{n} of the exchange", positive=False) for x, n in zip(row, "FB"))
             rows.append((f, b))
         return replace(self, exchange=tuple(rows))
+
+    def computation(self) -> Costs:
+        """The same without communication in passes; given per stage, as ``stages`` are."""
+        if self.exchange is None or self.stages is None:
+            return self
+        rows = zip(self.stages, self.exchange)
+        alone = tuple((f - sent_f, b - sent_b, w) for (f, b, w), (sent_f, sent_b) in rows)
+        return replace(self, stages=alone, exchange=None)
+
+    def in_pairs(self) -> Costs:
+        """The same as if all F and B were in pairs of one stage, which share the time of a pair
+        (``Durations.joint``); given per stage, as ``stages`` are."""
+        if self.exchange is None or self.stages is None:
+            return self
+        rows = []
+        for (f, b, w), (sent_f, sent_b) in zip(self.stages, self.exchange):
+            sent = sent_f + sent_b
+            share = max(f + b - sent, sent, f, b) / (f + b)
+            rows.append((f * share, b * share, w))
+        return replace(self, stages=tuple(rows), exchange=None)
 
     def _exchange(self, placement: Placement) -> Sequence[tuple[Fraction, Fraction]]:
         """Of every stage; empty: there is none."""

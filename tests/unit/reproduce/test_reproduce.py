@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from megatron_ext.cli import main
 from megatron_ext.commands.reproduce import write_page
 from megatron_ext.reproduce import render
+from megatron_ext.reproduce.dualpipe import _idle, _of
 from megatron_ext.reproduce.papers import PAPERS, Section, sections, wanted
 from megatron_ext.reproduce.rows import (
     UNEXPLAINED,
@@ -122,6 +124,21 @@ def test_tables_of_vocabulary_parallelism() -> None:
     assert 1.9 * _mfu(found["Baseline"]) < _mfu(found["Vocab-2"]) < 100
     with_shards = found["Vocab-2"].workload.job
     assert with_shards.vocab_parallel and found["Vocab-2"].spec.barriers == 1
+
+
+def test_dualpipe() -> None:
+    """As printed, at F&B = F + B: its order has that bubble, and ours with pairs has less."""
+    rows = published()["dualpipe"]["tables"]["comparison"]["rows"]
+    assert [rows[name]["parameters"] for name in ("ZB1P", "DualPipe", "DualPipeV")] == [1, 2, 2]
+    none, half = Fraction(0), Fraction(1, 2)
+    assert _idle("1F1B", 8, none, paired=False) == 7 * 3
+    assert _idle("ZB1P", 8, none, paired=False) == 7 * 1
+    assert _idle("DualPipeV", 8, none, paired=False) == 3 * (3 + 2 - 3)
+    # With half a pass of communication F&B takes as long as its computation.
+    assert _idle("DualPipeV", 8, half, paired=False) == 3 * (3 + 2.5 - 3)
+    assert 0 < _idle("DualPipeV", 8, half, paired=True) < 7.5
+    run = _of("DualPipeV", 8, half, paired=True)
+    assert run.schedule.has_pairs and max(run.peak_sets) <= 9
 
 
 def text_of(section: Section) -> str:

@@ -9,52 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ....plan.overlap import CONFLICTS, FLAG
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
 from ...feature import Conflict, Feature, Run, require_no_conflict
 
-FLAG, DELAY = "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"
-_WHOLE = "passes in pairs run layer by layer, and recompute no whole layer; drop it"
+DELAY = "--delay-wgrad-compute"
 
 
 class Overlap(Feature):
     """On with Megatron's flag."""
 
-    conflicts = (
-        Conflict(
-            "--pp-offload",
-            "Megatron's plans of layers keep tensors between a layer's parts, beside those that "
-            "autograd saves and offload could move; drop it, or use --pp-memory-cap",
-            off=("off",),
-        ),
-        Conflict(
-            "--pp-vocab-parallel",
-            "the vocabulary's passes take the output layer out of the last stage, which a pair "
-            "needs whole; drop it",
-        ),
-        Conflict("--recompute-granularity", _WHOLE, values=("full",)),
-        Conflict("--recompute-method", _WHOLE),
-        Conflict("--recompute-num-layers", _WHOLE),
-        Conflict(
-            "--recompute-modules",
-            "the all-to-all would run again in the backward pass, unhidden; take it out",
-            values=("moe",),
-        ),
-        Conflict(
-            "--moe-shared-expert-overlap",
-            "shared experts run on a stream of their own beside the all-to-all, which the pair "
-            "hides already; drop it",
-        ),
-        Conflict(
-            "--moe-token-dispatcher-type",
-            "its exchange is no all-to-all that could be started by itself; use alltoall or flex",
-            values=("allgather",),
-        ),
-        Conflict("--cuda-graph-impl", "graphs are captured for single passes; drop it", ("none",)),
-        Conflict("--enable-cuda-graph", "graphs are captured for single passes; drop it"),
-        Conflict("--external-cuda-graph", "graphs are captured for single passes; drop it"),
-    )
+    conflicts = CONFLICTS
 
     def check(self, run: Run) -> None:
         if run.request is not None and not run.library:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from ....plan.overlap import FLAG
 from ....runtime.executor import BackwardPass, ForwardPass
 from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...hooks import Hook
 from ...runner import MegatronRunner
 from ...utils import unwrapped
-from . import FLAG, wanted
+from . import wanted
 
 
 class PairRunner(MegatronRunner):

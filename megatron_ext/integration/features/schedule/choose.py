@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ...._input import parse_bytes
 from ....plan.budget import Budget, Splits, profiled, stages_of
-from ....plan.estimate import Estimate, with_exchange, with_shard
+from ....plan.estimate import Estimate, paired, with_shard
 from ....plan.model import Job
 from ....plan.profile import Profile
 from ....schedule import (
@@ -250,7 +250,7 @@ class ScheduleRequest:
             costs = with_shard(spec.costs, self.shard, pp, stages_of(spec))
             spec = replace(spec, barriers=self.barriers, costs=costs)
         if self.overlap and self.file is None:
-            costs = with_exchange(spec.costs, self.estimate or self.shard, pp, stages_of(spec))
+            costs = paired(spec.costs, self.estimate or self.shard, stages_of(spec), pp)
             spec = replace(spec, overlap=True, costs=costs)
         return spec
 
@@ -346,8 +346,8 @@ class Choice:
         if key not in self._plans:
             spec = replace(self.spec, microbatches=microbatches)
             if spec.overlap and costs is not None:
-                estimate = self.request.estimate or self.request.shard
-                costs = with_exchange(costs, estimate, spec.pp, spec.placement.num_stages)
+                shared = self.request.estimate or self.request.shard
+                costs = paired(costs, shared, spec.placement.num_stages, spec.pp)
             spec = _with_offload(spec, self.offload, link)
             if spec.offload is None:
                 spec = spec.order_alone()

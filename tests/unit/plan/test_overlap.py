@@ -1,0 +1,153 @@
+"""Passes in pairs in the planner: what is refused, costs, and which searches try them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_ext.cli import main
+from megatron_ext.plan.estimate import Estimate
+from megatron_ext.plan.flags import job_of, read
+from megatron_ext.plan.gpu import gpu_of
+from megatron_ext.plan.layout import even_split
+from megatron_ext.plan.model import PlanError
+from megatron_ext.plan.moe_job import fixed_plan
+from megatron_ext.plan.overlap import is_open, refusal
+from megatron_ext.plan.search import Search
+from megatron_ext.plan.space import SearchSpace
+from megatron_ext.plan.times import exchange_times, least_times, stage_times
+
+EXPERTS = (
+    "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --swiglu "
+    "--disable-bias-linear --vocab-size 32000 --hidden-dropout 0 --attention-dropout 0 "
+    "--use-distributed-optimizer --untie-embeddings-and-output-weights --num-experts 64 "
+    "--moe-router-topk 8 --moe-ffn-hidden-size 1024 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 16 "
+    "--pipeline-model-parallel-size 4 --world-size 64 --global-batch-size 256"
+)
+FLAG = "--overlap-moe-expert-parallel-comm"
+GIB = 2**30
+
+
+def job(*words, line=EXPERTS, dtype="--bf16"):
+    return job_of(read(f"{line} {dtype} {' '.join(words)}".split())[0])
+
+
+def space(*words, **changes):
+    options = {"schedules": ("1f1b", "v-zb"), "cheap_recompute": (False,), "offload": ()}
+    return SearchSpace(job(*words), gpu_of("H100"), 4, **{**options, **changes})
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--expert-model-parallel-size", "1"], "--expert-model-parallel-size is 1"),
+        (["--mtp-num-layers", "2"], "--mtp-num-layers is 2"),
+        (["--moe-token-dispatcher-type", "allgather"], "--moe-token-dispatcher-type allgather"),
+        (
+            ["--recompute-granularity", "full", "--recompute-method", "uniform"],
+            "--recompute-granularity full",
+        ),
+        (
+            ["--recompute-granularity", "selective", "--recompute-modules", "moe"],
+            "--recompute-modules moe",
+        ),
+        (["--pp-vocab-parallel"], "overlap-moe-expert-parallel-comm"),
+    ],
+)
+def test_what_training_refuses(words, why):
+    with pytest.raises(PlanError, match=why):
+        job(FLAG, *words)
+    assert not is_open(job(*words))
+
+
+def test_16_bits_are_needed():
+    with pytest.raises(PlanError, match="16-bit parameters; add --bf16"):
+        job(FLAG, dtype="")
+    assert refusal(job()) is None and is_open(job())
+
+
+@pytest.mark.parametrize("words", ["--moe-shared-expert-overlap", "--cuda-graph-impl local"])
+def test_a_flag_that_is_ignored_excludes_pairs(words):
+    assert not is_open(job(*words.split()))
+    with pytest.raises(PlanError, match=words.split()[0]):
+        job(FLAG, *words.split())
+    assert is_open(job("--cuda-graph-impl", "none"))
+
+
+def test_chunks_and_pairs_exclude_each_other():
+    with pytest.raises(PlanError, match=f"{FLAG}"):
+        job(FLAG, "--moe-pipeline-chunks", "2")
+    assert not is_open(job("--moe-pipeline-chunks", "2"))
+    assert all(fixed_plan(each) is None for each, _ in space(FLAG).jobs())
+    assert any(fixed_plan(each) is not None for each, _ in space().jobs())
+
+
+def test_costs_are_those_that_training_takes():
+    where, split = space(FLAG), even_split(16, 8)
+    work = where.workload(where.job, 16, split)
+    sent = exchange_times(where.job, split, where.gpu)
+    assert work.costs.exchange is not None and work.costs.stages is not None
+    for (own, _), (f, *_), n in zip(work.costs.exchange, work.costs.stages, sent):
+        assert abs(float(own) - 1e6 * n) < float(f) / 64
+    shares = Estimate(where.job, lambda _: split, "NVIDIA H100 80GB HBM3").exchange(8)
+    assert [f for f, _ in work.costs.exchange] == [
+        row[0] * share for row, share in zip(work.costs.stages, shares)
+    ]
+    assert where.workload(job(), 16, split).costs.exchange is None
+    least, whole = (each(where.job, split, where.gpu) for each in (least_times, stage_times))
+    assert all(a.forward < b.forward and a[2] == b[2] for a, b in zip(least, whole))
+
+
+def test_a_search_tries_pairs_and_takes_the_faster():
+    result = Search(space(), 70 * GIB).run()
+    best = result.best
+    assert best is not None and best.spec.overlap and FLAG in best.flags()
+    assert best.schedule().has_pairs
+    others = [p for p in result.points if not p.spec.overlap]
+    assert any(fixed_plan(p.workload.job) is not None for p in others)
+    assert best.makespan_us < min(p.makespan_us for p in others)
+    assert not any(FLAG in p.flags() for p in others)
+    assert best.as_named() == best.makespan_us
+    # Few tokens go to other ranks: nothing to hide.
+    few = space("--moe-router-topk", "1", "--moe-ffn-hidden-size", "16384", schedules=("v-zb",))
+    alone = Search(few, 200 * GIB).run()
+    assert any(p.spec.overlap for p in alone.points)
+    gain = min(p.makespan_us for p in alone.points if not p.spec.overlap) / alone.best.makespan_us
+    assert gain < min(p.makespan_us for p in others) / best.makespan_us
+
+
+def test_a_flag_keeps_the_search_to_pairs():
+    search = Search(space(FLAG, offload=("half",)), 70 * GIB)
+    for one in search.candidates():
+        assert one.spec.overlap and one.bound_us <= one.likely_us
+    result = search.run()
+    assert result.points and all(p.spec.overlap for p in result.points)
+    for point in result.points:
+        assert point.spec.offload is None
+        one = next(o for o in search.candidates() if o.spec.name == point.spec.name)
+        assert one.bound_us <= point.makespan_us
+
+
+def test_the_command_compares_the_ways(tmp_path, capsys):
+    words = f"{EXPERTS} --bf16 --gpu H100 --schedules v-zb,1f1b --cheap-recompute off"
+    words = f"{words} --shard-vocabulary off --offload off".split()
+    main(["plan", *words, "--json"])
+    data = json.loads(capsys.readouterr().out)
+    best = data["chosen"]
+    ways = best["expert_overlap"]
+    assert ways["pairs"]["step_ms"] == best["step_ms"] < ways["chunks"]["step_ms"]
+    assert best["moe"] == "pairs" and FLAG in best["flags"]
+    assert any("passes in pairs" in line for line in data["assumptions"])
+    file = tmp_path / "stages.json"
+    file.write_text(json.dumps(best["stage_cost"]))
+    replaced = [str(file) if word == "STAGE_COST_FILE" else word for word in best["simulate"]]
+    main(["simulate", *replaced, "--json"])
+    again = json.loads(capsys.readouterr().out)
+    assert again["makespan"] == pytest.approx(1e3 * best["step_ms"])
+    assert again["hidden_exchange"] > 0.4  # there is more of it than of computation
+    main(["plan", *words])
+    assert "the fastest that was tried: passes in pairs" in capsys.readouterr().out
+    assert main(["plan", *words, FLAG, "--offload", "half"]) == 2
+    assert "--offload half does not go together with" in capsys.readouterr().err
