@@ -97,6 +97,7 @@ def block_schedule(args: argparse.Namespace) -> Schedule:
 
 _NOT_FOR_SCHEDULES = (
     *("memory_cap", "group_size", "objective", "offload", "offload_time", "offload_transfer"),
+    "overlap",
 )
 
 

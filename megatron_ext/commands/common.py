@@ -253,9 +253,7 @@ def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
         if args.cost is not None:
             base = Costs.parse(args.cost, args.hop)
         elif args.hop is not None:
-            base = Costs.of(
-                base.forward, base.backward_input, base.backward_weight, args.hop, base.stages
-            )
+            base = replace(base, hop=Costs.of(hop=args.hop).hop)
         if args.stage_cost is not None:
             base = base.with_stage_file(args.stage_cost)
         if args.exchange is not None:
@@ -387,6 +385,8 @@ def _from_file(path: str, args: argparse.Namespace) -> Schedule:
                 f"--{option} {given} contradicts {path}, which is for {option}={holds}; "
                 f"leave --{option} out"
             )
+    if args.overlap:
+        raise InputError(f"the order in {path} is fixed; leave --overlap out")
     for option in ("memory_cap", "group_size", "objective"):
         if getattr(args, option) is not None:
             raise InputError(

@@ -35,6 +35,7 @@ _OURS = (
 # Options of schedules.
 _NOT_OURS = (
     *("schedule", "pp", "microbatches", "chunks", "cost", "hop", "stage_cost", "memory_cap"),
+    *("exchange", "overlap", "vocabulary", "vocabulary_barriers"),
     *("group_size", "objective", "offload", "offload_time", "offload_transfer", "jitter"),
 )
 

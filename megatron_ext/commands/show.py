@@ -188,8 +188,8 @@ def _block(args: argparse.Namespace, block: Block) -> timeline.Timeline:
 
 
 _NOT_FOR_BLOCKS = (
-    *("cost", "hop", "stage_cost", "memory_cap", "group_size", "objective"),
-    *("measured", "iteration", "offload", "offload_time", "offload_transfer"),
+    *("cost", "hop", "stage_cost", "memory_cap", "group_size", "objective", "exchange"),
+    *("measured", "iteration", "offload", "offload_time", "offload_transfer", "overlap"),
 )
 
 

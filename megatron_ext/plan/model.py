@@ -22,13 +22,11 @@ class Job:
 
     Sizes are in elements, ``micro_batch_size`` in samples. ``padded_vocab_size`` is what Megatron
     pads the vocabulary to. ``cheap_recompute``, ``vocab_parallel`` and ``vocab_chunks`` are ours.
-
     ``layers[i]`` are the parts of decoder layer i and ``mtp_layers[i]`` those of depth i of
     multi-token prediction, by the symbols of ``kinds.PARTS``. ``segments`` are the layers of every
     stage, where a hybrid pattern lists stages. ``recipe`` is the FP8 or FP4 recipe;
     ``quantized_parameters`` is ``--fp8-param-gather`` (or fp4); ``window`` how far attention looks.
-    ``overlap_moe_expert_parallel_comm``: None leaves it open.
-    """
+    An ``overlap_moe_expert_parallel_comm`` of None leaves it open."""
 
     num_layers: int
     hidden_size: int

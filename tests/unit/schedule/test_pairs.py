@@ -12,7 +12,6 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_ext import cli
 from megatron_ext.schedule import (
     AUTO,
     NAMES,
@@ -265,48 +264,3 @@ class TestOrders:
                 json.dump(text, file)
             with pytest.raises(ScheduleError, match="exchange"):
                 load(path)
-
-
-@pytest.mark.usefixtures("quick")
-class TestCommandLine:
-    SIZES = ("--pp", "2", "--microbatches", "6", "--cost", "1.5,1.5,1")
-
-    def test_simulate(self, capsys: pytest.CaptureFixture[str]) -> None:
-        words = ["simulate", "--schedule", "v-zb", *self.SIZES, "--exchange", "0.5,0.5"]
-        assert cli.main([*words, "--json"]) == 0
-        alone = json.loads(capsys.readouterr().out)
-        assert (alone["hidden_exchange"], alone["exchange"]) == (0, [6, 6])
-        assert cli.main([*words, "--overlap", "--json"]) == 0
-        data = json.loads(capsys.readouterr().out)
-        assert data["makespan"] < alone["makespan"] and data["hidden_exchange"] > 0
-        assert data["hidden_exchange_steady"] >= data["hidden_exchange"]
-        assert cli.main([*words, "--overlap"]) == 0
-        assert "exchange         " in capsys.readouterr().out
-
-    def test_compare(self, capsys: pytest.CaptureFixture[str]) -> None:
-        words = ["compare", *self.SIZES, "--exchange", "0.5,0.5", "--overlap"]
-        assert cli.main(words) == 0
-        text = capsys.readouterr().out
-        assert "hidden" in text.splitlines()[2] and "exchange 0.5 of F, 0.5 of B" in text
-
-    @pytest.mark.parametrize(
-        ("words", "message"),
-        [
-            (["--overlap"], "--overlap hides the communication of --exchange F,B; give both"),
-            (["--exchange", "1"], "the exchange needs two times F,B"),
-            (["--exchange", "2,0"], "the exchange of stage 0 takes 1 of F"),
-            (
-                ["--exchange", "1,1", "--overlap", "--vocabulary", "1,1,1,1"],
-                "passes do not run in pairs beside a sharded vocabulary",
-            ),
-            (
-                ["--exchange", "1,1", "--overlap", "--offload", "half", "--offload-time", "1"],
-                "passes do not run in pairs beside offload",
-            ),
-        ],
-    )
-    def test_what_it_refuses(
-        self, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert cli.main(["simulate", "--schedule", "v-half", *self.SIZES, *words]) == 2
-        assert message in capsys.readouterr().err

@@ -13,7 +13,7 @@ from ....plan.overlap import CONFLICTS, FLAG
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
-from ...feature import Conflict, Feature, Run, require_no_conflict
+from ...feature import Feature, Run, require_no_conflict
 
 DELAY = "--delay-wgrad-compute"
 
