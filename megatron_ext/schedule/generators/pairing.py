@@ -263,6 +263,7 @@ class Policy(NamedTuple):
         ahead: most sets of the first chunk for F's of it alone, as a share of twice the stages from
             there to the loss; 0: as many as there is memory for.
         whole: backward passes in pairs are BW.
+        room: where memory alone keeps an F from running, a W comes before a backward pass.
     """
 
     late_f: bool
@@ -273,6 +274,7 @@ class Policy(NamedTuple):
     reserve: int = 0
     ahead: Fraction = Fraction(0)
     whole: bool = False
+    room: bool = False
 
 
 class Greedy(Rule):
@@ -315,7 +317,7 @@ class Greedy(Rule):
                 return None, max(f_at, b_at)
             backward = backward._replace(op=machine.backward)
         if backward is not None and b_at <= time:
-            if machine.owes(rank) and self._is_blocked(machine, rank, time):
+            if policy.room and machine.owes(rank) and self._is_blocked(machine, rank, time):
                 return None, time  # a W makes room
             return backward, time
         f_at, forward = _first(self._forwards(machine, rank, True), time, policy.late_f)

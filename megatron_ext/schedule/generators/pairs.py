@@ -41,8 +41,14 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "reserve": (0, 1),
     "ahead": tuple(Fraction(x, 6) for x in range(5)),
     "whole": (True, False),
+    "room": (True, False),
     "gap": (*_SHARES, Fraction(1, 4)),
 }
+# Of rules that take what comes: sets kept free, gap, room.
+_STARTS = (
+    *((0, Fraction(1), False), (0, Fraction(0), False)),
+    *((0, Fraction(1, 2), True), (1, Fraction(1, 2), True)),
+)
 _DRAWN = 60  # changes that are tried before a search ends
 
 
@@ -215,6 +221,10 @@ class _Travelling(NamedTuple):
             yield self._replace(patience=patience)
 
 
+def _makes_room(way: _Way) -> bool:
+    return isinstance(way, _Taking) and way.policies[0].room
+
+
 def _later(time: int, period: int) -> int:
     """The first whole period from ``time`` on."""
     return -(-time // period) * period
@@ -248,9 +258,14 @@ class _Search:
             self._time(way)
         found: list[_Way] = []
         for kind in (_Shifted, _Travelling, _Taking):  # of equal orders the simplest
-            tried = [way for way in self._times if isinstance(way, kind)]
-            if tried:
-                self._climb(min(tried, key=self._times.__getitem__))
+            tried = sorted(
+                (way for way in self._times if isinstance(way, kind)), key=self._times.__getitem__
+            )
+            # A search from one of these two seldom finds the best of the other.
+            apart = [[way for way in tried if _makes_room(way) is room] for room in (False, True)]
+            for some in apart:
+                if some:
+                    self._climb(some[0])
             tried = [way for way in self._times if isinstance(way, kind)]
             found += sorted(tried, key=self._times.__getitem__)[:_KEPT]
         _, ends = run_times(self.given, self._durations)
@@ -311,9 +326,10 @@ class _Search:
             for slope, more, patience in product((0, 1, 2), (0, 1), (None, one)):
                 yield _Shifted(slope, more, one, patience, fused)
             for late in product((True, False), (True, False)):
-                for f, b, reserve in product((half, one, 2 * one), (none, one, 2 * one), (0, 1)):
-                    policy = Policy(*late, f, b, 1 + reserve, reserve)
-                    yield _Taking((policy,) * self.given.pp, half, fused)
+                for f, b in product((half, one, 2 * one), (none, one, 2 * one)):
+                    for reserve, gap, room in _STARTS:
+                        policy = Policy(*late, f, b, 1 + reserve, reserve, room=room)
+                        yield _Taking((policy,) * self.given.pp, gap, fused)
 
     def _fused(self) -> list[bool]:
         """Whether backward passes may be BW: they must be where the schedule has no W, and W
