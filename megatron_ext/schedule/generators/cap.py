@@ -19,6 +19,7 @@ from ..bounds import makespan_bound
 from ..costs import Costs, Durations
 from ..effects import peak_sets
 from ..placement import Placement
+from .annealing import anneal
 from .building_block import INTERVAL, Block, vee_block
 from .chain import chains, most_sets
 from .list_scheduler import list_schedule
@@ -88,7 +89,7 @@ def searched(request: Request, cap: int) -> RankActions:
 
     Many microbatches are planned for 3p, and the steady state repeated.
     """
-    pp, m = request.pp, request.microbatches
+    pp, m, makespan = request.pp, request.microbatches, request.objective == "makespan"
     more = m - 3 * pp if m > 4 * pp else 0
     short = replace(request, microbatches=m - more)
     work = max(int(_WORK * request.effort), 6 * short.microbatches * pp * _LEAST)
@@ -97,8 +98,10 @@ def searched(request: Request, cap: int) -> RankActions:
     )
     search.add(_reordered(short, cap))
     search.run(work)
+    enough = _bound(request, cap)
     if not more:
-        return search.annealed(request, [found.orders for found in search.pool], work // 2)
+        best = [found.orders for found in search.pool]
+        return anneal(short, cap, best, work // 2, enough) if makespan else best[0]
     candidates: list[RankActions] = []
     for _, orders in search.pool:
         longer = repeat_period(orders, more)
@@ -115,7 +118,9 @@ def searched(request: Request, cap: int) -> RankActions:
             for gap in START_GAPS
         ]
     fastest = request.fastest(candidates)
-    return search.annealed(request, [fastest], work // 2) if m * pp <= _WHOLE else fastest
+    if makespan and m * pp <= _WHOLE:
+        return anneal(request, cap, [fastest], work // 2, enough)
+    return fastest
 
 
 def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
