@@ -24,6 +24,7 @@ TARGETS = (
     "megatron.core.parallel_state:is_pipeline_last_stage",
     "megatron.core.parallel_state:initialize_model_parallel",
     "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+    "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
     "megatron.core.models.gpt.gpt_model:GPTModel.forward",
     "megatron.core.models.gpt.gpt_model:GPTModel.sharded_state_dict",
     "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
@@ -43,6 +44,12 @@ def hybrid_targets(version: tuple[int, ...]) -> list[str]:
         stages = f"megatron.core.ssm.mamba_hybrid_layer_allocation:{stages}"
     found = [f"{model}.__init__", f"{model}.forward", stages]
     return found if version >= (0, 17) else found[:2]
+
+
+def prediction_targets(version: tuple[int, ...]) -> list[str]:
+    """Where multi-token prediction looks at logits."""
+    module = "megatron.core.transformer.multi_token_prediction"
+    return [f"{module}:_compute_mtp_acceptance_counts"] if version >= (0, 19) else []
 
 
 def held(target: str) -> Any:
@@ -79,7 +86,8 @@ def main() -> None:
     cpu.install()
     from megatron.core import package_info, parallel_state
 
-    targets = (*TARGETS, *hybrid_targets(parse(megatron_version())))
+    version = parse(megatron_version())
+    targets = (*TARGETS, *hybrid_targets(version), *prediction_targets(version))
     for target in targets:
         held(target)
 
