@@ -19,6 +19,7 @@ from .commands import (
     doctor,
     patch,
     plan,
+    prove,
     reproduce,
     schedule,
     show,
@@ -26,7 +27,19 @@ from .commands import (
 )
 from .commands.common import InputError, Parser
 
-_COMMANDS = (simulate, schedule, compare, plan, check, show, checkpoint, patch, doctor, reproduce)
+_COMMANDS = (
+    simulate,
+    schedule,
+    compare,
+    plan,
+    check,
+    show,
+    checkpoint,
+    patch,
+    doctor,
+    reproduce,
+    prove,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

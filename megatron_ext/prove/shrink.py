@@ -1,0 +1,329 @@
+"""A configuration for a thousand GPUs, made small enough for CPU ranks.
+
+Everything that decides *how* something is computed stays: parallel sizes as far as the ranks
+reach, schedule, dispatcher, recompute, layer patterns. Sizes shrink. The report lists every change
+and everything that could not be kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+from .flags import BY_DESIGN, DROPPED, GPU_ONLY, LAYOUT, OURS, PRECISION, Flags
+from .patterns import Stages, frequencies, hybrid, layout, stages_of
+
+MOST_RANKS = 16
+STEPS = 3
+TP, PP, CP, EP = (
+    f"--{name}-parallel-size"
+    for name in ("tensor-model", "pipeline-model", "context", "expert-model")
+)
+_VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
+_PER_VIRTUAL = "--num-layers-per-virtual-pipeline-stage"
+_DIVISIBLE = "--make-vocab-size-divisible-by"
+_HEAD = 8  # elements of a head
+_VOCABULARY = 64  # tokens a tensor-parallel rank
+_TWO_CHUNKS = ("v-", "dualpipev", "auto")
+_FREQUENCIES = (
+    *("--moe-layer-freq", "--linear-attention-freq", "--window-attn-skip-freq", "--no-rope-freq"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrunk:
+    """What is run in place of a command.
+
+    Attributes:
+        flags: of the layout.
+        world: its ranks.
+        changes: (flag, before, now) of every size that is smaller.
+        lost: (flag, why) of everything that is not kept.
+        steps: training steps.
+    """
+
+    flags: Flags
+    world: int
+    changes: tuple[tuple[str, str, str], ...]
+    lost: tuple[tuple[str, str], ...]
+    steps: int = STEPS
+
+    @property
+    def stock(self) -> Flags:
+        """The layout without our flags."""
+        flags = self.flags.copy()
+        flags.drop(*flags.matching(OURS))
+        return flags
+
+    @property
+    def ours(self) -> bool:
+        """True where flags of ours are given."""
+        return bool(self.flags.matching(OURS))
+
+    def known(self, names: Collection[str]) -> Shrunk:
+        """The same without flags that are none of ``names``; they are listed as lost."""
+        unknown = [name for name in self.flags.names if name not in names]
+        flags = self.flags.copy()
+        flags.drop(*unknown)
+        lost = tuple((self.flags.text(name), "no flag of this Megatron") for name in unknown)
+        return dataclasses.replace(self, flags=flags, lost=self.lost + lost)
+
+    def reference(self, flags: Flags | None = None) -> Flags:
+        """One process without any layout, with the same model, data and batch."""
+        flags = (flags or self.flags).copy()
+        # Megatron pads the vocabulary to a multiple of this times TP.
+        flags.set(_DIVISIBLE, _VOCABULARY * flags.number(TP, 1))
+        flags.drop(*flags.matching(OURS), *LAYOUT)
+        return flags
+
+
+class Shrinker:
+    """Makes the flags of a command small.
+
+    Args:
+        words: the flags of a training script.
+        world: ranks that the command runs on; 0: not known.
+        ranks: the most that may be used here.
+        precision: ``double``, ``single``, or ``own`` (the command's).
+        steps: training steps to run.
+
+    Raises:
+        ValueError: a flag has an impossible value, or the layout needs more ranks.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        world: int = 0,
+        ranks: int = MOST_RANKS,
+        precision: str = "double",
+        steps: int = STEPS,
+    ) -> None:
+        self._given, self._flags = Flags(words), Flags(words)
+        self._ranks, self._steps, self._precision = ranks, steps, precision
+        self._lost: list[tuple[str, str]] = []
+        self._world = world
+
+    def shrink(self) -> Shrunk:
+        """The small configuration."""
+        self._drop()
+        self._parallel()
+        self._layers()
+        self._sizes()
+        self._batch()
+        self._run()
+        changes = [
+            (name, " ".join(self._given.values(name)), " ".join(self._flags.values(name)))
+            for name in self._given.names
+            if name in self._flags and self._flags.values(name) != self._given.values(name)
+        ]
+        lost = [entry for entry in self._lost if entry[0].split()[0] not in self._flags]
+        return Shrunk(self._flags, self._dp * self._model, tuple(changes), tuple(lost), self._steps)
+
+    def _number(self, name: str, default: int) -> int:
+        return self._given.number(name, default)
+
+    def _limit(self, name: str, most: int) -> int:
+        """Set a flag that is given to at most ``most``."""
+        if name not in self._flags:
+            return most
+        value = min(self._flags.number(name, most), most)
+        self._flags.set(name, value)
+        return value
+
+    def _drop(self) -> None:
+        flags = self._flags
+        flags.drop(*flags.matching(DROPPED))
+        for names, why in ((GPU_ONLY, "needs a GPU"), (PRECISION, "precision")):
+            if names is PRECISION and self._precision == "own":
+                continue
+            for name in flags.matching(names):
+                self._lost.append((flags.text(name), why))
+                flags.drop(name)
+        for name in flags.matching(tuple(BY_DESIGN)):
+            self._lost.append((flags.text(name), BY_DESIGN[name]))
+            flags.drop(name)
+        for name in ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp"):
+            if name in flags:
+                raise ValueError(
+                    f"{name}: fully sharded data parallelism does not run on CPU ranks"
+                )
+        for name, why in (
+            ("flex", "a dispatcher of GPUs"),
+            ("global_aux_loss", "it counts tokens of the ranks' batches before this one"),
+        ):
+            for flag in ("--moe-token-dispatcher-type", "--moe-router-load-balancing-type"):
+                values = flags.values(flag)
+                if name in values:
+                    self._lost.append((f"{flag} {name}", why))
+                    instead = "alltoall" if name == "flex" else "aux_loss"
+                    flags.set(flag, *(instead if value == name else value for value in values))
+
+    def _parallel(self) -> None:
+        """Parallel sizes: two of each kind, four stages; fewer where the ranks do not suffice."""
+        tp, cp = min(2, self._number(TP, 1)), min(2, self._number(CP, 1))
+        pp, ep = min(4, self._number(PP, 1)), min(2, self._number(EP, 1))
+        etp = self._number("--expert-tensor-parallel-size", self._number(TP, 1))
+        self._etp = min(2, etp)
+        data = self._world // math.prod(self._number(name, 1) for name in (TP, PP, CP))
+        # Experts need so many data-parallel ranks; two are the least that have to agree.
+        needed = ep * self._etp // math.gcd(ep * self._etp, tp * cp)
+        self._dp = max(needed, 2 if data != 1 and self._world else 1)
+        if not self._world and tp * cp * pp * 2 <= self._ranks:
+            self._dp = max(self._dp, 2)
+        while tp * cp * pp * self._dp > self._ranks and self._dp > needed:
+            self._dp -= 1
+        while tp * cp * pp * self._dp > self._ranks and pp > 2:
+            pp = pp // 2
+        if tp * cp * pp * self._dp > self._ranks:
+            raise ValueError(
+                f"the smallest layout of this kind has {tp * cp * pp * self._dp} ranks (TP {tp}, "
+                f"PP {pp}, CP {cp}, EP {ep}, DP {self._dp}), --ranks allows {self._ranks}"
+            )
+        for name, size in ((TP, tp), (PP, pp), (CP, cp), (EP, ep)):
+            if name in self._flags:
+                self._flags.set(name, size)
+        if "--expert-tensor-parallel-size" in self._flags:
+            self._flags.set("--expert-tensor-parallel-size", self._etp)
+        self._tp, self._pp, self._cp, self._ep, self._model = tp, pp, cp, ep, tp * cp * pp
+        if "--hierarchical-context-parallel-sizes" in self._flags:
+            self._lost.append(("--hierarchical-context-parallel-sizes", "two CP ranks have none"))
+            self._flags.drop("--hierarchical-context-parallel-sizes")
+
+    def _layers(self) -> None:
+        """The fewest layers that keep every stage and every kind of layer."""
+        flags = self._flags
+        stages, given = self._stages()
+        number = self._number("--num-layers", given)
+        each = 2 if stages.number < 4 and number >= 2 * given else 1
+        count = stages.number * each
+        ends = flags.matching(("--decoder-first-pipeline", "--decoder-last-pipeline"))
+        if "--pipeline-model-parallel-layout" in flags:
+            text, count = layout(flags.values("--pipeline-model-parallel-layout")[0], stages)
+            flags.set("--pipeline-model-parallel-layout", text)
+        elif ends:
+            # One layer a chunk at the ends that differ, two in the middle.
+            for name in ends:
+                flags.set(name, stages.chunks)
+            count = stages.chunks * (len(ends) + 2 * (stages.ranks - len(ends)))
+        elif extra := len(flags.matching(("--account-for-",))):
+            count = 2 * stages.number - extra
+        elif _PER_VIRTUAL in flags:
+            flags.set(_PER_VIRTUAL, each)
+        for name in flags.matching(("--hybrid-layer-pattern", "--hybrid-override-pattern")):
+            text, count = hybrid(flags.values(name)[0], stages)
+            flags.set(name, text)
+        if "--num-layers" in flags:
+            flags.set("--num-layers", count)
+        for name in flags.matching(_FREQUENCIES):
+            flags.set(name, frequencies(flags.values(name)[0], count))
+        self._limit("--recompute-num-layers", 1)
+        self._limit("--mtp-num-layers", 2)
+
+    def _stages(self) -> tuple[Stages, int]:
+        """The small pipeline's stages, and how many the command's has."""
+        ranks, chunks = self._number(PP, 1), self._number(_VIRTUAL, 1)
+        if " ".join(self._flags.values("--pp-schedule")).startswith(_TWO_CHUNKS):
+            chunks = 2
+        if _PER_VIRTUAL in self._flags:
+            chunks = self._number("--num-layers", 1) // ranks // self._number(_PER_VIRTUAL, 1)
+        if text := self._flags.values("--pipeline-model-parallel-layout"):
+            chunks = len(stages_of(text[0])) // ranks
+        chunks = max(1, chunks)
+        small = Stages(self._pp, min(chunks, 2 if self._pp > 2 else 3))
+        if _VIRTUAL in self._flags:
+            self._flags.set(_VIRTUAL, small.chunks)
+        return small, ranks * chunks
+
+    def _sizes(self) -> None:
+        """Hidden sizes, heads, experts, vocabulary, sequence."""
+        flags, tp = self._flags, self._tp
+        heads, groups = self._number("--num-attention-heads", 4), 0
+        if "--group-query-attention" in flags or "--num-query-groups" in flags:
+            groups = min(self._number("--num-query-groups", 1), 2 * tp, heads)
+            flags.set("--num-query-groups", groups)
+        heads = groups * min(2, max(1, heads // max(1, groups or heads))) if groups else 2 * tp
+        heads = max(heads, 2 * tp)
+        flags.set("--num-attention-heads", heads)
+        hidden = _HEAD * heads
+        flags.set("--hidden-size", hidden)
+        for name, size in (
+            *(("--kv-channels", _HEAD), ("--ffn-hidden-size", 2 * hidden)),
+            *(("--q-lora-rank", hidden // 2), ("--kv-lora-rank", hidden // 2)),
+            *(("--qk-head-dim", _HEAD), ("--qk-pos-emb-head-dim", _HEAD), ("--v-head-dim", _HEAD)),
+            *(("--moe-ffn-hidden-size", hidden), ("--moe-shared-expert-intermediate-size", hidden)),
+            *(("--moe-latent-size", hidden // 2), ("--mamba-state-dim", 8)),
+            *(
+                ("--mamba-head-dim", _HEAD),
+                ("--mamba-num-groups", tp),
+                ("--mamba-num-heads", heads),
+            ),
+            *(("--linear-key-head-dim", _HEAD), ("--linear-value-head-dim", _HEAD)),
+            *(("--linear-num-key-heads", 2 * tp), ("--linear-num-value-heads", 2 * tp)),
+        ):
+            if name in flags:
+                flags.set(name, size)
+        self._experts()
+        sequence = 16 * self._cp
+        flags.set("--seq-length", sequence)
+        flags.set("--max-position-embeddings", sequence)
+        for name in ("--original-max-position-embeddings", "--window-size", "--decoder-seq-length"):
+            if name in flags:
+                self._lost.append((flags.text(name), "the sequence is short"))
+                flags.drop(name)
+        # A null tokenizer may add one token.
+        for name in ("--vocab-size", "--padded-vocab-size"):
+            flags.drop(name)
+        flags.set("--vocab-size", _VOCABULARY * tp - 1)
+        flags.set(_DIVISIBLE, _VOCABULARY)
+
+    def _experts(self) -> None:
+        flags = self._flags
+        given = self._number("--num-experts", 0)
+        if not given:
+            return
+        groups = (
+            self._limit("--moe-router-num-groups", 2) if "--moe-router-num-groups" in flags else 1
+        )
+        topk = self._limit("--moe-router-topk", 2)
+        if "--moe-router-group-topk" in flags:
+            flags.set("--moe-router-group-topk", 1)
+        experts = min(given, max(4, 2 * self._ep, 2 * topk, 2 * groups))
+        flags.set("--num-experts", experts - experts % self._ep)
+
+    def _batch(self) -> None:
+        flags = self._flags
+        micro = self._limit("--micro-batch-size", 2) if "--micro-batch-size" in flags else 1
+        given = self._number("--global-batch-size", 0) // max(
+            1, self._number("--micro-batch-size", 1)
+        )
+        ways = self._world // math.prod(self._number(name, 1) for name in (TP, PP, CP))
+        number = given // ways if ways and given else 2 * self._pp
+        number = max(1, min(number, 2 * self._pp))
+        if number > self._pp:
+            number -= number % self._pp
+        flags.set("--micro-batch-size", micro)
+        flags.set("--global-batch-size", number * micro * self._dp)
+
+    def _run(self) -> None:
+        """What all runs have: data, a constant learning rate, no rounding made large by Adam."""
+        flags = self._flags
+        flags.set("--train-iters", self._steps)
+        for text in (
+            "--lr 1e-3",
+            "--lr-decay-style constant",
+            "--adam-eps 1e-4",
+            "--attention-dropout 0",
+            "--hidden-dropout 0",
+            "--mock-data",
+            "--tokenizer-type NullTokenizer",
+            "--split 90,5,5",
+            "--eval-iters 0",
+            "--eval-interval 1000000",
+            "--log-interval 1",
+            "--seed 1234",
+            "--ckpt-format torch_dist",
+        ):
+            name, *values = text.split()
+            flags.set(name, *values)
