@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import sys
 import tempfile
@@ -48,6 +49,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
                         help="of the runs (default: double, in which nothing hides)")  # fmt: skip
     parser.add_argument("--races", type=int, default=0, metavar="N",
                         help="also run it N times with late messages")  # fmt: skip
+    parser.add_argument("--uneven-masks", action="store_true", help="give samples different "
+                        "numbers of tokens that count, as fine-tuning data has")  # fmt: skip
     parser.add_argument("--no-bisect", action="store_true", help="do not look for the flags that "
                         "a difference needs")  # fmt: skip
     parser.add_argument("--show", action="store_true", help="print what would be run, no more")
@@ -113,11 +116,8 @@ def _run(
     args: argparse.Namespace, script: Path, shrunk: Shrunk, folder: Path, other: bool
 ) -> Report:
     """Start the ranks' server and make the report; ``other``: flags may be unknown here."""
-    try:
-        import megatron.core  # noqa: F401
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise InputError(f"prove runs training on CPU ranks and needs {error.name}") from None
+    if importlib.util.find_spec("torch") is None:
+        raise InputError("training on CPU ranks needs torch, which is not installed")
     from ..prove.report import make
     from ..prove.server import ScriptServer
     from ..prove.session import Session
@@ -127,7 +127,7 @@ def _run(
         with ScriptServer(script, double=args.precision == "double") as server:
             if other:
                 shrunk = shrunk.known(server.flags())
-            session = Session(server, shrunk, folder, args.precision)
+            session = Session(server, shrunk, folder, args.precision, uneven=args.uneven_masks)
             return make(session, shrunk, args.races, not args.no_bisect, progress)
 
 

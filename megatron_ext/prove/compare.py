@@ -292,7 +292,7 @@ def _ratio(mine: torch.Tensor, right: torch.Tensor, places: list[dict[str, int]]
                     f"{text} times the right value, and there are {size} {what}: "
                     "a scale or a reduction over them is missing or applied twice"
                 )
-    return f"{factor:.6g} times the right value: a scale is wrong"
+    return f"{factor:.6g} times the right value: a scale is wrong" if mine.dim() else ""
 
 
 def _blocks(key: Key, mine: torch.Tensor, right: torch.Tensor) -> str:
@@ -318,6 +318,8 @@ def _inputs(key: Key, wanted: Step) -> str:
         return "all outputs are right: the backward pass of what follows"
     if key.what == "gradient":
         return "all passes are right: the gradient's sum, reduction or scale"
+    if key.what == "log" and "norm" in key.name:
+        return "all gradients are right: the norm counts one on too few ranks, or on too many"
     if key.what == "log":
         return "all tensors before it are right: the sum over ranks that is logged"
     return "all gradients are right: clipping, the optimizer, or its update of this parameter"

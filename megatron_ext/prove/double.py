@@ -20,9 +20,9 @@ def install() -> None:
     torch.storage._storage_type_to_dtype_map()
     torch._weights_only_unpickler._get_allowed_globals()
     torch.set_default_dtype(torch.float64)
-    torch.float32 = torch.float = torch.float64  # type: ignore[misc]
+    torch.float32 = torch.float = torch.float64
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
-    torch.FloatTensor = torch.DoubleTensor  # type: ignore[misc]
+    torch.FloatTensor = torch.DoubleTensor  # type: ignore[assignment, misc]
     torch.nn.Module.float = torch.nn.Module.double  # type: ignore[method-assign]
     kind = torch.Tensor.type
 
@@ -32,4 +32,4 @@ def install() -> None:
         result = kind(self, *args, **kwargs)
         return result.replace("DoubleTensor", "FloatTensor") if isinstance(result, str) else result
 
-    torch.Tensor.type = named  # type: ignore[method-assign]
+    torch.Tensor.type = named  # type: ignore[method-assign, assignment]

@@ -54,6 +54,9 @@ LAYOUT = (
 OURS = ("--pp-", "--moe-pipeline-", "--moe-memory-", "--offload-")
 # A layout flag that is of no use, or an error, without one of these.
 NEEDS = {
+    "--expert-model-parallel-size": ("--num-experts",),
+    "--mtp-loss-scaling-factor": ("--mtp-num-layers",),
+    "--num-query-groups": ("--group-query-attention",),
     "--sequence-parallel": ("--tensor-model-parallel-size",),
     "--num-layers-per-virtual-pipeline-stage": ("--pipeline-model-parallel-size",),
     "--num-virtual-stages-per-pipeline-rank": ("--pipeline-model-parallel-size",),
@@ -66,6 +69,14 @@ NEEDS = {
     "--cp-comm-type": ("--context-parallel-size",),
     "--delay-wgrad-compute": ("--overlap-moe-expert-parallel-comm",),
 }
+# What every run needs.
+KEPT = (
+    *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--mock-data"),
+    *("--max-position-embeddings", "--micro-batch-size", "--global-batch-size", "--vocab-size"),
+    *("--make-vocab-size-divisible-by", "--train-iters", "--lr", "--lr-decay-style", "--adam-eps"),
+    *("--attention-dropout", "--hidden-dropout", "--tokenizer-type", "--split", "--eval-iters"),
+    *("--eval-interval", "--log-interval", "--seed", "--ckpt-format"),
+)
 # Without influence on the numbers of the first steps, or about files that are not here.
 DROPPED = (
     *("--log-", "--tensorboard", "--wandb", "--profile", "--timing", "--memory-snapshot"),
@@ -85,7 +96,14 @@ DROPPED = (
     *("--override-opt", "--use-checkpoint-opt", "--retro-", "--inference-", "--barrier-with"),
     *("--no-barrier", "--num-experts-per-log", "--deterministic-mode", "--train-sync-interval"),
     *("--adam-eps", "--seed", "--te-rng", "--use-cpu-initialization", "--perform-initialization"),
-    *("--perform-rl", "--step-batch-size", "--decrease-batch", "--legacy-tokenizer", "--trust-"),
+    *(
+        "--fim-",
+        "--perform-rl",
+        "--step-batch-size",
+        "--decrease-batch",
+        "--legacy-tokenizer",
+        "--trust-",
+    ),
 )
 # Only a GPU runs these; the computation without them is the same in exact arithmetic.
 GPU_ONLY = (
@@ -101,7 +119,13 @@ GPU_ONLY = (
     *("--moe-apply-probs-on-input-fusion", "--batch-invariant", "--use-transformer-engine-op"),
     *("--gradient-accumulation-fusion", "--no-gradient-accumulation-fusion", "--use-te-"),
     *("--moe-shared-expert-overlap", "--fused-", "--no-fused", "--bias-", "--flash-decode"),
-    *("--min-offloaded", "--activation-offload", "--overlap-cpu-optimizer", "--nvfp4"),
+    *(
+        "--apply-layernorm-1p",
+        "--min-offloaded",
+        "--activation-offload",
+        "--overlap-cpu-optimizer",
+        "--nvfp4",
+    ),
 )
 # Precisions; the comparison chooses its own.
 PRECISION = (

@@ -33,16 +33,19 @@ def prepare(value: Any, rank: int, folder: Path) -> None:
     """Record this rank's training into ``folder``.
 
     Args:
-        value: None, or a seed: messages then come late and in a random order of completion.
+        value: ``late``, a seed or None: messages then come late and in a random order of
+            completion; ``uneven``: samples have different numbers of tokens that count.
         rank: of all.
         folder: for the files.
     """
     from megatron.training import training
 
-    if value is not None:
+    if value["uneven"]:
+        _mask_unevenly()
+    if value["late"] is not None:
         from megatron_ext.prove import races
 
-        races.install(int(value) * 1009 + rank)
+        races.install(value["late"] * 1009 + rank)
 
     setup = training.setup_model_and_optimizer
 
@@ -53,6 +56,22 @@ def prepare(value: Any, rank: int, folder: Path) -> None:
         return result
 
     training.setup_model_and_optimizer = recorded
+
+
+def _mask_unevenly() -> None:
+    """Leave tokens at the beginning of each sample out of the loss, another number in each."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    item = GPTDataset.__getitem__
+
+    @functools.wraps(item)
+    def masked(self: Any, index: int | None) -> Any:
+        sample = item(self, index)
+        mask = sample["loss_mask"].clone()
+        mask[: (5 * (index or 0)) % (len(mask) // 2)] = 0
+        return {**sample, "loss_mask": mask}
+
+    GPTDataset.__getitem__ = masked
 
 
 class Recorder:
@@ -118,7 +137,7 @@ class Recorder:
 
     def _states(self, optimizer: Any) -> Iterator[tuple[Any, str, torch.Tensor]]:
         """What an optimizer that has whole parameters holds."""
-        inner = getattr(optimizer, "optimizer", None)
+        inner: Any = getattr(optimizer, "optimizer", None)
         for chunk in self.chunks if inner is not None else ():
             for parameter in chunk.parameters():
                 state = inner.state.get(getattr(parameter, "main_param", parameter))
@@ -158,6 +177,7 @@ class _Chunk:
 
     def __init__(self, chunk: Any, passes: list[Any]) -> None:
         self.passes, self.microbatch, self.running = passes, -1, False
+        self.calls: dict[str, int] = {}  # of the modules in this microbatch
         chunk.register_forward_pre_hook(self._begin, with_kwargs=True)
         chunk.register_forward_hook(self._end)
         for name, module in chunk.named_modules():
@@ -172,6 +192,7 @@ class _Chunk:
     def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training:
             self.microbatch, self.running = self.microbatch + 1, True
+            self.calls.clear()
             tokens = kwargs.get("input_ids", args[0] if args else None)
             if torch.is_tensor(tokens):
                 self.passes.append(("F", self.microbatch, "tokens", tokens.clone()))
@@ -187,7 +208,9 @@ class _Chunk:
             output = output[0]
         if not self.running or not torch.is_tensor(output):
             return
-        at = self.microbatch
+        at, calls = self.microbatch, self.calls.get(name, 0) + 1
+        self.calls[name] = calls
+        name += f", call {calls}" * (calls > 1)  # multi-token prediction has several
         self.passes.append(("F", at, name, output.detach().clone()))
         if output.requires_grad:
             output.register_hook(

@@ -67,8 +67,7 @@ class Report:
         if self.needed is not None:
             layout, model = self.needed
             lines.append(f"smallest set of flags:   {' '.join(layout + model) or 'none'}")
-            if layout:
-                lines.append(f"without one of them the difference goes; drop {layout[-1]}")
+            lines.append("    (without any one of them the difference is gone, or nothing runs)")
         lines.append("")
         lines.append(f"run here: {self.shrunk.world} ranks, {self.shrunk.steps} steps")
         lines.append("smaller:  " + ", ".join(f"{n[2:]} {b} -> {a}" for n, b, a in self._sizes()))

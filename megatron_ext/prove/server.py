@@ -269,25 +269,14 @@ def _prepare_for_all() -> None:
 
 
 def _known_flags() -> list[str]:
-    """What Megatron's parser accepts, and our flags; asked for in a child."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        from megatron.training import arguments
+    """What Megatron's parser accepts, and our flags."""
+    from megatron.training import arguments
 
-        from megatron_ext.integration.arguments import add_arguments
+    from megatron_ext.integration.flags import add_arguments
 
-        parser = argparse.ArgumentParser(allow_abbrev=False)
-        add_arguments(arguments.add_megatron_arguments(parser))
-        known = [o for a in parser._actions for o in a.option_strings if o.startswith("--")]
-        with os.fdopen(write, "w") as pipe:
-            json.dump(known, pipe)
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        known = json.load(pipe)
-    os.waitpid(pid, 0)
-    return list(known)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(arguments.add_megatron_arguments(parser))
+    return [o for a in parser._actions for o in a.option_strings if o.startswith("--")]
 
 
 def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:

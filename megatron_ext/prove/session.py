@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .compare import Comparison, compare
-from .flags import NEEDS, Flags, is_layout
+from .flags import KEPT, NEEDS, Flags, is_layout
 from .server import Outcome, ScriptServer
 from .shrink import CP, PP, TP, Shrunk
 
@@ -63,6 +63,7 @@ class Session:
         folder: for all files.
         precision: of ``compare.EPSILON``.
         limit: seconds that a run may take.
+        uneven: samples have different numbers of tokens that count.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class Session:
         folder: Path,
         precision: str = "double",
         limit: float = 400.0,
+        uneven: bool = False,
     ) -> None:
         self._server, self._shrunk, self._folder = server, shrunk, folder
-        self._precision, self._limit = precision, limit
+        self._precision, self._limit, self._uneven = precision, limit, uneven
         self._weights: dict[tuple[str, ...], tuple[Path, Outcome]] = {}
         self._references: dict[tuple[str, ...], tuple[Path, Outcome]] = {}
         self._number = 0
@@ -87,7 +89,8 @@ class Session:
         self, name: str, flags: list[str], world: int, seed: int | None = None
     ) -> tuple[Path, Outcome]:
         folder = self._next(name)
-        outcome = self._server.run(flags, world, folder, self._limit, prelude=RECORDER, value=seed)
+        value = {"late": seed, "uneven": self._uneven}
+        outcome = self._server.run(flags, world, folder, self._limit, prelude=RECORDER, value=value)
         return folder, outcome
 
     def weights(self, flags: Flags) -> tuple[Path, Outcome]:
@@ -194,35 +197,30 @@ class Session:
         """
         flags = flags.copy()
         needed: tuple[list[str], list[str]] = ([], [])
-        for name in [*filter(is_layout, flags.names), *_model_switches(flags)]:
+        model = [name for name in flags.names if not is_layout(name) and name not in KEPT]
+        for name in [*filter(is_layout, flags.names), *model]:
             if name not in flags:
                 continue
             fewer = flags.copy()
             fewer.drop(name, *(n for n, uses in NEEDS.items() if name in uses))
             if name == PP:
-                fewer.drop(*(n for n in fewer.names if n.startswith("--pp-")))
+                fewer.drop(*fewer.matching(("--pp-",)))
+            if name == "--num-experts":
+                fewer.drop(*fewer.matching(("--moe-", "--expert-")))
             progress(f"without {name}")
             if self.check("without" + name, fewer).status == "different":
                 flags = fewer
             else:
-                needed[0 if is_layout(name) else 1].append(name)
+                needed[0 if is_layout(name) else 1].append(flags.text(name))
         return needed
-
-
-def _model_switches(flags: Flags) -> list[str]:
-    """Flags of the model that can be dropped one at a time: those without a value."""
-    return [n for n in flags.names if not flags.values(n) and not is_layout(n) and n not in _KEPT]
-
-
-_KEPT = ("--mock-data",)
 
 
 def reason(outcome: Outcome, world: int) -> str:
     """Why a run failed: our sentence, or the last error of the first rank that has one."""
-    errors = []
+    errors: list[str] = []
     for rank in range(world):
         text = outcome.log(rank)
-        ours = re.findall(r"^megatron_ext: (?!--device)(.*)", text, re.M)
+        ours: list[str] = re.findall(r"^megatron_ext: (?!--device)(.*)", text, re.M)
         if ours:
             return ours[-1]
         found = re.findall(r"^(?:\w+\.)*(\w*(?:Error|Exception)\b.*|\S+: error: .*)", text, re.M)

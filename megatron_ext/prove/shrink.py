@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from .flags import BY_DESIGN, DROPPED, GPU_ONLY, LAYOUT, OURS, PRECISION, Flags
 from .patterns import Stages, frequencies, hybrid, layout, stages_of
@@ -22,6 +23,10 @@ TP, PP, CP, EP = (
 )
 _VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 _PER_VIRTUAL = "--num-layers-per-virtual-pipeline-stage"
+_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+# Flags that give a rank more than one model chunk.
+LAYOUT_OF_CHUNKS = (_VIRTUAL, _PER_VIRTUAL, "--pipeline-model-parallel-layout")
+_ETP = "--expert-tensor-parallel-size"
 _DIVISIBLE = "--make-vocab-size-divisible-by"
 _HEAD = 8  # elements of a head
 _VOCABULARY = 64  # tokens a tensor-parallel rank
@@ -78,6 +83,16 @@ class Shrunk:
         return flags
 
 
+class Sizes(NamedTuple):
+    """Parallel sizes of the small layout."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    dp: int
+
+
 class Shrinker:
     """Makes the flags of a command small.
 
@@ -101,14 +116,14 @@ class Shrinker:
         steps: int = STEPS,
     ) -> None:
         self._given, self._flags = Flags(words), Flags(words)
-        self._ranks, self._steps, self._precision = ranks, steps, precision
-        self._lost: list[tuple[str, str]] = []
-        self._world = world
+        self._ranks, self._steps = ranks, steps
+        self._lost = _drop(self._flags, precision)
+        # Data-parallel ranks of the command; 0: not known.
+        self._ways = world // math.prod(self._number(name, 1) for name in (TP, PP, CP))
 
     def shrink(self) -> Shrunk:
         """The small configuration."""
-        self._drop()
-        self._parallel()
+        self._small = self._parallel()
         self._layers()
         self._sizes()
         self._batch()
@@ -119,7 +134,13 @@ class Shrinker:
             if name in self._flags and self._flags.values(name) != self._given.values(name)
         ]
         lost = [entry for entry in self._lost if entry[0].split()[0] not in self._flags]
-        return Shrunk(self._flags, self._dp * self._model, tuple(changes), tuple(lost), self._steps)
+        return Shrunk(
+            self._flags,
+            math.prod(self._small) // self._small.ep,
+            tuple(changes),
+            tuple(lost),
+            self._steps,
+        )
 
     def _number(self, name: str, default: int) -> int:
         return self._given.number(name, default)
@@ -132,64 +153,41 @@ class Shrinker:
         self._flags.set(name, value)
         return value
 
-    def _drop(self) -> None:
-        flags = self._flags
-        flags.drop(*flags.matching(DROPPED))
-        for names, why in ((GPU_ONLY, "needs a GPU"), (PRECISION, "precision")):
-            if names is PRECISION and self._precision == "own":
-                continue
-            for name in flags.matching(names):
-                self._lost.append((flags.text(name), why))
-                flags.drop(name)
-        for name in flags.matching(tuple(BY_DESIGN)):
-            self._lost.append((flags.text(name), BY_DESIGN[name]))
-            flags.drop(name)
-        for name in ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp"):
-            if name in flags:
-                raise ValueError(
-                    f"{name}: fully sharded data parallelism does not run on CPU ranks"
-                )
-        for name, why in (
-            ("flex", "a dispatcher of GPUs"),
-            ("global_aux_loss", "it counts tokens of the ranks' batches before this one"),
-        ):
-            for flag in ("--moe-token-dispatcher-type", "--moe-router-load-balancing-type"):
-                values = flags.values(flag)
-                if name in values:
-                    self._lost.append((f"{flag} {name}", why))
-                    instead = "alltoall" if name == "flex" else "aux_loss"
-                    flags.set(flag, *(instead if value == name else value for value in values))
-
-    def _parallel(self) -> None:
+    def _parallel(self) -> Sizes:
         """Parallel sizes: two of each kind, four stages; fewer where the ranks do not suffice."""
+        flags = self._flags
         tp, cp = min(2, self._number(TP, 1)), min(2, self._number(CP, 1))
         pp, ep = min(4, self._number(PP, 1)), min(2, self._number(EP, 1))
-        etp = self._number("--expert-tensor-parallel-size", self._number(TP, 1))
-        self._etp = min(2, etp)
-        data = self._world // math.prod(self._number(name, 1) for name in (TP, PP, CP))
+        etp = min(2, self._number(_ETP, self._number(TP, 1)))
         # Experts need so many data-parallel ranks; two are the least that have to agree.
-        needed = ep * self._etp // math.gcd(ep * self._etp, tp * cp)
-        self._dp = max(needed, 2 if data != 1 and self._world else 1)
-        if not self._world and tp * cp * pp * 2 <= self._ranks:
-            self._dp = max(self._dp, 2)
-        while tp * cp * pp * self._dp > self._ranks and self._dp > needed:
-            self._dp -= 1
-        while tp * cp * pp * self._dp > self._ranks and pp > 2:
+        dp = needed = ep * etp // math.gcd(ep * etp, tp * cp)
+        if self._ways > 1 or (not self._ways and tp * cp * pp * 2 <= self._ranks):
+            dp = max(2, needed)
+        while tp * cp * pp * dp > self._ranks and dp > needed:
+            dp -= 1
+        while tp * cp * pp * dp > self._ranks and pp > 2:
             pp = pp // 2
-        if tp * cp * pp * self._dp > self._ranks:
+        if tp * cp * pp * dp > self._ranks:
             raise ValueError(
-                f"the smallest layout of this kind has {tp * cp * pp * self._dp} ranks (TP {tp}, "
-                f"PP {pp}, CP {cp}, EP {ep}, DP {self._dp}), --ranks allows {self._ranks}"
+                f"the smallest layout of this kind has {tp * cp * pp * dp} ranks (TP {tp}, "
+                f"PP {pp}, CP {cp}, EP {ep}, DP {dp}), --ranks allows {self._ranks}"
             )
-        for name, size in ((TP, tp), (PP, pp), (CP, cp), (EP, ep)):
-            if name in self._flags:
-                self._flags.set(name, size)
-        if "--expert-tensor-parallel-size" in self._flags:
-            self._flags.set("--expert-tensor-parallel-size", self._etp)
-        self._tp, self._pp, self._cp, self._ep, self._model = tp, pp, cp, ep, tp * cp * pp
-        if "--hierarchical-context-parallel-sizes" in self._flags:
-            self._lost.append(("--hierarchical-context-parallel-sizes", "two CP ranks have none"))
-            self._flags.drop("--hierarchical-context-parallel-sizes")
+        for name, size in ((TP, tp), (PP, pp), (CP, cp), (EP, ep), (_ETP, etp)):
+            if name in flags:
+                flags.set(name, size)
+        for name, why in (
+            ("--hierarchical-context-parallel-sizes", "two CP ranks have none"),
+            ("--cp-comm-type", "needs a GPU"),
+            ("--overlap-param-gather-with-optimizer-step", "not with distributed checkpoints"),
+        ):
+            if name in flags:
+                self._lost.append((flags.text(name), why))
+                flags.drop(name)
+        if pp == 1:
+            flags.drop(*LAYOUT_OF_CHUNKS)
+        if _GROUP in flags:
+            flags.set(_GROUP, pp)
+        return Sizes(tp, pp, cp, ep, dp)
 
     def _layers(self) -> None:
         """The fewest layers that keep every stage and every kind of layer."""
@@ -203,10 +201,13 @@ class Shrinker:
             text, count = layout(flags.values("--pipeline-model-parallel-layout")[0], stages)
             flags.set("--pipeline-model-parallel-layout", text)
         elif ends:
-            # One layer a chunk at the ends that differ, two in the middle.
+            # One layer a chunk at the ends that differ, two in the middle. In V placement an end
+            # is a stage, else a rank.
+            folded = self._folded and _VIRTUAL not in flags
+            chunks, parts = (1, stages.number) if folded else (stages.chunks, stages.ranks)
             for name in ends:
-                flags.set(name, stages.chunks)
-            count = stages.chunks * (len(ends) + 2 * (stages.ranks - len(ends)))
+                flags.set(name, chunks)
+            count = chunks * (len(ends) + 2 * (parts - len(ends)))
         elif extra := len(flags.matching(("--account-for-",))):
             count = 2 * stages.number - extra
         elif _PER_VIRTUAL in flags:
@@ -221,24 +222,29 @@ class Shrinker:
         self._limit("--recompute-num-layers", 1)
         self._limit("--mtp-num-layers", 2)
 
+    @property
+    def _folded(self) -> bool:
+        """True for a schedule with V placement."""
+        return " ".join(self._flags.values("--pp-schedule")).startswith(_TWO_CHUNKS)
+
     def _stages(self) -> tuple[Stages, int]:
         """The small pipeline's stages, and how many the command's has."""
         ranks, chunks = self._number(PP, 1), self._number(_VIRTUAL, 1)
-        if " ".join(self._flags.values("--pp-schedule")).startswith(_TWO_CHUNKS):
+        if self._folded:
             chunks = 2
         if _PER_VIRTUAL in self._flags:
             chunks = self._number("--num-layers", 1) // ranks // self._number(_PER_VIRTUAL, 1)
         if text := self._flags.values("--pipeline-model-parallel-layout"):
             chunks = len(stages_of(text[0])) // ranks
         chunks = max(1, chunks)
-        small = Stages(self._pp, min(chunks, 2 if self._pp > 2 else 3))
+        small = Stages(self._small.pp, min(chunks, 2 if self._small.pp > 2 else 3))
         if _VIRTUAL in self._flags:
             self._flags.set(_VIRTUAL, small.chunks)
         return small, ranks * chunks
 
     def _sizes(self) -> None:
         """Hidden sizes, heads, experts, vocabulary, sequence."""
-        flags, tp = self._flags, self._tp
+        flags, tp = self._flags, self._small.tp
         heads, groups = self._number("--num-attention-heads", 4), 0
         if "--group-query-attention" in flags or "--num-query-groups" in flags:
             groups = min(self._number("--num-query-groups", 1), 2 * tp, heads)
@@ -248,8 +254,9 @@ class Shrinker:
         flags.set("--num-attention-heads", heads)
         hidden = _HEAD * heads
         flags.set("--hidden-size", hidden)
+        flags.set("--ffn-hidden-size", 2 * hidden)
         for name, size in (
-            *(("--kv-channels", _HEAD), ("--ffn-hidden-size", 2 * hidden)),
+            ("--kv-channels", _HEAD),
             *(("--q-lora-rank", hidden // 2), ("--kv-lora-rank", hidden // 2)),
             *(("--qk-head-dim", _HEAD), ("--qk-pos-emb-head-dim", _HEAD), ("--v-head-dim", _HEAD)),
             *(("--moe-ffn-hidden-size", hidden), ("--moe-shared-expert-intermediate-size", hidden)),
@@ -265,7 +272,7 @@ class Shrinker:
             if name in flags:
                 flags.set(name, size)
         self._experts()
-        sequence = 16 * self._cp
+        sequence = 16 * self._small.cp
         flags.set("--seq-length", sequence)
         flags.set("--max-position-embeddings", sequence)
         for name in ("--original-max-position-embeddings", "--window-size", "--decoder-seq-length"):
@@ -289,8 +296,8 @@ class Shrinker:
         topk = self._limit("--moe-router-topk", 2)
         if "--moe-router-group-topk" in flags:
             flags.set("--moe-router-group-topk", 1)
-        experts = min(given, max(4, 2 * self._ep, 2 * topk, 2 * groups))
-        flags.set("--num-experts", experts - experts % self._ep)
+        experts = min(given, max(4, 2 * self._small.ep, 2 * topk, 2 * groups))
+        flags.set("--num-experts", experts - experts % self._small.ep)
 
     def _batch(self) -> None:
         flags = self._flags
@@ -298,13 +305,12 @@ class Shrinker:
         given = self._number("--global-batch-size", 0) // max(
             1, self._number("--micro-batch-size", 1)
         )
-        ways = self._world // math.prod(self._number(name, 1) for name in (TP, PP, CP))
-        number = given // ways if ways and given else 2 * self._pp
-        number = max(1, min(number, 2 * self._pp))
-        if number > self._pp:
-            number -= number % self._pp
+        number = given // self._ways if self._ways and given else 2 * self._small.pp
+        number = max(1, min(number, 2 * self._small.pp))
+        if number > self._small.pp:
+            number -= number % self._small.pp
         flags.set("--micro-batch-size", micro)
-        flags.set("--global-batch-size", number * micro * self._dp)
+        flags.set("--global-batch-size", number * micro * self._small.dp)
 
     def _run(self) -> None:
         """What all runs have: data, a constant learning rate, no rounding made large by Adam."""
@@ -327,3 +333,36 @@ class Shrinker:
         ):
             name, *values = text.split()
             flags.set(name, *values)
+
+
+def _drop(flags: Flags, precision: str) -> list[tuple[str, str]]:
+    """Drop what CPU ranks cannot run, what has no influence, and what depends on the layout by
+    design; returns (flag, why) of what is lost by it.
+
+    Raises:
+        ValueError: nothing would be left of the layout.
+    """
+    lost = []
+    flags.drop(*flags.matching(DROPPED))
+    reasons = [(GPU_ONLY, "needs a GPU")] + [(PRECISION, "precision")] * (precision != "own")
+    for names, why in reasons:
+        for name in flags.matching(names):
+            lost.append((flags.text(name), why))
+            flags.drop(name)
+    for name in flags.matching(tuple(BY_DESIGN)):
+        lost.append((flags.text(name), BY_DESIGN[name]))
+        flags.drop(name)
+    for name in flags.matching(("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")):
+        raise ValueError(f"{name}: fully sharded data parallelism does not run on CPU ranks")
+    for name, old, new, why in (
+        ("--moe-token-dispatcher-type", "flex", "alltoall", "a dispatcher of GPUs"),
+        (
+            *("--moe-router-load-balancing-type", "global_aux_loss", "aux_loss"),
+            "it counts tokens of the ranks' batches before this one",
+        ),
+    ):
+        values = flags.values(name)
+        if old in values:
+            lost.append((f"{name} {old}", why))
+            flags.set(name, *(new if value == old else value for value in values))
+    return lost

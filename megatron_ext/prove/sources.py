@@ -91,14 +91,19 @@ def from_yaml(text: str) -> Command:
             name, value = match.group(1), re.sub(r"(?:^|\s)#.*$", "", match.group(2))
             value = value.strip("'\"")
             if value.lower() != "false":
-                flags += [name] if value.lower() == "true" else [name, *_yaml_words(value)]
+                flags += [name] if value.lower() == "true" else [name, *_words(name, value)]
     if not flags:
         raise ValueError("no flags under MODEL_ARGS")
     return Command("", flags, world, True)
 
 
-def _yaml_words(value: str) -> list[str]:
-    return [value] if value.startswith(("[", "(")) else shlex.split(value)
+def _words(name: str, value: str) -> list[str]:
+    """The words of a YAML value; a list of frequencies is one, as Megatron reads it."""
+    if name.endswith("-freq"):
+        return [value]
+    if value.startswith("[") and value.endswith("]"):
+        value = value[1:-1].replace(",", " ")
+    return shlex.split(value)
 
 
 _ARRAY = re.compile(r"\s*(?:export\s+|local\s+)?(\w+)(\+?)=\((.*)\)\s*", re.S)
@@ -241,7 +246,7 @@ def from_settings(settings: Mapping[str, Any]) -> Command:
         if value is True:
             flags.append(flag)
         elif isinstance(value, list):
-            flags += [flag, str(value) if "freq" in name else " ".join(map(str, value))]
+            flags += [flag, str(value)] if "freq" in name else [flag, *map(str, value)]
         elif value is not False and isinstance(value, int | float | str):
             flags += [flag, str(value)]
     if "--num-query-groups" in flags:

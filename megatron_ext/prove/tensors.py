@@ -120,7 +120,10 @@ def read(folder: Path, world: int, step: int) -> Step:
         for _, where, part in reversed(given):  # the first rank's part counts
             tensor[where] = part.double()
         wholes[key] = Whole(tensor, given)
-    return Step(wholes, places, skipped)
+    # In the order of a step; passes are in the order in which they were written.
+    after = {"gradient": 1, "log": 2}
+    order = sorted(wholes, key=lambda key: after.get(key.what, 0 if key.sample >= 0 else 3))
+    return Step({key: wholes[key] for key in order}, places, skipped)
 
 
 def _logged(folder: Path, step: int) -> dict[str, float]:
@@ -149,7 +152,7 @@ def _in_pass(
     own, shape = tensor.shape[axis], list(tensor.shape)
     shape[axis] = sequence
     start, width = 0, None
-    if name == "output_layer" and own == sequence // cp:
+    if name.startswith("output_layer") and own == sequence // cp:
         shape[-1] *= tp
         width = tensor.shape[-1]
         start = place["tp_rank"] * width

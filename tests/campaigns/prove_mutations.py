@@ -61,7 +61,7 @@ class Mutation(NamedTuple):
 
 
 _FINALIZE = "core/distributed/finalize_model_grads.py"
-_DDP = "core/distributed/distributed_data_parallel.py"
+_BUFFER = "core/distributed/param_and_grad_buffer.py"
 _LAYERS = "core/tensor_parallel/layers.py"
 _MAPPINGS = "core/tensor_parallel/mappings.py"
 _ENTROPY = "core/tensor_parallel/cross_entropy.py"
@@ -76,14 +76,15 @@ MUTATIONS = (
     Mutation("reduction of the tied embedding's gradient dropped", _FINALIZE,
              "torch.distributed.all_reduce(grad, group=embd_group)", "pass",
              _PP, ("embedding",)),
-    Mutation("data-parallel mean applied twice", _DDP,
-             "gradient_scaling_factor = 1.0 / data_parallel_world_size",
-             "gradient_scaling_factor = 1.0 / data_parallel_world_size ** 2",
+    Mutation("data-parallel mean applied twice", _BUFFER,
+             "bucket.grad_data *= bucket.gradient_scaling_factor",
+             "bucket.grad_data *= bucket.gradient_scaling_factor ** 2",
              f"{_PP} {_UNTIED} --world-size 4", ("DP ranks",)),
-    Mutation("expert gradients scaled by the wrong group", _DDP,
-             "expert_gradient_scaling_factor = 1.0 / data_parallel_world_size",
-             "expert_gradient_scaling_factor = 1.0 / self.expt_dp_group.size()",
-             f"{_PP} {_UNTIED} {_MOE}", ("expert",)),
+    Mutation("experts' gradients scaled by the ranks of experts", _BUFFER,
+             "bucket.grad_data *= bucket.gradient_scaling_factor",
+             "bucket.grad_data *= bucket.gradient_scaling_factor * (1 if self."
+             "data_parallel_group.size() > 1 else torch.distributed.get_world_size() ** 0.5)",
+             f"{_PP} {_UNTIED} {_MOE}", ("expert", "DP ranks")),
     Mutation("layer offset of a stage one too low", "core/transformer/transformer_layer.py",
              "offset = pp_rank * num_layers_per_pipeline_rank",
              "offset = max(0, pp_rank * num_layers_per_pipeline_rank - 1)",
@@ -133,7 +134,8 @@ MUTATIONS = (
              " * self.num_local_experts",
              f"{_PP} {_UNTIED} {_MOE}", ("layer", "expert"), "class SequentialMLP"),
     Mutation("probabilities sent with exchanged splits", f"{_MOE_FILES}/token_dispatcher.py",
-             "permuted_probs,", "torch.flip(permuted_probs, (0,)),",
+             "permuted_probs,",
+             "permuted_probs if self.ep_size == 1 else torch.flip(permuted_probs, (0,)),",
              f"{_PP} {_UNTIED} {_MOE}", ("layer",), "global_probs = all_to_all("),
     Mutation("auxiliary loss scaled by the number of microbatches once more", _SCHEDULES,
              "MoEAuxLossAutoScaler.set_loss_scale("
@@ -157,7 +159,7 @@ MUTATIONS = (
              f"{_PP} {_UNTIED} {_OPTIMIZER}", ("weight",), "def step_with_ready_grads"),
     Mutation("microbatches of a virtual stage exchanged", _SCHEDULES,
              "microbatch_id_in_model_chunk = microbatch_id_table[iteration_id]",
-             "microbatch_id_in_model_chunk = microbatch_id_table[iteration_id] ^ 1",
+             "microbatch_id_in_model_chunk = microbatch_id_table[iteration_id] % 2",
              f"{_PP} {_VPP} {_UNTIED}", ("microbatch", "layer", "loss")),
     Mutation("gradient of the message before", _P2P,
              "output_tensor_grads.append(output_tensor_grad)",
