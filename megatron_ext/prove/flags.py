@@ -38,8 +38,6 @@ LAYOUT = (
     "--overlap-p2p-communication-warmup-flush",
     "--overlap-moe-expert-parallel-comm",
     "--delay-wgrad-compute",
-    "--defer-embedding-wgrad-compute",
-    "--wgrad-deferral-limit",
     "--no-async-tensor-model-parallel-allreduce",
     "--use-tp-pp-dp-mapping",
     "--recompute-granularity",
@@ -120,7 +118,7 @@ GPU_ONLY = (
     *("--gradient-accumulation-fusion", "--no-gradient-accumulation-fusion", "--use-te-"),
     *("--moe-shared-expert-overlap", "--fused-", "--no-fused", "--bias-", "--flash-decode"),
     *(
-        "--apply-layernorm-1p",
+        *("--apply-layernorm-1p", "--defer-embedding-wgrad-compute", "--wgrad-deferral-limit"),
         "--min-offloaded",
         "--activation-offload",
         "--overlap-cpu-optimizer",

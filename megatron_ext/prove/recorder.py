@@ -192,7 +192,8 @@ class _Chunk:
     def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training:
             self.microbatch, self.running = self.microbatch + 1, True
-            self.calls.clear()
+            # A stage that embeds for multi-token prediction alone has no first call.
+            self.calls = {} if getattr(module, "pre_process", True) else {"embedding": 1}
             tokens = kwargs.get("input_ids", args[0] if args else None)
             if torch.is_tensor(tokens):
                 self.passes.append(("F", self.microbatch, "tokens", tokens.clone()))

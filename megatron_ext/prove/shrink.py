@@ -352,6 +352,10 @@ def _drop(flags: Flags, precision: str) -> list[tuple[str, str]]:
     for name in flags.matching(tuple(BY_DESIGN)):
         lost.append((flags.text(name), BY_DESIGN[name]))
         flags.drop(name)
+    if precision != "own":
+        for name in flags.matching(("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")):
+            lost.append((name, "Megatron has it for 16-bit models only"))
+            flags.drop(name)
     for name in flags.matching(("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")):
         raise ValueError(f"{name}: fully sharded data parallelism does not run on CPU ranks")
     for name, old, new, why in (
@@ -359,6 +363,10 @@ def _drop(flags: Flags, precision: str) -> list[tuple[str, str]]:
         (
             *("--moe-router-load-balancing-type", "global_aux_loss", "aux_loss"),
             "it counts tokens of the ranks' batches before this one",
+        ),
+        (
+            *("--moe-router-load-balancing-type", "sinkhorn", "none"),
+            "it balances each rank's own tokens",
         ),
     ):
         values = flags.values(name)
