@@ -31,6 +31,7 @@ _DIVISIBLE = "--make-vocab-size-divisible-by"
 _HEAD = 8  # elements of a head
 _VOCABULARY = 64  # tokens a tensor-parallel rank
 _TWO_CHUNKS = ("v-", "dualpipev", "auto")
+HYBRID = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _FREQUENCIES = (
     *("--moe-layer-freq", "--linear-attention-freq", "--window-attn-skip-freq", "--no-rope-freq"),
 )
@@ -80,6 +81,8 @@ class Shrunk:
         # Megatron pads the vocabulary to a multiple of this times TP.
         flags.set(_DIVISIBLE, _VOCABULARY * flags.number(TP, 1))
         flags.drop(*flags.matching(OURS), *LAYOUT)
+        for name in flags.matching(HYBRID):
+            flags.set(name, flags.values(name)[0].replace("|", ""))
         return flags
 
 
@@ -212,7 +215,7 @@ class Shrinker:
             count = 2 * stages.number - extra
         elif _PER_VIRTUAL in flags:
             flags.set(_PER_VIRTUAL, each)
-        for name in flags.matching(("--hybrid-layer-pattern", "--hybrid-override-pattern")):
+        for name in flags.matching(HYBRID):
             text, count = hybrid(flags.values(name)[0], stages)
             flags.set(name, text)
         if "--num-layers" in flags:
@@ -373,4 +376,12 @@ def _drop(flags: Flags, precision: str) -> list[tuple[str, str]]:
         if old in values:
             lost.append((f"{name} {old}", why))
             flags.set(name, *(new if value == old else value for value in values))
+            if old == "sinkhorn":
+                flags.set("--moe-router-pre-softmax")  # which one expert a token asks for
+    modules = flags.values("--recompute-modules")
+    if "moe_act" in modules:
+        lost.append(("--recompute-modules moe_act", "needs grouped products of experts"))
+        flags.set("--recompute-modules", *(one for one in modules if one != "moe_act"))
+        if modules == ["moe_act"]:
+            flags.drop(*flags.matching(("--recompute-",)))
     return lost
