@@ -19,13 +19,13 @@ class Report:
     Attributes:
         shrunk: what was run.
         checks: in their order.
-        needed: flags (of the layout, of the model) without which the first difference goes.
+        needed: flags without any one of which the first difference goes.
         seconds: of everything.
     """
 
     shrunk: Shrunk
     checks: list[Check]
-    needed: tuple[list[str], list[str]] | None = None
+    needed: list[str] | None = None
     seconds: float = 0.0
 
     @property
@@ -49,7 +49,7 @@ class Report:
             "seconds": round(self.seconds, 1),
         }
         if self.needed is not None:
-            found["smallest_set"] = {"layout": self.needed[0], "model": self.needed[1]}
+            found["smallest_set"] = self.needed
         return found
 
     @property
@@ -65,8 +65,7 @@ class Report:
                 for name, why in check.comparison.skipped.items():
                     lines.append(f"    not compared: {name}: {why}")
         if self.needed is not None:
-            layout, model = self.needed
-            lines.append(f"smallest set of flags:   {' '.join(layout + model) or 'none'}")
+            lines.append(f"smallest set of flags:   {' '.join(self.needed) or 'none'}")
             lines.append("    (without any one of them the difference is gone, or nothing runs)")
         lines.append("")
         lines.append(f"run here: {self.shrunk.world} ranks, {self.shrunk.steps} steps")
@@ -100,7 +99,7 @@ class Report:
         )
         smallest = ""
         if self.needed is not None:
-            flags = " ".join(self.needed[0] + self.needed[1]) or "none"
+            flags = " ".join(self.needed) or "none"
             smallest = f"<p>Smallest set of flags: <code>{html.escape(flags)}</code>"
         return _PAGE.format(
             verdict="equal" if self.equal else "not equal",

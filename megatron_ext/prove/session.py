@@ -189,29 +189,34 @@ class Session:
         again, ended = self._run("resumed", [*flags.words, "--load", str(saved)], world)
         return self._judge(name, ended, again, world, folder, world, exact=True, first=steps)
 
-    def smallest(self, flags: Flags, progress: Progress) -> tuple[list[str], list[str]]:
-        """The flags that a difference needs: (of the layout, of the model).
+    def smallest(self, flags: Flags, progress: Progress) -> list[str]:
+        """The flags that a difference needs, with their values.
 
-        Each is dropped in turn, with those that are of no use without it; what is dropped without
-        the difference going stays dropped.
+        Halves of the flags are dropped in turn, each flag with those that are of no use without
+        it; what is dropped without the difference going stays dropped, what is not is halved.
         """
-        flags = flags.copy()
-        needed: tuple[list[str], list[str]] = ([], [])
+        needed: list[str] = []
         model = [name for name in flags.names if not is_layout(name) and name not in KEPT]
-        for name in [*filter(is_layout, flags.names), *model]:
-            if name not in flags:
+        blocks = [[name for name in flags.names if is_layout(name)], model]
+        while blocks:
+            names = [name for name in blocks.pop(0) if name in flags]
+            if not names:
                 continue
             fewer = flags.copy()
-            fewer.drop(name, *(n for n, uses in NEEDS.items() if name in uses))
-            if name == PP:
-                fewer.drop(*fewer.matching(("--pp-",)))
-            if name == "--num-experts":
-                fewer.drop(*fewer.matching(("--moe-", "--expert-")))
-            progress(f"without {name}")
-            if self.check("without" + name, fewer).status == "different":
+            for name in names:
+                fewer.drop(name, *(n for n, uses in NEEDS.items() if name in uses))
+                if name == PP:
+                    fewer.drop(*fewer.matching(("--pp-",)))
+                if name == "--num-experts":
+                    fewer.drop(*fewer.matching(("--moe-", "--expert-")))
+            progress("without " + " ".join(names))
+            if self.check("without", fewer).status == "different":
                 flags = fewer
+            elif len(names) > 1:
+                middle = len(names) // 2
+                blocks[:0] = [names[:middle], names[middle:]]
             else:
-                needed[0 if is_layout(name) else 1].append(flags.text(name))
+                needed.append(flags.text(names[0]))
         return needed
 
 
