@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ext.prove.server import ScriptServer
 from megatron_ext.prove.session import Check, Session
@@ -35,6 +35,55 @@ SCRIPTS = {
     "hybrid": "pretrain_hybrid.py",
 }
 _GPUS = 8  # that the tests are made for
+_MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
+--seq-length 4096 --max-position-embeddings 4096 --swiglu --position-embedding-type rope
+--normalization RMSNorm --disable-bias-linear --micro-batch-size 1 --global-batch-size 64
+--untie-embeddings-and-output-weights --bf16"""
+
+
+class Finding(NamedTuple):
+    """Something of stock's that differs from one process.
+
+    Attributes:
+        flags: beside ``_MODEL``.
+        uneven: samples have different numbers of tokens that count.
+        why: what was found in Megatron's code, or in its issues.
+    """
+
+    flags: str
+    uneven: bool
+    why: str
+
+
+FINDINGS = (
+    Finding(
+        "--tensor-model-parallel-size 2 --softmax-type learnable --clip-grad 0.05",
+        False,
+        "Learnable attention sinks are split over TP, but the clipping norm takes them for copies "
+        "and counts one rank's (issue 7452, number 8).",
+    ),
+    Finding(
+        "--context-parallel-size 2 --mtp-num-layers 1",
+        False,
+        "The scale of the loss of multi-token prediction lacks the factor CP that auxiliary losses "
+        "of experts have (pull request 3959, closed).",
+    ),
+    Finding(
+        "--tensor-model-parallel-size 2 --multi-latent-attention --q-lora-rank 1536 "
+        "--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128",
+        False,
+        "With Megatron's own layers (not Transformer Engine's) the positional part of the keys is "
+        "gathered over TP and used by each rank's heads; the gather's backward pass keeps a part "
+        "of a gradient that has these heads' share only (`multi_latent_attention.py`, "
+        "`get_query_key_value_tensors`).",
+    ),
+    Finding(
+        "--context-parallel-size 2",
+        True,
+        "Without `--calculate-per-token-loss` each context-parallel rank divides by the tokens "
+        "that count in its own part of a sample: known, and of no effect on even masks.",
+    ),
+)
 
 
 def cases(root: Path, part: str) -> Iterator[tuple[str, str, list[str], Shrunk | str]]:
@@ -124,12 +173,38 @@ def _both(
     return rows
 
 
+def findings(root: Path) -> list[str]:
+    """Lines of a page: each finding's command, first difference and smallest set of flags."""
+    lines = []
+    with ScriptServer(root / "pretrain_gpt.py", double=True) as server:
+        for one in FINDINGS:
+            shrunk = Shrinker(f"{_MODEL} {one.flags}".split()).shrink()
+            with tempfile.TemporaryDirectory(prefix="finding-") as scratch:
+                session = Session(server, shrunk, Path(scratch), uneven=one.uneven)
+                check = session.check("stock", shrunk.stock)
+                if check.comparison is None or check.comparison.equal:
+                    lines.append(f"- `{one.flags}`: {check.status} {check.detail}")
+                    continue
+                needed = " ".join(session.smallest(shrunk.stock, lambda text: None))
+            options = " --uneven-masks" * one.uneven
+            lines += [
+                f"### `{needed}`",
+                "",
+                one.why,
+                "",
+                f"    megatron-ext prove{options} -- pretrain_gpt.py $MODEL {one.flags}",
+                f"    {check.comparison.differences[0].text}",
+                "",
+            ]
+    return lines
+
+
 def read(results: Path) -> list[dict[str, Any]]:
     """The lines of a results file."""
     return [json.loads(x) for x in results.read_text().splitlines()] if results.exists() else []
 
 
-def page(rows: list[dict[str, Any]], tag: str) -> str:
+def page(rows: list[dict[str, Any]], shown: list[str], tag: str) -> str:
     """The results as Markdown."""
     lines = [
         "# Megatron's functional tests, proved",
@@ -149,6 +224,14 @@ def page(rows: list[dict[str, Any]], tag: str) -> str:
             + ", ".join(f"{number} {status}" for status, number in count.most_common())
             + f"; largest difference of an equal one {largest:.1e}"
         )
+    lines += [
+        "",
+        "## Errors of stock that commands show",
+        "",
+        f"`MODEL='{' '.join(_MODEL.split())}'`",
+        "",
+        *shown,
+    ]
     for status, title in (("different", "Different"), ("failed", "Do not run"), ("hung", "Hang")):
         own = [one for one in rows if one["status"] == status]
         if not own:
@@ -171,7 +254,7 @@ def main() -> int:
     options = parser.parse_args()
     start = time.monotonic()
     run(existing(MAIN_TAG), options.part, options.results)
-    text = page(read(options.results), MAIN_TAG)
+    text = page(read(options.results), findings(existing(MAIN_TAG)), MAIN_TAG)
     if options.output is not None:
         options.output.write_text(text)
     print(text)

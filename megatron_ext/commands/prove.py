@@ -83,9 +83,7 @@ def _prove(args: argparse.Namespace) -> int:
     script = _script(args.script or command.script or "pretrain_gpt")
     with user_input():
         world = args.world_size or command.world
-        shrunk = shrink.Shrinker(
-            command.flags, world, args.ranks, args.precision, args.steps
-        ).shrink()
+        shrunk = shrink.Shrinker(command.flags, world, args.ranks, args.steps).shrink()
     if args.show:
         print(f"{shrunk.world} ranks: {script} {' '.join(shrunk.flags.words)}")
         return 0

@@ -21,7 +21,7 @@ import torch
 
 from .tensors import Key, Step, read
 
-EPSILON = {"double": 2.0**-52, "single": 2.0**-23, "own": 2.0**-8}
+EPSILON = {"double": 2.0**-52, "single": 2.0**-23}
 _GROUPS = ("tp", "cp", "dp", "ep", "pp", "microbatches")
 _FLOOR = 1e-3
 
@@ -270,7 +270,7 @@ def _cause(key: Key, mine: torch.Tensor, wanted: Step, found: Step, before: Step
             return f"equal to that of microbatch {other.sample}: messages or data are exchanged"
     if before is not None and key in before.wholes and _same(mine, before.wholes[key].tensor):
         return "equal to that of the step before: it was not updated, or read from an old buffer"
-    return _ratio(mine, right, found.places) or _blocks(key, mine, right) or _inputs(key, wanted)
+    return _ratio(mine, right, found.places) or _blocks(key, mine, right) or _inputs(key, found)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -283,13 +283,17 @@ def _ratio(mine: torch.Tensor, right: torch.Tensor, places: list[dict[str, int]]
     factor = float((mine * right).sum()) / square if square else 0.0
     if not factor or not _same(mine, right * factor):
         return ""
-    for name in _GROUPS:
-        size = places[0][name]
+    sizes = {name: places[0][name] for name in _GROUPS if places[0][name] > 1}
+    for size in sorted(set(sizes.values())):
         for value, text in ((size, f"{size}"), (1 / size, f"1/{size}")):
-            if size > 1 and abs(factor / value - 1) < 1e-6:
-                what = "microbatches" if name == "microbatches" else f"{name.upper()} ranks"
+            if abs(factor / value - 1) < 1e-6:
+                what = " or ".join(
+                    f"{size} {name if name == 'microbatches' else name.upper() + ' ranks'}"
+                    for name in sizes
+                    if sizes[name] == size
+                )
                 return (
-                    f"{text} times the right value, and there are {size} {what}: "
+                    f"{text} times the right value, and there are {what}: "
                     "a scale or a reduction over them is missing or applied twice"
                 )
     return f"{factor:.6g} times the right value: a scale is wrong" if mine.dim() else ""
@@ -308,10 +312,12 @@ def _blocks(key: Key, mine: torch.Tensor, right: torch.Tensor) -> str:
     return ""
 
 
-def _inputs(key: Key, wanted: Step) -> str:
+def _inputs(key: Key, found: Step) -> str:
     """What to look at where the numbers themselves say nothing."""
     if key.what == "F" and key.name == "tokens":
         return "this rank reads other samples"
+    if key.what in ("F", "B") and _received(key, found):
+        return "the first of its stage: the message that came from the other one, or its own pass"
     if key.what == "F":
         return "computed from the right input: the module's own arithmetic, or its weights"
     if key.what == "B":
@@ -323,3 +329,17 @@ def _inputs(key: Key, wanted: Step) -> str:
     if key.what == "log":
         return "all tensors before it are right: the sum over ranks that is logged"
     return "all gradients are right: clipping, the optimizer, or its update of this parameter"
+
+
+def _received(key: Key, found: Step) -> bool:
+    """True for the first layer of a stage in F, the last in B: its input came in a message."""
+    number = key.name.removeprefix("layer ")
+    if not number.isdigit():
+        return False
+    other = key._replace(name=f"layer {int(number) + (1 if key.what == 'B' else -1)}")
+    if other not in found.wholes:
+        return False
+    here, there = (
+        {found.places[rank]["pp_rank"] for rank in found.wholes[one].ranks} for one in (key, other)
+    )
+    return here != there

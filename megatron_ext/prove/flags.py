@@ -74,6 +74,7 @@ KEPT = (
     *("--make-vocab-size-divisible-by", "--train-iters", "--lr", "--lr-decay-style", "--adam-eps"),
     *("--attention-dropout", "--hidden-dropout", "--tokenizer-type", "--split", "--eval-iters"),
     *("--eval-interval", "--log-interval", "--seed", "--ckpt-format"),
+    *("--no-check-for-nan-in-loss-and-grad", "--rerun-mode", "--ffn-hidden-size"),
 )
 # Without influence on the numbers of the first steps, or about files that are not here.
 DROPPED = (

@@ -103,7 +103,6 @@ class Shrinker:
         words: the flags of a training script.
         world: ranks that the command runs on; 0: not known.
         ranks: the most that may be used here.
-        precision: ``double``, ``single``, or ``own`` (the command's).
         steps: training steps to run.
 
     Raises:
@@ -115,12 +114,11 @@ class Shrinker:
         words: Sequence[str],
         world: int = 0,
         ranks: int = MOST_RANKS,
-        precision: str = "double",
         steps: int = STEPS,
     ) -> None:
         self._given, self._flags = Flags(words), Flags(words)
         self._ranks, self._steps = ranks, steps
-        self._lost = _drop(self._flags, precision)
+        self._lost = _drop(self._flags)
         # Data-parallel ranks of the command; 0: not known.
         self._ways = world // math.prod(self._number(name, 1) for name in (TP, PP, CP))
 
@@ -333,12 +331,15 @@ class Shrinker:
             "--log-interval 1",
             "--seed 1234",
             "--ckpt-format torch_dist",
+            # What is not a number is compared, too, and named.
+            "--no-check-for-nan-in-loss-and-grad",
+            "--rerun-mode disabled",
         ):
             name, *values = text.split()
             flags.set(name, *values)
 
 
-def _drop(flags: Flags, precision: str) -> list[tuple[str, str]]:
+def _drop(flags: Flags) -> list[tuple[str, str]]:
     """Drop what CPU ranks cannot run, what has no influence, and what depends on the layout by
     design; returns (flag, why) of what is lost by it.
 
@@ -347,18 +348,16 @@ def _drop(flags: Flags, precision: str) -> list[tuple[str, str]]:
     """
     lost = []
     flags.drop(*flags.matching(DROPPED))
-    reasons = [(GPU_ONLY, "needs a GPU")] + [(PRECISION, "precision")] * (precision != "own")
-    for names, why in reasons:
+    for names, why in ((GPU_ONLY, "needs a GPU"), (PRECISION, "precision")):
         for name in flags.matching(names):
             lost.append((flags.text(name), why))
             flags.drop(name)
     for name in flags.matching(tuple(BY_DESIGN)):
         lost.append((flags.text(name), BY_DESIGN[name]))
         flags.drop(name)
-    if precision != "own":
-        for name in flags.matching(("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")):
-            lost.append((name, "Megatron has it for 16-bit models only"))
-            flags.drop(name)
+    for name in flags.matching(("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")):
+        lost.append((name, "Megatron has it for 16-bit models only"))
+        flags.drop(name)
     for name in flags.matching(("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")):
         raise ValueError(f"{name}: fully sharded data parallelism does not run on CPU ranks")
     for name, old, new, why in (

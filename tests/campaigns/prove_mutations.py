@@ -157,10 +157,10 @@ MUTATIONS = (
     Mutation("updated parameters not gathered", "core/optimizer/distrib_optimizer.py",
              "self.start_param_sync_for_bucket_group_subset()", "pass",
              f"{_PP} {_UNTIED} {_OPTIMIZER}", ("weight",), "def step_with_ready_grads"),
-    Mutation("microbatches of a virtual stage exchanged", _SCHEDULES,
-             "microbatch_id_in_model_chunk = microbatch_id_table[iteration_id]",
-             "microbatch_id_in_model_chunk = microbatch_id_table[iteration_id] % 2",
-             f"{_PP} {_VPP} {_UNTIED}", ("microbatch", "layer", "loss")),
+    Mutation("tied gradient added twice", _FINALIZE,
+             "torch.distributed.all_reduce(grad, group=embd_group)",
+             "torch.distributed.all_reduce(grad, group=embd_group); grad *= embd_group.size()",
+             _PP, ("2 PP ranks",)),
     Mutation("gradient of the message before", _P2P,
              "output_tensor_grads.append(output_tensor_grad)",
              "output_tensor_grads.append(getattr(self, '_last', None) if getattr("
@@ -170,6 +170,10 @@ MUTATIONS = (
     Mutation("activation sent twice as large", _P2P,
              "tensor_send_next=output_tensor,", "tensor_send_next=output_tensor * 2,",
              f"{_PP} {_UNTIED}", ("layer",), "def send_forward_recv_backward"),
+    Mutation("messages read before they have arrived", _P2P,
+             "req.wait()", "pass",
+             f"{_PP} {_UNTIED}", ("not a number", "message"),
+             "if wait_on_reqs and len(reqs) > 0:"),
 )  # fmt: skip
 
 
