@@ -34,10 +34,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_ext.prove.server import ScriptServer
 from tests.support.architectures import ARCHITECTURES
 from tests.support.feature_runs import DEFECTS, SCHEDULES, Cell, run_feature
 from tests.support.features import FEATURES
-from tests.support.script_server import ScriptServer
 
 
 def version_of(checkout: Path) -> tuple[int, int]:

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ranks import add_arguments, priority, save
+from megatron_ext.prove.server import ScriptServer
 from megatron_ext.schedule import Costs, Schedule, simulate
 from megatron_ext.schedule.select import ScheduleSpec, select
 from tests.support import ROOT
 from tests.support.features import BASE, MOE
-from tests.support.script_server import ScriptServer
 
 FLAG = "--overlap-moe-expert-parallel-comm"
 CLOCK = ROOT / "benchmarks" / "overlap_clock.py"

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ranks import add_arguments, priority, save
+from megatron_ext.prove.server import ScriptServer
 from megatron_ext.schedule import lower, simulate
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import GENERATORS, generate
 from megatron_ext.schedule.post_validation import add_post_validation, steady_time
 from tests.support import ROOT
-from tests.support.script_server import ScriptServer
 
 HERE = Path(__file__).resolve().parent
 

@@ -10,23 +10,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from . import __version__
-from .commands import (
-    check,
-    checkpoint,
-    compare,
-    doctor,
-    patch,
-    plan,
-    reproduce,
-    schedule,
-    show,
-    simulate,
-)
 from .commands.common import InputError, Parser
 
-_COMMANDS = (simulate, schedule, compare, plan, check, show, checkpoint, patch, doctor, reproduce)
+_COMMANDS = (
+    *("simulate", "schedule", "compare", "plan", "check", "show", "checkpoint", "patch", "doctor"),
+    *("reproduce", "prove"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="megatron-ext", description="Pipeline schedules for stock Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"megatron-ext {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for module in _COMMANDS:
-        module.add(commands)
+    for name in _COMMANDS:
+        import_module(f".commands.{name}", __package__).add(commands)
     args = parser.parse_args(argv)
     try:
         status: int | None = args.run(args)

@@ -186,7 +186,7 @@ class MegatronRunner(StageRunner):
         return result
 
     def first_microbatch(self, microbatch: int) -> Any:
-        """What Megatron's forward step is told of it: weights may have changed before."""
+        """An argument of Megatron's forward step: weights may have changed before it."""
         it = self._it
         return self._schedules.check_first_val_step(
             it.first_val_step, it.forward_only, microbatch == 0

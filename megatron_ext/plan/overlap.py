@@ -58,20 +58,36 @@ CONFLICTS = (
 )
 
 
-def refusal(job: Job) -> str | None:
-    """Why training refuses passes in pairs for this job; None: it does not."""
-    ranks, depths = job.expert_model_parallel_size, len(job.mtp_layers)
+def unmet(experts: int | None, ranks: int, depths: int, half: bool) -> str | None:
+    """What Megatron's own pairs need and this model has not; None: nothing.
+
+    Args:
+        experts: of a layer.
+        ranks: of expert parallelism.
+        depths: of multi-token prediction.
+        half: parameters have 16 bits.
+    """
     needs = {
-        f"experts, but --num-experts is {job.num_experts}": bool(job.num_experts),
+        f"experts, but --num-experts is {experts}": bool(experts),
         f"experts on several ranks, but --expert-model-parallel-size is {ranks}": ranks > 1,
-        "16-bit parameters; add --bf16 or --fp16": job.params_dtype in ("bf16", "fp16"),
+        "16-bit parameters; add --bf16 or --fp16": half,
         f"one layer for multi-token prediction at most, but --mtp-num-layers is {depths}": (
             depths <= 1
         ),
     }
-    for need, holds in needs.items():
-        if not holds:
-            return f"it needs {need}"
+    return next((need for need, holds in needs.items() if not holds), None)
+
+
+def refusal(job: Job) -> str | None:
+    """Why training refuses passes in pairs for this job; None: it does not."""
+    need = unmet(
+        job.num_experts,
+        job.expert_model_parallel_size,
+        len(job.mtp_layers),
+        job.params_dtype in ("bf16", "fp16"),
+    )
+    if need is not None:
+        return f"it needs {need}"
     args = SimpleNamespace(
         pp_vocab_parallel=job.vocab_parallel,
         recompute_granularity=job.recompute_granularity,

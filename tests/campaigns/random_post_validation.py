@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.prove.server import Outcome, ScriptServer
 from tests.support import ROOT
-from tests.support.script_server import Outcome, ScriptServer
 
 PROBE = ROOT / "tests" / "support" / "rank_probe.py"
 RANKS = 4

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.prove.server import Outcome
 from tests.campaigns import random_equivalence as script
 from tests.support.features import Feature
-from tests.support.script_server import Outcome
 
 CASES = [script.draw(1, number, 10) for number in range(300)]
 

@@ -12,10 +12,10 @@ import pytest
 
 from megatron_ext import cli
 from megatron_ext.integration.features import consistency as agreement
+from megatron_ext.prove.server import Outcome
 from megatron_ext.schedule import generate
 from megatron_ext.schedule.io import save
 from tests.support.checkouts import MAIN_TAG, Serve
-from tests.support.script_server import Outcome
 
 from .test_moe_script import MODEL as MOE
 from .test_pretrain_script import MODEL

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.prove.server import Outcome
 from megatron_ext.schedule import Costs, check, lower, save, simulate
 from megatron_ext.schedule.actions import Action
 from megatron_ext.schedule.select import ScheduleSpec, select
@@ -14,7 +15,6 @@ from tests.support.checkouts import MAIN_TAG, Serve, nightly
 from tests.support.feature_runs import command
 from tests.support.features import MOE, Feature
 from tests.support.gradients import read
-from tests.support.script_server import Outcome
 
 PRELUDE = ROOT / "tests" / "support" / "gradients.py"
 FLAG = "--overlap-moe-expert-parallel-comm"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.prove.server import Outcome
 from tests.campaigns import random_post_validation as script
 from tests.support.checkouts import MAIN_TAG, OLDEST_TAG, Serve, nightly
-from tests.support.script_server import Outcome
 
 CLIPPED = {"iteration": 5, "rank": 1, "factor": 1e6}
 REFUSED = {"iteration": 3, "rank": 0, "factor": "inf"}

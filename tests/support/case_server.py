@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.prove.preload import preload
 from tests.support.checkouts import environment, python_path
-from tests.support.preload import preload
 from tests.support.ranks import on_ranks
 from tests.support.waiting import PATIENCE
 

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.prove.server import Outcome, ScriptServer
 from tests.support.features import BASE, Feature
-from tests.support.script_server import Outcome, ScriptServer
 
 SCHEDULES = "1f1b,interleaved,zb-h1,zb-h2,interleaved-zb,v-min,v-half,v-zb,v-cap,gis,gis-h,po,auto"
 _LOOPED = ("interleaved", "interleaved-zb", "gis", "gis-h", "po")

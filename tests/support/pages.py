@@ -77,6 +77,8 @@ NOT_RUN = {
     r"\./scripts/(demo|test)\.sh": "takes minutes; continuous integration runs test.sh itself",
     r"pytest": "is this",
     r"megatron-ext reproduce all": "takes minutes; tests/unit/reproduce runs it",
+    r"megatron-ext prove": "takes a minute; tests/checkout/test_prove.py runs it",
+    r"python3? -m (tests\.campaigns\.prove_mutations|benchmarks\.prove_corpus)": "takes minutes",
     r"megatron-ext checkpoint": "needs a checkpoint; tests/unit/cli makes some",
     r"python -m tests\.campaigns\.faults": "takes minutes; "
     "tests/ranks/runtime/test_faults.py is its short form",

@@ -22,8 +22,9 @@ from .vocabulary import VocabularyParallel
 # iteration has ended; graphs are captured behind all else of a step; offload wraps the linear
 # layers that split their backward pass; a trace is written while offloaded sets are still counted;
 # post-validation drops what has begun before a checkpoint is saved; the vocabulary is shared out of
-# a model whose ends lie where V placement has them; MoE layers see a step begin around the schedule
-# that runs it; the ranks compare the outcome of all checks.
+# a model whose ends lie where V placement has them; pairs take the place of the passes that are
+# left then; MoE layers see a step begin around the schedule that runs it; the ranks compare the
+# outcome of all checks.
 FEATURES: tuple[Feature, ...] = (
     ProfileSteps(),
     Schedule(),

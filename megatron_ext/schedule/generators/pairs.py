@@ -246,8 +246,8 @@ class _Search:
         self.given, self._durations, self._cap = given, durations, cap
         self._short = min(given.microbatches, _SHORT * given.pp)
         self._times: dict[_Way, int] = {}
-        passes_ = 3 * self._short * given.placement.num_stages
-        self._left = max(_LEAST, _WORK // passes_)  # orders that may be made
+        placed = 3 * self._short * given.placement.num_stages
+        self._left = max(_LEAST, _WORK // placed)  # orders that may be made
 
     def best(self) -> list[list[AnyAction]] | None:
         """Every rank's passes; None if nothing is faster than the schedule itself."""

@@ -6,10 +6,10 @@ that the all-to-all of one is hidden behind the computation of the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ....plan.overlap import CONFLICTS, FLAG
+from ....plan.overlap import CONFLICTS, FLAG, unmet
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
@@ -75,16 +75,8 @@ def _check(run: Run) -> None:
 
 def _require(args: MegatronArgs) -> None:
     """Raise for what Megatron asserts of its own schedule, before it does."""
-    experts, ranks = args.num_experts, args.expert_model_parallel_size
-    facts: Mapping[str, bool] = {
-        f"experts, but --num-experts is {experts}": bool(experts),
-        f"experts on several ranks, but --expert-model-parallel-size is {ranks}": ranks > 1,
-        "16-bit parameters; add --bf16 or --fp16": bool(
-            getattr(args, "bf16", False) or getattr(args, "fp16", False)
-        ),
-        f"one layer for multi-token prediction at most, but --mtp-num-layers is "
-        f"{args.mtp_num_layers}": (args.mtp_num_layers or 0) <= 1,
-    }
-    for need, holds in facts.items():
-        if not holds:
-            raise ConfigError(f"{FLAG} needs {need}")
+    half = bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
+    depths = args.mtp_num_layers or 0
+    need = unmet(args.num_experts, args.expert_model_parallel_size, depths, half)
+    if need is not None:
+        raise ConfigError(f"{FLAG} needs {need}")

@@ -26,7 +26,7 @@ from . import wanted
 
 
 class PairRunner(MegatronRunner):
-    """Runs the two passes of a pair in one another, and single passes by the same plans."""
+    """Runs the two passes of a pair interleaved, and single passes by the same plans."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

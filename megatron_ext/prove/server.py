@@ -1,8 +1,8 @@
 """Runs a Megatron training script many times on CPU ranks, importing torch and Megatron once.
 
-Started as ``python -m tests.support.script_server SCRIPT``: it imports everything that the script
-imports, then reads one job a line (JSON) from standard input, forks the job's ranks, lets each run
-the launcher as torchrun would, and answers one line:
+Started as ``python -m megatron_ext.prove.server SCRIPT [--double]``: it imports everything that the
+script imports, then reads one job a line (JSON) from standard input, forks the job's ranks, lets
+each run the launcher as torchrun would, and answers one line:
 
     {"argv": [...], "world": 4, "folder": "...", "timeout": 120}
     {"status": "ok" | "failed" | "hung", "seconds": 3.2}
@@ -35,10 +35,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support import ROOT
-from tests.support.preload import preload
-from tests.support.waiting import PATIENCE, wait_until
+from .preload import preload
 
+HOME = Path(__file__).resolve().parents[2]  # of the package
+# Far beyond what any job takes on a machine with ten times more to do than cores.
+PATIENCE = 400.0  # seconds
 MOST_RANKS = 16
 MOST_SAMPLE_BYTES = 1 << 30
 
@@ -78,24 +79,29 @@ class ScriptServer:
     Args:
         script: a Megatron training script, e.g. ``pretrain_gpt.py`` of a checkout.
         python: interpreter to run it with.
+        double: compute in float64 wherever Megatron names float32.
     """
 
-    def __init__(self, script: Path, python: str = sys.executable) -> None:
+    def __init__(self, script: Path, python: str = sys.executable, double: bool = False) -> None:
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-        env["PYTHONPATH"] = str(ROOT)
+        env["PYTHONPATH"] = str(HOME)
         env["GLOO_SOCKET_IFNAME"] = "lo"
+        env.setdefault("PYTHONWARNINGS", "ignore")  # of packages that are not installed
         # The CPU device is prepared once for all jobs, so for the most ranks that any may have.
         env["LOCAL_WORLD_SIZE"] = str(MOST_RANKS)
         # Megatron shuffles 100,000 mock documents in samples of a few tokens: a second a rank. Here
         # one rank does it, for all jobs whose samples are the same.
         self._samples = tempfile.TemporaryDirectory(prefix="samples-")
         self._process = subprocess.Popen(
-            [python, "-m", "tests.support.script_server", str(Path(script).resolve())],
+            [
+                *(python, "-m", "megatron_ext.prove.server", str(Path(script).resolve())),
+                *(["--double"] if double else []),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=env,
-            cwd=ROOT,
+            cwd=HOME,
             start_new_session=True,
         )
 
@@ -154,18 +160,30 @@ class ScriptServer:
         job["environment"] = {str(rank): dict(own) for rank, own in (environment or {}).items()}
         job["prelude"] = None if prelude is None else str(prelude)
         job["value"], job["script"] = value, script
+        answer = self._ask(job)
+        if answer["status"] != "ok":
+            self._forget_samples()  # It may have ended while it wrote them.
+        return Outcome(
+            answer["status"], answer["seconds"], folder, tuple(answer["exits"]), answer["orphans"]
+        )
+
+    def flags(self) -> list[str]:
+        """The names of all flags that the script knows, ours too.
+
+        Raises:
+            RuntimeError: the server is gone.
+        """
+        return list(self._ask({"flags": True})["flags"])
+
+    def _ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError("the script server ended; its messages stand above")
-        answer = json.loads(line)
-        if answer["status"] != "ok":
-            self._forget_samples()  # It may have ended while it wrote them.
-        return Outcome(
-            answer["status"], answer["seconds"], folder, tuple(answer["exits"]), answer["orphans"]
-        )
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def _forget_samples(self) -> None:
         for file in Path(self._samples.name).iterdir():
@@ -250,6 +268,17 @@ def _prepare_for_all() -> None:
     preload()
 
 
+def _known_flags() -> list[str]:
+    """What Megatron's parser accepts, and our flags."""
+    from megatron.training import arguments
+
+    from megatron_ext.integration.flags import add_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(arguments.add_megatron_arguments(parser))
+    return [o for a in parser._actions for o in a.option_strings if o.startswith("--")]
+
+
 def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
     start, port = time.monotonic(), _free_port()
     running = {}
@@ -294,18 +323,12 @@ def _left_behind(rank: int) -> bool:
     """True if a rank that has ended left a process behind (a checkpoint writer, say), which is
     killed after a moment to end by itself."""
 
-    def gone() -> bool:
-        try:
+    limit = time.monotonic() + 60
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < limit:
             os.killpg(rank, 0)
-        except (ProcessLookupError, PermissionError):
-            return True
-        return False
-
-    try:
-        wait_until(gone, "something was left behind", seconds=60)
-    except AssertionError:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(rank, signal.SIGKILL)
+            time.sleep(0.02)
+        os.killpg(rank, signal.SIGKILL)
         return True
     return False
 
@@ -321,6 +344,10 @@ def main() -> None:
     launch._set_path(script)
     launch._set_tools_path()
     cpu.install()
+    if "--double" in sys.argv:
+        from megatron_ext.prove import double
+
+        double.install()
     launch._execute(script, "preloaded_script")
     import torch
 
@@ -330,7 +357,9 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
-        print(json.dumps(_run_job(script, json.loads(line))), file=answers, flush=True)
+        job = json.loads(line)
+        answer = {"flags": _known_flags()} if "flags" in job else _run_job(script, job)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,386 @@
+"""A configuration for a thousand GPUs, made small enough for CPU ranks.
+
+Everything that decides *how* something is computed stays: parallel sizes as far as the ranks
+reach, schedule, dispatcher, recompute, layer patterns. Sizes shrink. The report lists every change
+and everything that could not be kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from .flags import BY_DESIGN, DROPPED, GPU_ONLY, LAYOUT, OURS, PRECISION, Flags
+from .patterns import Stages, frequencies, hybrid, layout, stages_of
+
+MOST_RANKS = 16
+STEPS = 3
+TP, PP, CP, EP = (
+    f"--{name}-parallel-size"
+    for name in ("tensor-model", "pipeline-model", "context", "expert-model")
+)
+_VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
+_PER_VIRTUAL = "--num-layers-per-virtual-pipeline-stage"
+_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+# Flags that give a rank more than one model chunk.
+LAYOUT_OF_CHUNKS = (_VIRTUAL, _PER_VIRTUAL, "--pipeline-model-parallel-layout")
+_ETP = "--expert-tensor-parallel-size"
+_DIVISIBLE = "--make-vocab-size-divisible-by"
+_HEAD = 8  # elements of a head
+_VOCABULARY = 64  # tokens a tensor-parallel rank
+_TWO_CHUNKS = ("v-", "dualpipev", "auto")
+HYBRID = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+_FREQUENCIES = (
+    *("--moe-layer-freq", "--linear-attention-freq", "--window-attn-skip-freq", "--no-rope-freq"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrunk:
+    """What is run in place of a command.
+
+    Attributes:
+        flags: of the layout.
+        world: its ranks.
+        changes: (flag, before, now) of every size that is smaller.
+        lost: (flag, why) of everything that is not kept.
+        steps: training steps.
+    """
+
+    flags: Flags
+    world: int
+    changes: tuple[tuple[str, str, str], ...]
+    lost: tuple[tuple[str, str], ...]
+    steps: int = STEPS
+
+    @property
+    def stock(self) -> Flags:
+        """The layout without our flags."""
+        flags = self.flags.copy()
+        flags.drop(*flags.matching(OURS))
+        return flags
+
+    @property
+    def ours(self) -> bool:
+        """True where flags of ours are given."""
+        return bool(self.flags.matching(OURS))
+
+    def known(self, names: Collection[str]) -> Shrunk:
+        """The same without flags that are none of ``names``; they are listed as lost."""
+        unknown = [name for name in self.flags.names if name not in names]
+        flags = self.flags.copy()
+        flags.drop(*unknown)
+        lost = tuple((self.flags.text(name), "no flag of this Megatron") for name in unknown)
+        return dataclasses.replace(self, flags=flags, lost=self.lost + lost)
+
+    def reference(self, flags: Flags | None = None) -> Flags:
+        """One process without any layout, with the same model, data and batch."""
+        flags = (flags or self.flags).copy()
+        # Megatron pads the vocabulary to a multiple of this times TP.
+        flags.set(_DIVISIBLE, _VOCABULARY * flags.number(TP, 1))
+        flags.drop(*flags.matching(OURS), *LAYOUT)
+        for name in flags.matching(HYBRID):
+            flags.set(name, flags.values(name)[0].replace("|", ""))
+        return flags
+
+
+class Sizes(NamedTuple):
+    """Parallel sizes of the small layout."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    dp: int
+
+
+class Shrinker:
+    """Makes the flags of a command small.
+
+    Args:
+        words: the flags of a training script.
+        world: ranks that the command runs on; 0: not known.
+        ranks: the most that may be used here.
+        steps: training steps to run.
+
+    Raises:
+        ValueError: a flag has an impossible value, or the layout needs more ranks.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        world: int = 0,
+        ranks: int = MOST_RANKS,
+        steps: int = STEPS,
+    ) -> None:
+        self._given, self._flags = Flags(words), Flags(words)
+        self._ranks, self._steps = ranks, steps
+        self._lost = _drop(self._flags)
+        # Data-parallel ranks of the command; 0: not known.
+        self._ways = world // math.prod(self._number(name, 1) for name in (TP, PP, CP))
+
+    def shrink(self) -> Shrunk:
+        """The small configuration."""
+        self._small = self._parallel()
+        self._layers()
+        self._sizes()
+        self._batch()
+        self._run()
+        changes = [
+            (name, " ".join(self._given.values(name)), " ".join(self._flags.values(name)))
+            for name in self._given.names
+            if name in self._flags and self._flags.values(name) != self._given.values(name)
+        ]
+        lost = [entry for entry in self._lost if entry[0].split()[0] not in self._flags]
+        return Shrunk(
+            self._flags,
+            math.prod(self._small) // self._small.ep,
+            tuple(changes),
+            tuple(lost),
+            self._steps,
+        )
+
+    def _number(self, name: str, default: int) -> int:
+        return self._given.number(name, default)
+
+    def _limit(self, name: str, most: int) -> int:
+        """Set a flag that is given to at most ``most``."""
+        if name not in self._flags:
+            return most
+        value = min(self._flags.number(name, most), most)
+        self._flags.set(name, value)
+        return value
+
+    def _parallel(self) -> Sizes:
+        """Parallel sizes: two of each kind, four stages; fewer where the ranks do not suffice."""
+        flags = self._flags
+        tp, cp = min(2, self._number(TP, 1)), min(2, self._number(CP, 1))
+        pp, ep = min(4, self._number(PP, 1)), min(2, self._number(EP, 1))
+        etp = min(2, self._number(_ETP, self._number(TP, 1)))
+        # Experts need so many data-parallel ranks; two are the least that have to agree.
+        dp = needed = ep * etp // math.gcd(ep * etp, tp * cp)
+        if self._ways > 1 or (not self._ways and tp * cp * pp * 2 <= self._ranks):
+            dp = max(2, needed)
+        while tp * cp * pp * dp > self._ranks and dp > needed:
+            dp -= 1
+        while tp * cp * pp * dp > self._ranks and pp > 2:
+            pp = pp // 2
+        if tp * cp * pp * dp > self._ranks:
+            raise ValueError(
+                f"the smallest layout of this kind has {tp * cp * pp * dp} ranks (TP {tp}, "
+                f"PP {pp}, CP {cp}, EP {ep}, DP {dp}), --ranks allows {self._ranks}"
+            )
+        for name, size in ((TP, tp), (PP, pp), (CP, cp), (EP, ep), (_ETP, etp)):
+            if name in flags:
+                flags.set(name, size)
+        for name, why in (
+            ("--hierarchical-context-parallel-sizes", "two CP ranks have none"),
+            ("--cp-comm-type", "needs a GPU"),
+            ("--overlap-param-gather-with-optimizer-step", "not with distributed checkpoints"),
+        ):
+            if name in flags:
+                self._lost.append((flags.text(name), why))
+                flags.drop(name)
+        if pp == 1:
+            flags.drop(*LAYOUT_OF_CHUNKS)
+        if _GROUP in flags:
+            flags.set(_GROUP, pp)
+        return Sizes(tp, pp, cp, ep, dp)
+
+    def _layers(self) -> None:
+        """The fewest layers that keep every stage and every kind of layer."""
+        flags = self._flags
+        stages, given = self._stages()
+        number = self._number("--num-layers", given)
+        each = 2 if stages.number < 4 and number >= 2 * given else 1
+        count = stages.number * each
+        ends = flags.matching(("--decoder-first-pipeline", "--decoder-last-pipeline"))
+        if "--pipeline-model-parallel-layout" in flags:
+            text, count = layout(flags.values("--pipeline-model-parallel-layout")[0], stages)
+            flags.set("--pipeline-model-parallel-layout", text)
+        elif ends:
+            # One layer a chunk at the ends that differ, two in the middle. In V placement an end
+            # is a stage, else a rank.
+            folded = self._folded and _VIRTUAL not in flags
+            chunks, parts = (1, stages.number) if folded else (stages.chunks, stages.ranks)
+            for name in ends:
+                flags.set(name, chunks)
+            count = chunks * (len(ends) + 2 * (parts - len(ends)))
+        elif extra := len(flags.matching(("--account-for-",))):
+            count = 2 * stages.number - extra
+        elif _PER_VIRTUAL in flags:
+            flags.set(_PER_VIRTUAL, each)
+        for name in flags.matching(HYBRID):
+            text, count = hybrid(flags.values(name)[0], stages)
+            flags.set(name, text)
+        if "--num-layers" in flags:
+            flags.set("--num-layers", count)
+        for name in flags.matching(_FREQUENCIES):
+            flags.set(name, frequencies(flags.values(name)[0], count))
+        self._limit("--recompute-num-layers", 1)
+        self._limit("--mtp-num-layers", 2)
+
+    @property
+    def _folded(self) -> bool:
+        """True for a schedule with V placement."""
+        return " ".join(self._flags.values("--pp-schedule")).startswith(_TWO_CHUNKS)
+
+    def _stages(self) -> tuple[Stages, int]:
+        """The small pipeline's stages, and how many the command's has."""
+        ranks, chunks = self._number(PP, 1), self._number(_VIRTUAL, 1)
+        if self._folded:
+            chunks = 2
+        if _PER_VIRTUAL in self._flags:
+            chunks = self._number("--num-layers", 1) // ranks // self._number(_PER_VIRTUAL, 1)
+        if text := self._flags.values("--pipeline-model-parallel-layout"):
+            chunks = len(stages_of(text[0])) // ranks
+        chunks = max(1, chunks)
+        small = Stages(self._small.pp, min(chunks, 2 if self._small.pp > 2 else 3))
+        if _VIRTUAL in self._flags:
+            self._flags.set(_VIRTUAL, small.chunks)
+        return small, ranks * chunks
+
+    def _sizes(self) -> None:
+        """Hidden sizes, heads, experts, vocabulary, sequence."""
+        flags, tp = self._flags, self._small.tp
+        heads, groups = self._number("--num-attention-heads", 4), 0
+        if "--group-query-attention" in flags or "--num-query-groups" in flags:
+            groups = min(self._number("--num-query-groups", 1), 2 * tp, heads)
+            flags.set("--num-query-groups", groups)
+        heads = groups * min(2, max(1, heads // max(1, groups or heads))) if groups else 2 * tp
+        heads = max(heads, 2 * tp)
+        flags.set("--num-attention-heads", heads)
+        hidden = _HEAD * heads
+        flags.set("--hidden-size", hidden)
+        flags.set("--ffn-hidden-size", 2 * hidden)
+        for name, size in (
+            ("--kv-channels", _HEAD),
+            *(("--q-lora-rank", hidden // 2), ("--kv-lora-rank", hidden // 2)),
+            *(("--qk-head-dim", _HEAD), ("--qk-pos-emb-head-dim", _HEAD), ("--v-head-dim", _HEAD)),
+            *(("--moe-ffn-hidden-size", hidden), ("--moe-shared-expert-intermediate-size", hidden)),
+            *(("--moe-latent-size", hidden // 2), ("--mamba-state-dim", 8)),
+            *(
+                ("--mamba-head-dim", _HEAD),
+                ("--mamba-num-groups", tp),
+                ("--mamba-num-heads", heads),
+            ),
+            *(("--linear-key-head-dim", _HEAD), ("--linear-value-head-dim", _HEAD)),
+            *(("--linear-num-key-heads", 2 * tp), ("--linear-num-value-heads", 2 * tp)),
+        ):
+            if name in flags:
+                flags.set(name, size)
+        self._experts()
+        sequence = 16 * self._small.cp
+        flags.set("--seq-length", sequence)
+        flags.set("--max-position-embeddings", sequence)
+        for name in ("--original-max-position-embeddings", "--window-size", "--decoder-seq-length"):
+            if name in flags:
+                self._lost.append((flags.text(name), "the sequence is short"))
+                flags.drop(name)
+        # A null tokenizer may add one token.
+        for name in ("--vocab-size", "--padded-vocab-size"):
+            flags.drop(name)
+        flags.set("--vocab-size", _VOCABULARY * tp - 1)
+        flags.set(_DIVISIBLE, _VOCABULARY)
+
+    def _experts(self) -> None:
+        flags = self._flags
+        given = self._number("--num-experts", 0)
+        if not given:
+            return
+        groups = (
+            self._limit("--moe-router-num-groups", 2) if "--moe-router-num-groups" in flags else 1
+        )
+        topk = self._limit("--moe-router-topk", 2)
+        if "--moe-router-group-topk" in flags:
+            flags.set("--moe-router-group-topk", 1)
+        experts = min(given, max(4, 2 * self._small.ep, 2 * topk, 2 * groups))
+        flags.set("--num-experts", experts - experts % self._small.ep)
+
+    def _batch(self) -> None:
+        flags = self._flags
+        micro = self._limit("--micro-batch-size", 2) if "--micro-batch-size" in flags else 1
+        given = self._number("--global-batch-size", 0) // max(
+            1, self._number("--micro-batch-size", 1)
+        )
+        number = given // self._ways if self._ways and given else 2 * self._small.pp
+        number = max(1, min(number, 2 * self._small.pp))
+        if number > self._small.pp:
+            number -= number % self._small.pp
+        flags.set("--micro-batch-size", micro)
+        flags.set("--global-batch-size", number * micro * self._small.dp)
+
+    def _run(self) -> None:
+        """What all runs have: data, a constant learning rate, no rounding made large by Adam."""
+        flags = self._flags
+        flags.set("--train-iters", self._steps)
+        for text in (
+            "--lr 1e-3",
+            "--lr-decay-style constant",
+            "--adam-eps 1e-4",
+            "--attention-dropout 0",
+            "--hidden-dropout 0",
+            "--mock-data",
+            "--tokenizer-type NullTokenizer",
+            "--split 90,5,5",
+            "--eval-iters 0",
+            "--eval-interval 1000000",
+            "--log-interval 1",
+            "--seed 1234",
+            "--ckpt-format torch_dist",
+            # What is not a number is compared, too, and named.
+            "--no-check-for-nan-in-loss-and-grad",
+            "--rerun-mode disabled",
+        ):
+            name, *values = text.split()
+            flags.set(name, *values)
+
+
+def _drop(flags: Flags) -> list[tuple[str, str]]:
+    """Drop what CPU ranks cannot run, what has no influence, and what depends on the layout by
+    design; returns (flag, why) of what is lost by it.
+
+    Raises:
+        ValueError: nothing would be left of the layout.
+    """
+    lost = []
+    flags.drop(*flags.matching(DROPPED))
+    for names, why in ((GPU_ONLY, "needs a GPU"), (PRECISION, "precision")):
+        for name in flags.matching(names):
+            lost.append((flags.text(name), why))
+            flags.drop(name)
+    for name in flags.matching(tuple(BY_DESIGN)):
+        lost.append((flags.text(name), BY_DESIGN[name]))
+        flags.drop(name)
+    for name in flags.matching(("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")):
+        lost.append((name, "Megatron has it for 16-bit models only"))
+        flags.drop(name)
+    for name in flags.matching(("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")):
+        raise ValueError(f"{name}: fully sharded data parallelism does not run on CPU ranks")
+    for name, old, new, why in (
+        ("--moe-token-dispatcher-type", "flex", "alltoall", "a dispatcher of GPUs"),
+        (
+            *("--moe-router-load-balancing-type", "global_aux_loss", "aux_loss"),
+            "it counts tokens of the ranks' batches before this one",
+        ),
+        (
+            *("--moe-router-load-balancing-type", "sinkhorn", "none"),
+            "it balances each rank's own tokens",
+        ),
+    ):
+        values = flags.values(name)
+        if old in values:
+            lost.append((f"{name} {old}", why))
+            flags.set(name, *(new if value == old else value for value in values))
+            if old == "sinkhorn":
+                flags.set("--moe-router-pre-softmax")  # which one expert a token asks for
+    modules = flags.values("--recompute-modules")
+    if "moe_act" in modules:
+        lost.append(("--recompute-modules moe_act", "needs grouped products of experts"))
+        flags.set("--recompute-modules", *(one for one in modules if one != "moe_act"))
+        if modules == ["moe_act"]:
+            flags.drop(*flags.matching(("--recompute-",)))
+    return lost

@@ -1,0 +1,108 @@
+"""What stays of a large configuration, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.prove.flags import Flags
+from megatron_ext.prove.patterns import Stages, frequencies, hybrid, layout
+from megatron_ext.prove.shrink import Shrinker
+
+LLAMA = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192
+--swiglu --micro-batch-size 4 --global-batch-size 1024 --bf16 --tensor-model-parallel-size 8
+--pipeline-model-parallel-size 16 --sequence-parallel --use-distributed-optimizer
+--save /nowhere --attention-dropout 0.1 --tp-comm-overlap --recompute-granularity selective"""
+EXPERTS = """--num-experts 256 --moe-router-topk 8 --expert-model-parallel-size 64
+--expert-tensor-parallel-size 1 --moe-token-dispatcher-type flex --moe-expert-capacity-factor 1
+--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-layer-freq ([0]*3+[1]*29)"""
+
+
+def shrink(text, **options):
+    return Shrinker(text.split(), **options).shrink()
+
+
+def value(shrunk, name):
+    return shrunk.flags.values(name)
+
+
+def test_sizes_shrink_and_the_layout_stays():
+    small = shrink(LLAMA, world=512)
+    assert value(small, "--tensor-model-parallel-size") == ["2"]
+    assert value(small, "--pipeline-model-parallel-size") == ["4"]
+    assert value(small, "--num-layers") == ["4"]
+    assert small.world == 16  # two data-parallel ranks
+    assert int(value(small, "--global-batch-size")[0]) == 8 * 2 * 2
+    heads, groups = (
+        int(value(small, f"--num-{n}")[0]) for n in ("attention-heads", "query-groups")
+    )
+    assert heads > groups and groups % 2 == 0
+    for name in ("--sequence-parallel", "--swiglu", "--recompute-granularity"):
+        assert name in small.flags
+    assert "--save" not in small.flags
+    lost = dict(small.lost)
+    assert lost["--bf16"] == "precision" and lost["--tp-comm-overlap"] == "needs a GPU"
+    assert ("--hidden-size", "4096", value(small, "--hidden-size")[0]) in small.changes
+    assert not small.ours
+
+
+def test_a_reference_has_the_model_and_no_layout():
+    small = shrink(LLAMA + " --pp-schedule v-half")
+    assert small.ours and "--pp-schedule" not in small.stock
+    alone = small.reference()
+    for name in ("--tensor-model-parallel-size", "--sequence-parallel", "--pp-schedule"):
+        assert name not in alone
+    assert "--swiglu" in alone and value(small, "--num-layers") == ["8"]
+    divisible = "--make-vocab-size-divisible-by"
+    padded = small.flags.number(divisible, 0) * 2
+    assert alone.number(divisible, 0) == padded == small.flags.number("--vocab-size", 0) + 1
+
+
+def test_experts():
+    small = shrink(LLAMA + " " + EXPERTS)
+    assert value(small, "--num-experts") == ["4"] and value(small, "--moe-router-topk") == ["2"]
+    assert value(small, "--moe-layer-freq") == ["[0,1,1,1]"]
+    assert value(small, "--moe-token-dispatcher-type") == ["alltoall"]
+    assert "--moe-expert-capacity-factor" not in small.flags
+    assert "depends on the layout" in dict(small.lost)["--moe-expert-capacity-factor 1"]
+
+
+def test_the_ranks_limit_the_layout():
+    assert shrink(LLAMA, ranks=8).world == 8
+    four = shrink(LLAMA, ranks=4)
+    assert four.world == 4 and value(four, "--pipeline-model-parallel-size") == ["2"]
+    with pytest.raises(ValueError, match=r"has 4 ranks .* --ranks allows 2"):
+        shrink(LLAMA, ranks=2)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("--num-layers many", "not a whole number"),
+        ("32 --bf16", "where a flag"),
+        ("--num-layers 4 --use-megatron-fsdp", "does not run on CPU ranks"),
+        ("--num-layers 4 --moe-layer-freq __import__('os')", "neither a number nor a list"),
+    ],
+)
+def test_what_cannot_be_shrunk(text, message):
+    with pytest.raises(ValueError, match=message):
+        shrink(text)
+
+
+def test_layouts_keep_ends_and_kinds_of_stages():
+    assert layout("Et*3|(tt|)*29m|L", Stages(4, 2)) == ("Et|t|t|t|t|t|m|L", 6)
+    assert layout("Ett|tt|tt|ttL", Stages(2, 2)) == ("Et|t|t|tL", 4)
+    assert layout("Et|tttt|tttt|tL", Stages(4, 1)) == ("Et|tt|tt|tL", 6)
+
+
+def test_patterns():
+    assert frequencies("([0]*3+[1]*58)", 8) == "[0,1,1,1,1,1,1,1]"
+    assert frequencies("6", 8) == "4" and frequencies("1", 8) == "1"
+    assert hybrid("M-M-M*-M-M-M*-", Stages(2, 2)) == ("M*M-", 4)
+    text, number = hybrid("MM*-|MM*-|MM*-|MM*-/MM/MM", Stages(2, 2))
+    assert text.count("|") == 3 and text.endswith("/MM/MM") and number == 4
+
+
+def test_flags_keep_the_last_value():
+    flags = Flags(["--a", "1", "--b=2", "--a", "3", "4"])
+    assert flags.words == ["--b", "2", "--a", "3", "4"]
