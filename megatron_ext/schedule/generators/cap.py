@@ -1,8 +1,9 @@
 """v-cap: V placement at any memory cap from V-Min's to 1F1B's.
 
-A cap's orders come from a search (``search``); at equal costs without hops from the first building
-blocks that fit it, which meet the bound or miss it by one pass. Whatever a smaller cap gives is a
-candidate for a larger one, so a larger cap is never slower.
+A cap's orders come from a search (``search``), the best of which are annealed (``annealing``); at
+equal costs without hops they come from the first building blocks that fit it, which meet the bound
+or miss it by one pass. Whatever a smaller cap gives is a candidate for a larger one, so a larger
+cap is never slower.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..bounds import makespan_bound
 from ..costs import Costs, Durations
 from ..effects import peak_sets
 from ..placement import Placement
+from .annealing import anneal
 from .building_block import INTERVAL, Block, vee_block
 from .chain import chains, most_sets
 from .list_scheduler import list_schedule
@@ -87,7 +89,7 @@ def searched(request: Request, cap: int) -> RankActions:
 
     Many microbatches are planned for 3p, and the steady state repeated.
     """
-    pp, m = request.pp, request.microbatches
+    pp, m, makespan = request.pp, request.microbatches, request.objective == "makespan"
     more = m - 3 * pp if m > 4 * pp else 0
     short = replace(request, microbatches=m - more)
     work = max(int(_WORK * request.effort), 6 * short.microbatches * pp * _LEAST)
@@ -96,8 +98,10 @@ def searched(request: Request, cap: int) -> RankActions:
     )
     search.add(_reordered(short, cap))
     search.run(work)
+    enough = _bound(request, cap)
     if not more:
-        return search.pool[0].orders
+        best = [found.orders for found in search.pool]
+        return anneal(short, cap, best, work // 2, enough) if makespan else best[0]
     candidates: list[RankActions] = []
     for _, orders in search.pool:
         longer = repeat_period(orders, more)
@@ -113,7 +117,10 @@ def searched(request: Request, cap: int) -> RankActions:
             for orders in list(candidates)
             for gap in START_GAPS
         ]
-    return request.fastest(candidates)
+    fastest = request.fastest(candidates)
+    if makespan and m * pp <= _WHOLE:
+        return anneal(request, cap, [fastest], work // 2, enough)
+    return fastest
 
 
 def _fixed(request: Request, cap: int) -> Iterator[RankActions]:

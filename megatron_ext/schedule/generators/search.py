@@ -3,8 +3,8 @@
 Four sources feed one small pool, in turns: building blocks that fit the cap, list-scheduled for
 the costs (start, steady state and end count, for they are scheduled as a whole); the dispatcher,
 whose policies vary from run to run; list schedules of the pool's orders with other gaps; and, where
-passes are few, simulated annealing. The sequence of trials is fixed, so more work never gives a
-slower order, and all ranks agree.
+passes are few, simulated annealing. The sequence of trials is fixed, so all ranks agree, and more
+work never gives a slower order here. What is found is the start of ``annealing``.
 """
 
 from __future__ import annotations

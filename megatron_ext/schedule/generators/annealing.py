@@ -1,0 +1,305 @@
+"""Simulated annealing of an order under a memory cap, each move timed from its place on.
+
+A move costs a few passes' times, not those of the whole order: one annealing makes ten to a hundred
+times as many moves as ``moves`` at the same effort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from heapq import heapify, heappop, heappush
+from math import log
+from random import Random
+
+from ..actions import Action, Op, RankActions
+from ..effects import DEVICE, KINDS
+from ..event_loop import Program, run
+from .request import Request
+
+_FAR = 6  # places that a pass moves at most
+_LOOKS = 3  # passes drawn until one is on a critical path
+_TIMES = 4  # work: changed times that cost as much as to place a pass, or to try a move
+
+
+_LENGTH = 40  # work of the first annealings, times the passes; later ones take ever more
+_HEATS = (0.3, 0.1, 0.03)  # at the start of an annealing, in mean passes
+
+
+def anneal(
+    request: Request, cap: int, starts: Sequence[RankActions], work: int, enough: Fraction
+) -> RankActions:
+    """The fastest order that annealings of ``starts`` find; the first of them if none is faster.
+
+    Half of the annealings go on from the fastest order so far, the others from the starts, with
+    another heat each time.
+
+    Args:
+        request: placement, microbatches and durations; what counts is the makespan.
+        cap: most activation sets on a rank.
+        starts: orders under the cap, the fastest first; of all passes, F, B and W.
+        work: after about so many tries the search ends.
+        enough: a time that no order beats.
+    """
+    random, best = Random(1).random, starts[0]
+    mean = sum(map(sum, request.durations[:3])) / (3 * request.placement.num_stages)
+    passes = sum(map(len, best))
+    least = request.time_of(best)
+    assert least is not None
+    number = done = 0
+    while done < work and least > enough:
+        order = Order(request, cap, starts[number // 2 % len(starts)] if number % 2 else best)
+        hot = mean * _HEATS[number % len(_HEATS)]
+        length = min(_LENGTH * passes << number // (2 * len(_HEATS)), work - done)
+        while order.work < length:
+            heat = hot * (1 - order.work / length)
+            order.move(random, int(-heat * log(1 - random())))
+        done += order.work + passes
+        if order.best_time < least:
+            least, best = order.best_time, order.best
+        number += 1
+    return best
+
+
+class Order:
+    """An order under a memory cap that changes by one pass at a time.
+
+    Every pass has its end, and the longest path from its start to the end of all. Both change from
+    a move's place on, in the order that they had before; a move is given up as soon as some pass
+    lies on too long a path (Balas and Vazacopoulos, Management Science 1998).
+
+    Args:
+        request: placement, microbatches and durations; what counts is the makespan.
+        cap: most activation sets on a rank, counted from F's start to W's end.
+        orders: to begin with; all F, B and W of all stages and microbatches.
+
+    Attributes:
+        time: of the present order.
+        best_time: of the fastest order so far.
+        work: times changed, and moves tried.
+    """
+
+    def __init__(self, request: Request, cap: int, orders: RankActions) -> None:
+        m, stages = request.microbatches, request.placement.num_stages
+        program = Program(request.placement, request.durations, m)
+        self._cap, self._stages, self._microbatches = cap, stages, m
+        # Slot ``size`` stands before the first and after the last pass of every rank.
+        self._size = size = program.pass_slots
+        blank = [size] * (size + 1)
+        self._took, self._latency, self._sets = ([0] * (size + 1) for _ in range(3))
+        self._need, self._fed = list(blank), list(blank)  # whose result it needs; who needs its
+        self._after_need = [0] * (size + 1)  # the latency to ``_fed``
+        self._previous, self._next = list(blank), list(blank)
+        self._held = [0] * (size + 1)  # sets after every pass
+        for row in orders:
+            sets, before = 0, size
+            for action, (lane, j) in zip(row, program.row(row)):
+                node = lane.gives + j
+                self._took[node] = lane.took
+                if action.op is not Op.W and lane.need >= 0:  # a W stands after its B anyway
+                    need = lane.need + j
+                    self._need[node], self._latency[node] = need, lane.latency
+                    self._fed[need], self._after_need[need] = node, lane.latency
+                self._sets[node] = DEVICE.get(action.op, 0)
+                sets += self._sets[node]
+                self._held[node] = sets
+                self._previous[node], self._next[before] = before, node
+                before = node
+            self._next[before] = size
+        self._next[size] = size
+        done = run([program.row(row) for row in orders], size)
+        assert done is not None
+        self._width = size.bit_length()
+        self._ends, self._paths = [*done.ends, 0], [0] * (size + 1)
+        self._spread_back(range(size))
+        self.best_time, self._best = self.time, list(self._next)
+        self.work = 0
+
+    @property
+    def time(self) -> int:
+        """Of the present order: every path begins with rank 0's first F."""
+        return self._paths[0]
+
+    @property
+    def best(self) -> RankActions:
+        """The fastest order so far."""
+        m, stages = self._microbatches, self._stages
+        orders: RankActions = []
+        for node in range(0, stages * m // 2, m):  # every rank's first F
+            orders.append([])
+            while node != self._size:
+                lane, j = divmod(node, m)
+                kind, stage = divmod(lane, stages)
+                orders[-1].append(Action(KINDS[kind], stage, j))
+                node = self._best[node]
+        return orders
+
+    def move(self, random: Callable[[], float], worse: int) -> bool:
+        """Move one pass, half of the time one of a critical path; undone if that cannot run, or
+        makes the order slower by more than ``worse``.
+
+        Args:
+            random: a random number from 0 to 1.
+            worse: in units of the durations.
+        """
+        self.work += 1
+        size, limit = self._size, self.time + worse
+        here = int(random() * size)
+        if random() < 0.5:
+            ends, paths, took, longest = self._ends, self._paths, self._took, self.time
+            for _ in range(_LOOKS):
+                if ends[here] - took[here] + paths[here] == longest:
+                    break
+                here = int(random() * size)
+        far = int(random() * 2 * _FAR) - _FAR
+        passed = self._passed_later(here, far + 1) if far >= 0 else self._passed_earlier(here, -far)
+        if not passed:
+            return False
+        before, after = self._previous, self._next
+        if far >= 0:
+            ends_of, seq = (before[here], after[passed[-1]]), [*passed, here]
+        else:
+            ends_of, seq = (before[passed[-1]], after[here]), [here, *reversed(passed)]
+        old = [here, *passed] if far >= 0 else [*reversed(passed), here]
+        if not self._accepted(old, seq, ends_of, limit):
+            return False
+        # Sets held after the passes that changed places.
+        sets = self._held[ends_of[0]]
+        for node in seq:
+            sets += self._sets[node]
+            self._held[node] = sets
+        if self.time < self.best_time:
+            self.best_time, self._best = self.time, list(after)
+        return True
+
+    def _passed_later(self, node: int, most: int) -> list[int]:
+        """The passes that ``node`` may pass, at most so many: none of its lane, or of its stage and
+        microbatch, and none where a W would keep a set beyond the cap."""
+        size, after, held, cap = self._size, self._next, self._held, self._cap
+        own = node + self._stages * self._microbatches
+        frees = self._sets[node] < 0
+        passed: list[int] = []
+        other = after[node]
+        while len(passed) < most and other != size and other != node + 1 and other != own:
+            if frees and held[other] >= cap:
+                break
+            passed.append(other)
+            other = after[other]
+        return passed
+
+    def _passed_earlier(self, node: int, most: int) -> list[int]:
+        """The same towards the start; an F holds its set longer there."""
+        size, before, held, cap = self._size, self._previous, self._held, self._cap
+        own = node - self._stages * self._microbatches
+        holds = self._sets[node] > 0
+        passed: list[int] = []
+        other = before[node]
+        while len(passed) < most and other != size and other != node - 1 and other != own:
+            if holds and held[before[other]] >= cap:
+                break
+            passed.append(other)
+            other = before[other]
+        return passed
+
+    def _accepted(
+        self, old: list[int], seq: list[int], around: tuple[int, int], limit: int
+    ) -> bool:
+        """Put ``seq`` in the place of ``old``, the same passes between two others; False, and
+        nothing has changed, if no order within ``limit`` comes of it."""
+        ends, paths, took = self._ends, self._paths, self._took
+        need, latency, fed, to_fed = self._need, self._latency, self._fed, self._after_need
+        first, last = around
+        time, path = ends[first], paths[last]
+        times, ways = [], []
+        for node in seq:
+            ready = ends[need[node]] + latency[node]
+            time = (ready if ready > time else time) + took[node]
+            times.append(time)
+        for node, end in zip(reversed(seq), reversed(times)):
+            way = paths[fed[node]] + to_fed[node]
+            path = way if way > path else path
+            if end + path > limit:
+                return False
+            path += took[node]
+            ways.append(path)
+        undo = [(node, ends[node]) for node in seq]
+        old_paths = [paths[node] for node in seq]
+        self._link(first, seq, last)
+        width = self._width
+        heap = [ends[last] << width | last] if last != self._size else []
+        for node, end, path in zip(seq, times, reversed(ways)):
+            paths[node] = path
+            if ends[node] != end:
+                ends[node] = end
+                other = fed[node]
+                if other != self._size:
+                    heappush(heap, ends[other] << width | other)
+        if self._spread(heap, undo, limit):
+            self._spread_back([first, *(need[node] for node in seq), *seq])
+            return True
+        for node, end in reversed(undo):
+            ends[node] = end
+        for node, path in zip(seq, old_paths):
+            paths[node] = path
+        self._link(first, old, last)
+        return False
+
+    def _link(self, before: int, nodes: list[int], last: int) -> None:
+        for node in nodes:
+            self._next[before], self._previous[node] = node, before
+            before = node
+        self._next[before], self._previous[last] = last, before
+
+    def _spread(self, heap: list[int], undo: list[tuple[int, int]], limit: int) -> bool:
+        """Change the ends of the passes in ``heap``, and of all after them; False if one of them
+        then lies on a path longer than ``limit``."""
+        ends, paths, took, need = self._ends, self._paths, self._took, self._need
+        latency, fed, before, after = self._latency, self._fed, self._previous, self._next
+        width, size = self._width, self._size
+        mask, known = (1 << width) - 1, len(undo)
+        accepted = True
+        while heap:
+            node = heappop(heap) & mask
+            start = ends[before[node]]
+            ready = ends[need[node]] + latency[node]
+            if ready > start:
+                start = ready
+            if start + paths[node] > limit:
+                accepted = False
+                break
+            end, was = start + took[node], ends[node]
+            if end == was:
+                continue
+            undo.append((node, was))
+            ends[node] = end
+            other = after[node]
+            if other != size:
+                heappush(heap, ends[other] << width | other)
+            other = fed[node]
+            if other != size:
+                heappush(heap, ends[other] << width | other)
+        self.work += (len(undo) - known) // _TIMES
+        return accepted
+
+    def _spread_back(self, seeds: Iterable[int]) -> None:
+        """The same for the paths of ``seeds`` and of all before them."""
+        paths, took, fed, to_fed = self._paths, self._took, self._fed, self._after_need
+        need, before, after = self._need, self._previous, self._next
+        width, size = self._width, self._size
+        mask = (1 << width) - 1
+        heap = [paths[node] << width | node for node in seeds if node != size]
+        heapify(heap)
+        while heap:
+            node = heappop(heap) & mask
+            path = paths[after[node]]
+            way = paths[fed[node]] + to_fed[node]
+            path = (way if way > path else path) + took[node]
+            if path == paths[node]:
+                continue
+            paths[node] = path
+            other = before[node]
+            if other != size:
+                heappush(heap, paths[other] << width | other)
+            other = need[node]
+            if other != size:
+                heappush(heap, paths[other] << width | other)
