@@ -11,6 +11,7 @@ from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from math import log
 from random import Random
+from typing import NamedTuple
 
 from ..actions import Action, Op, RankActions
 from ..effects import DEVICE, KINDS
@@ -61,6 +62,42 @@ def anneal(
     return best
 
 
+class _Passes(NamedTuple):
+    """What moves do not change, by slot; one slot more stands before the first and after the last
+    pass of every rank.
+
+    Attributes:
+        took: duration.
+        need: the pass whose result it needs, or that last slot.
+        latency: from there.
+        fed: the pass that needs its result, likewise.
+        to_fed: latency to that.
+        sets: change of the number of activation sets.
+    """
+
+    took: list[int]
+    need: list[int]
+    latency: list[int]
+    fed: list[int]
+    to_fed: list[int]
+    sets: list[int]
+
+    @classmethod
+    def of(cls, program: Program, orders: RankActions) -> _Passes:
+        size = program.pass_slots
+        took, latency, to_fed, sets = ([0] * (size + 1) for _ in range(4))
+        need, fed = ([size] * (size + 1) for _ in range(2))
+        for row in orders:
+            for action, (lane, j) in zip(row, program.row(row)):
+                node = lane.gives + j
+                took[node], sets[node] = lane.took, DEVICE.get(action.op, 0)
+                if action.op is not Op.W and lane.need >= 0:  # a W stands after its B anyway
+                    source = lane.need + j
+                    need[node], latency[node] = source, lane.latency
+                    fed[source], to_fed[source] = node, lane.latency
+        return cls(took, need, latency, fed, to_fed, sets)
+
+
 class Order:
     """An order under a memory cap that changes by one pass at a time.
 
@@ -80,36 +117,24 @@ class Order:
     """
 
     def __init__(self, request: Request, cap: int, orders: RankActions) -> None:
-        m, stages = request.microbatches, request.placement.num_stages
+        m = request.microbatches
         program = Program(request.placement, request.durations, m)
-        self._cap, self._stages, self._microbatches = cap, stages, m
-        # Slot ``size`` stands before the first and after the last pass of every rank.
+        self._passes = fixed = _Passes.of(program, orders)
+        self._cap, self._microbatches = cap, m
         self._size = size = program.pass_slots
-        blank = [size] * (size + 1)
-        self._took, self._latency, self._sets = ([0] * (size + 1) for _ in range(3))
-        self._need, self._fed = list(blank), list(blank)  # whose result it needs; who needs its
-        self._after_need = [0] * (size + 1)  # the latency to ``_fed``
-        self._previous, self._next = list(blank), list(blank)
+        self._previous, self._next = ([size] * (size + 1) for _ in range(2))
         self._held = [0] * (size + 1)  # sets after every pass
         for row in orders:
             sets, before = 0, size
-            for action, (lane, j) in zip(row, program.row(row)):
+            for lane, j in program.row(row):
                 node = lane.gives + j
-                self._took[node] = lane.took
-                if action.op is not Op.W and lane.need >= 0:  # a W stands after its B anyway
-                    need = lane.need + j
-                    self._need[node], self._latency[node] = need, lane.latency
-                    self._fed[need], self._after_need[need] = node, lane.latency
-                self._sets[node] = DEVICE.get(action.op, 0)
-                sets += self._sets[node]
+                sets += fixed.sets[node]
                 self._held[node] = sets
                 self._previous[node], self._next[before] = before, node
                 before = node
             self._next[before] = size
-        self._next[size] = size
         done = run([program.row(row) for row in orders], size)
         assert done is not None
-        self._width = size.bit_length()
         self._ends, self._paths = [*done.ends, 0], [0] * (size + 1)
         self._spread_back(range(size))
         self.best_time, self._best = self.time, list(self._next)
@@ -123,7 +148,8 @@ class Order:
     @property
     def best(self) -> RankActions:
         """The fastest order so far."""
-        m, stages = self._microbatches, self._stages
+        m = self._microbatches
+        stages = self._size // (3 * m)
         orders: RankActions = []
         for node in range(0, stages * m // 2, m):  # every rank's first F
             orders.append([])
@@ -146,7 +172,7 @@ class Order:
         size, limit = self._size, self.time + worse
         here = int(random() * size)
         if random() < 0.5:
-            ends, paths, took, longest = self._ends, self._paths, self._took, self.time
+            ends, paths, took, longest = self._ends, self._paths, self._passes.took, self.time
             for _ in range(_LOOKS):
                 if ends[here] - took[here] + paths[here] == longest:
                     break
@@ -166,7 +192,7 @@ class Order:
         # Sets held after the passes that changed places.
         sets = self._held[ends_of[0]]
         for node in seq:
-            sets += self._sets[node]
+            sets += self._passes.sets[node]
             self._held[node] = sets
         if self.time < self.best_time:
             self.best_time, self._best = self.time, list(after)
@@ -176,8 +202,8 @@ class Order:
         """The passes that ``node`` may pass, at most so many: none of its lane, or of its stage and
         microbatch, and none where a W would keep a set beyond the cap."""
         size, after, held, cap = self._size, self._next, self._held, self._cap
-        own = node + self._stages * self._microbatches
-        frees = self._sets[node] < 0
+        own = node + self._size // 3
+        frees = self._passes.sets[node] < 0
         passed: list[int] = []
         other = after[node]
         while len(passed) < most and other != size and other != node + 1 and other != own:
@@ -190,8 +216,8 @@ class Order:
     def _passed_earlier(self, node: int, most: int) -> list[int]:
         """The same towards the start; an F holds its set longer there."""
         size, before, held, cap = self._size, self._previous, self._held, self._cap
-        own = node - self._stages * self._microbatches
-        holds = self._sets[node] > 0
+        own = node - self._size // 3
+        holds = self._passes.sets[node] > 0
         passed: list[int] = []
         other = before[node]
         while len(passed) < most and other != size and other != node - 1 and other != own:
@@ -206,8 +232,13 @@ class Order:
     ) -> bool:
         """Put ``seq`` in the place of ``old``, the same passes between two others; False, and
         nothing has changed, if no order within ``limit`` comes of it."""
-        ends, paths, took = self._ends, self._paths, self._took
-        need, latency, fed, to_fed = self._need, self._latency, self._fed, self._after_need
+        ends, paths, took = self._ends, self._paths, self._passes.took
+        need, latency, fed, to_fed = (
+            self._passes.need,
+            self._passes.latency,
+            self._passes.fed,
+            self._passes.to_fed,
+        )
         first, last = around
         time, path = ends[first], paths[last]
         times, ways = [], []
@@ -225,7 +256,7 @@ class Order:
         undo = [(node, ends[node]) for node in seq]
         old_paths = [paths[node] for node in seq]
         self._link(first, seq, last)
-        width = self._width
+        width = self._size.bit_length()
         heap = [ends[last] << width | last] if last != self._size else []
         for node, end, path in zip(seq, times, reversed(ways)):
             paths[node] = path
@@ -253,9 +284,14 @@ class Order:
     def _spread(self, heap: list[int], undo: list[tuple[int, int]], limit: int) -> bool:
         """Change the ends of the passes in ``heap``, and of all after them; False if one of them
         then lies on a path longer than ``limit``."""
-        ends, paths, took, need = self._ends, self._paths, self._took, self._need
-        latency, fed, before, after = self._latency, self._fed, self._previous, self._next
-        width, size = self._width, self._size
+        ends, paths, took, need = self._ends, self._paths, self._passes.took, self._passes.need
+        latency, fed, before, after = (
+            self._passes.latency,
+            self._passes.fed,
+            self._previous,
+            self._next,
+        )
+        width, size = self._size.bit_length(), self._size
         mask, known = (1 << width) - 1, len(undo)
         accepted = True
         while heap:
@@ -283,9 +319,14 @@ class Order:
 
     def _spread_back(self, seeds: Iterable[int]) -> None:
         """The same for the paths of ``seeds`` and of all before them."""
-        paths, took, fed, to_fed = self._paths, self._took, self._fed, self._after_need
-        need, before, after = self._need, self._previous, self._next
-        width, size = self._width, self._size
+        paths, took, fed, to_fed = (
+            self._paths,
+            self._passes.took,
+            self._passes.fed,
+            self._passes.to_fed,
+        )
+        need, before, after = self._passes.need, self._previous, self._next
+        width, size = self._size.bit_length(), self._size
         mask = (1 << width) - 1
         heap = [paths[node] << width | node for node in seeds if node != size]
         heapify(heap)

@@ -19,7 +19,6 @@ from ..bounds import makespan_bound
 from ..costs import Costs, Durations
 from ..effects import peak_sets
 from ..placement import Placement
-from .annealing import anneal
 from .building_block import INTERVAL, Block, vee_block
 from .chain import chains, most_sets
 from .list_scheduler import list_schedule
@@ -89,7 +88,7 @@ def searched(request: Request, cap: int) -> RankActions:
 
     Many microbatches are planned for 3p, and the steady state repeated.
     """
-    pp, m, makespan = request.pp, request.microbatches, request.objective == "makespan"
+    pp, m = request.pp, request.microbatches
     more = m - 3 * pp if m > 4 * pp else 0
     short = replace(request, microbatches=m - more)
     work = max(int(_WORK * request.effort), 6 * short.microbatches * pp * _LEAST)
@@ -98,10 +97,8 @@ def searched(request: Request, cap: int) -> RankActions:
     )
     search.add(_reordered(short, cap))
     search.run(work)
-    enough = _bound(request, cap)
     if not more:
-        best = [found.orders for found in search.pool]
-        return anneal(short, cap, best, work // 2, enough) if makespan else best[0]
+        return search.annealed(request, [found.orders for found in search.pool], work // 2)
     candidates: list[RankActions] = []
     for _, orders in search.pool:
         longer = repeat_period(orders, more)
@@ -118,9 +115,7 @@ def searched(request: Request, cap: int) -> RankActions:
             for gap in START_GAPS
         ]
     fastest = request.fastest(candidates)
-    if makespan and m * pp <= _WHOLE:
-        return anneal(request, cap, [fastest], work // 2, enough)
-    return fastest
+    return search.annealed(request, [fastest], work // 2) if m * pp <= _WHOLE else fastest
 
 
 def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
