@@ -187,7 +187,7 @@ class Order:
         else:
             ends_of, seq = (before[passed[-1]], after[here]), [here, *reversed(passed)]
         old = [here, *passed] if far >= 0 else [*reversed(passed), here]
-        if not self._accepted(old, seq, ends_of, limit):
+        if not self._accepted(old, seq, ends_of, limit, passed if far >= 0 else [here]):
             return False
         # Sets held after the passes that changed places.
         sets = self._held[ends_of[0]]
@@ -228,10 +228,16 @@ class Order:
         return passed
 
     def _accepted(
-        self, old: list[int], seq: list[int], around: tuple[int, int], limit: int
+        self,
+        old: list[int],
+        seq: list[int],
+        around: tuple[int, int],
+        limit: int,
+        earlier: list[int],
     ) -> bool:
         """Put ``seq`` in the place of ``old``, the same passes between two others; False, and
-        nothing has changed, if no order within ``limit`` comes of it."""
+        nothing has changed, if no order within ``limit`` comes of it. ``earlier``: the passes that
+        now stand before one that stood before them."""
         ends, paths, took = self._ends, self._paths, self._passes.took
         need, latency, fed, to_fed = (
             self._passes.need,
@@ -265,7 +271,7 @@ class Order:
                 other = fed[node]
                 if other != self._size:
                     heappush(heap, ends[other] << width | other)
-        if self._spread(heap, undo, limit):
+        if self._spread(heap, undo, limit, earlier):
             self._spread_back([first, *(need[node] for node in seq), *seq])
             return True
         for node, end in reversed(undo):
@@ -281,9 +287,16 @@ class Order:
             before = node
         self._next[before], self._previous[last] = last, before
 
-    def _spread(self, heap: list[int], undo: list[tuple[int, int]], limit: int) -> bool:
+    def _spread(
+        self, heap: list[int], undo: list[tuple[int, int]], limit: int, earlier: list[int]
+    ) -> bool:
         """Change the ends of the passes in ``heap``, and of all after them; False if one of them
-        then lies on a path longer than ``limit``."""
+        then lies on a path longer than ``limit``, or the order cannot run.
+
+        Nothing delays those of ``earlier`` but a circle of waits. Without this look each round of
+        the circle would add its time until the limit is reached: 2^64 rounds if one pass takes
+        2^64 times as long as the others.
+        """
         ends, paths, took, need = self._ends, self._paths, self._passes.took, self._passes.need
         latency, fed, before, after = (
             self._passes.latency,
@@ -306,6 +319,9 @@ class Order:
             end, was = start + took[node], ends[node]
             if end == was:
                 continue
+            if end > was and node in earlier:
+                accepted = False
+                break
             undo.append((node, was))
             ends[node] = end
             other = after[node]

@@ -217,6 +217,17 @@ def test_times_change_with_moves(pp: int) -> None:
         assert request.time_of(order.best) == order.best_time == order.time
 
 
+def test_moves_that_cannot_run_end_at_once() -> None:
+    """Passes that wait for each other a short time, and a limit that is 2^64 times as long."""
+    start = generate("v-half", 3, 4)
+    durations = Costs.of(1, 2**64, "0.5").durations(start.placement)
+    order = Order(Request(start.placement, 4, durations), 6, [list(row) for row in start.ranks])
+    rng = random.Random(1)
+    for _ in range(2000):
+        order.move(rng.random, 2**64)
+    assert order.work < 2000 * 10
+
+
 def test_annealing_is_the_same_in_other_units() -> None:
     start = generate("v-min", 4, 6)
     orders = [list(row) for row in start.ranks]
