@@ -6,15 +6,16 @@ times as many moves as ``moves`` at the same effort.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
 from math import log
 from random import Random
 from typing import NamedTuple
 
-from ..actions import Action, Op, RankActions
-from ..effects import DEVICE, KINDS
+from ..actions import Action, Op, Operation, RankActions
+from ..effects import DEVICE, KINDS, steps
 from ..event_loop import Program, run
 from .request import Request
 
@@ -36,20 +37,27 @@ def anneal(
     another heat each time.
 
     Args:
-        request: placement, microbatches and durations; what counts is the makespan.
+        request: placement, microbatches and durations; what counts is the makespan. With
+            ``sets_grow`` no rank takes more bytes than in the first start, however much larger a
+            set is between B and W.
         cap: most activation sets on a rank.
         starts: orders under the cap, the fastest first; of all passes, F, B and W.
         work: after about so many tries the search ends.
         enough: a time that no order beats.
     """
     random, best = Random(1).random, starts[0]
+    room = None
+    if request.sets_grow:
+        room = [_room(row, cap) for row in best]
+        starts = [orders for orders in starts if all(map(_fits, orders, room))]
     mean = sum(map(sum, request.durations[:3])) / (3 * request.placement.num_stages)
     passes = sum(map(len, best))
     least = request.time_of(best)
     assert least is not None
     number = done = 0
     while done < work and least > enough:
-        order = Order(request, cap, starts[number // 2 % len(starts)] if number % 2 else best)
+        begin = starts[number // 2 % len(starts)] if number % 2 else best
+        order = Order(request, cap, begin, room)
         hot = mean * _HEATS[number % len(_HEATS)]
         length = min(_LENGTH * passes << number // (2 * len(_HEATS)), work - done)
         while order.work < length:
@@ -62,6 +70,44 @@ def anneal(
     return best
 
 
+_GROWN: dict[Operation, int] = {Op.B: 1, Op.W: -1}  # change of the number of sets between B and W
+
+
+def _states(row: Sequence[Action]) -> Iterator[tuple[int, int]]:
+    """Sets on a rank after every pass, and those of them that are between B and W."""
+    return zip(accumulate(steps(row)), accumulate(steps(row, _GROWN)))
+
+
+def _room(row: Sequence[Action], cap: int) -> list[int]:
+    """By the number of sets on a rank, how many of them may be between B and W, -1 for no such
+    number, so that the rank takes no more bytes than with ``row``.
+
+    If such a set counts g, a rank with n sets, k of them between B and W, takes n + (g - 1) k. What
+    lies under the upper hull of all (n, k) of ``row`` takes no more than its peak, for every g.
+    """
+    most = [-1] * (cap + 1)
+    for held, grown in _states(row):
+        most[held] = max(most[held], grown)
+    most = list(accumulate(reversed(most), max))[::-1]
+    hull: list[tuple[int, int]] = []
+    for n, k in enumerate(most):
+        while len(hull) > 1 and k >= 0:
+            (n1, k1), (n2, k2) = hull[-2:]
+            if (k2 - k1) * (n - n1) > (k - k1) * (n2 - n1):
+                break
+            hull.pop()
+        if k >= 0:
+            hull.append((n, k))
+    for (n1, k1), (n2, k2) in pairwise(hull):
+        for n in range(n1, n2):
+            most[n] = (k1 * (n2 - n) + k2 * (n - n1)) // (n2 - n1)
+    return most
+
+
+def _fits(row: Sequence[Action], room: Sequence[int]) -> bool:
+    return all(grown <= room[held] for held, grown in _states(row))
+
+
 class _Passes(NamedTuple):
     """What moves do not change, by slot; one slot more stands before the first and after the last
     pass of every rank.
@@ -72,7 +118,8 @@ class _Passes(NamedTuple):
         latency: from there.
         fed: the pass that needs its result, likewise.
         to_fed: latency to that.
-        sets: change of the number of activation sets.
+        sets: change of the number of activation sets,
+        grown: and of those between B and W.
     """
 
     took: list[int]
@@ -81,21 +128,71 @@ class _Passes(NamedTuple):
     fed: list[int]
     to_fed: list[int]
     sets: list[int]
+    grown: list[int]
 
     @classmethod
     def of(cls, program: Program, orders: RankActions) -> _Passes:
         size = program.pass_slots
-        took, latency, to_fed, sets = ([0] * (size + 1) for _ in range(4))
+        took, latency, to_fed, sets, grown = ([0] * (size + 1) for _ in range(5))
         need, fed = ([size] * (size + 1) for _ in range(2))
         for row in orders:
             for action, (lane, j) in zip(row, program.row(row)):
                 node = lane.gives + j
-                took[node], sets[node] = lane.took, DEVICE.get(action.op, 0)
+                took[node] = lane.took
+                sets[node], grown[node] = DEVICE.get(action.op, 0), _GROWN.get(action.op, 0)
                 if action.op is not Op.W and lane.need >= 0:  # a W stands after its B anyway
                     source = lane.need + j
                     need[node], latency[node] = source, lane.latency
                     fed[source], to_fed[source] = node, lane.latency
-        return cls(took, need, latency, fed, to_fed, sets)
+        return cls(took, need, latency, fed, to_fed, sets, grown)
+
+
+class _Memory:
+    """What every rank of an order holds after every pass.
+
+    Args:
+        cap: most activation sets on a rank, counted from F's start to W's end.
+        passes: what they change.
+        nodes: every rank's slots in order.
+        room: of every rank (``_room``); None: no limit but the cap.
+
+    Attributes:
+        held: sets after the pass in each slot.
+    """
+
+    def __init__(
+        self,
+        cap: int,
+        passes: _Passes,
+        nodes: Sequence[Sequence[int]],
+        room: Sequence[Sequence[int]] | None,
+    ) -> None:
+        self.cap, self._passes = cap, passes
+        self.held, self._grown = [0] * len(passes.sets), [0] * len(passes.sets)
+        self._room = {node: most for row, most in zip(nodes, room or ()) for node in row}
+        for row in nodes:
+            self.note(-1, row)
+
+    def note(self, before: int, seq: Sequence[int]) -> None:
+        """``seq`` stands after ``before``, -1 at a rank's start."""
+        held, grown = self.held[before], self._grown[before]
+        for node in seq:
+            held += self._passes.sets[node]
+            grown += self._passes.grown[node]
+            self.held[node], self._grown[node] = held, grown
+
+    def fits(self, before: int, seq: Sequence[int]) -> bool:
+        """True if ``seq`` may stand after ``before``."""
+        if not self._room:
+            return True
+        held, grown, most = self.held[before], self._grown[before], self._room[seq[0]]
+        sets, grows = self._passes.sets, self._passes.grown
+        for node in seq:
+            held += sets[node]
+            grown += grows[node]
+            if grown > most[held]:
+                return False
+        return True
 
 
 class Order:
@@ -109,6 +206,7 @@ class Order:
         request: placement, microbatches and durations; what counts is the makespan.
         cap: most activation sets on a rank, counted from F's start to W's end.
         orders: to begin with; all F, B and W of all stages and microbatches.
+        room: of every rank (``_room``); None: no limit but the cap.
 
     Attributes:
         time: of the present order.
@@ -116,24 +214,25 @@ class Order:
         work: times changed, and moves tried.
     """
 
-    def __init__(self, request: Request, cap: int, orders: RankActions) -> None:
+    def __init__(
+        self,
+        request: Request,
+        cap: int,
+        orders: RankActions,
+        room: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         m = request.microbatches
         program = Program(request.placement, request.durations, m)
         self._passes = fixed = _Passes.of(program, orders)
-        self._cap, self._microbatches = cap, m
+        self._microbatches = m
         self._size = size = program.pass_slots
         self._previous, self._next = ([size] * (size + 1) for _ in range(2))
-        self._held = [0] * (size + 1)  # sets after every pass
-        for row in orders:
-            sets, before = 0, size
-            for lane, j in program.row(row):
-                node = lane.gives + j
-                sets += fixed.sets[node]
-                self._held[node] = sets
-                self._previous[node], self._next[before] = before, node
-                before = node
-            self._next[before] = size
-        done = run([program.row(row) for row in orders], size)
+        rows = [program.row(row) for row in orders]
+        nodes = [[lane.gives + j for lane, j in row] for row in rows]
+        self._memory = _Memory(cap, fixed, nodes, room)
+        for row in nodes:
+            self._link(size, row, size)
+        done = run(rows, size)
         assert done is not None
         self._ends, self._paths = [*done.ends, 0], [0] * (size + 1)
         self._spread_back(range(size))
@@ -187,13 +286,11 @@ class Order:
         else:
             ends_of, seq = (before[passed[-1]], after[here]), [here, *reversed(passed)]
         old = [here, *passed] if far >= 0 else [*reversed(passed), here]
+        if not self._memory.fits(ends_of[0], seq):
+            return False
         if not self._accepted(old, seq, ends_of, limit, passed if far >= 0 else [here]):
             return False
-        # Sets held after the passes that changed places.
-        sets = self._held[ends_of[0]]
-        for node in seq:
-            sets += self._passes.sets[node]
-            self._held[node] = sets
+        self._memory.note(ends_of[0], seq)
         if self.time < self.best_time:
             self.best_time, self._best = self.time, list(after)
         return True
@@ -201,7 +298,7 @@ class Order:
     def _passed_later(self, node: int, most: int) -> list[int]:
         """The passes that ``node`` may pass, at most so many: none of its lane, or of its stage and
         microbatch, and none where a W would keep a set beyond the cap."""
-        size, after, held, cap = self._size, self._next, self._held, self._cap
+        size, after, held, cap = self._size, self._next, self._memory.held, self._memory.cap
         own = node + self._size // 3
         frees = self._passes.sets[node] < 0
         passed: list[int] = []
@@ -215,7 +312,7 @@ class Order:
 
     def _passed_earlier(self, node: int, most: int) -> list[int]:
         """The same towards the start; an F holds its set longer there."""
-        size, before, held, cap = self._size, self._previous, self._held, self._cap
+        size, before, held, cap = self._size, self._previous, self._memory.held, self._memory.cap
         own = node - self._size // 3
         holds = self._passes.sets[node] > 0
         passed: list[int] = []
@@ -238,13 +335,8 @@ class Order:
         """Put ``seq`` in the place of ``old``, the same passes between two others; False, and
         nothing has changed, if no order within ``limit`` comes of it. ``earlier``: the passes that
         now stand before one that stood before them."""
-        ends, paths, took = self._ends, self._paths, self._passes.took
-        need, latency, fed, to_fed = (
-            self._passes.need,
-            self._passes.latency,
-            self._passes.fed,
-            self._passes.to_fed,
-        )
+        ends, paths = self._ends, self._paths
+        took, need, latency, fed, to_fed, _, _ = self._passes
         first, last = around
         time, path = ends[first], paths[last]
         times, ways = [], []
@@ -297,13 +389,8 @@ class Order:
         the circle would add its time until the limit is reached: 2^64 rounds if one pass takes
         2^64 times as long as the others.
         """
-        ends, paths, took, need = self._ends, self._paths, self._passes.took, self._passes.need
-        latency, fed, before, after = (
-            self._passes.latency,
-            self._passes.fed,
-            self._previous,
-            self._next,
-        )
+        ends, paths, before, after = self._ends, self._paths, self._previous, self._next
+        took, need, latency, fed, *_ = self._passes
         width, size = self._size.bit_length(), self._size
         mask, known = (1 << width) - 1, len(undo)
         accepted = True
@@ -335,13 +422,8 @@ class Order:
 
     def _spread_back(self, seeds: Iterable[int]) -> None:
         """The same for the paths of ``seeds`` and of all before them."""
-        paths, took, fed, to_fed = (
-            self._paths,
-            self._passes.took,
-            self._passes.fed,
-            self._passes.to_fed,
-        )
-        need, before, after = self._passes.need, self._previous, self._next
+        paths, before, after = self._paths, self._previous, self._next
+        took, need, _, fed, to_fed, _, _ = self._passes
         width, size = self._size.bit_length(), self._size
         mask = (1 << width) - 1
         heap = [paths[node] << width | node for node in seeds if node != size]

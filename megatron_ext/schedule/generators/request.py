@@ -30,6 +30,7 @@ class Request:
         memory_cap: most activation sets on a rank; None for the schedule's own.
         effort: seconds that a search may take, about; in units of work, so that every machine
             finds the same.
+        sets_grow: a set may be larger between B and W than before B (``generate``).
     """
 
     placement: Placement
@@ -39,6 +40,7 @@ class Request:
     group_size: int | None = None
     memory_cap: int | None = None
     effort: float = 1
+    sets_grow: bool = False
 
     @property
     def pp(self) -> int:

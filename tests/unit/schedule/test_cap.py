@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.schedule import AUTO, Costs, Placement, Schedule, check, generate, lower, simulate
+from megatron_ext.schedule.actions import Op
 from megatron_ext.schedule.costs import Durations
+from megatron_ext.schedule.effects import peak, steps
 from megatron_ext.schedule.generators import NAMES
 from megatron_ext.schedule.generators.annealing import Order, anneal
 from megatron_ext.schedule.generators.cap import unit_bound, v_cap_limits
@@ -215,6 +217,20 @@ def test_times_change_with_moves(pp: int) -> None:
         made = Schedule("made", start.placement, 5, tuple(map(tuple, order.best)))
         assert max(check(made).peak_sets) <= cap
         assert request.time_of(order.best) == order.best_time == order.time
+
+
+def test_annealed_orders_take_no_more_bytes() -> None:
+    """Sets may be larger between B and W, by a factor that the search does not know."""
+    start = generate("v-half", 4, 8)
+    request = Request(start.placement, 8, UNEQUAL.durations(start.placement), sets_grow=True)
+    orders = [list(row) for row in start.ranks]
+    found = anneal(request, 8, [orders], 20_000, Fraction(0))
+    least = request.time_of(orders)
+    assert least is not None and (request.time_of(found) or least) < least
+    for growth in (1, 2, 5, 100):
+        table = {Op.F: 1, Op.B: growth - 1, Op.W: -growth}
+        for row, other in zip(orders, found):
+            assert peak(steps(other, table)) <= peak(steps(row, table))
 
 
 def test_moves_that_cannot_run_end_at_once() -> None:
