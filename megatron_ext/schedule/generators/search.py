@@ -9,7 +9,7 @@ work never gives a slower order here. What is found is the start of ``annealing`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import log
@@ -55,7 +55,7 @@ class Search:
         cap: most activation sets on a rank.
         more: microbatches to which the steady state will be repeated.
         starts: orders under the cap to begin with.
-        blocks: that fit the cap, the likely best first.
+        blocks: finds those that fit the cap, the likely best first.
         enough: a time that no order beats.
     """
 
@@ -64,8 +64,8 @@ class Search:
         request: Request,
         cap: int,
         more: int,
-        starts: Iterable[RankActions],
-        blocks: Sequence[Block],
+        starts: Sequence[RankActions],
+        blocks: Callable[[], Sequence[Block]],
         enough: Fraction,
     ) -> None:
         self.request, self.cap, self.more, self.enough = request, cap, more, enough
@@ -75,7 +75,9 @@ class Search:
         self._sources = [self._blocks(blocks), self._dispatched(), self._varied()]
         if not more and 6 * request.microbatches * request.pp <= _FEW:
             self._sources.append(self._annealed())
-        for orders in starts:
+        for number, orders in enumerate(starts):
+            if any(orders is other for other in starts[:number]):
+                continue
             self._add(orders)
             for gap in START_GAPS:
                 self._list(orders, gap)
@@ -141,9 +143,9 @@ class Search:
         durations = durations or request.durations
         return self._add(list_schedule(orders, request.placement, self.cap, durations, gaps))
 
-    def _blocks(self, blocks: Sequence[Block]) -> Iterator[bool]:
+    def _blocks(self, find: Callable[[], Sequence[Block]]) -> Iterator[bool]:
         """The blocks, those first that do best for half the microbatches."""
-        request, number = self.request, 0
+        request, number, blocks = self.request, 0, find()
         half = replace(request, microbatches=-(-request.microbatches // 2))
         waiting: list[tuple[int, int]] = []
         while number < len(blocks) or waiting:

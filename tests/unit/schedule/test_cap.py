@@ -16,7 +16,12 @@ from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.effects import peak, steps
 from megatron_ext.schedule.generators import NAMES
 from megatron_ext.schedule.generators.annealing import Order, anneal
-from megatron_ext.schedule.generators.cap import unit_bound, v_cap_limits
+from megatron_ext.schedule.generators.cap import (
+    _at_equal_times,
+    _named,
+    unit_bound,
+    v_cap_limits,
+)
 from megatron_ext.schedule.generators.dispatch import PRECEDENCES, Policy, dispatch
 from megatron_ext.schedule.generators.moves import Moves
 from megatron_ext.schedule.generators.request import Request
@@ -48,6 +53,16 @@ def test_unit_costs_at_some_caps_of_long_pipelines(pp: int) -> None:
     for cap in (low + 1, pp + 2, 5 * pp // 3 - 1):
         units = 2 * simulate(generate("v-cap", pp, 2 * pp, memory_cap=cap)).makespan
         assert units <= unit_bound(pp, 2 * pp, cap) + 1
+
+
+@pytest.mark.parametrize("pp", sampled(range(17, 33), (17, 24)))
+def test_long_pipelines_have_the_named_orders_first_at_equal_times(pp: int) -> None:
+    """So a search takes them from there, and makes them once."""
+    vee = Placement.vee(pp)
+    for make, cap in _named(pp):
+        for m in (2 * pp, 4 * pp + 1):
+            request = Request(vee, m, Durations.unit(vee))
+            assert _at_equal_times(request, cap) == make(pp, m)
 
 
 def test_few_microbatches() -> None:
