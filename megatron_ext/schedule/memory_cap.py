@@ -19,6 +19,10 @@ _NEAR = Fraction(1, 10**6)  # sets; 0.3333333 of 6 is meant as 2
 class Cap(Protocol):
     """A limit on the device memory of every rank; ``plan.budget.Budget`` has it in bytes."""
 
+    @property
+    def sets_grow(self) -> bool:
+        """True if orders are made for sets that are larger between B and W than before B."""
+
     def sets(self, placement: Placement, split_backward: bool) -> int:
         """Activation sets for which every rank has room, whichever they are.
 
@@ -59,10 +63,17 @@ class ShareCap:
         share: of 1F1B's peak, which is pp microbatches or pp * chunks activation sets.
         growth: bytes of a set between B and W, as a multiple of its bytes between F and B; 1F1B has
             no such sets, so with it ``share`` is one of bytes.
+        in_bytes: it stands for a cap in bytes, as the number of sets that fit in it: orders are
+            made for sets that grow, but ``share`` is of sets.
     """
 
     share: Fraction
     growth: Fraction = Fraction(1)
+    in_bytes: bool = False
+
+    @property
+    def sets_grow(self) -> bool:
+        return self.in_bytes or self.growth > 1
 
     def sets(self, placement: Placement, split_backward: bool) -> int:
         sets = cap_sets(self.share, placement.pp, placement.chunks)

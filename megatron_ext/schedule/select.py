@@ -321,6 +321,7 @@ def _generated(spec: ScheduleSpec, option: dict[str, int | None]) -> Schedule:
         memory_cap=cap,
         objective=spec.objective,
         effort=spec.effort,
+        sets_grow=spec.cap is not None and spec.cap.sets_grow,
     )
     if spec.overlap:
         schedule = add_pairs(schedule, _pair_sets(spec, schedule, cap))
@@ -347,13 +348,11 @@ def _made(spec: ScheduleSpec, option: dict[str, int | None]) -> Selected:
     if spec.times is not None:
         schedule = replace(schedule, costs=spec.times)
     if spec.offload is None:
-        sets = option.get("memory_cap")
-        share = None if sets is None else Fraction(sets, schedule.placement.num_stages)
-        own = replace(
-            spec,
-            group_size=option.get("group_size"),
-            cap=None if share is None else ShareCap(share),
-        )
+        sets, own_cap = option.get("memory_cap"), None
+        if sets is not None and cap is not None:
+            share = Fraction(sets, schedule.placement.num_stages)
+            own_cap = ShareCap(share, in_bytes=cap.sets_grow)
+        own = replace(spec, group_size=option.get("group_size"), cap=own_cap)
         made = Selected(schedule, own)
         if cap is not None and spec.order is None and not cap.fits(schedule):
             what = f"{name} at pp={spec.pp} with {spec.microbatches} microbatches"

@@ -41,6 +41,7 @@ def generate(
     memory_cap: int | None = None,
     objective: Objective = "makespan",
     effort: float = 1,
+    sets_grow: bool = False,
 ) -> Schedule:
     """The schedule ``name`` for one pipeline and number of microbatches.
 
@@ -59,6 +60,9 @@ def generate(
         objective: what is made short: ``makespan``, the whole iteration, or ``span``, the longest
             single rank's own (what counts with optimizer post-validation).
         effort: seconds that a search may take, about (``Request``); more is never slower.
+        sets_grow: a set may be larger between B and W than before B, by a factor that need not be
+            known: annealing delays no W at the price of more bytes. So it is for V-Min, V-Half and
+            V-ZB, whose names fix the memory.
 
     Returns:
         Compute actions only; see ``lower`` for transfers.
@@ -74,7 +78,11 @@ def generate(
     vee = generator.placement == "vee"
     placement = Placement.vee(pp) if vee else Placement.loop(pp, chunks)
     durations = costs.durations(placement).reduced()  # per-stage costs must fit the stages
-    request = Request(placement, microbatches, durations, objective, group_size, memory_cap, effort)
+    request = Request(
+        *(placement, microbatches, durations, objective, group_size, memory_cap),
+        effort=effort,
+        sets_grow=sets_grow,
+    )
     ranks = generator.orders(request)
     return Schedule(name, placement, microbatches, tuple(tuple(row) for row in ranks), costs)
 

@@ -1,8 +1,9 @@
 """v-cap: V placement at any memory cap from V-Min's to 1F1B's.
 
-A cap's orders come from a search (``search``); at equal costs without hops from the first building
-blocks that fit it, which meet the bound or miss it by one pass. Whatever a smaller cap gives is a
-candidate for a larger one, so a larger cap is never slower.
+A cap's orders come from a search (``search``), the best of which are annealed (``annealing``); at
+equal costs without hops they come from the first building blocks that fit it, which meet the bound
+or miss it by one pass. Whatever a smaller cap gives is a candidate for a larger one, so a larger
+cap is never slower.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 
 from ..actions import RankActions
 from ..bounds import makespan_bound
@@ -91,13 +92,12 @@ def searched(request: Request, cap: int) -> RankActions:
     more = m - 3 * pp if m > 4 * pp else 0
     short = replace(request, microbatches=m - more)
     work = max(int(_WORK * request.effort), 6 * short.microbatches * pp * _LEAST)
-    search = Search(
-        short, cap, more, list(_fixed(short, cap)), _blocks(pp, cap), _bound(request, cap)
-    )
+    starts = list(_fixed(short, cap))
+    search = Search(short, cap, more, starts, lambda: _blocks(pp, cap), _bound(request, cap))
     search.add(_reordered(short, cap))
     search.run(work)
     if not more:
-        return search.pool[0].orders
+        return search.annealed(request, [found.orders for found in search.pool], work // 2)
     candidates: list[RankActions] = []
     for _, orders in search.pool:
         longer = repeat_period(orders, more)
@@ -113,17 +113,19 @@ def searched(request: Request, cap: int) -> RankActions:
             for orders in list(candidates)
             for gap in START_GAPS
         ]
-    return request.fastest(candidates)
+    fastest = request.fastest(candidates)
+    return search.annealed(request, [fastest], work // 2) if m * pp <= _WHOLE else fastest
 
 
 def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
     """The named V order of this cap, and the one for this cap at equal times."""
     pp, m = request.pp, request.microbatches
-    equal = replace(request, durations=request.durations.unit(request.placement))
-    yield _at_equal_times(equal, cap)
+    yield _at_equal_times(_at_equal_costs(request), cap)
     for make, own in _named(pp):
         # With few microbatches an order may keep less than its name stands for.
-        if own == cap or (m < 2 * pp and max(peak_sets(make(pp, m))) <= cap):
+        if own == cap:
+            yield _as_named(request, make, cap)
+        elif m < 2 * pp and max(peak_sets(make(pp, m))) <= cap:
             yield make(pp, m)
     if pp <= _SMALL:
         for pattern in _patterns(pp, request.durations, cap):
@@ -134,8 +136,23 @@ def _reordered(request: Request, cap: int) -> Iterator[RankActions]:
     """The named V order of this cap with other gaps on some ranks."""
     for make, own in _named(request.pp):
         if own == cap:
-            orders = make(request.pp, request.microbatches)
-            yield from request.reordered(orders, cap, thorough=True)
+            orders = _as_named(request, make, cap)
+            # The first two are a start's with equal gaps.
+            skip = 2 if request.pp > _SMALL else 0
+            yield from request.reordered(orders, cap, thorough=True, skip=skip)
+
+
+def _as_named(request: Request, make: Callable[[int, int], RankActions], cap: int) -> RankActions:
+    """What ``make`` makes. With many ranks and microbatches it is the first order that is tried for
+    equal times, which is there already."""
+    pp, m = request.pp, request.microbatches
+    if pp <= _SMALL or m < 2 * pp:
+        return make(pp, m)
+    return _at_equal_times(_at_equal_costs(request), cap)
+
+
+def _at_equal_costs(request: Request) -> Request:
+    return replace(request, durations=request.durations.unit(request.placement))
 
 
 def _named(pp: int) -> list[tuple[Callable[[int, int], RankActions], int]]:
@@ -211,6 +228,7 @@ def _at_equal_times(request: Request, cap: int) -> RankActions:
     return _unit_plan(request, cap)
 
 
+@lru_cache(maxsize=64)
 def _unit_plan(request: Request, cap: int) -> RankActions:
     """The fastest of the first blocks at equal times; stops at the bound, and one above it after a
     few more tries."""
@@ -218,7 +236,7 @@ def _unit_plan(request: Request, cap: int) -> RankActions:
     bound = unit_bound(request.pp, request.microbatches, cap) * one
     best: RankActions = []
     least = 0
-    for tried, block in enumerate(_blocks(request.pp, cap)[:_TRIES]):
+    for tried, block in enumerate(islice(_each_block(request.pp, cap), _TRIES)):
         orders = list_schedule(block.stamp(request.microbatches), block.placement, cap)
         taken = _time(request, orders)
         if not best or taken < least:
@@ -281,6 +299,12 @@ def _named_block(pp: int, cap: int) -> Block:
     if cap >= 2 * pp:
         return v_zb_block(pp)
     return v_half_block(pp) if cap >= v_half_cap(pp) else v_min_block(pp)
+
+
+def _each_block(pp: int, cap: int) -> Iterator[Block]:
+    """``_blocks``; all but the first take long to find for many ranks."""
+    yield _named_block(pp, cap)
+    yield from _blocks(pp, cap)[1:]
 
 
 @lru_cache(maxsize=256)

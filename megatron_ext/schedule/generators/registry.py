@@ -88,10 +88,11 @@ def _v_zb(request: Request) -> RankActions:
 
 
 def _vee(make: Callable[[int, int], RankActions], cap: int, request: Request) -> RankActions:
-    """The published order at equal costs, for others the best of a short search in its memory."""
+    """The published order at equal costs, for others the best of a short search in its memory,
+    also in bytes: that is what its name stands for."""
     if request.at_unit_times:
         return make(request.pp, request.microbatches)
-    return searched(replace(request, effort=request.effort / 4), cap)
+    return searched(replace(request, effort=request.effort / 4, sets_grow=True), cap)
 
 
 def _gis(request: Request) -> RankActions:

@@ -30,6 +30,7 @@ class Request:
         memory_cap: most activation sets on a rank; None for the schedule's own.
         effort: seconds that a search may take, about; in units of work, so that every machine
             finds the same.
+        sets_grow: a set may be larger between B and W than before B (``generate``).
     """
 
     placement: Placement
@@ -39,6 +40,7 @@ class Request:
     group_size: int | None = None
     memory_cap: int | None = None
     effort: float = 1
+    sets_grow: bool = False
 
     @property
     def pp(self) -> int:
@@ -86,7 +88,12 @@ class Request:
         return list_schedule(orders, self.placement, cap, Durations.unit(self.placement))
 
     def reordered(
-        self, orders: RankActions, cap: int | Sequence[int], *, thorough: bool = False
+        self,
+        orders: RankActions,
+        cap: int | Sequence[int],
+        *,
+        thorough: bool = False,
+        skip: int = 0,
     ) -> Iterable[RankActions]:
         """``list_schedule`` for the costs, with and without gaps.
 
@@ -96,6 +103,7 @@ class Request:
             orders: as for ``list_schedule``.
             cap: as for ``list_schedule``.
             thorough: different gaps on different ranks too, as many ways as there is time for.
+            skip: how many of these to leave out.
         """
         if self.at_unit_times:
             return
@@ -105,7 +113,7 @@ class Request:
             tries = 2 + _THOROUGH // passes
         else:
             tries = 2 if passes <= LONG else 1
-        for min_gap in ways[:tries]:
+        for min_gap in ways[skip:tries]:
             yield list_schedule(orders, self.placement, cap, self.durations, min_gap)
 
 

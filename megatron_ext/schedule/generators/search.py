@@ -3,13 +3,13 @@
 Four sources feed one small pool, in turns: building blocks that fit the cap, list-scheduled for
 the costs (start, steady state and end count, for they are scheduled as a whole); the dispatcher,
 whose policies vary from run to run; list schedules of the pool's orders with other gaps; and, where
-passes are few, simulated annealing. The sequence of trials is fixed, so more work never gives a
-slower order, and all ranks agree.
+passes are few, simulated annealing. The sequence of trials is fixed, so all ranks agree, and more
+work never gives a slower order here. What is found is the start of ``annealing``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import log
@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from ..actions import Action, RankActions
 from ..costs import Durations
 from ..effects import peak_sets
+from .annealing import anneal
 from .building_block import Block
 from .dispatch import PRECEDENCES, Policy, dispatch
 from .list_scheduler import MinGap, list_schedule
@@ -54,7 +55,7 @@ class Search:
         cap: most activation sets on a rank.
         more: microbatches to which the steady state will be repeated.
         starts: orders under the cap to begin with.
-        blocks: that fit the cap, the likely best first.
+        blocks: finds those that fit the cap, the likely best first.
         enough: a time that no order beats.
     """
 
@@ -63,8 +64,8 @@ class Search:
         request: Request,
         cap: int,
         more: int,
-        starts: Iterable[RankActions],
-        blocks: Sequence[Block],
+        starts: Sequence[RankActions],
+        blocks: Callable[[], Sequence[Block]],
         enough: Fraction,
     ) -> None:
         self.request, self.cap, self.more, self.enough = request, cap, more, enough
@@ -74,7 +75,9 @@ class Search:
         self._sources = [self._blocks(blocks), self._dispatched(), self._varied()]
         if not more and 6 * request.microbatches * request.pp <= _FEW:
             self._sources.append(self._annealed())
-        for orders in starts:
+        for number, orders in enumerate(starts):
+            if any(orders is other for other in starts[:number]):
+                continue
             self._add(orders)
             for gap in START_GAPS:
                 self._list(orders, gap)
@@ -92,6 +95,13 @@ class Search:
             for source in list(self._sources):
                 if next(source, None) is None:
                     self._sources.remove(source)
+
+    def annealed(self, request: Request, starts: Sequence[RankActions], work: int) -> RankActions:
+        """The fastest order that annealings of ``starts`` find, the fastest first; none are made
+        for another objective than the makespan."""
+        if request.objective != "makespan":
+            return starts[0]
+        return anneal(request, self.cap, starts, work, self.enough)
 
     def _ended(self) -> bool:
         return bool(self.pool) and self.pool[0].time <= self.enough
@@ -133,9 +143,9 @@ class Search:
         durations = durations or request.durations
         return self._add(list_schedule(orders, request.placement, self.cap, durations, gaps))
 
-    def _blocks(self, blocks: Sequence[Block]) -> Iterator[bool]:
+    def _blocks(self, find: Callable[[], Sequence[Block]]) -> Iterator[bool]:
         """The blocks, those first that do best for half the microbatches."""
-        request, number = self.request, 0
+        request, number, blocks = self.request, 0, find()
         half = replace(request, microbatches=-(-request.microbatches // 2))
         waiting: list[tuple[int, int]] = []
         while number < len(blocks) or waiting:

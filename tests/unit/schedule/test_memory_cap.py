@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_ext.schedule import ScheduleSpec, select
+from megatron_ext.schedule import Costs, ScheduleSpec, select
 from megatron_ext.schedule.memory_cap import ShareCap, cap_sets, parse_cap
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.select import CapExceeded
@@ -55,3 +55,13 @@ def test_sets_that_grow_make_fewer_fit():
         select(ScheduleSpec("v-cap", 4, 8, cap=ShareCap(Fraction(1, 3), Fraction(3))))
     with pytest.raises(ValueError, match=r"takes 3 times its bytes between B and W; give at least"):
         ShareCap(Fraction(1, 4), Fraction(3)).sets(placement, True)
+
+
+def test_a_cap_in_bytes_is_kept_by_what_is_made_again() -> None:
+    """The request that stands for the answer gives the same order, though its cap is in sets."""
+    costs = Costs.of(1, "1.2", "0.8", "0.05")
+    found = select(
+        ScheduleSpec("v-cap", 4, 8, costs=costs, cap=ShareCap(Fraction(1), Fraction(8, 5)))
+    )
+    assert isinstance(found.spec.cap, ShareCap) and found.spec.cap.in_bytes
+    assert select(found.spec).schedule.ranks == found.schedule.ranks

@@ -157,7 +157,8 @@ class ScheduleRequest:
     def for_job(self, job: Job) -> ScheduleRequest:
         """The same with a cap in bytes as a cap on the ranks of ``job``."""
         assert self.cap_bytes is not None and self.splits is not None
-        return replace(self, cap=Budget(job, self.cap_bytes, self.splits, self.profile))
+        budget = Budget(job, self.cap_bytes, self.splits, self.profile, sets_grow=True)
+        return replace(self, cap=budget)
 
     @property
     def needs_estimate(self) -> bool:
