@@ -88,7 +88,9 @@ def main() -> int:
     folder = options.keep or Path(tempfile.mkdtemp(prefix="feature-matrix-"))
     cells = _done(options.json)
     try:
-        with ScriptServer(options.checkout / "pretrain_gpt.py", options.python) as server:
+        with ScriptServer(
+            options.checkout / "pretrain_gpt.py", options.python, modules=["tests.support"]
+        ) as server:
             for number, feature in enumerate(chosen):
                 have = {cell.schedule for cell in cells if cell.feature == feature.name}
                 left = [name for name in schedules if name not in have]

@@ -162,7 +162,9 @@ def main() -> int:
     args = parser.parse_args()
     load = os.getloadavg()[0]
     with (
-        ScriptServer(args.checkout / "pretrain_gpt.py") as server,
+        ScriptServer(
+            args.checkout / "pretrain_gpt.py", modules=["tests.support", "benchmarks"]
+        ) as server,
         tempfile.TemporaryDirectory() as folder,
     ):
         rows = measure(args, server, Path(folder))

@@ -208,7 +208,7 @@ def main() -> None:
     rows, load = [], [os.getloadavg()[0]]
     with (
         tempfile.TemporaryDirectory() as folder,
-        ScriptServer(script / "pretrain_gpt.py") as server,
+        ScriptServer(script / "pretrain_gpt.py", modules=["tests.support", "benchmarks"]) as server,
     ):
         trainer = Trainer(server, args, Path(folder))
         for size in args.sizes.split(","):

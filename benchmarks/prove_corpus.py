@@ -1,17 +1,18 @@
-"""Megatron's own functional tests, shrunk, run on CPU ranks and compared with one process.
+"""Megatron's functional tests and Megatron-Bridge's recipes, shrunk, compared with one process.
 
     python3 -m benchmarks.prove_corpus [--part gpt/...] [--output benchmarks/prove_corpus.md]
 
 Every ``model_config.yaml`` below ``tests/functional_tests/test_cases`` of the newest supported
-checkout; those that are the same after shrinking are run once. Pipelines run a second time with a
-schedule of ours. Results are kept in a file of JSON lines, so that a run can go on.
+checkout, and the performance recipes with a pipeline of ``bridge_recipes.json``. Those that are
+the same after shrinking are run once; pipelines run a second time with a schedule of ours. Results
+are kept in a file of JSON lines, so that a run can go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -20,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_ext.prove.flags import Flags
+from megatron_ext.prove.patterns import stages_of
 from megatron_ext.prove.server import ScriptServer
 from megatron_ext.prove.session import Check, Session
 from megatron_ext.prove.shrink import LAYOUT_OF_CHUNKS, PP, Shrinker, Shrunk
@@ -86,35 +89,59 @@ FINDINGS = (
 )
 
 
-def cases(root: Path, part: str) -> Iterator[tuple[str, str, list[str], Shrunk | str]]:
-    """(script, names, flags, shrunk or why not) of every different configuration."""
-    found: dict[Any, tuple[list[str], list[str], Shrunk | str]] = {}
-    for file in sorted((root / CASES).glob("*/*/model_config.yaml")):
-        kind, name = file.parent.parent.name, f"{file.parent.parent.name}/{file.parent.name}"
-        if kind not in SCRIPTS or part not in name:
+class Case(NamedTuple):
+    """A configuration: script, names that share it, flags, ranks, and it shrunk, or why not."""
+
+    script: str
+    names: list[str]
+    flags: list[str]
+    world: int
+    shrunk: Shrunk | str
+
+
+def cases(root: Path, part: str) -> list[Case]:
+    """Every different configuration."""
+    found: dict[Any, Case] = {}
+    for script, name, flags, world in _every(root):
+        if part not in name:
             continue
-        flags: list[str] = []
         try:
-            flags = from_text(file.read_text()).flags
-            shrunk: Shrunk | str = Shrinker(flags, _GPUS).shrink()
+            shrunk: Shrunk | str = Shrinker(flags, world).shrink()
         except ValueError as error:
             shrunk = str(error)
         key: Any = name
         if isinstance(shrunk, Shrunk):
-            key = SCRIPTS[kind], shrunk.world, tuple(sorted(shrunk.flags.words))
-        found.setdefault(key, ([], flags, shrunk))[0].append(name)
-    for names, flags, shrunk in found.values():
-        yield SCRIPTS[names[0].split("/")[0]], " ".join(names), flags, shrunk
+            key = script, shrunk.world, tuple(sorted(shrunk.flags.words))
+        found.setdefault(key, Case(script, [], flags, world, shrunk)).names.append(name)
+    return list(found.values())
 
 
-def ours(flags: list[str], known: list[str]) -> Shrunk | None:
+def _every(root: Path) -> Iterator[tuple[str, str, list[str], int]]:
+    """(script, name, flags, ranks) of tests and recipes."""
+    for file in sorted((root / CASES).glob("*/*/model_config.yaml")):
+        kind = file.parent.parent.name
+        if kind in SCRIPTS:
+            with contextlib.suppress(ValueError):  # it has no flags of its own
+                flags = from_text(file.read_text()).flags
+                yield SCRIPTS[kind], f"{kind}/{file.parent.name}", flags, _GPUS
+    facts = json.loads(Path(__file__).with_name("bridge_recipes.json").read_text())
+    for fact in facts["recipes"]:
+        words = Flags(f"{facts['models'][fact['model']]} {fact['flags']}".split())
+        world = words.number("--world-size", 0)
+        words.drop("--world-size")
+        yield "pretrain_gpt.py", f"bridge/{fact['recipe']}", words.words, world
+
+
+def ours(case: Case, known: list[str]) -> Shrunk | None:
     """The same configuration with a schedule of ours, if it is a pipeline."""
-    shrunk = Shrinker(flags, _GPUS).shrink()
+    shrunk = Shrinker(case.flags, case.world).shrink()
     if shrunk.flags.number(PP, 1) < 2:
         return None
     chunks = any(name in shrunk.flags for name in LAYOUT_OF_CHUNKS)
-    schedule = "interleaved-zb" if chunks else "v-half"
-    return Shrinker([*flags, "--pp-schedule", schedule], _GPUS).shrink().known(known)
+    layout = shrunk.flags.values("--pipeline-model-parallel-layout")
+    one = bool(layout) and len(stages_of(layout[0])) == shrunk.flags.number(PP, 1)
+    schedule = "zb-h1" if one else "interleaved-zb" if chunks else "v-half"
+    return Shrinker([*case.flags, "--pp-schedule", schedule], case.world).shrink().known(known)
 
 
 def row(names: str, run: str, check: Check) -> dict[str, Any]:
@@ -138,38 +165,34 @@ def row(names: str, run: str, check: Check) -> dict[str, Any]:
 def run(root: Path, part: str, results: Path) -> None:
     """Run what ``results`` has not yet, and add to it."""
     done = {(one["names"], one["run"]) for one in read(results)}
-    every = list(cases(root, part))
-    for script in dict.fromkeys(script for script, *_ in every):
+    every = cases(root, part)
+    for script in dict.fromkeys(case.script for case in every):
         with ScriptServer(root / script, double=True) as server:
             known = server.flags()
-            for index, (own, names, flags, shrunk) in enumerate(every):
-                if own != script or (names, "stock") in done:
+            for index, case in enumerate(every):
+                if case.script != script or (" ".join(case.names), "stock") in done:
                     continue
-                rows = []
-                if isinstance(shrunk, str):
-                    rows.append(row(names, "stock", Check("stock", "failed", shrunk)))
-                else:
-                    rows += _both(server, names, flags, shrunk.known(known), known)
+                rows = _rows(server, case, known)
                 with results.open("a") as file:
                     for one in rows:
                         file.write(json.dumps(one) + "\n")
                         print(f"{index:3} {one['run']:6} {one['status']:9} {one['seconds']:5} s  "
-                              f"{names[:60]:60} {one['text'][:110]}", flush=True)  # fmt: skip
+                              f"{case.names[0][:50]:50} {one['text'][:90]}", flush=True)  # fmt: skip
 
 
-def _both(
-    server: ScriptServer, names: str, flags: list[str], shrunk: Shrunk, known: list[str]
-) -> list[dict[str, Any]]:
+def _rows(server: ScriptServer, case: Case, known: list[str]) -> list[dict[str, Any]]:
+    """Results of a configuration under stock, and under a schedule of ours."""
+    names = " ".join(case.names)
+    if isinstance(case.shrunk, str):
+        return [row(names, "stock", Check("stock", "failed", case.shrunk))]
     rows = []
-    scratch = Path(tempfile.mkdtemp(prefix="corpus-"))
-    try:
-        session = Session(server, shrunk, scratch / "stock")
+    shrunk = case.shrunk.known(known)
+    with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
+        session = Session(server, shrunk, Path(scratch, "stock"))
         rows.append(row(names, "stock", session.check("stock", shrunk.stock)))
-        if rows[0]["status"] == "equal" and (mine := ours(flags, known)) is not None:
-            session = Session(server, mine, scratch / "ours")
+        if rows[0]["status"] == "equal" and (mine := ours(case, known)) is not None:
+            session = Session(server, mine, Path(scratch, "ours"))
             rows.append(row(names, "ours", session.check("ours", mine.flags)))
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return rows
 
 
@@ -207,11 +230,11 @@ def read(results: Path) -> list[dict[str, Any]]:
 def page(rows: list[dict[str, Any]], shown: list[str], tag: str) -> str:
     """The results as Markdown."""
     lines = [
-        "# Megatron's functional tests, proved",
+        "# Megatron's functional tests and Megatron-Bridge's recipes, proved",
         "",
         f"Made by `python3 -m benchmarks.prove_corpus` with Megatron {tag}, in float64, three",
         "steps each. *equal*: every output, gradient, weight and moment is one process's within",
-        "rounding. A configuration that several tests share after shrinking is run once.",
+        "rounding. A configuration that several share after shrinking is run once.",
         "",
     ]
     for kind in ("stock", "ours"):
@@ -220,7 +243,7 @@ def page(rows: list[dict[str, Any]], shown: list[str], tag: str) -> str:
         largest = max((one["largest"] for one in own if one["status"] == "equal"), default=0.0)
         tests = sum(len(one["names"].split()) for one in own)
         lines.append(
-            f"- **{kind}**: {len(own)} configurations of {tests} tests: "
+            f"- **{kind}**: {len(own)} configurations of {tests} tests and recipes: "
             + ", ".join(f"{number} {status}" for status, number in count.most_common())
             + f"; largest difference of an equal one {largest:.1e}"
         )

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 import time
@@ -120,6 +121,8 @@ def _run(
     from ..prove.server import ScriptServer
     from ..prove.session import Session
 
+    # Megatron warns of every optional package that is not installed.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
     with _progress() as progress:
         progress(f"importing {script.name}")
         with ScriptServer(script, double=args.precision == "double") as server:

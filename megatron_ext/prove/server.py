@@ -1,8 +1,8 @@
 """Runs a Megatron training script many times on CPU ranks, importing torch and Megatron once.
 
-Started as ``python -m megatron_ext.prove.server SCRIPT [--double]``: it imports everything that the
-script imports, then reads one job a line (JSON) from standard input, forks the job's ranks, lets
-each run the launcher as torchrun would, and answers one line:
+Started as ``python -m megatron_ext.prove.server SCRIPT [--double] [MODULE ...]``: it imports all
+that the script imports, then reads one job a line (JSON) from standard input, forks the job's
+ranks, lets each run the launcher as torchrun would, and answers one line:
 
     {"argv": [...], "world": 4, "folder": "...", "timeout": 120}
     {"status": "ok" | "failed" | "hung", "seconds": 3.2}
@@ -18,6 +18,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import importlib
 import json
 import os
 import queue
@@ -80,13 +81,19 @@ class ScriptServer:
         script: a Megatron training script, e.g. ``pretrain_gpt.py`` of a checkout.
         python: interpreter to run it with.
         double: compute in float64 wherever Megatron names float32.
+        modules: imported first, for preludes: packages of the script's folder may have their names.
     """
 
-    def __init__(self, script: Path, python: str = sys.executable, double: bool = False) -> None:
+    def __init__(
+        self,
+        script: Path,
+        python: str = sys.executable,
+        double: bool = False,
+        modules: Sequence[str] = (),
+    ) -> None:
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
         env["PYTHONPATH"] = str(HOME)
         env["GLOO_SOCKET_IFNAME"] = "lo"
-        env.setdefault("PYTHONWARNINGS", "ignore")  # of packages that are not installed
         # The CPU device is prepared once for all jobs, so for the most ranks that any may have.
         env["LOCAL_WORLD_SIZE"] = str(MOST_RANKS)
         # Megatron shuffles 100,000 mock documents in samples of a few tokens: a second a rank. Here
@@ -96,6 +103,7 @@ class ScriptServer:
             [
                 *(python, "-m", "megatron_ext.prove.server", str(Path(script).resolve())),
                 *(["--double"] if double else []),
+                *modules,
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -340,11 +348,14 @@ def main() -> None:
     os.dup2(2, 1)
     from megatron_ext import cpu, launch
 
-    script = Path(sys.argv[1]).resolve()
+    script, options = Path(sys.argv[1]).resolve(), sys.argv[2:]
+    for name in options:
+        if name != "--double":
+            importlib.import_module(name)
     launch._set_path(script)
     launch._set_tools_path()
     cpu.install()
-    if "--double" in sys.argv:
+    if "--double" in options:
         from megatron_ext.prove import double
 
         double.install()

@@ -79,7 +79,7 @@ def read(folder: Path, world: int, step: int) -> Step:
     Raises:
         OSError: a file is missing.
     """
-    files = [torch.load(folder / f"rank{r}-step{step}.pt") for r in range(world)]
+    files = [torch.load(folder / f"rank{r}-step{step}.pt", weights_only=True) for r in range(world)]
     places = [file["place"] for file in files]
     parts: dict[Key, list[Any]] = {}
     shapes: dict[Key, tuple[int, ...]] = {}

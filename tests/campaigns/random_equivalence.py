@@ -216,7 +216,7 @@ class Runner:
     def train(self, argv: list[str], world: int, name: str) -> Outcome:
         """One run; a server that has died is started again for the next."""
         if self._server is None:
-            self._server = ScriptServer(self._script, self._python)
+            self._server = ScriptServer(self._script, self._python, modules=["tests.support"])
         try:
             return self._server.run(argv, world, self.folder / name)
         except (RuntimeError, OSError):

@@ -177,7 +177,10 @@ def main() -> int:
         done = len(options.results.read_text().splitlines())
     bad = 0
     script = options.megatron / "pretrain_gpt.py"
-    with tempfile.TemporaryDirectory() as folder, ScriptServer(script) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ScriptServer(script, modules=["tests.support"]) as server,
+    ):
         runner = Runner(server, options.steps, Path(folder))
         for number in range(done, options.cases):
             case = plain(number) if options.plain else draw(options.seed, number, options.steps)

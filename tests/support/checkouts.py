@@ -143,7 +143,7 @@ def start_servers() -> Iterator[Serve]:
         if tag not in servers:
             installed = ROOT / "scripts" / "pretrain_gpt_minimal.py"
             script = installed if tag == INSTALLED else existing(tag) / "pretrain_gpt.py"
-            servers[tag] = ScriptServer(script)
+            servers[tag] = ScriptServer(script, modules=["tests.support"])
         return servers[tag]
 
     yield serve

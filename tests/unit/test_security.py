@@ -43,6 +43,8 @@ def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 def _faults(name: str, text: str) -> list[str]:
     found = []
     for call, node in _calls(ast.parse(text)):
+        if call == "torch.load" and "weights_only=True" in ast.unparse(node):
+            continue  # tensors and containers, nothing else
         if call in EVALUATE and (name, call) not in ALLOWED:
             found.append(f"{name}:{node.lineno} calls {call}")
         for keyword in node.keywords:

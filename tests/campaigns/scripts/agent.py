@@ -79,7 +79,7 @@ def ranks_for(folder: Path) -> Iterator[Path]:
                 answer = _run(server, folder / f"run{count}", Path(cwd), words)
                 connection.sendall(json.dumps(answer).encode() + b"\n")
 
-    with ScriptServer(existing(MAIN_TAG) / "pretrain_gpt.py") as server:
+    with ScriptServer(existing(MAIN_TAG) / "pretrain_gpt.py", modules=["tests.support"]) as server:
         thread = threading.Thread(target=serve, args=(server,), daemon=True)
         thread.start()
         try:
