@@ -176,8 +176,9 @@ def run(root: Path, part: str, results: Path) -> None:
                 with results.open("a") as file:
                     for one in rows:
                         file.write(json.dumps(one) + "\n")
-                        print(f"{index:3} {one['run']:6} {one['status']:9} {one['seconds']:5} s  "
-                              f"{case.names[0][:50]:50} {one['text'][:90]}", flush=True)  # fmt: skip
+                        result = f"{one['run']:6} {one['status']:9} {one['seconds']:5} s"
+                        name, text = case.names[0][:50], one["text"][:90]
+                        print(f"{index:3} {result}  {name:50} {text}", flush=True)
 
 
 def _rows(server: ScriptServer, case: Case, known: list[str]) -> list[dict[str, Any]]:
