@@ -30,7 +30,7 @@ from benchmarks.schedule_sweep import Row, caps_curve, describe, from_json, sett
 
 HERE = Path(__file__).resolve().parent
 
-# Claims that are known not to hold; docs/02 says so and why.
+# Claims that are known not to hold; docs/concepts/schedules.md says so and why.
 KNOWN_MISSES = ("above 6m + max(6p - 3k - 1, p - 1), the bound of the smallest pipelines",)
 
 

@@ -176,7 +176,7 @@ set_environment() {
     export NVTE_FWD_LAYERNORM_SM_MARGIN=${NVTE_FWD_LAYERNORM_SM_MARGIN:-16}
     export NVTE_BWD_LAYERNORM_SM_MARGIN=${NVTE_BWD_LAYERNORM_SM_MARGIN:-16}
     # Memory of collectives is free when the stream has waited for them. Not of messages between
-    # stages, on which it has no effect: see docs/24-messages.md.
+    # stages, on which it has no effect: see docs/reference/messages.md.
     export TORCH_NCCL_AVOID_RECORD_STREAMS=${TORCH_NCCL_AVOID_RECORD_STREAMS:-1}
     # Activations are megabytes: larger pieces for point-to-point messages over the network.
     export NCCL_P2P_NET_CHUNKSIZE=${NCCL_P2P_NET_CHUNKSIZE:-2097152}

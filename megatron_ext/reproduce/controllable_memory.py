@@ -197,7 +197,8 @@ _FAST = (
 )
 _ONE = (
     "one layer; attention scores kept at 1,024 tokens, flash attention at 3,072",
-    "the A100's rates were fitted to the rows marked so; the others were held out (26-times.md)",
+    "the A100's rates were fitted to the rows marked so; the others were held out "
+    "(docs/concepts/pass-times.md)",
 )
 _V_MIN = (
     "V-Min's order is made for the planner's costs; the order for equal passes, with a longer "

@@ -22,7 +22,7 @@ BUDGET = 74 * GIB  # 80 GiB less plan's default reserve of 6
 
 ASSUMPTIONS = (
     "A100 with the rates of `plan --gpu A100`, of which six are fitted to 15 published passes "
-    "(26-times.md); orders are made for the planner's pass times",
+    "(docs/concepts/pass-times.md); orders are made for the planner's pass times",
     "a vocabulary of 1,024: the papers leave out one layer at each end in exchange for theirs",
     "activation memory is the sets at the peak and what the running pass needs beside them, in GiB",
     "MFU counts 12bsh^2 l(1 + kv/a + s/h + f/h) FLOPs, no causal discount, of 312 TFLOP/s; the "

@@ -115,7 +115,7 @@ def rules() -> list[str]:
 _HEAD = """\
 # The papers, reproduced
 
-    megatron-ext reproduce all --output docs/25-reproduce.md     # this page; plots in images/
+    megatron-ext reproduce all --output docs/reference/papers.md     # this page; plots in images/
     megatron-ext reproduce pipeoffload --figure fig16            # one figure, in the terminal
     megatron-ext reproduce all --json                            # every row
 

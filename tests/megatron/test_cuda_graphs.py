@@ -92,7 +92,7 @@ def test_what_does_not_go_with_graphs(rule: Any) -> None:
 
 
 def test_documentation_has_the_conflicts() -> None:
-    page = (ROOT / "docs" / "08-features.md").read_text()
+    page = (ROOT / "docs" / "reference/features.md").read_text()
     assert markdown(CudaGraphs.conflicts, "CUDA graphs") in page
 
 

@@ -212,7 +212,7 @@ def test_features_that_do_not_work_together(rule: Conflict) -> None:
 
 
 def test_documentation_has_the_conflicts() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "08-features.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "reference/features.md"
     assert markdown(ScheduleFeature.conflicts, "every schedule") in page.read_text()
 
 

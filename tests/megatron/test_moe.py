@@ -274,7 +274,7 @@ def _aligned(nbytes: int) -> int:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_between_forward_and_backward(results: Cases, strategy: str) -> None:
-    """By unique storage, to the byte: docs/11. Unfused SwiGLU keeps six times the FFN's width."""
+    """By unique storage, to the byte (guides/moe.md). Unfused SwiGLU keeps 6 FFN widths."""
     checked = 0
     for rank in results["memory"]:
         for way, found in rank.items():

@@ -1,4 +1,4 @@
-"""The code of docs/22-extending.md, run as it stands there."""
+"""The code of docs/develop/extending.md, run as it stands there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_ext.schedule.generators.registry import Generator
 from tests.support import ROOT
 from tests.support.stand_ins import megatron_args
 
-PAGE = (ROOT / "docs" / "22-extending.md").read_text()
+PAGE = (ROOT / "docs" / "develop/extending.md").read_text()
 
 
 @pytest.fixture

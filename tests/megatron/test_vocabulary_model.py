@@ -215,5 +215,5 @@ def test_layout_of_a_checkpoint() -> None:
 
 
 def test_documented() -> None:
-    page = (ROOT / "docs" / "08-features.md").read_text()
+    page = (ROOT / "docs" / "reference/features.md").read_text()
     assert markdown(VocabularyParallel.conflicts, "`--pp-vocab-parallel`") in page

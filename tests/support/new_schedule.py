@@ -1,4 +1,4 @@
-"""A copy of the package with one schedule more, added by the recipe of docs/22-extending.md."""
+"""A copy of the package with one schedule more, by the recipe of docs/develop/extending.md."""
 
 from __future__ import annotations
 

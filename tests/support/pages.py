@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # First words by which an indented line is a command, not a formula or a file.
 _COMMANDS = re.compile(r"(megatron-ext|torchrun|python3?|pip|\./?scripts/\S+|scripts/\S+|sbatch) ")
@@ -78,7 +78,6 @@ NOT_RUN = {
     r"pytest": "is this",
     r"megatron-ext reproduce all": "takes minutes; tests/unit/reproduce runs it",
     r"megatron-ext prove": "takes a minute; tests/checkout/test_prove.py runs it",
-    r"python3? -m (tests\.campaigns\.prove_mutations|benchmarks\.prove_corpus)": "takes minutes",
     r"megatron-ext checkpoint": "needs a checkpoint; tests/unit/cli makes some",
     r"python -m tests\.campaigns\.faults": "takes minutes; "
     "tests/ranks/runtime/test_faults.py is its short form",
@@ -89,7 +88,8 @@ NOT_RUN = {
     r"pre-commit install": "changes the hooks of this clone",
     r"export (MEGATRON_LM|DATA_PATH|CONTAINER_IMAGE)=": "of a cluster's file system",
     r"(LAUNCH=srun TP=2 )?sbatch ": "needs a cluster; tests/campaigns/scripts runs the jobs",
-    r"megatron-ext show --measured TRACES": "needs a run of eight ranks; page 16 draws one of two",
+    r"megatron-ext show --measured TRACES": "needs a run of eight ranks; "
+    "guides/tracing.md draws one of two",
 }
 
 

@@ -1,4 +1,4 @@
-"""A schedule added by docs/22-extending.md, in a copy of the package: every tool has it.
+"""A schedule added by docs/develop/extending.md, in a copy of the package: every tool has it.
 
 Training has it too: tests/ranks/schedule/test_new_schedule.py.
 """

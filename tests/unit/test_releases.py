@@ -67,7 +67,7 @@ def test_the_extra_installs_a_supported_release() -> None:
     assert line(found[2]) == (RELEASES[-1].line[0], RELEASES[-1].line[1] + 1)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/17-support.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/support.md"])
 def test_pages_name_every_release(page: str) -> None:
     text = (ROOT / page).read_text()
     for release in RELEASES:
@@ -103,7 +103,7 @@ def test_no_other_list() -> None:
 
 
 def test_a_new_release_by_the_recipe(tmp_path: Path) -> None:
-    """docs/22-extending.md, in a copy of the repository: a line of the list, and its patch."""
+    """docs/develop/extending.md, in a copy of the repository: a line of the list, and its patch."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
     copy, checkout = tmp_path / "copy", tmp_path / "Megatron-LM"

@@ -1,4 +1,4 @@
-"""A schedule added by docs/22-extending.md, in a copy of the package: training has it."""
+"""A schedule added by docs/develop/extending.md, in a copy of the package: training has it."""
 
 from __future__ import annotations
 

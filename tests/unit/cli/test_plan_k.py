@@ -30,7 +30,7 @@ class TestShowK:
             assert local < cheap < stock
 
     def test_where_half_of_the_sets_can_be_offloaded(self, run):
-        """What docs/15-choosing.md says of "at least half"."""
+        """What docs/start/choosing.md says of "at least half"."""
         rows = json.loads(_run(run, "--show-k", "--seq-length", "8192", "--json"))["rows"]
         k = {(row["model"], row["gpu"]): row["k"] for row in rows}
         papers = {gpu: k["GPT, h 4096", gpu]["local, flash, cheap recompute"] for gpu in GPUS}
@@ -96,8 +96,8 @@ class TestCalibration:
 @pytest.mark.parametrize(
     ("page", "words"),
     [
-        ("26-times.md", ("--calibration", "--gpu", "A100")),
-        ("15-choosing.md", ("--show-k",)),
+        ("concepts/pass-times.md", ("--calibration", "--gpu", "A100")),
+        ("start/choosing.md", ("--show-k",)),
     ],
 )
 def test_the_pages_show_what_is_printed(run, page, words):

@@ -9,7 +9,7 @@ from .conftest import options
 
 
 def test_show_block(run, tmp_path):
-    """One stamped block, its repetition, and squeezed: what docs/05 draws."""
+    """One stamped block, its repetition, and squeezed, as in building-blocks.md."""
     argv = ["show", "--block", "v-half", "--pp", 4]
     status, out, _ = run(*argv)
     assert status == 0

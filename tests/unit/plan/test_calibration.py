@@ -26,7 +26,7 @@ def rows():
 
 class TestErrors:
     def test_of_fitted_and_of_held_out_figures(self, rows):
-        """As docs/26-times.md has them. Six numbers are fitted to 15."""
+        """As docs/concepts/pass-times.md has them. Six numbers are fitted to 15."""
         fitted = summary([row for row in rows if row.fitted])
         held = summary([row for row in rows if not row.fitted])
         assert (fitted.number, held.number) == (15, 61)

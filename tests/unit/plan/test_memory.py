@@ -42,7 +42,7 @@ def per_bsh(job, held="bytes_f_to_b"):
 
 # arXiv 2205.05198, equation 1: sbh(34 + 5as/h); flash attention leaves 34, or 32 without dropout.
 # PipeOffload, 4.3: 34 without and 20 with recompute of norms, GeLU and dropout; ours leaves
-# dropout's two masks, docs/10. ZB, table 2: 32 for W.
+# dropout's two masks, docs/guides/offload.md. ZB, table 2: 32 for W.
 PUBLISHED = [
     (["--hidden-dropout 0.1"], "bytes_f_to_b", 34),
     ([], "bytes_f_to_b", 32),
@@ -160,7 +160,7 @@ def test_experts_are_divided_over_fewer_ranks():
 
 
 # PipeOffload, figure 15: activation memory in GB. Ours is within so many per cent, or half of the
-# last digit; why PO is not within 10 % is in docs/25.
+# last digit; why PO is not within 10 % is in docs/reference/papers.md.
 FIGURE_15 = published()["pipeoffload"]["tables"]["fig15"]
 CELLS = [tuple(row) for row in FIGURE_15["rows"]]
 WIDEST = {"1F1B": 10, "1F1B-I": 10, "GIS": 10, "GIS-H": 10, "PO-H": 20, "PO-F": 40}

@@ -29,7 +29,7 @@ from megatron_ext.reproduce.rows import (
 from megatron_ext.reproduce.vocabulary_parallelism import _mfu, _simulated
 from tests.support import ROOT
 
-PAGE = ROOT / "docs" / "25-reproduce.md"
+PAGE = ROOT / "docs" / "reference/papers.md"
 # Tables that take a second or two; the others are for ``campaign``.
 FAST = {"k", "fig16", "table1", "phi", "saving", "granularity", "speedup", "table2", "appendix"}
 FIELDS = {"paper", "table", "row", "published", "ours", "unit", "verdict", "source"}
@@ -163,8 +163,8 @@ def test_the_page_has_the_fast_tables_of_today() -> None:
     assert sum(len(section.rows) for section in found) > 150
     for section in found:
         assert text_of(section) in page, (
-            f"docs/25-reproduce.md: {section.table.name} is not what `megatron-ext reproduce all "
-            "--output docs/25-reproduce.md` writes; run it"
+            f"docs/reference/papers.md: {section.table.name} is not what `megatron-ext reproduce "
+            "all --output docs/reference/papers.md` writes; run it"
         )
 
 

@@ -245,8 +245,8 @@ def test_few_microbatches_hold_less() -> None:
 
 
 def test_numbers_of_the_page() -> None:
-    """The table of docs/05: 8 ranks, 32 microbatches; no schedule is slower than its block."""
-    text = (ROOT / "docs" / "05-building-blocks.md").read_text()
+    """building-blocks.md's table: p = 8, m = 32; no schedule is slower than its block."""
+    text = (ROOT / "docs" / "concepts/building-blocks.md").read_text()
     rows = re.findall(r"(?m)^\| `([a-z0-9-]+)` \| (.*) \|$", text)
     assert [name for name, _ in rows] == list(PERIODIC)
     for name, row in rows:

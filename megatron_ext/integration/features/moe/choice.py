@@ -1,4 +1,7 @@
-"""MoE layers whose plan is chosen while training runs: the tuner inside Megatron (docs/12)."""
+"""MoE layers whose plan is chosen while training runs: the tuner inside Megatron.
+
+See docs/guides/moe-chunks.md.
+"""
 
 from __future__ import annotations
 

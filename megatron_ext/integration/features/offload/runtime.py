@@ -1,4 +1,6 @@
-"""PipeOffload inside Megatron: activation sets are moved as the schedule says (docs/10).
+"""PipeOffload inside Megatron: activation sets are moved as the schedule says.
+
+See docs/guides/offload.md.
 
 The first step is also a measurement: of the bytes of a set, and, without ``--pp-offload-time``, of
 the time of passes and copies. From the second step on the plan is made for these, and the host
