@@ -84,26 +84,21 @@ def _compare(args: argparse.Namespace) -> None:
             f"--group-size {args.group_size} is for {_GROUPED}, which at pp={args.pp} takes "
             f"{least} (p/2 rounded up) to {args.pp} (p); give one of those"
         )
-    asked = replace(
-        sizes_of(args, AUTO), offload=offload_of(args, args.pp) if offloads(args) else None
-    )
+    asked = asked_of(args)
     network, noise = network_of(args), jitter_of(args)
     rows: list[_Row] = []
     impossible: dict[str, str] = {}
-    for name, generator in GENERATORS.items():
-        spec = by_name(asked, name)
-        if not generator.takes_group_size:
-            spec = replace(spec, group_size=None)
+    for name in GENERATORS:
         started = time.perf_counter()
         try:
-            found, over_cap = _selected(spec)
+            found, over_cap = fitted(asked, name)
         except ValueError as error:
             impossible[name] = str(error)
             continue
         seconds = time.perf_counter() - started
         refuse_large(found.schedule)
         before = None
-        if spec.offload is not None:
+        if asked.offload is not None:
             before = max(simulate(found.schedule.compute()).peak_activation)
         run, quality = simulated(found.schedule, args, network, noise)
         rows.append(_Row(run, seconds, over_cap, before, quality))
@@ -124,12 +119,22 @@ def _place(row: _Row, span: bool) -> tuple[Fraction, Fraction]:
     return run.span_bubble if span else run.makespan, spread.mean if spread else Fraction(0)
 
 
-def _selected(spec: ScheduleSpec) -> tuple[Selected, bool]:
-    """The schedule, even if more stays on a device than the cap allows, and whether that is so.
+def asked_of(args: argparse.Namespace) -> ScheduleSpec:
+    """What the options ask of any schedule."""
+    return replace(
+        sizes_of(args, AUTO), offload=offload_of(args, args.pp) if offloads(args) else None
+    )
+
+
+def fitted(asked: ScheduleSpec, name: str) -> tuple[Selected, bool]:
+    """A schedule, even if more stays on a device than the cap allows, and whether that is so.
 
     Raises:
         ValueError: it does not exist for these sizes.
     """
+    spec = by_name(asked, name)
+    if not GENERATORS[name].takes_group_size:
+        spec = replace(spec, group_size=None)
     cap = spec.cap
     if cap is not None and spec.offload is None:
         cap.sets(spec.placement, spec.splits_backward)  # refuses what no set fits in

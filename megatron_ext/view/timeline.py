@@ -191,6 +191,15 @@ def reference_peak(schedule: Schedule) -> int:
     return min(schedule.pp, schedule.microbatches)
 
 
+def result_text(run: Timeline) -> str:
+    """Makespan, bubble and peak for people, or what the run says in their place."""
+    return run.facts or (
+        f"makespan {run.makespan_text}   bubble {decimal(100 * run.bubble, 1)} %   "
+        f"peak activation {decimal(max(run.peak_activation))} "
+        f"(1F1B {reference_peak(run.schedule)})"
+    )
+
+
 def decimal(value: float, digits: int = 3) -> str:
     """``value`` with at most ``digits`` decimals, for people."""
     return f"{value:.{digits}f}".rstrip("0").rstrip(".") if digits else f"{value:.0f}"
