@@ -57,6 +57,13 @@ class _Row:
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser("compare", help="every schedule side by side")
+    add_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_compare)
+
+
+def add_options(parser: Parser) -> None:
+    """What is asked of all schedules."""
     group = parser.add_argument_group("pipeline")
     add_size_options(group, required=True)
     add_shape_options(
@@ -68,22 +75,13 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     add_offload_options(parser)
     add_network_options(parser)
     add_jitter_options(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_compare)
 
 
 _GROUPED = " and ".join(takers("takes_group_size"))
 
 
 def _compare(args: argparse.Namespace) -> None:
-    if args.pp < 2:
-        raise InputError(f"a pipeline needs at least 2 ranks, got --pp {args.pp}; give 2 or more")
-    least = -(-args.pp // 2)
-    if args.group_size is not None and not least <= args.group_size <= args.pp:
-        raise InputError(
-            f"--group-size {args.group_size} is for {_GROUPED}, which at pp={args.pp} takes "
-            f"{least} (p/2 rounded up) to {args.pp} (p); give one of those"
-        )
+    refuse_sizes(args)
     asked = asked_of(args)
     network, noise = network_of(args), jitter_of(args)
     rows: list[_Row] = []
@@ -117,6 +115,18 @@ def _place(row: _Row, span: bool) -> tuple[Fraction, Fraction]:
     """By time, then by the mean under jitter where that was asked for."""
     run, spread = row.simulation, row.quality.spread
     return run.span_bubble if span else run.makespan, spread.mean if spread else Fraction(0)
+
+
+def refuse_sizes(args: argparse.Namespace) -> None:
+    """Refuse sizes for which no schedule can be compared."""
+    if args.pp < 2:
+        raise InputError(f"a pipeline needs at least 2 ranks, got --pp {args.pp}; give 2 or more")
+    least = -(-args.pp // 2)
+    if args.group_size is not None and not least <= args.group_size <= args.pp:
+        raise InputError(
+            f"--group-size {args.group_size} is for {_GROUPED}, which at pp={args.pp} takes "
+            f"{least} (p/2 rounded up) to {args.pp} (p); give one of those"
+        )
 
 
 def asked_of(args: argparse.Namespace) -> ScheduleSpec:

@@ -39,6 +39,9 @@ def run_data(run: Timeline) -> dict[str, Any]:
         "title": schedule.name if run.label == "planned" else f"{schedule.name}, {run.label}",
         "label": run.label,
         "facts": facts,
+        "brief": f"m = {schedule.microbatches}: bubble {decimal(100 * run.bubble, 1)} %, "
+        f"peak {decimal(max(run.peak_activation))} (1F1B {reference_peak(schedule)})",
+        "microbatches": schedule.microbatches,
         "pp": schedule.pp,
         "chunks": schedule.chunks,
         "unit": run.unit,

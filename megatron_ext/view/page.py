@@ -24,6 +24,6 @@ def render(*runs: Timeline) -> str:
         title,
         '<main id="timeline"></main>',
         "#timeline { padding: 8px 12px; }\n",
-        'new Viewer(document.getElementById("timeline"), TIMELINE);',
+        'const VIEWER = new Viewer(document.getElementById("timeline"), TIMELINE);',
         {"TIMELINE": view_data(runs)},
     )

@@ -8,7 +8,8 @@
 class Viewer {
   constructor(root, data) {
     this.root = root;
-    this.memory = Math.max(...data.runs.map(run => run.pp)) > 8 ? "fullest rank" : "each rank";
+    const rows = data.runs.reduce((sum, run) => sum + run.pp, 0);
+    this.memory = rows > 8 ? "fullest rank" : "each rank";
     this.hover = null;
     this.pointers = new Map();
     root.classList.add("viewer");
@@ -191,6 +192,7 @@ class Viewer {
 
   paintRows(pen, block) {
     const {run, row} = block, until = this.from + this.span;
+    const digits = String(Math.max(1, run.microbatches - 1)).length;
     const micro = this.hover && this.hover.microbatch;
     for (let rank = 0; rank < run.pp; rank++) {
       const y = block.rows + rank * block.step, passes = run.rows[rank];
@@ -208,7 +210,7 @@ class Viewer {
           pen.globalAlpha = micro === null || micro === undefined || micro === microbatch ? 1 : 0.35;
           pen.fillStyle = run.colors[op][chunk];
           pen.fillRect(x + inset, top, wide - 2 * inset, high - (parts > 1 ? 0.5 : 0));
-          this.number(pen, microbatch, x, wide, top, high, chunk);
+          this.number(pen, microbatch, digits, x, wide, top, high, chunk);
         }
       }
       pen.globalAlpha = 1;
@@ -216,9 +218,10 @@ class Viewer {
     }
   }
 
-  number(pen, microbatch, x, wide, y, high, chunk) {
-    const text = String(microbatch), size = Math.min(high * 0.58, 13, (wide - 2) / (0.6 * text.length));
-    if (size < 6.5) return;
+  // A pass's microbatch, if a number of `digits` fits: passes of one length have all a number or none.
+  number(pen, microbatch, digits, x, wide, y, high, chunk) {
+    const text = String(microbatch), size = Math.min(high * 0.58, 13, (wide - 1) / (0.6 * digits));
+    if (size < 5.8) return;
     // The number stays in sight as long as its pass is.
     const from = Math.max(x, this.left), to = Math.min(x + wide, this.left + this.plot);
     if (to - from < 0.6 * size * text.length) return;
@@ -271,7 +274,7 @@ class Viewer {
     const ink = this.color("ink"), soft = this.color("soft"), end = this.width - 4;
     this.text(pen, run.title, this.left, block.title + 9, 14, ink, "left", "bold");
     const after = narrow ? this.left : this.left + pen.measureText(run.title).width + 12;
-    this.text(pen, run.facts, after, block.title + (narrow ? 27 : 9), narrow ? 11 : 12, soft);
+    this.text(pen, narrow ? run.brief : run.facts, after, block.title + (narrow ? 27 : 9), narrow ? 11 : 12, soft);
     const size = Math.min(12, block.row * 0.8), name = rank => narrow ? `${rank}` : `rank ${rank}`;
     run.idle.forEach((idle, rank) => {
       const y = block.rows + rank * block.step + block.row / 2;
