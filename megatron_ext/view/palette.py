@@ -42,6 +42,8 @@ _ON_DARK = (
     f'text[fill="{SOFT}"]{{fill:#9fabb7}}path[stroke="{SOFT}"]{{stroke:#9fabb7}}'
     ".idle{fill:#242c35}.strip{fill:#1b222a}.area{fill:#2c4468;stroke:#8fb3e0}"
     ".line{stroke:#ef8d7c}.peak{stroke:#e6ebf0}"
+    f'circle[fill="{GROUND}"]{{fill:#12171d}}[stroke="{GRID}"]{{stroke:#3a4550}}'
+    '[stroke="#16202a"]{stroke:#e6ebf0}circle[fill="#16202a"]{fill:#e6ebf0}'
 )
 
 
