@@ -111,7 +111,7 @@ def main() -> None:
         tiny.require_equal(what, mine, {name: v for part in stock for name, v in part.items()})
     plans = [simulate(generate(name, 2, len(LENGTHS))) for name in ("1f1b", "zb-h1")]
     bubbles = [float(plan.bubble) for plan in plans]
-    tiny.say("bubble: {:.1%} under 1F1B, {:.1%} under ZB-H1".format(*bubbles))
+    tiny.say("simulated bubble: {:.1%} under 1F1B, {:.1%} under ZB-H1".format(*bubbles))
     tiny.finish()
 
 

@@ -55,10 +55,10 @@ def main() -> None:
 
     held = [line["peak_sets"] / CHUNKS for line in tiny.traced(traces)]
     tiny.require(f"activations held, in microbatches: {held}, at most 2", max(held) <= 2)
-    for pp in (PP, 8):
-        one, v = (simulate(generate(name, pp, 2 * pp)) for name in ("1f1b", "v-half"))
+    for pp, m in ((PP, tiny.MICROBATCHES), (8, 16)):
+        one, v = (simulate(generate(name, pp, m)) for name in ("1f1b", "v-half"))
         tiny.say(
-            f"p = {pp}, {2 * pp} microbatches: bubble {float(one.bubble):.1%} under 1F1B, "
+            f"simulated, p = {pp}, m = {m}: bubble {float(one.bubble):.1%} under 1F1B, "
             f"{float(v.bubble):.1%} under V-Half; activations {float(max(one.peak_activation)):g} "
             f"and {float(max(v.peak_activation)):g} microbatches"
         )

@@ -25,8 +25,8 @@ PROOFS = {
     "train_v_half": [
         *_TRAINED,
         r"activations held, in microbatches: \[2.0, 2.0\], at most 2",
-        r"p = 2, .* 20.0% under 1F1B, 4.0% under V-Half; activations 2 and 2 microbatches",
-        r"p = 8, .* 30.4% under 1F1B, 15.0% under V-Half; activations 8 and 5 microbatches",
+        r"simulated, p = 2, m = 8: bubble 11.1% under 1F1B, 2.0% under V-Half; .* 2 and 2 micro",
+        r"simulated, p = 8, m = 16: bubble 30.4% under 1F1B, 15.0% under V-Half; .* 8 and 5 micro",
     ],
     "custom_schedule": [
         "refused: the order cannot progress: .* wait for each other in a circle",
@@ -52,7 +52,7 @@ PROOFS = {
     "any_trainer": [
         "equal bit for bit: losses and log-probabilities, 96",
         "equal bit for bit: weights, 101",
-        "bubble: 11.1% under 1F1B, 4.0% under ZB-H1",
+        "simulated bubble: 11.1% under 1F1B, 4.0% under ZB-H1",
     ],
 }
 
