@@ -1,6 +1,6 @@
 """What the examples share: a tiny GPT, its data, a plain reference, and exact comparisons.
 
-Importing this module prepares the process for CPU ranks; on GPUs the two lines would not be there.
+Importing this module prepares the process for CPU ranks; on GPUs leave the lines with ``cpu`` out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_ext import cpu
 
-# So that the proof stands alone on the screen. In training, leave them on: rank 0 says what runs.
+# So that the proof is alone on the screen. In training leave them on: rank 0 logs what runs.
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|full scope|experimental).*")
 logging.getLogger("megatron.core").setLevel(logging.ERROR)
 logging.getLogger("megatron_ext").setLevel(logging.ERROR)
@@ -205,7 +205,7 @@ def everywhere(mine: Any) -> list[Any]:
     return found
 
 
-def require_equal(what: str, ours: Tensors, expected: Tensors, all_of_them: bool = True) -> None:
+def require_equal(what: str, ours: Tensors, expected: Tensors) -> None:
     """Compare, bit for bit, what all ranks hold together with a reference; print the result.
 
     Every rank exits with status 1 if a tensor differs, or if one is missing on all ranks.
@@ -214,7 +214,7 @@ def require_equal(what: str, ours: Tensors, expected: Tensors, all_of_them: bool
     held = everywhere((wrong, set(ours)))
     differing = sorted(name for names, _ in held for name in names)
     missing = set(expected) - set().union(*(names for _, names in held))
-    if differing or (missing and all_of_them):
+    if differing or missing:
         say(f"FAILED: {what}: {len(differing)} differ, {len(missing)} missing: {differing[:3]}")
         sys.exit(1)
     say(f"equal bit for bit: {what}, {len(expected)} tensors")
