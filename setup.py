@@ -60,9 +60,22 @@ class ReproducibleSdist(sdist):
         return target
 
 
+def patches() -> list[tuple[str, list[str]]]:
+    """The patches for plain git, which a wheel installs under ``share/megatron-ext/patches``.
+
+    `megatron-ext patch` needs none of them; they are for people who read or apply patches.
+    """
+    folders = sorted(path for path in Path("patches").iterdir() if path.is_dir())
+    return [
+        (f"share/megatron-ext/{folder.as_posix()}", sorted(map(str, folder.glob("*.patch"))))
+        for folder in folders
+    ]
+
+
 setup(
+    data_files=patches(),
     cmdclass={
         "bdist_wheel": PlainWheel,
         "sdist": ReproducibleSdist,
-    }
+    },
 )

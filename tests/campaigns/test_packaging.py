@@ -16,13 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import __version__
-from megatron_ext.releases import TAGS
+from megatron_ext import __version__, patching
+from megatron_ext.releases import NEWEST, TAGS
 from tests.support import ROOT
 from tests.support.waiting import PATIENCE
 
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 CONTENTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+CONTENTS += ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md")
+FOLDERS = ("megatron_ext", "patches", "docs", "examples", "scripts")
+# Where a wheel's files that are no modules go.
+DATA = f"megatron_ext-{__version__}.data/data/share/megatron-ext"
 
 BUILD = """import sys
 from setuptools import build_meta
@@ -40,7 +44,7 @@ def build(folder: Path, umask: int) -> dict[str, Path]:
     for name in CONTENTS:
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("megatron_ext", "patches"):
+    for name in FOLDERS:
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for path in source.rglob("*"):  # as another person's checkout has them
         mode = path.stat().st_mode & 0o777
@@ -84,19 +88,23 @@ def test_what_they_hold(built: dict[str, Path]) -> None:
     with tarfile.open(built["sdist"]) as archive:
         names = {member.name.partition("/")[2] for member in archive}
     assert set(CONTENTS) <= names
-    for path in [*(ROOT / "megatron_ext").rglob("*"), *(ROOT / "patches").rglob("*")]:
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*")):
         if path.is_dir() or "__pycache__" in path.parts:
             continue
         name = str(path.relative_to(ROOT))
         assert name in names
-        if not name.startswith("patches/"):
+        if name.startswith("megatron_ext/"):
             assert inside[name] == path.read_bytes()
+        elif name.startswith("patches/"):
+            assert inside[f"{DATA}/{name}"] == path.read_bytes()
+    assert not [name for name in names if "__pycache__" in name]
     metadata = next(
         text.decode() for name, text in inside.items() if name.endswith("dist-info/METADATA")
     )
     assert f"\nVersion: {__version__}\n" in metadata
     assert "\nRequires-Python: >=3.10\n" in metadata
-    assert {"megatron", "dev", "trace"} <= set(re.findall(r"Provides-Extra: (\w+)", metadata))
+    extras = set(re.findall(r"Provides-Extra: (\S+)", metadata))
+    assert {"megatron", "torch", "transformer-engine", "docs", "notebook", "dev", "trace"} <= extras
     needed = re.findall(r"Requires-Dist: (.*)", metadata)
     assert needed and all("extra ==" in line for line in needed), "no extra, no dependency"
 
@@ -120,6 +128,27 @@ def interpreter(version: str) -> Path | None:
         if done.returncode == 0 and done.stdout.strip() == version:
             return Path(path)
     return None
+
+
+def test_the_citation_names_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.*)$", text, re.M) == [__version__]
+    (released,) = re.findall(r"^date-released: (.*)$", text, re.M)
+    assert f"## [{__version__}] - {released}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def write_checkout(folder: Path) -> Path:
+    """A tree that looks like the newest supported Megatron; the file that is patched."""
+    folder.mkdir()
+    arguments, info = folder / patching.FILE, folder / patching.PACKAGE_INFO
+    for path in (arguments, info):
+        path.parent.mkdir(parents=True)
+    arguments.write_text(
+        "def parse_args(extra_args_provider=None, ignore_unknown_args=False):\n    pass\n"
+    )
+    major, minor = NEWEST.line
+    info.write_text(f"MAJOR = {major}\nMINOR = {minor}\nPATCH = 0\nPRE_RELEASE = ''\n")
+    return arguments
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -150,3 +179,15 @@ def test_installs_without_torch(version: str, built: dict[str, Path], tmp_path: 
     doctor = tool("doctor")
     assert doctor.returncode == 1  # no torch
     assert f"patches for {', '.join(TAGS)}" in doctor.stdout
+
+    arguments = write_checkout(tmp_path / "Megatron-LM")
+    stock = arguments.read_bytes()
+    assert tool("patch", "apply", "Megatron-LM").returncode == 0
+    assert b"megatron_ext.apply" in arguments.read_bytes()
+    assert tool("patch", "status", "Megatron-LM").returncode == 0
+    assert tool("patch", "revert", "Megatron-LM").returncode == 0
+    assert arguments.read_bytes() == stock
+    installed = {
+        path.parent.name for path in (venv / "share/megatron-ext/patches").rglob("*.patch")
+    }
+    assert installed == set(TAGS)
