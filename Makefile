@@ -1,9 +1,9 @@
 # Short names for what contributors and CI run; `make -k lint` reports every failure.
 # The tools come from PATH: pip install -e '.[dev,megatron]'. `make test` needs no environment.
 
-.PHONY: lint ruff mypy codespell shellcheck test-fast test nightly docs reference
+.PHONY: lint ruff mypy codespell style shellcheck test-fast test nightly docs reference
 
-lint: ruff mypy codespell shellcheck
+lint: ruff mypy codespell style shellcheck
 
 ruff:
 	ruff check .
@@ -14,6 +14,9 @@ mypy:
 
 codespell:
 	codespell
+
+style:
+	python -m scripts.check_style
 
 shellcheck:
 	shellcheck --external-sources scripts/*.sh scripts/slurm/* .ci/run

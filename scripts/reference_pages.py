@@ -149,7 +149,7 @@ def flags() -> str:
         lines += table(("flag", "meaning"), rows)
     lines += ["", "## Options of the launcher", ""]
     lines += [
-        "They stand before the script: `python -m megatron_ext.launch OPTIONS SCRIPT ARGS`.",
+        "They come before the script: `python -m megatron_ext.launch OPTIONS SCRIPT ARGS`.",
         "",
     ]
     lines += table(("option", "meaning"), options(launch._parser()._actions))

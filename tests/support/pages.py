@@ -91,8 +91,6 @@ NOT_RUN = {
     r"pre-commit install": "changes the hooks of this clone",
     r"export (MEGATRON_LM|DATA_PATH|CONTAINER_IMAGE)=": "of a cluster's file system",
     r"(LAUNCH=srun TP=2 )?sbatch ": "needs a cluster; tests/campaigns/scripts runs the jobs",
-    r"megatron-ext show --measured TRACES": "needs a run of eight ranks; "
-    "guides/tracing.md draws one of two",
 }
 
 
