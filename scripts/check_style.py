@@ -45,7 +45,7 @@ EVERYWHERE = (
     Phrase(r"\b(is|are|was|were) (not )?whole\b(?! (microsecond|period|number|unit))", "complete"),
     Phrase(r"\b(last|latest|newest) whole\b", "complete"),
     Phrase(r"\bof one's own\b", "your own"),
-    Phrase(r"\bwho asks for it\b", "how it is loaded"),
+    Phrase(r"\bin who asks for it\b", "in how it is loaded"),
     Phrase(r"\bwhere the stages lie\b", "rank and chunk of every stage"),
     Phrase(r"\bwhat (the numbers|they) rests? on\b", "assumptions"),
 )
