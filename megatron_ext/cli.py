@@ -17,7 +17,7 @@ from .commands.common import InputError, Parser
 
 _COMMANDS = (
     *("simulate", "schedule", "compare", "plan", "check", "show", "checkpoint", "patch", "doctor"),
-    *("reproduce", "prove"),
+    *("reproduce", "prove", "explore"),
 )
 
 

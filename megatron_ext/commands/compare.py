@@ -57,6 +57,13 @@ class _Row:
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser("compare", help="every schedule side by side")
+    add_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_compare)
+
+
+def add_options(parser: Parser) -> None:
+    """What is asked of all schedules."""
     group = parser.add_argument_group("pipeline")
     add_size_options(group, required=True)
     add_shape_options(
@@ -68,42 +75,28 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     add_offload_options(parser)
     add_network_options(parser)
     add_jitter_options(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_compare)
 
 
 _GROUPED = " and ".join(takers("takes_group_size"))
 
 
 def _compare(args: argparse.Namespace) -> None:
-    if args.pp < 2:
-        raise InputError(f"a pipeline needs at least 2 ranks, got --pp {args.pp}; give 2 or more")
-    least = -(-args.pp // 2)
-    if args.group_size is not None and not least <= args.group_size <= args.pp:
-        raise InputError(
-            f"--group-size {args.group_size} is for {_GROUPED}, which at pp={args.pp} takes "
-            f"{least} (p/2 rounded up) to {args.pp} (p); give one of those"
-        )
-    asked = replace(
-        sizes_of(args, AUTO), offload=offload_of(args, args.pp) if offloads(args) else None
-    )
+    refuse_sizes(args)
+    asked = asked_of(args)
     network, noise = network_of(args), jitter_of(args)
     rows: list[_Row] = []
     impossible: dict[str, str] = {}
-    for name, generator in GENERATORS.items():
-        spec = by_name(asked, name)
-        if not generator.takes_group_size:
-            spec = replace(spec, group_size=None)
+    for name in GENERATORS:
         started = time.perf_counter()
         try:
-            found, over_cap = _selected(spec)
+            found, over_cap = fitted(asked, name)
         except ValueError as error:
             impossible[name] = str(error)
             continue
         seconds = time.perf_counter() - started
         refuse_large(found.schedule)
         before = None
-        if spec.offload is not None:
+        if asked.offload is not None:
             before = max(simulate(found.schedule.compute()).peak_activation)
         run, quality = simulated(found.schedule, args, network, noise)
         rows.append(_Row(run, seconds, over_cap, before, quality))
@@ -124,12 +117,34 @@ def _place(row: _Row, span: bool) -> tuple[Fraction, Fraction]:
     return run.span_bubble if span else run.makespan, spread.mean if spread else Fraction(0)
 
 
-def _selected(spec: ScheduleSpec) -> tuple[Selected, bool]:
-    """The schedule, even if more stays on a device than the cap allows, and whether that is so.
+def refuse_sizes(args: argparse.Namespace) -> None:
+    """Refuse sizes for which no schedule can be compared."""
+    if args.pp < 2:
+        raise InputError(f"a pipeline needs at least 2 ranks, got --pp {args.pp}; give 2 or more")
+    least = -(-args.pp // 2)
+    if args.group_size is not None and not least <= args.group_size <= args.pp:
+        raise InputError(
+            f"--group-size {args.group_size} is for {_GROUPED}, which at pp={args.pp} takes "
+            f"{least} (p/2 rounded up) to {args.pp} (p); give one of those"
+        )
+
+
+def asked_of(args: argparse.Namespace) -> ScheduleSpec:
+    """What the options ask of any schedule."""
+    return replace(
+        sizes_of(args, AUTO), offload=offload_of(args, args.pp) if offloads(args) else None
+    )
+
+
+def fitted(asked: ScheduleSpec, name: str) -> tuple[Selected, bool]:
+    """A schedule, even if more stays on a device than the cap allows, and whether that is so.
 
     Raises:
         ValueError: it does not exist for these sizes.
     """
+    spec = by_name(asked, name)
+    if not GENERATORS[name].takes_group_size:
+        spec = replace(spec, group_size=None)
     cap = spec.cap
     if cap is not None and spec.offload is None:
         cap.sets(spec.placement, spec.splits_backward)  # refuses what no set fits in

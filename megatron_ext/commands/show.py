@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..schedule import Costs, Schedule, simulate
+from ..schedule import NAMES, Costs, Schedule, simulate
 from ..schedule.generators.building_block import Block
-from ..view import deviations, page, recorded, svg, text, timeline, trace
+from ..view import deviations, recorded, text, timeline
+from ..view.formats import RENDERERS, THEMES
 from .blocks import (
     add_block_option,
     block_json,
@@ -31,12 +31,18 @@ from .common import (
     schedule_of,
     user_input,
 )
+from .compare import asked_of, fitted
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser("show", help="timeline with the memory curve, as text or picture")
-    parser.add_argument("file", nargs="?", metavar="FILE", help="a schedule file, or --schedule")
+    parser.add_argument(
+        "schedules",
+        nargs="*",
+        metavar="NAME|FILE",
+        help="schedules, drawn one above the other on one time axis; or --schedule",
+    )
     add_schedule_options(parser, required=False)
     block = parser.add_argument_group("building block, in place of a schedule")
     add_block_option(
@@ -58,8 +64,14 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--output",
         metavar="PATH",
-        help=f"write {', '.join(_RENDERERS)} (.json: Chrome trace for ui.perfetto.dev); "
+        help=f"write {', '.join(RENDERERS)} (.json: Chrome trace for ui.perfetto.dev); "
         "default: text on the terminal",
+    )
+    parser.add_argument(
+        "--theme",
+        choices=THEMES,
+        default="auto",
+        help="of an .svg: as the reader's system (auto, the default), or fixed",
     )
     parser.add_argument(
         "--width",
@@ -79,21 +91,12 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_show_timeline)
 
 
-# Each draws one run, or the planned and the measured one.
-_RENDERERS: dict[str, Callable[[Sequence[timeline.Timeline]], str]] = {
-    ".svg": lambda runs: svg.render(*runs),
-    ".html": lambda runs: page.render(*runs),
-    ".json": lambda runs: json.dumps(trace.to_trace(list(runs))) + "\n",
-    ".txt": lambda runs: "\n".join(text.render(run) for run in runs),
-}
-
-
 def _show_timeline(args: argparse.Namespace) -> None:
-    given = 3 - [args.file, args.schedule, args.block].count(None) + args.blocks
+    given = 2 - [args.schedule, args.block].count(None) + bool(args.schedules) + args.blocks
     if given > 1 or (not given and args.measured is None):
         raise InputError(
-            "give either a schedule file or --schedule NAME or --block NAME or --blocks, one of "
-            "them, or --measured DIR alone"
+            "give either schedules or --schedule NAME or --block NAME or --blocks, one of them, or "
+            "--measured DIR alone"
         )
     if args.blocks:
         refuse_options(args, "--blocks", (*_NOT_FOR_BLOCKS, "squeeze", "output", "width"))
@@ -123,29 +126,28 @@ def _show_block(args: argparse.Namespace) -> None:
 def _draw(args: argparse.Namespace, runs_of: Callable[[], list[timeline.Timeline]]) -> None:
     """Print the runs, or write them to ``--output``."""
     suffix = Path(args.output).suffix if args.output else None
-    if suffix is not None and suffix not in _RENDERERS:
+    if suffix is not None and suffix not in RENDERERS:
         raise InputError(
-            f"--output {args.output}: the suffix gives the format; use {', '.join(_RENDERERS)}"
+            f"--output {args.output}: the suffix gives the format; use {', '.join(RENDERERS)}"
         )
     runs = runs_of()
-    schedule = runs[0].schedule
     if suffix is None:
         width = _terminal_width(args.width)
         print("\n".join(text.render(run, width) for run in runs), end="")
         _print_deviations(runs)
         return
     with output(args.output):
-        Path(args.output).write_text(_RENDERERS[suffix](runs), encoding="utf-8")
-    print(
-        f"{args.output}: {schedule.name}, pp {schedule.pp}, "
-        f"makespan {timeline.decimal(runs[0].makespan)}"
-    )
+        Path(args.output).write_text(RENDERERS[suffix](runs, args.theme), encoding="utf-8")
+    plans = [run for run in runs if run.label != "measured"]
+    about = [f"{run.schedule.name}, pp {run.schedule.pp}" for run in plans]
+    spans = [f"makespan {timeline.decimal(run.makespan)}" for run in plans]
+    print(f"{args.output}: {'; '.join(map(', '.join, zip(about, spans)))}")
     _print_deviations(runs)
 
 
 def _print_deviations(runs: Sequence[timeline.Timeline]) -> None:
     """Where a measured run waits most against the plan."""
-    if len(runs) < 2:
+    if runs[-1].label != "measured":
         return
     planned, measured = runs
     plan = planned.scaled_to(measured)
@@ -162,18 +164,36 @@ def _runs(args: argparse.Namespace) -> list[timeline.Timeline]:
     """The planned run of a schedule, and the measured one if there is one."""
     if args.squeeze:
         raise InputError("--squeeze is for --block NAME; a schedule is squeezed already")
-    if args.file is None and args.schedule is None:
+    if not args.schedules and args.schedule is None:
         with user_input():
-            schedule = recorded.plan_of(args.measured, args.iteration)
+            schedules = [recorded.plan_of(args.measured, args.iteration)]
     else:
-        schedule = schedule_of(args, args.file)
-    runs = [timeline.planned(simulate(schedule))]
+        schedules = _schedules(args)
+    runs = [timeline.planned(simulate(schedule)) for schedule in schedules]
     if args.measured is not None:
+        if len(runs) > 1:
+            raise InputError(f"--measured {args.measured} is drawn under one schedule; give one")
         with user_input():
-            runs.append(recorded.load(args.measured, schedule, args.iteration))
+            runs.append(recorded.load(args.measured, schedules[0], args.iteration))
     elif args.iteration is not None:
         raise InputError("--iteration selects one of --measured DIR; give both")
     return runs
+
+
+def _schedules(args: argparse.Namespace) -> list[Schedule]:
+    """What is drawn. Each of several takes the options that are for it, as in ``compare``."""
+    names = args.schedules or [args.schedule]
+    found = []
+    for name in names:
+        mine = argparse.Namespace(**{**vars(args), "schedule": name})
+        if len(names) == 1 or name not in NAMES:
+            found.append(schedule_of(mine))
+            continue
+        if args.pp is None or args.microbatches is None:
+            raise InputError(f"{name} needs --pp and --microbatches too")
+        with user_input():
+            found.append(fitted(asked_of(mine), name)[0].schedule)
+    return found
 
 
 def _block(args: argparse.Namespace, block: Block) -> timeline.Timeline:

@@ -9,6 +9,7 @@ pass takes. Nothing here corrects that.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,10 +46,12 @@ class Recorder:
 
     Attributes:
         peak_sets: most activation sets held at once since ``reset``.
+        machine: what the passes run on, for people.
     """
 
     def __init__(self, timed: bool, device: torch.device) -> None:
         self._timed = timed
+        self.machine = machine_text(device)
         self._cuda = timed and device.type == "cuda"
         self._waits = _Waits()
         self.reset()
@@ -165,6 +168,14 @@ def _both_clocks() -> tuple[float, float]:
         after = time.perf_counter()
         best = min(best, (after - before, wall, (before + after) / 2))
     return best[1:]
+
+
+def machine_text(device: torch.device) -> str:
+    """What a rank's passes ran on, for the picture of its times."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return f"{ranks} ranks on {os.cpu_count()} CPU cores" if ranks > 1 else "CPU"
 
 
 class TraceFile:

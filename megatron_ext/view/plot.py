@@ -7,13 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .palette import GRID, GROUND, INK, SOFT, theme_style
+
 Points = tuple[tuple[float, float], ...]
 
 _WIDTH, _PLOT, _HEIGHT, _TOP, _LEFT = 820, 560, 380, 48, 64
 _COLORS = (
     *("#2e6bb0", "#c96a12", "#2a8c67", "#7a4fa3", "#b5483a", "#5b7f95", "#8a5a44", "#16202a"),
 )
-INK, SOFT, GRID = "#1f2933", "#64707d", "#dde2e8"
 
 
 class Series(NamedTuple):
@@ -88,7 +89,8 @@ def _draw(axes: _Axes, one: Series, color: str, y: float) -> list[str]:
     if one.line and len(over) > 1:
         parts.append(_path(over, color))
     parts += [
-        f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="#fff" stroke="{color}"/>' for a, b in under
+        f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{GROUND}" stroke="{color}"/>'
+        for a, b in under
     ]
     parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{color}"/>' for a, b in over]
     x = _LEFT + _PLOT + 28
@@ -125,8 +127,9 @@ def document(title: str, width: float, height: float, parts: Sequence[str]) -> s
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
             f"<title>{html.escape(title)}</title>",
-            "<style>text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif}</style>",
-            f'<rect width="{width:.0f}" height="{height:.0f}" fill="#fff"/>',
+            "<style>text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif}"
+            f"{theme_style('auto')}</style>",
+            f'<rect width="{width:.0f}" height="{height:.0f}" fill="{GROUND}"/>',
             *parts,
             "</svg>\n",
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,16 @@ def load(
                 f"{schedule.microbatches}"
             )
     zero = min(line["zero_unix_us"] for line in chosen)
-    return timeline.measured(schedule, [_shifted(line, zero) for line in chosen])
+    run = timeline.measured(schedule, [_shifted(line, zero) for line in chosen])
+    return replace(run, machine=" and ".join(dict.fromkeys(_machine(line) for line in chosen)))
+
+
+def _machine(line: Any) -> str:
+    """What a rank ran on; older traces do not have it."""
+    found = line.get("machine", "")
+    if not isinstance(found, str):
+        raise ValueError(f"machine is no text but {shown(found)}; not a --pp-trace file")
+    return found[:80]
 
 
 def _per_rank(directory: str | Path) -> dict[int, dict[int, Any]]:

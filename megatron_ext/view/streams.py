@@ -10,7 +10,8 @@ import html
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .svg import _IDLE, _INK, _SOFT, _WIDTHS, _axis, _Layout, _n, _rect, _text
+from .palette import GROUND, IDLE, INK, SOFT, theme_style
+from .svg import _WIDTHS, _axis, _Layout, _n, _rect, _text
 from .timeline import decimal
 
 _COLUMNS = 120  # of the text where there is no terminal
@@ -107,7 +108,7 @@ def render_text(streams: Streams, width: int = 0) -> str:
 def render_svg(streams: Streams) -> str:
     """One self-contained SVG."""
     plot, left = float(_WIDTHS[0]), 92.0
-    layout = _Layout(1.0, plot, left, 24.0, _ROW, 0.0, _GAP, _FONT, streams.span)
+    layout = _Layout(1.0, plot, left, 24.0, _ROW, 0.0, _GAP, _FONT, streams.span, 1)
     parts = [_text(left, 24, streams.title, 14, weight="bold")]
     y = _legend(parts, layout, streams.meanings(), 38.0)
     for one in streams.passes:
@@ -124,16 +125,16 @@ def render_svg(streams: Streams) -> str:
     fills = "".join(f".k{letter}{{fill:{_color(letter)}}}" for letter in streams.meanings())
     style = (
         "text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif}.n{fill:#fff;text-anchor:middle}"
-        f".idle{{fill:{_IDLE}}}{fills}"
+        f".idle{{fill:{IDLE}}}{fills}{theme_style('auto')}"
     )
     width = _n(layout.width)
     size = f'width="{width}" height="{_n(y)}" viewBox="0 0 {width} {_n(y)}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} fill="{_INK}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} fill="{INK}" role="img">',
             f"<title>{html.escape(streams.title)}</title>",
             f"<style>{style}</style>",
-            f'<rect width="{width}" height="{_n(y)}" fill="#ffffff"/>',
+            f'<rect width="{width}" height="{_n(y)}" fill="{GROUND}"/>',
             *parts,
             "</svg>\n",
         ]
@@ -152,7 +153,7 @@ def _legend(parts: list[str], layout: _Layout, meanings: dict[str, str], y: floa
         if x + wide > layout.left + layout.plot:
             x, y = layout.left, y + 17
         parts.append(_rect(x, y, 14, 12, f"k{letter}"))
-        parts.append(_text(x + 19, y + 10, text, 11, fill=_SOFT))
+        parts.append(_text(x + 19, y + 10, text, 11, fill=SOFT))
         x += wide
     return y + 26
 

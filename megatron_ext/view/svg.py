@@ -11,33 +11,25 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..schedule.actions import Op, Operation
-from ..schedule.vocabulary import VocabularyOp
-from .timeline import Box, Timeline, decimal, reference_peak
+from ..schedule.actions import Op
+from .palette import (
+    AREA,
+    COPIES,
+    COPY_MEANING,
+    DARK,
+    GROUND,
+    IDLE,
+    INK,
+    LINE,
+    MEANING,
+    MEASURED,
+    SOFT,
+    STRIP,
+    shades,
+    theme_style,
+)
+from .timeline import Box, Timeline, decimal, reference_peak, result_text
 
-_DARK: dict[Operation, str] = {
-    Op.F: "#2e6bb0",
-    Op.B: "#c96a12",
-    Op.W: "#2a8c67",
-    Op.BW: "#b5483a",
-    VocabularyOp.S: "#7a3b8f",
-    VocabularyOp.T: "#a8577e",
-    VocabularyOp.E: "#5b6770",
-    VocabularyOp.G: "#8a949c",
-}
-_MEANING: dict[Operation, str] = {
-    Op.F: "F forward",
-    Op.B: "B input gradient",
-    Op.W: "W weight gradient",
-    Op.BW: "BW whole backward",
-    VocabularyOp.S: "S logits of the rank's vocabulary",
-    VocabularyOp.T: "T their weight gradient",
-    VocabularyOp.E: "E embeddings",
-    VocabularyOp.G: "G their gradient",
-}
-_COPIES = {Op.OFFLOAD: "#7a5aa6", Op.RELOAD: "#b39ddb"}
-_INK, _SOFT, _IDLE, _GRID = "#1f2933", "#64707d", "#e9ecf0", "#cfd5dc"
-_AREA, _LINE, _MEASURED = "#c3d0e2", "#3d5a80", "#b5483a"
 _DIGIT = 0.6  # width of a digit in em, on the safe side
 _READABLE = 6.5  # smallest font size that is still drawn, px
 _WIDTHS = (960, 2400)  # of the plot, px
@@ -57,6 +49,7 @@ class _Layout:
     gap: float
     font: float  # of the microbatch numbers; 0: none are drawn
     span: float  # time at the right edge of the plot
+    chunks: int  # most of any run
 
     @property
     def width(self) -> float:
@@ -66,33 +59,70 @@ class _Layout:
         return self.left + self.plot * time / self.span
 
 
-def render(timeline: Timeline, measured: Timeline | None = None) -> str:
-    """SVG text of one run, or of a planned and a measured run on one time axis.
+def render(*runs: Timeline, theme: str = "auto") -> str:
+    """SVG text of runs on one time axis.
 
     Args:
-        timeline: drawn first; with ``measured`` it is stretched to the measured unit and total
-            compute time (``Timeline.scaled_to``).
-        measured: drawn under it, its memory as a line over the first one's area.
+        runs: one run; or a planned run and its measured one (the plan is stretched to the measured
+            unit and total compute time, ``Timeline.scaled_to``, and its memory is the area under
+            the measured line); or runs of any schedules, one above the other, each with the memory
+            of its fullest rank.
+        theme: ``auto`` follows the reader's dark mode, ``light`` and ``dark`` are fixed.
     """
-    runs = [timeline] if measured is None else [timeline.scaled_to(measured), measured]
+    pair = len(runs) == 2 and runs[1].label == "measured"
+    if pair:
+        runs = (runs[0].scaled_to(runs[1]), runs[1])
+    stacked = len(runs) > 1 and not pair
     layout = _layout(runs)
     u = layout.unit
     parts: list[str] = []
-    y = _header(parts, layout, runs, 30 * u)
+    y = _header(parts, layout, runs, 30 * u, titled=not stacked)
     for run in runs:
         if len(runs) > 1:
-            label = f"{run.label}: {_result(run)}"
+            label = f"{run.schedule.name if stacked else run.label}: {result_text(run)}"
             parts.append(_text(layout.left, y + 12 * u, label, 12 * u, weight="bold"))
             y += 20 * u
+        top = y
         y = _rows(parts, layout, run, y) + 6 * u
-    y = _axis(parts, layout, runs[0].unit, y - 4 * u) + 30 * u
-    y = _memory(parts, layout, runs, y) + 14 * u
-    return _document(parts, layout.width, y, runs)
+        if stacked:
+            _saved(parts, layout, run, top, y - 6 * u)
+            y = _fullest(parts, layout, run, y) + 14 * u
+    y = _axis(parts, layout, runs[0].unit, y - 4 * u) + (14 if stacked else 30) * u
+    if not stacked:
+        y = _memory(parts, layout, runs, y) + 14 * u
+    return _document(parts, layout.width, y, runs, theme)
+
+
+def _saved(parts: list[str], layout: _Layout, run: Timeline, top: float, bottom: float) -> None:
+    """Beside a run that ends earlier than the longest one: by how much, if there is room."""
+    start, end, u = layout.x(run.makespan), layout.left + layout.plot, layout.unit
+    text = f"{decimal(100 * (1 - run.makespan / layout.span), 1)} % less time"
+    size = min(14 * u, (end - start) / (len(text) * _DIGIT))
+    if size < _READABLE:
+        return
+    middle = (top + bottom) / 2
+    ends = f"M{_n(start)} {_n(top)}V{_n(bottom)}M{_n(end)} {_n(top)}V{_n(bottom)}"
+    between = f"M{_n(start)} {_n(middle + size * 0.5)}H{_n(end)}"
+    parts.append(
+        f'<path class="axis" d="{ends}{between}" fill="none" stroke="{SOFT}" '
+        f'stroke-width="{_n(0.8 * u)}"/>'
+    )
+    parts.append(_text((start + end) / 2, middle, text, size, "middle", weight="bold"))
+
+
+def _fullest(parts: list[str], layout: _Layout, run: Timeline, y: float) -> float:
+    """A strip of the rank that holds most, and the peak of 1F1B as a dashed line."""
+    u, peaks = layout.unit, run.peak_activation
+    rank = peaks.index(max(peaks))
+    note = "activations of the fullest rank, in microbatches   ·   dashed: peak of 1F1B, "
+    note += str(reference_peak(run.schedule))
+    parts.append(_text(layout.left, y + 8 * u, note, 11 * u, fill=SOFT))
+    return _strip(parts, layout, [run], rank, y + 14 * u, 1.5 * layout.strip)
 
 
 def _layout(runs: Sequence[Timeline]) -> _Layout:
-    pp = runs[0].schedule.pp
-    digits = len(str(max(1, runs[0].schedule.microbatches - 1)))
+    pp = max(run.schedule.pp for run in runs)
+    digits = len(str(max(1, *(run.schedule.microbatches - 1 for run in runs))))
     span = max(run.makespan for run in runs) or 1.0
     widths = sorted(box.end - box.start for run in runs for row in run.boxes for box in row)
     # Not the narrowest box of all: one cheap stage must not decide how everything looks.
@@ -116,17 +146,27 @@ def _layout(runs: Sequence[Timeline]) -> _Layout:
         gap=max(1.5, row * 0.14),
         font=min(font, row * 0.52, 13 * unit**0.5),
         span=span,
+        chunks=max(run.schedule.chunks for run in runs),
     )
 
 
-def _header(parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: float) -> float:
-    u, schedule = layout.unit, runs[0].schedule
+def _header(
+    parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: float, titled: bool
+) -> float:
+    """Title and legend; without ``titled`` every run has a title of its own."""
+    u, schedule = layout.unit, max((run.schedule for run in runs), key=lambda one: one.chunks)
     facts = f"p = {schedule.pp}   m = {schedule.microbatches}"
     if schedule.chunks > 1:
         facts = f"p = {schedule.pp}   v = {schedule.chunks}   m = {schedule.microbatches}"
     if len(runs) == 1:
-        facts += f"   ·   {_result(runs[0])}"
-    name = html.escape(schedule.name)
+        facts += f"   ·   {result_text(runs[0])}"
+    if not titled:
+        facts = f"p = {schedule.pp}   m = {schedule.microbatches}"
+    name = (
+        html.escape(schedule.name)
+        if titled
+        else " over ".join(html.escape(run.schedule.name) for run in runs)
+    )
     parts.append(
         f'<text x="{_n(layout.left)}" y="{_n(y)}" font-size="{_n(15 * u)}" xml:space="preserve">'
         f'<tspan font-weight="bold">{name}</tspan>   {html.escape(facts)}</text>'
@@ -134,39 +174,32 @@ def _header(parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: floa
     y += 14 * u
     x = layout.left
     used = {part.op for run in runs for row in run.boxes for b in row for part in b.action.parts}
-    for op in (op for op in _DARK if op in used):
+    for op in (op for op in DARK if op in used):
         for chunk in range(schedule.chunks):
             parts.append(_rect(x, y, 14 * u, 12 * u, f"{op.value}{chunk}"))
             x += 15 * u
-        parts.append(_text(x + 4 * u, y + 10 * u, _MEANING[op], 11 * u, fill=_SOFT))
-        x += (26 + 6.1 * len(_MEANING[op])) * u
+        parts.append(_text(x + 4 * u, y + 10 * u, MEANING[op], 11 * u, fill=SOFT))
+        x += (26 + 6.1 * len(MEANING[op])) * u
     if any(run.copies for run in runs):
-        for op, text in ((Op.OFFLOAD, "to host"), (Op.RELOAD, "to device")):
+        for op, text in COPY_MEANING.items():
             parts.append(_rect(x, y, 14 * u, 12 * u, op.value))
-            parts.append(_text(x + 19 * u, y + 10 * u, text, 11 * u, fill=_SOFT))
+            parts.append(_text(x + 19 * u, y + 10 * u, text, 11 * u, fill=SOFT))
             x += (41 + 6.1 * len(text)) * u
     parts.append(_rect(x, y, 14 * u, 12 * u, "idle"))
-    parts.append(_text(x + 19 * u, y + 10 * u, "idle", 11 * u, fill=_SOFT))
+    parts.append(_text(x + 19 * u, y + 10 * u, "idle", 11 * u, fill=SOFT))
     if schedule.chunks > 1:
         note = f"dark to light: chunk 0 to {schedule.chunks - 1}"
-        parts.append(_text(x + 58 * u, y + 10 * u, note, 11 * u, fill=_SOFT))
+        parts.append(_text(x + 58 * u, y + 10 * u, note, 11 * u, fill=SOFT))
     parts.append(
-        _text(layout.width - 12 * u, y + 10 * u, "idle", 11 * u, "end", _SOFT, kind="right")
+        _text(layout.width - 12 * u, y + 10 * u, "idle", 11 * u, "end", SOFT, kind="right")
     )
     return y + 20 * u
-
-
-def _result(run: Timeline) -> str:
-    return run.facts or (
-        f"makespan {run.makespan_text}   bubble {decimal(100 * run.bubble, 1)} %   "
-        f"peak activation {decimal(max(run.peak_activation))} "
-        f"(1F1B {reference_peak(run.schedule)})"
-    )
 
 
 def _rows(parts: list[str], layout: _Layout, run: Timeline, y: float) -> float:
     """One row a rank: the grey of idle time, the boxes on it, the idle share at the right."""
     u, chunk_of = layout.unit, run.schedule.placement.chunk_of
+    suffix = "" if run.schedule.chunks == layout.chunks else f"of{run.schedule.chunks}"
     tooltips = sum(len(row) for row in run.boxes) <= _TOOLTIPS
     label = min(12 * u, layout.row * 0.8)
     for rank, row in enumerate(run.boxes):
@@ -181,7 +214,7 @@ def _rows(parts: list[str], layout: _Layout, run: Timeline, y: float) -> float:
             height = layout.row / len(box.action.parts)
             for i, part in enumerate(box.action.parts):
                 chunk, top = chunk_of(part.stage), y + i * height
-                kind = f"{part.op.value}{chunk}"
+                kind = f"{part.op.value}{chunk}{suffix}"
                 parts.append(_box(layout, box, top, height, kind, tooltips))
                 numbers.append(_number(layout, box, top, height, part.microbatch, chunk))
         if any(numbers):
@@ -189,7 +222,7 @@ def _rows(parts: list[str], layout: _Layout, run: Timeline, y: float) -> float:
         busy = math.fsum(box.end - box.start for box in row)
         idle = f"{decimal(100 * (1 - busy / run.makespan), 1)} %" if run.makespan else ""
         size = label * 0.92
-        parts.append(_text(layout.width - 12 * u, base, idle, size, "end", _SOFT, kind="right"))
+        parts.append(_text(layout.width - 12 * u, base, idle, size, "end", SOFT, kind="right"))
         y += layout.row
         if run.copies:
             parts += _copies(layout, run.copies[rank], y, tooltips)
@@ -238,13 +271,13 @@ def _axis(parts: list[str], layout: _Layout, unit: str, y: float) -> float:
     for i in range(math.floor(layout.span / step + 1e-9) + 1):
         x = layout.x(i * step)
         lines.append(f"M{_n(x)} {_n(y)}v{_n(4 * u)}")
-        parts.append(_text(x, y + 16 * u, decimal(i * step), 11 * u, "middle", _SOFT, kind="tick"))
+        parts.append(_text(x, y + 16 * u, decimal(i * step), 11 * u, "middle", SOFT, kind="tick"))
     parts.append(
-        f'<path class="axis" d="{"".join(lines)}" fill="none" stroke="{_SOFT}" '
+        f'<path class="axis" d="{"".join(lines)}" fill="none" stroke="{SOFT}" '
         f'stroke-width="{_n(u)}"/>'
     )
     name = unit or "time"
-    parts.append(_text(layout.width - 12 * u, y + 16 * u, name, 11 * u, "end", _SOFT, kind="right"))
+    parts.append(_text(layout.width - 12 * u, y + 16 * u, name, 11 * u, "end", SOFT, kind="right"))
     return y + 16 * u
 
 
@@ -262,32 +295,43 @@ def _memory(parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: floa
     note += str(reference)
     if len(runs) > 1:
         note += "   ·   area planned, line measured"
-    parts.append(_text(layout.left, y, note, 12 * u, fill=_INK))
-    parts.append(_text(layout.width - 12 * u, y, "peak", 11 * u, "end", _SOFT, kind="right"))
+    parts.append(_text(layout.left, y, note, 12 * u, fill=INK))
+    parts.append(_text(layout.width - 12 * u, y, "peak", 11 * u, "end", SOFT, kind="right"))
     y += 9 * u
-    top = max(reference, *(peak for run in runs for peak in run.peak_activation)) * 1.12
-    scale = layout.strip / (top * schedule.chunks)  # px a set
-    label = min(12 * u, layout.strip * 0.8)
     for rank in range(schedule.pp):
-        base = y + layout.strip / 2 + label * 0.36
-        floor = y + layout.strip
-        parts.append(_text(layout.left - 8 * u, base, f"rank {rank}", label, "end", kind="left"))
-        parts.append(_rect(layout.left, y, layout.plot, layout.strip, "strip"))
-        steps = _steps(layout, runs[0], rank, floor, scale)
-        edge = layout.x(runs[0].makespan)
-        area = f"M{_n(layout.left)} {_n(floor)}{steps}H{_n(edge)}V{_n(floor)}Z"
-        parts.append(f'<path class="area" d="{area}"/>')
-        for run in runs[1:]:
-            line = f"M{_n(layout.left)} {_n(floor)}{_steps(layout, run, rank, floor, scale)}"
-            parts.append(f'<path class="line" d="{line}"/>')
-        dashed = _n(floor - reference * schedule.chunks * scale)
-        parts.append(f'<path class="peak" d="M{_n(layout.left)} {dashed}h{_n(layout.plot)}"/>')
-        peak = decimal(runs[-1].peak_activation[rank])
-        parts.append(
-            _text(layout.width - 12 * u, base, peak, label, "end", weight="bold", kind="right")
-        )
-        y = floor + layout.gap
+        y = _strip(parts, layout, runs, rank, y, layout.strip) + layout.gap
     return y
+
+
+def _strip(
+    parts: list[str],
+    layout: _Layout,
+    runs: Sequence[Timeline],
+    rank: int,
+    y: float,
+    height: float,
+) -> float:
+    """Resident activations of a rank: the first run as an area, others as lines."""
+    u, chunks, reference = layout.unit, runs[0].schedule.chunks, reference_peak(runs[0].schedule)
+    top = max(reference, *(peak for run in runs for peak in run.peak_activation)) * 1.12
+    scale = height / (top * chunks)  # px a set
+    label = min(12 * u, height * 0.8)
+    base, floor = y + height / 2 + label * 0.36, y + height
+    parts.append(_text(layout.left - 8 * u, base, f"rank {rank}", label, "end", kind="left"))
+    parts.append(_rect(layout.left, y, layout.plot, height, "strip"))
+    steps = _steps(layout, runs[0], rank, floor, scale)
+    edge = layout.x(runs[0].makespan)
+    area = f"M{_n(layout.left)} {_n(floor)}{steps}H{_n(edge)}V{_n(floor)}Z"
+    parts.append(f'<path class="area" d="{area}"/>')
+    for run in runs[1:]:
+        line = f"M{_n(layout.left)} {_n(floor)}{_steps(layout, run, rank, floor, scale)}"
+        parts.append(f'<path class="line" d="{line}"/>')
+    dashed = _n(floor - reference * chunks * scale)
+    parts.append(f'<path class="peak" d="M{_n(layout.left)} {dashed}h{_n(layout.plot)}"/>')
+    peak = decimal(runs[-1].peak_activation[rank])
+    right = layout.width - 12 * u
+    parts.append(_text(right, base, peak, label, "end", weight="bold", kind="right"))
+    return floor
 
 
 def _steps(layout: _Layout, run: Timeline, rank: int, floor: float, scale: float) -> str:
@@ -296,44 +340,45 @@ def _steps(layout: _Layout, run: Timeline, rank: int, floor: float, scale: float
     )
 
 
-def _document(parts: list[str], width: float, height: float, runs: Sequence[Timeline]) -> str:
-    schedule = runs[0].schedule
+def _document(
+    parts: list[str], width: float, height: float, runs: Sequence[Timeline], theme: str
+) -> str:
     u = width / _WIDTHS[0]
+    most = max(run.schedule.chunks for run in runs)
     fills = [
-        f".{op.value}{chunk}{{fill:{_shade(color, chunk, schedule.chunks)}}}"
-        for op, color in _DARK.items()
-        for chunk in range(schedule.chunks)
+        f".{op.value}{chunk}{'' if chunks == most else f'of{chunks}'}{{fill:{shade}}}"
+        for chunks in sorted({run.schedule.chunks for run in runs} | {most})
+        for op in DARK
+        for chunk, shade in enumerate(shades(op, chunks))
     ]
     copies = ""
     if any(run.copies for run in runs):
-        copies = "".join(f".{op.value}{{fill:{color}}}" for op, color in _COPIES.items())
+        copies = "".join(f".{op.value}{{fill:{color}}}" for op, color in COPIES.items())
     style = (
         "text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif}"
         ".n text{fill:#fff;text-anchor:middle}.n .l{fill:#16202a}"
-        f"{copies}.idle{{fill:{_IDLE}}}.strip{{fill:#f5f6f8}}.area{{fill:{_AREA};stroke:{_LINE};"
-        f"stroke-width:{_n(0.8 * u)}}}.line{{fill:none;stroke:{_MEASURED};"
-        f"stroke-width:{_n(1.2 * u)}}}.peak{{fill:none;stroke:{_INK};stroke-width:{_n(0.9 * u)};"
-        f"stroke-dasharray:{_n(5 * u)} {_n(3 * u)}}}" + "".join(fills)
+        f"{copies}.idle{{fill:{IDLE}}}.strip{{fill:{STRIP}}}.area{{fill:{AREA};stroke:{LINE};"
+        f"stroke-width:{_n(0.8 * u)}}}.line{{fill:none;stroke:{MEASURED};"
+        f"stroke-width:{_n(1.2 * u)}}}.peak{{fill:none;stroke:{INK};stroke-width:{_n(0.9 * u)};"
+        f"stroke-dasharray:{_n(5 * u)} {_n(3 * u)}}}" + "".join(fills) + theme_style(theme)
     )
-    name = f"{schedule.name}, pp {schedule.pp}, microbatches {schedule.microbatches}"
+    name = " and ".join(
+        dict.fromkeys(
+            f"{run.schedule.name}, pp {run.schedule.pp}, microbatches {run.schedule.microbatches}"
+            for run in runs
+        )
+    )
     size = f'width="{_n(width)}" height="{_n(height)}" viewBox="0 0 {_n(width)} {_n(height)}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} fill="{_INK}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} fill="{INK}" role="img">',
             f"<title>Pipeline timeline of {html.escape(name)}</title>",
             f"<style>{style}</style>",
-            f'<rect width="{_n(width)}" height="{_n(height)}" fill="#ffffff"/>',
+            f'<rect width="{_n(width)}" height="{_n(height)}" fill="{GROUND}"/>',
             *(part for part in parts if part),
             "</svg>\n",
         ]
     )
-
-
-def _shade(color: str, chunk: int, chunks: int) -> str:
-    """``color`` for chunk 0, mixed with white up to the last chunk."""
-    white = 0.0 if chunks == 1 else 0.42 + 0.26 * chunk / (chunks - 1) if chunk else 0.0
-    rgb = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(c + (255 - c) * white):02x}" for c in rgb)
 
 
 def _rect(x: float, y: float, width: float, height: float, kind: str, title: str = "") -> str:
@@ -347,7 +392,7 @@ def _text(
     text: str,
     size: float,
     anchor: str = "start",
-    fill: str = _INK,
+    fill: str = INK,
     weight: str = "",
     kind: str = "",
 ) -> str:

@@ -34,6 +34,7 @@ class Timeline:
         memory: ``memory[rank]``, steps (time, resident activation sets from then on).
         unit: what times are in: ``""`` for the units of the costs, ``"ms"`` for measured ones.
         copies: ``copies[rank]``, transfers of offloaded sets (OFFLOAD, RELOAD); empty if none are.
+        machine: what a measured run ran on; empty where that is not known.
         facts: what a picture says in place of makespan, bubble and peak, where those would mislead.
     """
 
@@ -43,6 +44,7 @@ class Timeline:
     memory: tuple[tuple[tuple[float, int], ...], ...]
     unit: str = ""
     facts: str = ""
+    machine: str = ""
     copies: tuple[tuple[Box, ...], ...] = ()
 
     @property
@@ -189,6 +191,16 @@ def _memory(boxes: Sequence[Box]) -> tuple[tuple[float, int], ...]:
 def reference_peak(schedule: Schedule) -> int:
     """Peak activation of 1F1B for the same p and m, in microbatches: rank 0 holds min(p, m)."""
     return min(schedule.pp, schedule.microbatches)
+
+
+def result_text(run: Timeline) -> str:
+    """Makespan, bubble and peak for people, or what the run says in their place."""
+    on = f"   measured on {run.machine}" if run.machine else ""
+    return run.facts or (
+        f"makespan {run.makespan_text}   bubble {decimal(100 * run.bubble, 1)} %   "
+        f"peak activation {decimal(max(run.peak_activation))} "
+        f"(1F1B {reference_peak(run.schedule)}){on}"
+    )
 
 
 def decimal(value: float, digits: int = 3) -> str:

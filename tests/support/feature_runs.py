@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.prove import session
 from megatron_ext.prove.server import Outcome, ScriptServer
 from tests.support.features import BASE, Feature
 
@@ -166,21 +167,10 @@ def _same(a: str, b: str, within: float) -> bool:
 
 
 def reason(outcome: Outcome, world: int) -> str:
-    """Why a run failed: our sentence, or the last error of the first rank that has one."""
-    for rank in range(world):
-        ours = re.findall(r"^megatron_ext: (?!--device)(.*)", outcome.log(rank), re.M)
-        if ours and "--pp-schedule" in ours[-1]:
-            return "rejected: " + ours[-1]
-    errors = [
-        f"rank {rank}: {error}"
-        for rank in range(world)
-        for error in re.findall(r"^(?:\w+\.)*(\w*(?:Error|Exception).*)", outcome.log(rank), re.M)
-    ]
-    # A rank whose neighbour died says only that.
-    own = [error for error in errors if "Connection " not in error]
-    if errors:
-        return (own or errors)[0]
-    return f"rank 0: {outcome.log(0).strip().splitlines()[-1:]}"
+    """Why a run failed: our refusal of a flag, or what else ended it."""
+    found = session.reason(outcome, world)
+    refused = "--pp-schedule" in found and not found.startswith("rank ")
+    return f"rejected: {found}" if refused else found
 
 
 def run_cell(

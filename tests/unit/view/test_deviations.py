@@ -85,6 +85,7 @@ def folder(tmp_path):
             "iteration": 1,
             "microbatches": 4,
             "forward_only": False,
+            "machine": "3 ranks on 2 CPU cores",
             "zero_unix_us": 1.7e15,
             "events": events,
         }
@@ -101,6 +102,7 @@ def test_show_takes_the_plan_from_the_folder(folder, capsys):
     assert "planned 18 ms" in said and "measured 23 ms" in said
     text = picture.read_text()
     assert text.count("planned") >= 1 and text.count("measured") >= 1
+    assert text.count("measured on 3 ranks on 2 CPU cores") == 1
     trace = folder / "both.json"
     assert main(["show", "--measured", str(folder), "--output", str(trace)]) == 0
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}

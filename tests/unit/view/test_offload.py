@@ -41,7 +41,7 @@ def test_svg_and_page(run):
     lanes = {(e.get("class"), e.get("y")) for e in drawn}
     assert len(lanes) == 2 * 4
     assert "to host" in svg.render(run)
-    assert "copy OFFLOAD" in page.render(run)
+    assert page.render(run).count(',"OFFLOAD"]') == len(titles) // 2
     without = svg.render(timeline.planned(simulate(generate("po", 4, 8))))
     assert "OFFLOAD" not in without
     assert "to host" not in without

@@ -1,61 +1,62 @@
-"""The HTML page: one row of data a box, self-contained, planned and measured."""
+"""The HTML page: every pass in its data, self-contained, planned and measured, stacked."""
 
 from __future__ import annotations
 
 import json
 import re
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from megatron_ext.schedule.generators import generate
+from megatron_ext.schedule import Link, generate, simulate
+from megatron_ext.schedule.passes.offload import offload
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.simulate import simulate
-from megatron_ext.view import page, svg
-from megatron_ext.view.timeline import decimal, measured, planned
+from megatron_ext.view import page
+from megatron_ext.view.palette import MEANING, shades
+from megatron_ext.view.timeline import measured, planned
 
 
-def _passes(text: str) -> list[list]:
-    return json.loads(re.search(r"^const PASSES = (.*);$", text, re.M)[1])
-
-
-def _boxes(text: str) -> list[str]:
-    """Titles of the boxes in the order of the document, which is the order of the script."""
-    root = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
-    return [
-        "".join(box.itertext())
-        for box in root.iter("{http://www.w3.org/2000/svg}rect")
-        if box.get("class", "").startswith("box ")
-    ]
+def _runs(text: str) -> list[dict]:
+    return json.loads(re.search(r"^const TIMELINE = (.*);$", text, re.M)[1])["runs"]
 
 
 @pytest.mark.parametrize(("name", "pp", "m"), [("1f1b", 4, 8), ("v-half", 3, 5), ("zb-h2", 2, 1)])
-def test_data_match_the_boxes_one_by_one(name, pp, m):
-    run = planned(simulate(generate(name, pp, m)))
-    text = page.render(run)
-    passes = _passes(text)
-    assert _boxes(text) == [f"{action}: {start} to {end}" for action, _, start, end, _ in passes]
-    assert passes == [
-        [str(box.action), rank, decimal(box.start), decimal(box.end), "planned"]
-        for rank, row in enumerate(run.boxes)
-        for box in row
-    ]
+def test_data_are_the_simulation(name, pp, m):
+    schedule = generate(name, pp, m)
+    result = simulate(schedule)
+    (run,) = _runs(page.render(planned(result)))
+    for rank, (actions, passes) in enumerate(zip(schedule.ranks, run["rows"])):
+        assert [(op, stage, micro) for _, _, op, stage, micro in passes] == [
+            (a.op.value, a.stage, a.microbatch) for a in actions
+        ]
+        scale = result.scale
+        assert [p[:2] for p in passes] == [
+            [s / scale, e / scale] for s, e in zip(result.start[rank], result.end[rank])
+        ]
+    assert run["makespan"] == float(result.makespan)
+    assert run["peaks"] == [float(peak) for peak in result.peak_activation]
+    assert all(abs(idle - float(result.bubble)) < 1e-4 for idle in run["idle"])
+    assert run["chunk"] == [schedule.placement.chunk_of(s) for s in range(pp * schedule.chunks)]
+    assert {op for row in run["rows"] for _, _, op, _, _ in row} == set(run["ops"])
+    assert all(len(run["colors"][op]) == schedule.chunks for op in run["ops"])
 
 
-def test_the_script_finds_what_it_stretches():
-    """Every selector of the script is there, and nothing on the time axis is without one."""
-    run = planned(simulate(generate("v-half", 3, 5)))
-    text = page.render(run)
-    root = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
-    found = {part for element in root.iter() for part in element.get("class", "").split()}
-    selectors = re.search(r'TIMED = "([^"]*)"', text)[1].split(",")
-    assert {s.removeprefix(".") for s in selectors} - {"line", "copy"} <= found  # of other runs
-    assert {"n", "tick", "left", "right"} <= found
-    for element in root.iter("{http://www.w3.org/2000/svg}path"):
-        assert element.get("class") in ("axis", "area", "peak", "line")
+def test_memory_is_in_microbatches():
+    (run,) = _runs(page.render(planned(simulate(generate("v-half", 4, 8)))))
+    for peak, steps in zip(run["peaks"], run["memory"]):
+        assert max(held for _, held in steps) == peak == 3
+        assert steps[-1][1] == 0
 
 
-def test_planned_and_measured():
+def test_copies_and_joint_passes():
+    plan = offload(generate("po", 4, 8), Link.of(4, "0.25"), "full")
+    (run,) = _runs(page.render(planned(simulate(plan.schedule))))
+    assert {op for row in run["copies"] for _, _, op in row} == {"OFFLOAD", "RELOAD"}
+    assert run["ops"][-2:] == ["OFFLOAD", "RELOAD"] and run["peaks"] == [1, 1, 1, 1]
+    (pairs,) = _runs(page.render(planned(simulate(generate("dualpipev", 2, 8)))))
+    assert {len(p) for row in pairs["rows"] for p in row} <= {5, 8}
+
+
+def test_planned_and_measured_share_a_unit():
     schedule = generate("zb-h1", 2, 2)
     run = simulate(schedule)
     events = [
@@ -65,13 +66,21 @@ def test_planned_and_measured():
         ]
         for row, starts, ends in zip(schedule.ranks, run.start, run.end)
     ]
-    plan, real = planned(run), measured(schedule, events)
-    text = page.render(plan, real)
-    passes = _passes(text)
-    assert _boxes(text) == [f"{action}: {start} to {end}" for action, _, start, end, _ in passes]
-    assert [p[4] for p in passes] == ["planned"] * 12 + ["measured"] * 12
-    assert 'const UNIT = " ms";' in text
-    assert svg.render(plan, real) in text
+    plan, real = _runs(page.render(planned(run), measured(schedule, events)))
+    assert (plan["unit"], real["unit"]) == ("ms", "ms")
+    assert real["title"] == "zb-h1, measured" and plan["title"] == "zb-h1"
+    work = [sum(e - s for row in r["rows"] for s, e, *_ in row) for r in (plan, real)]
+    assert work[0] == pytest.approx(work[1])
+
+
+def test_several_schedules():
+    runs = [planned(simulate(generate(name, 4, 8))) for name in ("1f1b", "v-half")]
+    first, second = _runs(page.render(*runs))
+    assert (first["title"], second["title"]) == ("1f1b", "v-half")
+    assert (
+        first["facts"] == "p = 4, m = 8: makespan 33   bubble 27.3 %   peak activation 4 (1F1B 4)"
+    )
+    assert len(first["colors"]["F"]) == 1 and len(second["colors"]["F"]) == 2
 
 
 def test_is_self_contained():
@@ -79,6 +88,7 @@ def test_is_self_contained():
     assert text.startswith("<!DOCTYPE html>")
     assert not re.search(r"href|src=|url\(|<image|@import|<link", text)
     assert text.count("<script>") == text.count("</script>") == 1
+    assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
 
 
 def test_names_are_escaped():
@@ -87,3 +97,8 @@ def test_names_are_escaped():
     text = page.render(planned(simulate(odd)))
     assert "<title>&lt;/script&gt;&lt;b&gt;&amp;, pp 2" in text
     assert text.count("</script>") == 1
+
+
+def test_chunks_are_shades_of_one_colour():
+    for op in MEANING:
+        assert len(set(shades(op, 8))) == 8 and shades(op, 1) == shades(op, 2)[:1]

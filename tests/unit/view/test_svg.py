@@ -111,3 +111,35 @@ def test_planned_and_measured_on_one_axis():
         assert any(t.startswith(f"{label}: makespan 24 ms   bubble 25 %") for t in texts)
     assert len([e for e in root.iter(f"{SVG}path") if e.get("class") == "line"]) == 2
     assert "ms" in texts
+
+
+def test_schedules_stacked_on_one_axis():
+    """Rows of both at one scale, the fullest rank's memory of each, and what the shorter saves."""
+    runs = [planned(simulate(generate(name, 4, 8))) for name in ("1f1b", "v-half")]
+    root = ElementTree.fromstring(render(*runs))
+    boxes = _boxes(root)
+    assert len(boxes) == sum(len(row) for run in runs for row in run.boxes)
+    strips = [e for e in root.iter(f"{SVG}rect") if e.get("class") == "strip"]
+    left, width = float(strips[0].get("x")), float(strips[0].get("width"))
+    assert len(strips) == 2
+    for run, part in zip(runs, (boxes[:64], boxes[64:])):
+        ends = [float(box.get("x")) + float(box.get("width")) for box in part]
+        assert max(ends) == pytest.approx(left + width * run.makespan / 33, abs=0.6)
+    texts = _texts(root)
+    assert any(t.startswith("1f1b: makespan 33   bubble 27.3 %") for t in texts)
+    assert any(t.startswith("v-half: makespan 26.5   bubble 9.4 %") for t in texts)
+    assert "19.7 % less time" in texts
+    fills = set(re.findall(r"\.(F\w+)\{fill", render(*runs)))
+    assert fills == {"F0", "F1", "F0of1"}
+    assert {c for b in boxes[:64] for c in b.get("class").split()} == {"box", "F0of1", "BW0of1"}
+
+
+def test_themes():
+    run = planned(simulate(generate("1f1b", 2, 2)))
+    auto, light, dark = (render(run, theme=theme) for theme in ("auto", "light", "dark"))
+    assert auto == render(run) and "@media(prefers-color-scheme:dark)" in auto
+    assert "@media" not in light + dark and ".idle{fill:#242c35}" in dark
+    assert ".idle{fill:#242c35}" not in light
+    # Every ground, text and line that is not a pass has a colour on dark.
+    used = set(re.findall(r'(?:fill|stroke)="(#[0-9a-f]{6})"', light))
+    assert all(f'="{color}"]' in dark for color in used - {"#1f2933"}) and '"#1f2933"]' in dark

@@ -58,6 +58,7 @@ class Traces(Callback):
             "forward_only": not step.training,
             "peak_sets": recorder.peak_sets,
             "peak_sets_planned": peak_sets(plan.ranks)[step.rank] if step.training else 0,
+            "machine": recorder.machine,
             "zero_unix_us": recorder.zero_unix_us,
             "waited_us": recorder.waited_us,
             "wgrad": step.note("wgrad"),

@@ -1,0 +1,91 @@
+"""``explore``: a local page on which schedules, costs, caps and offload can be tried."""
+
+from __future__ import annotations
+
+import argparse
+import webbrowser
+from pathlib import Path
+
+from ..common import InputError, Parser, output, user_input
+from .answers import Explorer
+from .server import serve
+
+_PORT = 8765
+
+
+def add(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "explore",
+        help="a local page: drag sizes, costs and caps, compare schedules, copy the flags",
+        description="Serves a page to this machine's browsers only. It needs nothing but Python.",
+    )
+    parser.add_argument(
+        "files", nargs="*", metavar="FILE", help="schedule files to choose from on the page"
+    )
+    parser.add_argument(
+        "--measured",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a run that --pp-trace DIR recorded, to choose from on the page; may be repeated",
+    )
+    parser.add_argument(
+        "--port",
+        type=_port,
+        default=_PORT,
+        metavar="N",
+        help=f"of this machine (default {_PORT}, or a free one if that is taken)",
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    parser.add_argument(
+        "--export",
+        metavar="FILE.html",
+        help="write one view as a page that needs no server, and end",
+    )
+    parser.add_argument(
+        "--view",
+        default="",
+        metavar="LINK",
+        help="of --export: the part of the page's address after #; default: what the page "
+        "shows first",
+    )
+    parser.set_defaults(run=_explore)
+
+
+def _port(value: str) -> int:
+    if not value.isdigit() or not 0 <= int(value) <= 65535:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535, got {value!r}")
+    return int(value)
+
+
+def _explore(args: argparse.Namespace) -> None:
+    explorer = Explorer()
+    for path in args.files:
+        with user_input():
+            explorer.add_file(Path(path).name, path)
+    for folder in args.measured:
+        with user_input():
+            explorer.add_measured(folder)
+    if args.export is not None:
+        if not args.export.endswith(".html"):
+            raise InputError(f"--export {args.export}: write a name that ends in .html")
+        text = explorer.export(args.view)
+        with output(args.export):
+            Path(args.export).write_text(text, encoding="utf-8")
+        print(f"{args.export}: open it in a browser")
+        return
+    if args.view:
+        raise InputError(f"--view {args.view} is for --export FILE.html; give both")
+    with output(f"port {args.port}"):
+        server = serve(explorer, args.port, fallback=args.port == _PORT)
+    address = f"http://localhost:{server.server_port}/"
+    print(f"{address}  (Ctrl-C ends it)", flush=True)
+    if args.open:
+        webbrowser.open(address)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()

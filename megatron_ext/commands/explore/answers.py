@@ -1,0 +1,271 @@
+"""What the page asks: every schedule's numbers, timelines, flags, and a copy of what it shows."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import shlex
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import parse_qs
+
+from ..._input import shown
+from ...schedule import GENERATORS, Schedule, simulate
+from ...schedule.costs import number_to_json
+from ...schedule.memory_cap import ShareCap
+from ...view import recorded, timeline
+from ...view.data import view_data
+from ...view.web import asset, document
+from ..common import (
+    InputError,
+    Parser,
+    load,
+    offloads,
+    refuse_large,
+    simulation_json,
+    user_input,
+    verify,
+)
+from ..compare import add_options, asked_of, fitted, refuse_sizes
+from ..network import network_of
+from ..quality import jitter_of, simulated
+from .flags import training_flags
+
+FIRST = "options=--pp+8+--microbatches+16&schedule=1f1b&schedule=v-half"
+MOST_PASSES = 1 << 15  # of one chunk a rank: microbatches times ranks
+MOST_SHOWN = 4  # timelines one above the other
+_KEPT = 256  # results in memory
+_MOST_BYTES = 1 << 26  # of a file that the page sends
+
+
+class _Options(Parser):
+    """The options of ``compare``, whose errors are messages to the page."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+class Explorer:
+    """Answers, each made once. Safe to call from several threads."""
+
+    def __init__(self) -> None:
+        self._parser = _Options(prog="explore", add_help=False)
+        add_options(self._parser)
+        self._files: dict[str, Schedule] = {}
+        self._measured: dict[str, list[timeline.Timeline]] = {}
+        self._made: OrderedDict[tuple[str, ...], Any] = OrderedDict()
+        self._lock = threading.RLock()
+
+    # What can be chosen besides the generated schedules.
+
+    def add_file(self, name: str, path: str | Path) -> str:
+        """Offer a schedule file; returns the name that it has on the page.
+
+        Raises:
+            ValueError, InputError: it holds no schedule that can run.
+        """
+        schedule = load(str(path))
+        verify(schedule)
+        with self._lock:
+            name = f"file: {name}"
+            self._files[name] = schedule
+            self._made.clear()
+        return name
+
+    def add_text(self, name: str, data: bytes) -> str:
+        """As ``add_file``, of what the page sends: ``name`` gives the format."""
+        suffix = Path(name).suffix
+        if suffix not in (".json", ".csv") or len(data) > _MOST_BYTES:
+            raise InputError(f"{shown(name)} is no schedule file (.json or .csv, at most 64 MiB)")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"schedule{suffix}"
+            path.write_bytes(data)
+            with user_input():
+                return self.add_file(Path(name).name, path)
+
+    def add_measured(self, folder: str) -> str:
+        """Offer the last iteration that ``--pp-trace`` recorded, under its plan."""
+        schedule = recorded.plan_of(folder)
+        plan, run = timeline.planned(simulate(schedule)), recorded.load(folder, schedule)
+        with self._lock:
+            name = f"measured: {folder}"
+            self._measured[name] = [plan.scaled_to(run), run]
+        return name
+
+    @property
+    def names(self) -> list[str]:
+        """Everything that a timeline can be asked of."""
+        return [*GENERATORS, *self._files, *self._measured]
+
+    # Answers.
+
+    def compare(self, options: str) -> Iterator[dict[str, Any]]:
+        """A row a schedule, those that take longest to make last; then the end's."""
+        args = self._parse(options)
+        for name in [*self._files, *sorted(GENERATORS, key=_slowness)]:
+            yield self._row(options, args, name)
+        cap = asked_of(args).cap
+        share = float(cap.share) if isinstance(cap, ShareCap) else None
+        yield {"end": True, "cap": None if share is None else share * args.pp}
+
+    def timelines(self, options: str, names: list[str]) -> dict[str, Any]:
+        """What the viewer draws, with every schedule's row and flags."""
+        args = self._parse(options)
+        if not 1 <= len(names) <= MOST_SHOWN:
+            raise InputError(f"choose one to {MOST_SHOWN} schedules, got {len(names)}")
+        runs: list[timeline.Timeline] = []
+        rows = []
+        for name in names:
+            if name in self._measured:
+                runs += self._measured[name]
+                rows.append({"schedule": name, "flags": None})
+                continue
+            row = self._row(options, args, name)
+            if "reason" in row:
+                raise InputError(f"{name}: {row['reason']}")
+            runs.append(timeline.planned(self._simulation(options, args, name)[0]))
+            flags = None if name in self._files else training_flags(args, name)
+            rows.append({**row, "flags": flags})
+        words = " ".join(shlex.quote(n.removeprefix("file: ")) for n in names)
+        command = f"megatron-ext show {words} {options}"
+        return {**view_data(runs), "rows": rows, "command": command}
+
+    def export(self, query: str) -> str:
+        """One view as a page of its own: the table, the timelines and the flags.
+
+        Args:
+            query: the part of the page's address after ``#``; empty: the first view.
+        """
+        fields = parse_qs(query or FIRST)
+        options = " ".join(fields.get("options", []))
+        data = self.timelines(options, fields.get("schedule", []))
+        rows = [row for row in self.compare(options) if "schedule" in row]
+        rows.sort(key=lambda row: row.get("makespan", float("inf")))
+        shown_flags = [row["flags"] for row in data["rows"] if row["flags"]]
+        body = "\n".join(
+            [
+                '<main class="export"><h1>Pipeline schedules</h1>',
+                f"<p><code>megatron-ext compare {html.escape(options)}</code></p>",
+                _table(rows),
+                '<div id="timeline"></div>',
+                *(f"<p><code>{html.escape(flags)}</code></p>" for flags in shown_flags),
+                "</main>",
+            ]
+        )
+        script = 'const VIEWER = new Viewer(document.getElementById("timeline"), TIMELINE);'
+        styles = asset("explore.css", __package__)
+        return document("Pipeline schedules", body, styles, script, {"TIMELINE": data})
+
+    def page(self) -> str:
+        """The page itself."""
+        return document(
+            "Pipeline schedules",
+            asset("explore.html", __package__),
+            asset("explore.css", __package__),
+            asset("explore.js", __package__),
+            {"FIRST": FIRST, "NAMES": self.names},
+        )
+
+    def _parse(self, options: str) -> argparse.Namespace:
+        try:
+            words = shlex.split(options)
+        except ValueError as error:
+            raise InputError(f"{shown(options)}: {error}") from None
+        args = self._parser.parse_args(words)
+        refuse_sizes(args)
+        for read in (asked_of, network_of, jitter_of):
+            read(args)  # refuses what is wrong for every schedule
+        if args.pp * args.microbatches > MOST_PASSES:
+            raise InputError(
+                f"--pp {args.pp} times --microbatches {args.microbatches} is more than this page "
+                f"takes, {MOST_PASSES}; use megatron-ext compare"
+            )
+        return args
+
+    def _row(self, options: str, args: argparse.Namespace, name: str) -> dict[str, Any]:
+        """A schedule's numbers, or ``reason``, why there are none."""
+        try:
+            run, quality, over_cap = self._simulation(options, args, name)
+        except (ValueError, OverflowError, InputError) as error:
+            return {"schedule": name, "reason": str(error)}
+        return {
+            **simulation_json(run, 0.0, quality.json, offloads(args)),
+            "schedule": name,
+            "over_cap": over_cap,
+            "peak": number_to_json(max(run.peak_activation)),
+        }
+
+    def _simulation(self, options: str, args: argparse.Namespace, name: str) -> Any:
+        """(simulation, quality, whether it exceeds the cap)."""
+        if name not in GENERATORS and name not in self._files:
+            raise InputError(f"unknown schedule {shown(name)}")
+
+        def make() -> Any:
+            over_cap = False
+            if name in self._files:
+                schedule = self._files[name]
+            else:
+                found, over_cap = fitted(asked_of(args), name)
+                schedule = found.schedule
+            refuse_large(schedule)
+            return *simulated(schedule, args, network_of(args), jitter_of(args)), over_cap
+
+        return self._once((options, name), make)
+
+    def _once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
+        """What ``make`` returns or raises, made by one thread and kept."""
+        with self._lock:
+            mine = self._made.get(key)
+            if mine is None:
+                mine = self._made[key] = _Result()
+                while len(self._made) > _KEPT:
+                    self._made.popitem(last=False)
+            self._made.move_to_end(key)
+        return mine.get(make)
+
+
+class _Result:
+    """A value that the first who asks for it makes, while others wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done: tuple[Any, Exception | None] | None = None
+
+    def get(self, make: Callable[[], Any]) -> Any:
+        with self._lock:
+            if self._done is None:
+                try:
+                    self._done = make(), None
+                except Exception as error:  # for all who ask
+                    self._done = None, error
+            value, refused = self._done
+        if refused is not None:
+            raise refused
+        return value
+
+
+def _slowness(name: str) -> tuple[bool, bool]:
+    """Searches for a cap take longest, then those of V placement."""
+    made = GENERATORS[name]
+    return made.takes_memory_cap, made.placement == "vee"
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """The table of an exported view."""
+    lines = [
+        "<table><thead><tr><th>schedule<th>bubble<th>peak, microbatches<th>makespan</tr></thead>",
+        "<tbody>",
+    ]
+    for row in rows:
+        name = html.escape(row["schedule"])
+        if "reason" in row:
+            lines.append(f'<tr class="over"><td>{name}<td colspan="3">not possible here</tr>')
+            continue
+        over = ' class="over" title="over the cap"' if row["over_cap"] else ""
+        cells = (f"{100 * row['bubble']:.2f} %", f"{row['peak']:g}", f"{row['makespan']:g}")
+        lines.append(f"<tr{over}><td>{name}<td>{'<td>'.join(cells)}</tr>")
+    return "\n".join([*lines, "</tbody></table>"])
