@@ -15,6 +15,7 @@ import contextlib
 import json
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -154,7 +155,7 @@ def row(names: str, run: str, check: Check) -> dict[str, Any]:
         "names": names,
         "run": run,
         "status": check.status,
-        "text": text[:400],
+        "text": textwrap.shorten(text, 400, placeholder=" …"),
         "largest": largest,
         "tensors": check.comparison.tensors if check.comparison else 0,
         "seconds": round(check.seconds, 1),

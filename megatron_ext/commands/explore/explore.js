@@ -80,7 +80,7 @@ async function get(path, signal) {
   return answer;
 }
 
-// Ask again for everything: the timelines first, then row by row.
+// Ask again for everything: the timelines, and row by row the table.
 async function ask() {
   if (asked) asked.abort();
   const mine = asked = new AbortController(), began = performance.now();
@@ -88,7 +88,7 @@ async function ask() {
   history.replaceState(null, "", `#${query()}`);
   try {
     show("…");
-    await timelines(mine.signal);
+    const drawing = timelines(mine.signal);
     const answer = await get(`/api/compare?${new URLSearchParams({options: options()})}`, mine.signal);
     const fresh = [], reader = answer.body.getReader(), decode = new TextDecoder();
     let rest = "";
@@ -106,7 +106,7 @@ async function ask() {
       table();
       show(`${fresh.length} of ${names.filter(n => !n.startsWith("measured:")).length} schedules`);
     }
-    show(`all schedules in ${((performance.now() - began) / 1000).toFixed(2)} s`);
+    if (await drawing) show(`all schedules in ${((performance.now() - began) / 1000).toFixed(2)} s`);
     scatter();
   } catch (error) {
     if (error.name !== "AbortError") show(error.message, true);
@@ -120,10 +120,12 @@ async function timelines(signal) {
     drawn = chosen().join("|");
     if (viewer) viewer.set(data, same && viewer.span < viewer.end); else viewer = new Viewer(find("timeline"), data);
     flags(data);
+    return true;
   } catch (error) {
-    if (error.name === "AbortError") throw error;
+    if (error.name === "AbortError") return false;
     show(error.message, true);
     find("flags").replaceChildren();
+    return false;
   }
 }
 
