@@ -1,9 +1,9 @@
 # Short names for what contributors and CI run; `make -k lint` reports every failure.
 # The tools come from PATH: pip install -e '.[dev,megatron]'. `make test` needs no environment.
 
-.PHONY: lint ruff mypy codespell shellcheck test-fast test nightly
+.PHONY: lint ruff mypy codespell style shellcheck test-fast test nightly docs reference
 
-lint: ruff mypy codespell shellcheck
+lint: ruff mypy codespell style shellcheck
 
 ruff:
 	ruff check .
@@ -14,6 +14,9 @@ mypy:
 
 codespell:
 	codespell
+
+style:
+	python -m scripts.check_style
 
 shellcheck:
 	shellcheck --external-sources scripts/*.sh scripts/slurm/* .ci/run
@@ -26,3 +29,15 @@ test:
 
 nightly:
 	scripts/test.sh --all
+
+# Docstrings and signatures as HTML, in build/api/index.html: pip install -e '.[docs]', and torch.
+INTERNAL := __main__ launch integration runtime cpu prove commands reproduce checkpoints
+docs:
+	python -m pdoc --output-directory build/api \
+		megatron_ext $(addprefix megatron_ext.,schedule offload moe plan view) \
+		$(addprefix '!megatron_ext.,$(addsuffix ',$(INTERNAL)))
+
+
+# The pages that code writes: docs/reference/flags.md, cli.md, api.md. Needs torch.
+reference:
+	python -m scripts.reference_pages

@@ -53,7 +53,7 @@ def disable() -> None:
 
 
 def forward_backward_func(schedule: str, **options: object) -> Callable[..., Any]:
-    """A forward-backward function with the keywords of Megatron's own, for a loop of one's own.
+    """A forward-backward function with the keywords of Megatron's own, for a loop of your own.
 
     Nothing global is replaced but while it runs. V placement needs ``enable``.
 
@@ -99,7 +99,7 @@ def apply(config: Mapping[str, object] | None = None, *, exist_ok: bool = False)
 
 
 def revert() -> None:
-    """Give Megatron every symbol back, the very objects. Without an ``apply``, nothing happens.
+    """Restore every symbol of Megatron. Without an ``apply``, nothing happens.
 
     A model built under a V schedule keeps its placement: do not train it on after this.
     """

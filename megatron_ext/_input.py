@@ -72,7 +72,7 @@ _LONGEST_SHOWN = 300  # characters
 
 
 def whole(value: object, what: str, least: int = 0, most: int = 10**9) -> int:
-    """``value`` as an int; a float only if it is whole, a bool never.
+    """``value`` as an int; a float only if it is an integer, a bool never.
 
     Raises:
         ValueError: it is none, or not in ``least`` to ``most``; the text names ``what``.

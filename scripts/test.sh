@@ -48,6 +48,7 @@ check ruff check .
 check ruff format --check .
 check mypy
 check codespell
+check "$PY" -m scripts.check_style
 check shellcheck --external-sources scripts/*.sh scripts/slurm/* .ci/run
 
 # All of it in several processes: most tests wait for ranks or for imports. A file stays in one

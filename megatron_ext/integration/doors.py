@@ -31,7 +31,7 @@ def enable(options: Mapping[str, object]) -> Report:
 
 
 class DropIn:
-    """A forward-backward function for a loop of one's own; nothing global stays replaced."""
+    """A forward-backward function for a loop of your own; nothing global stays replaced."""
 
     def __init__(self, options: Mapping[str, object]) -> None:
         with in_options():

@@ -60,7 +60,7 @@ class Binding:
             setattr(holder, name, self.replacement)
 
     def unbind(self) -> None:
-        """Give every holder its original back."""
+        """Restore every holder's original."""
         for holder, name in reversed(self.holders):
             setattr(holder, name, self.original)
 
@@ -96,7 +96,7 @@ class Hooks:
         self.bindings += bindings
 
     def pause(self) -> None:
-        """Give Megatron its symbols back until ``resume``."""
+        """Restore Megatron's symbols until ``resume``."""
         for binding in reversed(self.bindings):
             binding.unbind()
         self._modules = len(sys.modules)

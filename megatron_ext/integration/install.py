@@ -116,7 +116,7 @@ class Installation:
             logger.warning(notice)
 
     def revert(self) -> None:
-        """Give Megatron all its symbols back."""
+        """Restore all symbols of Megatron."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.hooks.revert)
             undo.callback(self._close)
@@ -214,22 +214,22 @@ def _validating(run: Run) -> contextlib.ExitStack:
 
 
 class Applied(Protocol):
-    """What a process has in force, by whichever door it came."""
+    """What a process has in force, however it was loaded."""
 
     hooks: Hooks
 
     def revert(self) -> None:
-        """Give Megatron all its symbols back."""
+        """Restore all symbols of Megatron."""
 
 
 _current: Applied | None = None
 
 
-def claim(mine: Applied | None, door: str = "apply") -> None:
+def claim(mine: Applied | None, entry: str = "apply") -> None:
     """Let ``mine`` be what this process has in force; None: nothing.
 
     Args:
-        door: that it comes by, a function of ``megatron_ext``.
+        entry: the function of ``megatron_ext`` that was called.
 
     Raises:
         ConfigError: something is in force already.
@@ -239,13 +239,13 @@ def claim(mine: Applied | None, door: str = "apply") -> None:
         raise ConfigError(
             f"megatron_ext is applied already, with {len(_current.hooks.bindings)} hooks; "
             "call megatron_ext.revert() first"
-            + (", or apply(exist_ok=True) without a configuration" * (door == "apply"))
+            + (", or apply(exist_ok=True) without a configuration" * (entry == "apply"))
         )
     _current = mine
 
 
 def install(argv: Sequence[str] | None = None) -> Installation | None:
-    """The launcher's door: hook our flags into Megatron if the command line uses any of them.
+    """The launcher's entry point: hook our flags into Megatron if the command line has any.
 
     Args:
         argv: the training script's arguments; default: this process's.
@@ -263,7 +263,7 @@ def install(argv: Sequence[str] | None = None) -> Installation | None:
 
 
 def apply(config: Mapping[str, object] | None = None, *, exist_ok: bool = False) -> Report:
-    """The door of scripts and of the patch series; see ``megatron_ext.apply``."""
+    """The entry point of scripts and of the patch series; see ``megatron_ext.apply``."""
     if _current is not None and exist_ok and not config:
         return Report(_current.hooks)
     _require_unparsed()
@@ -271,7 +271,7 @@ def apply(config: Mapping[str, object] | None = None, *, exist_ok: bool = False)
 
 
 def revert() -> None:
-    """Give Megatron all its symbols back; nothing happens where none was taken."""
+    """Restore all symbols of Megatron; nothing happens where none was taken."""
     global _current
     if _current is not None:
         _current.revert()

@@ -103,7 +103,7 @@ class Library:
         self.hooks.apply(hooks)
 
     def revert(self) -> None:
-        """Give everything back."""
+        """Restore everything."""
         atexit.unregister(self.warn_if_unused)
         with contextlib.ExitStack() as undo:
             undo.callback(self.hooks.revert)

@@ -94,7 +94,7 @@ class Ring:
         self._slots[purpose, number].readers.append(event)
 
     def clear(self) -> None:
-        """Give all memory back; compute waits for copies that still read it."""
+        """Release all memory; compute waits for copies that still read it."""
         for slot in self._slots.values():
             for event in slot.readers:
                 self.device.wait(event)
@@ -241,7 +241,7 @@ class Memory:
         return cls(CpuDevice(), **options)
 
     def close(self) -> None:
-        """Wait for copies and give everything back."""
+        """Wait for copies and release everything."""
         self.departures.flush()
         self.engine.close()
         self.ring.clear()

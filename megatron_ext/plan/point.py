@@ -57,7 +57,7 @@ class Point:
 
     @property
     def offload(self) -> str | None:
-        """What leaves the device, as ``--offload``."""
+        """What is offloaded, as ``--offload``."""
         return None if self.spec.offload is None else str(self.spec.offload.wanted)
 
     def node_host_bytes(self, per_node: int) -> tuple[list[int], list[int]] | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from . import (
     controllable_memory,
     dualpipe,
+    large_scale,
     mpipemoe,
     pipeoffload,
     vocabulary_parallelism,
@@ -22,6 +23,7 @@ PAPERS = (
     zero_bubble.PAPER,
     vocabulary_parallelism.PAPER,
     dualpipe.PAPER,
+    large_scale.PAPER,
 )
 ALL = "all"
 

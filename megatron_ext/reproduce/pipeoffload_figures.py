@@ -116,6 +116,6 @@ FIGURES = (
     Table(
         "fig11", "A pipeline of 32 with PO, over TP 8 x PP 4", "fig11", Kind.GAIN, "%",
         _against_tensor_parallel,
-        (*_ASSUMED, "83.8B is left out: how its 80 layers lie on 32 ranks is not known"),
+        (*_ASSUMED, "83.8B is left out: how its 80 layers are divided over 32 ranks is not known"),
     ),
 )  # fmt: skip

@@ -155,7 +155,7 @@ class Watchdog:
         self._end_by_sigterm()
 
     def _end_by_sigterm(self) -> None:
-        self._end(128 + signal.SIGTERM, "was told to stop (SIGTERM)" if self._armed else "")
+        self._end(128 + signal.SIGTERM, "was asked to stop (SIGTERM)" if self._armed else "")
 
     def _watch(self) -> None:
         seen, idle, before = -1, 0.0, time.monotonic()

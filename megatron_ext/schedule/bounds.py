@@ -57,7 +57,7 @@ def lower_bound(
     A fused BW is no faster than its passes one by one, so the bound holds for orders with it.
 
     Args:
-        placement: where the stages lie.
+        placement: rank and chunk of every stage.
         microbatches: of one iteration, >= 1.
         costs: of the passes and hops.
         memory_cap: most activation sets (one chunk's for one microbatch) on a rank, counted from

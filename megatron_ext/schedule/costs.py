@@ -350,5 +350,5 @@ class Costs:
 
 
 def number_to_json(value: Fraction) -> int | float:
-    """An int where the value is whole, else the nearest float."""
+    """An int where the value is an integer, else the nearest float."""
     return int(value) if value.denominator == 1 else float(value)

@@ -227,7 +227,7 @@ class Program:
     """Slots and lanes of one pipeline; every slot number is kind * stages * microbatches + ...
 
     Args:
-        placement: where the stages lie.
+        placement: rank and chunk of every stage.
         durations: of the passes and hops.
         microbatches: more than any action's microbatch.
         vocabulary: passes of a sharded one; None: it is not sharded.
@@ -384,7 +384,7 @@ def time_of(
 
     Args:
         orders: of every rank; no joint actions.
-        placement: where the stages lie.
+        placement: rank and chunk of every stage.
         durations: of the passes and hops.
         microbatches: more than any action's microbatch.
         limit: give up, and return None, once the time is known to exceed this.

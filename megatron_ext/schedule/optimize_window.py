@@ -42,7 +42,7 @@ class Problem:
 
     Args:
         rows: every rank's passes, none of them joint.
-        placement: where the stages lie.
+        placement: rank and chunk of every stage.
         durations: of the passes and hops.
         cap: most activation sets on a rank.
         objective: what is made short.

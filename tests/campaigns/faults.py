@@ -72,7 +72,7 @@ WORDS = {
     "hang": "made no progress",
     "stuck copy": "made no progress",
     "bad copy": "failed: RuntimeError: (a transfer failed: )+the link is broken",
-    "term": r"was told to stop \(SIGTERM\)",
+    "term": r"was asked to stop \(SIGTERM\)",
 }
 STATUS = {"kill": -9, "stop": -9, "raise": 1, "exit": 3, "memory": 1, "hang": EXIT_STATUS,
           "stuck copy": EXIT_STATUS, "bad copy": 1, "term": 128 + 15}  # fmt: skip

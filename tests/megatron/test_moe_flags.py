@@ -383,5 +383,6 @@ def test_recipes_with_scales_of_a_call(recipe: dict[str, Any], strategy: str) ->
 
 def test_the_documentation_has_the_table() -> None:
     assert (
-        markdown(CONFLICTS, "any number of chunks") in (ROOT / "docs" / "guides/moe.md").read_text()
+        markdown(CONFLICTS, "any number of chunks")
+        in (ROOT / "docs" / "reference" / "features.md").read_text()
     )

@@ -148,5 +148,5 @@ def test_one_chunk_a_rank() -> None:
 
 
 def test_documented() -> None:
-    page = (ROOT / "docs" / "guides/overlap.md").read_text()
+    page = (ROOT / "docs" / "reference/features.md").read_text()
     assert markdown(Overlap.conflicts, f"`{FLAG}`") in page

@@ -24,7 +24,7 @@ def test_draws_are_repeatable_and_various() -> None:
 
 
 def test_documented() -> None:
-    page = (ROOT / "docs" / "guides/post-validation.md").read_text()
+    page = (ROOT / "docs" / "reference/features.md").read_text()
     for rule in PostValidation.conflicts:
         assert f"| `{rule.flag}` | {rule.reason} |" in page
 

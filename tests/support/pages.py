@@ -69,7 +69,7 @@ NOT_RUN = {
     r"megatron-ext \w+ .*…": "a pattern: the user's own flags belong there",
     r"DEVICE=cpu .*scripts/sweep_schedules.sh": "tests/campaigns/scripts runs the sweep",
     r"torchrun .*(…|<your usual flags>)": "a pattern: the user's own flags belong there",
-    r"torchrun --nproc-per-node 2 \S+ megatron_ext.launch .*--device cpu .*\$\{FLAGS": "run by a "
+    r"torchrun --nproc-per-node 4 \S+ megatron_ext.launch .*--device cpu .*\$\{FLAGS": "run by a "
     "test of its own, with torchrun itself",
     r"python3\.12 -m venv": "needs a package index",
     r"python -m venv": "needs a package index",
@@ -80,6 +80,7 @@ NOT_RUN = {
     r"megatron-ext prove": "takes a minute; tests/checkout/test_prove.py runs it",
     r"(megatron-ext|python3 -m megatron_ext) explore(?! --export)": "serves until it is ended; "
     "tests/unit/cli/test_explore.py asks it",
+    r"megatron-ext completion": "its output is for a shell to read",
     r"megatron-ext checkpoint": "needs a checkpoint; tests/unit/cli makes some",
     r"python -m tests\.campaigns\.faults": "takes minutes; "
     "tests/ranks/runtime/test_faults.py is its short form",
@@ -87,11 +88,10 @@ NOT_RUN = {
     r"python -m tests\.campaigns\.(fuzz|random_equivalence|random_post_validation)": "runs as long "
     "as asked; tests/unit/fuzz, test_random_cases.py and test_post_validation.py are shorter",
     r"make (lint|test-fast|test)": "scripts/test.sh runs the same",
+    r"make (docs|reference)": "needs a package index, or torch; tests compare the reference pages",
     r"pre-commit install": "changes the hooks of this clone",
     r"export (MEGATRON_LM|DATA_PATH|CONTAINER_IMAGE)=": "of a cluster's file system",
     r"(LAUNCH=srun TP=2 )?sbatch ": "needs a cluster; tests/campaigns/scripts runs the jobs",
-    r"megatron-ext show --measured TRACES": "needs a run of eight ranks; "
-    "guides/tracing.md draws one of two",
 }
 
 

@@ -67,9 +67,13 @@ def test_the_extra_installs_a_supported_release() -> None:
     assert line(found[2]) == (RELEASES[-1].line[0], RELEASES[-1].line[1] + 1)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/reference/support.md"])
-def test_pages_name_every_release(page: str) -> None:
-    text = (ROOT / page).read_text()
+def test_the_readme_names_the_range_of_versions() -> None:
+    first, last = (".".join(map(str, one.line)) for one in (RELEASES[0], RELEASES[-1]))
+    assert f"stock Megatron {first} to {last}" in (ROOT / "README.md").read_text()
+
+
+def test_the_support_page_names_every_release() -> None:
+    text = (ROOT / "docs" / "reference" / "support.md").read_text()
     for release in RELEASES:
         name = release.tag.removeprefix("core_v").split("-")[0]
         assert name in text and (release.tagged or release.commit[:8] in text), release.tag

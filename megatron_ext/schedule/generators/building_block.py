@@ -26,7 +26,7 @@ class Block:
     (interleaved 1F1B, CM's appendix G) ``interval`` for each group and ``step`` within one.
 
     Attributes:
-        placement: where the stages lie.
+        placement: rank and chunk of every stage.
         interval: time between two groups; the passes of one rank fill it completely when it is
             3 per chunk and microbatch of a group.
         offsets: (op, stage) -> start of that pass for microbatch 0. A stage has an F, and a B and

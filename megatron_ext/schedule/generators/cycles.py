@@ -43,7 +43,7 @@ class Graph:
     """The waiting graph of ``rows``; ``swap`` changes one of them.
 
     Args:
-        placement: where the stages lie; every op of {F, B, W} and stage is in ``rows`` once.
+        placement: of the stages; every op of {F, B, W} and stage is in ``rows`` once.
         rows: one period of every rank.
         durations: of the passes and hops.
     """

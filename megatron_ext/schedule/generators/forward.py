@@ -15,7 +15,7 @@ def forward_only(placement: Placement, microbatches: int, barriers: int = 0) -> 
     flight is finished before new work is begun.
 
     Args:
-        placement: where the stages lie.
+        placement: rank and chunk of every stage.
         microbatches: m, >= 1.
         barriers: of a training schedule with a sharded vocabulary: all ranks have E two
             microbatches ahead of stage 0, and S one pass behind the last stage's F, so that what

@@ -43,7 +43,7 @@ def list_schedule(
 
     Args:
         orders: every rank's passes in an executable order, each (op, stage) by microbatch.
-        placement: where the stages lie.
+        placement: rank and chunk of every stage.
         cap: most activation sets resident on a rank, counted from F's start to W's (BW's) end;
             one number, or one a rank.
         durations: of the passes, and of a hop; default 1 each and no hop.

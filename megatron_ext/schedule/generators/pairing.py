@@ -34,7 +34,7 @@ class _Times:
     """When inputs are there, as far as passes have been started.
 
     Args:
-        placement: where the stages lie.
+        placement: rank and chunk of every stage.
         microbatches: of the iteration.
         durations: of the passes, with their communication.
     """

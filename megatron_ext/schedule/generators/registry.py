@@ -108,7 +108,7 @@ def _grouped(request: Request, group: int) -> RankActions:
     fixed, peak = gis(*size), gis_peak(*size)
     candidates = [fixed]
     if request.microbatches % group:
-        # A last group that is not whole leaves holes in the fixed order.
+        # An incomplete last group leaves holes in the fixed order.
         candidates.append(request.reordered_at_unit_times(fixed, peak))
     return request.fastest([*candidates, *request.reordered(fixed, peak, thorough=True)])
 

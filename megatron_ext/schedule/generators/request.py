@@ -21,7 +21,7 @@ class Request:
     """One schedule to be made.
 
     Attributes:
-        placement: where the stages lie.
+        placement: rank and chunk of every stage.
         microbatches: m.
         durations: of every pass, in integers.
         objective: ``makespan`` (first start to last end of all ranks) or ``span`` (the longest

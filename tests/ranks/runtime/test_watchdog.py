@@ -1,4 +1,4 @@
-"""Ranks that die, hang, are told to stop, or fail: everybody reports and nobody stays.
+"""Ranks that die, hang, are asked to stop, or fail: everybody reports and nobody stays.
 
 No clock decides here: a watchdog's time stands still until the test lets it go.
 """
@@ -107,7 +107,7 @@ def test_sigterm_while_blocked_in_cpp(launch, name):
     ranks.kill(2, signal.SIGTERM)
     assert ranks.wait([2]) == [143]
     what, action, detail = report_of(ranks, 2)
-    assert what == "was told to stop (SIGTERM)"
+    assert what == "was asked to stop (SIGTERM)"
     assert action == "F2.0" and detail == "waiting for a message from pipeline rank 1"
     assert "buffered on stdout" in ranks.output(2)
     # Rank 0 runs Python (a sleep): the ordinary handler, and still one report.

@@ -30,7 +30,7 @@ class TestShowK:
             assert local < cheap < stock
 
     def test_where_half_of_the_sets_can_be_offloaded(self, run):
-        """What docs/start/choosing.md says of "at least half"."""
+        """What docs/reference/offload-k.md says of "at least half"."""
         rows = json.loads(_run(run, "--show-k", "--seq-length", "8192", "--json"))["rows"]
         k = {(row["model"], row["gpu"]): row["k"] for row in rows}
         papers = {gpu: k["GPT, h 4096", gpu]["local, flash, cheap recompute"] for gpu in GPUS}
@@ -97,7 +97,7 @@ class TestCalibration:
     ("page", "words"),
     [
         ("concepts/pass-times.md", ("--calibration", "--gpu", "A100")),
-        ("start/choosing.md", ("--show-k",)),
+        ("reference/offload-k.md", ("--show-k",)),
     ],
 )
 def test_the_pages_show_what_is_printed(run, page, words):

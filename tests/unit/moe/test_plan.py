@@ -116,7 +116,7 @@ def test_saved_bytes_are_what_was_measured(gated: bool, kappa: int) -> None:
 
 
 def test_ring_bytes() -> None:
-    """R_chunk * e * (slots of T_DI, dT_DO, dT_DI * M + kappa*F + dT_M), docs/guides/moe-chunks.md;
+    """R_chunk * e * (slots of T_DI, dT_DO, dT_DI * M + kappa*F + dT_M), as moe-planning.md has it;
     what comes from the host has two slots of kappa*F."""
     shape = LayerShape(64, 96, gated=False)  # kappa 3, dT_M 2F
 

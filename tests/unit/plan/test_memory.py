@@ -42,7 +42,7 @@ def per_bsh(job, held="bytes_f_to_b"):
 
 # arXiv 2205.05198, equation 1: sbh(34 + 5as/h); flash attention leaves 34, or 32 without dropout.
 # PipeOffload, 4.3: 34 without and 20 with recompute of norms, GeLU and dropout; ours leaves
-# dropout's two masks, docs/guides/offload.md. ZB, table 2: 32 for W.
+# dropout's two masks, docs/concepts/offload-runtime.md. ZB, table 2: 32 for W.
 PUBLISHED = [
     (["--hidden-dropout 0.1"], "bytes_f_to_b", 34),
     ([], "bytes_f_to_b", 32),

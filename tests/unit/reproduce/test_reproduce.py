@@ -15,6 +15,7 @@ from megatron_ext.cli import main
 from megatron_ext.commands.reproduce import write_page
 from megatron_ext.reproduce import render
 from megatron_ext.reproduce.dualpipe import _idle, _of
+from megatron_ext.reproduce.large_scale import settings
 from megatron_ext.reproduce.papers import PAPERS, Section, sections, wanted
 from megatron_ext.reproduce.rows import (
     UNEXPLAINED,
@@ -32,6 +33,7 @@ from tests.support import ROOT
 PAGE = ROOT / "docs" / "reference/papers.md"
 # Tables that take a second or two; the others are for ``campaign``.
 FAST = {"k", "fig16", "table1", "phi", "saving", "granularity", "speedup", "table2", "appendix"}
+FAST |= {"stock", "idle", "half"}
 FIELDS = {"paper", "table", "row", "published", "ours", "unit", "verdict", "source"}
 
 
@@ -245,3 +247,16 @@ def test_a_page_with_a_plot(tmp_path: Path) -> None:
     assert "![" in path.read_text()
     drawn = (tmp_path / "images" / "pipeoffload-k.svg").read_text()
     assert drawn.startswith("<svg") and drawn.count("<circle") == 2 * 24 + 6
+
+
+def test_large_scale_settings() -> None:
+    """Ours is never slower at 1F1B's memory, and V-Half's memory is less than stock's."""
+    data = published()["large-scale"]["tables"]["settings"]
+    found = settings(data)
+    assert [round(one.published, 1) for one in found] == sorted(
+        (round(one.published, 1) for one in found), reverse=True
+    )
+    for one in found:
+        ours, half = one.run(one.zero_bubble), one.run("v-half")
+        assert one.limit(ours) > 1 and one.memory(ours) <= one.memory(one.stock), one.row
+        assert one.memory(half) < one.memory(one.stock), one.row

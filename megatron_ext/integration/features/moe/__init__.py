@@ -38,7 +38,7 @@ class MoE(Feature):
         ),
         Flag(
             FLAGS[1],
-            "how the experts' input and what lies inside them are restored for the backward pass: "
+            "how the experts' input and the tensors inside are restored for the backward pass: "
             "s0 computes the activation function again, s1 copies both from the host, s2 sends the "
             "input again, s3 computes the inside again, s4 does both, auto takes the fastest that "
             "keeps the budget; default: none, both are kept",

@@ -1,6 +1,6 @@
 """MoE layers whose plan is chosen while training runs: the tuner inside Megatron.
 
-See docs/guides/moe-chunks.md.
+See docs/concepts/moe-planning.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""MPipeMoE inside Megatron: the routed part of every MoE layer, in chunks (docs/guides/moe.md).
+"""MPipeMoE inside Megatron: the routed part of every MoE layer, in chunks.
+
+See docs/concepts/moe-runtime.md.
 
 ``MoELayer.forward`` is replaced in its class. Routing, shared experts, latent projections and the
 layer's parameters are Megatron's own; what lies between dispatch and combine is ours. Wherever

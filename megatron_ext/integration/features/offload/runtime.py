@@ -1,6 +1,6 @@
 """PipeOffload inside Megatron: activation sets are moved as the schedule says.
 
-See docs/guides/offload.md.
+See docs/concepts/offload-runtime.md.
 
 The first step is also a measurement: of the bytes of a set, and, without ``--pp-offload-time``, of
 the time of passes and copies. From the second step on the plan is made for these, and the host

@@ -37,7 +37,7 @@ class PostValidation(Feature):
         Conflict(
             "--rerun-mode",
             "the rerun machinery agrees over all ranks at the end of every iteration, which is "
-            "what post-validation does away with; add --rerun-mode disabled",
+            "what post-validation removes; add --rerun-mode disabled",
             off=("disabled",),
         ),
         Conflict(
@@ -66,7 +66,7 @@ class PostValidation(Feature):
         Conflict("--dsa-indexer-loss-coeff", "its loss would be logged too early; drop it"),
         Conflict(
             "--dataloader-type",
-            "a loader of one's own may save how far it has been read; use single or cyclic",
+            "a loader of your own may save how far it has been read; use single or cyclic",
             off=("single", "cyclic"),
         ),
     )

@@ -44,7 +44,7 @@ class ScheduleRequest:
         costs: as the user gives them, or None.
         cap, group_size, objective, effort: as ``ScheduleSpec``.
         cap_bytes: a cap in bytes; ``for_job`` makes it a ``cap``.
-        offload: what leaves the device, or None.
+        offload: what is offloaded, or None.
         file: the loaded and checked schedule, if a file was given.
         profile: a former run's measurements, to plan with from the first step on.
         splits: layers of every stage, for a number of stages; beside ``profile``.
@@ -93,7 +93,7 @@ class ScheduleRequest:
             memory_cap: fraction of 1F1B's peak, or bytes a rank, for ``auto`` and schedules at any
                 cap; with offload, for all.
             group_size: for schedules in groups.
-            offloading: what leaves the device, or None.
+            offloading: what is offloaded, or None.
             objective: what the order makes short, as ``generate``.
             effort: seconds of search, about; > 0.
 
@@ -146,7 +146,7 @@ class ScheduleRequest:
         return GENERATORS[self.name].split_backward
 
     def placement(self, pp: int, chunks: int) -> Placement:
-        """Where the stages lie on ``pp`` ranks; not known of ``auto`` before ``decide``."""
+        """The placement on ``pp`` ranks; not known of ``auto`` before ``decide``."""
         return ScheduleSpec(self.name, pp, 1, chunks, order=self.file).placement
 
     @property
@@ -284,7 +284,7 @@ class Choice:
 
     @property
     def offload(self) -> OffloadRequest | None:
-        """What leaves the device; None for a file that offloads, which has decided it."""
+        """What is offloaded; None for a file that offloads, which has decided it."""
         return self.request.offload
 
     @property
@@ -294,7 +294,7 @@ class Choice:
 
     @property
     def placement(self) -> Placement:
-        """Where the stages lie."""
+        """Rank and chunk of every stage."""
         return self.spec.placement
 
     @property
@@ -330,7 +330,7 @@ class Choice:
             link: transfer times, to decide which sets leave; a file that offloads has its own.
             costs: measured, of the passes; None: those that the order is made for.
             reorder: make the order for ``costs`` too, and take it if it is faster under them.
-                Otherwise they only help to decide what leaves the device.
+                Otherwise they only help to decide what is offloaded.
             profile: with ``reorder``, where the costs are from; its bytes decide anew what keeps a
                 cap that was given in bytes.
 
@@ -402,7 +402,7 @@ class Choice:
 def _with_offload(
     spec: ScheduleSpec, offload: OffloadRequest | None, link: Link | None
 ) -> ScheduleSpec:
-    """``spec`` with what leaves over ``link``, if both are known."""
+    """``spec`` with what is offloaded over ``link``, if both are known."""
     if offload is None or link is None:
         return spec
     return replace(spec, offload=OffloadSpec(offload.wanted, link))

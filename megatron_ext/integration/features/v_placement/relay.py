@@ -46,7 +46,7 @@ class Relay:
         """Send one iteration's, or post its receive; on all ranks of the pipeline.
 
         Args:
-            placement: where the stages lie.
+            placement: rank and chunk of every stage.
             group: the pipeline's.
             runner: has the losses and the token count, or gets the latter.
             device: of the messages.

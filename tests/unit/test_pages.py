@@ -1,0 +1,127 @@
+"""Numbers and lists on the pages, made anew: each is what a command gives today."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from fractions import Fraction
+
+import pytest
+
+from megatron_ext import cli
+from megatron_ext.reproduce import large_scale
+from megatron_ext.reproduce.rows import published
+from megatron_ext.schedule import Simulation, generate, simulate
+from scripts import reference_pages
+from tests.support import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def run(name: str, pp: int, microbatches: int) -> Simulation:
+    """At equal costs, with the number of chunks that the pages state."""
+    chunks = 2 if name in ("interleaved", "interleaved-zb", "gis", "gis-h", "po") else None
+    cap = 2 * pp * 3 // 4 if name == "v-cap" else None  # sets of half a microbatch
+    return simulate(generate(name, pp, microbatches, chunks, memory_cap=cap))
+
+
+def rows(text: str, start: str) -> list[list[str]]:
+    """The cells of the table whose head begins with ``start``."""
+    lines = text[text.index(start) :].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line[2:-2].split(" | ")] for line in lines[2:]]
+
+
+def test_the_readme_begins_with_the_large_scale_settings() -> None:
+    expected = []
+    for one in large_scale.settings(published()["large-scale"]["tables"]["settings"]):
+        best, half = one.run(one.zero_bubble), one.run("v-half")
+        expected.append(
+            [
+                one.row,
+                f"{large_scale.idle(one.stock):.1f} %",
+                f"{large_scale.idle(best):.1f} %",
+                f"{one.limit(best):.2f}x",
+                f"{large_scale.idle(half):.1f} %",
+                f"{one.memory(half):.2f}",
+            ]
+        )
+        assert one.memory(best) == 1
+    assert rows(README, "| recipe of Megatron-Bridge") == expected
+    first, last = round(float(expected[-1][1][:-2])), round(float(expected[0][1][:-2]))
+    assert f"idles {first} to {last} %" in README
+
+
+def test_the_readmes_first_training_example_gains_both() -> None:
+    """Bubble and memory are lower than those of stock 1F1B, at its sizes."""
+    flags = README[README.index("FLAGS=(") :].split(")")[0]
+    pp, batch = (
+        int(re.findall(rf"--{name} (\d+)", flags)[0])
+        for name in ("pipeline-model-parallel-size", "global-batch-size")
+    )
+    (name,) = re.findall(r"--pp-schedule (\S+)", flags)
+    ours, stock = run(name, pp, batch), run("1f1b", pp, batch)
+    assert ours.bubble < stock.bubble
+    assert max(ours.peak_activation) < max(stock.peak_activation)
+    assert f"PP {pp}, {batch} microbatches" in README
+    found = rows(README, "| schedule | bubble | peak")
+    assert len(found) == 5
+    for label, bubble, peak in found:
+        one = run(label.split("`")[1], pp, batch)
+        assert (bubble, peak) == (f"{float(100 * one.bubble):.2f} %", f"{max(one.peak_activation)}")
+
+
+# Of docs/reference/schedules.md, at p ranks and m microbatches.
+MAKESPANS = {
+    "1f1b": lambda p, m: 3 * (m + p - 1),
+    "interleaved": lambda p, m: 3 * m + Fraction(3 * (p - 1), 2),
+    "zb-h1": lambda p, m: 3 * m + p - 1,
+    "v-half": lambda p, m: Fraction(6 * m + 6 * p - 6 * ((p + 2) // 2) - 1, 2),
+    "v-zb": lambda p, m: Fraction(6 * m + p - 1, 2),
+    "zb-h2": lambda p, m: 3 * m + p - 1,
+    "interleaved-zb": lambda p, m: 3 * m + Fraction(p - 1, 2),
+    "v-min": lambda p, m: Fraction(6 * m + 6 * p - 6 * ((p + 4) // 3) - 1, 2),
+    "dualpipev": lambda p, m: 3 * m + p - 1,
+}
+
+
+def test_the_table_of_all_schedules() -> None:
+    text = (ROOT / "docs" / "reference" / "schedules.md").read_text()
+    found = rows(text, "| schedule | peak, any p")
+    names = [row[0].split("`")[1] for row in found]
+    assert {*MAKESPANS, "v-cap", "gis", "gis-h", "po"} == set(names)
+    for name, row in zip(names, found):
+        short, long = run(name, 8, 16), run(name, 8, 32)
+        assert row[2] == f"{float(max(long.peak_activation)):g}", name
+        bubbles = [f"{float(100 * one.bubble):.1f} %" for one in (short, long)]
+        assert row[3:5] == bubbles, name
+        if name in MAKESPANS:
+            for p, m in ((4, 8), (6, 12), (8, 32)):
+                assert run(name, p, m).makespan == MAKESPANS[name](p, m), (name, p, m)
+        else:
+            assert row[5] == "-", name
+    assert [max(run("gis-h", p, 32).peak_activation) for p in (4, 8, 16)] == [3, 6, 12]
+
+
+def test_the_readme_lists_every_command() -> None:
+    for name in cli._COMMANDS:
+        assert f"megatron-ext {name}" in README, name
+
+
+@pytest.mark.parametrize("name", ["cli", "api"])
+def test_reference_pages_are_up_to_date(name: str) -> None:
+    """The one of flags: tests/megatron/test_flags_page.py."""
+    page = (reference_pages.FOLDER / f"{name}.md").read_text()
+    assert page == reference_pages.PAGES[name](), f"python -m scripts.reference_pages {name}"
+
+
+def test_every_environment_variable_is_on_the_page() -> None:
+    known = set(reference_pages.ENVIRONMENT) | reference_pages.INTERNAL
+    for path in (ROOT / "megatron_ext").rglob("*.py"):
+        for name in re.findall(r"\bMEGATRON_EXT_[A-Z_]*", path.read_text()):
+            assert name in known, f"{path.name}: {name} belongs into {reference_pages.__name__}"
+
+
+def test_public_names_exist() -> None:
+    for name in ("megatron_ext", "megatron_ext.schedule"):
+        module = importlib.import_module(name)
+        assert all(hasattr(module, one) for one in module.__all__)
