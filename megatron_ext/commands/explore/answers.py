@@ -10,54 +10,31 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import parse_qs
 
 from ..._input import shown
 from ...schedule import GENERATORS, Schedule, simulate
-from ...schedule.costs import number_to_json
-from ...schedule.memory_cap import ShareCap
 from ...view import recorded, timeline
 from ...view.data import view_data
 from ...view.web import asset, document
-from ..common import (
-    InputError,
-    Parser,
-    load,
-    offloads,
-    refuse_large,
-    simulation_json,
-    user_input,
-    verify,
-)
-from ..compare import add_options, asked_of, fitted, refuse_sizes
-from ..network import network_of
-from ..quality import jitter_of, simulated
+from ..common import InputError, load, user_input, verify
+from . import request
 from .flags import training_flags
 
 FIRST = "options=--pp+8+--microbatches+16&schedule=1f1b&schedule=v-half"
-MOST_PASSES = 1 << 15  # of one chunk a rank: microbatches times ranks
 MOST_SHOWN = 4  # timelines one above the other
 _KEPT = 256  # results in memory
 _MOST_BYTES = 1 << 26  # of a file that the page sends
-
-
-class _Options(Parser):
-    """The options of ``compare``, whose errors are messages to the page."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
 
 
 class Explorer:
     """Answers, each made once. Safe to call from several threads."""
 
     def __init__(self) -> None:
-        self._parser = _Options(prog="explore", add_help=False)
-        add_options(self._parser)
         self._files: dict[str, Schedule] = {}
         self._measured: dict[str, list[timeline.Timeline]] = {}
-        self._made: OrderedDict[tuple[str, ...], Any] = OrderedDict()
+        self._made: OrderedDict[tuple[str, ...], _Made] = OrderedDict()
         self._lock = threading.RLock()
 
     # What can be chosen besides the generated schedules.
@@ -105,16 +82,14 @@ class Explorer:
 
     def compare(self, options: str) -> Iterator[dict[str, Any]]:
         """A row a schedule, those that take longest to make last; then the end's."""
-        args = self._parse(options)
-        for name in [*self._files, *sorted(GENERATORS, key=_slowness)]:
+        args = request.parse(options)
+        for name in [*self._files, *sorted(GENERATORS, key=request.slowness)]:
             yield self._row(options, args, name)
-        cap = asked_of(args).cap
-        share = float(cap.share) if isinstance(cap, ShareCap) else None
-        yield {"end": True, "cap": None if share is None else share * args.pp}
+        yield {"end": True, "cap": request.cap_of(args)}
 
     def timelines(self, options: str, names: list[str]) -> dict[str, Any]:
         """What the viewer draws, with every schedule's row and flags."""
-        args = self._parse(options)
+        args = request.parse(options)
         if not 1 <= len(names) <= MOST_SHOWN:
             raise InputError(f"choose one to {MOST_SHOWN} schedules, got {len(names)}")
         runs: list[timeline.Timeline] = []
@@ -127,7 +102,7 @@ class Explorer:
             row = self._row(options, args, name)
             if "reason" in row:
                 raise InputError(f"{name}: {row['reason']}")
-            runs.append(timeline.planned(self._simulation(options, args, name)[0]))
+            runs.append(timeline.planned(self._result(options, args, name)[0]))
             flags = None if name in self._files else training_flags(args, name)
             rows.append({**row, "flags": flags})
         words = " ".join(shlex.quote(n.removeprefix("file: ")) for n in names)
@@ -170,88 +145,48 @@ class Explorer:
             {"FIRST": FIRST, "NAMES": self.names},
         )
 
-    def _parse(self, options: str) -> argparse.Namespace:
-        try:
-            words = shlex.split(options)
-        except ValueError as error:
-            raise InputError(f"{shown(options)}: {error}") from None
-        args = self._parser.parse_args(words)
-        refuse_sizes(args)
-        for read in (asked_of, network_of, jitter_of):
-            read(args)  # refuses what is wrong for every schedule
-        if args.pp * args.microbatches > MOST_PASSES:
-            raise InputError(
-                f"--pp {args.pp} times --microbatches {args.microbatches} is more than this page "
-                f"takes, {MOST_PASSES}; use megatron-ext compare"
-            )
-        return args
-
     def _row(self, options: str, args: argparse.Namespace, name: str) -> dict[str, Any]:
         """A schedule's numbers, or ``reason``, why there are none."""
         try:
-            run, quality, over_cap = self._simulation(options, args, name)
+            return request.row(args, name, self._result(options, args, name))
         except (ValueError, OverflowError, InputError) as error:
             return {"schedule": name, "reason": str(error)}
-        return {
-            **simulation_json(run, 0.0, quality.json, offloads(args)),
-            "schedule": name,
-            "over_cap": over_cap,
-            "peak": number_to_json(max(run.peak_activation)),
-        }
 
-    def _simulation(self, options: str, args: argparse.Namespace, name: str) -> Any:
-        """(simulation, quality, whether it exceeds the cap)."""
-        if name not in GENERATORS and name not in self._files:
+    def _result(self, options: str, args: argparse.Namespace, name: str) -> request.Result:
+        file = self._files.get(name)
+        if file is None and name not in GENERATORS:
             raise InputError(f"unknown schedule {shown(name)}")
+        return self._once((options, name), lambda: request.result(args, name, file))
 
-        def make() -> Any:
-            over_cap = False
-            if name in self._files:
-                schedule = self._files[name]
-            else:
-                found, over_cap = fitted(asked_of(args), name)
-                schedule = found.schedule
-            refuse_large(schedule)
-            return *simulated(schedule, args, network_of(args), jitter_of(args)), over_cap
-
-        return self._once((options, name), make)
-
-    def _once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
+    def _once(self, key: tuple[str, ...], make: Callable[[], request.Result]) -> request.Result:
         """What ``make`` returns or raises, made by one thread and kept."""
         with self._lock:
             mine = self._made.get(key)
             if mine is None:
-                mine = self._made[key] = _Result()
+                mine = self._made[key] = _Made()
                 while len(self._made) > _KEPT:
                     self._made.popitem(last=False)
             self._made.move_to_end(key)
         return mine.get(make)
 
 
-class _Result:
-    """A value that the first who asks for it makes, while others wait."""
+class _Made:
+    """A result that the first who asks for it makes, while others wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._done: tuple[Any, Exception | None] | None = None
+        self._done: request.Result | Exception | None = None
 
-    def get(self, make: Callable[[], Any]) -> Any:
+    def get(self, make: Callable[[], request.Result]) -> request.Result:
         with self._lock:
             if self._done is None:
                 try:
-                    self._done = make(), None
+                    self._done = make()
                 except Exception as error:  # for all who ask
-                    self._done = None, error
-            value, refused = self._done
-        if refused is not None:
-            raise refused
-        return value
-
-
-def _slowness(name: str) -> tuple[bool, bool]:
-    """Searches for a cap take longest, then those of V placement."""
-    made = GENERATORS[name]
-    return made.takes_memory_cap, made.placement == "vee"
+                    self._done = error
+            if isinstance(self._done, Exception):
+                raise self._done
+            return self._done
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -1,0 +1,90 @@
+"""One set of the page's options, which are those of ``compare``, and what a schedule gives then."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import Any, NoReturn
+
+from ..._input import shown
+from ...schedule import GENERATORS, Schedule, Simulation
+from ...schedule.costs import number_to_json
+from ...schedule.memory_cap import ShareCap
+from ..common import InputError, Parser, offloads, refuse_large, simulation_json
+from ..compare import add_options, asked_of, fitted, refuse_sizes
+from ..network import network_of
+from ..quality import Quality, jitter_of, simulated
+
+MOST_PASSES = 1 << 15  # of one chunk a rank: microbatches times ranks
+
+Result = tuple[Simulation, Quality, bool]  # the last: more stays on a device than the cap allows
+
+
+class _Options(Parser):
+    """The options of ``compare``, whose errors are messages to the page."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+def parse(options: str) -> argparse.Namespace:
+    """The options in a text, as on a command line.
+
+    Raises:
+        InputError: they are wrong for every schedule, or for more passes than the page takes.
+    """
+    parser = _Options(prog="explore", add_help=False)
+    add_options(parser)
+    try:
+        words = shlex.split(options)
+    except ValueError as error:
+        raise InputError(f"{shown(options)}: {error}") from None
+    args = parser.parse_args(words)
+    refuse_sizes(args)
+    for read in (asked_of, network_of, jitter_of):
+        read(args)  # refuses what is wrong for every schedule
+    if args.pp * args.microbatches > MOST_PASSES:
+        raise InputError(
+            f"--pp {args.pp} times --microbatches {args.microbatches} is more than this page "
+            f"takes, {MOST_PASSES}; use megatron-ext compare"
+        )
+    return args
+
+
+def result(args: argparse.Namespace, name: str, file: Schedule | None) -> Result:
+    """What a schedule gives: a generated one, or one in a file.
+
+    Raises:
+        ValueError, OverflowError, InputError: it does not exist for these sizes.
+    """
+    over_cap = False
+    schedule = file
+    if schedule is None:
+        found, over_cap = fitted(asked_of(args), name)
+        schedule = found.schedule
+    refuse_large(schedule)
+    run, quality = simulated(schedule, args, network_of(args), jitter_of(args))
+    return run, quality, over_cap
+
+
+def row(args: argparse.Namespace, name: str, found: Result) -> dict[str, Any]:
+    """A schedule's numbers: those of ``simulate --json``, and its place beside the cap."""
+    run, quality, over_cap = found
+    return {
+        **simulation_json(run, 0.0, quality.json, offloads(args)),
+        "schedule": name,
+        "over_cap": over_cap,
+        "peak": number_to_json(max(run.peak_activation)),
+    }
+
+
+def cap_of(args: argparse.Namespace) -> float | None:
+    """The cap in microbatches; None: there is none."""
+    cap = asked_of(args).cap
+    return float(cap.share) * args.pp if isinstance(cap, ShareCap) else None
+
+
+def slowness(name: str) -> tuple[bool, bool]:
+    """Sorts generated schedules: searches for a cap take longest, then those of V placement."""
+    made = GENERATORS[name]
+    return made.takes_memory_cap, made.placement == "vee"
