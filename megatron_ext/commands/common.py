@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .._input import flag_of, shown
+from .._input import flag_of, meant, shown
 from ..schedule import (
     AUTO,
     NAMES,
@@ -354,6 +354,7 @@ def _check_name(args: argparse.Namespace, offload: bool) -> None:
     if args.schedule not in _KNOWN:
         raise InputError(
             f"unknown schedule {args.schedule!r}; give one of {', '.join(_KNOWN)}, or a file"
+            + meant(args.schedule, _KNOWN)
         )
     missing = [f"--{o}" for o in ("pp", "microbatches") if getattr(args, o) is None]
     if missing:

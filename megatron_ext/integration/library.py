@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .._log import set_up, tear_down
 from .callbacks import Callback
 from .errors import ConfigError
 from .feature import Feature, Run
@@ -49,6 +50,7 @@ class Library:
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
+        set_up()
         version = megatron_version()
         require_supported(version)
         self._options = vars(parsed(options))
@@ -106,6 +108,7 @@ class Library:
         """Give everything back."""
         atexit.unregister(self.warn_if_unused)
         with contextlib.ExitStack() as undo:
+            undo.callback(tear_down)
             undo.callback(self.hooks.revert)
             for callback in (*self._own, *(c for part in self._shared.values() for c in part)):
                 undo.callback(callback.close)
@@ -132,7 +135,7 @@ class Library:
         """Log that the schedule had no effect, if no pipeline call has come."""
         if not self._used and self._run.request is not None:
             logger.warning(
-                "megatron_ext: no forward-backward call came for schedule %s, which had no effect; "
+                "no forward-backward call came for schedule %s, which had no effect; "
                 "the trainer must fetch its function by Megatron's get_forward_backward_func()",
                 self._run.request.name,
             )
@@ -164,16 +167,16 @@ class Library:
             callbacks += part
         run.pipeline.callbacks = tuple(callbacks)
         if dist.get_rank() == 0:
-            logger.warning(
-                "megatron_ext: schedule %s on megatron-core %s for a %s, %d chunk(s) on each of "
-                "%d pipeline ranks\n%s",
+            logger.info(
+                "schedule %s on megatron-core %s for a %s, %d chunk(s) on each of "
+                "%d pipeline ranks",
                 run.request.name,
                 run.version,
                 type(unwrapped(models[0])).__name__,
                 len(models),
                 group.size(),
-                self.hooks.report(),
             )
+            logger.debug("%s", self.hooks.report())
         return run.pipeline
 
     def _with_pipeline_check(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -116,7 +116,7 @@ def _layout(name: str, pp: int, kind: str) -> str:
     return "|".join(stages)
 
 
-_NOT_STOCKS = ("time", "throughput", "pipeline bubble", "peak activation sets")
+_NOT_STOCKS = ("time", "throughput", "pipeline bubble", "peak activations")
 
 
 def logged(outcome: Outcome, world: int) -> list[dict[str, str]]:
@@ -168,7 +168,7 @@ def _same(a: str, b: str, within: float) -> bool:
 def reason(outcome: Outcome, world: int) -> str:
     """Why a run failed: our sentence, or the last error of the first rank that has one."""
     for rank in range(world):
-        ours = re.findall(r"^megatron_ext: (?!--device)(.*)", outcome.log(rank), re.M)
+        ours = re.findall(r"^\[megatron_ext\] error: (.*)", outcome.log(rank), re.M)
         if ours and "--pp-schedule" in ours[-1]:
             return "rejected: " + ours[-1]
     errors = [

@@ -18,12 +18,13 @@ PACKAGE = ROOT / "megatron_ext"
 _TOOLS = {"_input", "_conflict", "schedule", "plan", "view"}
 _ENGINE = {"runtime", "offload", "moe"}
 _ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching"}
-_ALL |= {"checkpoints", "prove", "releases", "reproduce"}
+_ALL |= {"_log", "checkpoints", "prove", "releases", "reproduce"}
 
 # room -> (rooms of this package it may import, packages besides the standard library it may).
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "_input": (set(), set()),
     "_conflict": ({"_input"}, set()),
+    "_log": (set(), set()),
     "schedule": ({"_input", "schedule"}, set()),
     "plan": ({"_input", "_conflict", "schedule", "plan"}, {"numpy"}),
     # The plans of MoE layers, so that what is planned is what runs.
@@ -37,7 +38,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "offload": (_TOOLS | _ENGINE, {"torch", "numpy"}),
     "moe": (_TOOLS | _ENGINE, {"torch"}),
     "integration": (
-        _TOOLS | _ENGINE | {"integration", "checkpoints", "releases"},
+        _TOOLS | _ENGINE | {"_log", "integration", "checkpoints", "patching", "releases"},
         # Apex' kernel, which Megatron's own linear layers use where it is installed.
         {"torch", "megatron", "fused_weight_gradient_mlp_cuda"},
     ),

@@ -76,7 +76,7 @@ def without_demand(rank: int) -> Iterator[None]:
     finally:
         holder.os = os
     if asked and rank == 0:
-        logger.warning("megatron_ext: " + _NOT_DEMANDED, os.environ.get(CONNECTIONS, "8 (unset)"))
+        logger.warning(_NOT_DEMANDED, os.environ.get(CONNECTIONS, "8 (unset)"))
 
 
 def priority_hook() -> Hook:

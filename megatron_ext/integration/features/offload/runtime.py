@@ -99,7 +99,7 @@ class Offloading(Callback):
 
     def planned(self, plan: Schedule) -> None:
         if dist.get_rank() == 0:
-            logger.warning("megatron_ext: %s", self._describe(plan))
+            logger.info("%s", self._describe(plan))
 
     def begin(self, step: Step) -> None:
         """Make room for a plan that is new.
