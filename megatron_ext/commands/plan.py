@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
+from .._terminal import Progress
 from ..plan.flags import job_of, notes_on
 from ..plan.model import PlanError
 from ..plan.point import Point
@@ -55,7 +52,7 @@ def _plan(args: argparse.Namespace) -> None:
             raise PlanError(f"--effort must be > 0, got {args.effort}")
         if args.output is not None and not args.output.endswith(".json"):
             raise InputError(f"--output {args.output}: a schedule file's name ends in .json")
-        with _progress() as progress:
+        with Progress("plan") as progress:
             if plan_grid.wanted(args, given):
                 grid = plan_grid.search(args, given, gpu, (budget, host), progress)
                 shown = grid.best or grid.smallest
@@ -79,28 +76,7 @@ def _plan(args: argparse.Namespace) -> None:
     print(json.dumps(data) if args.json else text(data, args.output))
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Lines on stderr, once it takes long, and not too many."""
-    last = time.monotonic()
-    reported = False
-
-    def report(line: str) -> None:
-        nonlocal last, reported
-        if time.monotonic() - last > _EVERY_S:
-            last, reported = time.monotonic(), True
-            print(f"plan: {line}", file=sys.stderr, flush=True)
-
-    yield report
-    if reported:
-        print("plan: done", file=sys.stderr, flush=True)
-
-
-_EVERY_S = 4.0
-
-
 def _save(path: str, point: Point) -> None:
     schedule = point.schedule()
-    with output(path):
-        Path(path).touch()
-        save(schedule, path)
+    with output(path) as target:
+        save(schedule, target)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import subprocess
 import sys
 
 import pytest
-
-from megatron_ext.commands import plan
 
 MODEL = (
     "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --bf16 "
@@ -19,12 +16,6 @@ MODEL = (
 )
 SIZES = "--pp 4 --world-size 4 --microbatches 8 --gpu A100"
 FAST = "--micro-batch-sizes 1 --schedules 1f1b,v-half,v-zb"
-
-
-@pytest.fixture(autouse=True)
-def no_progress(monkeypatch):
-    """None on stderr, however slow the machine is."""
-    monkeypatch.setattr(plan, "_EVERY_S", math.inf)
 
 
 def _json(run, *words):
