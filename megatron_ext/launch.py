@@ -214,7 +214,8 @@ def _cpu_arguments(args: Sequence[str]) -> list[str]:
             )
     added += [flag for flag in _CPU_SWITCHES if flag not in args]
     if added and _rank() == 0:
-        listed = f"{len(added)} Megatron flags ({VERBOSE}=1 lists them)"
+        flags = [word for word in added if word.startswith("--")]
+        listed = f"{len(flags)} Megatron flags ({VERBOSE}=1 lists them)"
         say(f"--device cpu adds {' '.join(added) if verbose() else listed}")
     return [*args, *added]
 
