@@ -21,8 +21,10 @@ FAST = "--micro-batch-sizes 1 --schedules 1f1b,v-half,v-zb"
 def _json(run, *words):
     line = " ".join([MODEL, SIZES, FAST, *words, "--json"])
     status, out, err = run("plan", *shlex.split(line))
-    assert (status, err) == (0, "")
-    return json.loads(out)
+    assert err == ""
+    data = json.loads(out)
+    assert status == (0 if data["chosen"] else 1)
+    return data
 
 
 def test_json_says_what_to_use_and_why(run, tmp_path):
@@ -113,7 +115,9 @@ def test_nothing_fits(run):
     need = data["needs"]
     assert need["bytes"] > 2 * 2**30 and need["part"] and need["rank"] in range(4)
     assert _json(run, "--memory-cap", str(need["bytes"]))["chosen"] is not None
-    text = run("plan", *shlex.split(f"{MODEL} {SIZES} {FAST} --memory-cap 2GiB"))[1]
+    status, text, _ = run("plan", *shlex.split(f"{MODEL} {SIZES} {FAST} --memory-cap 2GiB"))
+    assert status == 1, "for scripts"
+    assert "yours: 1f1b (too large)" in text
     assert "nothing fits in 2.00 GiB" in text and "binds" in text
 
 
@@ -122,6 +126,8 @@ def test_nothing_fits(run):
     [
         ("--gpu Z80", "unknown GPU 'Z80'"),
         ("--memory-cap lots", "such as 40GiB"),
+        ("--memory-cap 60", "--memory-cap 60 is 60 bytes; write 60GiB?"),
+        ("--memory-cap 60KiB", "--memory-cap 60KiB is 61440 bytes, less than 1 MiB"),
         ("--reserve 200GiB", "leaves nothing"),
         ("--pp-vocab-parallel --hybrid-layer-pattern M*M*", "not support --hybrid-layer-pattern"),
         ("--pp-vocab-parallel --padded-vocab-size 64002", "64002 cannot be divided by 4 ranks"),
@@ -190,7 +196,8 @@ def test_grid_fixes_what_is_given(run):
 def test_a_grid_that_nothing_fits(run):
     words = shlex.split(f"{MODEL} {GRID} --memory-cap 1GiB")
     status, out, _ = run("plan", *words)
-    assert status == 0 and "nothing fits in 1.00 GiB" in out
+    assert status == 1 and "nothing fits in 1.00 GiB" in out
+    assert "at these parallel sizes" in out and "stock: interleaved" in out
 
 
 @pytest.mark.parametrize(
