@@ -9,10 +9,8 @@ from typing import Any
 
 from .._terminal import Progress
 from ..plan.flags import job_of, notes_on
-from ..plan.model import PlanError
-from ..plan.point import Point
 from ..plan.search import Search
-from ..schedule import save
+from ..schedule import Schedule, save
 from . import plan_device, plan_grid, plan_input, plan_k, plan_space
 from .common import InputError, Parser, output, user_input
 from .plan_baseline import Given, baselines, beside_text, front_text
@@ -52,7 +50,7 @@ def _plan(args: argparse.Namespace) -> int:
         gpu = plan_device.gpu(args)
         budget, host = plan_device.budgets(args, gpu)
         if args.effort <= 0:
-            raise PlanError(f"--effort must be > 0, got {args.effort}")
+            raise InputError(f"--effort must be > 0, got {args.effort}")
         if args.output is not None and not args.output.endswith(".json"):
             raise InputError(f"--output {args.output}: a schedule file's name ends in .json")
         with Progress("plan") as progress:
@@ -73,7 +71,7 @@ def _plan(args: argparse.Namespace) -> int:
     notes = [*notes, *job.assumptions, *notes_on(ignored)]
     seconds = time.perf_counter() - started
     if args.output is not None and best is not None:
-        _save(args.output, best)
+        _save(args.output, best.schedule())
     rest = ignored, notes, seconds, args.output, args.gpus_per_node
     if grid is None:
         data = report_json(result, space, *rest)
@@ -96,7 +94,6 @@ def _assumptions(data: dict[str, Any], every: bool) -> list[str]:
     return ["", "assumptions:", *(f"  {each}" for each in data["assumptions"])]
 
 
-def _save(path: str, point: Point) -> None:
-    schedule = point.schedule()
+def _save(path: str, schedule: Schedule) -> None:
     with output(path) as target:
         save(schedule, target)

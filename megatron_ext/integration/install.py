@@ -45,7 +45,6 @@ class Installation:
     """
 
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
-        set_up()
         version = megatron_version()
         require_supported(version)
         self.hooks = Hooks(version)
@@ -123,7 +122,6 @@ class Installation:
     def revert(self) -> None:
         """Give Megatron all its symbols back."""
         with contextlib.ExitStack() as undo:
-            undo.callback(tear_down)
             undo.callback(self.hooks.revert)
             undo.callback(self._close)
 
@@ -283,15 +281,18 @@ def revert() -> None:
     if _current is not None:
         _current.revert()
         _current = None
+        tear_down()
 
 
 def _start(config: Mapping[str, object] | None) -> Installation:
+    set_up()
     installation = Installation(config)
     claim(installation)
     try:
         installation.hook_arguments()
     except BaseException:
         claim(None)
+        tear_down()
         raise
     return installation
 

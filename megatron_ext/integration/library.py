@@ -19,7 +19,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._log import set_up, tear_down
 from .callbacks import Callback
 from .errors import ConfigError
 from .feature import Feature, Run
@@ -50,7 +49,6 @@ class Library:
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
-        set_up()
         version = megatron_version()
         require_supported(version)
         self._options = vars(parsed(options))
@@ -108,7 +106,6 @@ class Library:
         """Give everything back."""
         atexit.unregister(self.warn_if_unused)
         with contextlib.ExitStack() as undo:
-            undo.callback(tear_down)
             undo.callback(self.hooks.revert)
             for callback in (*self._own, *(c for part in self._shared.values() for c in part)):
                 undo.callback(callback.close)

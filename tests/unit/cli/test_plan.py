@@ -71,9 +71,10 @@ def test_the_table_has_the_flags(run):
     status, out, _ = run("plan", *words)
     assert status == 0
     assert "--pp-schedule v-" in out and "--micro-batch-size 1" in out
-    assert (
-        "\nassumptions:\n" in out and "Pareto-optimal in step time" in out and "data sheet" in out
-    )
+    assert "Pareto-optimal in step time" in out and " assumptions; --verbose lists" in out
+    assert out.count("\nyours: ") == 2 and "\nstock: interleaved" in out
+    status, out, _ = run("plan", *words, "--verbose")
+    assert status == 0 and "\nassumptions:\n" in out and "data sheet" in out
 
 
 def test_the_written_schedule_is_the_plans(run, tmp_path):
@@ -107,6 +108,26 @@ def test_a_sharded_vocabulary_is_proposed_where_it_wins(run, tmp_path):
         "plan", *shlex.split(f"{MODEL} {SIZES} {FAST} --memory-cap 30GiB --vocab-size 256000")
     )
     assert "(--pp-vocab-parallel: the heaviest rank computes" in text[1]
+
+
+def test_what_the_answer_is_compared_with(run):
+    """The flags as they are, and Megatron's best interleaving of all that is searched."""
+    yours, stock = _json(run, "--memory-cap", "30GiB")["baselines"]
+    assert (yours["what"], yours["schedule"], yours["chunks"], yours["gain"]) == (
+        *("yours", "1f1b", 1),
+        0.0,
+    )
+    assert (stock["what"], stock["schedule"], stock["fits"]) == ("stock", "interleaved", True)
+    assert stock["gain"] == pytest.approx(1 - stock["step_ms"] / yours["step_ms"])
+    assert 0 < stock["gain"] < 1 and stock["chunks"] in (2, 4)
+    line = f"{MODEL} --num-layers-per-virtual-pipeline-stage 2"
+    words = ["--from-args", line, *shlex.split(SIZES + " " + FAST), "--memory-cap", "1MiB"]
+    status, out, _ = run("plan", *words, "--json")
+    yours, stock = json.loads(out)["baselines"]
+    assert (status, yours["schedule"], yours["chunks"], yours["fits"]) == (
+        *(1, "interleaved", 2),
+        False,
+    )
 
 
 def test_nothing_fits(run):
