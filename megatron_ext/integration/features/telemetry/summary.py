@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class Summary(Callback):
-    """One line when the first plan is known, and one when training has ended.
+    """One line when a plan is known, and one when training has ended.
 
     Args:
         training: Megatron's training loop is there, whose end is the end of training.
     """
 
     def __init__(self, training: bool) -> None:
-        self._training, self._said = training, False
+        self._training, self._said = training, ""
         self._plan: Schedule | None = None
         self._promise: tuple[Schedule, Promise] | None = None
         self._measured: list[tuple[float, float]] = []
@@ -38,10 +38,15 @@ class Summary(Callback):
         return self._promise[1]
 
     def planned(self, plan: Schedule) -> None:
-        self._plan = plan
-        if dist.get_rank() == 0:
-            logger.log(logging.DEBUG if self._said else logging.INFO, "%s", self._text(plan))
-            self._said = True
+        former, self._plan = self._plan, plan
+        if dist.get_rank() != 0:
+            return
+        text = self._text(plan)
+        # Of a ramp-up of the batch the first plan alone; of new measurements every other one.
+        again = former is not None and former.microbatches == plan.microbatches
+        if text != self._said:
+            logger.log(logging.INFO if again or not self._said else logging.DEBUG, "%s", text)
+            self._said = text
 
     def measured(self, bubble: float, peak: float) -> None:
         """Take a line of Megatron's log: a share, and microbatches."""
