@@ -327,7 +327,11 @@ def test_script_and_command_undo_each_other(checkout: Path, script: Path, reposi
     patched = tree(checkout)
     assert shell(script, "--revert", checkout) == (0, "", "")
     assert tree(checkout) == stock
+    again = (0, "", f"apply_patches: {checkout}: not applied, nothing to revert\n")
+    assert shell(script, "--revert", checkout) == again
     assert shell(script, checkout) == (0, "", "")
+    assert tree(checkout) == patched
+    assert shell(script, checkout) == (0, "", f"apply_patches: {checkout}: applied already\n")
     assert tree(checkout) == patched
     assert patching.revert(checkout).state == patching.NOT_APPLIED
     assert tree(checkout) == stock
@@ -335,10 +339,9 @@ def test_script_and_command_undo_each_other(checkout: Path, script: Path, reposi
 
 @needs_git
 @pytest.mark.parametrize("kind", ["has no function parse_args", "is a link", "is behind a link",
-                                  "is no Megatron-LM checkout", "already"])  # fmt: skip
+                                  "is no Megatron-LM checkout"])  # fmt: skip
 def test_script_refuses(checkout: Path, script: Path, kind: str) -> None:
-    changes = {**refusals(checkout), "already": lambda: patching.apply(checkout)}
-    changes[kind]()
+    refusals(checkout)[kind]()
     before = tree(checkout)
     status, out, err = shell(script, checkout)
     assert (status, out) == (2, "")
