@@ -32,7 +32,10 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         word = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        say(f"{word}{record.getMessage()}")
+        try:
+            say(f"{word}{record.getMessage()}")
+        except Exception:  # a full disk behind stderr must not end a training run
+            self.handleError(record)
 
 
 _HANDLER = _Handler()

@@ -86,6 +86,17 @@ def test_ranks_of_a_node_report_once(
     assert launch._first_says("use 4 ranks.", files[1]) is not says
 
 
+def test_torchrun_ends_with_the_sentence(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    program = "from megatron_ext.integration import ConfigError\nraise ConfigError('use 4 ranks.')"
+    (tmp_path / "wrong.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = run(*command, "--nproc-per-node", "3", *LAUNCH[1:], "wrong.py")
+    assert done.returncode == 1
+    assert done.stderr.count("[megatron_ext] error: use 4 ranks.") == 1, done.stderr
+    assert "traceback : [megatron_ext] use 4 ranks." in "\n".join(done.stderr.splitlines()[-3:])
+
+
 def test_a_pipeline_needs_ranks_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
