@@ -5,10 +5,12 @@ Nothing here evaluates what it reads. Sizes are limited before anything is alloc
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
 import reprlib
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
@@ -63,6 +65,13 @@ def shown(value: object) -> str:
 def plain(text: str) -> str:
     """``text`` as the user wrote it where that is short and printable, else ``shown``."""
     return text if len(text) <= _LONGEST_NUMBER and text.isprintable() else shown(text)
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """The ending of an error about a name that does not exist: "; did you mean v-half?", or
+    nothing where none of those that do is like it."""
+    found = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 _BRIEF = reprlib.Repr()

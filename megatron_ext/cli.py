@@ -14,20 +14,31 @@ from importlib import import_module
 
 from . import __version__
 from .commands.common import InputError, Parser
+from .commands.examples import add_examples
 
 _COMMANDS = (
     *("simulate", "schedule", "compare", "plan", "check", "show", "checkpoint", "patch", "doctor"),
-    *("reproduce", "prove", "explore"),
+    *("reproduce", "prove", "explore", "completion"),
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; ``argv`` as in ``sys.argv[1:]``. Returns the exit status."""
+def make_parser() -> Parser:
+    """The parser of all commands."""
     parser = Parser(prog="megatron-ext", description="Pipeline schedules for stock Megatron-LM.")
     parser.add_argument("--version", action="version", version=f"megatron-ext {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name in _COMMANDS:
         import_module(f".commands.{name}", __package__).add(commands)
+        add_examples(commands.choices[name], name)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; ``argv`` as in ``sys.argv[1:]``. Returns the exit status."""
+    parser, argv = make_parser(), sys.argv[1:] if argv is None else argv
+    if not argv:
+        parser.print_help()
+        return 0
     args = parser.parse_args(argv)
     try:
         status: int | None = args.run(args)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import functools
 import importlib.machinery
 import inspect
@@ -25,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from ._log import PREFIX, VERBOSE, say, verbose
 from .plan import node_order
 
 # What a CPU run needs of Megatron's flags. A value given by the user that cannot work is an
@@ -44,6 +46,8 @@ _CPU_SWITCHES = (
 # Seconds that ranks other than 0 wait before they report an error all ranks will have found:
 # torchrun ends every rank as soon as one has failed, and rank 0 should have reported by then.
 _REPORT_DELAY_S = 2.0
+# And at most for the report of the first rank of the node, where torchrun shows it.
+_FIRST_RANK_S = 10.0
 # How often a spawned process checks that its rank is alive.
 _PARENT_POLL_S = 1.0
 # For processes that the script spawns: JSON with device, script and process id of the launcher.
@@ -210,7 +214,9 @@ def _cpu_arguments(args: Sequence[str]) -> list[str]:
             )
     added += [flag for flag in _CPU_SWITCHES if flag not in args]
     if added and _rank() == 0:
-        print(f"megatron_ext: --device cpu adds {' '.join(added)}", file=sys.stderr, flush=True)
+        flags = [word for word in added if word.startswith("--")]
+        listed = f"{len(flags)} Megatron flags ({VERBOSE}=1 lists them)"
+        say(f"--device cpu adds {' '.join(added) if verbose() else listed}")
     return [*args, *added]
 
 
@@ -266,14 +272,39 @@ def _run(script: Path, args: Sequence[str], loss_log: Path | None) -> None:
 
     sys.argv = [str(script), *args]
     try:
-        install()
+        if install() is not None:
+            _require_ranks(args)
         if loss_log is not None:
             _log_losses(loss_log)
         _execute(script, "__main__")
-    except ConfigError as error:
-        if _rank() != 0:
-            time.sleep(_REPORT_DELAY_S)
+    except (ConfigError, LaunchError) as error:
         _fail(str(error))
+
+
+def _require_ranks(args: Sequence[str]) -> None:
+    """Before Megatron, which would say it otherwise or much later.
+
+    Raises:
+        LaunchError: there are no ranks for a pipeline, or they have no device.
+    """
+    import torch
+
+    if "--pp-schedule" not in _names(args) or {"-h", "--help"} & _names(args):
+        return
+    if "RANK" not in os.environ:
+        raise LaunchError(
+            "a pipeline needs several ranks, and this process is none (RANK is not set); start it "
+            "with torchrun: torchrun --nproc-per-node N -m megatron_ext.launch SCRIPT ..."
+        )
+    if not torch.cuda.is_available():
+        raise LaunchError(
+            "torch finds no CUDA device; run on a machine with GPUs, or add --device cpu before "
+            "the script, for CPU ranks: python -m megatron_ext.launch --device cpu SCRIPT ..."
+        )
+
+
+def _names(args: Sequence[str]) -> set[str]:
+    return {argument.split("=", 1)[0] for argument in args}
 
 
 def _log_losses(path: Path) -> None:
@@ -285,7 +316,13 @@ def _log_losses(path: Path) -> None:
     import torch
     from megatron.training import training
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise LaunchError(
+            f"--loss-log {path} cannot be written ({error.strerror}); give another path"
+        ) from None
     training_log = training.training_log
     signature = inspect.signature(training_log)
 
@@ -348,9 +385,39 @@ def _rank() -> int:
 
 
 def _fail(message: str) -> NoReturn:
-    """Print one sentence and exit with status 2."""
-    print(f"megatron_ext: {message}", file=sys.stderr, flush=True)
+    """Report one sentence, once for all ranks of a node that have it, and exit with status 2.
+
+    torchrun prints last what the first rank to fail has left in its error file.
+    """
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not _first_says(message, None if name is None else Path(name)):
+        say(f"error: {message}")
+        if name is not None:
+            about = {"py_callstack": f"{PREFIX} {message}", "timestamp": str(int(time.time()))}
+            text = json.dumps({"message": {"message": message, "extraInfo": about}})
+            with contextlib.suppress(OSError):
+                Path(name).write_text(text)
     sys.exit(2)
+
+
+def _first_says(message: str, own: Path | None) -> bool:
+    """True if the node's first rank reports ``message`` too; others wait for it to do so.
+
+    Args:
+        message: the sentence.
+        own: this rank's error file, in a folder beside those of the other ranks; None: not
+            started by torchrun.
+    """
+    if _rank() == 0 or os.environ.get("LOCAL_RANK") == "0":
+        return False
+    ends = time.monotonic() + (_REPORT_DELAY_S if own is None else _FIRST_RANK_S)
+    while time.monotonic() < ends:
+        time.sleep(0.1)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            first = (own or Path()).parent.parent / "0" / (own or Path()).name
+            if json.loads(first.read_text())["message"]["message"] == message:
+                return True
+    return False
 
 
 if __name__ == "__main__":

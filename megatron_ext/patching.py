@@ -135,30 +135,27 @@ def status(checkout: Path) -> Status:
 
 
 def apply(checkout: Path) -> Status:
-    """Insert our lines; those of another version of megatron_ext are replaced.
+    """Insert our lines; those of another version of megatron_ext are replaced, our own stay.
 
     Raises:
-        PatchError: they do not fit, or are there already.
+        PatchError: they do not fit.
     """
     found = _usable(checkout)
     if found.state == APPLIED:
-        raise PatchError(
-            f"{checkout} is patched already; nothing to do (`megatron-ext patch revert` removes "
-            "the lines)"
-        )
+        return found
     _replace(checkout / FILE, insert(remove(_read(checkout))))
     return status(checkout)
 
 
 def revert(checkout: Path) -> Status:
-    """Remove our lines: the file has its original bytes and mode again.
+    """Remove our lines: the file has its original bytes and mode again. Without any it stays.
 
     Raises:
-        PatchError: they are not there, or were edited.
+        PatchError: they were edited.
     """
     found = _usable(checkout)
     if found.state == NOT_APPLIED:
-        raise PatchError(f"{checkout} is not patched; nothing to do")
+        return found
     _replace(checkout / FILE, remove(_read(checkout)))
     return status(checkout)
 

@@ -15,9 +15,9 @@ die() {
     exit 2
 }
 
-options=(--whitespace=nowarn)
+options=(--whitespace=nowarn) undo=(--reverse) already="applied already"
 if [[ ${1:-} == --revert ]]; then
-    options+=(--reverse)
+    options+=(--reverse) undo=() already="not applied, nothing to revert"
     shift
 fi
 [[ $# -eq 1 && $1 != -* ]] ||
@@ -36,5 +36,9 @@ done
 cd -P "$1"
 # Inside a repository that is not its own, git would silently do nothing.
 export GIT_CEILING_DIRECTORIES=${PWD%/*}
+if git -c core.autocrlf=false apply --check "${undo[@]}" "$series"/*.patch 2>/dev/null; then
+    echo "apply_patches: $1: $already" >&2
+    exit 0
+fi
 git -c core.autocrlf=false apply "${options[@]}" "$series"/*.patch ||
     die "the patch of ${series##*/} does not fit $1 (see above), so nothing was changed."

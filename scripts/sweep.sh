@@ -50,6 +50,11 @@ sweep_settings() {
 sweep() {
     local start=$1 name chunks data_ranks=$((NODES * GPUS_PER_NODE / (TP * CP * PP)))
     shift
+    if [[ $CHECK == yes ]]; then
+        build_arguments "$@"
+        launcher
+        "$start" "${LAUNCHER[@]}" "${ARGUMENTS[@]}"
+    fi
     mkdir -p "$SWEEP_DIR"
     rm -rf "$CHECKPOINT_DIR" "$SWEEP_DIR"/*.jsonl "$SWEEP_DIR"/*.trace "$SWEEP_DIR"/runs.txt
     # The norm that clipping divides by is a sum over ranks, whose last bits depend on the layout.

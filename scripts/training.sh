@@ -25,12 +25,15 @@
 #   PYTHON           [python3] with torch; megatron_ext need not be installed
 #   EXTRA_ARGS       [none] more flags, split at spaces, nothing expanded. Arguments of the script
 #                    are more flags too, word by word
+#   With --check as an argument the settings are checked and the command line is printed, no more.
 #   CUDA_DEVICE_MAX_CONNECTIONS, PYTORCH_CUDA_ALLOC_CONF, NCCL_*, NVTE_*, OMP_NUM_THREADS
 #                    [see set_environment in scripts/training.sh, with reasons]
 
 REPO=${MEGATRON_EXT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
 HELP_FILES=("${BASH_SOURCE[0]}") # whose first lines --help shows after the script's own
 SAVING=yes
+CHECK=no   # --check: print what would be started
+MISSING=() # settings, one sentence each
 # shellcheck disable=SC2034  # for scripts/slurm
 TOLD=84 # exit status of a task that was told to stop and did not end well
 
@@ -43,7 +46,8 @@ die() {
     exit 2
 }
 
-# help_or_go FILE [ARGUMENTS]: print the first lines of FILE and of HELP_FILES, if asked to, and exit.
+# help_or_go FILE [ARGUMENTS]: print the first lines of FILE and of HELP_FILES, if asked to, and exit;
+# with --check among ARGUMENTS, nothing will be started.
 help_or_go() {
     case ${2:-} in
     -h | --help)
@@ -55,11 +59,29 @@ help_or_go() {
         exit 0
         ;;
     esac
+    local word
+    for word in "${@:2}"; do
+        if [[ $word == --check ]]; then CHECK=yes; fi
+    done
 }
 
-# require NAME MEANING: NAME must be set and not empty.
+# would_run COMMAND...: with --check, print it and exit.
+would_run() {
+    if [[ $CHECK == no ]]; then return; fi
+    say "all settings are there; this would be started:"
+    printf '%q ' "$@"
+    echo
+    exit 0
+}
+
+# require NAME MEANING: NAME must be set and not empty, or `required` will say so.
 require() {
-    [[ -n ${!1:-} ]] || die "$1 is not set: $2; see --help."
+    [[ -n ${!1:-} ]] || MISSING+=("$1 is not set: $2; ")
+}
+
+# required: end with all that is missing, at once.
+required() {
+    ((${#MISSING[@]} == 0)) || die "$(printf '%s' "${MISSING[@]}")see --help."
 }
 
 # whole NAME...: each must be a whole number >= 1. Bash runs code that it finds in a number which it
@@ -122,6 +144,13 @@ check_settings() {
     require MEGATRON_LM "a Megatron-LM checkout, or installed"
     require CHECKPOINT_DIR "where checkpoints go and where a restart finds them"
     require DATA_PATH "Megatron's --data-path, or mock"
+    local mock=${DATA_PATH:-mock}
+    if [[ $mock == mock ]]; then TOKENIZER_TYPE=${TOKENIZER_TYPE:-NullTokenizer}; fi
+    TOKENIZER_TYPE=${TOKENIZER_TYPE:-HuggingFaceTokenizer}
+    if [[ $TOKENIZER_TYPE != NullTokenizer ]]; then
+        require TOKENIZER_MODEL "the model or folder of $TOKENIZER_TYPE"
+    fi
+    required
     one_of DEVICE cuda cpu
     NODES=$1 LOG_INTERVAL=${LOG_INTERVAL:-10} SAVE_INTERVAL=${SAVE_INTERVAL:-500} LR=${LR:-3e-4}
     whole NODES GPUS_PER_NODE PP TP CP EP NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH MICRO_BATCH \
@@ -203,7 +232,10 @@ refuse_owned() {
 build_arguments() {
     words EXTRA_ARGS
     refuse_owned "${WORDS[@]}" "$@"
-    local extra=("${WORDS[@]}" "$@")
+    local extra=("${WORDS[@]}") word
+    for word in "$@"; do
+        if [[ $word != --check ]]; then extra+=("$word"); fi
+    done
     model_arguments
     data_arguments
     ARGUMENTS=(
@@ -245,22 +277,18 @@ model_arguments() {
 }
 
 data_arguments() {
-    local type=${TOKENIZER_TYPE:-}
     if [[ $DATA_PATH == mock ]]; then
         DATA_ARGS=(--mock-data)
-        type=${type:-NullTokenizer}
     else
         words DATA_PATH
         DATA_ARGS=(--data-path "${WORDS[@]}")
     fi
-    type=${type:-HuggingFaceTokenizer}
-    DATA_ARGS+=(--split "${SPLIT:-99,1,0}" --tokenizer-type "$type")
-    if [[ $type == NullTokenizer ]]; then
+    DATA_ARGS+=(--split "${SPLIT:-99,1,0}" --tokenizer-type "$TOKENIZER_TYPE")
+    if [[ $TOKENIZER_TYPE == NullTokenizer ]]; then
         VOCAB_SIZE=${VOCAB_SIZE:-32000}
         whole VOCAB_SIZE
         DATA_ARGS+=(--vocab-size "$VOCAB_SIZE")
     else
-        require TOKENIZER_MODEL "the model or folder of $type"
         DATA_ARGS+=(--tokenizer-model "$TOKENIZER_MODEL")
     fi
 }
@@ -325,6 +353,8 @@ one_node() {
 # torchrun_here ARGUMENTS...: this machine's ranks under torchrun.
 torchrun_here() {
     numa_options
-    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" \
-        "${NUMA_OPTIONS[@]}" "$@"
+    local command=("$PYTHON" -m torch.distributed.run --standalone
+        --nproc-per-node "$GPUS_PER_NODE" "${NUMA_OPTIONS[@]}" "$@")
+    would_run "${command[@]}"
+    "${command[@]}"
 }

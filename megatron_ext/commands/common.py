@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from .._input import flag_of, shown
+from .._input import flag_of, meant, shown
 from ..schedule import (
     AUTO,
     NAMES,
@@ -26,13 +27,15 @@ from ..schedule import (
     select,
 )
 from ..schedule.costs import number_to_json
-from ..schedule.generators import MOST_EFFORT
 from ..schedule.generators.registry import takers
 from ..schedule.io import load as load_file
 from ..schedule.link import DEFAULT_POLICY, POLICIES
 from ..schedule.memory_cap import ShareCap, parse_cap
 from ..schedule.select import CapExceeded
 from ..view import timeline
+from .parser import Parser as Parser
+from .parser import positive as positive
+from .parser import seconds as seconds
 
 
 class InputError(Exception):
@@ -46,40 +49,6 @@ def user_input(path: str | None = None) -> Iterator[None]:
         yield
     except (ValueError, OverflowError) as error:
         raise InputError(f"{path}: {error}" if path else str(error)) from None
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but an error is one line, and options cannot be abbreviated."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
-def positive(value: str) -> int:
-    """A whole number >= 1, as an argparse type."""
-    try:
-        number = int(value)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {shown(value)}")
-    return number
-
-
-def seconds(value: str) -> float:
-    """Seconds of search, as an argparse type."""
-    try:
-        number = float(value)
-    except ValueError:
-        number = 0
-    if not 0 < number <= MOST_EFFORT:
-        raise argparse.ArgumentTypeError(
-            f"must be more than 0 and at most {MOST_EFFORT} seconds, got {shown(value)}"
-        )
-    return number
 
 
 # Which schedule: options shared by the commands that make or read one.
@@ -354,6 +323,7 @@ def _check_name(args: argparse.Namespace, offload: bool) -> None:
     if args.schedule not in _KNOWN:
         raise InputError(
             f"unknown schedule {args.schedule!r}; give one of {', '.join(_KNOWN)}, or a file"
+            + meant(args.schedule, _KNOWN)
         )
     missing = [f"--{o}" for o in ("pp", "microbatches") if getattr(args, o) is None]
     if missing:
@@ -367,6 +337,17 @@ def _check_name(args: argparse.Namespace, offload: bool) -> None:
                 f"{flag_of(option)} {getattr(args, option)} is for {' and '.join(some)}, and "
                 f"{args.schedule} has none; leave {flag_of(option)} out, or give another --schedule"
             )
+
+
+def hint(args: argparse.Namespace) -> str:
+    """What the user may have wanted to give as well; empty: nothing."""
+    capped = args.schedule in takers("takes_memory_cap")
+    if not capped or args.memory_cap is not None or offloads(args):
+        return ""
+    return (
+        f"without --memory-cap {args.schedule} may take all of 1F1B's peak, as v-zb does; "
+        "--memory-cap 0.6, for one, saves memory"
+    )
 
 
 def memory_cap(args: argparse.Namespace) -> ShareCap | None:
@@ -400,12 +381,28 @@ def _from_file(path: str, args: argparse.Namespace) -> Schedule:
 
 
 @contextmanager
-def output(path: str) -> Iterator[None]:
-    """Around writing ``path``: what the system refuses is a message."""
+def output(path: str) -> Iterator[str]:
+    """Around writing ``path``: what the system refuses is a message.
+
+    Gives the name to write to. It becomes ``path`` once all is written, so that a full disk leaves
+    neither half a file nor none where one was.
+    """
+    final = Path(path).resolve()
+    part = final.with_name(f".{final.stem}.{os.getpid()}{final.suffix}")
     try:
-        yield
+        mode = final.stat().st_mode if final.exists() else None
+        if (mode is not None and not stat.S_ISREG(mode)) or not os.access(final.parent, os.W_OK):
+            yield path
+            return
+        yield str(part)
+        if part.exists():
+            if mode is not None:
+                part.chmod(stat.S_IMODE(mode))
+            part.replace(final)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def short(value: Fraction) -> str:

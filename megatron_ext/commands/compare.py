@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from .._terminal import Progress, paint
 from ..schedule.costs import number_to_json
 from ..schedule.generators import GENERATORS
 from ..schedule.generators.registry import takers
@@ -86,20 +87,29 @@ def _compare(args: argparse.Namespace) -> None:
     network, noise = network_of(args), jitter_of(args)
     rows: list[_Row] = []
     impossible: dict[str, str] = {}
-    for name in GENERATORS:
+
+    def row_of(name: str) -> _Row:
         started = time.perf_counter()
-        try:
-            found, over_cap = fitted(asked, name)
-        except ValueError as error:
-            impossible[name] = str(error)
-            continue
+        found, over_cap = fitted(asked, name)
         seconds = time.perf_counter() - started
         refuse_large(found.schedule)
         before = None
         if asked.offload is not None:
             before = max(simulate(found.schedule.compute()).peak_activation)
         run, quality = simulated(found.schedule, args, network, noise)
-        rows.append(_Row(run, seconds, over_cap, before, quality))
+        return _Row(run, seconds, over_cap, before, quality)
+
+    with Progress("compare") as progress:
+        for number, name in enumerate(GENERATORS):
+            progress(f"{name}, {number + 1} of {len(GENERATORS)} schedules")
+            try:
+                rows.append(row_of(name))
+            except ValueError as error:
+                impossible[name] = str(error)
+                continue
+            run = rows[-1].simulation
+            peak = short(max(run.peak_activation))
+            progress.line(f"{name}: bubble {percent(run.bubble)}, peak {peak} microbatches")
     if not rows:
         name, reason = next(iter(impossible.items()))
         raise InputError(f"no schedule is possible here; {name}, for one: {reason}")
@@ -111,10 +121,11 @@ def _compare(args: argparse.Namespace) -> None:
         print(_table(args, asked, rows, impossible))
 
 
-def _place(row: _Row, span: bool) -> tuple[Fraction, Fraction]:
-    """By time, then by the mean under jitter where that was asked for."""
+def _place(row: _Row, span: bool) -> tuple[bool, Fraction, Fraction]:
+    """What fits the cap first, by time, then by the mean under jitter where that was asked for."""
     run, spread = row.simulation, row.quality.spread
-    return run.span_bubble if span else run.makespan, spread.mean if spread else Fraction(0)
+    time = run.span_bubble if span else run.makespan
+    return row.over_cap, time, spread.mean if spread else Fraction(0)
 
 
 def refuse_sizes(args: argparse.Namespace) -> None:
@@ -161,7 +172,8 @@ def fitted(asked: ScheduleSpec, name: str) -> tuple[Selected, bool]:
 def _json(
     args: argparse.Namespace, asked: ScheduleSpec, rows: list[_Row], impossible: dict[str, str]
 ) -> dict[str, Any]:
-    """``schedules`` fastest first, fields as of ``simulate``; with a cap also ``over_cap``.
+    """``schedules``: what fits the cap first, fastest first, fields as of ``simulate``; with a cap
+    also ``over_cap``.
 
     With offload also ``peak_activation_without_offload``, of the worst rank in microbatches.
     ``memory_cap``, ``group_size``, ``objective`` and the offload options are there if given.
@@ -191,7 +203,8 @@ def _json(
 
 
 _OFFLOAD = ("offload", "offload_time", "offload_transfer")
-_HEADS = ("schedule", "chunks", "bubble", "span bubble", "makespan", "above bound")
+_HEADS = ("schedule", "chunks", "bubble")
+_TIME_HEADS = ("makespan", "above bound")
 _MEMORY_HEADS = ("peak", "of 1F1B's")
 _OFFLOAD_HEADS = ("without", "host peak", "offloaded", "stall")
 
@@ -207,7 +220,9 @@ def _table(
         limit += f"; objective {args.objective}"
     limit += network_text(network_of(args))
     noise = jitter_of(args)
-    heads = (*_HEADS, *(() if noise is None else ("with jitter",)), *_MEMORY_HEADS)
+    span = args.objective == "span"
+    heads = (*_HEADS, *(("span bubble",) if span else ()), *_TIME_HEADS)
+    heads += (*(() if noise is None else ("with jitter",)), *_MEMORY_HEADS)
     if noise is not None:
         limit += f"; pass times +- {percent(noise.spread)}, {noise.runs} runs, seed {noise.seed}"
     if offloads(args):
@@ -216,22 +231,27 @@ def _table(
             limit += f", {args.offload_transfer}"
         heads += _OFFLOAD_HEADS
     heads += ("hidden",) if asked.costs.exchange else ()
-    cells = [(*heads, "made in"), *(_cells(row) for row in rows)]
+    cells = [heads, *(_cells(row, span) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [
         f"pp {args.pp}, microbatches {args.microbatches}; {costs_text(asked.costs)}{limit}",
         "",
     ]
-    for line, over in zip(cells, [False, *(row.over_cap for row in rows)]):
+    for number, line in enumerate(cells):
         padded = [line[0].ljust(widths[0])]
         padded += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
-        lines.append("  ".join(padded) + ("  over the cap" if over else ""))
+        over = number > 0 and rows[number - 1].over_cap
+        text = "  ".join(padded) + ("  over the cap" if over else "")
+        best = number == 1 and not over
+        lines.append(paint(f"{text}  best", "1;32") if best else text)
     lines += [
         "",
         f"above bound: {_what(args)} over the least of any order at that placement and memory; "
         "a longer search gains at most that",
         "peak: activations on the worst rank, in microbatches; 1F1B's is the number of ranks",
     ]
+    if span:
+        lines.append("span bubble: idle share of the longest rank's span, first to last pass")
     if noise is not None:
         lines.append("with jitter: the mean makespan under random pass times")
     if asked.costs.exchange:
@@ -254,14 +274,14 @@ def _what(args: argparse.Namespace) -> str:
     return "the longest rank's span" if args.objective == "span" else "the makespan"
 
 
-def _cells(row: _Row) -> tuple[str, ...]:
+def _cells(row: _Row, span: bool) -> tuple[str, ...]:
     run, (gap, _, spread) = row.simulation, row.quality
     peak = max(run.peak_activation)
     return (
         run.schedule.name,
         str(run.schedule.chunks),
         f"{float(100 * run.bubble):.2f} %",
-        f"{float(100 * run.span_bubble):.2f} %",
+        *((f"{float(100 * run.span_bubble):.2f} %",) if span else ()),
         short(run.makespan),
         "-" if gap is None else f"{float(100 * gap.above):.2f} %",
         *(() if spread is None else (short(spread.mean),)),
@@ -269,7 +289,6 @@ def _cells(row: _Row) -> tuple[str, ...]:
         f"{float(100 * peak / run.schedule.pp):.1f} %",
         *_offload_cells(row),
         *(() if run.hidden_exchange is None else (percent(run.hidden_exchange),)),
-        f"{row.seconds:.3f} s",
     )
 
 

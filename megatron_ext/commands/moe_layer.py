@@ -101,8 +101,8 @@ def simulate_layer(args: argparse.Namespace) -> None:
     runs, chosen = layer.runs(args.split_backward)
     picture = picture_of(layer, chosen)
     if suffix is not None:
-        with output(args.output):
-            Path(args.output).write_text(RENDERERS[suffix](picture), encoding="utf-8")
+        with output(args.output) as path:
+            Path(path).write_text(RENDERERS[suffix](picture), encoding="utf-8")
     data = report_json(layer, runs, chosen)
     if args.json:
         print(json.dumps(data))

@@ -28,9 +28,25 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_patch)
 
 
+_NEXT = (
+    "next: start the checkout's own script with our flags, where Python finds megatron_ext (pip "
+    "install it, or add its folder to PYTHONPATH):\n"
+    "  torchrun --nproc-per-node 8 pretrain_gpt.py ... --pp-schedule v-half"
+)
+
+
+def _result(action: str, before: str, after: str) -> str:
+    if action == "apply" and before == after:
+        return "already applied"
+    if action == "revert" and before == after:
+        return "not applied, nothing to revert"
+    return after
+
+
 def _patch(args: argparse.Namespace) -> int:
     action = {"apply": patching.apply, "status": patching.status, "revert": patching.revert}
     try:
+        before = patching.status(args.checkout)
         found = action[args.action](args.checkout)
     except patching.PatchError as error:
         raise InputError(str(error)) from None
@@ -41,6 +57,7 @@ def _patch(args: argparse.Namespace) -> int:
             "version": found.version,
             "tag": found.tag,
             "state": found.state,
+            "changed": found.state != before.state,
             "patches": patches,
             "files": {patching.FILE: found.state},
             "warning": found.warning or None,
@@ -50,7 +67,9 @@ def _patch(args: argparse.Namespace) -> int:
     else:
         tag = found.tag or "none of the supported versions"
         print(f"{found.checkout}: Megatron {found.version}, {tag}")
-        print(f"  {patching.FILE}: {found.state}")
+        print(f"  {patching.FILE}: {_result(args.action, before.state, found.state)}")
+        if args.action == "apply":
+            print(_NEXT)
         if found.problem:
             print(f"  {found.problem}")
     if found.warning:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
+from .._terminal import Progress
 from ..plan.flags import job_of, notes_on
-from ..plan.model import PlanError
-from ..plan.point import Point
 from ..plan.search import Search
-from ..schedule import save
+from ..schedule import Schedule, save
 from . import plan_device, plan_grid, plan_input, plan_k, plan_space
 from .common import InputError, Parser, output, user_input
+from .plan_baseline import Given, baselines, beside_text, front_text
 from .plan_report import report_json, report_text
 
 _HELP = """
@@ -40,67 +37,63 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     group = plan_space.add_options(parser)
     plan_grid.add_options(group)
     parser.add_argument("--output", metavar="FILE", help="write the chosen schedule to FILE.json")
+    parser.add_argument("--verbose", action="store_true", help="print all assumptions too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_plan)
     plan_k.add_tables(parser)
 
 
-def _plan(args: argparse.Namespace) -> None:
+def _plan(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     with user_input():
         given, ignored, notes = plan_input.given(args)
         gpu = plan_device.gpu(args)
         budget, host = plan_device.budgets(args, gpu)
         if args.effort <= 0:
-            raise PlanError(f"--effort must be > 0, got {args.effort}")
+            raise InputError(f"--effort must be > 0, got {args.effort}")
         if args.output is not None and not args.output.endswith(".json"):
             raise InputError(f"--output {args.output}: a schedule file's name ends in .json")
-        with _progress() as progress:
+        with Progress("plan") as progress:
+            progress("searching")
             if plan_grid.wanted(args, given):
                 grid = plan_grid.search(args, given, gpu, (budget, host), progress)
                 shown = grid.best or grid.smallest
-                job, text = shown.job, plan_grid.grid_text
+                job = shown.job
                 best = None if grid.best is None else grid.best.point
+                space, result = grid.search_of(shown)
             else:
-                grid, job, text = None, job_of(given), report_text
+                grid, job = None, job_of(given)
                 space = plan_space.space(args, job, gpu)
                 result = Search(space, budget, host, args.effort, progress).run()
                 best = result.best
+            progress("comparing with your flags as they are")
+            rows = baselines(space, result, Given.of(args, job))
     notes = [*notes, *job.assumptions, *notes_on(ignored)]
     seconds = time.perf_counter() - started
     if args.output is not None and best is not None:
-        _save(args.output, best)
+        _save(args.output, best.schedule())
     rest = ignored, notes, seconds, args.output, args.gpus_per_node
     if grid is None:
         data = report_json(result, space, *rest)
     else:
         data = plan_grid.grid_json(grid, *rest)
     data["model_flags"] = plan_input.model_flags(args, given)
-    print(json.dumps(data) if args.json else text(data, args.output))
+    data["baselines"] = rows
+    if args.json:
+        print(json.dumps(data))
+    else:
+        table = front_text(data) if grid is None and best is not None else beside_text(data)
+        text = report_text if grid is None else plan_grid.grid_text
+        print(text(data, args.output, table), *_assumptions(data, args.verbose), sep="\n")
+    return 0 if best is not None else 1
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Lines on stderr, once it takes long, and not too many."""
-    last = time.monotonic()
-    reported = False
-
-    def report(line: str) -> None:
-        nonlocal last, reported
-        if time.monotonic() - last > _EVERY_S:
-            last, reported = time.monotonic(), True
-            print(f"plan: {line}", file=sys.stderr, flush=True)
-
-    yield report
-    if reported:
-        print("plan: done", file=sys.stderr, flush=True)
+def _assumptions(data: dict[str, Any], every: bool) -> list[str]:
+    if not every:
+        return ["", f"{len(data['assumptions'])} assumptions; --verbose lists them"]
+    return ["", "assumptions:", *(f"  {each}" for each in data["assumptions"])]
 
 
-_EVERY_S = 4.0
-
-
-def _save(path: str, point: Point) -> None:
-    schedule = point.schedule()
-    with output(path):
-        Path(path).touch()
-        save(schedule, path)
+def _save(path: str, schedule: Schedule) -> None:
+    with output(path) as target:
+        save(schedule, target)

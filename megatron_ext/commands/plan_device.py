@@ -84,11 +84,22 @@ def gpu(args: argparse.Namespace) -> Gpu:
     )
 
 
+_LEAST = 1 << 20  # of a device; a smaller number has lost its unit
+
+
+def _bytes(text: str, flag: str) -> int:
+    size = parse_bytes(text)
+    if size < _LEAST:
+        unit = f"; write {text.strip()}GiB?" if text.strip().isdigit() else ", less than 1 MiB"
+        raise PlanError(f"{flag} {text} is {size} bytes{unit}")
+    return size
+
+
 def budgets(args: argparse.Namespace, gpu: Gpu) -> tuple[int, int | None]:
     """Bytes of a rank on the device, and on the host (None: no limit)."""
-    host = None if args.host_memory is None else parse_bytes(args.host_memory)
+    host = None if args.host_memory is None else _bytes(args.host_memory, "--host-memory")
     if args.memory_cap is not None:
-        return parse_bytes(args.memory_cap), host
+        return _bytes(args.memory_cap, "--memory-cap"), host
     budget = gpu.memory_bytes - parse_bytes(args.reserve)
     if budget <= 0:
         raise PlanError(f"--reserve {args.reserve} leaves nothing of {gpu.name}'s memory")

@@ -212,8 +212,8 @@ def _alone(case: Case) -> dict[str, Any]:
     }
 
 
-def grid_text(data: dict[str, Any], file: str | None) -> str:
-    """``grid_json``'s answer for people."""
+def grid_text(data: dict[str, Any], file: str | None, beside: Sequence[str]) -> str:
+    """``grid_json``'s answer for people; ``beside``: Megatron's own at its parallel sizes."""
     grid = data["grid"]
     lines = [
         f"{grid['world_size']} x {data['gpu']}, {gib(data['memory_cap_bytes'])} a rank; "
@@ -249,9 +249,11 @@ def grid_text(data: dict[str, Any], file: str | None) -> str:
     if alone is not None:
         cost = f"{alone['iteration_ms']:.1f} ms an iteration, {gib(alone['bytes'])}"
         lines += ["", f"without a pipeline, on stock Megatron: {alone['text']}: {cost}"]
+    if beside:
+        lines += ["", "at these parallel sizes, a step's passes:", *beside]
     if data["ignored"]:
         lines += ["", "ignored flags: " + " ".join(data["ignored"])]
-    return "\n".join([*lines, "", "assumptions:", *(f"  {each}" for each in data["assumptions"])])
+    return "\n".join(lines)
 
 
 _SIZES = ("TP", "PP", "DP", "CP", "EP")

@@ -81,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str]]:
     """Megatron's arguments by name, flags that were ignored, and where the model is from."""
     found, notes = read_file(args)
-    line, ignored = read(_tokens(args.from_args))
+    line, ignored = read(tokens(args.from_args))
     found |= line | {n: v for n, v in vars(args).items() if n in _KNOWN}
     if args.pp is not None:
         found["pipeline_model_parallel_size"] = args.pp
@@ -91,7 +91,8 @@ def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str
 _KNOWN = {attribute(name) for name in FLAGS}
 
 
-def _tokens(line: str | None) -> list[str]:
+def tokens(line: str | None) -> list[str]:
+    """The words of ``--from-args``; none without it."""
     try:
         return [] if line is None else shlex.split(line.replace("\\\n", " "), comments=True)
     except ValueError as error:

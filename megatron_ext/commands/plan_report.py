@@ -139,8 +139,8 @@ def rank_json(rank: RankBytes) -> dict[str, Any]:
     }
 
 
-def report_text(data: dict[str, Any], file: str | None) -> str:
-    """``report_json``'s answer for people; ``file`` as there."""
+def report_text(data: dict[str, Any], file: str | None, rows: Sequence[str]) -> str:
+    """``report_json``'s answer for people; ``file`` as there, ``rows`` of its points."""
     lines = [
         f"{data['pp']} ranks of {data['gpu']}, {gib(data['memory_cap_bytes'])} a rank; "
         f"{data['candidates']} candidates, {data['simulated']} points simulated in "
@@ -150,13 +150,12 @@ def report_text(data: dict[str, Any], file: str | None) -> str:
         lines.append(f"{data['skipped']} more were left out; --effort 2 simulates more of them")
     lines.append("")
     if data["chosen"] is None:
-        lines += nothing_fits_text(data)
+        lines += [*nothing_fits_text(data), "", *rows]
     else:
-        lines += [*_front(data["front"]), "", *chosen_text(data, file)]
+        heading = "Pareto-optimal in step time, device and host memory, of those that fit:"
+        lines += [heading, *rows, "", *chosen_text(data, file)]
     if data["ignored"]:
         lines += ["", "ignored flags: " + " ".join(data["ignored"])]
-    lines += ["", "assumptions:"]
-    lines += [f"  {text}" for text in data["assumptions"]]
     return "\n".join(lines)
 
 
@@ -180,12 +179,6 @@ ROW_HEADS = (
     *("schedule", "chunks", "mbs", "recompute", "moe", "vocab", "offload", "layout"),
     *("step ms", "bubble", "peak GiB", "rank", "host GiB"),
 )
-
-
-def _front(points: Sequence[dict[str, Any]]) -> list[str]:
-    """The Pareto-optimal points within the budget."""
-    heading = "Pareto-optimal in step time, device and host memory, of those that fit:"
-    return [heading, *table([ROW_HEADS, *(point_cells(point) for point in points)])]
 
 
 def table(cells: Sequence[tuple[str, ...]]) -> list[str]:

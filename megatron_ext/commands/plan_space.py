@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from .._input import meant
 from ..plan.gpu import Gpu
 from ..plan.model import Job, PlanError
 from ..plan.overlap import FLAG as PAIRS
@@ -73,7 +74,9 @@ def space(args: argparse.Namespace, job: Job, gpu: Gpu) -> SearchSpace:
     names = tuple(args.schedules.split(",")) if args.schedules else NAMES
     for name in names:
         if name not in NAMES:
-            raise PlanError(f"unknown schedule {name!r}; give some of {', '.join(NAMES)}")
+            raise PlanError(
+                f"unknown schedule {name!r}; give some of {', '.join(NAMES)}{meant(name, NAMES)}"
+            )
     if job.overlap_moe_expert_parallel_comm and args.offload in ("auto", "half", "full"):
         raise PlanError(f"--offload {args.offload} does not go together with {PAIRS}; drop one")
     profiles = {}

@@ -96,8 +96,8 @@ def _prove(args: argparse.Namespace) -> int:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prove-")))
         report = _run(args, script, shrunk, folder.resolve(), command.other)
     if args.page:
-        with output(args.page):
-            Path(args.page).write_text(report.page, encoding="utf-8")
+        with output(args.page) as path:
+            Path(path).write_text(report.page, encoding="utf-8")
     print(json.dumps(report.json) if args.json else report.text)
     return 0 if report.equal else 1
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
+from .._terminal import Progress
 from ..reproduce import render
 from ..reproduce.papers import ALL, PAPERS, Section, sections, wanted
 from .common import InputError, output, user_input
-
-_EVERY_S = 4.0
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,7 +42,7 @@ def _reproduce(args: argparse.Namespace) -> None:
         return
     if args.output is not None and not args.output.endswith(".md"):
         raise InputError(f"--output {args.output}: a page's name ends in .md")
-    with _progress() as progress:
+    with Progress("reproduce") as progress:
         found = list(sections(tables, progress))
     if args.output is not None:
         write_page(args.output, found)
@@ -63,7 +59,7 @@ def write_page(path: str, found: Sequence[Section]) -> None:
         InputError: they cannot be written there.
     """
     images = {}
-    with output(path):
+    with output(path) as page:
         folder = Path(path).parent / "images"
         folder.mkdir(exist_ok=True)
         for section in found:
@@ -72,18 +68,4 @@ def write_page(path: str, found: Sequence[Section]) -> None:
                 images[name] = f"images/{name}.svg"
                 drawn = section.table.plot(section.table.title, section.rows)
                 (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
-        Path(path).write_text(render.page(found, images), encoding="utf-8")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Lines on stderr, once it takes long, and not too many."""
-    last = time.monotonic()
-
-    def report(line: str) -> None:
-        nonlocal last
-        if time.monotonic() - last > _EVERY_S:
-            last = time.monotonic()
-            print(f"reproduce: {line}", file=sys.stderr, flush=True)
-
-    yield report
+        Path(page).write_text(render.page(found, images), encoding="utf-8")

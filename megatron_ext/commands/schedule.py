@@ -8,6 +8,7 @@ import time
 from fractions import Fraction
 from typing import Any
 
+from .._terminal import Progress
 from ..schedule import AUTO, GENERATORS, Schedule
 from ..schedule.costs import number_to_json
 from ..schedule.io import is_csv, save
@@ -20,6 +21,7 @@ from .common import (
     InputError,
     Parser,
     add_schedule_options,
+    hint,
     memory_cap,
     offloads,
     output,
@@ -72,6 +74,8 @@ def _write_schedule(args: argparse.Namespace) -> None:
             f"--offload {args.offload} needs --lowered too: without it the file holds compute "
             "actions only"
         )
+    if not args.output.endswith((".json", ".csv")):
+        raise InputError(f"--output {args.output}: the suffix gives the form; use .json or .csv")
     if args.lowered and is_csv(args.output):
         raise InputError(
             f"--output {args.output}: torch's CSV compute form has no transfers; "
@@ -84,15 +88,18 @@ def _write_schedule(args: argparse.Namespace) -> None:
     if args.optimize is not None:
         with user_input():
             import_solver()  # before a schedule is made, which may take long
-    schedule = schedule_of(args) if args.block is None else block_schedule(args)
     optimized = None
-    if args.optimize is not None:
-        optimized = _optimized(args, schedule)
-        schedule = optimized.schedule
-    schedule = lower(schedule) if args.lowered else schedule.compute()
+    with Progress("schedule") as progress:
+        progress(f"making {args.schedule or args.block}")
+        schedule = schedule_of(args) if args.block is None else block_schedule(args)
+        if args.optimize is not None:
+            progress(f"optimizing {schedule.name} for {args.optimize:g} s")
+            optimized = _optimized(args, schedule)
+            schedule = optimized.schedule
+        schedule = lower(schedule) if args.lowered else schedule.compute()
     taken = time.perf_counter() - started
-    with output(args.output):
-        save(schedule, args.output)
+    with output(args.output) as path:
+        save(schedule, path)
     if args.json:
         simulation, quality = simulated(schedule, args, None, noise)
         data = simulation_json(simulation, taken, quality.json, offloads(args))
@@ -100,8 +107,9 @@ def _write_schedule(args: argparse.Namespace) -> None:
         return
     actions = sum(len(row) for row in schedule.ranks)
     print(f"{args.output}: {schedule.name}, pp {schedule.pp}, {actions} actions")
-    if schedule.note:
-        print(f"  {schedule.note}")
+    for note in (schedule.note, hint(args)):
+        if note:
+            print(f"  {note}")
     if optimized is not None:
         _print_optimized(optimized)
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 
+from .._terminal import Progress
 from ..schedule.network import Network
 from ..schedule.simulate import Simulation
 from .common import (
@@ -13,6 +14,7 @@ from .common import (
     Parser,
     add_schedule_options,
     costs_text,
+    hint,
     offloads,
     per_rank,
     schedule_of,
@@ -46,14 +48,20 @@ def _simulate(args: argparse.Namespace) -> None:
         raise InputError("the following arguments are required: --schedule (or --moe)")
     network, noise = network_of(args), jitter_of(args)
     started = time.perf_counter()
-    schedule = schedule_of(args)
-    seconds = time.perf_counter() - started
-    simulation, quality = simulated(schedule, args, network, noise)
+    with Progress("simulate") as progress:
+        progress(f"making {args.schedule}")
+        schedule = schedule_of(args)
+        seconds = time.perf_counter() - started
+        runs = "" if noise is None else f", {noise.runs} runs"
+        progress(f"simulating {schedule.name}{runs}")
+        simulation, quality = simulated(schedule, args, network, noise)
     if args.json:
         data = simulation_json(simulation, seconds, quality.json, offloads(args))
         print(json.dumps({**data, **network_json(network)}))
     else:
         print(_simulation_table(simulation, quality, seconds, network), end="")
+        if hint(args):
+            print(f"  note             {hint(args)}")
 
 
 def _simulation_table(

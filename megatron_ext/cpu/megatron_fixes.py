@@ -11,6 +11,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -208,3 +209,6 @@ class _FixingFinder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Arrange the fixes. Call once, from ``megatron_ext.cpu``, before Megatron is imported."""
     sys.meta_path.insert(0, _FixingFinder())
+    # In each recomputed pass: one generator is "the GPU's" and the CPU's here.
+    log = logging.getLogger("megatron.core.tensor_parallel.random")
+    log.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())

@@ -6,6 +6,7 @@ import atexit
 from collections.abc import Mapping
 from typing import Any
 
+from .._log import set_up, tear_down
 from .errors import ConfigError
 from .flags import in_options
 from .install import claim
@@ -16,6 +17,7 @@ from .takeover import require_not_held
 
 def enable(options: Mapping[str, object]) -> Report:
     """See ``megatron_ext.enable``."""
+    set_up()
     with in_options():
         library = Library(options)
         claim(library, "enable")
@@ -25,6 +27,7 @@ def enable(options: Mapping[str, object]) -> Report:
         except BaseException:
             library.revert()
             claim(None)
+            tear_down()
             raise
     atexit.register(library.warn_if_unused)
     return Report(library.hooks)
@@ -34,6 +37,7 @@ class DropIn:
     """A forward-backward function for a loop of your own; nothing global stays replaced."""
 
     def __init__(self, options: Mapping[str, object]) -> None:
+        set_up()
         with in_options():
             self._library = Library(options)
             if self._library.vee:

@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
+from .._input import meant
+from ..patching import PREFIXES
 from .arguments import MegatronArgs
 from .errors import ConfigError
 from .feature import Flag
@@ -33,8 +35,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def wanted(argv: Sequence[str]) -> bool:
-    """True if a command line uses one of our flags or asks for help, so that we must hook in."""
-    return bool(_names(argv) & {*(flag.name for flag in FLAGS), "-h", "--help"})
+    """True if a command line uses one of our flags or asks for help, so that we must hook in.
+
+    Raises:
+        ConfigError: a flag is like one of ours, but none.
+    """
+    names, known = _names(argv), [flag.name for flag in FLAGS]
+    for name in sorted(names - {*known}):
+        hint = meant(name, known) if name.startswith(PREFIXES) else ""
+        if hint:
+            raise ConfigError(f"{name} is not known{hint}")
+    return bool(names & {*known, "-h", "--help"})
+
+
+def short_errors(parser: argparse.ArgumentParser) -> None:
+    """Let Megatron's parser end with one sentence, without the usage of all its options."""
+
+    def error(message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+        known = parser._option_string_actions if message.startswith("unrecognized") else ()
+        raise ConfigError(f"{message}{meant(unknown.split('=')[0], known)}")
+
+    setattr(parser, "error", error)  # noqa: B010 - mypy knows it as a method
 
 
 def lost_in_yaml(argv: Sequence[str], config: Mapping[str, str]) -> str | None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from .._log import VERBOSE, set_up, tear_down, verbose
 from .arguments import MegatronArgs
 from .callbacks import Callback
 from .errors import ConfigError
@@ -21,6 +22,7 @@ from .flags import (
     given_to_megatron,
     lost_in_yaml,
     options_without_schedule,
+    short_errors,
     wanted,
 )
 from .hooks import Hook, Hooks
@@ -105,15 +107,17 @@ class Installation:
             run.pipeline.callbacks = tuple(self._callbacks)
         self.run = run
         if run.args.rank == 0 and run.schedule is not None:
-            logger.warning(
-                "megatron_ext: --pp-schedule %s on megatron-core %s%s\n%s",
+            logger.info(
+                "--pp-schedule %s on megatron-core %s, %d functions replaced%s%s",
                 run.schedule.name,
                 self.hooks.version,
+                len(self.hooks.bindings),
+                "" if verbose() else f" ({VERBOSE}=1 lists them)",
                 run.schedule.about,
-                self.hooks.report(),
             )
+            logger.debug("%s", self.hooks.report())
         for notice in run.notices if run.args.rank == 0 else ():
-            logger.warning(notice)
+            logger.info(notice)
 
     def revert(self) -> None:
         """Restore all symbols of Megatron."""
@@ -139,6 +143,7 @@ class Installation:
                 )
             self._parser = parser = add_arguments(original(parser, *args, **kwargs))
             parser.set_defaults(**self._defaults)
+            short_errors(parser)
             return parser
 
         return add_megatron_arguments
@@ -276,15 +281,18 @@ def revert() -> None:
     if _current is not None:
         _current.revert()
         _current = None
+        tear_down()
 
 
 def _start(config: Mapping[str, object] | None) -> Installation:
+    set_up()
     installation = Installation(config)
     claim(installation)
     try:
         installation.hook_arguments()
     except BaseException:
         claim(None)
+        tear_down()
         raise
     return installation
 

@@ -132,7 +132,7 @@ class Library:
         """Log that the schedule had no effect, if no pipeline call has come."""
         if not self._used and self._run.request is not None:
             logger.warning(
-                "megatron_ext: no forward-backward call came for schedule %s, which had no effect; "
+                "no forward-backward call came for schedule %s, which had no effect; "
                 "the trainer must fetch its function by Megatron's get_forward_backward_func()",
                 self._run.request.name,
             )
@@ -164,16 +164,16 @@ class Library:
             callbacks += part
         run.pipeline.callbacks = tuple(callbacks)
         if dist.get_rank() == 0:
-            logger.warning(
-                "megatron_ext: schedule %s on megatron-core %s for a %s, %d chunk(s) on each of "
-                "%d pipeline ranks\n%s",
+            logger.info(
+                "schedule %s on megatron-core %s for a %s, %d chunk(s) on each of "
+                "%d pipeline ranks",
                 run.request.name,
                 run.version,
                 type(unwrapped(models[0])).__name__,
                 len(models),
                 group.size(),
-                self.hooks.report(),
             )
+            logger.debug("%s", self.hooks.report())
         return run.pipeline
 
     def _with_pipeline_check(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .._log import PREFIX
 from .hooks import Hooks
 
 
@@ -26,10 +27,10 @@ class Report:
 
     def __str__(self) -> str:
         if not self._hooks.bindings:
-            return f"megatron_ext: nothing of megatron-core {self.megatron} is replaced"
+            return f"{PREFIX} nothing of megatron-core {self.megatron} is replaced"
         count = len(self._hooks.bindings)
         return (
-            f"megatron_ext: {count} symbols of megatron-core {self.megatron} are replaced\n"
+            f"{PREFIX} {count} symbols of megatron-core {self.megatron} are replaced\n"
             f"{self._hooks.report()}"
         )
 

@@ -44,7 +44,7 @@ def require_supported(version: str) -> None:
     """
     warning = untested(version)
     if warning and os.environ.get("RANK", "0") == "0":
-        logger.warning("megatron_ext: WARNING: %s", warning)
+        logger.warning("%s", warning)
 
 
 def known() -> str:

@@ -211,7 +211,7 @@ class Memory:
                 arena.resize(planned)
             except OffloadConfigError as error:
                 arena.seal()
-                logger.warning("megatron_ext: s1 to s3 keep tensors on the device: %s", error)
+                logger.warning("s1 to s3 keep tensors on the device: %s", error)
         staying = 0
         if not self.engine.offload(ticket, pieces):
             staying = sum(padded(piece.numel()) for piece in pieces)

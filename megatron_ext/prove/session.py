@@ -225,7 +225,7 @@ def reason(outcome: Outcome, world: int) -> str:
     errors: list[str] = []
     for rank in range(world):
         text = outcome.log(rank)
-        ours: list[str] = re.findall(r"^megatron_ext: (?!--device)(.*)", text, re.M)
+        ours: list[str] = re.findall(r"^\[megatron_ext\] error: (.*)", text, re.M)
         if ours:
             return ours[-1]
         found = re.findall(r"^(?:\w+\.)*(\w*(?:Error|Exception)\b.*|\S+: error: .*)", text, re.M)

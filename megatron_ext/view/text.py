@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 
+from .._terminal import colored, paint
 from ..schedule.actions import Op
 from ..schedule.vocabulary import E, G
 from .timeline import Box, Timeline, decimal, reference_peak
 
 _BLOCKS = 4  # a picture is wrapped into at most so many blocks of rows
 _IDLE = "."
+_COLORS = {"F": "34", "B": "33", "W": "32", _IDLE: "2"}  # as in pictures; idle time is faint
 _COLUMNS = 200_000  # no longer than that, even if one pass is very much shorter than the rest
 
 
@@ -25,15 +28,18 @@ def render(timeline: Timeline, width: int = 0) -> str:
 
     Args:
         timeline: the run.
-        width: columns of the terminal; 0: no wrapping.
+        width: columns of the terminal, in colour if it has any; 0: no wrapping.
     """
     timeline = _without_embeddings(timeline)
     name = f"rank {timeline.schedule.pp - 1} "
     margin = len(max(name, "  copies ", key=len) if timeline.copies else name) + 1
     room = max(width - margin - 1, 20) if width else 0
-    rows, note = _numbered(timeline), "F0 = forward of microbatch 0"
+    (rows, kinds), note = _numbered(timeline), "F0 = forward of microbatch 0"
     if room and len(rows[0]) > _BLOCKS * room:
-        rows, note = _letters(timeline), "one letter a pass (B for BW too), without its microbatch"
+        rows, kinds = _letters(timeline)
+        note = "one letter a pass (B for BW too), without its microbatch"
+    if not (width and colored()):
+        kinds = [" " * len(row) for row in rows]
     lines = _header(timeline, note)
     total = len(rows[0])
     copies = _copies(timeline, total)
@@ -45,7 +51,9 @@ def render(timeline: Timeline, width: int = 0) -> str:
             last = min(first + step, shown)
             lines.append(f"time {decimal(first * per_column)} to {decimal(last * per_column)}")
         for rank, row in enumerate(rows):
-            lines.append(f"{f'rank {rank}'.ljust(margin - 1)}|{row[first : first + step]}|")
+            part = slice(first, first + step)
+            name = f"rank {rank}".ljust(margin - 1)
+            lines.append(f"{name}|{_painted(row[part], kinds[rank][part])}|")
             if copies:
                 lines.append(
                     f"{'  copies'.ljust(margin - 1)}|{copies[rank][first : first + step]}|"
@@ -84,7 +92,7 @@ def _header(timeline: Timeline, note: str) -> list[str]:
     ]
 
 
-def _numbered(timeline: Timeline) -> list[str]:
+def _numbered(timeline: Timeline) -> tuple[list[str], list[str]]:
     """Every pass with its microbatch; the shortest pass relative to its text sets the scale."""
     boxes = [box for row in timeline.boxes for box in row if box.end > box.start]
     scale = max(((len(_label(box)) + 1) / (box.end - box.start) for box in boxes), default=0.0)
@@ -93,10 +101,10 @@ def _numbered(timeline: Timeline) -> list[str]:
         text = "+".join(_cased(timeline, box, _label(box).split("+")))
         return text.ljust(columns - 1, "-")[:columns].ljust(columns)
 
-    return _draw(timeline, scale, fill)
+    return _draw(timeline, scale, fill), _draw(timeline, scale, _kind)
 
 
-def _letters(timeline: Timeline) -> list[str]:
+def _letters(timeline: Timeline) -> tuple[list[str], list[str]]:
     """One column for the shortest pass, filled with the operation's letter (BW: B)."""
     lengths = [box.end - box.start for row in timeline.boxes for box in row]
     shortest = min((length for length in lengths if length > 0), default=0.0)
@@ -105,7 +113,23 @@ def _letters(timeline: Timeline) -> list[str]:
         letters = _cased(timeline, box, [part.op.value[0] for part in box.action.parts])
         return ("".join(letters) * columns)[:columns]
 
-    return _draw(timeline, 1 / shortest if shortest else 0.0, fill)
+    scale = 1 / shortest if shortest else 0.0
+    return _draw(timeline, scale, fill), _draw(timeline, scale, _kind)
+
+
+def _kind(timeline: Timeline, box: Box, columns: int) -> str:
+    """The operation's letter in every column of a pass, of joint ones in turn."""
+    letters = "".join(part.op.value[0] for part in box.action.parts)
+    return (letters * columns)[:columns]
+
+
+def _painted(text: str, kinds: str) -> str:
+    """``text`` in the colours of its columns' operations; blank: as it is."""
+    out, at = "", 0
+    for kind, columns in groupby(kinds):
+        part = text[at : (at := at + len(list(columns)))]
+        out += paint(part, _COLORS[kind]) if kind in _COLORS else part
+    return out
 
 
 def _copies(timeline: Timeline, total: int) -> list[str]:

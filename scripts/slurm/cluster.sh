@@ -19,6 +19,9 @@
 # EXIT_MINUTES, and on preemption, where Slurm sends SIGTERM to the ranks and grants them some time.
 # After `scancel JOBID` or an error it does not go back, nor where its time was too short to save
 # anything new.
+#
+# Before you submit: `bash scripts/slurm/JOB.sbatch --check` on the login node lists all that is
+# missing at once, or prints the command line of the job (for one node, or SLURM_JOB_NUM_NODES).
 
 # shellcheck disable=SC2034  # read by scripts/training.sh
 SCRIPT_NAME=${SLURM_JOB_NAME:-${0##*/}}
@@ -35,20 +38,24 @@ stop() {
 
 # cluster_start: guards, the nodes of this job, what all its steps share (in STEP).
 cluster_start() {
+    if [[ $CHECK == yes ]]; then SLURM_JOB_ID=${SLURM_JOB_ID:-0}; fi
     [[ -n ${SLURM_JOB_ID:-} ]] ||
-        die "this is a job: submit it with sbatch; --help says more."
+        die "this is a job: submit it with sbatch, or check its settings here with --check; --help" \
+            "says more."
     require CONTAINER_IMAGE "an image for pyxis, or none"
     LAUNCH=${LAUNCH:-torchrun}
     one_of LAUNCH torchrun srun
     [[ $SLURM_JOB_ID =~ ^[0-9]+$ ]] || die "SLURM_JOB_ID must be a number, got '$SLURM_JOB_ID'."
-    if [[ $CONTAINER_IMAGE == *.sqsh && ! -f $CONTAINER_IMAGE ]]; then
+    if [[ ${CONTAINER_IMAGE:-} == *.sqsh && ! -f $CONTAINER_IMAGE ]]; then
         die "CONTAINER_IMAGE is $CONTAINER_IMAGE, which does not exist; import it with enroot first."
     fi
     MAX_RESTARTS=${MAX_RESTARTS:-20} MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
     whole MAX_RESTARTS MASTER_PORT
     check_settings "${SLURM_JOB_NUM_NODES:-1}"
     # Not through head: with pipefail it would fail when scontrol has more to say.
-    read -r MASTER_ADDR < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}") ||
+    MASTER_ADDR=the-first-node
+    [[ $CHECK == yes ]] ||
+        read -r MASTER_ADDR < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}") ||
         die "scontrol named no node for '${SLURM_JOB_NODELIST:-}'."
     # If torchrun is told to stop itself, it gives its ranks so many seconds, by default 30: too few
     # for a checkpoint. Slurm's own limits still hold.
@@ -95,6 +102,7 @@ container_options() {
 # step ARGUMENTS...: run the ranks with these arguments of torchrun or python; returns their status.
 step() {
     local status=0
+    would_run srun "${STEP[@]}" bash "$REPO/scripts/slurm/task.sh" "$@"
     srun "${STEP[@]}" bash "$REPO/scripts/slurm/task.sh" "$@" &
     STEP_PID=$!
     # A signal may have come before there was someone to pass it to.

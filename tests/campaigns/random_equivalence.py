@@ -271,7 +271,7 @@ def _refusal(outcome: Outcome, world: int) -> str:
     logs = [outcome.log(rank) for rank in range(world)]
     if outcome.losses() or any("Traceback" in log for log in logs):
         return ""
-    last = [re.findall(r"^megatron_ext: (?!--device)(.*--.*)", log, re.M)[-1:] for log in logs]
+    last = [re.findall(r"^\[megatron_ext\] error: (.*--.*)", log, re.M)[-1:] for log in logs]
     found = {sentence for sentences in last for sentence in sentences}
     return found.pop() if len(found) == 1 else ""
 

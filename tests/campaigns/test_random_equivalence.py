@@ -64,7 +64,8 @@ def test_a_refusal_is_one_sentence_before_training(tmp_path: Path) -> None:
     outcome = Outcome("failed", 1.0, tmp_path)
     for rank in range(2):
         (tmp_path / f"rank{rank}.log").write_text(
-            "megatron_ext: --device cpu adds x\nmegatron_ext: --pp-cost 1 is wrong; drop it\n"
+            "[megatron_ext] --device cpu adds x\n"
+            "[megatron_ext] error: --pp-cost 1 is wrong; drop it\n"
         )
     assert script._refusal(outcome, 2) == "--pp-cost 1 is wrong; drop it"
     (tmp_path / "rank1.log").write_text("Traceback (most recent call last)\nKeyError: 1\n")

@@ -35,7 +35,7 @@ def _said(outcome: Outcome) -> str:
     """What all ranks ended with, before any step."""
     assert outcome.status == "failed", outcome.log(0)[-3000:]
     assert not outcome.losses()
-    found = [re.findall(r"^megatron_ext: (?!--)(.*)", outcome.log(r), re.M) for r in range(4)]
+    found = [re.findall(r"^\[megatron_ext\] error: (.*)", outcome.log(r), re.M) for r in range(4)]
     last = {lines[-1] for lines in found if lines}
     assert len(last) == 1, found
     assert "Traceback" not in outcome.log(0)

@@ -68,7 +68,7 @@ class Runs:
         assert outcome.status == "failed", outcome.log(0)[-4000:]
         assert outcome.losses() == []
         lines = outcome.log(0).strip().splitlines()
-        found = [x for x in lines if x.startswith("megatron_ext: ")]
+        found = [x for x in lines if x.startswith("[megatron_ext] error: ")]
         assert found and lines[-1] == found[-1], outcome.log(0)[-4000:]
         return found[-1]
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from tests.support.checkouts import MAIN_TAG, existing
-from tests.support.doctor import compare, normal, run, without_gpu
+from tests.support.doctor import compare, errors, normal, run, without_gpu
 
 GOLDEN = Path(__file__).parent / "golden"
 pytestmark = without_gpu
@@ -16,7 +16,7 @@ def test_with_a_checkout() -> None:
     checkout = existing(MAIN_TAG)
     done = run("--megatron", str(checkout))
     compare(GOLDEN / "doctor-checkout.txt", normal(done.stdout, checkout))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, errors(done)) == (0, [])
 
 
 def test_with_a_broken_checkout(tmp_path: Path) -> None:

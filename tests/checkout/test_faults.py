@@ -242,8 +242,9 @@ def test_incomplete_checkpoints_are_refused(runs: Runs) -> None:
     assert outcome.losses() == []
     line = outcome.log(0).strip().splitlines()[-1]
     assert re.fullmatch(
-        rf"megatron_ext: iteration 6 in {folder} is incomplete \({victim.name} has {size // 2} of "
-        rf"{size} bytes\); the last complete one is 4: write 4 into {folder / saved.TRACKER}, or "
+        rf"\[megatron_ext\] error: iteration 6 in {folder} is incomplete "
+        rf"\({victim.name} has {size // 2} of {size} bytes\); "
+        rf"the last complete one is 4: write 4 into {folder / saved.TRACKER}, or "
         "add --ckpt-step 4",
         line,
     ), line

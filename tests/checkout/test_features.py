@@ -218,7 +218,7 @@ def test_losses_are_stocks(
 
 
 LOGGED = re.compile(
-    r" iteration +\d+/.*\| pipeline bubble: -?\d\.\d{3} \| peak activation sets: \d+ \|\n"
+    r" iteration +\d+/.*\| pipeline bubble: -?\S+ % .*\| peak activations: \S+ microbatches .*\|\n"
 )
 
 

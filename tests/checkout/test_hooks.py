@@ -82,7 +82,7 @@ def test_newer_versions_are_warned_of_by_one_rank(
     assert caplog.text == ""
     monkeypatch.setenv("RANK", "0")
     require_supported(version)
-    assert f"WARNING: megatron-core {version} is newer" in caplog.text
+    assert f"megatron-core {version} is newer" in caplog.text
     assert TAGS[-1] in caplog.text and "checked before it trains" in caplog.text
 
 

@@ -179,7 +179,7 @@ def test_too_little_host_memory_ends_before_training(
     outcome = start(*flags)
     assert outcome.status == "failed"
     said = [line for line in outcome.log(0).splitlines() if numbers in line]
-    assert len(said) == 1 and said[0].startswith("megatron_ext: ")
+    assert len(said) == 1 and said[0].startswith("[megatron_ext] error: ")
     assert not TRAINING.search(outcome.log(3).replace("\n", " "))
 
 

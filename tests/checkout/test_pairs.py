@@ -56,4 +56,5 @@ def test_every_gradient_is_that_of_single_passes(
     assert (pairs, none) == (2 * 3 * planned, 0)
     # Sets on every rank are those of the simulation.
     peaks = simulate(order).peak_sets
-    assert f"peak activation sets: {max(peaks)} |" in paired.log(2 * pp - 1)
+    peak = f"peak activations: {max(peaks) / order.chunks:.4g} microbatches (plan "
+    assert peak in paired.log(2 * pp - 1)

@@ -157,7 +157,10 @@ def estimate(split: Split | None) -> Estimate:
 # Stages that differ: none, one and two layers, and the loss.
 UNEVEN = "E|t|t|t|t|t|t|ttL"
 SPLIT = Split((0, 1, 1, 1, 1, 1, 1, 2))
-LOGGED = re.compile(r"\| pipeline bubble: (0\.\d{3}) \| peak activation sets: (\d+) \|\n")
+LOGGED = re.compile(
+    r"\| pipeline bubble: (\S+) % \(plan (\S+) %\) "
+    r"\| peak activations: (\S+) microbatches \(plan (\S+)\) \|\n"
+)
 
 
 def plans(folder: Path, ranks: int = 4) -> list[list[str]]:
@@ -239,12 +242,31 @@ def test_the_log_line(profiled: tuple[Outcome, Path]) -> None:
     outcome, folder = profiled
     found = LOGGED.findall(outcome.log(3))
     assert len(found) == 3
-    for (bubble, sets), line in zip(found, range(3)):
-        assert 0 < float(bubble) < 1
+    for (bubble, planned, peak, promised), line in zip(found, range(3)):
+        assert 0 < float(planned) < float(bubble) < 100 and peak == promised
         every = [(folder / f"rank{r}.jsonl").read_text().splitlines() for r in range(4)]
         trained = [[x for x in map(json.loads, lines) if not x["forward_only"]] for lines in every]
-        assert int(sets) == max(rank[line]["peak_sets"] for rank in trained)
+        assert 2 * float(peak) == max(rank[line]["peak_sets"] for rank in trained)
     assert "pipeline bubble" not in outcome.log(0)
+
+
+def test_the_log_says_what_is_gained(profiled: tuple[Outcome, Path]) -> None:
+    """A few lines at the start, on rank 0 alone: the plan beside 1F1B, hooks only on demand; at the
+    end what was measured. No line of Megatron's is ours to cause."""
+    outcome, _ = profiled
+    ours = [x for x in outcome.log(0).splitlines() if x.startswith("[megatron_ext]")]
+    start = list(itertools.takewhile(lambda x: "measured" not in x, ours))
+    assert 3 <= len(start) <= 6, ours
+    assert not any(" -> " in line for line in outcome.log(0).splitlines())
+    (plan,) = [line for line in start if "planned bubble" in line]
+    assert "v-zb, 4 ranks x 2 chunks, 8 microbatches: planned bubble " in plan
+    assert re.search(
+        r"% \(1F1B \d+\.\d %\), peak activations 4 microbatches a rank \(1F1B 4\)", plan
+    )
+    assert re.search(r"measured bubble \S+ % \(plan \S+ %\), peak activations 4 micro", ours[-1])
+    for rank in (1, 2, 3):
+        assert "[megatron_ext]" not in outcome.log(rank)
+    assert "CPU RNG state" not in outcome.log(0)
 
 
 @pytest.mark.parametrize("pp", sampled([2, 4], [2]))

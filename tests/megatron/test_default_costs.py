@@ -68,10 +68,10 @@ def test_it_is_the_planners_estimate(on: Any, caplog: pytest.LogCaptureFixture) 
     costs = estimated(H100).costs(8)
     assert plan_of(run).costs == costs
     assert plan_of(run).ranks == generate("v-zb", 4, 8, costs=costs).ranks
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         module.settle(run, H100)
-    said = [text for text in caplog.messages if text.startswith("megatron_ext: the order")]
-    assert said == [f"megatron_ext: the order is made for {estimated(H100).text(8)}"]
+    said = [text for text in caplog.messages if text.startswith("the order")]
+    assert said == [f"the order is made for {estimated(H100).text(8)}"]
 
 
 def test_given_costs_take_its_place(on: Any) -> None:
@@ -164,7 +164,7 @@ def test_a_model_that_cannot_be_described_has_equal_costs(
     run = run_of("zb-h1", **changed)
     assert plan_of(run).costs == Costs()
     assert plan_of(run).fingerprint() == generate("zb-h1", 4, 8).fingerprint()
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         module.settle(run, H100)
     assert re.search(rf"equal costs \(the model cannot be estimated: .*{why}", caplog.text)
 

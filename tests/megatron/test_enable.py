@@ -64,7 +64,7 @@ def test_three_models_are_bitwise_stocks(
 
 def test_every_model_has_an_order_for_its_own_estimate(results: Cases) -> None:
     """As ``plan`` makes it of such flags; of FLOPs alone, since lengths vary."""
-    basis = re.compile(r"^megatron_ext: the order is made for (.*)", re.M)
+    basis = re.compile(r"^the order is made for (.*)", re.M)
     said = basis.findall(results["zb-h1-4"][0]["log"])
     expected = []
     for hidden in (32, 32, 16):

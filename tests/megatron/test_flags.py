@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -385,6 +386,7 @@ class TestCheapRecompute:
         assert self.modules(fp8="hybrid", fp8_recipe="blockwise") == ["layernorm"]
 
     def test_says_what_transformer_engine_keeps(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
         self.modules(transformer_impl="local")
         assert not caplog.records
         self.modules(transformer_impl="transformer_engine")

@@ -37,6 +37,16 @@ FLAGS = shlex.split(
             ],
             "remove --num-layers-per-virtual-pipeline-stage 1",
         ),
+        (["--pp-schedule", "vhalf"], "did you mean v-half?"),
+        (["--pp-shedule", "v-half"], "--pp-shedule is not known; did you mean --pp-schedule?"),
+        (["--pp-schedule", "v-half", "--num-lyers", "8"], "did you mean --num-layers?"),
+        (
+            [
+                *["--pp-schedule", "v-half", "--pipeline-model-parallel-size", "4"],
+                *["--pp-trace", "/proc/nowhere"],
+            ],
+            "--pp-trace /proc/nowhere cannot be written",
+        ),
         (["--pp-cost", "1,1,1"], "--pp-cost needs --pp-schedule"),
     ],
 )
@@ -47,7 +57,7 @@ def test_wrong_flags_end_with_one_sentence(
     outcome = serve(INSTALLED).run([*FLAGS, *flags], 4, tmp_path / "run", grace=60)
     assert outcome.exits == (2, 2, 2, 2), outcome.log(0)
     output = outcome.log(0)
-    ours = [x for x in output.splitlines() if x.startswith("megatron_ext: ") and "adds" not in x]
+    ours = [x for x in output.splitlines() if x.startswith("[megatron_ext] error: ")]
     assert len(ours) == 1, output[-3000:]
     assert sentence in ours[0]
     assert "Traceback" not in output

@@ -33,7 +33,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
     monkeypatch.setitem(sys.modules, "megatron.training", training)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", variables)
-    line = LogLine()
+    promised = SimpleNamespace(bubble_text="9.4 %", peak_text="3")
+    taken: list[Any] = []
+    summary = SimpleNamespace(promise=lambda plan: promised, measured=lambda *x: taken.append(x))
+    line = LogLine(summary)  # type: ignore[arg-type]
+    line._plan = SimpleNamespace(chunks=2)  # type: ignore[assignment]
     reads: list[Any] = [(0.25, 7), (0.125, 6), None]
     line.meter.read = lambda: reads.pop(0)  # type: ignore[method-assign]
 
@@ -51,7 +55,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return "memory flag"
 
     made = line.hooks()[0].make(stock_log)
-    return SimpleNamespace(training_log=made, printed=printed, writer=writer)
+    return SimpleNamespace(training_log=made, printed=printed, writer=writer, taken=taken)
 
 
 def test_once_in_the_line_and_as_scalars(log: SimpleNamespace) -> None:
@@ -62,11 +66,17 @@ def test_once_in_the_line_and_as_scalars(log: SimpleNamespace) -> None:
     log.training_log({}, 3)
     lines = [line for line in log.printed if " iteration " in line]
     assert lines == [
-        " [now] iteration 1/ 9 | loss: 1.0 | pipeline bubble: 0.250 | peak activation sets: 7 |",
-        " [now] iteration 2/ 9 | loss: 1.0 | pipeline bubble: 0.125 | peak activation sets: 6 |",
+        " [now] iteration 1/ 9 | loss: 1.0 | pipeline bubble: 25.0 % (plan 9.4 %) "
+        "| peak activations: 3.5 microbatches (plan 3) |",
+        " [now] iteration 2/ 9 | loss: 1.0 | pipeline bubble: 12.5 % (plan 9.4 %) "
+        "| peak activations: 3 microbatches (plan 3) |",
     ]
     assert not any("bubble" in line for line in log.printed if line not in lines)
-    assert log.writer.scalars == [("pipeline bubble", 0.125, 2), ("peak activation sets", 6, 2)]
+    assert log.writer.scalars == [
+        ("pipeline bubble (%)", 12.5, 2),
+        ("peak activations (microbatches)", 3, 2),
+    ]
+    assert log.taken == [(0.25, 3.5), (0.125, 3)]
 
 
 def test_nothing_measured_nothing_said(log: SimpleNamespace) -> None:

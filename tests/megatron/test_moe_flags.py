@@ -209,6 +209,19 @@ def test_priority_is_for_experts_on_nccl(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found(1, 2) is None
 
 
+def test_expert_priority_goes_with_a_v() -> None:
+    """Whose own hook names the ranks of the embedding in place of the script."""
+    from megatron_ext.integration.features.v_placement import vee
+
+    def initialize(tp: int = 1, get_embedding_ranks: Any = None, order: str = "") -> None:
+        called.append((tp, get_embedding_ranks, order))
+
+    called: list[Any] = []
+    inner = vee._initialize_model_parallel(initialize)
+    queues._with_priority(inner)(2, get_embedding_ranks=print, order="tp-pp")
+    assert called == [(2, vee._embedding_ranks, "tp-pp")]
+
+
 def test_auto_restores_so_it_refuses_what_restoring_refuses() -> None:
     changed = {"moe_memory_reuse": "auto", "recompute_granularity": "full"}
     assert "--moe-memory-reuse auto does not support --recompute-granularity full" in refusal(

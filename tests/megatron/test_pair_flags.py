@@ -75,7 +75,7 @@ class TestDelayedWeightGradients:
         run = run_of("zb-h1", delay_wgrad_compute=True)
         Overlap().check(run)
         assert run.args.delay_wgrad_compute is False
-        assert run.notices == [f"megatron_ext: {DELAY}: the schedule's W passes do it"]
+        assert run.notices == [f"{DELAY}: the schedule's W passes do it"]
 
     @pytest.mark.parametrize(
         ("schedule", "library", "pairs", "message"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import replace
 from fractions import Fraction
@@ -263,6 +264,7 @@ class TestCapAsFraction:
         return choice, Fraction(held, 2 // plan.chunks * size.sets.bytes_f_to_b * 8)
 
     def test_is_kept_in_bytes(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
         _, plain = self.held("v-cap", pp_memory_cap="0.75")
         assert 0.6 < plain <= 0.75 and "between B and W" not in caplog.text
         choice, less = self.held("v-cap", pp_memory_cap="0.75", pp_cheap_recompute=True)

@@ -117,7 +117,7 @@ def _layout(name: str, pp: int, kind: str) -> str:
     return "|".join(stages)
 
 
-_NOT_STOCKS = ("time", "throughput", "pipeline bubble", "peak activation sets")
+_NOT_STOCKS = ("time", "throughput", "pipeline bubble", "peak activations")
 
 
 def logged(outcome: Outcome, world: int) -> list[dict[str, str]]:

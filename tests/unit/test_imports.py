@@ -18,12 +18,14 @@ PACKAGE = ROOT / "megatron_ext"
 _TOOLS = {"_input", "_conflict", "schedule", "plan", "view"}
 _ENGINE = {"runtime", "offload", "moe"}
 _ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching"}
-_ALL |= {"checkpoints", "prove", "releases", "reproduce"}
+_ALL |= {"_log", "_terminal", "checkpoints", "prove", "releases", "reproduce"}
 
 # room -> (rooms of this package it may import, packages besides the standard library it may).
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "_input": (set(), set()),
     "_conflict": ({"_input"}, set()),
+    "_log": (set(), set()),
+    "_terminal": (set(), set()),
     "schedule": ({"_input", "schedule"}, set()),
     "plan": ({"_input", "_conflict", "schedule", "plan"}, {"numpy"}),
     # The plans of MoE layers, so that what is planned is what runs.
@@ -31,13 +33,13 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
         ("plan/moe_bounds.py", "plan/moe_job.py", "plan/moe_layer.py", "plan/moe_times.py"),
         ({"_input", "_conflict", "plan", "moe"}, set()),
     ),
-    "view": ({"_input", "schedule", "view"}, set()),
+    "view": ({"_input", "_terminal", "schedule", "view"}, set()),
     "reproduce": (_TOOLS | {"moe", "reproduce"}, set()),
     "runtime": (_TOOLS | _ENGINE, {"torch"}),
     "offload": (_TOOLS | _ENGINE, {"torch", "numpy"}),
     "moe": (_TOOLS | _ENGINE, {"torch"}),
     "integration": (
-        _TOOLS | _ENGINE | {"integration", "checkpoints", "releases"},
+        _TOOLS | _ENGINE | {"_log", "integration", "checkpoints", "patching", "releases"},
         # Apex' kernel, which Megatron's own linear layers use where it is installed.
         {"torch", "megatron", "fused_weight_gradient_mlp_cuda"},
     ),

@@ -81,12 +81,11 @@ def test_applied_and_reverted_to_the_byte(checkout: Path) -> None:
     after = tree(checkout)
     assert {name for name in after if after[name] != before[name]} == {patching.FILE}
     assert after[patching.FILE][0] == before[patching.FILE][0]
-    with pytest.raises(patching.PatchError, match="patched already"):
-        patching.apply(checkout)
+    assert patching.apply(checkout) == found and tree(checkout) == after, "as often as one likes"
     assert patching.revert(checkout).state == patching.NOT_APPLIED
     assert tree(checkout) == before
-    with pytest.raises(patching.PatchError, match="is not patched"):
-        patching.revert(checkout)
+    assert patching.revert(checkout).state == patching.NOT_APPLIED
+    assert tree(checkout) == before
 
 
 FORMS = {
@@ -275,6 +274,7 @@ def test_command(checkout: Path, capsys: Any) -> None:
         "version": f"{NEWEST.line[0]}.{NEWEST.line[1]}.7",
         "tag": NEWEST.tag,
         "state": "applied",
+        "changed": True,
         "patches": [patching.PATCH_NAME],
         "files": {patching.FILE: "applied"},
         "warning": None,
@@ -282,10 +282,13 @@ def test_command(checkout: Path, capsys: Any) -> None:
     }
     assert run("status", where)[0] == 0
     status, out, err = run("apply", where)
-    assert (status, out) == (2, "")
-    assert err.startswith("megatron-ext patch: ") and err.count("\n") == 1
+    assert (status, err) == (0, "") and f"{patching.FILE}: already applied\n" in out
+    assert "--pp-schedule v-half" in out.splitlines()[-1], "what to do next"
+    assert json.loads(run("apply", where, "--json")[1])["changed"] is False
     assert run("revert", where)[0] == 0
     assert "not applied" in run("status", where)[1]
+    status, out, err = run("revert", where)
+    assert (status, err) == (0, "") and "nothing to revert" in out
     assert run("status", str(checkout.parent))[0] == 2
     (checkout / patching.FILE).write_bytes(b"x = 1\n")
     status, out, _ = run("status", where)
@@ -324,7 +327,11 @@ def test_script_and_command_undo_each_other(checkout: Path, script: Path, reposi
     patched = tree(checkout)
     assert shell(script, "--revert", checkout) == (0, "", "")
     assert tree(checkout) == stock
+    again = (0, "", f"apply_patches: {checkout}: not applied, nothing to revert\n")
+    assert shell(script, "--revert", checkout) == again
     assert shell(script, checkout) == (0, "", "")
+    assert tree(checkout) == patched
+    assert shell(script, checkout) == (0, "", f"apply_patches: {checkout}: applied already\n")
     assert tree(checkout) == patched
     assert patching.revert(checkout).state == patching.NOT_APPLIED
     assert tree(checkout) == stock
@@ -332,10 +339,9 @@ def test_script_and_command_undo_each_other(checkout: Path, script: Path, reposi
 
 @needs_git
 @pytest.mark.parametrize("kind", ["has no function parse_args", "is a link", "is behind a link",
-                                  "is no Megatron-LM checkout", "already"])  # fmt: skip
+                                  "is no Megatron-LM checkout"])  # fmt: skip
 def test_script_refuses(checkout: Path, script: Path, kind: str) -> None:
-    changes = {**refusals(checkout), "already": lambda: patching.apply(checkout)}
-    changes[kind]()
+    refusals(checkout)[kind]()
     before = tree(checkout)
     status, out, err = shell(script, checkout)
     assert (status, out) == (2, "")

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..._terminal import Progress
 from ..common import InputError, Parser
 from .findings import ERROR, OK, WARNING, Finding, diagnose
 
@@ -48,7 +49,9 @@ def _doctor(args: argparse.Namespace) -> int:
     named = os.environ.get("MEGATRON_LM")
     if checkout is None and named:
         checkout = Path(named)
-    findings = list(diagnose(run_probe(checkout), checkout, Path("/")))
+    with Progress("doctor") as progress:
+        progress("importing torch and Megatron in a process of its own")
+        findings = list(diagnose(run_probe(checkout), checkout, Path("/")))
     worst = next(level for level in (ERROR, WARNING, OK) if any(f.level == level for f in findings))
     if args.json:
         print(json.dumps({"status": worst, "lines": [asdict(f) for f in findings]}))

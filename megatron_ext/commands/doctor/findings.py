@@ -87,8 +87,9 @@ def _torch(torch: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("driver", OK, version)
     elif devices:
         yield Finding("driver", WARNING, f"unknown: {why}", "put nvidia-smi on PATH")
-    else:
-        yield Finding("driver", WARNING, f"none: {why}", "install NVIDIA's driver to use a GPU")
+    elif torch["cuda"] is not None:
+        # Without a device one warning is enough.
+        yield Finding("driver", OK, f"none: {why}")
     if "nccl" in torch:
         yield Finding("nccl", OK, torch["nccl"])
     else:
@@ -227,4 +228,4 @@ def _environment() -> Iterator[Finding]:
     for name, effect, fix in bad:
         yield Finding("environment", WARNING, f"{name}: {effect}", fix)
     if not bad:
-        yield Finding("environment", OK, "nothing that works against a schedule")
+        yield Finding("environment", OK, "no conflicting variables")

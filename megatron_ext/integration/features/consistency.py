@@ -29,7 +29,7 @@ WAIT_ENVIRONMENT = "MEGATRON_EXT_AGREEMENT_SECONDS"
 WAIT_SECONDS = 120.0  # ranks come here together, straight from creating the process group
 _PREFIX = "MEGATRON_EXT_"
 # How a process was started is the same for all that matters, and one rank alone may be verbose.
-_OWN = ("MEGATRON_EXT_STARTED", "MEGATRON_EXT_TRACE")
+_OWN = ("MEGATRON_EXT_STARTED", "MEGATRON_EXT_TRACE", "MEGATRON_EXT_VERBOSE")
 _FIX = "start every rank with the same flags, files, environment and packages"
 _SHOWN = 8
 # Between rank 0's verdict and its exit, which may take the store away from those who read it.

@@ -99,8 +99,8 @@ def ask_megatron(args: MegatronArgs) -> None:
     args.recompute_granularity = "selective"
     args.recompute_modules = [*modules, *(name for name in wanted if name not in modules)]
     if args.transformer_impl == "transformer_engine" and args.rank == 0:
-        logger.warning(
-            "megatron_ext: %s: where Transformer Engine has norm and linear layer in one module, "
+        logger.info(
+            "%s: where Transformer Engine has norm and linear layer in one module, "
             "it keeps the norm's output; norms that are modules of their own are recomputed",
             FLAG,
         )

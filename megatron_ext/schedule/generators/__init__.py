@@ -156,5 +156,6 @@ def _check_options(
         if not low <= memory_cap <= high:
             raise ValueError(
                 f"{name} at pp={pp} takes a memory cap from {low} (v-min's) to {high} (1F1B's) "
-                f"activation sets of half a microbatch per rank, got {memory_cap}"
+                f"activation sets of half a microbatch per rank, which is {low / high:.4g} to 1 of "
+                f"1F1B's peak, got {memory_cap} sets ({memory_cap / high:.4g})"
             )

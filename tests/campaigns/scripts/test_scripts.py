@@ -120,6 +120,34 @@ def test_refuses_to_run_half_configured(case: str, run: Run, workplace: Path) ->
     assert not (workplace / "stolen").exists()
 
 
+def test_all_that_is_missing_is_told_at_once(run: Run, workplace: Path) -> None:
+    names = ("MEGATRON_LM", "CHECKPOINT_DIR", "DATA_PATH", "CONTAINER_IMAGE")
+    given = {**settings(workplace), **dict.fromkeys(names, "")}
+    done = run("slurm/pretrain_gpt_v_half.sbatch", **{**given, **job(workplace)})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    for name in names:
+        assert f"{name} is not set: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["pretrain_gpt_v_half.sh", "slurm/pretrain_gpt_v_half.sbatch", "slurm/sweep_schedules.sbatch"],
+)
+def test_check_prints_the_command_line(run: Run, workplace: Path, script: str) -> None:
+    """On the login node, where there is no job; nothing is started or removed."""
+    done = run(script, "--check", "--seed", "7", **settings(workplace), PP="4")
+    assert done.returncode == 0, done.stderr
+    assert record(workplace) == "", "something was started"
+    (line,) = done.stdout.splitlines()
+    assert "--seed 7" in line and "--pipeline-model-parallel-size 4" in line
+    assert "--check" not in line
+    if script.startswith("slurm"):
+        assert line.startswith("srun --ntasks=1 ") and "scripts/slurm/task.sh" in line
+        given = {**settings(workplace), "MEGATRON_LM": ""}
+        done = run(script, "--check", **given)
+        assert done.returncode == 2 and "MEGATRON_LM is not set" in done.stderr
+
+
 def test_arguments_are_words_and_nothing_else(run: Run, workplace: Path) -> None:
     """Flags reach Megatron as they are, whatever a shell could see in them."""
     odd = ["--wandb-exp-name", "a b; $(touch stolen) `touch stolen` *"]

@@ -50,7 +50,9 @@ def test_relative_path_and_traceback(run: Run, tmp_path: Path) -> None:
 def test_missing_script_is_one_sentence(run: Run) -> None:
     done = run(*LAUNCH, "nowhere/pretrain_gpt.py", "--num-layers", "2")
     assert done.returncode == 2
-    assert done.stderr.startswith("megatron_ext: the script nowhere/pretrain_gpt.py does not exist")
+    assert done.stderr.startswith(
+        "[megatron_ext] error: the script nowhere/pretrain_gpt.py does not exist"
+    )
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -59,7 +61,62 @@ def test_config_error_is_one_sentence(run: Run, tmp_path: Path, rank: str) -> No
     program = "from megatron_ext.integration import ConfigError\nraise ConfigError('use 4 ranks.')"
     (tmp_path / "wrong.py").write_text(program)
     done = run(*LAUNCH, "wrong.py", RANK=rank)
-    assert (done.returncode, done.stderr) == (2, "megatron_ext: use 4 ranks.\n")
+    assert (done.returncode, done.stderr) == (2, "[megatron_ext] error: use 4 ranks.\n")
+
+
+@pytest.mark.parametrize(("other", "says"), [("use 4 ranks.", False), ("use 8 ranks.", True)])
+def test_ranks_of_a_node_report_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, says: bool
+) -> None:
+    """torchrun prints what the first of them has left in its error file; another error of another
+    rank is reported there too."""
+    program = "from megatron_ext.integration import ConfigError\nraise ConfigError('use 4 ranks.')"
+    (tmp_path / "wrong.py").write_text(program)
+    files = [tmp_path / "attempt" / str(rank) / "error.json" for rank in (0, 1)]
+    for path in files:
+        path.parent.mkdir(parents=True)
+    done = run(*LAUNCH, "wrong.py", RANK="8", LOCAL_RANK="0", TORCHELASTIC_ERROR_FILE=str(files[0]))
+    assert done.stderr == "[megatron_ext] error: use 4 ranks.\n"
+    left = json.loads(files[0].read_text())["message"]
+    assert left["extraInfo"]["py_callstack"] == "[megatron_ext] use 4 ranks."
+    files[0].write_text(json.dumps({"message": {**left, "message": other}}))
+    monkeypatch.setattr(launch, "_FIRST_RANK_S", 0.3)
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert launch._first_says("use 4 ranks.", files[1]) is not says
+
+
+def test_torchrun_ends_with_the_sentence(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    program = "from megatron_ext.integration import ConfigError\nraise ConfigError('use 4 ranks.')"
+    (tmp_path / "wrong.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = run(*command, "--nproc-per-node", "3", *LAUNCH[1:], "wrong.py")
+    assert done.returncode == 1
+    assert done.stderr.count("[megatron_ext] error: use 4 ranks.") == 1, done.stderr
+    assert "traceback : [megatron_ext] use 4 ranks." in "\n".join(done.stderr.splitlines()[-3:])
+
+
+def test_a_pipeline_needs_ranks_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("RANK", raising=False)
+    flags = ["--pp-schedule=v-half", "--num-layers", "8"]
+    with pytest.raises(launch.LaunchError, match="torchrun --nproc-per-node N"):
+        launch._require_ranks(flags)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(launch.LaunchError, match="no CUDA device; .* add --device cpu"):
+        launch._require_ranks(flags)
+    launch._require_ranks([*flags, "--help"])
+    launch._require_ranks(flags[1:])
+
+
+def test_a_loss_log_is_tried_before_training(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.training")
+    (tmp_path / "never.py").write_text("print('TRAINS')")
+    done = run(*LAUNCH, "--loss-log", "/proc/x/y", "never.py")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "--loss-log /proc/x/y cannot be written" in done.stderr.splitlines()[-1]
 
 
 def test_checkout_of_the_script_wins(run: Run, tmp_path: Path) -> None:
@@ -92,7 +149,13 @@ def test_word_pretrain_gpt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert launch._resolve_script("pretrain_gpt") == tmp_path / "pretrain_gpt.py"
 
 
-def test_cpu_flags_are_added_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cpu_flags_are_added_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their number is logged; all of them on demand."""
+    launch._cpu_arguments([])
+    assert "adds 11 Megatron flags (MEGATRON_EXT_VERBOSE=1 lists them)" in capsys.readouterr().err
+    monkeypatch.setenv("MEGATRON_EXT_VERBOSE", "1")
     args = ["--num-workers", "3", "--no-bias-gelu-fusion", "--transformer-impl=local", "--x"]
     full = launch._cpu_arguments(args)
     assert full[: len(args)] == args
@@ -222,4 +285,7 @@ def test_nodes_that_are_not_balanced(run: Run, probe: Path, flags: tuple[str], t
     node = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
     done = run(*LAUNCH, "--node-order=balanced", probe, *flags, **node)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert done.stderr.startswith("megatron_ext: --node-order balanced: ") and text in done.stderr
+    assert (
+        done.stderr.startswith("[megatron_ext] error: --node-order balanced: ")
+        and text in done.stderr
+    )

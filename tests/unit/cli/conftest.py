@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext import cli
+from megatron_ext import _terminal, cli
 from megatron_ext.schedule.io import save
 
 FIELDS = [
@@ -23,6 +23,12 @@ FIELDS = [
     "bound_kind",
     "above_bound",
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch):
+    """None on stderr, however slow the machine is."""
+    monkeypatch.setattr(_terminal, "_QUIET_S", 1e6)
 
 
 @pytest.fixture

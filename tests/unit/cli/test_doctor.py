@@ -15,7 +15,7 @@ import pytest
 from megatron_ext.commands import doctor
 from megatron_ext.commands.doctor import findings, machine
 from megatron_ext.offload.host_memory import stated_host_bytes
-from tests.support.doctor import compare, normal, run, without_gpu
+from tests.support.doctor import compare, errors, normal, run, without_gpu
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).parent / "golden"
 def test_without_torch_and_megatron() -> None:
     done = run(bare=True)
     compare(GOLDEN / "doctor-bare.txt", normal(done.stdout))
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, errors(done)) == (1, [])
 
 
 def test_json_and_a_folder_that_is_no_checkout(tmp_path: Path) -> None:

@@ -37,7 +37,12 @@ _PO = "simulate --schedule po --pp 4 --microbatches 8"
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("", "the following arguments are required: COMMAND"),
+        ("plna", "did you mean plan?"),
+        (
+            "simulate --shedule v-half",
+            "unrecognized arguments: --shedule; did you mean --schedule?",
+        ),
+        ("simulate --schedule vhalf --pp 4 --microbatches 8", "did you mean v-half?"),
         ("simulate", "the following arguments are required: --schedule"),
         ("simulate --schedule nope --pp 4 --microbatches 8", "unknown schedule 'nope'; give one"),
         ("simulate --schedule 1f1b", "--schedule 1f1b needs --pp and --microbatches too"),

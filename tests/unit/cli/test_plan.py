@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import subprocess
 import sys
 
 import pytest
-
-from megatron_ext.commands import plan
 
 MODEL = (
     "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --bf16 "
@@ -21,17 +18,13 @@ SIZES = "--pp 4 --world-size 4 --microbatches 8 --gpu A100"
 FAST = "--micro-batch-sizes 1 --schedules 1f1b,v-half,v-zb"
 
 
-@pytest.fixture(autouse=True)
-def no_progress(monkeypatch):
-    """None on stderr, however slow the machine is."""
-    monkeypatch.setattr(plan, "_EVERY_S", math.inf)
-
-
 def _json(run, *words):
     line = " ".join([MODEL, SIZES, FAST, *words, "--json"])
     status, out, err = run("plan", *shlex.split(line))
-    assert (status, err) == (0, "")
-    return json.loads(out)
+    assert err == ""
+    data = json.loads(out)
+    assert status == (0 if data["chosen"] else 1)
+    return data
 
 
 def test_json_says_what_to_use_and_why(run, tmp_path):
@@ -78,9 +71,10 @@ def test_the_table_has_the_flags(run):
     status, out, _ = run("plan", *words)
     assert status == 0
     assert "--pp-schedule v-" in out and "--micro-batch-size 1" in out
-    assert (
-        "\nassumptions:\n" in out and "Pareto-optimal in step time" in out and "data sheet" in out
-    )
+    assert "Pareto-optimal in step time" in out and " assumptions; --verbose lists" in out
+    assert out.count("\nyours: ") == 2 and "\nstock: interleaved" in out
+    status, out, _ = run("plan", *words, "--verbose")
+    assert status == 0 and "\nassumptions:\n" in out and "data sheet" in out
 
 
 def test_the_written_schedule_is_the_plans(run, tmp_path):
@@ -116,13 +110,35 @@ def test_a_sharded_vocabulary_is_proposed_where_it_wins(run, tmp_path):
     assert "(--pp-vocab-parallel: the heaviest rank computes" in text[1]
 
 
+def test_what_the_answer_is_compared_with(run):
+    """The flags as they are, and Megatron's best interleaving of all that is searched."""
+    yours, stock = _json(run, "--memory-cap", "30GiB")["baselines"]
+    assert (yours["what"], yours["schedule"], yours["chunks"], yours["gain"]) == (
+        *("yours", "1f1b", 1),
+        0.0,
+    )
+    assert (stock["what"], stock["schedule"], stock["fits"]) == ("stock", "interleaved", True)
+    assert stock["gain"] == pytest.approx(1 - stock["step_ms"] / yours["step_ms"])
+    assert 0 < stock["gain"] < 1 and stock["chunks"] in (2, 4)
+    line = f"{MODEL} --num-layers-per-virtual-pipeline-stage 2"
+    words = ["--from-args", line, *shlex.split(SIZES + " " + FAST), "--memory-cap", "1MiB"]
+    status, out, _ = run("plan", *words, "--json")
+    yours, stock = json.loads(out)["baselines"]
+    assert (status, yours["schedule"], yours["chunks"], yours["fits"]) == (
+        *(1, "interleaved", 2),
+        False,
+    )
+
+
 def test_nothing_fits(run):
     data = _json(run, "--memory-cap", "2GiB")
     assert data["chosen"] is None and data["front"] == []
     need = data["needs"]
     assert need["bytes"] > 2 * 2**30 and need["part"] and need["rank"] in range(4)
     assert _json(run, "--memory-cap", str(need["bytes"]))["chosen"] is not None
-    text = run("plan", *shlex.split(f"{MODEL} {SIZES} {FAST} --memory-cap 2GiB"))[1]
+    status, text, _ = run("plan", *shlex.split(f"{MODEL} {SIZES} {FAST} --memory-cap 2GiB"))
+    assert status == 1, "for scripts"
+    assert "yours: 1f1b (too large)" in text
     assert "nothing fits in 2.00 GiB" in text and "binds" in text
 
 
@@ -131,6 +147,8 @@ def test_nothing_fits(run):
     [
         ("--gpu Z80", "unknown GPU 'Z80'"),
         ("--memory-cap lots", "such as 40GiB"),
+        ("--memory-cap 60", "--memory-cap 60 is 60 bytes; write 60GiB?"),
+        ("--memory-cap 60KiB", "--memory-cap 60KiB is 61440 bytes, less than 1 MiB"),
         ("--reserve 200GiB", "leaves nothing"),
         ("--pp-vocab-parallel --hybrid-layer-pattern M*M*", "not support --hybrid-layer-pattern"),
         ("--pp-vocab-parallel --padded-vocab-size 64002", "64002 cannot be divided by 4 ranks"),
@@ -199,7 +217,8 @@ def test_grid_fixes_what_is_given(run):
 def test_a_grid_that_nothing_fits(run):
     words = shlex.split(f"{MODEL} {GRID} --memory-cap 1GiB")
     status, out, _ = run("plan", *words)
-    assert status == 0 and "nothing fits in 1.00 GiB" in out
+    assert status == 1 and "nothing fits in 1.00 GiB" in out
+    assert "at these parallel sizes" in out and "stock: interleaved" in out
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,13 @@ def choose_formats(args: MegatronArgs, name: str, vee: bool) -> str | None:
         return None
     if args.non_persistent_ckpt_type == "local":
         return (
-            "megatron_ext: --non-persistent-ckpt-type local cannot save the distributed optimizer "
+            "--non-persistent-ckpt-type local cannot save the distributed optimizer "
             "in its reshardable format, so these checkpoints continue only with the same schedule "
             "placement and parallel sizes"
         )
     args.dist_ckpt_optim_fully_reshardable = True
     return (
-        "megatron_ext: the distributed optimizer is saved as with "
+        "the distributed optimizer is saved as with "
         "--dist-ckpt-optim-fully-reshardable, so that every schedule and pipeline size can load it"
     )
 
@@ -295,7 +295,7 @@ class Checkpoints:
         grown = sorted(k for k in set(model) & set(held) if model[k][0][:1] > held[k][:1])
         if grown and args.rank == 0:
             logger.warning(
-                "megatron_ext: %s has fewer rows than the model: %s; the others keep their random "
+                "%s has fewer rows than the model: %s; the others keep their random "
                 "start, which is right only if they are padding of the vocabulary",
                 folder,
                 _shapes_of(grown, held, model),
@@ -322,9 +322,9 @@ class Checkpoints:
                 "or --dist-ckpt-strictness log_all"
             )
         if args.rank == 0 and absent:
-            logger.warning("megatron_ext: %s; they keep their random start", lacking)
+            logger.warning("%s; they keep their random start", lacking)
         if args.rank == 0 and extra:
-            logger.warning("megatron_ext: %s; they are left out", unused)
+            logger.warning("%s; they are left out", unused)
 
     def _uncovered(self, wanted: Mapping[str, Any]) -> list[str]:
         """Parameters of this rank's chunks that nothing in ``wanted`` will fill."""

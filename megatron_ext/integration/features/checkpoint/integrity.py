@@ -63,7 +63,7 @@ def require_complete(load_dir: Any, args: MegatronArgs) -> dict[str, Any]:
     def check() -> None:
         notice = look(Path(load_dir), args.ckpt_step, metadata)
         if notice is not None:
-            logger.warning("megatron_ext: %s", notice)
+            logger.warning("%s", notice)
 
     from_rank_0(check)
     return metadata
@@ -122,7 +122,7 @@ def report_failure(original: Callable[..., Any]) -> Callable[..., Any]:
             from megatron.training import get_args
 
             with contextlib.suppress(Exception):  # the error itself is what must come out
-                logger.error("megatron_ext: %s", failed_save(iteration, get_args().save, error))
+                logger.error("%s", failed_save(iteration, get_args().save, error))
             raise
 
     return save_checkpoint

@@ -125,11 +125,10 @@ class MoE(Feature):
                 check_budget(run.args, request.space(), request.budget_bytes, sets)
             policy = ChosenMoE(request.space(), request.budget_bytes, sets, request.costs)
         if run.args.rank == 0:
-            logger.warning(
-                "megatron_ext: %s on megatron-core %s", request.text(run.args), run.version
-            )
+            level = logging.INFO if run.schedule is None else logging.DEBUG  # few lines at a start
+            logger.log(level, "%s on megatron-core %s", request.text(run.args), run.version)
             if request.chunks not in ("1", "2") and queues.one_queue():
-                logger.warning("megatron_ext: %s", queues.ONE_QUEUE)
+                logger.warning("%s", queues.ONE_QUEUE)
         layers = PipelinedMoE(policy, run.store if _splits(run) else None)
         callbacks: list[Callback] = [layers]
         if request.copying():

@@ -174,7 +174,7 @@ class ChosenMoE(FixedPolicy):
                 and parallel_state.get_tensor_model_parallel_rank() == 0
             )
         if self._logs:
-            logger.warning("megatron_ext: %s", text)
+            logger.info("%s", text)
 
     def _in_flight(self) -> int:
         """Layers on the rank times microbatches between their forward and their backward."""

@@ -113,7 +113,7 @@ class HostArenas(Callback):
             return
         self._logged = memory.stayed
         logger.warning(
-            "megatron_ext: %srank %d: %d chunks of MoE layers have found no room in the host "
+            "%srank %d: %d chunks of MoE layers have found no room in the host "
             "arena of %d bytes and stayed on the device; %d bytes would have held all; set %s to "
             "that",
             when,
@@ -177,9 +177,8 @@ class HostArenas(Callback):
         left = tuple(s for s in self._strategies if most[s] <= limit)
         out = [f"{s.value} ({most[s]} bytes)" for s in self._strategies if s not in left]
         if out and self._rank == 0:
-            logger.warning(
-                "megatron_ext: --moe-memory-reuse auto does not try %s: a rank may take %d bytes "
-                "of its host",
+            logger.info(
+                "--moe-memory-reuse auto does not try %s: a rank may take %d bytes of its host",
                 ", ".join(out),
                 limit,
             )

@@ -76,7 +76,7 @@ def without_demand(rank: int) -> Iterator[None]:
     finally:
         holder.os = os
     if asked and rank == 0:
-        logger.warning("megatron_ext: " + _NOT_DEMANDED, os.environ.get(CONNECTIONS, "8 (unset)"))
+        logger.warning(_NOT_DEMANDED, os.environ.get(CONNECTIONS, "8 (unset)"))
 
 
 def priority_hook() -> Hook:
@@ -104,7 +104,7 @@ def _with_priority(original: Callable[..., Any]) -> Callable[..., Any]:
         if given.get("expert_model_parallel_size", 1) > 1 and _nccl():
             groups = given.get("high_priority_stream_groups") or []
             given["high_priority_stream_groups"] = [*groups, *({"ep"} - set(groups))]
-        return original(*bound.args, **bound.kwargs)
+        return original(**given)  # by name: what it wraps may replace one of them
 
     return initialize_model_parallel
 

@@ -99,7 +99,7 @@ class Offloading(Callback):
 
     def planned(self, plan: Schedule) -> None:
         if dist.get_rank() == 0:
-            logger.warning("megatron_ext: %s", self._describe(plan))
+            logger.info("%s", self._describe(plan))
 
     def begin(self, step: Step) -> None:
         """Make room for a plan that is new.
@@ -249,8 +249,9 @@ class Offloading(Callback):
         return (
             f"offload{', until it is measured' if self._assumed else ''}: "
             f"{sum(report.offloaded_sets)} of {sets} activation sets a step are offloaded; at "
-            f"most {max(report.peak_sets)} sets on a device, "
-            f"{max(report.peak_host_sets, default=0)} of a rank on the host; transfer "
+            f"most {max(report.peak_sets) / plan.chunks:.4g} microbatches on a device, "
+            f"{max(report.peak_host_sets, default=0) / plan.chunks:.4g} of a rank on the host; "
+            "transfer "
             f"{self._setup.policy.value} ({self._setup.why}); one set of each stage "
             f"takes so much of its chunk's F+B+W each way "
             f"({'assumed' if self._assumed else 'known'}): --pp-offload-time {link.text}"

@@ -121,8 +121,7 @@ class RankSets:
             engine.arena.resize(before)
             what = f"they go on doing so, because {error}"
         logger.warning(
-            "megatron_ext: rank %d: activation sets have outgrown the host arena and stayed on "
-            "the device; %s",
+            "rank %d: activation sets have outgrown the host arena and stayed on the device; %s",
             dist.get_rank(),
             what,
         )

@@ -70,7 +70,7 @@ def _check(run: Run) -> None:
             "use a schedule that has, e.g. zb-h1"
         )
     args.delay_wgrad_compute = False
-    run.notices.append(f"megatron_ext: {DELAY}: the schedule's W passes do it")
+    run.notices.append(f"{DELAY}: the schedule's W passes do it")
 
 
 def _require(args: MegatronArgs) -> None:

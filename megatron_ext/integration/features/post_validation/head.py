@@ -39,7 +39,7 @@ class Head(Callback):
         import torch.distributed as dist
 
         if dist.get_rank() == 0:
-            logger.warning("megatron_ext: %s", describe_gain(plan))
+            logger.info("%s", describe_gain(plan))
 
     def resume(self, call: Call) -> Step | None:
         if self._begun is None:

@@ -134,8 +134,8 @@ class StepAhead(Callback):
         self._plain = 0
         self._count(optimizer, result)
         if dist.get_rank() == 0:
-            logger.warning(
-                "megatron_ext: post-validation undid step %d of %d that were taken ahead "
+            logger.info(
+                "post-validation undid step %d of %d that were taken ahead "
                 "(gradient norm %s); the next %d wait for all ranks",
                 self.undone,
                 self.ahead,

@@ -64,7 +64,7 @@ class Profiler(Callback):
 
     def planned(self, plan: Schedule) -> None:
         if self._inputs.reorder and self._inputs.profile is not None and dist.get_rank() == 0:
-            logger.warning("megatron_ext: %s", plan.note)
+            logger.info("%s", plan.note)
 
     def begin(self, step: Step) -> None:
         if self.times(step.training) and self._inputs.reorder and self._sizes is None:
@@ -183,11 +183,9 @@ class Profiler(Callback):
             profile.save(self._path)
         except OSError as error:
             # Hours of training are worth more than the file.
-            logger.warning(
-                "megatron_ext: --pp-profile %s cannot be written: %s", self._path, error.strerror
-            )
+            logger.warning("--pp-profile %s cannot be written: %s", self._path, error.strerror)
             return
-        logger.warning("megatron_ext: the measured profile is in %s", self._path)
+        logger.info("the measured profile is in %s", self._path)
 
 
 def _largest(found: Sequence[Sequence[Sequence[Any]]], column: int) -> tuple[int, ...] | None:

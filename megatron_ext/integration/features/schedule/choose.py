@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ...._input import parse_bytes
+from ...._input import meant, parse_bytes
 from ....plan.budget import Budget, Splits, profiled, stages_of
 from ....plan.estimate import Estimate, paired, with_shard
 from ....plan.model import Job
@@ -454,6 +454,7 @@ def _load(path: str, offloading: OffloadRequest | None) -> Schedule:
         raise ConfigError(
             f"--pp-schedule {path!r} is not known; use {', '.join(NAMES)}, {AUTO}, "
             "or give a file's path (*.json or *.csv, from `megatron-ext schedule --output`)"
+            + meant(path, (*NAMES, AUTO))
         )
     try:
         schedule = load(path).unlowered()

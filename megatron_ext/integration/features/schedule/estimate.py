@@ -65,7 +65,7 @@ def described(
         )
     if args.rank == 0 and estimate.job.assumptions:
         assumptions = "; ".join(estimate.job.assumptions)
-        logger.warning("megatron_ext: --pp-memory-cap %s: %s", args.pp_memory_cap, assumptions)
+        logger.info("--pp-memory-cap %s: %s", args.pp_memory_cap, assumptions)
     return request.for_job(estimate.job)
 
 
@@ -109,10 +109,10 @@ def settle(run: Run, device: str) -> None:
         run.schedule = request.estimated(new).resolve(pp, run.chunks, microbatches)
         run.request = run.schedule.request
     if run.args.rank == 0:
-        logger.warning("megatron_ext: %s", basis(run))
+        logger.info("%s", basis(run))
     elif (own := device_name()) != device:
         logger.warning(
-            "megatron_ext: rank %d has a %r, but the order is made for the first rank's %r",
+            "rank %d has a %r, but the order is made for the first rank's %r",
             run.args.rank,
             own,
             device,
@@ -154,7 +154,7 @@ def estimate_model(run: Run) -> None:
         estimate = replace(estimate, job=job, reason=varies)
     run.request = request.estimated(estimate)
     if args.rank == 0:
-        logger.warning("megatron_ext: %s", basis(run))
+        logger.info("%s", basis(run))
 
 
 def _estimate(args: MegatronArgs, splits: Splits, device: str, model: Any = None) -> Estimate:

@@ -87,8 +87,8 @@ def counted(args: MegatronArgs, request: ScheduleRequest) -> ScheduleRequest:
     if most <= _SMALL:
         return request
     if args.rank == 0:
-        logger.warning(
-            "megatron_ext: --pp-schedule %s: an activation set takes up to %s times as many bytes "
+        logger.info(
+            "--pp-schedule %s: an activation set takes up to %s times as many bytes "
             "between B and W as before B (inputs and output gradients of linear layers); "
             "a --pp-memory-cap counts them, the memory of a schedule's name does not",
             request.name,

@@ -60,7 +60,7 @@ def pipeline_of(run: Run) -> None:
         run.settle = functools.partial(settle, run)
         if not run.training and not dist.is_initialized():
             # The process group is made by code that we do not know; plans are compared later.
-            run.notices.append(f"megatron_ext: {basis(run)}")
+            run.notices.append(f"{basis(run)}")
 
     def plan(microbatches: int) -> Schedule:
         measured = inputs.profile

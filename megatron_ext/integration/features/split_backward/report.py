@@ -12,6 +12,8 @@ import torch
 from ... import split_te as wgrad_te
 from ...split_local import is_output_weight
 
+_NEARLY_ALL = 0.95
+
 
 @dataclass
 class WgradReport:
@@ -37,6 +39,11 @@ class WgradReport:
         parameter of a matrix costs the same work per token; experts see fewer tokens)."""
         total = self.split + self.fused
         return self.split / total if total else 0.0
+
+    @property
+    def advises(self) -> bool:
+        """True if the order should be made for other costs than equal ones."""
+        return bool(self.fused) and self.share <= _NEARLY_ALL
 
     def __add__(self, other: WgradReport) -> WgradReport:
         return WgradReport(
@@ -69,7 +76,7 @@ class WgradReport:
             f"{schedule}: W passes compute {100 * self.share:.3g} % of the weight gradients; those "
             f"of {names} are computed in B (parameters in parentheses)"
         )
-        if self.share > 0.95:
+        if not self.advises:
             return said
         cost = ",".join(f"{x:.3g}" for x in self.costs(1, 1, 1))
         advice = "--pp-cost " + cost if self.share else "a schedule without W passes"

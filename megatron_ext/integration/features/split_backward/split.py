@@ -68,7 +68,8 @@ class Splitter(Callback):
             every: list[WgradReport] = gather(self.report, step.call.group)
             if dist.get_rank() == 0:
                 total = sum(every, WgradReport())
-                logger.warning("megatron_ext: %s", total.text(step.plan.name))
+                level = logging.WARNING if total.advises else logging.INFO
+                logger.log(level, "%s", total.text(step.plan.name))
 
 
 def followed_by(schedule: Schedule, rank: int) -> Mapping[Hashable, Hashable]:

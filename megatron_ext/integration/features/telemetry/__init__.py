@@ -1,12 +1,16 @@
-"""``--pp-trace``, and bubble and peak in Megatron's log line."""
+"""``--pp-trace``, and bubble and peak in the log: planned, in Megatron's line, and in the end."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+from ....runtime import files
 from ...callbacks import Callback
+from ...errors import ConfigError
 from ...feature import Feature, Flag, Run
 from .log_line import LogLine
+from .summary import Summary
 from .traces import Traces
 
 
@@ -22,11 +26,27 @@ class Telemetry(Feature):
         ),
     )
 
+    def check(self, run: Run) -> None:
+        trace = run.args.pp_trace
+        if trace is None:
+            return
+        try:
+            usable = os.access(files.folder(trace), os.W_OK)
+            why = "it is not writable"
+        except OSError as error:
+            usable, why = False, error.strerror or str(error)
+        if not usable:
+            raise ConfigError(
+                f"--pp-trace {trace} cannot be written ({why}); give a folder that every rank can "
+                "make and write"
+            )
+
     def start(self, run: Run) -> Sequence[Callback]:
         if run.request is None:
             return ()
-        trace = run.args.pp_trace
+        trace, summary = run.args.pp_trace, Summary(run.training)
         return (
+            summary,
             *(() if trace is None else (Traces(trace),)),
-            *((LogLine(),) if run.training else ()),
+            *((LogLine(summary),) if run.training else ()),
         )

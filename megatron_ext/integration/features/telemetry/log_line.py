@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....runtime.trace import Recorder
+from ....schedule.schedule import Schedule
 from ...callbacks import Callback, Step
 from ...hooks import Hook
 from ...utils import gather
+from .summary import Summary
 
 # Iterations whose times are kept for the next line: enough for a mean, few enough to hold.
 _KEPT = 8
-_NAMES = ("pipeline bubble", "peak activation sets")
+_NAMES = ("pipeline bubble (%)", "peak activations (microbatches)")
 
 
 class Meter:
@@ -67,10 +69,16 @@ def _bubble(ranks: Sequence[tuple[float, float, float]]) -> float:
 
 
 class LogLine(Callback):
-    """Puts both numbers where Megatron logs."""
+    """Puts both numbers, beside what the plan promises, where Megatron logs.
 
-    def __init__(self) -> None:
+    Args:
+        summary: knows the plan's promise, and receives what was measured.
+    """
+
+    def __init__(self, summary: Summary) -> None:
         self.meter = Meter()
+        self._summary = summary
+        self._plan: Schedule | None = None
         self._text = ""
 
     def times(self, training: bool) -> bool:
@@ -79,6 +87,7 @@ class LogLine(Callback):
     def end(self, step: Step) -> None:
         if step.training:
             self.meter.add(step.recorder, step.call.group)
+            self._plan = step.plan
 
     def hooks(self) -> Sequence[Hook]:
         return (
@@ -106,16 +115,29 @@ class LogLine(Callback):
             given = signature.bind(*args, **kwargs).arguments
             due = given["iteration"] % get_args().log_interval == 0
             found = self.meter.read() if due or given.get("is_first_iteration") else None
+            numbers = 0.0, 0.0
             if found is not None:
-                self._text = f" {_NAMES[0]}: {found[0]:.3f} | {_NAMES[1]}: {found[1]} |"
+                numbers, self._text = self._taken(*found)
             try:
                 return original(*args, **kwargs)
             finally:
                 self._text = ""
                 if due and found is not None:
-                    _write(dict(zip(_NAMES, found)), given["iteration"])
+                    _write(dict(zip(_NAMES, numbers)), given["iteration"])
 
         return training_log
+
+    def _taken(self, bubble: float, sets: int) -> tuple[tuple[float, float], str]:
+        """(percent, microbatches) of what was measured, and the text for Megatron's line."""
+        plan = self._plan
+        assert plan is not None
+        peak = sets / plan.chunks
+        promised = self._summary.promise(plan)
+        self._summary.measured(bubble, peak)
+        return (100 * bubble, peak), (
+            f" pipeline bubble: {100 * bubble:.1f} % (plan {promised.bubble_text}) | peak "
+            f"activations: {peak:.4g} microbatches (plan {promised.peak_text}) |"
+        )
 
     def _with_text(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -119,7 +119,7 @@ class VocabularyParallel(Feature):
         run.notices += [] if notice is None else [notice]
         if getattr(args, "cross_entropy_loss_fusion", False):
             run.notices.append(
-                f"megatron_ext: {_FLAG} computes the loss from parts of the logits on all ranks, "
+                f"{_FLAG} computes the loss from parts of the logits on all ranks, "
                 f"{chunks or 1} chunk{'s' * ((chunks or 1) > 1)} of tokens at a time; "
                 "--cross-entropy-loss-fusion has no effect"
             )
@@ -169,6 +169,6 @@ def _pad(args: MegatronArgs) -> str | None:
     if after == before:
         return None
     return (
-        f"megatron_ext: {_FLAG} pads the vocabulary to a multiple of {after * tp} entries, not of "
+        f"{_FLAG} pads the vocabulary to a multiple of {after * tp} entries, not of "
         f"{before * tp}, as with --make-vocab-size-divisible-by {after}"
     )

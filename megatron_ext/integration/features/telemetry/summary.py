@@ -1,0 +1,108 @@
+"""What the schedule gives, in rank 0's log: as planned, beside 1F1B, and at the end as measured."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ....schedule.baseline import Promise, promise, stock
+from ....schedule.schedule import Schedule
+from ...callbacks import Callback
+from ...hooks import Hook
+
+logger = logging.getLogger(__name__)
+
+
+class Summary(Callback):
+    """One line when a plan is known, and one when training has ended.
+
+    Args:
+        training: Megatron's training loop is there, whose end is the end of training.
+    """
+
+    def __init__(self, training: bool) -> None:
+        self._training, self._said = training, ""
+        self._plan: Schedule | None = None
+        self._promise: tuple[Schedule, Promise] | None = None
+        self._measured: list[tuple[float, float]] = []
+
+    def promise(self, plan: Schedule) -> Promise:
+        """Of a plan, simulated at its first use."""
+        if self._promise is None or self._promise[0] is not plan:
+            self._promise = plan, promise(plan)
+        return self._promise[1]
+
+    def planned(self, plan: Schedule) -> None:
+        former, self._plan = self._plan, plan
+        if dist.get_rank() != 0:
+            return
+        text = self._text(plan)
+        # Of a ramp-up of the batch the first plan alone; of new measurements every other one.
+        again = former is not None and former.microbatches == plan.microbatches
+        if text != self._said:
+            logger.log(logging.INFO if again or not self._said else logging.DEBUG, "%s", text)
+            self._said = text
+
+    def measured(self, bubble: float, peak: float) -> None:
+        """Take a line of Megatron's log: a share, and microbatches."""
+        self._measured.append((bubble, peak))
+
+    def hooks(self) -> Sequence[Hook]:
+        if not self._training:
+            return ()
+        return (
+            Hook(
+                ("megatron.training.training:train",),
+                self._with_end,
+                ("forward_step_func",),
+                "the log would not compare measured and planned",
+            ),
+        )
+
+    def _text(self, plan: Schedule) -> str:
+        own, other = self.promise(plan), stock(plan)
+        bubble, peak = f"planned bubble {own.bubble_text}", f"peak activations {own.peak_text}"
+        peak += " microbatches a rank"
+        if other is not None:
+            beside = promise(other)
+            bubble += f" (1F1B {beside.bubble_text})"
+            peak += f" (1F1B {beside.peak_text})"
+        chunks = f"{plan.chunks} chunk{'s' * (plan.chunks > 1)}"
+        return (
+            f"{plan.name}, {plan.pp} ranks x {chunks}, {plan.microbatches} microbatches: {bubble}, "
+            f"{peak}"
+        )
+
+    def _with_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = original(*args, **kwargs)
+            except SystemExit:  # how Megatron ends at --exit-interval and on a signal
+                self._end()
+                raise
+            self._end()
+            return result
+
+        return train
+
+    def _end(self) -> None:
+        if self._plan is None or not self._measured or dist.get_rank() != 0:
+            return
+        # The first iterations warm up.
+        bubbles, peaks = zip(*(self._measured[1:] or self._measured))
+        own = self.promise(self._plan)
+        logger.info(
+            "measured bubble %.1f %% (plan %s), peak activations %.4g microbatches a rank (plan "
+            "%s), mean of %d lines of the log",
+            100 * statistics.fmean(bubbles),
+            own.bubble_text,
+            max(peaks),
+            own.peak_text,
+            len(bubbles),
+        )

@@ -1,0 +1,160 @@
+"""Help, completion, colours, progress, and files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_ext import _terminal, cli
+from megatron_ext.commands.common import InputError, output
+from megatron_ext.commands.examples import EXAMPLES
+from megatron_ext.schedule import generate, simulate
+from megatron_ext.view import text, timeline
+
+
+class Terminal(io.StringIO):
+    """A stream that is one."""
+
+    def isatty(self):
+        return True
+
+
+def test_no_arguments_print_the_help(run):
+    status, out, err = run()
+    assert (status, err) == (0, "") and "COMMAND" in out and "compare" in out
+
+
+def _parsers():
+    (commands,) = (a for a in cli.make_parser()._actions if a.choices and a.dest == "command")
+    return commands.choices
+
+
+def test_every_command_ends_its_help_with_examples():
+    for name, parser in _parsers().items():
+        lines = parser.format_help().rstrip().splitlines()
+        at = lines.index("examples:")
+        assert 2 <= len(lines) - at <= 4 or name in ("check", "completion"), name
+        assert all(line.startswith(f"  megatron-ext {name}") for line in lines[at + 1 :]), name
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_can_be_parsed(name):
+    for line in EXAMPLES[name]:
+        args = cli.make_parser().parse_args([name, *shlex.split(line)])
+        assert args.command == name
+
+
+def test_the_examples_run(run, tmp_path, monkeypatch):
+    """Those that need no model, device or folder; what one writes the next reads."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("simulate", "schedule", "compare", "check", "completion"):
+        for line in EXAMPLES[name]:
+            status, out, err = run(name, *shlex.split(line))
+            assert (status, err) == (0, "") and out, line
+    for line in EXAMPLES["show"][:2]:
+        assert run("show", *shlex.split(line))[0] == 0
+    assert (tmp_path / "v-half.svg").exists()
+
+
+CASES = [
+    ("megatron-ext si", "simulate"),
+    ("megatron-ext simulate --sch", "--schedule"),
+    ("megatron-ext simulate --schedule v-", "v-zb v-half v-min v-cap"),
+    ("megatron-ext simulate --pp 4 --offload-transfer ", "single dual paired"),
+    ("megatron-ext patch a", "apply"),
+    ("megatron-ext patch apply --js", "--json"),
+    ("megatron-ext check ", ""),  # bash's own: files
+    ("megatron-ext completion ", "bash zsh"),
+]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes(run, tmp_path):
+    """Sourced by bash, which calls it as on a press of the tabulator."""
+    path = tmp_path / "completion"
+    path.write_text(run("completion", "bash")[1])
+    calls = []
+    for line, _ in CASES:
+        words = [*line.split(), *([""] if line.endswith(" ") else [])]
+        quoted = " ".join(map(shlex.quote, words))
+        calls.append(f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _megatron_ext")
+        calls.append('echo "${COMPREPLY[*]}"')
+    script = "\n".join(["set -u", f"source {shlex.quote(str(path))}", *calls])
+    command = ["bash", "--norc", "-c", f"{script}\ncomplete -p megatron-ext"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[:-1] == [words for _, words in CASES]
+    assert "-F _megatron_ext" in lines[-1] and "-o default" in lines[-1]
+    assert run("completion", "zsh")[1].endswith(path.read_text())
+
+
+def test_colours_are_for_terminals(monkeypatch):
+    run = timeline.planned(simulate(generate("v-half", 2, 3)))
+    plain = text.render(run, 100)
+    assert "\x1b" not in plain
+    for stream, variables, colored in (
+        (Terminal(), {}, True),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (io.StringIO(), {}, False),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            patch.setenv("TERM", "xterm")
+            patch.delenv("NO_COLOR", raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert _terminal.colored() is colored
+            drawn = text.render(run, 100)
+            assert ("\x1b[34mF0 F1 \x1b[0m" in drawn) is colored
+            assert "\x1b" not in text.render(run), "of a file"
+            assert (drawn == plain) is not colored
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_comes_when_it_takes_long(monkeypatch, terminal):
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with _terminal.Progress("plan") as progress:
+        progress("searching")
+        progress.line("found one")
+    assert stream.getvalue() == ""
+    monkeypatch.setattr(_terminal, "_QUIET_S", 0.01)
+    with _terminal.Progress("plan") as progress:
+        progress("searching")
+        progress.line("found one")
+        while "searching" not in stream.getvalue():
+            time.sleep(0.01)
+    shown = stream.getvalue()
+    assert "plan: found one\n" in shown and "plan: searching (0 s)" in shown
+    assert shown.endswith("\r\x1b[K" if terminal else "\n")
+
+
+def test_output_is_whole_or_as_before(tmp_path):
+    path = tmp_path / "a.svg"
+    with output(str(path)) as part:
+        (tmp_path / part).write_text("first")
+    path.chmod(0o640)
+    with pytest.raises(InputError, match="cannot write .*: No space left"):
+        with output(str(path)) as part:
+            (tmp_path / part).write_text("half of the sec")
+            raise OSError(28, "No space left on device")
+    assert path.read_text() == "first"
+    with output(str(path)) as part:
+        (tmp_path / part).write_text("second")
+    assert path.read_text() == "second" and path.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["a.svg"]
+    link = tmp_path / "link.svg"
+    link.symlink_to(path)
+    with output(str(link)) as part:
+        (tmp_path / part).write_text("third")
+    assert link.is_symlink() and path.read_text() == "third"
+    with output("/dev/null") as part:
+        assert part == "/dev/null"
