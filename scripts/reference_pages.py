@@ -33,6 +33,7 @@ FEATURES = {
     "Telemetry": ("Traces", "../guides/tracing.md"),
 }
 ENVIRONMENT = {
+    "MEGATRON_EXT_VERBOSE": "1: the log names every function that is replaced, and all details",
     "MEGATRON_EXT_TRACE": "1: every action is printed when it starts, for a run that hangs",
     "MEGATRON_EXT_WATCHDOG_SECONDS": "a rank that makes no progress for so long reports and exits "
     "with status 75; default: `--distributed-timeout-minutes`",

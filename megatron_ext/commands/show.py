@@ -136,8 +136,9 @@ def _draw(args: argparse.Namespace, runs_of: Callable[[], list[timeline.Timeline
         print("\n".join(text.render(run, width) for run in runs), end="")
         _print_deviations(runs)
         return
-    with output(args.output):
-        Path(args.output).write_text(RENDERERS[suffix](runs, args.theme), encoding="utf-8")
+    text_of = RENDERERS[suffix](runs, args.theme)
+    with output(args.output) as path:
+        Path(path).write_text(text_of, encoding="utf-8")
     plans = [run for run in runs if run.label != "measured"]
     about = [f"{run.schedule.name}, pp {run.schedule.pp}" for run in plans]
     spans = [f"makespan {timeline.decimal(run.makespan)}" for run in plans]

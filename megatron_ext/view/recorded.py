@@ -90,6 +90,8 @@ def _machine(line: Any) -> str:
 
 def _per_rank(directory: str | Path) -> dict[int, dict[int, Any]]:
     """Lines of training iterations, by pipeline rank and iteration."""
+    if not Path(directory).is_dir():
+        raise ValueError(f"{directory} is no folder; train with --pp-trace {directory} to make it")
     found: dict[int, dict[int, Any]] = {}
     for path in sorted(Path(directory).glob("rank*.jsonl"), key=_global_rank):
         for line in _lines(path):

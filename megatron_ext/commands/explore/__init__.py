@@ -71,14 +71,16 @@ def _explore(args: argparse.Namespace) -> None:
         if not args.export.endswith(".html"):
             raise InputError(f"--export {args.export}: write a name that ends in .html")
         text = explorer.export(args.view)
-        with output(args.export):
-            Path(args.export).write_text(text, encoding="utf-8")
+        with output(args.export) as path:
+            Path(path).write_text(text, encoding="utf-8")
         print(f"{args.export}: open it in a browser")
         return
     if args.view:
         raise InputError(f"--view {args.view} is for --export FILE.html; give both")
-    with output(f"port {args.port}"):
+    try:
         server = serve(explorer, args.port, fallback=args.port == _PORT)
+    except OSError as error:
+        raise InputError(f"--port {args.port}: {error.strerror}; give another") from None
     address = f"http://localhost:{server.server_port}/"
     print(f"{address}  (Ctrl-C ends it)", flush=True)
     if args.open:

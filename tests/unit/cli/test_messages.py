@@ -100,8 +100,8 @@ _PO = "simulate --schedule po --pp 4 --microbatches 8"
         ("simulate --schedule gone.json", "cannot read schedule file gone.json: No such file"),
         ("check gone.json", "cannot read schedule file gone.json: No such file or directory"),
         ("compare --pp 4 --microbatches 8 --group-size 5", "at pp=4 takes 2 (p/2 rounded up) to 4"),
-        ("show", "give either a schedule file or --schedule NAME"),
-        ("show a.json --block v-half", "give either a schedule file or --schedule NAME or --block"),
+        ("show", "give either schedules or --schedule NAME"),
+        ("show a.json --block v-half", "give either schedules or --schedule NAME or --block"),
         ("show --block v-half", "--block v-half needs --pp P, at least 2 pipeline ranks"),
         ("show --block v-half --pp 4 --hop 1", "--hop 1 is not for --block v-half; leave --hop"),
         ("show --block chimera --pp 4", "no building block 'chimera'; known: gpipe, 1f1b"),
@@ -112,7 +112,7 @@ _PO = "simulate --schedule po --pp 4 --microbatches 8"
         ("show --schedule 1f1b --pp 2 --microbatches 2 --json", "--json is for --block and --bl"),
         ("show --blocks", "--blocks needs --pp P, at least 2 pipeline ranks"),
         ("show --blocks --pp 4 --squeeze", "--squeeze is not for --blocks; leave --squeeze out"),
-        ("show --blocks --block 1f1b --pp 4", "give either a schedule file or --schedule NAME or"),
+        ("show --blocks --block 1f1b --pp 4", "give either schedules or --schedule NAME or"),
         ("schedule --output a.json", "give either --schedule NAME or --block NAME, or a file"),
         ("schedule --block v-half --pp 4 --output a.json", "v-half needs --microbatches M too"),
         (
@@ -120,7 +120,7 @@ _PO = "simulate --schedule po --pp 4 --microbatches 8"
             "--memory-cap 0.5 is not for --block v-half; leave --memory-cap out",
         ),
         ("show --schedule v-half --pp 4 --microbatches 4 --squeeze", "--squeeze is for --block"),
-        ("show a.json --schedule 1f1b", "give either a schedule file or --schedule NAME"),
+        ("show a.json --schedule 1f1b", "give either schedules or --schedule NAME"),
         ("show --schedule 1f1b --pp 2 --microbatches 2 --output a.pdf", "use .svg, .html, .json"),
         (
             "schedule --schedule 1f1b --pp 2 --microbatches 2 --output no/such/dir/a.json",

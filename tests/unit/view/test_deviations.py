@@ -114,4 +114,4 @@ def test_show_without_the_plan(folder, capsys):
     assert main(["show", "--measured", str(folder)]) == 2
     assert "the plan of iteration 1; give the schedule too" in capsys.readouterr().err
     assert main(["show", "--measured", str(folder / "none")]) == 2
-    assert "no iteration" in capsys.readouterr().err
+    assert "is no folder; train with --pp-trace" in capsys.readouterr().err
