@@ -46,9 +46,11 @@ def test_losses_are_those_without(
         argv.remove(flag)
     at = argv.index("--load")
     del argv[at : at + 2]
-    without = server.run(argv, model.world, tmp_path / "without")
+    verbose = {0: {"MEGATRON_EXT_VERBOSE": "1"}}  # lists the hooks
+    without = server.run(argv, model.world, tmp_path / "without", environment=verbose)
     assert without.status == "ok", without.log(0)[-5000:]
-    cheap = server.run([*argv, "--pp-cheap-recompute"], model.world, tmp_path / "cheap")
+    argv.append("--pp-cheap-recompute")
+    cheap = server.run(argv, model.world, tmp_path / "cheap", environment=verbose)
     assert cheap.status == "ok", cheap.log(0)[-5000:]
     assert len(cheap.losses()) == 5
     assert cheap.losses() == without.losses()

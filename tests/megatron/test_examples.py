@@ -34,7 +34,7 @@ PROOFS = {
         *_TRAINED,
         *_TRAINED,
         *_TRAINED,
-        "rank 0: activations on the device at most 10.2 MiB if all stay, 7.8 .*, 5.2 if all",
+        r"rank 0: activations on the device at most 10\.\d MiB if all stay, 7\.\d .*, 5\.\d if all",
         "rank 1: activations on the device at most",
         "device bytes are those of the plan",
     ],

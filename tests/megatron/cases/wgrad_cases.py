@@ -33,12 +33,15 @@ from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
 from megatron.core.transformer.moe import experts  # noqa: E402
 
+from megatron_ext import _log  # noqa: E402
 from megatron_ext.integration import split_local as local  # noqa: E402
 from megatron_ext.integration.hooks import Hooks  # noqa: E402
 from megatron_ext.integration.split_te import attach  # noqa: E402
 from megatron_ext.integration.versions import megatron_version  # noqa: E402
 from megatron_ext.runtime import wgrad  # noqa: E402
 from megatron_ext.runtime.wgrad import WeightGradStore  # noqa: E402
+
+_log.set_up()  # as install does
 
 _MOE = {
     "num_moe_experts": 8,
