@@ -87,11 +87,13 @@ class TestOnRanks:
         said = _said(start("--pp-schedule", "zb-h1", more={2: ["--pp-cost", "1,2,1"]}))
         assert said.startswith("rank 2 runs with --pp-cost 1,2,1, but 3 of 4 ranks with not given")
 
+    @pytest.mark.matrix
     def test_another_flag_of_megatrons(self, start: Callable[..., Outcome]) -> None:
         said = _said(start("--pp-schedule", "zb-h1", more={3: ["--lr", "2e-3"]}))
         assert said.startswith("rank 3 runs with Megatron's --lr 0.002, but 3 of 4 ranks with 0.00")
         assert "differ in" not in said
 
+    @pytest.mark.matrix
     def test_another_plan_in_a_file_of_the_same_name(
         self, start: Callable[..., Outcome], tmp_path: Path
     ) -> None:
@@ -102,6 +104,7 @@ class TestOnRanks:
         assert said.startswith("rank 3 runs with --pp-schedule a file with SHA-256 ")
         assert "(they differ in the plan too)" in said
 
+    @pytest.mark.matrix
     def test_another_environment(self, start: Callable[..., Outcome]) -> None:
         said = _said(
             start(
@@ -118,6 +121,7 @@ class TestOnRanks:
         assert said.startswith("rank 3 did not say within 5 s what it runs with")
         assert "--pp-schedule zb-h1" in said
 
+    @pytest.mark.matrix
     def test_without_a_schedule(self, start: Callable[..., Outcome]) -> None:
         """MoE flags alone are compared too."""
         said = _said(

@@ -305,6 +305,7 @@ def without(folder: Path, key: str) -> None:
     path.write_bytes(pickle.dumps(metadata))
 
 
+@pytest.mark.matrix
 def test_refusals(runs: Runs) -> None:
     """Before the first step, with one sentence; the same layout and a fresh optimizer may load."""
     base = [*DISTRIBUTED, "--train-iters", "4"]

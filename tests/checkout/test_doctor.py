@@ -19,6 +19,7 @@ def test_with_a_checkout() -> None:
     assert (done.returncode, errors(done)) == (0, [])
 
 
+@pytest.mark.matrix
 def test_with_a_broken_checkout(tmp_path: Path) -> None:
     """A function of Megatron renamed, a patched file changed, the script gone."""
     broken = tmp_path / "Megatron-LM"

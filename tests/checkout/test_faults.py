@@ -210,6 +210,7 @@ def test_sigterm_saves_and_a_restart_goes_on(runs: Runs) -> None:
     runs.continues("term", 3, *more)
 
 
+@pytest.mark.matrix
 def test_saving_in_the_background(runs: Runs) -> None:
     """With --async-save: same losses, complete checkpoints, loaded by another placement."""
     more = ["--async-save"]

@@ -68,6 +68,7 @@ def _close(ours: Losses, stock: Losses) -> None:
     assert flat[0] == pytest.approx(flat[1], rel=2e-3)
 
 
+@pytest.mark.matrix
 def test_one_chunk_is_stock(train: Callable[..., Losses]) -> None:
     assert train("--moe-pipeline-chunks", "1", "--moe-memory-reuse", "s4") == train()
 
@@ -114,6 +115,7 @@ def test_what_auto_chooses_trains_as_stock(
     assert "MoE layers of hidden" not in outcome.log(1)
 
 
+@pytest.mark.matrix
 def test_auto_under_stocks_schedule(
     start: Callable[..., Outcome], train: Callable[..., Losses]
 ) -> None:

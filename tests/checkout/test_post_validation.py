@@ -83,6 +83,7 @@ class TestOneRun:
         sizes = re.findall(r"global batch size: +(\d+)", " ".join(ahead[2]))
         assert sizes == ["4", "4", "4", "6", "6", "8", "8", "8"]
 
+    @pytest.mark.matrix
     def test_a_signal_and_a_kill(self, serve: Serve, tmp_path: Path) -> None:
         """Saved while the next iteration has begun, and killed: resumed, nothing is different."""
         flags = (
@@ -116,6 +117,7 @@ class TestOneRun:
             assert states == [rank[begin:end] for rank in expected[0]]
             assert losses == expected[1][begin:end]
 
+    @pytest.mark.matrix
     def test_the_comparison_can_fail(self, serve: Serve, tmp_path: Path) -> None:
         flags = f"{script.PP4} --bf16 {script.EXACT} --pp-schedule v-zb --train-iters 6"
         ones = [

@@ -75,6 +75,7 @@ def train(start: Callable[..., Outcome]) -> Callable[..., Log]:
     return run_once
 
 
+@pytest.mark.matrix
 def test_torchrun(train: Callable[..., Log], weights: list[str]) -> None:
     """The same through torchrun, as users start it."""
     pp2 = ["--pipeline-model-parallel-size", "2"]

@@ -17,6 +17,7 @@ from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.layout import even_split
 from megatron_ext.schedule import Costs, generate
 from megatron_ext.schedule.io import save
+from tests.support.checkouts import nightly
 from tests.support.stand_ins import after_megatron, before_megatron
 
 from .test_flags import arguments
@@ -137,7 +138,7 @@ def test_what_auto_has_chosen_stays(on: Any) -> None:
     assert plan_of(run).costs == big.costs(plan_of(run).placement.num_stages)
 
 
-@pytest.mark.parametrize("schedule", ["auto", "v-cap"])
+@pytest.mark.parametrize("schedule", ["auto", nightly("v-cap")])
 def test_a_cap_in_bytes_is_kept_when_the_order_is_made_anew(on: Any, schedule: str) -> None:
     on(H100)
     run = run_of(schedule, pp_memory_cap="60GiB")

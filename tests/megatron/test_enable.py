@@ -37,7 +37,7 @@ def merged(ranks: Sequence[dict[str, Any]], what: str) -> dict[str, bytes]:
         ("v-half-4-groups", "stock-4"),
         ("v-half-hybrid", "stock-hybrid"),
         pytest.param("zb-h1-wide", "stock-wide", marks=pytest.mark.matrix),
-        ("zb-h1-wide", "stock-2"),
+        pytest.param("zb-h1-wide", "stock-2", marks=pytest.mark.matrix),
         pytest.param("zb-h1-experts", "stock-experts", marks=pytest.mark.matrix),
         ("stock-chunked-experts", "stock-experts"),
         ("zb-h1-4", "one-process"),

@@ -342,6 +342,8 @@ NIGHTLY = ("v-half-s3/3s-fusion", "zb-h1-s0-offload/3")
 # bf16 is what the stock script trains in; fused products of Transformer Engine without chunks are
 # in test_wgrad_split.
 NIGHTLY += ("zb-h1-none/3-bf16", "zb-h1-none/3-te-fused")
+# Parts of other cases: these strategies under offload, and fused passes.
+NIGHTLY += ("zb-h1-s1-offload/3s", "zb-h1-s0/3-fusion")
 
 
 @pytest.mark.parametrize("case", sampled(SCHEDULED, [c for c in SCHEDULED if c not in NIGHTLY]))

@@ -27,12 +27,10 @@ OURS = [
     "zb-h1/fusion",
     "v-half/moe",
     "zb-h1/te",
-    "zb-h1/te-recompute",
     "v-zb/te-moe",
     "zb-h1/te-moe-fused",
     "zb-h1/te-forward",
     "zb-h1/mtp",
-    "zb-h1/mtp-tied",
     "v-half/overlap",
     "zb-h1/overlap-fusion",
     "zb-h1/overlap-te-moe",
@@ -50,6 +48,8 @@ _MATRIX = [
         "zb-h1/overlap",
         "v-zb/overlap",
         "v-zb/overlap-moe",
+        "zb-h1/te-recompute",
+        "zb-h1/mtp-tied",
     ),
 ]
 

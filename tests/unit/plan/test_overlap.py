@@ -131,7 +131,7 @@ def test_a_flag_keeps_the_search_to_pairs():
 
 
 def test_the_command_compares_the_ways(tmp_path, capsys):
-    words = f"{EXPERTS} --bf16 --gpu H100 --schedules v-zb,1f1b --cheap-recompute off"
+    words = f"{EXPERTS} --bf16 --gpu H100 --schedules v-zb --cheap-recompute off"
     words = f"{words} --shard-vocabulary off --offload off".split()
     main(["plan", *words, "--json"])
     data = json.loads(capsys.readouterr().out)

@@ -140,6 +140,7 @@ def test_small_cases_are_solved(solver, size):
     assert made.after == Fraction(str(row["makespan"]))
 
 
+@pytest.mark.matrix
 def test_the_exact_bounds_hold_for_the_named_schedules():
     problems = {}
     for row in EXACT:
