@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.support.checkouts import MAIN_TAG, existing
 from tests.support.doctor import compare, errors, normal, run, without_gpu
 
