@@ -62,11 +62,12 @@ release_for() {
 }
 
 # Prints the packages for a Python version, one a line: also those that the training loop of old
-# Megatron releases imports without naming them.
+# Megatron releases imports without naming them. PIP_CONSTRAINT and pip's configuration may hold
+# torch below the version of releases.txt: then pip takes the newest that is allowed.
 requirements() {
     local wheel torch
     read -r _ wheel _ torch _ < <(release_for "$1")
-    printf '%s\n' "megatron-core==$wheel" "torch==$torch"
+    printf '%s\n' "megatron-core==$wheel" "torch>=2.13,<=$torch"
     printf '%s\n' numpy six pyyaml regex einops pybind11 pydantic psutil packaging 'setuptools>=77' \
         wheel 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' \
         'ortools>=9.12' \
