@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
+import queue
 
 
 def preload() -> None:
@@ -17,3 +18,14 @@ def preload() -> None:
             with contextlib.suppress(ImportError):  # another version of Megatron may lack its own
                 importlib.import_module(module.name)
     consistency._sources()
+
+
+def keep_writing_here() -> None:
+    """Spare each rank that saves a helper process, which would import all of Megatron again.
+
+    Megatron hands the writer's results on through a queue that such a process serves, even where
+    it writes in the same process.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()

@@ -21,7 +21,6 @@ import gc
 import importlib
 import json
 import os
-import queue
 import random
 import shutil
 import signal
@@ -36,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .preload import preload
+from .preload import keep_writing_here, preload
 
 HOME = Path(__file__).resolve().parents[2]  # of the package
 # Far beyond what any job takes on a machine with ten times more to do than cores.
@@ -230,7 +229,7 @@ def _rank(script: Path, job: dict[str, Any], rank: int, port: int) -> None:
         from megatron_ext import launch
 
         if "--async-save" not in job["argv"]:
-            _keep_writing_here()
+            keep_writing_here()
         if job.get("prelude"):
             # Not by ``runpy``: what it defines has to live as long as the rank.
             defined = launch._execute(Path(job["prelude"]), "prelude")
@@ -247,17 +246,6 @@ def _rank(script: Path, job: dict[str, Any], rank: int, port: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _keep_writing_here() -> None:
-    """Spare each rank that saves a helper process, which would import all of Megatron again.
-
-    Megatron hands the writer's results on through a queue that such a process serves, even where
-    it writes in the same process.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = queue.Queue()
 
 
 def _prepare_for_all() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.prove.preload import preload
+from megatron_ext.prove.preload import keep_writing_here, preload
 from tests.support.checkouts import environment, python_path
 from tests.support.ranks import on_ranks
 from tests.support.waiting import PATIENCE
@@ -133,6 +133,7 @@ def serve(
     os.dup2(2, 1)
     torch.set_num_threads(1)
     preload()
+    keep_writing_here()
     gc.collect()
     gc.freeze()  # else every rank copies what the collector touches
     print(json.dumps({"value": list(cases)}), file=answers, flush=True)
