@@ -22,7 +22,7 @@ from typing import Any
 from ..callbacks import Callback, HooksOnly
 from ..errors import ConfigError
 from ..feature import Feature, Run
-from ..hooks import Hook
+from ..hooks import Hook, around
 from ..utils import device_name, full_batch, gather
 
 WAIT_ENVIRONMENT = "MEGATRON_EXT_AGREEMENT_SECONDS"
@@ -129,18 +129,14 @@ def agree(run: Run) -> None:
 def _hook(run: Run) -> Hook:
     """Compares as soon as Megatron has created the process group."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _initialize_distributed(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            agree(run)
-            return result
-
-        return _initialize_distributed
+    def initialize_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        agree(run)
+        return result
 
     return Hook(
         ("megatron.training.initialize:_initialize_distributed",),
-        make,
+        around(initialize_distributed),
         ("get_embedding_ranks",),
         "ranks with other flags or packages would hang or train on other data",
     )
