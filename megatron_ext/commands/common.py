@@ -121,7 +121,6 @@ def add_shape_options(group: argparse._ActionsContainer, cap_use: str, group_use
     """What shapes a generated schedule: memory cap, group size, objective, effort.
 
     Args:
-        group: where they are added.
         cap_use, group_use: what the command uses the cap and the group size for.
     """
     group.add_argument(

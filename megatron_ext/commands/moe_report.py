@@ -50,7 +50,6 @@ def report_json(layer: Layer, runs: Sequence[LayerRun], chosen: LayerRun) -> dic
     """Every plan's times and bytes, and the chosen one's operations.
 
     Args:
-        layer: what is simulated.
         runs: of the table, Megatron's own layer among them. chosen: is drawn.
     """
     stock = next(run for run in runs if run.plan == STOCK)

@@ -59,9 +59,7 @@ def search(
     """Run it.
 
     Args:
-        args: the command's.
         given: Megatron's arguments by name.
-        gpu: the device.
         budgets: bytes of a rank on the device, and on the host.
         progress: called with a line now and then.
 

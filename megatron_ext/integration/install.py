@@ -39,7 +39,6 @@ class Installation:
         config: values of our flags where the command line gives none, by attribute name.
 
     Attributes:
-        hooks: in force.
         run: the run that they belong to; None before Megatron has validated its arguments.
     """
 

@@ -142,8 +142,6 @@ def spread(
     """Layers of each stage, evenly but for the first and the last; None if that cannot be.
 
     Args:
-        layers: in all.
-        stages: how many.
         first, last: layers of the first and the last stage; None: as the others.
         taken: 1 where the embedding, and where the loss, counts as a layer.
     """
@@ -202,7 +200,6 @@ class LayerPattern:
         """The layers of each stage in model order, as listed or cut by Megatron's own rule.
 
         Args:
-            number: of stages.
             first, last: layers of the first and the last stage, where none are listed.
 
         Raises:

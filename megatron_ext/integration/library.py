@@ -40,9 +40,6 @@ class Library:
     Args:
         options: as ``megatron_ext.enable``.
 
-    Attributes:
-        hooks: in force.
-
     Raises:
         ConfigError: an option is unknown, or cannot work without Megatron's arguments.
     """
@@ -141,7 +138,6 @@ class Library:
 
         Args:
             models: its chunks on this rank.
-            group: its pipeline.
             size: tokens and samples of a microbatch.
         """
         from megatron.core.utils import get_model_config

@@ -156,7 +156,6 @@ class ScheduledPipeline:
         """Everything before the first pass.
 
         Args:
-            call: what to run.
             extension: runs operations beyond F, B, W, messages and copies; None: they are
                 left out.
 

@@ -262,8 +262,6 @@ class Record:
     go where there is no backward pass.
 
     Args:
-        memory: what it may use.
-        number: the chunk's.
         strategy: how it comes back.
         depth: slots for the experts' input; their intermediate tensors always have two.
 

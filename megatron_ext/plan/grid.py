@@ -93,7 +93,6 @@ class GridResult:
 
     Attributes:
         budget: bytes a rank.
-        points: all that were simulated.
         searches: division by division, in the order in which they were searched.
         divisions: how many are possible, with microbatch sizes and recompute ``cases``.
         searched: cases for which schedules were made.
@@ -355,7 +354,6 @@ def variants(job: Job, sizes: Sequence[int], cheap: Sequence[bool], *, full: boo
     """A division with every microbatch size and kind of recompute.
 
     Args:
-        job: the division.
         sizes: of microbatches, in samples.
         cheap: which of with and without cheap recompute.
         full: full recompute may be chosen.

@@ -311,7 +311,6 @@ def backward(plan: LayerPlan, times: ChunkTimes, *, split: bool = False) -> list
     """Operations of a backward pass, as ``moe.passes.Backward`` issues them: last chunk first.
 
     Args:
-        plan, times: of the call.
         split: weight gradients wait for W passes, where the experts' input is kept.
     """
     issue, strategy, local = _Issue(), plan.strategy, times.backward
@@ -399,7 +398,6 @@ class LayerRun:
     """One call of a layer by prediction, in the unit of the costs.
 
     Attributes:
-        plan: how it runs.
         forward, backward: its passes.
         weights: of W passes, where weight gradients wait for them; 0: they are part of backward.
     """

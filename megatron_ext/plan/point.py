@@ -25,7 +25,6 @@ class Point:
     """A simulated point.
 
     Attributes:
-        spec, workload: what was simulated.
         makespan_us: of one iteration's passes, in microseconds.
         bubble, peak_activation, peak_host_activation: as ``simulate`` says.
         ranks: every rank's bytes at its peak.

@@ -39,10 +39,8 @@ class Result:
     """What was found.
 
     Attributes:
-        points: all that were simulated.
         budget, host_budget: bytes per rank, of the device and of the host (None: no limit).
         skipped: candidates that were left out because the search had made all its passes.
-        candidates: how many there were.
     """
 
     budget: int
@@ -84,7 +82,6 @@ class Search:
     """One search.
 
     Args:
-        space: what may be chosen.
         budget, host_budget: as ``Result``.
         effort: a factor on ``MOST_PASSES``.
         progress: called with a line now and then.

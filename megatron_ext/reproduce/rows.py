@@ -76,7 +76,6 @@ class Table(NamedTuple):
 
     Attributes:
         name: as ``--figure`` takes it.
-        title: what it shows.
         key: of the published values in the data file.
         kind: of all its quantities.
         unit: of its numbers; empty for none.

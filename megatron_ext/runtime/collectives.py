@@ -26,8 +26,6 @@ class Collectives:
     """This rank's part of the chains. Collective over ``group``.
 
     Args:
-        group: the pipeline's process group.
-        device: of the tensors.
         options: of the communicator, see ``MessageOptions``.
     """
 

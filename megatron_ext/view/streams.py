@@ -57,7 +57,6 @@ class Streams(NamedTuple):
     """A picture.
 
     Attributes:
-        title: of it.
         passes: below each other, on one time scale.
         unit: of times; "" where costs have none.
     """

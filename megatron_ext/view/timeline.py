@@ -139,7 +139,6 @@ def measured(schedule: Schedule, events: Sequence[Sequence[Mapping[str, Any]]]) 
     """A traced run of ``schedule``; times in ms from the first start of all ranks.
 
     Args:
-        schedule: what was run.
         events: per rank, ``{"action": "F3.1", "start_us": float, "end_us": float}`` in any order,
             on one clock. Actions that are not compute (sends, offloads) are left out.
 

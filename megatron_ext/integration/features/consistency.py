@@ -48,7 +48,6 @@ def facts(
     Args:
         flags: those of ours that were given, with their values as text.
         plan: hash and size of the schedule; None without one.
-        megatron: version of megatron-core.
         megatrons_flags: those of Megatron and the training script, as ``flags``.
     """
     import torch

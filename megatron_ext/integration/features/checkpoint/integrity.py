@@ -47,7 +47,6 @@ def require_complete(load_dir: Any, args: MegatronArgs) -> dict[str, Any]:
 
     Args:
         load_dir: what ``--load`` names.
-        args: Megatron's.
 
     Returns:
         On rank 0, for a folder in torch_dist: that folder, and its metadata.

@@ -35,7 +35,6 @@ class HostArenas(Callback):
     """Sizes the host arena of a rank's MoE layers.
 
     Args:
-        layers, policy: of the run.
         strategies: that may run; where there are several, those are left out that need too much.
         calls: (model chunks, microbatches) -> microbatches of each pipeline rank between their
             forward and their backward pass.

@@ -35,7 +35,6 @@ class Execution(NamedTuple):
     """How one call of a layer runs.
 
     Attributes:
-        policy: its plan.
         stock: Megatron's own layer runs.
         timer: of the call, if it is timed.
         changed: the plan differs from the last call's; its shared buffers have other sizes.
@@ -103,7 +102,6 @@ class PipelinedMoE(Callback):
     """Runs the MoE layers of one rank.
 
     Args:
-        policy: how calls run.
         store: of the weight gradients that W passes compute, where the schedule has such; then
             its hooks are in place.
         options: of ``Memory``.
@@ -216,10 +214,8 @@ class PipelinedMoE(Callback):
         """``MoELayer.forward`` with the routed part in chunks.
 
         Args:
-            layer: the ``MoELayer``.
             hidden_states: (sequence, batch, hidden).
             padding_mask: (batch, sequence), true for tokens that are none; or None.
-            policy: gives the plan.
 
         Returns:
             (output of the shape of ``hidden_states``, None).

@@ -183,8 +183,6 @@ class ScheduleRequest:
         The placement cannot change once the model is built, so this is decided once.
 
         Args:
-            pp: pipeline ranks.
-            microbatches: of the full batch.
             names: schedules that the model can be placed for.
             chunks: of those that take any number.
 
@@ -203,9 +201,7 @@ class ScheduleRequest:
         """What runs; made for the full batch, so that options which do not fit end the run here.
 
         Args:
-            pp: pipeline ranks.
             chunks: model chunks a rank; None: the schedule's own.
-            microbatches: of the full batch.
 
         Raises:
             ConfigError: options that do not fit, or a cap that is not kept.
@@ -326,7 +322,6 @@ class Choice:
         """The training schedule for ``microbatches``; made once for each set of arguments.
 
         Args:
-            microbatches: of a step.
             link: transfer times, to decide which sets leave; a file that offloads has its own.
             costs: measured, of the passes; None: those that the order is made for.
             reorder: make the order for ``costs`` too, and take it if it is faster under them.

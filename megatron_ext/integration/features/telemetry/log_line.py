@@ -37,7 +37,6 @@ class Meter:
 
         Args:
             recorder: its times; not to be reset.
-            group: the pipeline's process group.
         """
         self._recent.append(recorder)
         self._peak, self._group = max(self._peak, recorder.peak_sets), group

@@ -232,7 +232,6 @@ class VeeCallback(Callback):
 
     Args:
         training: Megatron's training package is in use.
-        name: of the schedule.
     """
 
     def __init__(self, training: bool, name: str) -> None:

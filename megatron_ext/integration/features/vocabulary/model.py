@@ -44,7 +44,6 @@ class VocabularyShard(torch.nn.Module):
         has_own_passes: the gradients come neither in B nor in W.
         embedding, output: parameters [n, h], one and the same if tied.
         first_row: the first one's number in the whole vocabulary.
-        tied: see above.
     """
 
     has_own_passes = True
@@ -173,7 +172,6 @@ class _Pipeline:
     """The ranks that share a model's vocabulary.
 
     Attributes:
-        group: of the pipeline.
         tensor_rank, tensor_ranks: this rank's place in, and the size of, its tensor-parallel group.
         last: the pipeline rank that has built the output layer; rank 0 has built the embedding.
     """
