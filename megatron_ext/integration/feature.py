@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .._conflict import Conflict as Conflict
+from .._conflict import first_conflict
 from .._input import attribute
 from .arguments import MegatronArgs
 from .callbacks import Callback, PlanInputs
@@ -89,13 +90,9 @@ def require_no_conflict(
     Raises:
         ConfigError: the first conflict.
     """
-    for conflict in conflicts:
-        value = conflict.found(args) if conflict.only in parts else None
-        if value is not None:
-            raise ConfigError(
-                f"{parts[conflict.only]} does not support {f'{conflict.flag} {value}'.strip()}: "
-                f"{conflict.reason}"
-            )
+    found = first_conflict(conflicts, args, parts)
+    if found is not None:
+        raise ConfigError(f"{parts[found[0]]} does not support {found[1]}")
 
 
 def markdown(conflicts: Sequence[Conflict], everything: str) -> str:
