@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .._log import VERBOSE, set_up, tear_down, verbose
 from .arguments import MegatronArgs
@@ -28,6 +28,9 @@ from .hooks import Hook, Hooks, around
 from .report import Report
 from .takeover import FUNCTIONS, SCHEDULES
 from .versions import megatron_version, require_supported
+
+if TYPE_CHECKING:
+    from .library import Library
 
 logger = logging.getLogger(__name__)
 
@@ -147,19 +150,16 @@ class Installation:
     def _with_validation(
         self, original: Callable[..., Any], args: MegatronArgs, *rest: Any, **kwargs: Any
     ) -> Any:
-        if self.run is not None:  # Megatron validates again
-            self.run.args = args
-            with _validating(self.run):
-                result = original(args, *rest, **kwargs)
-            self._check_derived(self.run)
-            return result
-        run = self._run_of(args)
-        for feature in FEATURES:
+        again, run = self.run is not None, self.run or self._run_of(args)
+        run.args = args
+        for feature in () if again else FEATURES:
             feature.check(run)
         with _validating(run):
             result = original(args, *rest, **kwargs)
-        self._check_derived(run)
-        self.start(run)
+        for feature in FEATURES:
+            feature.check_derived(run)
+        if not again:
+            self.start(run)
         return result
 
     def _requiring_arguments(self, original: Callable[..., Any], **kwargs: Any) -> Any:
@@ -193,11 +193,6 @@ class Installation:
             prepare(run)
         return run
 
-    @staticmethod
-    def _check_derived(run: Run) -> None:
-        for feature in FEATURES:
-            feature.check_derived(run)
-
 
 def _validating(run: Run) -> contextlib.ExitStack:
     """What the features put in force while Megatron validates its arguments."""
@@ -207,19 +202,10 @@ def _validating(run: Run) -> contextlib.ExitStack:
         return stack.pop_all()
 
 
-class Applied(Protocol):
-    """What a process has in force, however it was loaded."""
-
-    hooks: Hooks
-
-    def revert(self) -> None:
-        """Restore all symbols of Megatron."""
+_current: Installation | Library | None = None
 
 
-_current: Applied | None = None
-
-
-def claim(mine: Applied | None, entry: str = "apply") -> None:
+def claim(mine: Installation | Library | None, entry: str = "apply") -> None:
     """Let ``mine`` be what this process has in force; None: nothing.
 
     Args:

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from .._input import attribute
+from ..plan.layout import spread
 from ..schedule.placement import Placement
 from .arguments import MegatronArgs
 from .errors import ConfigError
@@ -129,30 +130,6 @@ def _counts(args: MegatronArgs, stages: int) -> list[int]:
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or "
             f"--pipeline-model-parallel-layout with {stages} stages"
         )
-    return counts
-
-
-def spread(
-    layers: int,
-    stages: int,
-    first: int | None = None,
-    last: int | None = None,
-    taken: tuple[int, int] = (0, 0),
-) -> list[int] | None:
-    """Layers of each stage, evenly but for the first and the last; None if that cannot be.
-
-    Args:
-        first, last: layers of the first and the last stage; None: as the others.
-        taken: 1 where the embedding, and where the loss, counts as a layer.
-    """
-    middle = layers + sum(taken) - (first or 0) - (last or 0)
-    even = stages - (first is not None) - (last is not None)
-    each, rest = divmod(middle, even) if even else (0, middle)
-    if layers < 1 or middle < 0 or rest or each < max(taken):
-        return None
-    counts = [each] * stages
-    counts[0] = each - taken[0] if first is None else first
-    counts[-1] = each - taken[1] if last is None else last
     return counts
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -138,12 +137,6 @@ class ScheduledPipeline:
         detail = "for other ranks before or behind its passes (optimizer, checks of all ranks)"
         with self.watchdog(rank).armed(detail, quiet=(ConfigError,)):
             return original(*args, **kwargs)
-
-    def close(self) -> None:
-        """Let all callbacks give back what they hold, whatever one of them raises."""
-        with contextlib.ExitStack() as stack:
-            for callback in self.callbacks:
-                stack.callback(callback.close)
 
     def watchdog(self, rank: int) -> Watchdog:
         """The watchdog of this process, which is ``rank`` in its pipeline."""

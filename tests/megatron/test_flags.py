@@ -284,7 +284,7 @@ class TestAuto:
         costs, sets = Costs.of(1, "1.1", "0.8", "0.05"), int(8 * float(cap or 1))
         expected = made("auto", 4, 8, 2, costs, memory_cap=sets)
         assert (choice.name, choice.request.note) == (expected.name, expected.note)
-        assert choice.vee == expected.placement.is_vee()
+        assert choice.placement.is_vee() == expected.placement.is_vee()
         text = args.pipeline_model_parallel_layout
         chunks = text.count("|") // 4 + 1 if text else args.num_virtual_stages_per_pipeline_rank
         assert (chunks or 1) == expected.chunks
@@ -443,7 +443,7 @@ class TestFile:
         plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
         assert plan.has_offload
         choice = ScheduleRequest.of(self.write(tmp_path, plan)).resolve(4, 2, 8)
-        assert choice.offloads
+        assert choice.request.offloads
         assert choice.plan(8).ranks == plan.ranks
 
     def test_other_pipeline_size(self, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ..callbacks import Callback, HooksOnly
 from ..errors import ConfigError
 from ..feature import Feature, Run
 from ..hooks import Hook, around
-from ..utils import device_name, full_batch, gather
+from ..utils import device_name, gather, most_microbatches
 
 WAIT_ENVIRONMENT = "MEGATRON_EXT_AGREEMENT_SECONDS"
 WAIT_SECONDS = 120.0  # ranks come here together, straight from creating the process group
@@ -146,9 +146,7 @@ def _plan_of(run: Run) -> str | None:
     args, schedule = run.args, run.schedule
     if schedule is None:
         return None
-    per_step = args.micro_batch_size * args.data_parallel_size
-    pp = args.pipeline_model_parallel_size
-    microbatches = (full_batch(args) or per_step) // per_step
+    pp, microbatches = args.pipeline_model_parallel_size, most_microbatches(args)
     link = None if schedule.offload is None else schedule.offload.link(pp)
     plan = schedule.plan(microbatches, link)
     size = f"pp={pp}, {run.chunks} chunks, {microbatches} microbatches"

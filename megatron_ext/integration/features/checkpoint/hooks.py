@@ -19,7 +19,7 @@ from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...hooks import Hook, around
 from ...layout import LayerPattern
-from ...utils import gather, has_second_embedding, unwrapped
+from ...utils import gather, tied_embeddings, unwrapped
 from . import integrity, metadata
 
 logger = logging.getLogger(__name__)
@@ -414,12 +414,8 @@ def _require_equal_copies(chunks: list[Any]) -> None:
     import torch
     from megatron.core import parallel_state
 
-    if parallel_state.get_pipeline_model_parallel_rank() != 0:
-        return
-    if not has_second_embedding(chunks[-1]):
-        return
-    first, last = (c.shared_embedding_or_output_weight() for c in (chunks[0], chunks[-1]))
-    if not torch.equal(first, last):
+    found = tied_embeddings(parallel_state.get_pipeline_model_parallel_rank(), chunks)
+    if found is not None and not torch.equal(*found):
         raise RuntimeError(
             "the two copies of the word embeddings differ after loading; please report this"
         )

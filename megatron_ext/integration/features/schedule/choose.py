@@ -284,11 +284,6 @@ class Choice:
         return self.request.offload
 
     @property
-    def vee(self) -> bool:
-        """V placement is needed."""
-        return self.placement.is_vee()
-
-    @property
     def placement(self) -> Placement:
         """Rank and chunk of every stage."""
         return self.spec.placement
@@ -300,16 +295,6 @@ class Choice:
             return ""
         by = ", chosen by auto" if self.request.decided is not None else ""
         return f"{by}: {self.request.note}"
-
-    @property
-    def splits_backward(self) -> bool:
-        """True if the schedule has B and W passes of their own."""
-        return self.spec.splits_backward
-
-    @property
-    def offloads(self) -> bool:
-        """True if activation sets leave the device."""
-        return self.request.offloads
 
     def plan(
         self,

@@ -21,7 +21,7 @@ from ...errors import ConfigError
 from ...hooks import Hook, around
 from ...layout import LayerPattern, vee_layout
 from ...model_classes import hybrid_model_has_chunks, require_placed
-from ...utils import has_second_embedding, unwrapped
+from ...utils import has_second_embedding, tied_embeddings, unwrapped
 from .relay import Relay
 from .roles import CHUNKS, is_first_stage, is_last_stage, pp_rank, role_hooks
 
@@ -221,8 +221,9 @@ def reduce_tied_gradients(chunks: list[Any]) -> None:
     Args:
         chunks: this rank's unwrapped model chunks, in order.
     """
-    if pp_rank() == 0 and has_second_embedding(chunks[-1]):
-        first, last = (c.shared_embedding_or_output_weight() for c in (chunks[0], chunks[-1]))
+    found: Any = tied_embeddings(pp_rank(), chunks)
+    if found is not None:
+        first, last = found
         first.main_grad.add_(last.main_grad)
         last.main_grad.copy_(first.main_grad)
 
