@@ -95,19 +95,6 @@ def require_no_conflict(
         raise ConfigError(f"{parts[found[0]]} does not support {found[1]}")
 
 
-def markdown(conflicts: Sequence[Conflict], everything: str) -> str:
-    """The table of ``conflicts`` as the documentation shows it.
-
-    Args:
-        everything: the second column of conflicts that concern all of the feature.
-    """
-    lines = ["| flag | with | why, and what to do |", "|---|---|---|"]
-    for rule in conflicts:
-        flag = " ".join((rule.flag, *rule.values))
-        lines.append(f"| `{flag}` | {rule.only or everything} | {rule.reason} |")
-    return "\n".join(lines)
-
-
 @dataclass
 class Run:
     """One training run with our flags; what the features share.

@@ -142,14 +142,10 @@ def job_costs(job: Job, gpu: Gpu, price: Price) -> Costs:
     return costs
 
 
-def job_run(job: Job, gpu: Gpu, price: Price, plan: LayerPlan, *, split: bool = True) -> LayerRun:
-    """One call of a MoE layer of the job by ``plan``, in seconds.
-
-    Args:
-        split: weight gradients wait for W passes, where the plan lets them.
-    """
-    costs = job_costs(job, gpu, price)
-    return run_layer(plan, costs, split=split)
+def job_run(job: Job, gpu: Gpu, price: Price, plan: LayerPlan) -> LayerRun:
+    """One call of a MoE layer of the job by ``plan``, in seconds; weight gradients wait for W
+    passes, where the plan lets them."""
+    return run_layer(plan, job_costs(job, gpu, price), split=True)
 
 
 def chunk_gain(job: Job, gpu: Gpu, price: Price, kinds: str) -> tuple[float, float, float]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.feature import Conflict, Run, markdown
+from megatron_ext.integration.feature import Conflict, Run
 from megatron_ext.integration.features.schedule import Schedule as ScheduleFeature
 from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
 from megatron_ext.integration.features.schedule.pipeline import prepare
@@ -28,6 +28,7 @@ from megatron_ext.integration.flags import (
 from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
+from tests.support.pages import conflict_table
 from tests.support.schedules import made
 from tests.support.stand_ins import after_megatron, before_megatron, megatron_args
 
@@ -214,7 +215,7 @@ def test_features_that_do_not_work_together(rule: Conflict) -> None:
 
 def test_documentation_has_the_conflicts() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "reference/features.md"
-    assert markdown(ScheduleFeature.conflicts, "every schedule") in page.read_text()
+    assert conflict_table(ScheduleFeature.conflicts, "every schedule") in page.read_text()
 
 
 @pytest.mark.parametrize(
