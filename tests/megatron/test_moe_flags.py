@@ -18,6 +18,7 @@ from megatron_ext.integration.features.moe.flags import MoERequest, require_supp
 from megatron_ext.integration.features.moe.in_flight import stock_sets
 from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
+from megatron_ext.integration.hooks import around
 from megatron_ext.moe.cost_file import Costs
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
 from megatron_ext.plan.moe_conflicts import ACTIVATED, CHOSEN, OFFLOADED, RESTORED, SPLIT
@@ -218,7 +219,7 @@ def test_expert_priority_goes_with_a_v() -> None:
         called.append((tp, get_embedding_ranks, order))
 
     called: list[Any] = []
-    inner = vee._initialize_model_parallel(initialize)
+    inner = around(vee._initialize_model_parallel)(initialize)
     queues._with_priority(inner)(2, get_embedding_ranks=print, order="tp-pp")
     assert called == [(2, vee._embedding_ranks, "tp-pp")]
 
