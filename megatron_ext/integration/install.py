@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from .._log import VERBOSE, set_up, tear_down, verbose
 from .arguments import MegatronArgs
@@ -28,9 +28,6 @@ from .hooks import Hook, Hooks, around
 from .report import Report
 from .takeover import FUNCTIONS, SCHEDULES
 from .versions import megatron_version, require_supported
-
-if TYPE_CHECKING:
-    from .library import Library
 
 logger = logging.getLogger(__name__)
 
@@ -202,10 +199,19 @@ def _validating(run: Run) -> contextlib.ExitStack:
         return stack.pop_all()
 
 
-_current: Installation | Library | None = None
+class Applied(Protocol):
+    """What a process has in force, however it was loaded."""
+
+    hooks: Hooks
+
+    def revert(self) -> None:
+        """Restore all symbols of Megatron."""
 
 
-def claim(mine: Installation | Library | None, entry: str = "apply") -> None:
+_current: Applied | None = None
+
+
+def claim(mine: Applied | None, entry: str = "apply") -> None:
     """Let ``mine`` be what this process has in force; None: nothing.
 
     Args:
