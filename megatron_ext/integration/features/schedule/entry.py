@@ -60,13 +60,18 @@ def entry_hooks(pipeline: Callable[..., Any]) -> list[Hook]:
     """
     require_megatrons_own()
 
-    def forward_backward(original: Callable[..., Any], **kwargs: Any) -> Any:
-        return pipeline(**kwargs)
+    # Not by ``around``, whose replacement would hold Megatron's function, which nobody may.
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward_backward(**kwargs: Any) -> Any:
+            return pipeline(**kwargs)
+
+        return forward_backward
 
     return [
         Hook(
             (f"{SCHEDULES}:{name}",),
-            around(forward_backward),
+            make,
             ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only"),
             "stock's schedule would run",
         )
