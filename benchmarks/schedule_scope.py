@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Cost = tuple[str, str, str]
 
@@ -11,6 +11,7 @@ UNIT: Cost = ("1", "1", "1")
 PROFILED: Cost = ("1", "0.98", "0.74")
 ATTENTION: Cost = ("1", "1.1", "0.8")
 SKEWED: Cost = ("1", "1.3", "0.6")
+NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Scope:
     timed: tuple[int, int]
     timed_rounds: int
     timed_names: tuple[str, ...] = ()
-    most: int = 1 << 30
+    most: int = NO_LIMIT
 
 
 FULL = Scope(
@@ -53,43 +54,17 @@ FULL = Scope(
     timed=(32, 256),
     timed_rounds=3,
 )
-WIDE = Scope(
-    "wide",
+WIDE = replace(
+    FULL,
+    name="wide",
     closed=range(2, 17),
     caps_all=range(2, 9),
     caps_some=(12,),
-    ranks=(4, 8, 16, 32),
-    factors=(1, 2, 4, 8),
-    costs=(UNIT, PROFILED, ATTENTION, SKEWED),
-    hops=("0", "0.05"),
-    timed=(32, 256),
     timed_rounds=1,
     most=2048,
 )
-MEDIUM = Scope(
-    "medium",
-    closed=range(2, 17),
-    caps_all=range(2, 9),
-    caps_some=(12,),
-    ranks=(4, 8),
-    factors=(1, 2, 4),
-    costs=(UNIT, PROFILED, ATTENTION, SKEWED),
-    hops=("0", "0.05"),
-    timed=(32, 256),
-    timed_rounds=1,
-)
-QUICK = Scope(
-    "quick",
-    closed=range(2, 17),
-    caps_all=range(2, 9),
-    caps_some=(12,),
-    ranks=(4, 8),
-    factors=(2, 4),
-    costs=(UNIT, ATTENTION),
-    hops=("0", "0.05"),
-    timed=(16, 128),
-    timed_rounds=1,
-)
+MEDIUM = replace(WIDE, name="medium", ranks=(4, 8), factors=(1, 2, 4), most=NO_LIMIT)
+QUICK = replace(MEDIUM, name="quick", factors=(2, 4), costs=(UNIT, ATTENTION), timed=(16, 128))
 SMOKE = Scope(
     "smoke",
     closed=range(2, 6),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,22 @@ class Conflict:
         # Configurations that a program builds may have an enumeration's members for names.
         names = [str(getattr(one, "name", one)) for one in given]
         return " ".join(name for name in names if not self.values or name in self.values) or None
+
+
+def first_conflict(
+    conflicts: Iterable[Conflict], args: Any, parts: Collection[str] = ("",)
+) -> tuple[str, str] | None:
+    """The first conflict with ``args``: the part that it concerns, and "FLAG VALUE: reason".
+
+    Args:
+        args: Megatron's arguments; those that are missing are not in use.
+        parts: of the feature that are in use (see ``Conflict.only``).
+    """
+    for rule in conflicts:
+        value = rule.found(args) if rule.only in parts else None
+        if value is not None:
+            return rule.only, f"{rule.flag} {value}".strip() + f": {rule.reason}"
+    return None
 
 
 def argument(flag: str) -> str:

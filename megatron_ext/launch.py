@@ -404,7 +404,6 @@ def _first_says(message: str, own: Path | None) -> bool:
     """True if the node's first rank reports ``message`` too; others wait for it to do so.
 
     Args:
-        message: the sentence.
         own: this rank's error file, in a folder beside those of the other ranks; None: not
             started by torchrun.
     """

@@ -270,7 +270,6 @@ def shape(key: str, size: Any, original: Any) -> tuple[int, ...]:
     """Global shape of a tensor in the model, from its entry in the metadata.
 
     Args:
-        key: its name.
         size: as it is stored.
         original: Megatron's note of the shape in the model, where it stored another one.
 

@@ -44,7 +44,6 @@ class PickledObject:
 
     Attributes:
         of: what would be called: usually a ``GlobalRef``.
-        args: with this.
         state: what it would be given afterwards.
         items: what a mapping or sequence of its own class would hold.
     """

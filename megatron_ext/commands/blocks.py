@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from .._input import flag_of
 from ..schedule import Costs, Schedule
 from ..schedule.block_file import block_to_json, load_block
 from ..schedule.costs import number_to_json
@@ -19,22 +17,13 @@ from ..schedule.generators.building_block import Block
 from ..schedule.generators.periodic import PERIODIC, named_block
 from ..schedule.lifespan import Lifespans, lifespans, reordered
 from ..view.table import columns
-from .common import InputError, costs_of, refuse_large, short, user_input
+from .common import InputError, costs_of, refuse_large, refuse_options, short, user_input
 
 
 def add_block_option(group: argparse._ActionsContainer, use: str) -> None:
     """``--block``; ``use`` says what for."""
     known = f"{', '.join(PERIODIC)}, or a block file"
     group.add_argument("--block", metavar="NAME|FILE", help=f"{use}; {known}")
-
-
-def refuse_options(args: argparse.Namespace, what: str, options: Sequence[str]) -> None:
-    """Refuse the options that are not for ``what``."""
-    for option in options:
-        value, flag = getattr(args, option), flag_of(option)
-        if value not in (None, False):
-            given = flag if value is True else f"{flag} {value}"
-            raise InputError(f"{given} is not for {what}; leave {flag} out")
 
 
 def block_of(args: argparse.Namespace) -> tuple[Block, int]:

@@ -121,7 +121,6 @@ def add_shape_options(group: argparse._ActionsContainer, cap_use: str, group_use
     """What shapes a generated schedule: memory cap, group size, objective, effort.
 
     Args:
-        group: where they are added.
         cap_use, group_use: what the command uses the cap and the group size for.
     """
     group.add_argument(
@@ -200,13 +199,9 @@ def offloads(args: argparse.Namespace) -> bool:
 _KNOWN = (*NAMES, AUTO)
 
 
-def _takers(option: str) -> list[str]:
-    """The schedules that have an option of ``Generator``'s ``takes_...``."""
-    return [*takers(option), *([AUTO] if option == "takes_memory_cap" else [])]
-
-
 def _taking(option: str) -> str:
-    return " and ".join(_takers(option))
+    """The schedules that have an option of ``Generator``'s ``takes_...``, in words."""
+    return " and ".join([*takers(option), *([AUTO] if option == "takes_memory_cap" else [])])
 
 
 def is_file(name: str) -> bool:
@@ -248,11 +243,9 @@ def verify(schedule: Schedule) -> CheckReport:
     return check(schedule, forward_only=schedule.is_forward_only)
 
 
-def schedule_of(args: argparse.Namespace, file: str | None = None) -> Schedule:
-    """The schedule in ``file``, or else the one that ``--schedule`` and its options name."""
-    if file is None and is_file(args.schedule):
-        file = args.schedule
-    spec = spec_of(args, file)
+def schedule_of(args: argparse.Namespace) -> Schedule:
+    """The schedule that ``--schedule``, a name or a file, and its options ask for."""
+    spec = spec_of(args)
     if spec.order is not None and args.offload == "off":
         spec = replace(spec, order=spec.order.compute())
     with user_input():
@@ -266,12 +259,12 @@ def schedule_of(args: argparse.Namespace, file: str | None = None) -> Schedule:
     return schedule
 
 
-def spec_of(args: argparse.Namespace, file: str | None = None) -> ScheduleSpec:
-    """What ``--schedule`` (or ``file``) and the options ask the selector for."""
+def spec_of(args: argparse.Namespace) -> ScheduleSpec:
+    """What ``--schedule`` and the options ask the selector for."""
     asked = offloads(args)
-    if file is not None:
-        order = _from_file(file, args)
-        spec = ScheduleSpec(file, order.pp, order.microbatches, order=order)
+    if is_file(args.schedule):
+        order = _from_file(args.schedule, args)
+        spec = ScheduleSpec(args.schedule, order.pp, order.microbatches, order=order)
     else:
         _check_name(args, asked)
         spec = sizes_of(args, args.schedule)
@@ -305,6 +298,15 @@ def offload_of(args: argparse.Namespace, pp: int) -> OffloadSpec:
         raise InputError(f"--offload-time {shown(args.offload_time)}: {error}") from None
 
 
+def refuse_options(args: argparse.Namespace, what: str, options: Sequence[str]) -> None:
+    """Refuse the options that are not for ``what``."""
+    for option in options:
+        value, flag = getattr(args, option), flag_of(option)
+        if value not in (None, False):
+            given = flag if value is True else f"{flag} {value}"
+            raise InputError(f"{given} is not for {what}; leave {flag} out")
+
+
 def refuse_large(schedule: Schedule) -> None:
     """Costs beyond what floats show are an error."""
     costs = schedule.costs
@@ -329,13 +331,13 @@ def _check_name(args: argparse.Namespace, offload: bool) -> None:
     if missing:
         raise InputError(f"--schedule {args.schedule} needs {' and '.join(missing)} too")
     for option in ("memory_cap", "group_size"):
-        some = _takers(f"takes_{option}")
-        if option == "memory_cap" and offload:
-            continue  # every schedule has one then
-        if getattr(args, option) is not None and args.schedule not in some:
+        if option == "memory_cap" and (offload or args.schedule == AUTO):
+            continue  # every schedule has one with offload
+        if getattr(args, option) is not None and args.schedule not in takers(f"takes_{option}"):
+            flag, some = flag_of(option), _taking(f"takes_{option}")
             raise InputError(
-                f"{flag_of(option)} {getattr(args, option)} is for {' and '.join(some)}, and "
-                f"{args.schedule} has none; leave {flag_of(option)} out, or give another --schedule"
+                f"{flag} {getattr(args, option)} is for {some}, and {args.schedule} has none; "
+                f"leave {flag} out, or give another --schedule"
             )
 
 

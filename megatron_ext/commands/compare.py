@@ -16,6 +16,7 @@ from ..schedule.generators.registry import takers
 from ..schedule.memory_cap import ShareCap
 from ..schedule.select import AUTO, CapExceeded, ScheduleSpec, Selected, by_name, keeps, select
 from ..schedule.simulate import Simulation, simulate
+from ..view.table import columns
 from .common import (
     InputError,
     Parser,
@@ -232,16 +233,13 @@ def _table(
         heads += _OFFLOAD_HEADS
     heads += ("hidden",) if asked.costs.exchange else ()
     cells = [heads, *(_cells(row, span) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [
         f"pp {args.pp}, microbatches {args.microbatches}; {costs_text(asked.costs)}{limit}",
         "",
     ]
-    for number, line in enumerate(cells):
-        padded = [line[0].ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
+    for number, line in enumerate(columns(cells)):
         over = number > 0 and rows[number - 1].over_cap
-        text = "  ".join(padded) + ("  over the cap" if over else "")
+        text = f"{line}  over the cap" if over else line
         best = number == 1 and not over
         lines.append(paint(f"{text}  best", "1;32") if best else text)
     lines += [

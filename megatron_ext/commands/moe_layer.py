@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
 from .._input import attribute, flag_of
 from ..plan import moe_job
-from ..plan.flags import FLAGS, add_flags, job_of, read
+from ..plan.flags import FLAGS, add_flags, job_of
 from ..plan.gpu import GPUS, gpu_of
 from ..plan.model import PlanError
 from ..plan.moe_layer import GivenCosts, scaled
-from ..plan.moe_times import (
-    allowed_plans,
-    calls,
-    job_costs,
-    rows_of,
-)
+from ..plan.moe_times import allowed_plans, job_costs
 from ..plan.times import price_of
-from .blocks import refuse_options
-from .common import InputError, output, positive, user_input
+from .common import InputError, output, positive, refuse_options, user_input
 from .moe_report import RENDERERS, Layer, drawn, picture_of, report_json, report_text
 from .plan_device import add_exchange_rate, exchange_rates
+from .plan_input import from_line
 
 _COSTS = ("exchange", "experts", "input", "inside", "again", "latency", "launch")
 _MOE = tuple(map(attribute, (moe_job.CHUNKS, moe_job.REUSE, moe_job.BUDGET)))
@@ -112,26 +106,17 @@ def simulate_layer(args: argparse.Namespace) -> None:
 
 
 def _layer(args: argparse.Namespace) -> Layer:
-    try:
-        tokens = shlex.split((args.from_args or "").replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise PlanError(f"--from-args cannot be split into words: {error}") from None
-    given, ignored = read(tokens)
-    names = set(map(attribute, FLAGS))
-    given.update({name: value for name, value in vars(args).items() if name in names})
+    given, ignored = from_line(args)
     times, queue = _times(args.moe_cost), args.queue == 1
     if not set(given) - set(_MOE):
         return _without_model(args, given, times, queue)
     job, gpu = job_of(given), gpu_of(args.gpu or "H100").with_(**exchange_rates(args))
     if not moe_job.has_experts(job):
         raise PlanError("--moe is for MoE layers, and the model has none; give --num-experts too")
-    plans = allowed_plans(job)
-    if job.moe_memory_budget is not None:
-        plans = moe_job.within(job, plans, rows_of(job), calls(job))
     costs = scaled(job_costs(job, gpu, price_of(job, gpu)), 1e3)
     if times:
         costs = GivenCosts(**times, base=costs)
-    return Layer(costs, plans, "ms", queue, job, gpu, ignored)
+    return Layer(costs, allowed_plans(job), "ms", queue, job, gpu, ignored)
 
 
 def _without_model(

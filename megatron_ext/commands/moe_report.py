@@ -10,9 +10,10 @@ from ..moe.plan import STOCK, LayerPlan, copied_bytes
 from ..plan import moe_job
 from ..plan.flags import notes_on
 from ..plan.gpu import Gpu
+from ..plan.mlp import routed_tokens
 from ..plan.model import Job
 from ..plan.moe_layer import Costs, LayerRun, Stream, StreamRun, run_layer
-from ..plan.moe_times import ASSUMPTIONS, exchange_rate, job_footprint, rows_of
+from ..plan.moe_times import ASSUMPTIONS, exchange_rate, job_footprint
 from ..view import streams
 
 
@@ -50,7 +51,6 @@ def report_json(layer: Layer, runs: Sequence[LayerRun], chosen: LayerRun) -> dic
     """Every plan's times and bytes, and the chosen one's operations.
 
     Args:
-        layer: what is simulated.
         runs: of the table, Megatron's own layer among them. chosen: is drawn.
     """
     stock = next(run for run in runs if run.plan == STOCK)
@@ -63,7 +63,7 @@ def report_json(layer: Layer, runs: Sequence[LayerRun], chosen: LayerRun) -> dic
             "ffn_hidden_size": shape.ffn,
             "experts": job.num_experts,
             "ranks": job.expert_model_parallel_size,
-            "rows": rows_of(job),
+            "rows": routed_tokens(job),
             "exchange_bandwidth": exchange_rate(job, layer.gpu),
         }
     data["plans"] = [_plan_json(layer, run, stock) for run in runs]
@@ -93,7 +93,7 @@ def _plan_json(layer: Layer, run: LayerRun, stock: LayerRun) -> dict[str, Any]:
         "speedup": stock.time / run.time if run.time else 1.0,
     }
     if layer.job is not None:
-        shape, rows = moe_job.shape_of(layer.job), rows_of(layer.job)
+        shape, rows = moe_job.shape_of(layer.job), routed_tokens(layer.job)
         needs = job_footprint(layer.job, plan)
         data["kept_bytes"] = needs.saved_bytes
         data["buffer_bytes"] = needs.ring_bytes + needs.temporary_bytes

@@ -13,8 +13,9 @@ from ..plan.point import Point, evaluate
 from ..plan.search import Result
 from ..plan.space import SearchSpace
 from ..schedule import GENERATORS, ScheduleSpec
+from ..view.table import columns
 from .plan_input import tokens
-from .plan_report import ROW_HEADS, point_cells, point_json, table
+from .plan_report import ROW_HEADS, point_cells, point_json
 
 YOURS, STOCK = "yours", "stock"
 _VIRTUAL = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
@@ -95,13 +96,13 @@ def front_text(data: dict[str, Any]) -> list[str]:
         (*point_cells(point), "-" if yours is None else _percent(gain(point, yours)))
         for point in data["front"]
     ]
-    return [*table([(*ROW_HEADS, "gain"), *cells, *_cells(rows)]), *_legend(rows)]
+    return [*columns([(*ROW_HEADS, "gain"), *cells, *_cells(rows)]), *_legend(rows)]
 
 
 def beside_text(data: dict[str, Any]) -> list[str]:
     """The baselines alone."""
     rows = data["baselines"]
-    return [*table([(*ROW_HEADS, "gain"), *_cells(rows)]), *_legend(rows)] if rows else []
+    return [*columns([(*ROW_HEADS, "gain"), *_cells(rows)]), *_legend(rows)] if rows else []
 
 
 def _cells(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -16,6 +16,7 @@ from ..plan.grid import Case, Grid, GridResult, Placed, text, variants
 from ..plan.model import Job, PlanError
 from ..plan.space import SearchSpace
 from ..schedule.costs import number_to_json
+from ..view.table import columns
 from . import plan_space
 from .common import positive
 from .plan_report import (
@@ -26,7 +27,6 @@ from .plan_report import (
     point_cells,
     point_json,
     report_json,
-    table,
 )
 
 
@@ -59,9 +59,7 @@ def search(
     """Run it.
 
     Args:
-        args: the command's.
         given: Megatron's arguments by name.
-        gpu: the device.
         budgets: bytes of a rank on the device, and on the host.
         progress: called with a line now and then.
 
@@ -233,7 +231,7 @@ def grid_text(data: dict[str, Any], file: str | None, beside: Sequence[str]) -> 
         lines += [
             "Pareto-optimal in time of an iteration, device and host memory, of those that fit:"
         ]
-        lines += table([(*_SIZES, *ROW_HEADS, "iteration ms"), *rows])
+        lines += columns([(*_SIZES, *ROW_HEADS, "iteration ms"), *rows])
         best = data["chosen"]
         beside = ("data_parallel_ms", "context_parallel_ms", "optimizer_ms")
         lines += [

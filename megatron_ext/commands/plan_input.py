@@ -81,11 +81,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str]]:
     """Megatron's arguments by name, flags that were ignored, and where the model is from."""
     found, notes = read_file(args)
-    line, ignored = read(tokens(args.from_args))
-    found |= line | {n: v for n, v in vars(args).items() if n in _KNOWN}
+    line, ignored = from_line(args)
+    found |= line
     if args.pp is not None:
         found["pipeline_model_parallel_size"] = args.pp
     return found, ignored, notes
+
+
+def from_line(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Of ``--from-args`` and the flags beside it; and the names of the flags that were ignored."""
+    line, ignored = read(tokens(args.from_args))
+    return line | {n: v for n, v in vars(args).items() if n in _KNOWN}, ignored
 
 
 _KNOWN = {attribute(name) for name in FLAGS}

@@ -181,15 +181,6 @@ ROW_HEADS = (
 )
 
 
-def table(cells: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of rows, all but the first cell of each to the right."""
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
-        for row in cells
-    ]
-
-
 def point_cells(point: dict[str, Any]) -> tuple[str, ...]:
     """One row of the front."""
     name, stages = point["schedule"], len(point["layers"])

@@ -20,7 +20,6 @@ from .blocks import (
     block_of,
     block_text,
     print_blocks,
-    refuse_options,
 )
 from .common import (
     InputError,
@@ -28,6 +27,7 @@ from .common import (
     add_schedule_options,
     output,
     positive,
+    refuse_options,
     schedule_of,
     user_input,
 )

@@ -17,11 +17,6 @@ from typing import Any
 _installed = False
 
 
-def is_installed() -> bool:
-    """Whether ``install()`` has run in this process."""
-    return _installed
-
-
 def install() -> None:
     """Route everything that this process asks of CUDA to the CPU. Idempotent.
 

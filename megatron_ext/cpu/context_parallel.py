@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .rebinding import around
+
 
 class _Gather(torch.autograd.Function):
     """All ranks' parts of a sequence; the gradient of each part is summed over the ranks."""
@@ -77,11 +79,9 @@ def fix_attention(module: ModuleType) -> None:
     sequences, and with values of another size than keys."""
     if hasattr(module, "AttentionFuncionWithContextParallel"):
         return  # Before core_v0.16.1 it could, with --cp-comm-type all_gather.
-    cls = module.DotProductAttention
-    init, forward = cls.__init__, cls.forward
 
-    @functools.wraps(init)
     def init_completed(
+        original: Any,
         self: Any,
         config: Any,
         *args: Any,
@@ -92,11 +92,11 @@ def fix_attention(module: ModuleType) -> None:
         # Multi-latent attention passes the channels; here they come with keys and values.
         whole = copy.copy(config)
         whole.context_parallel_size = 1  # what it asserts
-        init(self, whole, *args, **kwargs)
+        original(self, whole, *args, **kwargs)
         self.config = config
 
-    @functools.wraps(forward)
     def forward_completed(
+        original: Any,
         self: Any,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -109,7 +109,7 @@ def fix_attention(module: ModuleType) -> None:
         self.hidden_size_per_partition = value.shape[-1] * self.num_attention_heads_per_partition
         parts, packed = self.config.context_parallel_size, packed_seq_params
         if parts == 1 and packed is None:
-            return forward(self, query, key, value, attention_mask, *args, **kwargs)
+            return original(self, query, key, value, attention_mask, *args, **kwargs)
         if self.scale_mask_softmax.window_size is not None:
             raise NotImplementedError(
                 "a sliding window with context parallelism or packed sequences needs Transformer "
@@ -125,10 +125,11 @@ def fix_attention(module: ModuleType) -> None:
         mask = _mask(query.shape[0], group, documents)
         if parts > 1:
             key, value = (_whole(part, group) for part in (key, value))
-        context = forward(self, query, key, value, mask, *args, **kwargs)
+        context = original(self, query, key, value, mask, *args, **kwargs)
         return context if packed is None else context.squeeze(1)
 
-    cls.__init__, cls.forward = init_completed, forward_completed
+    around(module.DotProductAttention, "__init__", init_completed)
+    around(module.DotProductAttention, "forward", forward_completed)
 
 
 def fix_norm(module: ModuleType) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from .rebinding import around
 
 # Functions that create a tensor from a ``device=`` keyword.
 _FACTORIES = (
@@ -39,33 +40,23 @@ def on_cpu(device: Any) -> Any:
     return device
 
 
-def _device_keyword(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that its ``device`` keyword is rewritten and nothing is pinned."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
-        if kwargs.get("pin_memory"):
-            # Pinning asks the CUDA driver for page-locked memory.
-            kwargs["pin_memory"] = False
-        return function(*args, **kwargs)
-
-    return wrapper
+def _device_keyword(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """With its ``device`` keyword rewritten, and without pinning."""
+    if "device" in kwargs:
+        kwargs["device"] = on_cpu(kwargs["device"])
+    if kwargs.get("pin_memory"):
+        # Pinning asks the CUDA driver for page-locked memory.
+        kwargs["pin_memory"] = False
+    return original(*args, **kwargs)
 
 
-def _first_argument(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method whose device may also be its first positional argument (``.to``)."""
-
-    @functools.wraps(function)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (on_cpu(args[0]), *args[1:])
-        if "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
-        return function(self, *args, **kwargs)
-
-    return wrapper
+def _to(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The device may also be the first positional argument."""
+    if args:
+        args = (on_cpu(args[0]), *args[1:])
+    if "device" in kwargs:
+        kwargs["device"] = on_cpu(kwargs["device"])
+    return original(self, *args, **kwargs)
 
 
 def _patch_factories() -> None:
@@ -76,28 +67,26 @@ def _patch_factories() -> None:
 
     _device._device_constructors()
     for name in _FACTORIES:
-        setattr(torch, name, _device_keyword(getattr(torch, name)))
+        around(torch, name, _device_keyword)
     for name in _TENSOR_FACTORIES:
-        setattr(torch.Tensor, name, _device_keyword(getattr(torch.Tensor, name)))
+        around(torch.Tensor, name, _device_keyword)
 
     # ``with torch.device('cuda')`` and torch.set_default_device('cuda').
-    context: Any = _device.DeviceContext
-    context_init = context.__init__
-
-    @functools.wraps(context_init)
-    def init(self: Any, device: Any) -> None:
-        context_init(self, on_cpu(device))
-
-    context.__init__ = init
+    around(
+        _device.DeviceContext,
+        "__init__",
+        lambda init, self, device: init(self, on_cpu(device)),
+    )
 
 
 def _patch_moves() -> None:
     """Make moves to a GPU of tensors, modules and loaded files stay on the CPU."""
     tensor: Any = torch.Tensor
     module: Any = torch.nn.Module
-    tensor.to = _first_argument(tensor.to)
-    module.to = _first_argument(module.to)
-    module.to_empty = _device_keyword(module.to_empty)
+    around(tensor, "to", _to)
+    around(module, "to", _to)
+    around(module, "to_empty", _device_keyword)
+    around(torch, "load", _load)
 
     def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
@@ -108,15 +97,13 @@ def _patch_moves() -> None:
     tensor.pin_memory = stay
     tensor.record_stream = lambda self, stream: None
 
-    load = torch.load
 
-    @functools.wraps(load)
-    def load_on_cpu(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # Tensors saved on a GPU machine name cuda as their home.
-        location = "cpu" if map_location is None else on_cpu(map_location)
-        return load(f, location, *args, **kwargs)
-
-    torch.load = load_on_cpu
+def _load(
+    original: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    # Tensors saved on a GPU machine name cuda as their home.
+    location = "cpu" if map_location is None else on_cpu(map_location)
+    return original(f, location, *args, **kwargs)
 
 
 def _patch_types() -> None:
@@ -125,35 +112,29 @@ def _patch_types() -> None:
     Megatron's optimizers sort parameters by ``param.type()`` and refuse everything that is not
     one of the three CUDA types.
     """
-    tensor: Any = torch.Tensor
-    tensor_type = tensor.type
-
-    @functools.wraps(tensor_type)
-    def cuda_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:
-            name: str = tensor_type(self)
-            if name.startswith("torch.") and not name.startswith(_CUDA_TYPE):
-                name = _CUDA_TYPE + name.removeprefix("torch.")
-            return name
-        if isinstance(dtype, str) and dtype.startswith(_CUDA_TYPE):
-            dtype = "torch." + dtype.removeprefix(_CUDA_TYPE)
-        return tensor_type(self, dtype, *args, **kwargs)
-
-    tensor.type = cuda_type
+    around(torch.Tensor, "type", _type)
     for name in _TYPES:
         setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
 
 
-def _patch_autocast() -> None:
-    """Let ``torch.autocast('cuda')`` be CPU autocast instead of a context that does nothing."""
-    autocast: Any = torch.autocast
-    autocast_init = autocast.__init__
+def _type(
+    original: Callable[..., Any], self: Any, dtype: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if dtype is None:
+        name: str = original(self)
+        if name.startswith("torch.") and not name.startswith(_CUDA_TYPE):
+            name = _CUDA_TYPE + name.removeprefix("torch.")
+        return name
+    if isinstance(dtype, str) and dtype.startswith(_CUDA_TYPE):
+        dtype = "torch." + dtype.removeprefix(_CUDA_TYPE)
+    return original(self, dtype, *args, **kwargs)
 
-    @functools.wraps(autocast_init)
-    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        autocast_init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    autocast.__init__ = init
+def _autocast(
+    original: Callable[..., Any], self: Any, device_type: str, *args: Any, **kwargs: Any
+) -> None:
+    """CPU autocast; of ``cuda`` it would do nothing."""
+    original(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
 
 def install() -> None:
@@ -161,4 +142,4 @@ def install() -> None:
     _patch_factories()
     _patch_moves()
     _patch_types()
-    _patch_autocast()
+    around(torch.autocast, "__init__", _autocast)

@@ -7,7 +7,6 @@ before the script asks for it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from . import context_parallel
+from .rebinding import around
 
 
 def _fix_distributed_optimizer(module: ModuleType) -> None:
@@ -28,43 +28,38 @@ def _fix_distributed_optimizer(module: ModuleType) -> None:
     Without Apex or Transformer Engine that is what it wraps, and Megatron's checkpoint code goes
     wrong with it in four places: see the comments.
     """
-    cls = module.DistributedOptimizer
-    state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
-    set_states = cls._set_main_param_and_optimizer_states
 
-    @functools.wraps(state_dict)
-    def state_dict_with_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def state_dict_with_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         # It reads the step count from a state that torch creates in the first step only, so a
         # fresh run could load nothing.
         if isinstance(self.optimizer, torch.optim.Adam) and not self.optimizer.state:
             _create_adam_state(self.optimizer)
-        return state_dict(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
-    @functools.wraps(load_state_dict)
-    def load_with_own_steps(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_with_own_steps(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         # It gives all parameters one step counter, which every one of them would then increment.
-        result = load_state_dict(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
         return result
 
-    @functools.wraps(set_states)
-    def set_states_but_step(self: Any, model_param: Any, tensors: Any) -> Any:
+    def set_states_but_step(original: Any, self: Any, model_param: Any, tensors: Any) -> Any:
         # It overwrites the step counter just loaded with one that the checkpoint does not hold.
         # It also writes into parameters that require gradients.
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         step = state.pop("step", None)
         with torch.no_grad():
-            result = set_states(self, model_param, tensors)
+            result = original(self, model_param, tensors)
         if step is not None:
             state["step"] = step
         return result
 
-    cls.state_dict = state_dict_with_state
-    cls.load_state_dict = load_with_own_steps
-    cls._set_main_param_and_optimizer_states = set_states_but_step
+    cls = module.DistributedOptimizer
+    around(cls, "state_dict", state_dict_with_state)
+    around(cls, "load_state_dict", load_with_own_steps)
+    around(cls, "_set_main_param_and_optimizer_states", set_states_but_step)
 
 
 def _create_adam_state(optimizer: torch.optim.Adam) -> None:
@@ -117,19 +112,16 @@ def _fix_optimizer_offload(module: Any) -> None:
     It looks for them by ``is_cuda``, and finds none to offload on a CPU. Works for
     ``--optimizer-offload-fraction 1``, its default.
     """
-    cls = module.HybridDeviceOptimizer
-    split = cls._get_sub_optimizer_param_groups
 
-    @functools.wraps(split)
-    def split_as_on_a_gpu(self: Any, offload_fraction: float) -> Any:
+    def split_as_on_a_gpu(original: Any, self: Any, offload_fraction: float) -> Any:
         own = {id(x) for group in self.param_groups for x in group["params"]}
         torch.Tensor.is_cuda = property(lambda tensor: id(tensor) in own)  # type: ignore[assignment]
         try:
-            return split(self, offload_fraction)
+            return original(self, offload_fraction)
         finally:
             del torch.Tensor.is_cuda
 
-    cls._get_sub_optimizer_param_groups = split_as_on_a_gpu
+    around(module.HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", split_as_on_a_gpu)
 
 
 class _TritonStub(ModuleType):
@@ -192,17 +184,14 @@ class _FixingFinder(importlib.abc.MetaPathFinder):
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.loader is None:
             return None
-        loader: Any = spec.loader
-        execute = loader.exec_module
 
-        @functools.wraps(execute)
-        def exec_module(module: ModuleType) -> None:
+        def exec_module(original: Callable[[ModuleType], None], module: ModuleType) -> None:
             with context():
-                execute(module)
+                original(module)
             if fix is not None:
                 fix(module)
 
-        loader.exec_module = exec_module
+        around(spec.loader, "exec_module", exec_module)
         return spec
 
 

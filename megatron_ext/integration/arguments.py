@@ -54,7 +54,6 @@ class MegatronArgs(Protocol):
     moe_grouped_gemm: bool
     moe_latent_size: int | None
     moe_layer_freq: int | list[int]
-    moe_permute_fusion: bool
     moe_router_topk: int
     transformer_impl: str
     fp8: str | None
@@ -63,7 +62,6 @@ class MegatronArgs(Protocol):
     # Batch and training loop.
     micro_batch_size: int
     global_batch_size: int | None
-    rampup_batch_size: list[int] | None
     train_iters: int
     curr_iteration: int  # set by Megatron's training loop
     log_interval: int
@@ -121,7 +119,6 @@ class MegatronArgs(Protocol):
     moe_pipeline_chunks: str | None
     moe_memory_reuse: str | None
     moe_memory_budget: str | None
-    moe_pipeline_costs: str | None
 
     # Set by us, for the checkpoint: ``loop`` or ``vee``.
     pp_placement: str

@@ -49,10 +49,8 @@ class Step:
     Attributes:
         call: the arguments of the forward-backward function.
         callbacks: of the features in use.
-        plan: the lowered schedule.
         mover, observer: of this rank's activation sets (see ``MegatronRunner``), or None.
         runner_type: makes the runner, with the arguments of ``MegatronRunner``; None: that one.
-        runner, channel, recorder, executor: of this iteration.
         losses: what the loss function reported on this rank.
         notes: facts of this iteration that other callbacks may ask for, by name.
     """

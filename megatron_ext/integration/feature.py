@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .._conflict import Conflict as Conflict
+from .._conflict import first_conflict
 from .._input import attribute
 from .arguments import MegatronArgs
 from .callbacks import Callback, PlanInputs
@@ -34,8 +35,6 @@ class Flag:
         name: with its dashes.
         help: for ``--help``; ``%`` must be doubled.
         metavar: the value in ``--help``.
-        kind: converts the value.
-        switch: it takes no value.
         const: the value where the flag stands without one; None: a value is required.
         alone: it works without ``--pp-schedule``.
         compared: given the value and all arguments, what must be equal on all ranks; default: the
@@ -85,34 +84,15 @@ def require_no_conflict(
 
     Args:
         args: Megatron's arguments, before its own validation.
-        conflicts: of the feature.
         parts: of the feature that are in use (see ``Conflict.only``; "" for all of it), with the
             flag that asks for each.
 
     Raises:
         ConfigError: the first conflict.
     """
-    for conflict in conflicts:
-        value = conflict.found(args) if conflict.only in parts else None
-        if value is not None:
-            raise ConfigError(
-                f"{parts[conflict.only]} does not support {f'{conflict.flag} {value}'.strip()}: "
-                f"{conflict.reason}"
-            )
-
-
-def markdown(conflicts: Sequence[Conflict], everything: str) -> str:
-    """The table of ``conflicts`` as the documentation shows it.
-
-    Args:
-        conflicts: of one feature.
-        everything: the second column of conflicts that concern all of the feature.
-    """
-    lines = ["| flag | with | why, and what to do |", "|---|---|---|"]
-    for rule in conflicts:
-        flag = " ".join((rule.flag, *rule.values))
-        lines.append(f"| `{flag}` | {rule.only or everything} | {rule.reason} |")
-    return "\n".join(lines)
+    found = first_conflict(conflicts, args, parts)
+    if found is not None:
+        raise ConfigError(f"{parts[found[0]]} does not support {found[1]}")
 
 
 @dataclass
@@ -120,8 +100,6 @@ class Run:
     """One training run with our flags; what the features share.
 
     Attributes:
-        args: Megatron's arguments, with ours.
-        version: of megatron-core.
         training: Megatron's training package is in use, not only its core.
         library: there is no command line (``megatron_ext.enable``). What Megatron's arguments would
             hold is known only when a model comes; ``for_model`` is the run of that model.
@@ -132,8 +110,6 @@ class Run:
         chunks: model chunks a rank; known after Megatron's validation, or with the model.
         experts_in_chunks: MoE layers run in chunks of tokens.
         inputs: of training plans; callbacks change them while the run goes on.
-        store: of delayed weight gradients.
-        pipeline: the forward-backward function.
         settle: makes the order for estimated costs on the first rank's device, which it is given;
             None: costs are given or measured, or it was made so.
         models: of a library: the chunks of the model whose run this is, with their wrappers.
@@ -166,9 +142,6 @@ class Run:
     def choice(self, microbatches: int) -> Choice:
         """What answers the request; in a library settled by the first training step.
 
-        Args:
-            microbatches: of that step.
-
         Raises:
             ConfigError: options that do not fit the model, or a cap that is not kept.
         """
@@ -197,7 +170,6 @@ class Feature:
     """One feature. A subclass overrides what it needs; objects hold no state of a run.
 
     Attributes:
-        flags: its command-line options.
         conflicts: options of Megatron that it does not support.
         per_model: its callbacks hold the state of one model; with several models in a process
             (``Run.for_model``) each gets its own.

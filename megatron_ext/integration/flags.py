@@ -140,7 +140,6 @@ def given(args: MegatronArgs, compared: bool = False) -> dict[str, str]:
     """Our flags that are in use, with their values as text.
 
     Args:
-        args: as parsed.
         compared: with what must be equal on all ranks in place of the value.
     """
     found = {}

@@ -7,6 +7,7 @@ and whatever had been bound is put back: never train on with half the hooks.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -40,6 +41,23 @@ class Hook:
     make: Callable[[Any], Any]
     parameters: tuple[str, ...]
     why: str
+
+
+def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """``Hook.make`` of a function that gets the original, and then what the original gets.
+
+    One that does not take whatever the original takes is written as ``make``, whose replacement's
+    own parameters are compared with the original's.
+    """
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return replacement
+
+    return make
 
 
 @dataclass

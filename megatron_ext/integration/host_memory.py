@@ -20,9 +20,7 @@ def require_memory_on_hosts(
     rank allocates before all ranks have looked, and the last one to look sees all that is there.
 
     Args:
-        needed_bytes: of this rank.
         held_bytes: of an arena of this rank that goes away.
-        purpose: of the arenas.
 
     Raises:
         ConfigError: the ranks of one host, whichever, need too much.

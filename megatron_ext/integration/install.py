@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from .flags import (
     short_errors,
     wanted,
 )
-from .hooks import Hook, Hooks
+from .hooks import Hook, Hooks, around
 from .report import Report
 from .takeover import FUNCTIONS, SCHEDULES
 from .versions import megatron_version, require_supported
@@ -40,7 +39,6 @@ class Installation:
         config: values of our flags where the command line gives none, by attribute name.
 
     Attributes:
-        hooks: in force.
         run: the run that they belong to; None before Megatron has validated its arguments.
     """
 
@@ -63,20 +61,20 @@ class Installation:
             [
                 Hook(
                     ("megatron.training.arguments:add_megatron_arguments",),
-                    self._with_flags,
+                    around(self._with_flags),
                     ("parser",),
                     "our flags would be unknown",
                 ),
                 Hook(
                     ("megatron.training.arguments:validate_args",),
-                    self._with_validation,
+                    around(self._with_validation),
                     ("args",),
                     "our flags would not be checked",
                 ),
                 *(
                     Hook(
                         (f"{SCHEDULES}:{name}",),
-                        self._requiring_arguments,
+                        around(self._requiring_arguments),
                         ("forward_step_func",),
                         "a schedule that is asked for would have no effect",
                     )
@@ -132,56 +130,44 @@ class Installation:
                 stack.callback(part.close)
         self._callbacks = []
 
-    def _with_flags(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def add_megatron_arguments(parser: Any, *args: Any, **kwargs: Any) -> Any:
-            lost = lost_in_yaml(sys.argv[1:], self._defaults)
-            if lost is not None:
-                raise ConfigError(
-                    f"{lost} would be lost, because --yaml-cfg takes the place of the whole "
-                    f"command line; give Megatron's options as flags, or drop {lost}"
-                )
-            self._parser = parser = add_arguments(original(parser, *args, **kwargs))
-            parser.set_defaults(**self._defaults)
-            short_errors(parser)
-            return parser
+    def _with_flags(
+        self, original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        lost = lost_in_yaml(sys.argv[1:], self._defaults)
+        if lost is not None:
+            raise ConfigError(
+                f"{lost} would be lost, because --yaml-cfg takes the place of the whole "
+                f"command line; give Megatron's options as flags, or drop {lost}"
+            )
+        self._parser = parser = add_arguments(original(parser, *args, **kwargs))
+        parser.set_defaults(**self._defaults)
+        short_errors(parser)
+        return parser
 
-        return add_megatron_arguments
-
-    def _with_validation(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def validate_args(args: MegatronArgs, *rest: Any, **kwargs: Any) -> Any:
-            if self.run is not None:  # Megatron validates again
-                self.run.args = args
-                with _validating(self.run):
-                    result = original(args, *rest, **kwargs)
-                self._check_derived(self.run)
-                return result
-            run = self._run_of(args)
-            for feature in FEATURES:
-                feature.check(run)
-            with _validating(run):
-                result = original(args, *rest, **kwargs)
-            self._check_derived(run)
+    def _with_validation(
+        self, original: Callable[..., Any], args: MegatronArgs, *rest: Any, **kwargs: Any
+    ) -> Any:
+        again, run = self.run is not None, self.run or self._run_of(args)
+        run.args = args
+        for feature in () if again else FEATURES:
+            feature.check(run)
+        with _validating(run):
+            result = original(args, *rest, **kwargs)
+        for feature in FEATURES:
+            feature.check_derived(run)
+        if not again:
             self.start(run)
-            return result
+        return result
 
-        return validate_args
-
-    def _requiring_arguments(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _requiring_arguments(self, original: Callable[..., Any], **kwargs: Any) -> Any:
         """Megatron's pipeline function, which must not run before its arguments are parsed."""
-
-        @functools.wraps(original)
-        def forward_backward(**kwargs: Any) -> Any:
-            if self.run is None:
-                raise ConfigError(
-                    f"megatron_ext.apply({self._defaults}) has had no effect: it adds flags to "
-                    "Megatron's argument parser, and this trainer has not used that; call "
-                    "megatron_ext.enable() instead, with the same names without pp_"
-                )
-            return original(**kwargs)
-
-        return forward_backward
+        if self.run is None:
+            raise ConfigError(
+                f"megatron_ext.apply({self._defaults}) has had no effect: it adds flags to "
+                "Megatron's argument parser, and this trainer has not used that; call "
+                "megatron_ext.enable() instead, with the same names without pp_"
+            )
+        return original(**kwargs)
 
     def _run_of(self, args: MegatronArgs) -> Run:
         """What ``args``, not yet validated by Megatron, ask for."""
@@ -203,11 +189,6 @@ class Installation:
         else:
             prepare(run)
         return run
-
-    @staticmethod
-    def _check_derived(run: Run) -> None:
-        for feature in FEATURES:
-            feature.check_derived(run)
 
 
 def _validating(run: Run) -> contextlib.ExitStack:

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from .._input import attribute
+from ..plan.layout import spread
 from ..schedule.placement import Placement
 from .arguments import MegatronArgs
 from .errors import ConfigError
@@ -132,32 +133,6 @@ def _counts(args: MegatronArgs, stages: int) -> list[int]:
     return counts
 
 
-def spread(
-    layers: int,
-    stages: int,
-    first: int | None = None,
-    last: int | None = None,
-    taken: tuple[int, int] = (0, 0),
-) -> list[int] | None:
-    """Layers of each stage, evenly but for the first and the last; None if that cannot be.
-
-    Args:
-        layers: in all.
-        stages: how many.
-        first, last: layers of the first and the last stage; None: as the others.
-        taken: 1 where the embedding, and where the loss, counts as a layer.
-    """
-    middle = layers + sum(taken) - (first or 0) - (last or 0)
-    even = stages - (first is not None) - (last is not None)
-    each, rest = divmod(middle, even) if even else (0, middle)
-    if layers < 1 or middle < 0 or rest or each < max(taken):
-        return None
-    counts = [each] * stages
-    counts[0] = each - taken[0] if first is None else first
-    counts[-1] = each - taken[1] if last is None else last
-    return counts
-
-
 @dataclass(frozen=True)
 class LayerPattern:
     """A hybrid model's layers: one symbol a layer, ``|`` between pipeline stages.
@@ -202,7 +177,6 @@ class LayerPattern:
         """The layers of each stage in model order, as listed or cut by Megatron's own rule.
 
         Args:
-            number: of stages.
             first, last: layers of the first and the last stage, where none are listed.
 
         Raises:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import logging
 import os
 import weakref
@@ -26,7 +25,7 @@ from .features import FEATURES
 from .features.schedule.entry import entry_hooks
 from .features.schedule.pipeline import pipeline_of, prepare
 from .flags import FLAGS, given, in_options, options_without_schedule, parsed
-from .hooks import Hook, Hooks
+from .hooks import Hook, Hooks, around
 from .model_args import ModelArgs
 from .pipeline import ScheduledPipeline, pipeline_group
 from .utils import unwrapped
@@ -40,9 +39,6 @@ class Library:
 
     Args:
         options: as ``megatron_ext.enable``.
-
-    Attributes:
-        hooks: in force.
 
     Raises:
         ConfigError: an option is unknown, or cannot work without Megatron's arguments.
@@ -90,7 +86,7 @@ class Library:
             hooks.append(
                 Hook(
                     ("megatron.core.parallel_state:initialize_model_parallel",),
-                    self._with_pipeline_check,
+                    around(self._with_pipeline_check),
                     ("pipeline_model_parallel_size",),
                     "a job without a pipeline would not be noticed",
                 )
@@ -142,7 +138,6 @@ class Library:
 
         Args:
             models: its chunks on this rank.
-            group: its pipeline.
             size: tokens and samples of a microbatch.
         """
         from megatron.core.utils import get_model_config
@@ -176,15 +171,11 @@ class Library:
             logger.debug("%s", self.hooks.report())
         return run.pipeline
 
-    def _with_pipeline_check(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            with in_options():
-                self._require_pipeline()
-            return result
-
-        return initialize_model_parallel
+    def _with_pipeline_check(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        with in_options():
+            self._require_pipeline()
+        return result
 
     def _require_pipeline(self) -> None:
         from megatron.core import parallel_state

@@ -111,7 +111,6 @@ def measure_link(
     Args:
         rank: this one's, in ``group``.
         pairs: of ranks that may share a switch; a rank without one takes the turn of its number.
-        device: of this rank.
         arena: keeps the memory that it takes for this.
         group: the pipeline's process group; all ranks call this together.
     """

@@ -39,7 +39,6 @@ def require_placed(chunks: Sequence[Any], name: str) -> None:
 
     Args:
         chunks: this rank's unwrapped model chunks.
-        name: of the schedule.
 
     Raises:
         ConfigError: another kind of model; its embedding or loss would be on the wrong stage.
@@ -67,7 +66,6 @@ def require_chunks(provider: Callable[..., Any] | None, name: str, chunks: int) 
 
     Args:
         provider: builds the model; None: not known, which may be any.
-        name: of the schedule.
         chunks: that the schedule has on a rank.
 
     Raises:

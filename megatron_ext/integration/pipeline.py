@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -131,25 +129,14 @@ class ScheduledPipeline:
             timers("forward-backward").stop()
         return step.losses
 
-    def watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Megatron's ``train_step``, of which the passes are a part, under the watchdog."""
+        from megatron.core import parallel_state
 
-        @functools.wraps(original)
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            from megatron.core import parallel_state
-
-            rank = parallel_state.get_pipeline_model_parallel_rank()
-            detail = "for other ranks before or behind its passes (optimizer, checks of all ranks)"
-            with self.watchdog(rank).armed(detail, quiet=(ConfigError,)):
-                return original(*args, **kwargs)
-
-        return train_step
-
-    def close(self) -> None:
-        """Let all callbacks give back what they hold, whatever one of them raises."""
-        with contextlib.ExitStack() as stack:
-            for callback in self.callbacks:
-                stack.callback(callback.close)
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        detail = "for other ranks before or behind its passes (optimizer, checks of all ranks)"
+        with self.watchdog(rank).armed(detail, quiet=(ConfigError,)):
+            return original(*args, **kwargs)
 
     def watchdog(self, rank: int) -> Watchdog:
         """The watchdog of this process, which is ``rank`` in its pipeline."""
@@ -162,7 +149,6 @@ class ScheduledPipeline:
         """Everything before the first pass.
 
         Args:
-            call: what to run.
             extension: runs operations beyond F, B, W, messages and copies; None: they are
                 left out.
 

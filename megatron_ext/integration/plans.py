@@ -48,7 +48,6 @@ class Plans:
         Args:
             microbatches: of the iteration; other pipelines may have another number.
             training: False for evaluation, which runs forward passes only.
-            group: the pipeline's.
             callbacks: learn of new training plans.
 
         Raises:

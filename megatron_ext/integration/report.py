@@ -11,9 +11,6 @@ class Report:
 
     The two that read the flags are bound by ``apply``. Those of the chosen schedule join once
     Megatron has validated its arguments; after a revert there are none.
-
-    Attributes:
-        megatron: version of megatron-core.
     """
 
     def __init__(self, hooks: Hooks) -> None:

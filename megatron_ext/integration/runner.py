@@ -80,7 +80,6 @@ class Call:
 
     Attributes:
         iteration: its arguments.
-        group: the pipeline's.
         shape: of what travels between stages.
         batch: (tokens, samples) of a microbatch.
     """
@@ -106,7 +105,6 @@ class MegatronRunner(StageRunner):
     """Runs Megatron's own ``forward_step`` and ``backward_step`` for single actions.
 
     Args:
-        iteration: what to run.
         placement: which stage each chunk of this rank is.
         rank: this rank in the pipeline group.
         store: where split backward passes leave their weight gradients.
@@ -288,7 +286,6 @@ class MegatronRunner(StageRunner):
         microbatch's B (or W, if postponed) has then got all of them.
 
         Args:
-            chunk: of the parameters.
             last: in the last microbatch.
         """
         config = self._it.config

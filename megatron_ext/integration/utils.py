@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ def full_batch(args: MegatronArgs) -> int | None:
         ) from None
 
 
+def most_microbatches(args: MegatronArgs) -> int:
+    """Of a step with the full batch; ``args`` are validated by Megatron."""
+    per_step = args.micro_batch_size * args.data_parallel_size
+    return (full_batch(args) or per_step) // per_step
+
+
 def file_contents(path: str) -> str:
     """A file by its contents, since its path may differ between nodes."""
     try:
@@ -67,3 +74,14 @@ def has_second_embedding(last_chunk: Any) -> bool:
     """True if a model's last stage has a copy of the word embeddings: tied weights, or MTP."""
     tied = getattr(last_chunk, "share_embeddings_and_output_weights", False)
     return bool(tied or getattr(last_chunk, "mtp_process", False))
+
+
+def tied_embeddings(
+    pp_rank: int, chunks: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Under V placement both copies of the word embeddings, of the first and the last chunk of rank
+    0; None on a rank, or of a model, without."""
+    if pp_rank != 0 or not has_second_embedding(chunks[-1]):
+        return None
+    first, last = (chunk.shared_embedding_or_output_weight() for chunk in (chunks[0], chunks[-1]))
+    return None if first is None or last is None else (first, last)

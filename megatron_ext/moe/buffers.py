@@ -108,14 +108,6 @@ def _grown(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE if nbytes > _PAGE else nbytes
 
 
-@dataclass
-class Departure:
-    """Device memory on its way to the host, held until it has arrived there."""
-
-    ticket: Ticket
-    memory: list[torch.Tensor]
-
-
 class Departures:
     """What is on its way to the host from memory that no ring owns: at most ``depth`` chunks'.
 
@@ -125,31 +117,31 @@ class Departures:
 
     def __init__(self, engine: Engine, depth: int = DEPTH) -> None:
         self._engine, self._depth = engine, depth
-        self._departing: list[Departure] = []
+        self._departing: list[tuple[Ticket, list[torch.Tensor]]] = []
 
     def add(self, ticket: Ticket, memory: list[torch.Tensor]) -> None:
         """Hold ``memory`` until the copy of ``ticket`` is done."""
-        self._departing.append(Departure(ticket, memory))
+        self._departing.append((ticket, memory))
 
     def make_room(self) -> None:
         """Before another chunk computes: free what is copied; wait where too much is not."""
         while self._departing:
-            ticket = self._departing[0].ticket
-            assert ticket.sent is not None
-            if len(self._departing) < self._depth and not ticket.sent.query():
+            sent = self._departing[0][0].sent
+            assert sent is not None
+            if len(self._departing) < self._depth and not sent.query():
                 return
-            self._engine.release(ticket)
-            self._drop(self._departing.pop(0))
+            self._free_first()
 
     def flush(self) -> None:
         """Free everything; compute waits for copies that are not done."""
         while self._departing:
-            self._engine.release(self._departing[0].ticket)
-            self._drop(self._departing.pop(0))
+            self._free_first()
 
-    def _drop(self, departure: Departure) -> None:
-        while departure.memory:
-            self._engine.device.discard(departure.memory.pop())
+    def _free_first(self) -> None:
+        ticket, memory = self._departing.pop(0)
+        self._engine.release(ticket)
+        while memory:
+            self._engine.device.discard(memory.pop())
 
 
 class Memory:
@@ -262,8 +254,6 @@ class Record:
     go where there is no backward pass.
 
     Args:
-        memory: what it may use.
-        number: the chunk's.
         strategy: how it comes back.
         depth: slots for the experts' input; their intermediate tensors always have two.
 

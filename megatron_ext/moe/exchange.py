@@ -85,7 +85,6 @@ class Chunk:
     """One chunk's rows; all sizes are on the host.
 
     Attributes:
-        start, end: its tokens.
         sent, received: rows to, and from, each expert-parallel rank.
         gathered: rows that each expert-tensor-parallel rank received; they are shared among them.
         tokens_per_expert: rows of each local expert, (local experts,) int64, on the host.
@@ -128,8 +127,6 @@ class ChunkTable:
     """The chunks of one routed batch.
 
     Attributes:
-        experts: of the whole layer.
-        chunks: in order.
         counts: rows of (source rank, chunk, local expert), int32 on the device; the source ranks
             in the order (expert tensor parallel, expert parallel).
         worst: over all chunks and ranks.
@@ -146,7 +143,6 @@ class SentRows(NamedTuple):
 
     Attributes:
         pairs: token * experts + expert of each, int32 (int64 where that is too small).
-        tokens: of each.
         places: for each row in the order of tokens, then experts, its place among the rows of its
             chunk, int32.
         starts: of each token's rows among ``places`` of its chunk, (tokens,) int32.
@@ -236,7 +232,6 @@ class Exchange:
         """Cut a routed batch; no collective, but a wait for the counts.
 
         Args:
-            counted: the batch.
             chunks: n, the same on every rank of the group, a divisor of the parts counted.
         """
         tokens = counted.routing_map.shape[0]

@@ -368,7 +368,6 @@ def kept_bytes_per_row(
 
     Args:
         experts: as ``Region`` calls them. parameters: theirs, which do not count.
-        local_experts: of this rank.
         like: a tensor of the rows' width, dtype and device.
     """
 

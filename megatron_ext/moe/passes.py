@@ -35,7 +35,6 @@ class ChunkState:
 
     Attributes:
         record: what is kept of the experts' input and intermediate tensors.
-        graph: of the experts.
         again: what fills it, where something is computed again.
         slot: their input, where that is kept.
     """
@@ -50,7 +49,6 @@ class RowTable:
     """Where the rows of a call's chunks go.
 
     Args:
-        table: the chunks.
         sent: the rows that this rank sends, see ``Exchange.split``.
         orders: see ``Exchange.orders``; None: not made yet.
         probs: of the rows sent, where they are sent again.
@@ -100,8 +98,6 @@ class Call:
     """One call of a region, from forward to backward.
 
     Args:
-        region: of the layer.
-        plan: how it runs.
         table, sent: the chunks, and the rows that this rank sends, see ``Exchange.split``.
         trained: the experts' parameters that want gradients; None: no backward pass will come.
         hidden: (tokens, width). probs: (tokens, experts).

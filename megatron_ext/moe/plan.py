@@ -334,8 +334,6 @@ class Budget(NamedTuple):
     """What a rank's MoE layers may take on the device.
 
     Attributes:
-        nbytes: the limit.
-        shape: of every layer.
         calls: gives layers on the rank times microbatches in flight, now.
     """
 

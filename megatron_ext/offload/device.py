@@ -247,7 +247,6 @@ class CpuDevice:
     """CPU tensors as "device" memory; every copy stream is a thread, and compute is the caller.
 
     Args:
-        streams: copy threads.
         throttle_bytes_per_second: emulated link, by direction; None: as fast as memory is.
     """
 

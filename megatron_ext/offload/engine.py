@@ -125,7 +125,6 @@ class Engine:
 
     Args:
         device: hardware, or its emulation.
-        arena: host memory.
         policy: how directions share the link.
         link_lock: for ``Policy.PAIRED`` where the device can hold it (``guards_copies``); on CUDA
             the schedule alone staggers the neighbours.
@@ -186,7 +185,6 @@ class Engine:
         """Start copying ``blocks`` to the host.
 
         Args:
-            ticket: of the set.
             blocks: what it consists of: device memory, each of a dense form.
             reserve_bytes: take a place of at least so many bytes: sets of one kind that vary in
                 size must not leave gaps in the arena that the next one cannot use.
@@ -230,7 +228,6 @@ class Engine:
         """The caller is about to drop what ``release`` has made safe to drop.
 
         Args:
-            memory: of a block.
             foreign: it may be another compute stream's, which does not wait for the copy.
         """
         if foreign and "reuse-after-use" not in self._skip:
@@ -266,7 +263,6 @@ class Engine:
         To be called for every use: autograd may run it on another stream than the last one.
 
         Args:
-            ticket: of the set.
             storage: that is used, if it was reloaded and may be dropped before ``finish``.
 
         Returns:

@@ -49,7 +49,6 @@ def require_host_memory(
     Args:
         needed_bytes: of each rank on this host.
         available_bytes: ``available_host_bytes()`` before any of them was allocated.
-        purpose: of the arenas.
         pinned_bytes: of the ranks' other arenas, which is not available.
 
     Raises:

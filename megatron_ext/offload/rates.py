@@ -26,14 +26,6 @@ class Rates:
     to_host_together: float
     to_device_together: float
 
-    def single_seconds(self, nbytes: int) -> float:
-        """Time to move ``nbytes`` out and as many in, one after the other."""
-        return nbytes / self.to_host + nbytes / self.to_device
-
-    def dual_seconds(self, nbytes: int) -> float:
-        """The same with both directions at once."""
-        return max(nbytes / self.to_host_together, nbytes / self.to_device_together)
-
 
 def _copy_seconds(
     device: Device, buffers: Mapping[Direction, tuple[torch.Tensor, torch.Tensor]]
@@ -112,7 +104,8 @@ def choose_policy(alone: Rates, crowded: Rates | None = None) -> tuple[Policy, s
         loss = max(alone.to_host / crowded.to_host, alone.to_device / crowded.to_device)
         if loss > CROWDED_LOSS:
             return Policy.PAIRED, f"the neighbour going the same way slows copies {loss:.2f} times"
-    gain = alone.single_seconds(1) / alone.dual_seconds(1)
+    in_turn = 1 / alone.to_host + 1 / alone.to_device  # a byte out and one in
+    gain = in_turn / max(1 / alone.to_host_together, 1 / alone.to_device_together)
     if gain > DUAL_GAIN:
         return Policy.DUAL, f"both directions at once are {gain:.2f} times as fast as in turn"
     return Policy.SINGLE, f"both directions at once gain only {gain:.2f} times"

@@ -72,7 +72,6 @@ def attention(job: Job, *, window: int | None = None) -> Part:
     """Self-attention with grouped queries and the norm before it.
 
     Args:
-        job: the job.
         window: tokens that a query attends to; None: all before it.
     """
     e, t, h = job.element_bytes, job.tokens, job.hidden_size

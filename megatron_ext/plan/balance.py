@@ -26,8 +26,6 @@ def balanced(
     first and the last may have none.
 
     Args:
-        placement: rank and chunk of every stage.
-        layers: how many there are.
         each: per rank, the cost of a layer there (seconds, or bytes with all sets in flight).
         first, last: cost of the embedding, and of the output layer with the loss.
 

@@ -25,7 +25,6 @@ class Budget:
     """What a rank may hold on its device, for one job; a ``Cap`` of the selector.
 
     Attributes:
-        job: what is trained.
         size: bytes per rank.
         splits: layers of every stage, for a number of stages.
         profile: measured bytes in place of estimated ones.
@@ -173,8 +172,6 @@ def profiled(spec: ScheduleSpec, profile: Profile, splits: Splits) -> ScheduleSp
     """``spec`` for measured times, and for measured bytes where it has a cap in bytes.
 
     Args:
-        spec: the request.
-        profile: of this model.
         splits: layers of every stage, for a number of stages.
     """
     cap = replace(spec.cap, profile=profile) if isinstance(spec.cap, Budget) else spec.cap

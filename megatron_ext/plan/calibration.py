@@ -26,7 +26,6 @@ class Comparison(NamedTuple):
         what: the model and how it is divided.
         quantity: F, B, W or B+W in milliseconds; MFU as a share of the device's peak; k, a set's
             transfers by F+B+W.
-        published, ours: of it.
         fitted: the device's numbers were fitted to it; else it was held out.
     """
 

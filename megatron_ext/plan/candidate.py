@@ -22,7 +22,6 @@ class Candidate:
     """What may be simulated.
 
     Attributes:
-        spec, workload: what it is.
         bound_us: no order is faster.
         likely_us, bytes: what the order for equal costs takes, and holds on the fullest rank; with
             offload about.

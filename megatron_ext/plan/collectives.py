@@ -36,7 +36,6 @@ class Overhead(NamedTuple):
     Attributes:
         data: gradients and parameters over data-parallel ranks, as far as nothing hides them.
         context: keys and values over context-parallel ranks, likewise.
-        optimizer: its step.
     """
 
     data: float
@@ -60,7 +59,6 @@ class Links:
     """Rates between the ranks of a job.
 
     Args:
-        gpu: the device.
         node: devices of one node.
     """
 
@@ -138,12 +136,10 @@ def overhead(
     """Of the rank that takes longest.
 
     Args:
-        job: what is trained.
         links: between its ranks.
         rows: the stages of every pipeline rank.
         passes: per rank, seconds of one microbatch's F, and of its B and W.
         attention: per rank, layers with attention.
-        microbatches: of one iteration.
         overlap: which exchange passes hide.
     """
     exposed = sum(links.context(job))

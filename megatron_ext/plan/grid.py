@@ -22,7 +22,7 @@ from .layout import Split, Stage
 from .memory import StageBytes
 from .model import Job, PlanError
 from .parameters import Count, StateBytes, shard_parameters, stage_parameters, state_bytes
-from .point import Point
+from .point import Key, Point, front
 from .rivals import Rivals
 from .search import MOST_PASSES, Result, Search
 from .space import SearchSpace
@@ -51,14 +51,9 @@ class Placed:
         """Passes, then what is beside them, in microseconds."""
         return self.point.makespan_us + round(self.overhead.total * 1e6)
 
-    def key(self) -> tuple[Fraction, int, int]:
-        """What the front compares: time, bytes on the device, bytes on the host."""
+    def key(self) -> Key:
+        """What the front compares."""
         return self.iteration_us, self.point.worst.total, self.point.host_bytes
-
-
-def _beats(one: Placed, other: Placed) -> bool:
-    (time, device, host), (its_time, its_device, its_host) = one.key(), other.key()
-    return time <= its_time and device <= its_device and host <= its_host
 
 
 class Case(NamedTuple):
@@ -93,7 +88,6 @@ class GridResult:
 
     Attributes:
         budget: bytes a rank.
-        points: all that were simulated.
         searches: division by division, in the order in which they were searched.
         divisions: how many are possible, with microbatch sizes and recompute ``cases``.
         searched: cases for which schedules were made.
@@ -122,11 +116,7 @@ class GridResult:
     @property
     def front(self) -> list[Placed]:
         """The points that fit and that no other one beats; fastest first."""
-        best: list[Placed] = []
-        for one in sorted(filter(self.fits, self.points), key=Placed.key):
-            if not any(_beats(q, one) for q in best):
-                best.append(one)
-        return best
+        return front(filter(self.fits, self.points), Placed.key)
 
     @property
     def best(self) -> Placed | None:
@@ -355,7 +345,6 @@ def variants(job: Job, sizes: Sequence[int], cheap: Sequence[bool], *, full: boo
     """A division with every microbatch size and kind of recompute.
 
     Args:
-        job: the division.
         sizes: of microbatches, in samples.
         cheap: which of with and without cheap recompute.
         full: full recompute may be chosen.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,11 +76,6 @@ class Split:
         return "--pipeline-model-parallel-layout", self.text(len(job.mtp_layers))
 
 
-def layout_text(counts: Sequence[int]) -> str:
-    """The layout string of stages with these numbers of layers, in model order."""
-    return Split(tuple(counts)).text()
-
-
 def even_split(layers: int, stages: int) -> Split | None:
     """Equally many layers on every stage; None if that cannot be."""
     return None if layers % stages else Split((layers // stages,) * stages, even=True)
@@ -89,18 +83,41 @@ def even_split(layers: int, stages: int) -> Split | None:
 
 def _spread(job: Job, stages: int) -> Split | None:
     """Megatron's own split: evenly, but for what the job's flags say of both ends."""
-    first, last = job.decoder_first_pipeline_num_layers, job.decoder_last_pipeline_num_layers
-    embedding = int(job.account_for_embedding_in_pipeline_split)
-    loss = int(job.account_for_loss_in_pipeline_split)
-    others = stages - (first is not None) - (last is not None)
-    left = job.num_layers + embedding + loss - (first or 0) - (last or 0)
-    each, rest = divmod(left, others) if others else (0, left)
-    if rest or each < max(embedding, loss):
+    counts = spread(
+        job.num_layers,
+        stages,
+        job.decoder_first_pipeline_num_layers,
+        job.decoder_last_pipeline_num_layers,
+        (
+            int(job.account_for_embedding_in_pipeline_split),
+            int(job.account_for_loss_in_pipeline_split),
+        ),
+    )
+    return None if counts is None else Split(tuple(counts), even=True)
+
+
+def spread(
+    layers: int,
+    stages: int,
+    first: int | None = None,
+    last: int | None = None,
+    taken: tuple[int, int] = (0, 0),
+) -> list[int] | None:
+    """Layers of each stage, evenly but for the first and the last; None if that cannot be.
+
+    Args:
+        first, last: layers of the first and the last stage; None: as the others.
+        taken: 1 where the embedding, and where the loss, counts as a layer.
+    """
+    middle = layers + sum(taken) - (first or 0) - (last or 0)
+    even = stages - (first is not None) - (last is not None)
+    each, rest = divmod(middle, even) if even else (0, middle)
+    if layers < 1 or middle < 0 or rest or each < max(taken):
         return None
     counts = [each] * stages
-    counts[0] = each - embedding if first is None else first
-    counts[-1] = each - loss if last is None else last
-    return Split(tuple(counts), even=True)
+    counts[0] = each - taken[0] if first is None else first
+    counts[-1] = each - taken[1] if last is None else last
+    return counts
 
 
 def read_layout(text: str, layers: int) -> Split:

@@ -43,7 +43,6 @@ class RankBytes:
     """The peak of one rank, in bytes.
 
     Attributes:
-        rank: its number.
         states: parameters, gradients and optimizer states.
         kept: activation sets on the device at the peak.
         passing: what the pass that runs then needs beside them, and messages.

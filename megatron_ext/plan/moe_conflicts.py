@@ -166,20 +166,6 @@ CONFLICTS = (
 )
 
 
-def conflict(args: Any, *parts: str) -> tuple[Conflict, str] | None:
-    """The first conflict with ``args``, and its value there; None: there is none.
-
-    Args:
-        args: Megatron's arguments; those that are missing are not in use.
-        parts: of the feature that are in use besides what any number of chunks needs.
-    """
-    for rule in CONFLICTS:
-        value = rule.found(args) if rule.only in ("", *parts) else None
-        if value is not None:
-            return rule, value
-    return None
-
-
 def parts_of(strategy: str) -> tuple[str, ...]:
     """The parts that ``--moe-memory-reuse`` uses; ``auto`` may choose any strategy."""
     if strategy in ("none", ACTIVATED):

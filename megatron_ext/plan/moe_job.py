@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from .._conflict import Conflict, values_of
+from .._conflict import first_conflict, values_of
 from .._input import attribute, parse_bytes, size_text
 from ..moe.plan import (
     STOCK,
@@ -25,7 +25,7 @@ from ..moe.plan import (
     simplest_first,
 )
 from .model import Job, PlanError
-from .moe_conflicts import conflict, parts_of
+from .moe_conflicts import CONFLICTS, parts_of
 from .parts import Linear, Part, SavedTensor
 
 CHUNKS, REUSE, BUDGET = "--moe-pipeline-chunks", "--moe-memory-reuse", "--moe-memory-budget"
@@ -166,14 +166,8 @@ def obstacle(job: Job, strategy: str) -> str | None:
         fp4=quantized == "--fp4",
         overlap_moe_expert_parallel_comm=job.overlap_moe_expert_parallel_comm,
     )
-    return _reason(conflict(args, *parts_of(strategy)))
-
-
-def _reason(found: tuple[Conflict, str] | None) -> str | None:
-    if found is None:
-        return None
-    rule, value = found
-    return f"{rule.flag} {value}".strip() + f": {rule.reason}"
+    found = first_conflict(CONFLICTS, args, ("", *parts_of(strategy)))
+    return None if found is None else found[1]
 
 
 def exclude_chunks(given: dict[str, Any], ignored: Sequence[str]) -> None:
@@ -186,12 +180,12 @@ def exclude_chunks(given: dict[str, Any], ignored: Sequence[str]) -> None:
     Raises:
         PlanError: chunks are asked for.
     """
-    why = _reason(conflict(SimpleNamespace(**values_of(ignored))))
-    if why is None:
+    found = first_conflict(CONFLICTS, SimpleNamespace(**values_of(ignored)))
+    if found is None:
         return
     chunks = given.setdefault(attribute(CHUNKS), "off")
     if chunks != "off":
-        raise PlanError(f"{CHUNKS} {chunks} does not go together with {why}")
+        raise PlanError(f"{CHUNKS} {chunks} does not go together with {found[1]}")
 
 
 def shape_of(job: Job) -> LayerShape:

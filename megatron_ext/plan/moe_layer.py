@@ -15,14 +15,10 @@ from typing import Any, NamedTuple
 
 from ..moe.plan import (
     DEPTH,
-    Footprint,
     LayerPlan,
-    LayerShape,
     Restore,
     Step,
     Strategy,
-    copied_bytes,
-    footprint,
 )
 
 
@@ -217,39 +213,6 @@ def scaled(costs: Costs, factor: float) -> Costs:
     return lambda plan: costs(plan).scaled(factor)
 
 
-def rate_costs(
-    shape: LayerShape,
-    rows: int,
-    flops: float,
-    network: float,
-    to_host: float,
-    *,
-    ranks: int = 1,
-    latency: float = 0.0,
-    launch: float = 0.0,
-) -> GivenCosts:
-    """Costs in seconds from rates, for a layer that is described by its sizes alone.
-
-    Args:
-        shape: of the layer. rows: that the busiest rank's experts get.
-        flops: FLOP/s of the experts' products.
-        network, to_host: bytes/s of an all-to-all and of copies, one way.
-        ranks: that exchange rows; 1/ranks of them stay where they are.
-        latency, launch: as ``GivenCosts``.
-    """
-    row = shape.hidden * shape.element_bytes
-    products = 2 * rows * shape.hidden * shape.ffn * (3 if shape.gated else 2) / flops
-    return GivenCosts(
-        rows * row * (ranks - 1) / ranks / network,
-        products,
-        rows * row / to_host,
-        rows * shape.inside_bytes / to_host,
-        products * (2 / 3 if shape.gated else 1 / 2),
-        latency,
-        launch,
-    )
-
-
 class _Issue:
     """Operations in the order of issue; those on compute wait for what they need by events."""
 
@@ -311,7 +274,6 @@ def backward(plan: LayerPlan, times: ChunkTimes, *, split: bool = False) -> list
     """Operations of a backward pass, as ``moe.passes.Backward`` issues them: last chunk first.
 
     Args:
-        plan, times: of the call.
         split: weight gradients wait for W passes, where the experts' input is kept.
     """
     issue, strategy, local = _Issue(), plan.strategy, times.backward
@@ -399,7 +361,6 @@ class LayerRun:
     """One call of a layer by prediction, in the unit of the costs.
 
     Attributes:
-        plan: how it runs.
         forward, backward: its passes.
         weights: of W passes, where weight gradients wait for them; 0: they are part of backward.
     """
@@ -427,43 +388,3 @@ def run_layer(
         simulate_streams(backward(plan, times, split=waits), one_queue=one_queue),
         times.all_weights * waits,
     )
-
-
-class Prediction(NamedTuple):
-    """What a plan of a layer takes.
-
-    Attributes:
-        run: times, in the unit of the costs.
-        footprint: bytes on the device, of all calls that are kept.
-        host_bytes: on the host, likewise.
-    """
-
-    run: LayerRun
-    footprint: Footprint
-    host_bytes: int
-
-
-def predict(
-    shape: LayerShape,
-    rows: int,
-    costs: Costs,
-    chunks: int,
-    strategy: str = "none",
-    lookahead: int = DEPTH,
-    calls: int = 1,
-) -> Prediction:
-    """Times and bytes of one plan, for tables of n and strategies.
-
-    Args:
-        shape: of the layer. rows: that the busiest rank's experts get in a call.
-        costs: ``GivenCosts``, ``rate_costs`` or of a job (``moe_times.job_costs``).
-        chunks, strategy, lookahead: as ``LayerPlan.of``.
-        calls: layers times microbatches in flight.
-
-    Raises:
-        ValueError: no such strategy, or a number below 1.
-    """
-    plan = LayerPlan.of(chunks, strategy, lookahead)
-    run = run_layer(plan, costs)
-    host = round(calls * copied_bytes(shape, rows, plan.strategy))
-    return Prediction(run, footprint(shape, rows, calls, plan), host)

@@ -87,11 +87,6 @@ def _nodes_per_token(job: Job, near: int) -> float:
     return nodes * (1 - comb(experts - own, k) / comb(experts, k))
 
 
-def rows_of(job: Job) -> int:
-    """Rows that one rank's experts get in a call, with balanced routing."""
-    return routed_tokens(job)
-
-
 def job_footprint(job: Job, plan: LayerPlan, in_flight: int = 1) -> Footprint:
     """Bytes of ``in_flight`` calls that are kept, and of the buffers, by ``moe/plan.py``."""
     return footprint(shape_of(job), routed_tokens(job), in_flight, plan)
@@ -147,14 +142,10 @@ def job_costs(job: Job, gpu: Gpu, price: Price) -> Costs:
     return costs
 
 
-def job_run(job: Job, gpu: Gpu, price: Price, plan: LayerPlan, *, split: bool = True) -> LayerRun:
-    """One call of a MoE layer of the job by ``plan``, in seconds.
-
-    Args:
-        split: weight gradients wait for W passes, where the plan lets them.
-    """
-    costs = job_costs(job, gpu, price)
-    return run_layer(plan, costs, split=split)
+def job_run(job: Job, gpu: Gpu, price: Price, plan: LayerPlan) -> LayerRun:
+    """One call of a MoE layer of the job by ``plan``, in seconds; weight gradients wait for W
+    passes, where the plan lets them."""
+    return run_layer(plan, job_costs(job, gpu, price), split=True)
 
 
 def chunk_gain(job: Job, gpu: Gpu, price: Price, kinds: str) -> tuple[float, float, float]:
@@ -191,10 +182,7 @@ def variants(job: Job, gpu: Gpu, price: Price) -> list[Job]:
         return [job]
     if obstacle(job, "none") is not None or fixed_plan(job) is not None:
         return [job]
-    plans = allowed_plans(job)
-    in_flight = calls(job)
-    if job.moe_memory_budget is not None:
-        plans = within(job, plans, routed_tokens(job), in_flight)
+    plans, in_flight = allowed_plans(job), calls(job)
     runs = {plan: job_run(job, gpu, price, plan) for plan in plans}
     sizes = {plan: job_footprint(job, plan, in_flight).peak_bytes for plan in plans}
     keeping = [plan for plan in plans if plan.strategy is Strategy.NONE]
@@ -215,11 +203,18 @@ def variants(job: Job, gpu: Gpu, price: Price) -> list[Job]:
 
 
 def allowed_plans(job: Job) -> list[LayerPlan]:
-    """The plans that the job's flags leave open and its other settings allow, simplest first."""
+    """The plans that the job's flags leave open and its other settings allow, simplest first.
+
+    Raises:
+        PlanError: nothing keeps ``--moe-memory-budget``.
+    """
     plans = open_plans(job.moe_pipeline_chunks, job.moe_memory_reuse)
+    plans = [plan for plan in plans if obstacle(job, plan.strategy.value) is None]
     if obstacle(job, "none") is not None:
-        return [STOCK]
-    return [plan for plan in plans if obstacle(job, plan.strategy.value) is None]
+        plans = [STOCK]
+    if job.moe_memory_budget is None:
+        return plans
+    return within(job, plans, routed_tokens(job), calls(job))
 
 
 def layers_of_rank(job: Job) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from .._conflict import Conflict, argument, values_of
+from .._conflict import Conflict, argument, first_conflict, values_of
 from .model import Job, PlanError
 
 FLAG = "--overlap-moe-expert-parallel-comm"
@@ -133,8 +133,5 @@ def exclude_pairs(given: dict[str, Any], ignored: Sequence[str]) -> None:
 
 
 def _conflict(args: Any) -> str | None:
-    for rule in CONFLICTS:
-        value = rule.found(args)
-        if value is not None:
-            return f"does not go together with {rule.flag} {value}".rstrip() + f": {rule.reason}"
-    return None
+    found = first_conflict(CONFLICTS, args)
+    return None if found is None else f"does not go together with {found[1]}"

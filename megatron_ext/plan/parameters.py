@@ -82,7 +82,6 @@ def output_parameters(job: Job, *, with_embedding: bool) -> int:
     """The last norm and the output layer on the stage that has the loss.
 
     Args:
-        job: the job.
         with_embedding: the same *stage* has the embedding (no pipeline), so that tied weights are
             one tensor. On two stages each has a copy, on the same rank too (V placement).
     """

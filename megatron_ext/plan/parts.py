@@ -16,7 +16,6 @@ class SavedTensor(NamedTuple):
     """One tensor (or several of one kind).
 
     Attributes:
-        what: which, for people.
         bytes_f_to_b: bytes from F to the end of B.
         bytes_b_to_w: bytes from B to W, if the backward pass is split: inputs of linear layers and
             the gradients of their outputs.
@@ -40,11 +39,9 @@ class Linear(NamedTuple):
     """A linear layer on one rank.
 
     Attributes:
-        what: which, for people.
         rows: tokens that it multiplies, of all its weights together.
         inputs, outputs: features of one weight on this rank.
         weights: how many there are (experts).
-        bias: it has one.
         input: who keeps its input from F to B. "own": the layer itself. "kept": another tensor of
             the part, in 16 bits, and a quantized layer a copy of its own. "original": another
             tensor, and a quantized layer needs no copy if its recipe can use that one. "dropped":
@@ -194,7 +191,6 @@ class Norm(NamedTuple):
     Attributes:
         saved: what it keeps itself.
         input: for the linear layer after it, as ``Linear.input``.
-        parameters, work: its own.
         again: what B computes once more.
     """
 
@@ -222,7 +218,6 @@ def norm(job: Job, what: str, *, fused: bool = False, offload: str = "") -> Norm
     """A norm over the hidden size.
 
     Args:
-        job: the job.
         what: name of the part.
         fused: Transformer Engine has it in one module with a linear layer, so that its output
             cannot be recomputed.

@@ -108,9 +108,7 @@ def _frequency(flag: str, value: Any, layers: int, rule: Any) -> list[bool]:
     """N, or a Python list expression such as ``([0]*1+[1]*3)``.
 
     Args:
-        flag: for errors.
         value: as text, or as Megatron parses it.
-        layers: how many there are.
         rule: of a layer's number, from 0, and N.
     """
     text = str(value)

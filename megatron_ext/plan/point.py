@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from ..schedule.costs import number_to_json
 from ..schedule.generators import Objective
@@ -25,7 +25,6 @@ class Point:
     """A simulated point.
 
     Attributes:
-        spec, workload: what was simulated.
         makespan_us: of one iteration's passes, in microseconds.
         bubble, peak_activation, peak_host_activation: as ``simulate`` says.
         ranks: every rank's bytes at its peak.
@@ -51,8 +50,8 @@ class Point:
         """Of the rank that has most on the host."""
         return max(rank.host for rank in self.ranks)
 
-    def key(self) -> tuple[Fraction, int, int]:
-        """What the front compares: time, bytes on the device, bytes on the host."""
+    def key(self) -> Key:
+        """What the front compares."""
         return self.makespan_us, self.worst.total, self.host_bytes
 
     @property
@@ -196,15 +195,17 @@ def evaluate(spec: ScheduleSpec, workload: Workload) -> Point:
     )
 
 
-def front(points: Sequence[Point]) -> list[Point]:
-    """Those that no other one beats or equals in all three; fastest first."""
-    best: list[Point] = []
-    for point in sorted(points, key=Point.key):
-        if not any(_beats(q, point) for q in best):
+Key = tuple[Fraction, int, int]  # time, bytes on the device, bytes on the host
+T = TypeVar("T")
+
+
+def front(points: Iterable[T], key: Callable[[T], Key]) -> list[T]:
+    """Those that no other one beats or equals in all three numbers of ``key``; fastest first."""
+    best: list[T] = []
+    kept: list[Key] = []
+    for point in sorted(points, key=key):
+        time, device, host = key(point)
+        if not any(t <= time and d <= device and h <= host for t, d, h in kept):
             best.append(point)
+            kept.append(key(point))
     return best
-
-
-def _beats(one: Point, other: Point) -> bool:
-    (time, device, host), (its_time, its_device, its_host) = one.key(), other.key()
-    return time <= its_time and device <= its_device and host <= its_host

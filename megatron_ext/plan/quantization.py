@@ -12,9 +12,7 @@ class Quantization(NamedTuple):
     (what is saved for W); Megatron's ``set_save_original_input`` for ``saves_originals``.
 
     Attributes:
-        bits: of one number.
         block: numbers that share a scale, within a row.
-        scale_bits: of one scale.
         saves_originals: the output projection of attention keeps its 16-bit input, which attention
             keeps anyway, and not a quantized copy beside it.
     """

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from ..schedule import GENERATORS, Schedule, ScheduleSpec
+from ..schedule import GENERATORS, ScheduleSpec
 from ..schedule.bounds import makespan_bound
 from ..schedule.effects import peak_sets
 from .candidate import Candidate, first_of_kinds, likely, offers, pairs_of
@@ -39,10 +39,8 @@ class Result:
     """What was found.
 
     Attributes:
-        points: all that were simulated.
         budget, host_budget: bytes per rank, of the device and of the host (None: no limit).
         skipped: candidates that were left out because the search had made all its passes.
-        candidates: how many there were.
     """
 
     budget: int
@@ -59,7 +57,7 @@ class Result:
     @property
     def front(self) -> list[Point]:
         """The points that fit and that no other one beats."""
-        return front([point for point in self.points if self.fits(point)])
+        return front(filter(self.fits, self.points), Point.key)
 
     @property
     def best(self) -> Point | None:
@@ -84,7 +82,6 @@ class Search:
     """One search.
 
     Args:
-        space: what may be chosen.
         budget, host_budget: as ``Result``.
         effort: a factor on ``MOST_PASSES``.
         progress: called with a line now and then.
@@ -153,7 +150,7 @@ class Search:
                 barriers = BARRIERS * job.vocab_parallel
                 pairs = bool(job.overlap_moe_expert_parallel_comm)
                 sized = replace(spec, microbatches=microbatches, barriers=barriers, overlap=pairs)
-                order = self._unit(sized)
+                order = self.rivals.unit(sized)
                 splits = self.space.splits(job, order, peak_sets(order.ranks))
                 each = (self._candidate(sized, job, split) for split in splits)
                 found += [one for one in each if one is not None]
@@ -171,17 +168,13 @@ class Search:
     def _candidate(self, spec: ScheduleSpec, job: Job, split: Split) -> Candidate | None:
         """None for what is of no interest beside ``rivals``."""
         work = self.space.workload(job, spec.microbatches, split)
-        order, costs = self._unit(spec), work.costs.computation()
+        order, costs = self.rivals.unit(spec), work.costs.computation()
         bound = makespan_bound(order.placement, spec.microbatches, costs)
         bound = max(bound, spec.microbatches * max(rank_work(costs, order.placement)))
         if self.rivals.points and self.rivals.leave_out(order.placement, work, bound):
             return None
         self.rivals.made += 3 * order.placement.num_stages * order.microbatches
         return likely(replace(spec, costs=work.costs), work, order, bound)
-
-    def _unit(self, spec: ScheduleSpec) -> Schedule:
-        """The schedule at equal costs, with as many microbatches as its peak needs."""
-        return self.rivals.unit(spec)
 
     def _add(self, spec: ScheduleSpec, work: Workload) -> Point | None:
         """Simulate a point; None if the search has made all its passes, or nothing keeps a cap."""
@@ -247,7 +240,8 @@ class Search:
                 continue
             seen.append(work)
             large, small = (
-                work.peak(self._unit(replace(one.spec, name=name))) for name in ("v-zb", "v-min")
+                work.peak(self.rivals.unit(replace(one.spec, name=name)))
+                for name in ("v-zb", "v-min")
             )
             if not small <= size < large:
                 continue
@@ -313,7 +307,7 @@ class Search:
         return sorted(found, key=lambda one: (one.likely_us, one.bytes))
 
     def _offers(self, one: Candidate) -> list[Candidate]:
-        return offers(one, self.space, self._unit(one.spec))
+        return offers(one, self.space, self.rivals.unit(one.spec))
 
     def _smallest(self, candidates: list[Candidate]) -> None:
         """Nothing fits: the smallest there is, with and without offload."""

@@ -58,7 +58,6 @@ class Workload:
 
     Attributes:
         job: with its microbatch size and recompute.
-        microbatches: of one iteration.
         split: layers of every stage.
         costs: of the stages, in microseconds.
         stages: bytes of every stage.
@@ -89,9 +88,6 @@ class SearchSpace:
 
     Attributes:
         job: the job; its microbatch size and cheap recompute are replaced.
-        gpu: the device.
-        pp: pipeline ranks.
-        schedules: names.
         chunks: of the schedules that take any number.
         micro_batch_sizes: in samples.
         cheap_recompute: which of False and True.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from ..plan import calibration
@@ -14,7 +14,7 @@ from ..schedule.memory_cap import ShareCap
 from .grid_search import best_by_schedule
 from .jobs import ASSUMPTIONS, GPU, Model, activation_gib, simulated
 from .plots import against, lines_by
-from .rows import Cell, Kind, Paper, Table, pairs_in_order, published
+from .rows import Cell, Kind, Paper, Table, gpu_table, pairs_in_order, published
 
 _DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 _SCORES = f"{_DROPOUT} --attention-backend unfused"  # kept at 1,024 tokens
@@ -65,39 +65,32 @@ def _pure(name: str, schedule: str, microbatches: int, size: int) -> tuple[Model
     return model, simulated(model, schedule, pp, microbatches, 2, size)
 
 
-def _figure_7(data: dict[str, Any]) -> Iterator[tuple[str, str, list[float], Model, Point]]:
+def _figure_7(data: dict[str, Any]) -> Iterator[tuple[str, str, list[float], tuple[Model, Point]]]:
     for name, cells in data["rows"].items():
         pp = published()["controllable-memory"]["models"][name][3]
         for schedule, values in cells.items():
-            yield name, schedule, values, *_pure(name, schedule, 4 * pp, _SIZES[name])
+            yield name, schedule, values, _pure(name, schedule, 4 * pp, _SIZES[name])
 
 
-def _mfu_7(data: dict[str, Any]) -> Iterator[Cell]:
-    for name, schedule, values, model, point in _figure_7(data):
-        yield Cell(f"{name}, {schedule}", values[0], model.mfu(point))
+Of = Callable[[Model, Point], float]
 
 
-def _ratio_7(data: dict[str, Any]) -> Iterator[Cell]:
+def _gib(_: Model, point: Point) -> float:
+    return activation_gib(point)
+
+
+def _seven(data: dict[str, Any], place: int, of: Of) -> Iterator[Cell]:
+    for name, schedule, values, own in _figure_7(data):
+        yield Cell(f"{name}, {schedule}", values[place], of(*own))
+
+
+def _ratio_7(data: dict[str, Any], place: int, of: Of) -> Iterator[Cell]:
     every = list(_figure_7(data))
-    for name, schedule, values, model, point in every:
+    for name, schedule, values, own in every:
         if schedule != "1F1B":
             one = next(x for x in every if x[:2] == (name, "1F1B"))
-            ratio = model.mfu(point) / model.mfu(one[4])
-            yield Cell(f"{name}, {schedule}", values[0] / one[2][0], ratio)
-
-
-def _memory_7(data: dict[str, Any]) -> Iterator[Cell]:
-    for name, schedule, values, _, point in _figure_7(data):
-        yield Cell(f"{name}, {schedule}", values[1], activation_gib(point))
-
-
-def _memory_ratio_7(data: dict[str, Any]) -> Iterator[Cell]:
-    every = list(_figure_7(data))
-    for name, schedule, values, _, point in every:
-        if schedule != "1F1B":
-            one = next(x for x in every if x[:2] == (name, "1F1B"))
-            ratio = activation_gib(point) / activation_gib(one[4])
-            yield Cell(f"{name}, {schedule}", values[1] / one[2][1], ratio)
+            ratio = of(*own) / of(*one[3])
+            yield Cell(f"{name}, {schedule}", values[place] / one[2][place], ratio)
 
 
 def _table_4(data: dict[str, Any]) -> Iterator[Cell]:
@@ -168,19 +161,7 @@ def _single(data: dict[str, Any], quantity: str, scale: float) -> Iterator[Cell]
             yield Cell(row, scale * each.published, scale * each.ours, note=note)
 
 
-def _passes(data: dict[str, Any]) -> Iterator[Cell]:
-    yield from _single(data, "MFU", 100)
-
-
-def _forward(data: dict[str, Any]) -> Iterator[Cell]:
-    yield from _single(data, "F", 1)
-
-
-def _gpu(data: dict[str, Any]) -> Iterator[Cell]:
-    for row, value in data["rows"].items():
-        yield Cell(row, value, None)
-
-
+_PASSES = partial(_single, quantity="MFU", scale=100)
 _PURE = (
     *ASSUMPTIONS,
     "samples of 1,024 tokens, 2 (9.6B) and 1 (38.5B) a microbatch, as a third party has the "
@@ -234,23 +215,24 @@ PAPER = Paper(
             plot=lines_by("cap", "cap, of 1F1B's peak", "makespan"),
         ),
         Table(
-            "fig7-mfu", "Pure pipelines: MFU", "fig7", Kind.TIME, "%", _mfu_7, _PURE,
+            "fig7-mfu", "Pure pipelines: MFU", "fig7", Kind.TIME, "%",
+            partial(_seven, place=0, of=Model.mfu), _PURE,
             above=_FAST, plot=against("published, %", "ours, %"),
         ),
         Table(
             "fig7-mfu-ratio", "Pure pipelines: MFU over 1F1B's", "fig7", Kind.TIME, "",
-            _ratio_7, _PURE,
+            partial(_ratio_7, place=0, of=Model.mfu), _PURE,
             below="ours counts a whole iteration; ZB-2P has no bubble only with post-validation",
         ),
         Table(
             "fig7-memory", "Pure pipelines: activation memory", "fig7", Kind.BYTES, "GB",
-            _memory_7, _PURE,
+            partial(_seven, place=1, of=_gib), _PURE,
             below=_UNKNOWN,
             plot=against("published, GB", "ours, GB"),
         ),
         Table(
             "fig7-memory-ratio", "Pure pipelines: activation memory over 1F1B's", "fig7",
-            Kind.TIME, "", _memory_ratio_7, _PURE,
+            Kind.TIME, "", partial(_ratio_7, place=1, of=_gib), _PURE,
             above="the plot was read by a third party: its 1F1B-I is 1.57 of 1F1B at p=16, 1.31 at "
             "p=32, where the schedule holds 1.47 and 1.48 times the sets",
             below="the 4 GB of 1F1B-R were read from a plot by a third party; table 4 has 1 GB",
@@ -276,16 +258,14 @@ PAPER = Paper(
               _table_4, (*ASSUMPTIONS, "1,024 tokens a microbatch and kept attention scores, as in "
                         "figure 7; the table's own are not known")),
         Table(
-            "fig12-mfu", "Single passes: MFU", "fig12", Kind.TIME, "%", _passes,
-            _ONE,
+            "fig12-mfu", "Single passes: MFU", "fig12", Kind.TIME, "%", _PASSES, _ONE,
             above="flash attention is assumed at 3,072 tokens, where kept scores would not fit; no "
             "row of figure 12b was fitted, and all are faster in ours",
         ),
-        Table("table5-mfu", "Single passes: MFU of one layer", "table5", Kind.TIME, "%", _passes,
+        Table("table5-mfu", "Single passes: MFU of one layer", "table5", Kind.TIME, "%", _PASSES,
               _ONE),
-        Table("table5-time", "Single passes: F of one layer", "table5", Kind.TIME, "ms", _forward,
-              _ONE),
-        Table("controllable-memory-gpu", "What only a GPU can tell", "gpu", Kind.MEASURED, "",
-              _gpu),
+        Table("table5-time", "Single passes: F of one layer", "table5", Kind.TIME, "ms",
+              partial(_single, quantity="F", scale=1), _ONE),
+        gpu_table("controllable-memory-gpu"),
     ),
 )  # fmt: skip

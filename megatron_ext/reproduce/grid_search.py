@@ -24,7 +24,6 @@ def best_by_schedule(
 
     Args:
         model: its tensor and data parallelism are replaced.
-        world: devices.
         batch: samples an iteration.
     """
     best: dict[str, tuple[float, str]] = {}

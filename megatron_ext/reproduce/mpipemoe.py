@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..moe.plan import LayerPlan, LayerShape, Restore, Strategy, copied_bytes
 from .moe_equations import closed_form_ms, savings
 from .moe_search import search_regrets, smooth_ms, strategy_regrets, wave_ms
-from .rows import Cell, Kind, Paper, Table, published
+from .rows import Cell, Kind, Paper, Table, gpu_table, published
 
 _EXPERTS = 64
 
@@ -108,11 +108,6 @@ def _choices(data: dict[str, Any]) -> Iterator[Cell]:
         yield Cell(f"{what}, at worst", max(papers), max(ours))
 
 
-def _gpu(data: dict[str, Any]) -> Iterator[Cell]:
-    for row, value in data["rows"].items():
-        yield Cell(row, value, None)
-
-
 _STREAMS = (
     "three streams without slowdown beside each other; 32-bit data, TF32 at 60 % of 156 TFLOP/s, "
     "25 GB/s a device, 0.15 ms an all-to-all: assumed, not the paper's",
@@ -140,6 +135,6 @@ PAPER = Paper(
               ("trials as in training; the published column is the paper's method, run here on the "
                "same made-up times: latencies and rates, products in waves, random rates",),
               above="a plan must be 2 % faster than a simpler one"),
-        Table("mpipemoe-gpu", "What only a GPU can tell", "gpu", Kind.MEASURED, "", _gpu),
+        gpu_table("mpipemoe-gpu"),
     ),
 )  # fmt: skip

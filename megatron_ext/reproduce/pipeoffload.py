@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from ..plan.memory import stage_bytes
@@ -12,7 +13,7 @@ from ..schedule import Costs, Link, generate, offload_pass, simulate
 from .jobs import GPU, Model, published_k, without_ends
 from .pipeoffload_figures import FIGURES
 from .plots import lines_by
-from .rows import Cell, Kind, Paper, Table
+from .rows import Cell, Kind, Paper, Table, gpu_table
 
 _PLAIN = "--hidden-dropout 0 --attention-dropout 0"
 _CHEAP = f"{_PLAIN} --pp-cheap-recompute"
@@ -32,14 +33,6 @@ def _k(data: dict[str, Any]) -> Iterator[Cell]:
             size, seconds = _layer(int(hidden), sequence, 0, _CHEAP)
             travel = size / GPU.to_host + size / GPU.to_device
             yield Cell(f"h={hidden}, s={sequence}", value, travel / seconds)
-
-
-def _alone(data: dict[str, Any]) -> Iterator[Cell]:
-    yield from _slowdown(data, "single")
-
-
-def _paired(data: dict[str, Any]) -> Iterator[Cell]:
-    yield from _slowdown(data, "paired")
 
 
 def _slowdown(data: dict[str, Any], policy: str) -> Iterator[Cell]:
@@ -109,26 +102,13 @@ def _constant(data: dict[str, Any]) -> Iterator[Cell]:
         yield Cell(f"5.8B, p={p}, v={layers // p}: layers", data["layers"], max(plan.peak_sets))
 
 
-def _reduction(data: dict[str, Any]) -> Iterator[Cell]:
-    yield from _recompute(data["reduction"], data["sequences"], 0)
-
-
-def _recompute_time(data: dict[str, Any]) -> Iterator[Cell]:
-    yield from _recompute(data["slowdown"], data["sequences"], 1)
-
-
-def _recompute(rows: dict[str, list[float]], sequences: list[int], which: int) -> Iterator[Cell]:
-    for hidden, values in rows.items():
-        for sequence, value in zip(sequences, values):
+def _recompute(data: dict[str, Any], key: str, which: int) -> Iterator[Cell]:
+    for hidden, values in data[key].items():
+        for sequence, value in zip(data["sequences"], values):
             stock = _layer(int(hidden), sequence, 8, _PLAIN)[which]
             cheap = _layer(int(hidden), sequence, 8, _CHEAP)[which]
             ours = 100 * ((cheap / stock - 1) if which else (1 - cheap / stock))
             yield Cell(f"h={hidden}, s={sequence}", value, ours)
-
-
-def _gpu(data: dict[str, Any]) -> Iterator[Cell]:
-    for row, value in data["rows"].items():
-        yield Cell(row, value, None)
 
 
 PAPER = Paper(
@@ -142,13 +122,13 @@ PAPER = Paper(
         ),
         Table(
             "fig1-right", "Slowdown of 1F1B with full offload, p=8, m=32", "fig1-right",
-            Kind.GAIN, "%", _alone,
+            Kind.GAIN, "%", partial(_slowdown, policy="single"),
             ("the printed k of each cell, half of it each way, every rank by itself; F = B = W",),
             above=_GROUPS, plot=lines_by("k", "k", "slowdown, %"),
         ),
         Table(
             "fig1-right-paired", "The same where two ranks share a switch, as theirs do",
-            "fig1-right", Kind.GAIN, "%", _paired,
+            "fig1-right", Kind.GAIN, "%", partial(_slowdown, policy="paired"),
             ("the printed k of each cell, half of it each way, neighbours never in the same "
              "direction at once; F = B = W",),
             above=_GROUPS, plot=lines_by("k", "k", "slowdown, %"),
@@ -176,13 +156,14 @@ PAPER = Paper(
         *FIGURES,
         Table(
             "fig16-memory", "Recompute of norms, GeLU and dropout: less activation memory",
-            "fig16", Kind.GAIN, "%", _reduction,
+            "fig16", Kind.GAIN, "%", partial(_recompute, key="reduction", which=0),
             ("Megatron's local layers, 8 key and value heads, no dropout",),
         ),
         Table(
             "fig16-time", "Recompute of norms, GeLU and dropout: slowdown", "fig16", Kind.GAIN,
-            "%", _recompute_time, ("Megatron's local layers, 8 key and value heads, no dropout",),
+            "%", partial(_recompute, key="slowdown", which=1),
+            ("Megatron's local layers, 8 key and value heads, no dropout",),
         ),
-        Table("pipeoffload-gpu", "What only a GPU can tell", "gpu", Kind.MEASURED, "", _gpu),
+        gpu_table("pipeoffload-gpu"),
     ),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +76,6 @@ class Table(NamedTuple):
 
     Attributes:
         name: as ``--figure`` takes it.
-        title: what it shows.
         key: of the published values in the data file.
         kind: of all its quantities.
         unit: of its numbers; empty for none.
@@ -171,6 +170,15 @@ def _reproduces(kind: Kind, value: float, ours: float, digits: int) -> bool:
 
 def _differs(reason: str) -> str:
     return f"differs because {reason}" if reason else UNEXPLAINED
+
+
+def gpu_table(name: str) -> Table:
+    """Published values that only a run can be compared with."""
+
+    def cells(data: dict[str, Any]) -> Iterator[Cell]:
+        return (Cell(row, value, None) for row, value in data["rows"].items())
+
+    return Table(name, "What only a GPU can tell", "gpu", Kind.MEASURED, "", cells)
 
 
 def pairs_in_order(values: Sequence[tuple[float, float]]) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from ..plan.flags import job_of, read
@@ -92,21 +92,15 @@ def _gain_of(schedule: str, data: dict[str, Any]) -> Iterator[Cell]:
 
 
 def _tables(name: str, schedule: str, text: str) -> list[Table]:
-    def mfu(data: dict[str, Any]) -> Iterator[Cell]:
-        return _mfu_of(schedule, data)
-
-    def gain(data: dict[str, Any]) -> Iterator[Cell]:
-        return _gain_of(schedule, data)
-
-    def memory(data: dict[str, Any]) -> Iterator[Cell]:
-        return _memory_of(schedule, data)
-
     return [
-        Table(f"{name}-mfu", f"{text}: MFU", name, Kind.TIME, "%", mfu, _OURS,
+        Table(f"{name}-mfu", f"{text}: MFU", name, Kind.TIME, "%",
+              partial(_mfu_of, schedule), _OURS,
               above=_FAST),
-        Table(f"{name}-gain", f"{text}: MFU over the baseline's", name, Kind.TIME, "", gain, _OURS,
+        Table(f"{name}-gain", f"{text}: MFU over the baseline's", name, Kind.TIME, "",
+              partial(_gain_of, schedule), _OURS,
               above=_FAST),
-        Table(f"{name}-memory", f"{text}: peak memory", name, Kind.BYTES, "GB", memory, _OURS,
+        Table(f"{name}-memory", f"{text}: peak memory", name, Kind.BYTES, "GB",
+              partial(_memory_of, schedule), _OURS,
               below=_SMALL),
     ]  # fmt: skip
 

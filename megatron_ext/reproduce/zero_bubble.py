@@ -8,7 +8,7 @@ from typing import Any
 
 from ..schedule import Costs, Simulation, generate, simulate
 from ..schedule.generators import Objective
-from .rows import Cell, Kind, Paper, Table, published
+from .rows import Cell, Kind, Paper, Table, gpu_table, published
 
 _NAMES = {
     "ZB-1P": "zb-h1",
@@ -107,11 +107,6 @@ def _few(data: dict[str, Any]) -> Iterator[Cell]:
                 yield Cell(f"{name}, p={p}, m={m}, F,B,W={f},{b},{w}", value, float(run.makespan))
 
 
-def _gpu(data: dict[str, Any]) -> Iterator[Cell]:
-    for row, value in data["rows"].items():
-        yield Cell(row, value, None)
-
-
 _PROFILE = (
     "F, B, W and hop of table 9 for every rank and microbatch; ZB-1P is zb-h1, ZB-2P zb-h2; "
     "schedules with split backward passes as with optimizer post-validation: the longest rank's "
@@ -138,6 +133,6 @@ PAPER = Paper(
               above=_OTHER, below=_OTHER),
         Table("appendix-h", "Few microbatches", "small", Kind.ORDER, "", _few,
               ("no hop; makespans",)),
-        Table("zero-bubble-gpu", "What only a GPU can tell", "gpu", Kind.MEASURED, "", _gpu),
+        gpu_table("zero-bubble-gpu"),
     ),
 )  # fmt: skip

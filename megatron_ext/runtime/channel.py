@@ -50,7 +50,6 @@ class Channel:
         device: where received tensors are allocated.
 
     Attributes:
-        options: how messages travel.
         posts_late: receives may be posted after ``receive`` returned.
     """
 

@@ -12,6 +12,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -26,8 +27,6 @@ class Collectives:
     """This rank's part of the chains. Collective over ``group``.
 
     Args:
-        group: the pipeline's process group.
-        device: of the tensors.
         options: of the communicator, see ``MessageOptions``.
     """
 
@@ -119,48 +118,31 @@ class _Thread:
     """Runs chains on a thread, in the order in which they are started."""
 
     def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[tuple[Chain, _Result] | None] = queue.SimpleQueue()
-        self._results: dict[Hashable, _Result] = {}
+        self._todo: queue.SimpleQueue[tuple[Chain, Future[Any]] | None] = queue.SimpleQueue()
+        self._results: dict[Hashable, Future[Any]] = {}
         # A daemon: the end of the process does not wait for ranks that have failed.
         threading.Thread(target=_work, args=(self._todo,), daemon=True).start()
         weakref.finalize(self, self._todo.put, None)
 
     def start(self, name: Hashable, chain: Chain, held: Iterable[torch.Tensor]) -> None:
-        self._results[name] = result = _Result()
+        result = self._results[name] = Future()
         self._todo.put((chain, result))
 
     def wait(self, name: Hashable) -> Any:
-        return self._results.pop(name).get()
+        return self._results.pop(name).result()
 
     def unfinished(self) -> list[Hashable]:
         return list(self._results)
 
 
-class _Result:
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._value: Any = None
-        self._error: BaseException | None = None
-
-    def run(self, chain: Chain) -> None:
-        try:
-            self._value = chain()
-        except BaseException as error:
-            self._error = error
-        self._done.set()
-
-    def get(self) -> Any:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-
-def _work(todo: queue.SimpleQueue[tuple[Chain, _Result] | None]) -> None:
+def _work(todo: queue.SimpleQueue[tuple[Chain, Future[Any]] | None]) -> None:
     while (task := todo.get()) is not None:
         chain, result = task
-        with torch.no_grad():
-            result.run(chain)
+        try:
+            with torch.no_grad():
+                result.set_result(chain())
+        except BaseException as error:
+            result.set_exception(error)
 
 
 _COLLECTIVES: weakref.WeakKeyDictionary[

@@ -96,10 +96,8 @@ class Edges:
     """This rank's ends of a pipeline's directed edges.
 
     Args:
-        group: the pipeline's process group.
         purpose: messages of one purpose share the communicator of an edge, others do not wait for
             them.
-        device: of the messages.
         options: see ``MessageOptions``.
 
     Attributes:
@@ -209,7 +207,6 @@ def communicator(
         group: has the store to meet in, and the time limit.
         ranks: in ``group``, in their order in the communicator.
         name: of the communicator; others of the same ranks have other names.
-        device: of the tensors.
         options: of NCCL's kernels.
         on_host: for tensors in host memory.
     """

@@ -90,14 +90,12 @@ class Executor:
     Args:
         schedule: lowered (with communication actions), for the number of ranks of the channel.
         rank: this rank in the pipeline group.
-        runner: the model.
         channel: messages to and from the other pipeline ranks.
         watchdog: gets the present action and what it waits for.
         recorder: takes the measured times and resident sets.
         extension: runs the operations beyond ``Op``; None: they are left out, on all ranks.
 
     Attributes:
-        recorder: of this iteration.
         inbox: by consumer, messages that F or B (or an extension's operation) will take.
         outbox: by producer, what they have produced for other ranks.
     """

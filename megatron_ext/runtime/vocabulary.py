@@ -34,7 +34,6 @@ class Batch:
         hidden: of the last stage's output: (this tensor rank's part of the sequence, samples of
             all heads, hidden size).
         dtype: of hidden states and embeddings.
-        device: of all.
         heads: the main one, and one of each depth.
     """
 
@@ -86,13 +85,6 @@ class VocabularyPasses:
 
     The model's own passes call the methods from ``embeddings`` on: F and B of the first stage and
     of the last one.
-
-    Args:
-        plan: lowered.
-        collectives: of the pipeline's ranks.
-        embedding, output: this rank's shards.
-        batch: shapes.
-        model: the model.
     """
 
     def __init__(

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..schedule.actions import Op
-from .palette import COPIES, MEANING, shades
+from .palette import COPIES, COPY_MEANING, MEANING, shades
 from .timeline import Box, Timeline, decimal, reference_peak, result_text
 
 
@@ -16,7 +15,7 @@ def view_data(runs: Sequence[Timeline]) -> dict[str, Any]:
     return {
         "runs": [run_data(run) for run in runs],
         "meanings": {op.value: text for op, text in MEANING.items()}
-        | {Op.OFFLOAD.value: "to host", Op.RELOAD.value: "to device"},
+        | {op.value: text for op, text in COPY_MEANING.items()},
     }
 
 

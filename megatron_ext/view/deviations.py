@@ -13,7 +13,6 @@ class Deviation(NamedTuple):
     """One action before which its rank was idle for longer than planned.
 
     Attributes:
-        rank: where.
         action: what came late.
         longer: by how much longer the rank was idle before it, in the measured run's unit.
         producer: the pass whose result it takes, or None if it takes none.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .data import view_data
-from .timeline import Timeline
+from .timeline import Timeline, names_of
 from .web import document
 
 
@@ -14,14 +14,8 @@ def render(*runs: Timeline) -> str:
     """
     if len(runs) == 2 and runs[1].label == "measured":
         runs = (runs[0].scaled_to(runs[1]), runs[1])
-    title = " and ".join(
-        dict.fromkeys(
-            f"{run.schedule.name}, pp {run.schedule.pp}, microbatches {run.schedule.microbatches}"
-            for run in runs
-        )
-    )
     return document(
-        title,
+        names_of(runs),
         '<main id="timeline"></main>',
         "#timeline { padding: 8px 12px; }\n",
         'const VIEWER = new Viewer(document.getElementById("timeline"), TIMELINE);',

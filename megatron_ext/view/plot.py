@@ -21,7 +21,6 @@ class Series(NamedTuple):
     """Points of one colour.
 
     Attributes:
-        name: in the legend.
         points: (x, y), filled.
         line: they are joined, in their order.
         under: points to compare with: hollow, joined by a dashed line.
@@ -49,7 +48,6 @@ def plot(title: str, x: str, y: str, series: Sequence[Series], *, diagonal: bool
     """The SVG text.
 
     Args:
-        title: above the plot.
         x, y: what the axes show.
         series: in the order of the legend.
         diagonal: both axes are alike, and where x = y is drawn.

@@ -10,9 +10,10 @@ import html
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .palette import GROUND, IDLE, INK, SOFT, theme_style
-from .svg import _WIDTHS, _axis, _Layout, _n, _rect, _text
+from .palette import IDLE, SOFT, theme_style
+from .svg import _WIDTHS, _axis, _file, _Layout, _n, _rect, _text
 from .timeline import decimal
+from .trace import named, spanning
 
 _COLUMNS = 120  # of the text where there is no terminal
 _FONT = 11.0
@@ -57,7 +58,6 @@ class Streams(NamedTuple):
     """A picture.
 
     Attributes:
-        title: of it.
         passes: below each other, on one time scale.
         unit: of times; "" where costs have none.
     """
@@ -122,27 +122,14 @@ def render_svg(streams: Streams) -> str:
             y += _ROW + _GAP
         y += 6
     y = _axis(parts, layout, streams.unit, y) + 12
-    fills = "".join(f".k{letter}{{fill:{_color(letter)}}}" for letter in streams.meanings())
+    fills = "".join(
+        f".k{letter}{{fill:{_COLORS.get(letter, _OTHER)}}}" for letter in streams.meanings()
+    )
     style = (
         "text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif}.n{fill:#fff;text-anchor:middle}"
         f".idle{{fill:{IDLE}}}{fills}{theme_style('auto')}"
     )
-    width = _n(layout.width)
-    size = f'width="{width}" height="{_n(y)}" viewBox="0 0 {width} {_n(y)}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} fill="{INK}" role="img">',
-            f"<title>{html.escape(streams.title)}</title>",
-            f"<style>{style}</style>",
-            f'<rect width="{width}" height="{_n(y)}" fill="{GROUND}"/>',
-            *parts,
-            "</svg>\n",
-        ]
-    )
-
-
-def _color(letter: str) -> str:
-    return _COLORS.get(letter, _OTHER)
+    return _file(streams.title, layout.width, y, style, parts)
 
 
 def _legend(parts: list[str], layout: _Layout, meanings: dict[str, str], y: float) -> float:
@@ -178,24 +165,12 @@ def to_trace(streams: Streams, unit_us: float = 1000.0) -> dict[str, Any]:
     """
     events: list[dict[str, Any]] = []
     for pid, one in enumerate(streams.passes):
-        events.append(_named("process_name", one.label, pid, 0))
+        events.append(named("process_name", one.label, pid, 0))
         for tid, lane in enumerate(one.lanes):
-            events.append(_named("thread_name", lane.name, pid, tid))
+            events.append(named("thread_name", lane.name, pid, tid))
             events += [
-                {
-                    "ph": "X",
-                    "name": span.name,
-                    "cat": span.meaning,
-                    "pid": pid,
-                    "tid": tid,
-                    "ts": span.start * unit_us,
-                    "dur": (span.end - span.start) * unit_us,
-                }
+                spanning(span.name, span.meaning, (pid, tid), span.start, span.end, unit_us)
                 for span in lane.spans
             ]
     about = {"title": streams.title, "unit": streams.unit, "unit_us": unit_us}
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
-
-
-def _named(kind: str, text: str, pid: int, tid: int) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": text}}

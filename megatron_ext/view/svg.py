@@ -28,7 +28,7 @@ from .palette import (
     shades,
     theme_style,
 )
-from .timeline import Box, Timeline, decimal, reference_peak, result_text
+from .timeline import Box, Timeline, decimal, names_of, reference_peak, result_text
 
 _DIGIT = 0.6  # width of a digit in em, on the safe side
 _READABLE = 6.5  # smallest font size that is still drawn, px
@@ -362,20 +362,19 @@ def _document(
         f"stroke-width:{_n(1.2 * u)}}}.peak{{fill:none;stroke:{INK};stroke-width:{_n(0.9 * u)};"
         f"stroke-dasharray:{_n(5 * u)} {_n(3 * u)}}}" + "".join(fills) + theme_style(theme)
     )
-    name = " and ".join(
-        dict.fromkeys(
-            f"{run.schedule.name}, pp {run.schedule.pp}, microbatches {run.schedule.microbatches}"
-            for run in runs
-        )
-    )
+    return _file(f"Pipeline timeline of {names_of(runs)}", width, height, style, parts)
+
+
+def _file(title: str, width: float, height: float, style: str, parts: Sequence[str]) -> str:
+    """One SVG file; empty parts are left out."""
     size = f'width="{_n(width)}" height="{_n(height)}" viewBox="0 0 {_n(width)} {_n(height)}"'
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} fill="{INK}" role="img">',
-            f"<title>Pipeline timeline of {html.escape(name)}</title>",
+            f"<title>{html.escape(title)}</title>",
             f"<style>{style}</style>",
             f'<rect width="{_n(width)}" height="{_n(height)}" fill="{GROUND}"/>',
-            *(part for part in parts if part),
+            *filter(None, parts),
             "</svg>\n",
         ]
     )

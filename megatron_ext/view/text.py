@@ -27,7 +27,6 @@ def render(timeline: Timeline, width: int = 0) -> str:
     out and a note says so.
 
     Args:
-        timeline: the run.
         width: columns of the terminal, in colour if it has any; 0: no wrapping.
     """
     timeline = _without_embeddings(timeline)

@@ -79,19 +79,12 @@ class Timeline:
         On one time axis, whatever differs then is waiting, not a cost in other units.
         """
         factor = other.work / self.work if self.work else 1.0
-        return replace(
-            self,
-            boxes=tuple(
-                tuple(Box(box.action, box.start * factor, box.end * factor) for box in row)
-                for row in self.boxes
-            ),
-            memory=tuple(tuple((t * factor, sets) for t, sets in row) for row in self.memory),
-            copies=tuple(
-                tuple(Box(box.action, box.start * factor, box.end * factor) for box in row)
-                for row in self.copies
-            ),
-            unit=other.unit,
+        boxes, copies = (
+            tuple(tuple(Box(a, s * factor, e * factor) for a, s, e in row) for row in rows)
+            for rows in (self.boxes, self.copies)
         )
+        memory = tuple(tuple((t * factor, sets) for t, sets in row) for row in self.memory)
+        return replace(self, boxes=boxes, memory=memory, copies=copies, unit=other.unit)
 
 
 def planned(simulation: Simulation) -> Timeline:
@@ -139,7 +132,6 @@ def measured(schedule: Schedule, events: Sequence[Sequence[Mapping[str, Any]]]) 
     """A traced run of ``schedule``; times in ms from the first start of all ranks.
 
     Args:
-        schedule: what was run.
         events: per rank, ``{"action": "F3.1", "start_us": float, "end_us": float}`` in any order,
             on one clock. Actions that are not compute (sends, offloads) are left out.
 
@@ -186,6 +178,14 @@ def _memory(boxes: Sequence[Box]) -> tuple[tuple[float, int], ...]:
         steps += [(box.start, 1) for part in box.action.parts if part.op is Op.F]
         steps += [(box.end, -1) for part in box.action.parts if part.op in FREES]
     return tuple(curve(sorted(steps)))
+
+
+def names_of(runs: Sequence[Timeline]) -> str:
+    """Every schedule once, with its sizes."""
+    texts = (
+        f"{s.name}, pp {s.pp}, microbatches {s.microbatches}" for s in (r.schedule for r in runs)
+    )
+    return " and ".join(dict.fromkeys(texts))
 
 
 def reference_peak(schedule: Schedule) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..schedule.actions import Action, AnyAction, Op
+from .palette import COPY_MEANING
 from .timeline import Box, Timeline
 
 
@@ -24,14 +25,14 @@ def to_trace(timelines: Sequence[Timeline], unit_us: float = 1000.0) -> dict[str
     """
     events: list[dict[str, Any]] = []
     for rank in range(timelines[0].schedule.pp):
-        events.append(_name("process_name", f"rank {rank}", rank, 0))
+        events.append(named("process_name", f"rank {rank}", rank, 0))
         events.append(
             {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
         )
     for track, timeline in enumerate(timelines):
         factor = 1000.0 if timeline.unit == "ms" else unit_us
         for rank in range(timeline.schedule.pp):
-            events.append(_name("thread_name", timeline.label, rank, track))
+            events.append(named("thread_name", timeline.label, rank, track))
             events += _passes(timeline, rank, track, factor)
             events += _counter(timeline, rank, factor)
             events += _copies(timeline, rank, _COPIES + 2 * track, factor)
@@ -48,25 +49,26 @@ _COPIES = 100  # tracks of copies stand below those of passes
 
 def _copies(timeline: Timeline, rank: int, track: int, factor: float) -> Iterator[dict[str, Any]]:
     boxes = timeline.copies[rank] if timeline.copies else ()
-    for lane, (op, text) in enumerate(((Op.OFFLOAD, "to host"), (Op.RELOAD, "to device"))):
+    for lane, (op, text) in enumerate(COPY_MEANING.items()):
         mine = [box for box in boxes if box.action.parts[0].op is op]
         if mine:
-            yield _name("thread_name", f"{text}, {timeline.label}", rank, track + lane)
+            yield named("thread_name", f"{text}, {timeline.label}", rank, track + lane)
         for action, start, end in mine:
             (part,) = action.parts
-            yield {
-                "ph": "X",
-                "name": str(action),
-                "cat": op.value,
-                "pid": rank,
-                "tid": track + lane,
-                "ts": start * factor,
-                "dur": (end - start) * factor,
-                "args": {"stage": part.stage, "microbatch": part.microbatch},
-            }
+            event = spanning(str(action), op.value, (rank, track + lane), start, end, factor)
+            yield {**event, "args": {"stage": part.stage, "microbatch": part.microbatch}}
 
 
-def _name(kind: str, text: str, pid: int, tid: int) -> dict[str, Any]:
+def spanning(
+    name: str, kind: str, place: tuple[int, int], start: float, end: float, factor: float
+) -> dict[str, Any]:
+    """Something that lasts, on the track ``place``; ``factor``: microseconds of a unit."""
+    times = {"ts": start * factor, "dur": (end - start) * factor}
+    return {"ph": "X", "name": name, "cat": kind, "pid": place[0], "tid": place[1], **times}
+
+
+def named(kind: str, text: str, pid: int, tid: int) -> dict[str, Any]:
+    """The name of a process or a track."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": text}}
 
 
@@ -77,16 +79,10 @@ def _passes(timeline: Timeline, rank: int, track: int, factor: float) -> Iterato
             {"stage": stage, "chunk": chunk_of(stage), "microbatch": microbatch}
             for _, stage, microbatch in action.parts
         ]
-        yield {
-            "ph": "X",
-            "name": f"PP:{action}",
-            "cat": "+".join(part.op.value for part in action.parts),
-            "pid": rank,
-            "tid": track,
-            "ts": start * factor,
-            "dur": (end - start) * factor,
-            "args": passes[0] if len(passes) == 1 else dict(zip(("forward", "backward"), passes)),
-        }
+        kind = "+".join(part.op.value for part in action.parts)
+        event = spanning(f"PP:{action}", kind, (rank, track), start, end, factor)
+        both = dict(zip(("forward", "backward"), passes))
+        yield {**event, "args": passes[0] if len(passes) == 1 else both}
 
 
 def _counter(timeline: Timeline, rank: int, factor: float) -> Iterator[dict[str, Any]]:

@@ -9,13 +9,14 @@ import pytest
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.callbacks import Step
-from megatron_ext.integration.feature import Run, markdown
+from megatron_ext.integration.feature import Run
 from megatron_ext.integration.features.cuda_graphs import CudaGraphs
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.runtime.edges import DEFAULT
 from megatron_ext.schedule import generate
 from megatron_ext.schedule.io import save
 from tests.support import ROOT
+from tests.support.pages import conflict_table
 from tests.support.stand_ins import megatron_args
 
 # Every way to ask for graphs of single layers: before core_v0.16, since then, after validation.
@@ -93,7 +94,7 @@ def test_what_does_not_go_with_graphs(rule: Any) -> None:
 
 def test_documentation_has_the_conflicts() -> None:
     page = (ROOT / "docs" / "reference/features.md").read_text()
-    assert markdown(CudaGraphs.conflicts, "CUDA graphs") in page
+    assert conflict_table(CudaGraphs.conflicts, "CUDA graphs") in page
 
 
 def test_transformer_engine_needs_a_step_before() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.feature import Conflict, Run, markdown
+from megatron_ext.integration.feature import Conflict, Run
 from megatron_ext.integration.features.schedule import Schedule as ScheduleFeature
 from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
 from megatron_ext.integration.features.schedule.pipeline import prepare
@@ -28,6 +28,7 @@ from megatron_ext.integration.flags import (
 from megatron_ext.schedule import Costs, Schedule, generate, offload_pass, simulate
 from megatron_ext.schedule.io import save
 from megatron_ext.schedule.link import Link
+from tests.support.pages import conflict_table
 from tests.support.schedules import made
 from tests.support.stand_ins import after_megatron, before_megatron, megatron_args
 
@@ -214,7 +215,7 @@ def test_features_that_do_not_work_together(rule: Conflict) -> None:
 
 def test_documentation_has_the_conflicts() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "reference/features.md"
-    assert markdown(ScheduleFeature.conflicts, "every schedule") in page.read_text()
+    assert conflict_table(ScheduleFeature.conflicts, "every schedule") in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,7 @@ class TestAuto:
         costs, sets = Costs.of(1, "1.1", "0.8", "0.05"), int(8 * float(cap or 1))
         expected = made("auto", 4, 8, 2, costs, memory_cap=sets)
         assert (choice.name, choice.request.note) == (expected.name, expected.note)
-        assert choice.vee == expected.placement.is_vee()
+        assert choice.placement.is_vee() == expected.placement.is_vee()
         text = args.pipeline_model_parallel_layout
         chunks = text.count("|") // 4 + 1 if text else args.num_virtual_stages_per_pipeline_rank
         assert (chunks or 1) == expected.chunks
@@ -443,7 +444,7 @@ class TestFile:
         plan = offload_pass(generate("v-half", 4, 8), Link.of(4, Fraction(1, 4)), "full").schedule
         assert plan.has_offload
         choice = ScheduleRequest.of(self.write(tmp_path, plan)).resolve(4, 2, 8)
-        assert choice.offloads
+        assert choice.request.offloads
         assert choice.plan(8).ranks == plan.ranks
 
     def test_other_pipeline_size(self, tmp_path: Path) -> None:

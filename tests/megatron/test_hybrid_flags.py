@@ -11,7 +11,8 @@ import pytest
 from megatron_ext.checkpoints.layout import Layout
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.features.schedule.choose import Choice, ScheduleRequest
-from megatron_ext.integration.layout import LayerPattern, layer_counts, spread
+from megatron_ext.integration.layout import LayerPattern, layer_counts
+from megatron_ext.plan.layout import spread
 from megatron_ext.schedule import generate
 from megatron_ext.schedule.io import save
 from tests.support.stand_ins import after_megatron, before_megatron, megatron_args
@@ -61,7 +62,7 @@ def test_a_v_takes_the_listed_stages(schedule: str) -> None:
     args, choice = accepted(schedule, "M*|-|M|*-/MM/MM", overlap_p2p_comm=False)
     assert args.hybrid_layer_pattern == "M*|-|M|*-/MM/MM"
     assert args.overlap_p2p_comm
-    assert choice.vee
+    assert choice.placement.is_vee()
     assert layer_counts(args, 4) == [2, 1, 1, 2]
 
 

@@ -12,16 +12,18 @@ import pytest
 from megatron.core.enums import Fp8Recipe
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.feature import Conflict, Run, markdown
+from megatron_ext.integration.feature import Conflict, Run
 from megatron_ext.integration.features.moe import CONFLICTS, MoE, queues
 from megatron_ext.integration.features.moe.flags import MoERequest, require_supported
 from megatron_ext.integration.features.moe.in_flight import stock_sets
 from megatron_ext.integration.features.moe.layer import FixedPolicy, PipelinedMoE
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
+from megatron_ext.integration.hooks import around
 from megatron_ext.moe.cost_file import Costs
 from megatron_ext.moe.plan import STOCK, LayerPlan, Strategy
 from megatron_ext.plan.moe_conflicts import ACTIVATED, CHOSEN, OFFLOADED, RESTORED, SPLIT
 from tests.support.checkouts import ROOT
+from tests.support.pages import conflict_table
 from tests.support.stand_ins import megatron_args
 
 
@@ -217,7 +219,7 @@ def test_expert_priority_goes_with_a_v() -> None:
         called.append((tp, get_embedding_ranks, order))
 
     called: list[Any] = []
-    inner = vee._initialize_model_parallel(initialize)
+    inner = around(vee._initialize_model_parallel)(initialize)
     queues._with_priority(inner)(2, get_embedding_ranks=print, order="tp-pp")
     assert called == [(2, vee._embedding_ranks, "tp-pp")]
 
@@ -396,6 +398,6 @@ def test_recipes_with_scales_of_a_call(recipe: dict[str, Any], strategy: str) ->
 
 def test_the_documentation_has_the_table() -> None:
     assert (
-        markdown(CONFLICTS, "any number of chunks")
+        conflict_table(CONFLICTS, "any number of chunks")
         in (ROOT / "docs" / "reference" / "features.md").read_text()
     )

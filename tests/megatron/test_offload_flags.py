@@ -46,7 +46,7 @@ def asked(
 def test_off_is_the_default() -> None:
     assert asked() is None
     assert asked("off") is None
-    assert not ScheduleRequest.of("v-half").resolve(4, 2, 8).offloads
+    assert not ScheduleRequest.of("v-half").resolve(4, 2, 8).request.offloads
 
 
 def test_what_is_asked_for() -> None:

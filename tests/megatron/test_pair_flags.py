@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.feature import Conflict, Run, markdown
+from megatron_ext.integration.feature import Conflict, Run
 from megatron_ext.integration.features.overlap import DELAY, FLAG, Overlap
 from megatron_ext.integration.features.overlap.run import PairedPasses, _require_plans
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.hooks import Hooks
 from tests.support import ROOT
+from tests.support.pages import conflict_table
 from tests.support.stand_ins import megatron_args
 
 
@@ -149,4 +150,4 @@ def test_one_chunk_a_rank() -> None:
 
 def test_documented() -> None:
     page = (ROOT / "docs" / "reference/features.md").read_text()
-    assert markdown(Overlap.conflicts, f"`{FLAG}`") in page
+    assert conflict_table(Overlap.conflicts, f"`{FLAG}`") in page

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.checkpoints.layout import Layout
 from megatron_ext.integration import ConfigError
-from megatron_ext.integration.feature import Conflict, Run, markdown
+from megatron_ext.integration.feature import Conflict, Run
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.vocabulary import VocabularyParallel
 from megatron_ext.releases import TAGS
@@ -18,6 +18,7 @@ from tests.support import ROOT
 from tests.support.case_server import Cases, case_results
 from tests.support.checkouts import version
 from tests.support.grids import sampled
+from tests.support.pages import conflict_table
 from tests.support.stand_ins import megatron_args
 
 cases = case_results(
@@ -220,4 +221,4 @@ def test_layout_of_a_checkpoint() -> None:
 
 def test_documented() -> None:
     page = (ROOT / "docs" / "reference/features.md").read_text()
-    assert markdown(VocabularyParallel.conflicts, "`--pp-vocab-parallel`") in page
+    assert conflict_table(VocabularyParallel.conflicts, "`--pp-vocab-parallel`") in page

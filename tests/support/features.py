@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 BASE = """--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 5 --lr 1e-3
@@ -114,107 +115,84 @@ _IN_PAIRS = (
 
 _SHARDS = "sums over the vocabulary are sums over its shards"
 _TIED = "--untie-embeddings-and-output-weights"
+_sharded = partial(Feature, ours=_VOCABULARY, tolerance=1e-5, why=_SHARDS)
 
 _DEPTHS = """--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3
 --position-embedding-type rope"""
 
 _WITH_SHARDS = (
-    Feature("vocabulary", ours=_VOCABULARY, tolerance=1e-5, why=_SHARDS),
-    Feature(
+    _sharded("vocabulary"),
+    _sharded(
         "vocabulary, tied, chunks, clipping, evaluation",
         run="--clip-grad 1.0 --eval-iters 2 --eval-interval 2",
         ours=_VOCABULARY + " --pp-vocab-chunks 3",
         drop=_TIED,
-        tolerance=1e-5,
-        why=_SHARDS,
     ),
-    Feature(
+    _sharded(
         "vocabulary, TP 2, DP 2, sequence parallel, bf16, both overlaps",
         model="--bf16",
         run="--tensor-model-parallel-size 2 --sequence-parallel " + OVERLAP,
-        ours=_VOCABULARY,
         pp=2,
         world=8,
         tolerance=2e-2,
-        why=_SHARDS,
     ),
-    Feature(
+    _sharded(
         "vocabulary, TP 2, sequence parallel",
         run="--tensor-model-parallel-size 2 --sequence-parallel",
-        ours=_VOCABULARY,
         pp=2,
-        tolerance=1e-5,
-        why=_SHARDS,
     ),
-    Feature(
+    _sharded(
         "vocabulary, TP 2, tied, chunks",
         run="--tensor-model-parallel-size 2",
         ours=_VOCABULARY + " --pp-vocab-chunks 2",
         drop=_TIED,
         pp=2,
-        tolerance=1e-5,
-        why=_SHARDS,
     ),
-    Feature(
+    _sharded(
         "vocabulary, tied, DP 2, bf16, both overlaps",
         model="--bf16",
         run=OVERLAP,
-        ours=_VOCABULARY,
         drop=_TIED,
         pp=2,
         tolerance=1e-2,
-        why=_SHARDS,
     ),
-    Feature(
+    _sharded(
         "vocabulary, CP 2, per-token loss",
         run="--context-parallel-size 2 --calculate-per-token-loss",
-        ours=_VOCABULARY,
         pp=2,
-        tolerance=1e-5,
-        why=_SHARDS,
     ),
-    Feature(
+    _sharded(
         "vocabulary, MoE, EP 2, bf16, both overlaps",
         model=MOE + " --bf16",
         run="--expert-model-parallel-size 2 " + OVERLAP,
-        ours=_VOCABULARY,
         pp=2,
         tolerance=1e-2,
-        why=_SHARDS,
     ),
-    Feature(
+    _sharded(
         "vocabulary, offload, trace",
         ours=_VOCABULARY + " --pp-offload full --pp-offload-time 0.25 --pp-trace TRACE",
-        tolerance=1e-5,
-        why=_SHARDS,
     ),
-    Feature(
+    _sharded(
         "vocabulary, PP 8",
         model="--num-layers 16",
-        ours=_VOCABULARY,
         pp=8,
         world=8,
-        tolerance=1e-5,
-        why=_SHARDS,
     ),
-    Feature(
+    _sharded(
         "vocabulary, fp16, loss scaling, recompute full, ramp-up",
         model="--fp16 --initial-loss-scale 65536",
         run="""--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
         --train-samples 36 --rampup-batch-size 4 2 24""",
-        ours=_VOCABULARY,
         drop="--train-iters",
         tolerance=1e-2,
-        why=_SHARDS,
     ),
-    Feature(  # It has no effect. Stock is without it: with it, gradients of logits are in bf16.
+    _sharded(  # It has no effect. Stock is without it: with it, gradients of logits are in bf16.
         "vocabulary, fused cross entropy",
         ours=f"{_VOCABULARY} --cross-entropy-loss-fusion --cross-entropy-fusion-impl native",
         tolerance=1e-6,
-        why=_SHARDS,
     ),
-    Feature("vocabulary, MTP", model=_DEPTHS, ours=_VOCABULARY, tolerance=1e-6, why=_SHARDS),
-    Feature(  # Stock cannot load it into a pipeline: it looks for an output layer there.
+    _sharded("vocabulary, MTP", model=_DEPTHS, tolerance=1e-6),
+    _sharded(  # Stock cannot load it into a pipeline: it looks for an output layer there.
         "vocabulary, MTP, tied, chunks, evaluation",
         model=_DEPTHS,
         run="--eval-iters 2 --eval-interval 2",
@@ -222,37 +200,30 @@ _WITH_SHARDS = (
         drop=_TIED,
         pp=2,
         tolerance=1e-6,
-        why=_SHARDS,
         alone=True,
     ),
-    Feature(
+    _sharded(
         "vocabulary, MTP, TP 2, sequence parallel, detached heads",
         model=_DEPTHS + " --mtp-detach-heads",
         run="--tensor-model-parallel-size 2 --sequence-parallel",
-        ours=_VOCABULARY,
         pp=2,
         tolerance=1e-6,
-        why=_SHARDS,
         first=(0, 19),
     ),
-    Feature(
+    _sharded(
         "vocabulary, MTP, CP 2, per-token loss",
         model=_DEPTHS,
         run="--context-parallel-size 2 --calculate-per-token-loss",
-        ours=_VOCABULARY,
         pp=2,
         tolerance=1e-6,
-        why=_SHARDS,
     ),
-    Feature(
+    _sharded(
         "vocabulary, MTP, tied, bf16, both overlaps",
         model=_DEPTHS + " --bf16",
         run=OVERLAP,
-        ours=_VOCABULARY,
         drop=_TIED,
         pp=2,
         tolerance=1e-2,
-        why=_SHARDS,
         alone=True,
     ),
 )
@@ -283,12 +254,12 @@ FEATURES = (
         run="--expert-model-parallel-size 2 " + OVERLAP,
         pp=2,
     ),
-    Feature("tied embeddings", drop="--untie-embeddings-and-output-weights"),
+    Feature("tied embeddings", drop=_TIED),
     Feature(
         "tied, bf16, both overlaps",
         model="--bf16",
         run=OVERLAP,
-        drop="--untie-embeddings-and-output-weights",
+        drop=_TIED,
         pp=2,
     ),
     Feature(

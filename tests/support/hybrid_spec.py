@@ -53,6 +53,14 @@ class Mixer(MegatronModule):
         return hidden_states + out
 
 
+def _mlp(module: type, layer: Any) -> ModuleSpec:
+    """The MLP of ``layer`` in a layer of its own."""
+    submodules = TransformerLayerSubmodules(
+        pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=get_bias_dropout_add
+    )
+    return ModuleSpec(module=module, submodules=submodules)
+
+
 _layer = get_gpt_layer_local_spec().submodules
 _experts = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False).submodules
 SPEC = ModuleSpec(
@@ -67,22 +75,8 @@ SPEC = ModuleSpec(
                 self_attn_bda=get_bias_dropout_add,
             ),
         ),
-        mlp_layer=ModuleSpec(
-            module=MLPLayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=_layer.pre_mlp_layernorm,
-                mlp=_layer.mlp,
-                mlp_bda=get_bias_dropout_add,
-            ),
-        ),
-        moe_layer=ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=_experts.pre_mlp_layernorm,
-                mlp=_experts.mlp,
-                mlp_bda=get_bias_dropout_add,
-            ),
-        ),
+        mlp_layer=_mlp(MLPLayer, _layer),
+        moe_layer=_mlp(TransformerLayer, _experts),
         mtp_block_spec=ModuleSpec(
             module=mtp.MultiTokenPredictionBlock,
             submodules=mtp.MultiTokenPredictionBlockSubmodules(

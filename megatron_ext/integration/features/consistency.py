@@ -22,8 +22,8 @@ from typing import Any
 from ..callbacks import Callback, HooksOnly
 from ..errors import ConfigError
 from ..feature import Feature, Run
-from ..hooks import Hook
-from ..utils import device_name, full_batch, gather
+from ..hooks import Hook, around
+from ..utils import device_name, gather, most_microbatches
 
 WAIT_ENVIRONMENT = "MEGATRON_EXT_AGREEMENT_SECONDS"
 WAIT_SECONDS = 120.0  # ranks come here together, straight from creating the process group
@@ -48,7 +48,6 @@ def facts(
     Args:
         flags: those of ours that were given, with their values as text.
         plan: hash and size of the schedule; None without one.
-        megatron: version of megatron-core.
         megatrons_flags: those of Megatron and the training script, as ``flags``.
     """
     import torch
@@ -129,18 +128,14 @@ def agree(run: Run) -> None:
 def _hook(run: Run) -> Hook:
     """Compares as soon as Megatron has created the process group."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _initialize_distributed(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            agree(run)
-            return result
-
-        return _initialize_distributed
+    def initialize_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        agree(run)
+        return result
 
     return Hook(
         ("megatron.training.initialize:_initialize_distributed",),
-        make,
+        around(initialize_distributed),
         ("get_embedding_ranks",),
         "ranks with other flags or packages would hang or train on other data",
     )
@@ -151,9 +146,7 @@ def _plan_of(run: Run) -> str | None:
     args, schedule = run.args, run.schedule
     if schedule is None:
         return None
-    per_step = args.micro_batch_size * args.data_parallel_size
-    pp = args.pipeline_model_parallel_size
-    microbatches = (full_batch(args) or per_step) // per_step
+    pp, microbatches = args.pipeline_model_parallel_size, most_microbatches(args)
     link = None if schedule.offload is None else schedule.offload.link(pp)
     plan = schedule.plan(microbatches, link)
     size = f"pp={pp}, {run.chunks} chunks, {microbatches} microbatches"

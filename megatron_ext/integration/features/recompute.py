@@ -19,7 +19,7 @@ from ..arguments import MegatronArgs
 from ..callbacks import Callback, HooksOnly
 from ..errors import ConfigError
 from ..feature import Feature, Flag, Run
-from ..hooks import Hook
+from ..hooks import Hook, around
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def hooks(experts: bool = True) -> tuple[Hook, ...]:
         found.append(
             Hook(
                 (f"{_RANDOM}:CheckpointWithoutOutput.__init__",),
-                _without_fp8,
+                around(_without_fp8),
                 ("self", "fp8"),
                 "recompute would ask Transformer Engine, which is missing, for its FP8 state",
             )
@@ -135,13 +135,11 @@ def hooks(experts: bool = True) -> tuple[Hook, ...]:
     return tuple(found)
 
 
-def _without_fp8(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, fp8: Any = None, *args: Any, **kwargs: Any) -> None:
-        # Megatron tests for None, but its own default is False, which so means True.
-        original(self, fp8 or None, *args, **kwargs)
-
-    return __init__
+def _without_fp8(
+    original: Callable[..., None], self: Any, fp8: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    # Megatron tests for None, but its own default is False, which so means True.
+    original(self, fp8 or None, *args, **kwargs)
 
 
 def _mlp_forward(original: Callable[..., Any], experts: bool) -> Callable[..., Any]:

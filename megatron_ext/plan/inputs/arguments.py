@@ -29,7 +29,6 @@ def of_arguments(values: Mapping[str, Any], source: str) -> Given:
 
     Args:
         values: as Megatron's namespace has them, before or after its validation.
-        source: for errors.
 
     Raises:
         PlanError: a value of another kind, or a model that plan does not express.

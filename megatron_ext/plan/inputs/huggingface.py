@@ -57,14 +57,14 @@ class _Config:
         value = self.data.get(name)
         return 0 if value is None or value == 0 else self.number(name)
 
-    def switch(self, name: str, default: bool = False) -> bool:
-        """A truth value."""
-        value = self.data.get(name, default)
+    def switch(self, name: str) -> bool:
+        """A truth value; false where there is none."""
+        value = self.data.get(name)
         if not isinstance(value, bool | None):
             raise PlanError(
                 f"--hf-config {self.path}: {name} must be true or false, got {shown(value)}"
             )
-        return default if value is None else value
+        return bool(value)
 
     def take(self, names: dict[str, str]) -> Given:
         """Numbers under Megatron's names."""

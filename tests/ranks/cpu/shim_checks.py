@@ -169,7 +169,6 @@ def check_second_install_changes_nothing() -> None:
     before = torch.empty, torch.Tensor.to, torch.cuda.current_device
     cpu.install()
     assert (torch.empty, torch.Tensor.to, torch.cuda.current_device) == before
-    assert cpu.is_installed()
 
 
 def check_nccl_is_refused() -> None:
@@ -185,7 +184,6 @@ def check_nccl_is_refused() -> None:
 
 def main() -> None:
     """Install the shim, run the checks, print what came of them."""
-    assert not cpu.is_installed()
     cpu.install()
     results: dict[str, str | None] = {}
     for name, check in sorted(globals().items()):

@@ -16,7 +16,7 @@ from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import GPUS, gpu_of
 from megatron_ext.plan.layout import Split, even_split, read_layout, split_of
 from megatron_ext.plan.model import PlanError
-from megatron_ext.plan.point import evaluate, front
+from megatron_ext.plan.point import Point, evaluate, front
 from megatron_ext.plan.profile import FORMAT, Profile
 from megatron_ext.plan.search import Search
 from megatron_ext.plan.space import SearchSpace
@@ -115,7 +115,7 @@ def test_pruning_loses_nothing(tried, budget):
         return
     assert result.best is not None
     assert result.best.makespan_us == min(p.makespan_us for p in every)
-    ends = front(every)[-1], result.front[-1]
+    ends = front(every, Point.key)[-1], result.front[-1]
     assert ends[1].worst.total == ends[0].worst.total, "the smallest is on the front too"
     assert len(result.points) < len(all_points)
 

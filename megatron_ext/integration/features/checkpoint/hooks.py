@@ -9,7 +9,6 @@ the second is compared by name and shape before anything is loaded.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,9 +17,9 @@ from ...._input import shown
 from ....checkpoints.layout import Layout
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
-from ...hooks import Hook
+from ...hooks import Hook, around
 from ...layout import LayerPattern
-from ...utils import gather, has_second_embedding, unwrapped
+from ...utils import gather, tied_embeddings, unwrapped
 from . import integrity, metadata
 
 logger = logging.getLogger(__name__)
@@ -116,76 +115,72 @@ class Checkpoints:
         return (
             Hook(
                 (f"{module}:load_checkpoint",),
-                self._load_checkpoint,
+                around(self._load_checkpoint),
                 ("ddp_model", "optimizer"),
                 "parameters that a checkpoint lacks would keep their random start",
             ),
             Hook(
                 (f"{module}:_load_base_checkpoint",),
-                self._load_base_checkpoint,
+                around(self._load_base_checkpoint),
                 ("load_dir", "args", "rank0", "sharded_state_dict"),
                 "an optimizer state of another layout would end in a shape exception",
             ),
             Hook(
                 (f"{module}:save_checkpoint",),
-                integrity.report_failure,
+                around(integrity.report_failure),
                 ("iteration",),
                 "a failed save would not report what a restart will load",
             ),
         )
 
-    def _load_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load_checkpoint(ddp_model: Any, *args: Any, **kwargs: Any) -> Any:
-            models = ddp_model if isinstance(ddp_model, list) else [ddp_model]
-            self._chunks, self._found = [unwrapped(m) for m in models], None
-            try:
-                result = original(ddp_model, *args, **kwargs)
-                if self._layout.placement == "vee":
-                    _require_equal_copies(self._chunks)
-                return result
-            finally:
-                self._chunks = self._found = None
-                self._metadata = {}
-
-        return load_checkpoint
-
-    def _load_base_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _load_base_checkpoint(
-            load_dir: Any,
-            args: MegatronArgs,
-            rank0: bool = False,
-            sharded_state_dict: Any = None,
-            *rest: Any,
-            **kwargs: Any,
-        ) -> Any:
-            def load() -> Any:
-                return original(load_dir, args, rank0, sharded_state_dict, *rest, **kwargs)
-
-            if self._chunks is None:  # only the arguments are read
-                return load()
-            if rank0:
-                self._metadata = integrity.require_complete(load_dir, args)
-            if not rank0 and sharded_state_dict is not None and self._found is not None:
-                self._require_same_parameters(args, sharded_state_dict)
-            result = load()
-            state, folder, release, kind = result
-            if state is None:
-                return result
-            kind = kind.name
-            if kind == "LEGACY":
-                if rank0:
-                    self._require_placement(folder)
-                else:
-                    self._require_own_files(state, folder)
-            elif rank0 and kind in ("GLOBAL", "LOCAL"):
-                self._require_optimizer(args, state, str(folder), release, kind)
-                if kind == "GLOBAL":
-                    self._found = (state, str(folder))
+    def _load_checkpoint(
+        self, original: Callable[..., Any], ddp_model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        models = ddp_model if isinstance(ddp_model, list) else [ddp_model]
+        self._chunks, self._found = [unwrapped(m) for m in models], None
+        try:
+            result = original(ddp_model, *args, **kwargs)
+            if self._layout.placement == "vee":
+                _require_equal_copies(self._chunks)
             return result
+        finally:
+            self._chunks = self._found = None
+            self._metadata = {}
 
-        return _load_base_checkpoint
+    def _load_base_checkpoint(
+        self,
+        original: Callable[..., Any],
+        load_dir: Any,
+        args: MegatronArgs,
+        rank0: bool = False,
+        sharded_state_dict: Any = None,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        def load() -> Any:
+            return original(load_dir, args, rank0, sharded_state_dict, *rest, **kwargs)
+
+        if self._chunks is None:  # only the arguments are read
+            return load()
+        if rank0:
+            self._metadata = integrity.require_complete(load_dir, args)
+        if not rank0 and sharded_state_dict is not None and self._found is not None:
+            self._require_same_parameters(args, sharded_state_dict)
+        result = load()
+        state, folder, release, kind = result
+        if state is None:
+            return result
+        kind = kind.name
+        if kind == "LEGACY":
+            if rank0:
+                self._require_placement(folder)
+            else:
+                self._require_own_files(state, folder)
+        elif rank0 and kind in ("GLOBAL", "LOCAL"):
+            self._require_optimizer(args, state, str(folder), release, kind)
+            if kind == "GLOBAL":
+                self._found = (state, str(folder))
+        return result
 
     def _require_placement(self, folder: Any) -> None:
         if self._layout.placement == "vee":
@@ -419,12 +414,8 @@ def _require_equal_copies(chunks: list[Any]) -> None:
     import torch
     from megatron.core import parallel_state
 
-    if parallel_state.get_pipeline_model_parallel_rank() != 0:
-        return
-    if not has_second_embedding(chunks[-1]):
-        return
-    first, last = (c.shared_embedding_or_output_weight() for c in (chunks[0], chunks[-1]))
-    if not torch.equal(first, last):
+    found = tied_embeddings(parallel_state.get_pipeline_model_parallel_rank(), chunks)
+    if found is not None and not torch.equal(*found):
         raise RuntimeError(
             "the two copies of the word embeddings differ after loading; please report this"
         )

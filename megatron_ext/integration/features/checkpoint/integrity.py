@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import shutil
 from collections.abc import Callable, Mapping
@@ -48,7 +47,6 @@ def require_complete(load_dir: Any, args: MegatronArgs) -> dict[str, Any]:
 
     Args:
         load_dir: what ``--load`` names.
-        args: Megatron's.
 
     Returns:
         On rank 0, for a folder in torch_dist: that folder, and its metadata.
@@ -111,21 +109,16 @@ def look(root: Path, step: int | None, metadata: dict[str, Any]) -> str | None:
     return None if newer is None else f"{newer}; training continues from {wanted}"
 
 
-def report_failure(original: Callable[..., Any]) -> Callable[..., Any]:
+def report_failure(original: Callable[..., Any], iteration: Any, *args: Any, **kwargs: Any) -> Any:
     """``save_checkpoint`` that logs, where it fails, what a restart will load."""
+    try:
+        return original(iteration, *args, **kwargs)
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        from megatron.training import get_args
 
-    @functools.wraps(original)
-    def save_checkpoint(iteration: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(iteration, *args, **kwargs)
-        except BaseException as error:  # torch's CheckpointException is no Exception
-            from megatron.training import get_args
-
-            with contextlib.suppress(Exception):  # the error itself is what must come out
-                logger.error("%s", failed_save(iteration, get_args().save, error))
-            raise
-
-    return save_checkpoint
+        with contextlib.suppress(Exception):  # the error itself is what must come out
+            logger.error("%s", failed_save(iteration, get_args().save, error))
+        raise
 
 
 def failed_save(iteration: Any, place: Any, error: BaseException) -> str:

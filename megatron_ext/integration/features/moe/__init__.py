@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from ....plan.moe_conflicts import CONFLICTS
 from ...callbacks import Callback, HooksOnly
 from ...feature import Feature, Flag, Run
-from ...utils import file_contents
+from ...utils import file_contents, most_microbatches
 
 logger = logging.getLogger(__name__)
 
@@ -103,20 +104,17 @@ class MoE(Feature):
         from ....schedule.effects import peak_calls, peak_sets
         from . import queues
         from .choice import ChosenMoE
-        from .flags import check_budget, most_microbatches
+        from .flags import check_budget
         from .host import HostArenas
         from .in_flight import stock_sets
         from .layer import FixedPolicy, PipelinedMoE
 
-        def sets(chunks: int, microbatches: int) -> list[int]:
+        def most(peak: Callable[..., list[int]], chunks: int, microbatches: int) -> list[int]:
             if schedule is None:
                 return stock_sets(_pp(run), chunks, microbatches)
-            return peak_sets(schedule.plan(microbatches).ranks)
+            return peak(schedule.plan(microbatches).ranks)
 
-        def calls(chunks: int, microbatches: int) -> list[int]:
-            if schedule is None:
-                return stock_sets(_pp(run), chunks, microbatches)
-            return peak_calls(schedule.plan(microbatches).ranks)
+        sets, calls = functools.partial(most, peak_sets), functools.partial(most, peak_calls)
 
         if not request.chooses:
             policy = FixedPolicy(LayerPlan.of(int(request.chunks), request.strategy))
@@ -132,9 +130,9 @@ class MoE(Feature):
         layers = PipelinedMoE(policy, run.store if _splits(run) else None)
         callbacks: list[Callback] = [layers]
         if request.copying():
-            most = 0 if run.library else most_microbatches(run.args)
+            step = 0 if run.library else most_microbatches(run.args)
             strategies, budget = request.copying(), request.host_bytes
-            callbacks.append(HostArenas(layers, policy, strategies, calls, budget, most))
+            callbacks.append(HostArenas(layers, policy, strategies, calls, budget, step))
         if not request.stock:
             callbacks.append(HooksOnly((queues.priority_hook(),)))
         return callbacks

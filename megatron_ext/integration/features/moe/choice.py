@@ -52,7 +52,6 @@ class ChosenMoE(FixedPolicy):
     """Policy of MoE layers of which something is to be chosen.
 
     Args:
-        space: what may be chosen.
         budget_bytes: of the rank's MoE layers on the device, or None.
         sets: what is in flight on each pipeline rank.
         costs: of an earlier run.

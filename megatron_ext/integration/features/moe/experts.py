@@ -26,8 +26,6 @@ def region_of(
     """What runs the routed part of ``layer`` in chunks, by its dispatcher.
 
     Args:
-        layer: the ``MoELayer``.
-        device: that it runs on.
         memory: what the rank's layers share, if this one needs any.
         weights: computes weight gradients once for all chunks, or later.
     """

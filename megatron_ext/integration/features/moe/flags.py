@@ -14,7 +14,7 @@ from ....plan.moe_conflicts import CHOSEN, CONFLICTS, SPLIT, parts_of
 from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import require_no_conflict
-from ...utils import full_batch
+from ...utils import most_microbatches
 from . import CHUNKS, FLAGS, STRATEGIES
 from .queues import QUEUE_CHUNKS, one_queue
 
@@ -184,12 +184,6 @@ def layer_shape(config: Any, hidden: int, tp: int, element_bytes: int) -> LayerS
     gated = getattr(config, "gated_linear_unit", False) or getattr(config, "swiglu", False)
     row = getattr(config, "moe_latent_size", None) or hidden
     return LayerShape(row, max(1, ffn // tp), bool(gated), element_bytes)
-
-
-def most_microbatches(args: MegatronArgs) -> int:
-    """Of a step with the full batch; ``args`` are validated by Megatron."""
-    per_step = args.micro_batch_size * args.data_parallel_size
-    return (full_batch(args) or per_step) // per_step
 
 
 def check_budget(args: MegatronArgs, space: SearchSpace, budget_bytes: int, sets: Sets) -> None:

@@ -26,7 +26,6 @@ class FlexRegion:
 
     Args:
         layer: the ``MoELayer``, held weakly.
-        experts: of the layer.
         streams: of the device that it runs on.
     """
 

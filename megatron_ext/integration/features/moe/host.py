@@ -8,7 +8,6 @@ that would have held all.
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,7 +35,6 @@ class HostArenas(Callback):
     """Sizes the host arena of a rank's MoE layers.
 
     Args:
-        layers, policy: of the run.
         strategies: that may run; where there are several, those are left out that need too much.
         calls: (model chunks, microbatches) -> microbatches of each pipeline rank between their
             forward and their backward pass.
@@ -66,16 +64,12 @@ class HostArenas(Callback):
         atexit.unregister(self.close)
         self._log_excess("over the run, ")
 
-    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            if not kwargs.get("forward_only"):
-                if not self._logged:
-                    self._log_excess()
-                self._begin_step(kwargs)
-            return original(*args, **kwargs)
-
-        return forward_backward
+    def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("forward_only"):
+            if not self._logged:
+                self._log_excess()
+            self._begin_step(kwargs)
+        return original(*args, **kwargs)
 
     def _begin_step(self, call: Mapping[str, Any]) -> None:
         """Before the first training step, and before one with more microbatches than any.

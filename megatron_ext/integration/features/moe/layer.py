@@ -21,7 +21,7 @@ from ....moe.plan import ExecutionPolicy, LayerPlan, Strategy
 from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
 from ...callbacks import Callback
-from ...hooks import Hook
+from ...hooks import Hook, around
 from .experts import FlexRegion, Region, checkpoint, region_of
 from .flags import require_supported
 from .timing import CallTimer
@@ -35,7 +35,6 @@ class Execution(NamedTuple):
     """How one call of a layer runs.
 
     Attributes:
-        policy: its plan.
         stock: Megatron's own layer runs.
         timer: of the call, if it is timed.
         changed: the plan differs from the last call's; its shared buffers have other sizes.
@@ -82,12 +81,12 @@ class FixedPolicy:
         """No call will come."""
 
 
-def step_hooks(make: Callable[[Any], Any], why: str) -> list[Hook]:
-    """Around every step, under Megatron's schedules and ours; ``make`` and ``why`` as ``Hook``."""
+def step_hooks(step: Callable[..., Any], why: str) -> list[Hook]:
+    """``step`` around every step, under Megatron's schedules and ours; ``why`` as ``Hook``."""
     return [
         Hook(
             (f"{_SCHEDULES}:forward_backward_{kind}",),
-            make,
+            around(step),
             ("forward_step_func", "model", "num_microbatches", "seq_length", "micro_batch_size"),
             why,
         )
@@ -103,7 +102,6 @@ class PipelinedMoE(Callback):
     """Runs the MoE layers of one rank.
 
     Args:
-        policy: how calls run.
         store: of the weight gradients that W passes compute, where the schedule has such; then
             its hooks are in place.
         options: of ``Memory``.
@@ -163,13 +161,9 @@ class PipelinedMoE(Callback):
             self.memory = Memory.on(device, **self._options)
         return self.memory
 
-    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            self._policy.begin_step(kwargs["num_microbatches"])
-            return original(*args, **kwargs)
-
-        return forward_backward
+    def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._policy.begin_step(kwargs["num_microbatches"])
+        return original(*args, **kwargs)
 
     def _noted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         policy, ours = self._policy, self
@@ -220,10 +214,8 @@ class PipelinedMoE(Callback):
         """``MoELayer.forward`` with the routed part in chunks.
 
         Args:
-            layer: the ``MoELayer``.
             hidden_states: (sequence, batch, hidden).
             padding_mask: (batch, sequence), true for tokens that are none; or None.
-            policy: gives the plan.
 
         Returns:
             (output of the shape of ``hidden_states``, None).

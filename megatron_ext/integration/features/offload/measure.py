@@ -31,7 +31,6 @@ class TransferSetup:
     """How this rank transfers sets.
 
     Attributes:
-        device: of this rank.
         arena: host memory; what the measurement has pinned is there for the first sets.
         policy: the same on all ranks of the job.
         why: the reason for the policy.
@@ -92,8 +91,6 @@ def choose_transfers(
     Args:
         requested: the policy of the user or of a file; None: what measurements show to be best.
         measured: True if rates are needed to plan.
-        torch_device: of this rank.
-        group: the pipeline's process group.
         planned: of a schedule file, whose plan has its pairs already.
         root: ``/``, or the folder where a test keeps its PCI tree.
 
@@ -147,9 +144,6 @@ def link(
 
     Args:
         setup: of this rank, with rates.
-        placement: of the stages.
-        rank: this one's, in the pipeline.
-        durations: of this rank's passes.
         sizes: per chunk, bytes of a set that are copied.
     """
     rates = setup.bytes_per_second()

@@ -98,7 +98,6 @@ class PolicyFilter:
     """Asks a policy about tensors, with the module that is running.
 
     Args:
-        policy: of the run.
         models: model chunks, without wrappers; hooks record which of their modules is running.
     """
 

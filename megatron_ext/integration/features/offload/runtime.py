@@ -42,7 +42,6 @@ class Offloading(Callback):
 
     Args:
         request: of the flags; None if a schedule file decides everything.
-        link: of that file.
         inputs: of plans; gets the link.
         trace: count bytes of the sets that stay, too.
         policy: which tensors of a set stay on the device.

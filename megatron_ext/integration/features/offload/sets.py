@@ -37,14 +37,11 @@ class RankSets:
     """Saves, moves and measures the activation sets of one rank.
 
     Args:
-        setup: of the transfers.
-        models: this rank's chunks.
         policy: which tensors stay on the device.
         host_sets: most sets on the host at once.
         least_bytes: a set has at least so many on the host.
 
     Attributes:
-        store: of the sets.
         footprints: by model chunk, the largest of the sets seen so far.
 
     Raises:

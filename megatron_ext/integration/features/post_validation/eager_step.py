@@ -32,10 +32,6 @@ class StageGroups:
 
     Making it is collective over the job.
 
-    Args:
-        optimizers: of the chain.
-        pipeline: this rank's pipeline group.
-
     Raises:
         ConfigError: the groups do not lie along pipelines.
     """
@@ -90,8 +86,6 @@ class EagerStep:
     """One step of Megatron's chained optimizer.
 
     Args:
-        optimizer: the ``ChainedOptimizer``.
-        groups: of its members.
         device: where their statistics are reduced.
     """
 

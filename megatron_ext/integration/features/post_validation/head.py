@@ -18,11 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Head(Callback):
-    """Begins the next training iteration as the last one was.
-
-    Args:
-        pipeline: runs it.
-    """
+    """Begins the next training iteration as the last one was."""
 
     def __init__(self, pipeline: ScheduledPipeline) -> None:
         self._pipeline = pipeline
@@ -81,9 +77,6 @@ class Head(Callback):
 
         The next call goes on from there, if it is as the last one was; else, or if anything else
         comes first, ``drop`` has to be called, on all ranks.
-
-        Args:
-            validator: of that step.
         """
         assert self._begun is None
         call = self.last

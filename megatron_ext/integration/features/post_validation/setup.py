@@ -22,7 +22,7 @@ from ....runtime.edges import connected
 from ....schedule.placement import Placement
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
-from ...hooks import Hook
+from ...hooks import Hook, around
 from ...pipeline import start_param_sync
 from .eager_step import EagerStep, StageGroups
 from .head import Head
@@ -58,35 +58,27 @@ class StepAhead(Callback):
             ),
             Hook(
                 ("megatron.training.checkpointing:save_checkpoint",),
-                self._after_dropping,
+                around(self._after_dropping),
                 ("iteration", "model", "optimizer"),
                 "a checkpoint could hold random states of an iteration that has only begun",
             ),
             Hook(
                 ("megatron.training.training:checkpoint_and_decide_exit",),
-                self._before_exit,
+                around(self._before_exit),
                 ("iteration", "model"),
                 "a run could end with messages under way",
             ),
         )
 
-    def _after_dropping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    def _after_dropping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._head.drop()
+        return original(*args, **kwargs)
+
+    def _before_exit(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ends = original(*args, **kwargs)
+        if ends:
             self._head.drop()
-            return original(*args, **kwargs)
-
-        return save_checkpoint
-
-    def _before_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
-            ends = original(*args, **kwargs)
-            if ends:
-                self._head.drop()
-            return ends
-
-        return checkpoint_and_decide_exit
+        return ends
 
     def _with_validation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -65,7 +65,6 @@ def former_profile(args: MegatronArgs, fixed: bool) -> Profile | None:
     """Check the profile's flags, and read a former run's profile if this one is not to measure.
 
     Args:
-        args: Megatron's.
         fixed: the schedule is a file, whose order cannot change.
 
     Raises:

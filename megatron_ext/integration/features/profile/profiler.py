@@ -28,7 +28,6 @@ class Profiler(Callback):
 
     Args:
         inputs: of plans; gets the profile.
-        store: of delayed weight gradients.
         steps: how many steps the user wants measured; 0: none.
         path: of the file for the profile, or None.
         cheap_recompute: the run has ``--pp-cheap-recompute``.
@@ -129,9 +128,6 @@ class Profiler(Callback):
         """The measurements of all stages; all ranks of the job call this together.
 
         Args:
-            placement: of the stages.
-            rank: this one's, in the pipeline.
-            seconds: of this rank's passes.
             hop: seconds of a message between neighbours.
             models: this rank's chunks, without wrappers.
             shape: sequence length and microbatch size.

@@ -18,7 +18,6 @@ class SetSizes:
 
     Args:
         models: of this rank, by chunk.
-        store: of postponed weight gradients.
 
     Attributes:
         until_b: by chunk, what autograd keeps from F on; not there if it cannot be known.

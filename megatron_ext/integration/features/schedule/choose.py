@@ -183,8 +183,6 @@ class ScheduleRequest:
         The placement cannot change once the model is built, so this is decided once.
 
         Args:
-            pp: pipeline ranks.
-            microbatches: of the full batch.
             names: schedules that the model can be placed for.
             chunks: of those that take any number.
 
@@ -203,9 +201,7 @@ class ScheduleRequest:
         """What runs; made for the full batch, so that options which do not fit end the run here.
 
         Args:
-            pp: pipeline ranks.
             chunks: model chunks a rank; None: the schedule's own.
-            microbatches: of the full batch.
 
         Raises:
             ConfigError: options that do not fit, or a cap that is not kept.
@@ -288,11 +284,6 @@ class Choice:
         return self.request.offload
 
     @property
-    def vee(self) -> bool:
-        """V placement is needed."""
-        return self.placement.is_vee()
-
-    @property
     def placement(self) -> Placement:
         """Rank and chunk of every stage."""
         return self.spec.placement
@@ -305,16 +296,6 @@ class Choice:
         by = ", chosen by auto" if self.request.decided is not None else ""
         return f"{by}: {self.request.note}"
 
-    @property
-    def splits_backward(self) -> bool:
-        """True if the schedule has B and W passes of their own."""
-        return self.spec.splits_backward
-
-    @property
-    def offloads(self) -> bool:
-        """True if activation sets leave the device."""
-        return self.request.offloads
-
     def plan(
         self,
         microbatches: int,
@@ -326,7 +307,6 @@ class Choice:
         """The training schedule for ``microbatches``; made once for each set of arguments.
 
         Args:
-            microbatches: of a step.
             link: transfer times, to decide which sets leave; a file that offloads has its own.
             costs: measured, of the passes; None: those that the order is made for.
             reorder: make the order for ``costs`` too, and take it if it is faster under them.

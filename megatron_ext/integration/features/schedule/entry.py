@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import Callback
-from ...hooks import Hook
+from ...hooks import Hook, around
 from ...model_classes import require_chunks
 from ...takeover import FUNCTIONS, SCHEDULES, require_megatrons_own
 
@@ -28,7 +28,7 @@ class Entry(Callback):
             hooks += [
                 Hook(
                     ("megatron.training.training:train_step",),
-                    self._pipeline.watched,
+                    around(self._pipeline.watched),
                     ("forward_step_func", "optimizer"),
                     "a rank that waits before or behind its passes would not be watched",
                 ),
@@ -60,6 +60,7 @@ def entry_hooks(pipeline: Callable[..., Any]) -> list[Hook]:
     """
     require_megatrons_own()
 
+    # Not by ``around``, whose replacement would hold Megatron's function, which nobody may.
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward_backward(**kwargs: Any) -> Any:

@@ -87,7 +87,6 @@ def wgrad_report(chunks: Iterable[torch.nn.Module], fused_experts: bool = False)
     """How the parameters of these model chunks divide between W and B, with our hooks in force.
 
     Args:
-        chunks: of the model.
         fused_experts: the experts of MoE layers do not postpone anything, whatever they could.
     """
     report = WgradReport()

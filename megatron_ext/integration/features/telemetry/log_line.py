@@ -12,7 +12,7 @@ from typing import Any
 from ....runtime.trace import Recorder
 from ....schedule.schedule import Schedule
 from ...callbacks import Callback, Step
-from ...hooks import Hook
+from ...hooks import Hook, around
 from ...utils import gather
 from .summary import Summary
 
@@ -37,7 +37,6 @@ class Meter:
 
         Args:
             recorder: its times; not to be reset.
-            group: the pipeline's process group.
         """
         self._recent.append(recorder)
         self._peak, self._group = max(self._peak, recorder.peak_sets), group
@@ -99,7 +98,7 @@ class LogLine(Callback):
             ),
             Hook(
                 ("megatron.training.utils:print_rank_last",),
-                self._with_text,
+                around(self._with_text),
                 ("message",),
                 "the log line would not say bubble and peak",
             ),
@@ -139,14 +138,12 @@ class LogLine(Callback):
             f"activations: {peak:.4g} microbatches (plan {promised.peak_text}) |"
         )
 
-    def _with_text(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def print_rank_last(message: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._text and " iteration " in str(message) and str(message).endswith("|"):
-                message, self._text = f"{message}{self._text}", ""
-            return original(message, *args, **kwargs)
-
-        return print_rank_last
+    def _with_text(
+        self, original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._text and " iteration " in str(message) and str(message).endswith("|"):
+            message, self._text = f"{message}{self._text}", ""
+        return original(message, *args, **kwargs)
 
 
 def _write(scalars: dict[str, float], iteration: int) -> None:

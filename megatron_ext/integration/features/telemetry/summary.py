@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import statistics
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from ....schedule.baseline import Promise, promise, stock
 from ....schedule.schedule import Schedule
 from ...callbacks import Callback
-from ...hooks import Hook
+from ...hooks import Hook, around
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class Summary(Callback):
         return (
             Hook(
                 ("megatron.training.training:train",),
-                self._with_end,
+                around(self._with_end),
                 ("forward_step_func",),
                 "the log would not compare measured and planned",
             ),
@@ -78,18 +77,14 @@ class Summary(Callback):
             f"{peak}"
         )
 
-    def _with_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def train(*args: Any, **kwargs: Any) -> Any:
-            try:
-                result = original(*args, **kwargs)
-            except SystemExit:  # how Megatron ends at --exit-interval and on a signal
-                self._end()
-                raise
+    def _with_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = original(*args, **kwargs)
+        except SystemExit:  # how Megatron ends at --exit-interval and on a signal
             self._end()
-            return result
-
-        return train
+            raise
+        self._end()
+        return result
 
     def _end(self) -> None:
         if self._plan is None or not self._measured or dist.get_rank() != 0:

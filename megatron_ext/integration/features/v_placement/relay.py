@@ -46,14 +46,9 @@ class Relay:
         """Send one iteration's, or post its receive; on all ranks of the pipeline.
 
         Args:
-            placement: rank and chunk of every stage.
-            group: the pipeline's.
             runner: has the losses and the token count, or gets the latter.
-            device: of the messages.
-            watchdog: of this rank.
             ahead: the sender does not wait for the last rank, which ends the iteration later
                 (post-validation). ``finish`` has to be called before the sender leaves.
-            options: how messages travel.
 
         Raises:
             ConfigError: the loss function returned what cannot be sent.
@@ -106,7 +101,6 @@ def pack(value: Any, device: torch.device) -> torch.Tensor:
     Args:
         value: any object that pickles; tensors in it, wherever they lie (in a nested tensor, a
             TensorDict, a dataclass), are taken out of the pickle, once each, without their graph.
-        device: of the message.
 
     Returns:
         The message (one-dimensional, uint8).

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import ConfigError
-from ...hooks import Hook
+from ...hooks import Hook, around
 
 CHUNKS = 2
 _SLIME = "slime.backends.megatron_utils"
@@ -83,29 +83,21 @@ def _is_vp_last_stage(original: Callable[..., bool]) -> Callable[..., bool]:
     return is_vp_last_stage
 
 
-def _with_results_on_both(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def on_both(*args: Any, **kwargs: Any) -> Any:
-        global _results_on_both
-        before, _results_on_both = _results_on_both, True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _results_on_both = before
-
-    return on_both
-
-
-def _batch_on_this_tp_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
-        # Stock broadcasts only tokens on the first rank and only labels on the last; rank 0 of a
-        # V needs both, which is what Megatron does for a rank with multi-token prediction.
-        if pp_rank() == 0:
-            kwargs["mtp_on_this_rank"] = True
+def _with_results_on_both(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    global _results_on_both
+    before, _results_on_both = _results_on_both, True
+    try:
         return original(*args, **kwargs)
+    finally:
+        _results_on_both = before
 
-    return get_batch_on_this_tp_rank
+
+def _batch_on_this_tp_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Stock broadcasts only tokens on the first rank and only labels on the last; rank 0 of a
+    # V needs both, which is what Megatron does for a rank with multi-token prediction.
+    if pp_rank() == 0:
+        kwargs["mtp_on_this_rank"] = True
+    return original(*args, **kwargs)
 
 
 _HOOKS = (
@@ -135,7 +127,7 @@ _TRAINING_HOOKS = (
             "megatron.core.utils:get_batch_on_this_tp_rank",
             "megatron.training.utils:get_batch_on_this_tp_rank",
         ),
-        _batch_on_this_tp_rank,
+        around(_batch_on_this_tp_rank),
         ("mtp_on_this_rank",),
         "no labels on rank 0 with tensor parallelism",
     ),
@@ -144,13 +136,13 @@ _TRAINING_HOOKS = (
 _SLIME_HOOKS = (
     Hook(
         (f"{_SLIME}.model:forward_only",),
-        _with_results_on_both,
+        around(_with_results_on_both),
         ("data_iterator", "store_prefix"),
         "no log-probabilities of the old policy where slime's loss is computed",
     ),
     Hook(
         (f"{_SLIME}.loss:compute_advantages_and_returns",),
-        _with_results_on_both,
+        around(_with_results_on_both),
         ("rollout_data",),
         "no advantages where slime's loss is computed",
     ),

@@ -13,18 +13,10 @@ import torch
 from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...hooks import Hook
-from ...utils import has_second_embedding, unwrapped
+from ...utils import tied_embeddings, unwrapped
 from .roles import pp_rank
 
 _BRIDGE = "megatron.bridge.models.conversion.model_bridge"
-
-
-def copies(chunks: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Both copies, of the first and the last chunk; None on a rank, or of a model, without."""
-    if pp_rank() != 0 or not has_second_embedding(chunks[-1]):
-        return None
-    first, last = (chunk.shared_embedding_or_output_weight() for chunk in (chunks[0], chunks[-1]))
-    return None if first is None or last is None else (first, last)
 
 
 def _broadcast_shared_embeddings(original: Callable[..., None]) -> Callable[..., None]:
@@ -33,7 +25,7 @@ def _broadcast_shared_embeddings(original: Callable[..., None]) -> Callable[...,
         # The original has the embedding on one rank and the output layer on another; here it
         # would fill rank 0's output layer from memory that nobody has written.
         models = megatron_model if isinstance(megatron_model, list) else [megatron_model]
-        found = copies([unwrapped(model) for model in models])
+        found = tied_embeddings(pp_rank(), [unwrapped(model) for model in models])
         if found is not None:
             found[1].data.copy_(found[0].data)
 
@@ -64,7 +56,7 @@ class TiedCopies(Callback):
         if chunks[0] in self._checked:
             return
         self._checked.add(chunks[0])
-        found = copies(chunks)
+        found = tied_embeddings(pp_rank(), chunks)
         if found is not None and not torch.equal(*found):
             raise ConfigError(
                 f"--pp-schedule {step.plan.name} has both copies of the tied word embeddings on "

@@ -18,10 +18,10 @@ from ....runtime.watchdog import Watchdog
 from ....schedule.placement import Placement
 from ...callbacks import Callback, Step
 from ...errors import ConfigError
-from ...hooks import Hook
+from ...hooks import Hook, around
 from ...layout import LayerPattern, vee_layout
 from ...model_classes import hybrid_model_has_chunks, require_placed
-from ...utils import has_second_embedding, unwrapped
+from ...utils import has_second_embedding, tied_embeddings, unwrapped
 from .relay import Relay
 from .roles import CHUNKS, is_first_stage, is_last_stage, pp_rank, role_hooks
 
@@ -51,14 +51,10 @@ def _config_post_init(original: Callable[..., None]) -> Callable[..., None]:
     return __post_init__
 
 
-def _initialize_model_parallel(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-        # Scripts pass a function of their own that names the first and the last rank.
-        kwargs["get_embedding_ranks"] = _embedding_ranks
-        original(*args, **kwargs)
-
-    return initialize_model_parallel
+def _initialize_model_parallel(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    # Scripts pass a function of their own that names the first and the last rank.
+    kwargs["get_embedding_ranks"] = _embedding_ranks
+    original(*args, **kwargs)
 
 
 def _embedding_ranks(pp_ranks: list[int], *unused: Any) -> list[int]:
@@ -68,7 +64,8 @@ def _embedding_ranks(pp_ranks: list[int], *unused: Any) -> list[int]:
 def _model_init(original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
     if "vp_stage" not in signature.parameters:
-        return _one_chunk(original)
+        refused: Callable[..., None] = around(_one_chunk)(original)
+        return refused
     first_chunk: weakref.ref[Any] | None = None
 
     @functools.wraps(original)
@@ -99,55 +96,44 @@ def _model_init(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _one_chunk(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(
-            f"this Megatron's {type(self).__name__} has one chunk a rank and cannot be placed as a "
-            "V; use a schedule with one chunk, e.g. --pp-schedule zb-h1, or megatron-core 0.17 or "
-            "newer"
+def _one_chunk(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    raise ConfigError(
+        f"this Megatron's {type(self).__name__} has one chunk a rank and cannot be placed as a "
+        "V; use a schedule with one chunk, e.g. --pp-schedule zb-h1, or megatron-core 0.17 or "
+        "newer"
+    )
+
+
+def _select_pipeline_segment(
+    original: Callable[..., Any],
+    main_pattern: str,
+    pp_group: Any,
+    vp_stage: int | None,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+    **kwargs: Any,
+) -> tuple[list[str], int]:
+    first, last = first_stage_layers, last_stage_layers
+    if vp_stage is None:
+        whole: tuple[list[str], int] = original(
+            main_pattern, pp_group, vp_stage, first, last, **kwargs
         )
-
-    return __init__
-
-
-def _select_pipeline_segment(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def select_pipeline_segment(
-        main_pattern: str,
-        pp_group: Any,
-        vp_stage: int | None,
-        first_stage_layers: int | None = None,
-        last_stage_layers: int | None = None,
-        **kwargs: Any,
-    ) -> tuple[list[str], int]:
-        first, last = first_stage_layers, last_stage_layers
-        if vp_stage is None:
-            whole: tuple[list[str], int] = original(
-                main_pattern, pp_group, vp_stage, first, last, **kwargs
-            )
-            return whole
-        pp, rank = pp_group.size(), pp_group.rank()
-        stages = LayerPattern(main_pattern).stages(CHUNKS * pp, first, last)
-        stage = Placement.vee(pp).stages[rank][vp_stage]
-        return list(stages[stage]), sum(map(len, stages[:stage]))
-
-    return select_pipeline_segment
+        return whole
+    pp, rank = pp_group.size(), pp_group.rank()
+    stages = LayerPattern(main_pattern).stages(CHUNKS * pp, first, last)
+    stage = Placement.vee(pp).stages[rank][vp_stage]
+    return list(stages[stage]), sum(map(len, stages[:stage]))
 
 
-def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Inference passes tensors from rank to rank itself, in the order of Megatron's placement.
-        if any(kwargs.get(name) is not None for name in ("inference_context", "inference_params")):
-            raise ConfigError(
-                "a model in V placement cannot generate text: inference runs its own pipeline in "
-                "Megatron's order of stages; start it without --pp-schedule (a torch_dist "
-                "checkpoint loads there)"
-            )
-        return original(self, *args, **kwargs)
-
-    return forward
+def _model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    # Inference passes tensors from rank to rank itself, in the order of Megatron's placement.
+    if any(kwargs.get(name) is not None for name in ("inference_context", "inference_params")):
+        raise ConfigError(
+            "a model in V placement cannot generate text: inference runs its own pipeline in "
+            "Megatron's order of stages; start it without --pp-schedule (a torch_dist "
+            "checkpoint loads there)"
+        )
+    return original(self, *args, **kwargs)
 
 
 HOOKS = (
@@ -159,7 +145,7 @@ HOOKS = (
     ),
     Hook(
         ("megatron.core.parallel_state:initialize_model_parallel",),
-        _initialize_model_parallel,
+        around(_initialize_model_parallel),
         ("get_embedding_ranks",),
         "the embedding all-reduce would wait for a rank without an embedding",
     ),
@@ -171,7 +157,7 @@ HOOKS = (
     ),
     Hook(
         ("megatron.core.models.gpt.gpt_model:GPTModel.forward",),
-        _model_forward,
+        around(_model_forward),
         ("self", "inference_context"),
         "inference would pass tensors between the wrong stages",
     ),
@@ -189,7 +175,7 @@ HOOKS = (
             "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
             "megatron.core.models.mamba.mamba_model:MambaModel.forward",
         ),
-        _model_forward,
+        around(_model_forward),
         ("self", "inference_context"),
         "inference with a hybrid model would pass tensors between the wrong stages",
     ),
@@ -202,7 +188,7 @@ SEGMENT_HOOKS = (
             "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
             "megatron.core.ssm.mamba_hybrid_layer_allocation:select_pipeline_segment",
         ),
-        _select_pipeline_segment,
+        around(_select_pipeline_segment),
         ("main_pattern", "pp_group", "vp_stage", "first_stage_layers", "last_stage_layers"),
         "layers of a hybrid model in loop order",
     ),
@@ -235,8 +221,9 @@ def reduce_tied_gradients(chunks: list[Any]) -> None:
     Args:
         chunks: this rank's unwrapped model chunks, in order.
     """
-    if pp_rank() == 0 and has_second_embedding(chunks[-1]):
-        first, last = (c.shared_embedding_or_output_weight() for c in (chunks[0], chunks[-1]))
+    found: Any = tied_embeddings(pp_rank(), chunks)
+    if found is not None:
+        first, last = found
         first.main_grad.add_(last.main_grad)
         last.main_grad.copy_(first.main_grad)
 
@@ -246,7 +233,6 @@ class VeeCallback(Callback):
 
     Args:
         training: Megatron's training package is in use.
-        name: of the schedule.
     """
 
     def __init__(self, training: bool, name: str) -> None:
@@ -260,21 +246,17 @@ class VeeCallback(Callback):
             found.append(
                 Hook(
                     ("megatron.training.training:get_model",),
-                    self._checked,
+                    around(self._checked),
                     ("model_provider_func",),
                     "a model that cannot be placed as a V would be loaded before it is refused",
                 )
             )
         return found
 
-    def _checked(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def get_model(*args: Any, **kwargs: Any) -> Any:
-            models = original(*args, **kwargs)
-            self._require_placed(models)
-            return models
-
-        return get_model
+    def _checked(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        models = original(*args, **kwargs)
+        self._require_placed(models)
+        return models
 
     def _require_placed(self, models: Sequence[Any]) -> None:
         chunks = [unwrapped(m) for m in models]

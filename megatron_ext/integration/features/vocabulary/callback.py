@@ -26,7 +26,6 @@ class ShardedVocabulary(Callback):
     Args:
         messages: how the collectives' communicator is made.
         chunks: of tokens, in the cross entropy.
-        hooks: of the model.
     """
 
     def __init__(self, messages: MessageOptions, chunks: int, hooks: Sequence[Hook]) -> None:

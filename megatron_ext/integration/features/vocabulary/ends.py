@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...hooks import Hook
+from ...hooks import Hook, around
 from ...utils import unwrapped
 
 FLAG = "--pp-vocab-parallel"
@@ -176,7 +176,7 @@ def end_hooks() -> tuple[Hook, ...]:
     """What makes Megatron's model stop before its output layer."""
     acceptance = Hook(
         (f"{_MTP}:{_ACCEPTANCE}",),
-        _acceptance,
+        around(_acceptance),
         ("mtp_logits", "mtp_labels", "loss_mask", "output_layer"),
         "tokens that multi-token prediction gets right would be counted without logits",
     )
@@ -255,23 +255,20 @@ def losses_of(labels: Tensor, logits: Tensor) -> Tensor:
     return logits[..., 0].t().contiguous()
 
 
-def _acceptance(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _compute_mtp_acceptance_counts(
-        mtp_logits: Tensor,
-        mtp_labels: Tensor,
-        loss_mask: Tensor,
-        output_layer: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        if not isinstance(output_layer, HiddenStates):
-            found: tuple[Tensor, Tensor] = original(
-                mtp_logits, mtp_labels, loss_mask, output_layer, *args, **kwargs
-            )
-            return found
-        counted = loss_mask.bool()
-        right = mtp_logits[..., 1].detach().t() == mtp_labels
-        return (right & counted).sum().float(), counted.sum().float()
-
-    return _compute_mtp_acceptance_counts
+def _acceptance(
+    original: Callable[..., Any],
+    mtp_logits: Tensor,
+    mtp_labels: Tensor,
+    loss_mask: Tensor,
+    output_layer: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    if not isinstance(output_layer, HiddenStates):
+        found: tuple[Tensor, Tensor] = original(
+            mtp_logits, mtp_labels, loss_mask, output_layer, *args, **kwargs
+        )
+        return found
+    counted = loss_mask.bool()
+    right = mtp_logits[..., 1].detach().t() == mtp_labels
+    return (right & counted).sum().float(), counted.sum().float()

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ...errors import ConfigError
-from ...hooks import Hook
+from ...hooks import Hook, around
 from ...utils import unwrapped
 from .ends import FLAG, GPT, HiddenStates, SharedEmbedding, end_hooks, losses_of
 
@@ -44,7 +44,6 @@ class VocabularyShard(torch.nn.Module):
         has_own_passes: the gradients come neither in B nor in W.
         embedding, output: parameters [n, h], one and the same if tied.
         first_row: the first one's number in the whole vocabulary.
-        tied: see above.
     """
 
     has_own_passes = True
@@ -136,7 +135,10 @@ def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
     """
     loaded = "a model without shards would be loaded before it is refused"
     script = Hook(
-        ("megatron.training.training:get_model",), _get_model, ("model_provider_func",), loaded
+        ("megatron.training.training:get_model",),
+        around(_get_model),
+        ("model_provider_func",),
+        loaded,
     )
     return (
         Hook(
@@ -148,7 +150,7 @@ def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
         *end_hooks(),
         Hook(
             (f"{GPT}.sharded_state_dict",),
-            _sharded_state_dict,
+            around(_sharded_state_dict),
             ("self",),
             "a checkpoint would look for the whole output layer",
         ),
@@ -157,7 +159,7 @@ def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
                 "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
                 "megatron.core.models.mamba.mamba_model:MambaModel.__init__",
             ),
-            _refused,
+            around(_refused),
             ("self",),
             loaded,
         ),
@@ -170,7 +172,6 @@ class _Pipeline:
     """The ranks that share a model's vocabulary.
 
     Attributes:
-        group: of the pipeline.
         tensor_rank, tensor_ranks: this rank's place in, and the size of, its tensor-parallel group.
         last: the pipeline rank that has built the output layer; rank 0 has built the embedding.
     """
@@ -267,27 +268,19 @@ def _parameter(rows: Tensor) -> Parameter:
     return parameter
 
 
-def _sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(getattr(self, "output_layer", None), HiddenStates):
-            return original(self, *args, **kwargs)
-        # Stock takes the output layer's weight out of the state of a stage that has the loss.
-        self.post_process = False
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            self.post_process = True
-
-    return sharded_state_dict
+def _sharded_state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(getattr(self, "output_layer", None), HiddenStates):
+        return original(self, *args, **kwargs)
+    # Stock takes the output layer's weight out of the state of a stage that has the loss.
+    self.post_process = False
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.post_process = True
 
 
-def _refused(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise _other_model(self)
-
-    return __init__
+def _refused(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    raise _other_model(self)
 
 
 def _other_model(model: Any) -> ConfigError:
@@ -297,11 +290,7 @@ def _other_model(model: Any) -> ConfigError:
     )
 
 
-def _get_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_model(*args: Any, **kwargs: Any) -> Any:
-        models = original(*args, **kwargs)
-        shard_of(models)
-        return models
-
-    return get_model
+def _get_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    models = original(*args, **kwargs)
+    shard_of(models)
+    return models
