@@ -25,7 +25,7 @@ class Gap(NamedTuple):
         bound: on the makespan, or on the longest rank's own span, in units of the costs.
         kind: what it comes from (``schedule.bounds.Bound``).
         above: the schedule's time over the bound, less 1.
-        sets: activation sets a rank that the bound allows; None: any number.
+        peak: microbatches of activations that the bound allows a rank; None: any number.
         fused: it is of orders with B and W in one pass, as the schedule has.
         span: it is on the span.
     """
@@ -33,7 +33,7 @@ class Gap(NamedTuple):
     bound: Fraction
     kind: str
     above: Fraction
-    sets: int | None
+    peak: Fraction | None
     fused: bool
     span: bool
 
@@ -50,8 +50,8 @@ class Gap(NamedTuple):
     def text(self) -> str:
         """A line for people."""
         why = f"{self.kind}, B and W in one pass" if self.fused else self.kind
-        if self.kind in ("memory", "lifespan"):
-            why += f", {self.sets} sets"
+        if self.peak is not None and self.kind in ("memory", "lifespan"):
+            why += f", {short(self.peak)} microbatches"
         what = f"{short(self.bound)}{' of the span' if self.span else ''} ({why})"
         if not self.above:
             return f"{what}; reached: a longer search gains nothing"
@@ -89,7 +89,8 @@ def gap_of(simulation: Simulation, cap: Cap | None, objective: str | None) -> Ga
     if span:
         longest = max(end[-1] - start[0] for start, end in zip(simulation.start, simulation.end))
         time = Fraction(longest, simulation.scale)
-    return Gap(bound, kind, time / bound - 1, sets, fused, span)
+    peak = None if sets is None else Fraction(sets, schedule.placement.chunks)
+    return Gap(bound, kind, time / bound - 1, peak, fused, span)
 
 
 def _spread(value: str) -> Fraction:
