@@ -199,7 +199,7 @@ def check_budget(args: MegatronArgs, space: SearchSpace, budget_bytes: int, sets
         args: validated by Megatron.
 
     Raises:
-        ConfigError: with the least that would do.
+        ConfigError: with the smallest sufficient number.
     """
     pp, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     microbatches = most_microbatches(args)

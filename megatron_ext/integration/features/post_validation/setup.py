@@ -66,7 +66,7 @@ class StepAhead(Callback):
                 ("megatron.training.training:checkpoint_and_decide_exit",),
                 self._before_exit,
                 ("iteration", "model"),
-                "a run could end with messages under way",
+                "a run could end with messages in flight",
             ),
         )
 
@@ -135,7 +135,7 @@ class StepAhead(Callback):
         self._count(optimizer, result)
         if dist.get_rank() == 0:
             logger.info(
-                "post-validation undid step %d of %d that were taken ahead "
+                "post-validation rolled back %d of %d steps that were taken ahead "
                 "(gradient norm %s); the next %d wait for all ranks",
                 self.undone,
                 self.ahead,

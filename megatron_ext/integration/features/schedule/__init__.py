@@ -108,7 +108,7 @@ class Schedule(Feature):
         Conflict(
             "--perform-rl-step",
             "inference between training steps runs its own pipeline through the model; drop one "
-            "of both",
+            "of them",
         ),
         Conflict(
             "--inprocess-restart",
