@@ -103,8 +103,6 @@ def cli() -> str:
     for name, text, parser in subparsers:
         lines += ["", f"## {name}", "", f"{(parser.description or text).strip()}", ""]
         lines += table(("option", "meaning"), options(parser._actions))
-        if parser.epilog:
-            lines += ["", " ".join(parser.epilog.split())]
     return "\n".join(lines) + "\n"
 
 
@@ -146,7 +144,7 @@ def flags() -> str:
                 if flag.not_in_library:
                     text += f" (not in `enable`: {flag.not_in_library})"
                 rows.append((name, text))
-        lines += ["", f"## {title}", "", f"See [the page about it]({page}).", ""]
+        lines += ["", f"## {title}", "", f"See [{Path(page.split('#')[0]).stem}]({page}).", ""]
         lines += table(("flag", "meaning"), rows)
     lines += ["", "## Options of the launcher", ""]
     lines += [

@@ -12,7 +12,7 @@ from .common import Parser, load, per_rank, user_input, verify
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser("check", help="prove that a schedule file can be executed")
-    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("file", metavar="FILE", help="schedule file, .json or .csv")
     parser.set_defaults(run=_check)
 
 

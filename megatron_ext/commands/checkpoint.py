@@ -30,10 +30,13 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "Exit status 1 if the iteration that a run would load is incomplete.",
     )
     parser.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="what --save named, or an iteration in it"
+        "folder",
+        metavar="FOLDER",
+        type=Path,
+        help="the folder of --save, or of one iteration in it",
     )
     parser.add_argument(
-        "--iteration", type=int, metavar="N", help="look at this one; default: the one to load"
+        "--iteration", type=int, metavar="N", help="iteration to report (default: the one to load)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_checkpoint)

@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "ConfigContainer.to_dict() as JSON; flags win"
     )  # fmt: skip
     parser.add_argument(
-        "--checkpoint", metavar="FOLDER", help="what --save named: the arguments saved there; "
+        "--checkpoint", metavar="FOLDER", help="the folder of --save: the arguments saved there; "
         "flags win"
     )  # fmt: skip
     add_flags(parser.add_argument_group("model and division"))

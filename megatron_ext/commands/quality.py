@@ -113,12 +113,16 @@ def add_jitter_options(parser: Parser) -> None:
         "--jitter",
         type=_spread,
         metavar="X",
-        help="the makespan under random pass times too: each is lognormal around its cost with "
-        "relative standard deviation X, such as 0.1; of schedules equally fast auto takes the one "
-        "with the least mean of them",
+        help="add the makespan under random pass times, lognormal around their costs with relative "
+        "standard deviation X, such as 0.1; auto then prefers, among equally fast schedules, the "
+        "one with the smallest mean",
     )
-    group.add_argument("--runs", type=positive, metavar="N", help=f"how many (default {RUNS})")
-    group.add_argument("--seed", type=int, metavar="S", help="of the pass times (default 0)")
+    group.add_argument(
+        "--runs", type=positive, metavar="N", help=f"number of random runs (default {RUNS})"
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="S", help="seed of the random pass times (default 0)"
+    )
 
 
 class Jitter(NamedTuple):

@@ -28,7 +28,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "doctor",
-        help="what of this machine, torch and Megatron works, and how to fix the rest",
+        help="check this machine, torch and Megatron, and suggest fixes",
         description="One line a subject: ok, warning or error, with the fix. Exit status 1 if one "
         "is an error.",
     )
