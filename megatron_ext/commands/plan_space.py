@@ -78,7 +78,7 @@ def space(args: argparse.Namespace, job: Job, gpu: Gpu) -> SearchSpace:
                 f"unknown schedule {name!r}; give some of {', '.join(NAMES)}{meant(name, NAMES)}"
             )
     if job.overlap_moe_expert_parallel_comm and args.offload in ("auto", "half", "full"):
-        raise PlanError(f"--offload {args.offload} does not go together with {PAIRS}; drop one")
+        raise PlanError(f"--offload {args.offload} cannot be combined with {PAIRS}; drop one")
     profiles = {}
     if args.profile and job.vocab_parallel:
         raise PlanError(

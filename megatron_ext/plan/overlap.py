@@ -136,5 +136,5 @@ def _conflict(args: Any) -> str | None:
     for rule in CONFLICTS:
         value = rule.found(args)
         if value is not None:
-            return f"does not go together with {rule.flag} {value}".rstrip() + f": {rule.reason}"
+            return f"cannot be combined with {rule.flag} {value}".rstrip() + f": {rule.reason}"
     return None

@@ -1,4 +1,4 @@
-"""The MoE flags: what they ask for, and what of Megatron does not go together with them."""
+"""The MoE flags: what they ask for, and what of Megatron excludes them."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ class ProfileSteps(Feature):
         ),
         Flag(
             "--pp-profile",
-            "with --pp-profile-steps: write there what was measured, for `megatron-ext plan "
-            "--profile` and later runs; without: plan with what a former run wrote, from the first "
-            "step on",
+            "with --pp-profile-steps: write the measurements to FILE, for `megatron-ext plan "
+            "--profile` and later runs; without: plan with the measurements of a former run, from "
+            "the first step on",
             "FILE",
             compared=lambda value, args: (
                 value if args.pp_profile_steps is not None else file_contents(value)
@@ -84,7 +84,7 @@ def former_profile(args: MegatronArgs, fixed: bool) -> Profile | None:
     if steps is None:
         if args.pp_cost is not None:
             raise ConfigError(
-                f"--pp-cost {args.pp_cost} and --pp-profile {path} both say what passes take; give "
+                f"--pp-cost {args.pp_cost} and --pp-profile {path} both give pass times; keep "
                 "one, or measure again with --pp-profile-steps"
             )
         own = SimpleNamespace(**vars(args), cheap_recompute=bool(args.pp_cheap_recompute))

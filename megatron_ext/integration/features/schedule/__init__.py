@@ -46,8 +46,8 @@ _FLAGS = (
     ),
     Flag(
         "--pp-effort",
-        "time to search a V schedule's order in, about, on one core (default 1); counted in "
-        "passes tried, so every rank finds the same",
+        "approximate search time of a V schedule's order, on one core (default 1); counted in "
+        "passes tried, so every rank finds the same order",
         "SECONDS",
         float,
     ),

@@ -292,7 +292,7 @@ def _refused(original: Callable[..., None]) -> Callable[..., None]:
 
 def _other_model(model: Any) -> ConfigError:
     return ConfigError(
-        f"{FLAG} shares out the vocabulary of megatron.core's GPTModel, but this model is a "
+        f"{FLAG} shards the vocabulary of megatron.core's GPTModel, but this model is a "
         f"{type(model).__name__}; drop it"
     )
 
