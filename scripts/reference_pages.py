@@ -35,7 +35,7 @@ FEATURES = {
 ENVIRONMENT = {
     "MEGATRON_EXT_VERBOSE": "1: the log names every function that is replaced, and all details",
     "MEGATRON_EXT_TRACE": "1: every action is printed when it starts, for a run that hangs",
-    "MEGATRON_EXT_WATCHDOG_SECONDS": "a rank that makes no progress for so long reports and exits "
+    "MEGATRON_EXT_WATCHDOG_SECONDS": "a rank without progress for this time reports and exits "
     "with status 75; default: `--distributed-timeout-minutes`",
     "MEGATRON_EXT_AGREEMENT_SECONDS": "how long ranks wait for each other's settings before "
     "training; default 120",

@@ -1,4 +1,4 @@
-"""What ``plan`` says of options beside a schedule: a sharded vocabulary, pairs of passes that hide
+"""Plan's advice on options beside the schedule: a sharded vocabulary, pairs of passes that hide
 all-to-alls of experts, post-validation."""
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Hook:
 
 @dataclass
 class Binding:
-    """A hook that is in force: who holds the replacement, and what they held before."""
+    """An applied hook: the holders of its replacement, and what they held before."""
 
     target: str
     why: str

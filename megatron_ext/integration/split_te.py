@@ -78,7 +78,7 @@ def postponed_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 class SplitStore:
-    """Stands where Transformer Engine's own weight-gradient store stands in ``module``."""
+    """Replaces Transformer Engine's own weight-gradient store in ``module``."""
 
     def __init__(self, module: torch.nn.Module, store: WeightGradStore) -> None:
         self.original = module.wgrad_store

@@ -61,7 +61,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def table(findings: list[Finding]) -> list[str]:
-    """The findings as text; a fix stands below its line."""
+    """The findings as text; each fix is below its line."""
     level, name = (max(len(getattr(f, x)) for f in findings) for x in ("level", "name"))
     lines = []
     for finding in findings:

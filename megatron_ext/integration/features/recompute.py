@@ -107,7 +107,7 @@ def ask_megatron(args: MegatronArgs) -> None:
 
 
 def hooks(experts: bool = True) -> tuple[Hook, ...]:
-    """The hooks that make up what Megatron lacks.
+    """Hooks for what Megatron's own recompute does not cover.
 
     Args:
         experts: also inside MoE layers' experts. Those of ours, in chunks, have passes of their own

@@ -153,7 +153,7 @@ def _read(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
 def require_supported(
     config: Any, strategy: str, chooses: bool = False, splits: bool = False
 ) -> None:
-    """Refuse a layer that cannot run in chunks, whoever built it.
+    """Refuse a layer that cannot run in chunks, however it was built.
 
     Args:
         config: of the layer; its attributes have the names of Megatron's flags.

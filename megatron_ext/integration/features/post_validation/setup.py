@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepAhead(Callback):
-    """Steps the optimizer ahead of validation, where the last steps say that it will be right.
+    """Steps the optimizer ahead of validation, while recent steps needed no clipping.
 
     Args:
         head: begins the next iteration.
