@@ -17,8 +17,8 @@ def page(parts: dict[str, Any]) -> str:
         "",
         "`python -m benchmarks.moe`: Megatron's own MoE layer, stock and ours, on gloo ranks. "
         "Experts, messages and copies to the host sleep as long as given rates make them; they "
-        "do not slow each other down, and chunks cost only what is said below. **Nothing here was "
-        "run on a GPU.** A plan is *chunks strategy lookahead*. Auto tried plans in training, "
+        "do not slow each other down, and chunks cost only what is listed below. **Nothing here "
+        "was run on a GPU.** A plan is *chunks strategy lookahead*. Auto tried plans in training, "
         "steps of four calls, Megatron's own layer first.",
     ]
     for part, (title, table) in TABLES.items():

@@ -265,10 +265,10 @@ def page(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
         f"`python -m benchmarks.offload`, {about['date']}: {about['pp']} gloo ranks, "
         f"{about['microbatches']} microbatches, passes of {about['pass_ms']:g} ms, policy "
         f"`{about['policy']}`, median of {about['repeats']} alternating rounds; "
-        f"{about['machine']}, load {about['load']}. k = 2T is the time of a set's way there and "
-        "back over F+B+W of its chunk. *Slower* is against no offload in the same round, beside "
-        "what the plan's simulation says; *sets* the most on any rank, counted while it ran and by "
-        "the plan; *late* how often compute came to a copy that was not done.",
+        f"{about['machine']}, load {about['load']}. k = 2T is the time of a set's copies to the "
+        "host and back over F+B+W of its chunk. *Slower* is against no offload in the same round, "
+        "beside the plan's simulation; *sets* is the peak on any rank, counted in the run and in "
+        "the plan; *late* is the share of copies that compute waited for.",
     ]
     for name in dict.fromkeys(row["schedule"] for row in rows):
         chunks = CHUNKS.get(name)

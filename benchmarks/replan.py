@@ -7,7 +7,7 @@
 Runs the executor on gloo ranks of this machine. A pass is a pause (so two cores are enough for many
 ranks): F, B and W of ``--passes`` milliseconds, ``--heavy`` times as long on the last stage. As in
 training under ``--pp-profile-steps 1``, the order for equal costs runs one step, which is measured;
-all ranks agree on the profile, and the order is made anew for it. Then both run in turn,
+all ranks agree on the profile, and the order is made again for it. Then both run in turn,
 ``--rounds`` times. What the passes compute depends on their order within a stage and is compared
 bit for bit. Writes results/DATE-replan.json and replan.md.
 """
@@ -248,7 +248,7 @@ def page(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
         f"{about['load']}.",
         "",
         "The order for equal costs runs one step and is measured; all ranks agree on the profile, "
-        "and the order is made anew as under `--pp-profile-steps 1`. *Simulated* is the "
+        "and the order is made again as under `--pp-profile-steps 1`. *Simulated* is the "
         "simulator's step time for the measured profile. *Error* is measured over simulated of "
         "the re-planned order. *Points* is how far the measured gain is from the simulated one.",
         "",

@@ -40,6 +40,8 @@ Tensors = dict[str, torch.Tensor]
 
 def start(pp: int, virtual: int | None = None, experts: int = 1) -> None:
     """Join the ranks that torchrun has started: pipelines of ``pp``, experts on ``experts``."""
+    if "RANK" not in os.environ:
+        sys.exit(f"start two ranks: torchrun --nproc-per-node 2 {sys.argv[0]}")
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(

@@ -67,10 +67,10 @@ def plain(text: str) -> str:
     return text if len(text) <= _LONGEST_NUMBER and text.isprintable() else shown(text)
 
 
-def meant(word: str, known: Iterable[str]) -> str:
-    """The ending of an error about a name that does not exist: "; did you mean v-half?", or
-    nothing where none of those that do is like it."""
-    found = difflib.get_close_matches(word, list(known), 1)
+def meant(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """The ending of an error about an unknown name: "; did you mean v-half?", or nothing where no
+    known one has that ``likeness``, from 0 to 1."""
+    found = difflib.get_close_matches(word, list(known), 1, likeness)
     return f"; did you mean {found[0]}?" if found else ""
 
 

@@ -293,8 +293,8 @@ def _require_ranks(args: Sequence[str]) -> None:
         return
     if "RANK" not in os.environ:
         raise LaunchError(
-            "a pipeline needs several ranks, and this process is none (RANK is not set); start it "
-            "with torchrun: torchrun --nproc-per-node N -m megatron_ext.launch SCRIPT ..."
+            "RANK is not set, so this process is not one of several ranks; start it with torchrun: "
+            "torchrun --nproc-per-node N -m megatron_ext.launch SCRIPT ..."
         )
     if not torch.cuda.is_available():
         raise LaunchError(

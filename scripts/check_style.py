@@ -48,6 +48,16 @@ EVERYWHERE = (
     Phrase(r"\bin who asks for it\b", "in how it is loaded"),
     Phrase(r"\bwhere the stages lie\b", "rank and chunk of every stage"),
     Phrase(r"\bwhat (the numbers|they) rests? on\b", "assumptions"),
+    Phrase(r"\banew\b", "again"),
+    Phrase(r"\bone of both\b", "one of them"),
+    Phrase(r"\bwhoever\b", "the rank, code or user that"),
+    Phrase(r"\bkeeps? to (itself|themselves)\b", "does not expose"),
+    Phrase(r"\b(that|which) would do\b", "sufficient"),
+    Phrase(r"\bstood still\b", "waited"),
+    Phrase(r"\bas ever\b", "as usual"),
+    Phrase(r"\bmade-up\b", "simulated, random"),
+    Phrase(r"\b(go|goes) together\b", "can be combined"),
+    Phrase(r"\bunder way\b", "in flight, running"),
 )
 ON_PAGES = (
     Phrase(r"\b(lies|lie|lain)\b", "is, are"),
@@ -58,10 +68,17 @@ ON_PAGES = (
     Phrase(r"\bgoes on\b", "continues"),
     Phrase(r"\bas always\b", "as usual"),
     Phrase(r"\b(says|said) so\b", "reports it, logs it"),
-    Phrase(r"\bfrom scratch anew\b|\bmade anew\b", "made again, re-planned"),
     Phrase(r"\bthe costs are others\b", "your pass times differ"),
     Phrase(r"\bare taken care of\b|\bis taken care of\b", "is handled"),
     Phrase(r"\bgives? [^.:;|]{1,40} back\b", "restores, returns"),
+    Phrase(r"\bfor so long\b", "during that time"),
+    Phrase(r"\b(the way )?there and back\b", "to the host and back"),
+    Phrase(r"\bnot concerned\b", "not affected"),
+    Phrase(r"\bas (it|they) stands?\b", "unchanged"),
+    Phrase(r"\bbehaves? otherwise\b", "differs"),
+    Phrase(r"\bbelieve\b", "check, compare"),
+    Phrase(r"\b(is|are) left alone\b", "is not changed"),
+    Phrase(r"\bthe page about it\b", "a link's text names its page"),
     Phrase(r"\[\d+\]\(", "a link's text names its page"),
     Phrase(r"\(\[[^\]]*\]\([^)]*\)\) \(\[", "one link in a bracket"),
 )
@@ -69,9 +86,10 @@ ON_PAGES = (
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Every page with its text; of the changelog what is not released."""
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md"):
-        yield path, path.read_text(encoding="utf-8")
-    for path in sorted((ROOT / "docs").rglob("*.md")):
+    single = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+    folders = ("docs", "benchmarks", "examples", "tests")
+    written = [path for name in folders for path in (ROOT / name).rglob("*.md")]
+    for path in (*(ROOT / name for name in single), *sorted(written)):
         yield path, path.read_text(encoding="utf-8")
     path = ROOT / "CHANGELOG.md"
     text = path.read_text(encoding="utf-8")

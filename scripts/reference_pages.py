@@ -35,7 +35,7 @@ FEATURES = {
 ENVIRONMENT = {
     "MEGATRON_EXT_VERBOSE": "1: the log names every function that is replaced, and all details",
     "MEGATRON_EXT_TRACE": "1: every action is printed when it starts, for a run that hangs",
-    "MEGATRON_EXT_WATCHDOG_SECONDS": "a rank that makes no progress for so long reports and exits "
+    "MEGATRON_EXT_WATCHDOG_SECONDS": "a rank without progress for this time reports and exits "
     "with status 75; default: `--distributed-timeout-minutes`",
     "MEGATRON_EXT_AGREEMENT_SECONDS": "how long ranks wait for each other's settings before "
     "training; default 120",
@@ -103,8 +103,6 @@ def cli() -> str:
     for name, text, parser in subparsers:
         lines += ["", f"## {name}", "", f"{(parser.description or text).strip()}", ""]
         lines += table(("option", "meaning"), options(parser._actions))
-        if parser.epilog:
-            lines += ["", " ".join(parser.epilog.split())]
     return "\n".join(lines) + "\n"
 
 
@@ -146,7 +144,7 @@ def flags() -> str:
                 if flag.not_in_library:
                     text += f" (not in `enable`: {flag.not_in_library})"
                 rows.append((name, text))
-        lines += ["", f"## {title}", "", f"See [the page about it]({page}).", ""]
+        lines += ["", f"## {title}", "", f"See [{Path(page.split('#')[0]).stem}]({page}).", ""]
         lines += table(("flag", "meaning"), rows)
     lines += ["", "## Options of the launcher", ""]
     lines += [

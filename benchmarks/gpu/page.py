@@ -18,9 +18,9 @@ def page(parts: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
     if about["tiny"]:
         lines += [
             "",
-            "**No GPU figure exists yet.** This is the suite with next to nothing to compute"
+            "**No GPU figure exists yet.** This is the suite with almost nothing to compute"
             + ("" if about["gpu"] else ", on the CPU")
-            + ": it shows that every part runs to its end. No number below says anything.",
+            + ": it shows that every part runs to its end. The numbers below are no results.",
         ]
     problems = wrong(parts)
     if problems:
@@ -145,8 +145,8 @@ def _rates(result: dict[str, Any], parts: dict[str, dict[str, Any]]) -> list[str
     if rows:
         lines += [
             "",
-            "k: the way of a set there and back over F+B+W of its chunk; by the formula for the "
-            "measured speeds and 20 bytes a token and hidden element.",
+            "k: the time of a set's copies to the host and back over F+B+W of its chunk; by the "
+            "formula for the measured speeds and 20 bytes a token and hidden element.",
             "",
             *_table("layers | k measured | k by formula | bytes | TFLOP/s (formula's)", rows),
         ]

@@ -200,7 +200,7 @@ def advice(root: Path, last: int | None) -> str:
     """What to do where the iteration to load is incomplete, and ``last`` is complete."""
     if last is None:
         return (
-            "no other iteration there is complete: restore this one, or start anew without --load"
+            "no other iteration there is complete: restore this one, or start again without --load"
         )
     return (
         f"the last complete one is {last}: write {last} into {root / TRACKER}, or add "

@@ -12,7 +12,7 @@ from .common import Parser, load, per_rank, user_input, verify
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser("check", help="prove that a schedule file can be executed")
-    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("file", metavar="FILE", help="schedule file, .json or .csv")
     parser.set_defaults(run=_check)
 
 
@@ -42,8 +42,8 @@ def _check(args: argparse.Namespace) -> None:
     if report.offloaded_sets:
         host = [Fraction(n, schedule.chunks) for n in report.peak_host_sets]
         lines.append(
-            f"  {sum(report.offloaded_sets)} activation sets offloaded: each there and back "
-            "between its F and its B, no link used twice at once"
+            f"  {sum(report.offloaded_sets)} activation sets offloaded: each is copied out and "
+            "back between its F and its B, and no link carries two copies at once"
         )
         lines.append(f"  host peak per rank, in microbatches: {per_rank(host)}")
     lines.append(f"  peak activation per rank, in microbatches: {per_rank(report.peak_activation)}")

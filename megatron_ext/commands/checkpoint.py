@@ -30,10 +30,13 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "Exit status 1 if the iteration that a run would load is incomplete.",
     )
     parser.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="what --save named, or an iteration in it"
+        "folder",
+        metavar="FOLDER",
+        type=Path,
+        help="the folder of --save, or of one iteration in it",
     )
     parser.add_argument(
-        "--iteration", type=int, metavar="N", help="look at this one; default: the one to load"
+        "--iteration", type=int, metavar="N", help="iteration to report (default: the one to load)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_checkpoint)
@@ -42,12 +45,12 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 def _checkpoint(args: argparse.Namespace) -> int:
     root, iteration = args.folder, args.iteration
     if not root.is_dir():
-        raise InputError(f"{root} is no folder; give what --save named")
+        raise InputError(f"{root} is no folder; give the folder of --save")
     if root.name.startswith("iter_") or (root / saved.METADATA).exists():
         return _one(root, args.json)
     found = saved.saved(root)
     if not found:
-        raise InputError(f"{root} holds no iter_… folder; give what --save named")
+        raise InputError(f"{root} holds no iter_… folder; give the folder of --save")
     report: dict[str, Any] = {"folder": str(root), "tracked": None, "tracker_problem": None}
     try:
         report["tracked"] = saved.tracked(root)

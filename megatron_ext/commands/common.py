@@ -76,7 +76,11 @@ def add_size_options(group: argparse._ActionsContainer, *, required: bool = Fals
     """Ranks, microbatches and chunks, and what the passes cost."""
     group.add_argument("--pp", type=positive, required=required, metavar="P", help="pipeline ranks")
     group.add_argument(
-        "--microbatches", type=positive, required=required, metavar="M", help="of one iteration"
+        "--microbatches",
+        type=positive,
+        required=required,
+        metavar="M",
+        help="microbatches of one iteration",
     )
     group.add_argument("--chunks", type=positive, metavar="V", help="model chunks per rank")
     group.add_argument(
@@ -86,34 +90,34 @@ def add_size_options(group: argparse._ActionsContainer, *, required: bool = Fals
     group.add_argument(
         "--stage-cost",
         metavar="FILE",
-        help='JSON {"stages": [[F, B, W], ...]}, one row a stage; '
-        'with "exchange": [[F, B], ...], all-to-alls of experts in these',
+        help='pass times of every stage, as JSON {"stages": [[F, B, W], ...]}; '
+        '"exchange": [[F, B], ...] adds the all-to-alls of experts in these',
     )
     group.add_argument(
         "--exchange",
         metavar="F,B",
-        help="all-to-alls of experts on other ranks: the part of F's and of B's time in which only "
-        "the network is busy",
+        help="part of F's and of B's time that is spent in all-to-alls of experts, with only "
+        "the network busy",
     )
     group.add_argument(
         "--overlap",
         action="store_true",
-        help="with --exchange: run forward and backward passes in pairs that hide it, as training "
-        "does with --overlap-moe-expert-parallel-comm",
+        help="run forward and backward passes in pairs that hide --exchange, as training does with "
+        "--overlap-moe-expert-parallel-comm",
     )
     group.add_argument(
         "--vocabulary",
         metavar="S,T,E,G[,T]",
-        help="the vocabulary is sharded over all ranks: times of a rank's part of a microbatch, of "
-        "output layer (S and T) and embedding (E and G), and the latency of a collective; the "
-        "other costs are then without vocabulary layers",
+        help="shard the vocabulary over all ranks: times of a rank's part of the output layer (S, "
+        "T) and embedding (E, G) per microbatch, and the latency of a collective; the other costs "
+        "are then those without vocabulary layers",
     )
     group.add_argument(
         "--vocabulary-barriers",
         type=int,
         choices=(1, 2),
-        help="collectives between the last stage's F and B: S computes the input gradient too (1, "
-        "the default), or T does (2)",
+        help="collectives between the last stage's F and B: 1 (default) computes the input "
+        "gradient in S, 2 in T",
     )
 
 
@@ -132,23 +136,23 @@ def add_shape_options(group: argparse._ActionsContainer, cap_use: str, group_use
         "--group-size",
         type=positive,
         metavar="G",
-        help=f"microbatches a group, ceil(P/2) to P (default P); {group_use}",
+        help=f"microbatches per group, ceil(P/2) to P (default P); {group_use}",
     )
     group.add_argument(
         "--objective",
         type=lambda text: "span" if text == "rank-span" else text,
         choices=("makespan", "span"),
         metavar="{makespan,rank-span}",
-        help="what is made short: the whole iteration (default), or the busy span of the slowest "
-        "rank, for optimizer post-validation; for generated schedules",
+        help="minimize the iteration time (makespan, default), or the longest span of a rank, for "
+        "optimizer post-validation; for generated schedules",
     )
     group.add_argument(
         "--effort",
         type=seconds,
         default=1,
         metavar="SECONDS",
-        help="time for the search of a V schedule at unequal costs, about, on one core (default "
-        "1); counted in passes tried, so every machine finds the same",
+        help="approximate search time of a V schedule at unequal costs, on one core (default 1); "
+        "counted in passes tried, so every machine finds the same order",
     )
 
 
@@ -158,21 +162,21 @@ def add_offload_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--offload",
         metavar="WHAT",
-        help="half or full: of a rank's chunks, longest lifespan first; N: so many; auto: what the "
-        "link carries without a stall; off",
+        help="chunks of each rank to offload, longest lifespan first: half, full (all) or N; auto: "
+        "what the link carries without a stall; off",
     )
     group.add_argument(
         "--offload-time",
         metavar="T[,T2]",
-        help="time of one activation set to the host, and back (default the same), as a fraction "
-        "of its chunk's F+B+W (PipeOffload's k is T + T2); where ranks or stages differ, each T is "
-        "one a rank or one a stage, such as 0.25x7:1.5 (xN: N equal ones)",
+        help="transfer time of one activation set to the host, and back (default the same), as a "
+        "fraction of its chunk's F+B+W (PipeOffload's k is T + T2); a list, such as 0.25x7:1.5, "
+        "has one number per rank or stage (xN: N equal ones)",
     )
     group.add_argument(
         "--offload-transfer",
         choices=POLICIES,
-        help=f"one stream for both directions, one a direction, or one of which neighbours, who "
-        f"share a switch, take turns (default {DEFAULT_POLICY})",
+        help=f"single: one copy stream; dual: one per direction; paired: two neighbours that share "
+        f"a switch never copy in the same direction at once (default {DEFAULT_POLICY})",
     )
 
 

@@ -58,7 +58,7 @@ class _Row:
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser("compare", help="every schedule side by side")
+    parser = commands.add_parser("compare", help="compare every schedule")
     add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_compare)

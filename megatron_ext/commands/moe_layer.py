@@ -48,29 +48,33 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-node",
         type=positive,
         metavar="N",
-        help="that the peer link connects: all-to-alls of more expert-parallel ranks use the "
-        "network too (default 8; GB200 and GB300 72)",
+        help="devices that the peer link connects; all-to-alls of more expert-parallel ranks use "
+        "the network too (default 8; GB200 and GB300 72)",
     )
     add_exchange_rate(group)
     group.add_argument(
         "--moe-cost",
         metavar="KEY=T,...",
-        help=f"times of a whole call, of {', '.join(_COSTS)} (the last two of each operation): in "
-        "ms in place of the model's, or in any unit without a model (exchange and experts at "
-        "least)",
+        help=f"times of a call: {', '.join(_COSTS)} (the last two per operation); in ms, they "
+        "replace the model's; without a model, any unit (give exchange and experts)",
     )
     group.add_argument(
-        "--lookahead", type=positive, metavar="N", help="dispatches before the first combine"
+        "--lookahead",
+        type=positive,
+        metavar="N",
+        help="number of dispatches before the first combine",
     )
     group.add_argument(
         "--split-backward",
         action="store_true",
-        help="weight gradients wait for W passes, as under zero-bubble schedules; with none",
+        help="leave weight gradients to W passes, as zero-bubble schedules do; with none",
     )
     group.add_argument(
         "--output", metavar="PATH", help=f"write {', '.join(RENDERERS)} (.json: Chrome trace)"
     )
-    group.add_argument("--width", type=int, metavar="COLUMNS", help="of the text (default 120)")
+    group.add_argument(
+        "--width", type=int, metavar="COLUMNS", help="width of the text (default 120)"
+    )
     add_flags(group)
 
 

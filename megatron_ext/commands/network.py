@@ -15,14 +15,14 @@ def add_network_options(group: argparse._ActionsContainer) -> None:
         "--p2p",
         choices=("ideal", *STREAMS),
         default="ideal",
-        help="what has a message stream of its own: every message (ideal, the default), each "
-        "direction between two ranks (edge), two ranks (pair), all messages of a rank (rank)",
+        help="message streams: one per message (ideal, the default), per direction between two "
+        "ranks (edge), per two ranks (pair), or per rank (rank)",
     )
     group.add_argument(
         "--queue",
         type=int,
         choices=(1,),
-        help="one hardware queue a rank, as with CUDA_DEVICE_MAX_CONNECTIONS=1; with --p2p",
+        help="one hardware queue per rank, as with CUDA_DEVICE_MAX_CONNECTIONS=1; with --p2p",
     )
 
 

@@ -14,13 +14,15 @@ from .common import InputError, Parser
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser(
-        "patch", help="let a Megatron-LM checkout take the flags without the launcher"
+        "patch", help="add our flags to a Megatron-LM checkout, or remove them"
     )
-    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    actions = parser.add_subparsers(
+        required=True, metavar="ACTION", dest="action", help="apply, status or revert"
+    )
     for name, text in (
         ("apply", "insert a few lines in one file of the checkout"),
         ("status", "report whether they are there; exit status 0: applied, 1: not"),
-        ("revert", "remove them: the file has its original bytes again"),
+        ("revert", "restore the file's original bytes"),
     ):
         action = actions.add_parser(name, help=text)
         action.add_argument("checkout", metavar="CHECKOUT", type=Path, help="a Megatron-LM folder")

@@ -30,7 +30,7 @@ for all parallel sizes that are not given.
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser(
-        "plan", help="from a model, a device and a memory budget to flags", description=_HELP
+        "plan", help="find the fastest flags that fit a memory budget", description=_HELP
     )
     plan_input.add_options(parser)
     plan_device.add_options(parser)

@@ -17,22 +17,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--gpu", default="H100", help=f"{', '.join(GPUS)} (default H100), or FILE.json"
     )
     group.add_argument(
-        "--memory-cap", metavar="BYTES", help="what one rank may hold on its device, such as "
-        "40GiB; default: the device's memory less the reserve"
+        "--memory-cap", metavar="BYTES", help="the most that one rank may hold on its device, "
+        "such as 40GiB (default: the device's memory less the reserve)"
     )  # fmt: skip
     group.add_argument(
-        "--reserve", default="6GiB", metavar="BYTES", help="for libraries, communicators and "
-        "fragmentation, if there is no --memory-cap (default 6GiB)"
+        "--reserve", default="6GiB", metavar="BYTES", help="memory for libraries, communicators "
+        "and fragmentation, if there is no --memory-cap (default 6GiB)"
     )  # fmt: skip
-    group.add_argument("--host-memory", metavar="BYTES", help="for one rank's offloaded sets")
-    group.add_argument("--gpu-flops", type=float, metavar="X", help="peak dense 16-bit FLOP/s")
-    group.add_argument("--gpu-memory", metavar="BYTES", help="of the device")
-    group.add_argument("--gpu-bandwidth", type=float, metavar="X", help="of its memory, bytes/s")
     group.add_argument(
-        "--host-bandwidth", metavar="X[,X2]", help="to the host, and back, bytes/s, such as 25e9"
+        "--host-memory", metavar="BYTES", help="host memory for a rank's offloaded sets"
     )
-    group.add_argument("--peer-bandwidth", type=float, metavar="X", help="in a node, bytes/s")
-    group.add_argument("--network-bandwidth", type=float, metavar="X", help="bytes/s each way")
+    group.add_argument("--gpu-flops", type=float, metavar="X", help="peak dense 16-bit FLOP/s")
+    group.add_argument("--gpu-memory", metavar="BYTES", help="memory of the device")
+    group.add_argument("--gpu-bandwidth", type=float, metavar="X", help="memory bandwidth, bytes/s")
+    group.add_argument(
+        "--host-bandwidth", metavar="X[,X2]", help="bandwidth to the host, and back, bytes/s"
+    )
+    group.add_argument(
+        "--peer-bandwidth", type=float, metavar="X", help="bandwidth in a node, bytes/s"
+    )
+    group.add_argument(
+        "--network-bandwidth", type=float, metavar="X", help="between nodes, bytes/s each way"
+    )
     add_exchange_rate(group)
     group.add_argument(
         "--efficiency", type=float, metavar="X", help="share of the peak that large matrix "
@@ -47,8 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_exchange_rate(group: argparse._ActionsContainer) -> None:
     """At which experts' rows travel, in place of what follows from links and nodes."""
     group.add_argument(
-        "--exchange-bandwidth", type=float, metavar="X", help="bytes/s at which a device's rows "
-        "travel to the experts of other ranks, such as a dispatcher (DeepEP) was measured with"
+        "--exchange-bandwidth", type=float, metavar="X", help="measured rate, in bytes/s, at "
+        "which a device's rows reach the experts of other ranks, for example with DeepEP"
     )  # fmt: skip
 
 

@@ -33,13 +33,13 @@ from .plan_report import (
 def add_options(group: argparse._ArgumentGroup) -> None:
     """The options of this search."""
     group.add_argument(
-        "--grid", action="store_true", help="search the parallel sizes that are not given beside "
-        "--pp too; without --pp they always are"
+        "--grid", action="store_true", help="with --pp, search the other parallel sizes too; "
+        "without --pp they always are"
     )  # fmt: skip
     group.add_argument(
-        "--gpus-per-node", type=positive, metavar="N", help="that the peer link connects: tensor-"
-        "parallel ranks at most; more data- or expert-parallel ranks use the network too (default "
-        "8; GB200 and GB300 72)"
+        "--gpus-per-node", type=positive, metavar="N", help="devices that the peer link "
+        "connects: the most tensor-parallel ranks; more data- or expert-parallel ranks use the "
+        "network too (default 8; GB200 and GB300 72)"
     )  # fmt: skip
 
 

@@ -41,12 +41,12 @@ def read_checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:
 
 def _iteration(root: Path) -> Path:
     if not root.is_dir():
-        raise ValueError("it is no folder; give what --save named")
+        raise ValueError("it is no folder; give the folder of --save")
     if root.name.startswith("iter_") or (root / saved.METADATA).exists():
         return root
     found = saved.saved(root)
     if not found:
-        raise ValueError("it holds no iter_… folder; give what --save named")
+        raise ValueError("it holds no iter_… folder; give the folder of --save")
     wanted = saved.tracked(root)
     return found[wanted] if wanted in found else list(found.values())[-1]
 
@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "ConfigContainer.to_dict() as JSON; flags win"
     )  # fmt: skip
     parser.add_argument(
-        "--checkpoint", metavar="FOLDER", help="what --save named: the arguments saved there; "
+        "--checkpoint", metavar="FOLDER", help="the folder of --save: the arguments saved there; "
         "flags win"
     )  # fmt: skip
     add_flags(parser.add_argument_group("model and division"))

@@ -1,4 +1,4 @@
-"""What ``plan`` says of options beside a schedule: a sharded vocabulary, pairs of passes that hide
+"""Plan's advice on options beside the schedule: a sharded vocabulary, pairs of passes that hide
 all-to-alls of experts, post-validation."""
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def post_validation_text(data: dict[str, Any], gib: Callable[[int], str]) -> str
     """``post_validation_json`` of the chosen point for people; ``gib`` writes bytes."""
     best, found = data["chosen"], data["chosen"]["post_validation"]
     if found is None:
-        return "  (--pp-post-validation does not go with --pp-vocab-parallel)"
+        return "  (--pp-post-validation cannot be combined with --pp-vocab-parallel)"
     gain = 1 - found["step_ms"] / best["step_ms"]
     if gain < 0.0005:
         return "  (--pp-post-validation would gain nothing)"

@@ -21,37 +21,37 @@ def add_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("what is searched")
     group.add_argument("--pp", type=positive, metavar="P", help="pipeline ranks")
     group.add_argument(
-        "--microbatches", type=positive, metavar="M", help="of one iteration with the job's own "
-        "--micro-batch-size, in place of --global-batch-size"
+        "--microbatches", type=positive, metavar="M", help="microbatches of one iteration at the "
+        "job's own --micro-batch-size, in place of --global-batch-size"
     )  # fmt: skip
-    group.add_argument(
-        "--schedules", metavar="A,B", help=f"of {', '.join(NAMES)} (default all of them)"
-    )
+    group.add_argument("--schedules", metavar="A,B", help=f"among {', '.join(NAMES)} (default all)")
     group.add_argument("--chunks", metavar="V,V", help="model chunks per rank (default 2,4)")
     group.add_argument(
-        "--micro-batch-sizes", metavar="B,B", help="default 1, 2, 4 and the job's own, as far as "
-        "they divide the batch"
+        "--micro-batch-sizes", metavar="B,B", help="default 1, 2, 4 and the job's own, if they "
+        "divide the batch"
     )  # fmt: skip
     group.add_argument(
-        "--cheap-recompute", choices=("auto", "on", "off"), help="default auto: with and without"
+        "--cheap-recompute", choices=("auto", "on", "off"), help="auto (default): try both"
     )
     group.add_argument(
-        "--offload", choices=("auto", "half", "full", "any", "off"), help="with half, full "
-        "or auto every point has it; default any: half and full, or auto for links too slow for "
-        "those, where that may be faster than what fits, or keep less on the device"
+        "--offload", choices=("auto", "half", "full", "any", "off"), help="offload in every "
+        "candidate (half, full, auto), in none (off), or where it may pay (any, the default: half "
+        "and full, or auto if the link is too slow for those)"
     )  # fmt: skip
-    group.add_argument("--offload-transfer", choices=POLICIES, default=DEFAULT_POLICY)
+    group.add_argument(
+        "--offload-transfer", choices=POLICIES, default=DEFAULT_POLICY, help="as in simulate"
+    )
     group.add_argument(
         "--no-balance", action="store_true", help="keep Megatron's even split of the layers"
     )
     group.add_argument(
-        "--shard-vocabulary", choices=("auto", "off"), default="auto", help="auto, the default: "
-        "with and without --pp-vocab-parallel, where training allows it (not in the search over "
-        "parallel sizes); off: without; --pp-vocab-parallel itself: with it alone"
+        "--shard-vocabulary", choices=("auto", "off"), default="auto", help="auto (default): try "
+        "--pp-vocab-parallel where training allows it, except in the search over parallel sizes; "
+        "off: do not; with --pp-vocab-parallel itself, every candidate has it"
     )  # fmt: skip
     group.add_argument(
-        "--effort", type=float, default=1.0, metavar="X", help="a factor on the 2 million passes "
-        "of all orders that are made, about half a minute at 32 ranks and 256 microbatches"
+        "--effort", type=float, default=1.0, metavar="X", help="factor on the limit of 2 million "
+        "passes in all orders (half a minute at 32 ranks and 256 microbatches)"
     )  # fmt: skip
     add_network_options(group)
     return group
@@ -78,7 +78,7 @@ def space(args: argparse.Namespace, job: Job, gpu: Gpu) -> SearchSpace:
                 f"unknown schedule {name!r}; give some of {', '.join(NAMES)}{meant(name, NAMES)}"
             )
     if job.overlap_moe_expert_parallel_comm and args.offload in ("auto", "half", "full"):
-        raise PlanError(f"--offload {args.offload} does not go together with {PAIRS}; drop one")
+        raise PlanError(f"--offload {args.offload} cannot be combined with {PAIRS}; drop one")
     profiles = {}
     if args.profile and job.vocab_parallel:
         raise PlanError(

@@ -25,7 +25,7 @@ class Gap(NamedTuple):
         bound: on the makespan, or on the longest rank's own span, in units of the costs.
         kind: what it comes from (``schedule.bounds.Bound``).
         above: the schedule's time over the bound, less 1.
-        sets: activation sets a rank that the bound allows; None: any number.
+        peak: microbatches of activations that the bound allows a rank; None: any number.
         fused: it is of orders with B and W in one pass, as the schedule has.
         span: it is on the span.
     """
@@ -33,7 +33,7 @@ class Gap(NamedTuple):
     bound: Fraction
     kind: str
     above: Fraction
-    sets: int | None
+    peak: Fraction | None
     fused: bool
     span: bool
 
@@ -50,8 +50,8 @@ class Gap(NamedTuple):
     def text(self) -> str:
         """A line for people."""
         why = f"{self.kind}, B and W in one pass" if self.fused else self.kind
-        if self.kind in ("memory", "lifespan"):
-            why += f", {self.sets} sets"
+        if self.peak is not None and self.kind in ("memory", "lifespan"):
+            why += f", {short(self.peak)} microbatches"
         what = f"{short(self.bound)}{' of the span' if self.span else ''} ({why})"
         if not self.above:
             return f"{what}; reached: a longer search gains nothing"
@@ -89,7 +89,8 @@ def gap_of(simulation: Simulation, cap: Cap | None, objective: str | None) -> Ga
     if span:
         longest = max(end[-1] - start[0] for start, end in zip(simulation.start, simulation.end))
         time = Fraction(longest, simulation.scale)
-    return Gap(bound, kind, time / bound - 1, sets, fused, span)
+    peak = None if sets is None else Fraction(sets, schedule.placement.chunks)
+    return Gap(bound, kind, time / bound - 1, peak, fused, span)
 
 
 def _spread(value: str) -> Fraction:
@@ -112,12 +113,16 @@ def add_jitter_options(parser: Parser) -> None:
         "--jitter",
         type=_spread,
         metavar="X",
-        help="the makespan under random pass times too: each is lognormal around its cost with "
-        "relative standard deviation X, such as 0.1; of schedules equally fast auto takes the one "
-        "with the least mean of them",
+        help="add the makespan under random pass times, lognormal around their costs with relative "
+        "standard deviation X, such as 0.1; auto then prefers, among equally fast schedules, the "
+        "one with the smallest mean",
     )
-    group.add_argument("--runs", type=positive, metavar="N", help=f"how many (default {RUNS})")
-    group.add_argument("--seed", type=int, metavar="S", help="of the pass times (default 0)")
+    group.add_argument(
+        "--runs", type=positive, metavar="N", help=f"number of random runs (default {RUNS})"
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="S", help="seed of the random pass times (default 0)"
+    )
 
 
 class Jitter(NamedTuple):

@@ -16,17 +16,17 @@ from .common import InputError, output, user_input
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
     parser = commands.add_parser(
-        "reproduce", help="the papers' tables and figures: published, ours, difference, verdict"
+        "reproduce", help="print the papers' tables and figures beside ours, with verdicts"
     )
     parser.set_defaults(run=_reproduce)
     parser.add_argument(
         "paper", nargs="?", default=ALL, choices=(*(p.name for p in PAPERS), ALL), metavar="PAPER",
-        help=f"{', '.join(p.name for p in PAPERS)}, or all (the default), some minutes of one core",
+        help=f"{', '.join(p.name for p in PAPERS)}, or all (default; some minutes)",
     )  # fmt: skip
     parser.add_argument(
         "--figure", metavar="NAME", help="one table or figure, such as fig15; names are in --list"
     )
-    parser.add_argument("--list", action="store_true", help="names of tables and figures, no more")
+    parser.add_argument("--list", action="store_true", help="list the tables and figures")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument(
         "--output", metavar="PAGE.md", help="write a page, and plots to images/ beside it"

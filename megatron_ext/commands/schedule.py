@@ -44,20 +44,20 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "--output",
         required=True,
         metavar="FILE",
-        help="FILE.json, or FILE.csv for torch.distributed.pipelining's form, compute actions "
-        "without costs",
+        help="FILE.json, or FILE.csv for torch.distributed.pipelining's form (compute actions, no "
+        "costs)",
     )
     parser.add_argument(
         "--lowered",
         action="store_true",
-        help="with the transfers between ranks, and to the host, too",
+        help="include the transfers between ranks and to the host",
     )
     parser.add_argument(
         "--optimize",
         type=seconds,
         metavar="SECONDS",
-        help="then shorten the order for so long by constraint programming, within the memory cap "
-        "or else the schedule's own peak; needs the extra [optimize]",
+        help="shorten the order by constraint programming for SECONDS, within the memory cap or "
+        "the schedule's own peak; needs the extra [optimize]",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_write_schedule)

@@ -36,12 +36,12 @@ from .compare import asked_of, fitted
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser("show", help="timeline with the memory curve, as text or picture")
+    parser = commands.add_parser("show", help="draw a timeline with its memory, as text or picture")
     parser.add_argument(
         "schedules",
         nargs="*",
         metavar="NAME|FILE",
-        help="schedules, drawn one above the other on one time axis; or --schedule",
+        help="schedules to draw one above the other on one time axis; or --schedule",
     )
     add_schedule_options(parser, required=False)
     block = parser.add_argument_group("building block, in place of a schedule")
@@ -51,15 +51,17 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "as it repeats, with its lifespans and memory",
     )
     block.add_argument(
-        "--blocks", action="store_true", help="all blocks side by side, for --pp ranks"
+        "--blocks", action="store_true", help="print all blocks side by side, for --pp ranks"
     )
     block.add_argument(
-        "--json", action="store_true", help="of --block (can be read as a block file) and --blocks"
+        "--json",
+        action="store_true",
+        help="print --block (readable as a block file) or --blocks as JSON",
     )
     block.add_argument(
         "--squeeze",
         action="store_true",
-        help="with its idle time taken out, the order kept; --schedule also reorders",
+        help="remove idle time but keep the order; --schedule also reorders",
     )
     parser.add_argument(
         "--output",
@@ -71,22 +73,25 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "--theme",
         choices=THEMES,
         default="auto",
-        help="of an .svg: as the reader's system (auto, the default), or fixed",
+        help="colours of an .svg: as the reader's system (auto, the default), or fixed",
     )
     parser.add_argument(
         "--width",
         type=int,
         metavar="COLUMNS",
-        help="of the text; 0: no wrapping (default: the terminal's, 0 where there is none)",
+        help="width of the text; 0: no wrapping (default: the terminal's, else 0)",
     )
     parser.add_argument(
         "--measured",
         metavar="DIR",
-        help="draw the run that --pp-trace DIR recorded under the planned one, by default the plan "
-        "that it ran, and name the three longest waits that were not planned",
+        help="draw the run that --pp-trace DIR recorded below its plan (or the named schedule), "
+        "and name its three longest unplanned waits",
     )
     parser.add_argument(
-        "--iteration", type=positive, metavar="N", help="of --measured; default: the last"
+        "--iteration",
+        type=positive,
+        metavar="N",
+        help="iteration of --measured (default: the last)",
     )
     parser.set_defaults(run=_show_timeline)
 

@@ -29,7 +29,7 @@ from .quality import Quality, add_jitter_options, jitter_of, percent, simulated
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser(
-        "simulate", help="bubble, makespan and peak activation of a schedule; or --moe, a layer"
+        "simulate", help="simulate a schedule (bubble, makespan, peak), or an MoE layer with --moe"
     )
     add_schedule_options(parser, required=False)
     add_network_options(parser)

@@ -41,8 +41,9 @@ def wanted(argv: Sequence[str]) -> bool:
         ConfigError: a flag is like one of ours, but none.
     """
     names, known = _names(argv), [flag.name for flag in FLAGS]
-    for name in sorted(names - {*known}):
-        hint = meant(name, known) if name.startswith(PREFIXES) else ""
+    for name in sorted(n for n in names - {*known} if n.startswith("--")):
+        # No flag of Megatron is as like as 0.9 to one of ours.
+        hint = meant(name, known, 0.6 if name.startswith(PREFIXES) else 0.9)
         if hint:
             raise ConfigError(f"{name} is not known{hint}")
     return bool(names & {*known, "-h", "--help"})

@@ -62,7 +62,7 @@ def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 @dataclass
 class Binding:
-    """A hook that is in force: who holds the replacement, and what they held before."""
+    """An applied hook: the holders of its replacement, and what they held before."""
 
     target: str
     why: str

@@ -85,7 +85,7 @@ class Installation:
         )
 
     def start(self, run: Run) -> None:
-        """Put everything in force that ``run``, whose arguments are validated, asks for.
+        """Start every feature that ``run``, whose arguments are validated, uses.
 
         Raises:
             ConfigError: a hook's target is missing, or this machine or its ranks cannot run it.

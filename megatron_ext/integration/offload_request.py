@@ -51,8 +51,8 @@ class OffloadRequest:
             raise ConfigError(f"--pp-offload must be {', '.join(MODES)}, got {mode!r}")
         if chunks is not None and mode is not None:
             raise ConfigError(
-                f"--pp-offload {mode} and --pp-offload-chunks {chunks} both say how much leaves "
-                "the device; give one of them"
+                f"--pp-offload {mode} and --pp-offload-chunks {chunks} both choose what is "
+                "offloaded; give one of them"
             )
         if chunks is None and mode in (None, "off"):
             for flag in _FLAGS[2:]:

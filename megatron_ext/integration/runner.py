@@ -23,7 +23,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Mover(Protocol):
-    """What the runner asks of whoever moves activation sets between the device and the host."""
+    """What the runner needs from the code that moves activation sets to the host and back."""
 
     def saving(self, key: tuple[int, int]) -> AbstractContextManager[None]:
         """Around F of (chunk, microbatch): what it keeps is this set."""

@@ -78,7 +78,7 @@ def postponed_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 class SplitStore:
-    """Stands where Transformer Engine's own weight-gradient store stands in ``module``."""
+    """Replaces Transformer Engine's own weight-gradient store in ``module``."""
 
     def __init__(self, module: torch.nn.Module, store: WeightGradStore) -> None:
         self.original = module.wgrad_store
@@ -176,9 +176,8 @@ class SplitStore:
         try:
             self._backward_dw(self._module)
             if not self.context.empty():
-                raise RuntimeError(
-                    f"{type(self._module).__name__}.backward_dw left its weight gradient undone"
-                )
+                name = type(self._module).__name__
+                raise RuntimeError(f"{name}.backward_dw computed no weight gradient")
         finally:
             self._in_weight_pass = False
             self.context = queue.Queue()

@@ -52,7 +52,7 @@ def require_not_held() -> None:
         if holder is not None:
             raise ConfigError(
                 f"{holder} holds Megatron's {name}, fetched by get_forward_backward_func() before "
-                "megatron_ext.enable(), and would go on calling it; call enable() first"
+                "megatron_ext.enable(), and would keep calling it; call enable() first"
             )
 
 

@@ -161,7 +161,7 @@ class Counted:
         routing_map: (tokens, experts) bool.
         table: rows by (source expert tensor rank, source expert rank, part of the batch,
             destination, its expert), int32 on the device.
-        host: its copy, under way.
+        host: its running copy.
         chunks: for which the rows are sorted.
         rows: those that this rank sends; behind them as many others as there is room for.
     """

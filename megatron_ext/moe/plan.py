@@ -322,7 +322,7 @@ class BudgetError(ValueError):
     """No plan keeps the budget.
 
     Attributes:
-        needed_bytes: the smallest budget that would do.
+        needed_bytes: the smallest sufficient budget.
     """
 
     def __init__(self, text: str, needed_bytes: int) -> None:
@@ -357,7 +357,7 @@ class Budget(NamedTuple):
         """Check that something fits.
 
         Raises:
-            BudgetError: nothing does; it names the smallest budget that would do and what takes it.
+            BudgetError: no plan does; it names the smallest sufficient budget and what takes it.
         """
         plan = self.least(plans, rows)
         needs = self.footprint(plan, rows)

@@ -107,13 +107,13 @@ class Region:
             (tokens, width): for each token the sum over its experts.
 
         Raises:
-            ValueError: shapes that do not go together.
+            ValueError: shapes that do not match.
         """
         wanted = (hidden.shape[0], self.exchange.experts)
         if hidden.dim() != 2 or probs.shape != wanted or routing_map.shape != wanted:
             raise ValueError(
                 f"hidden {tuple(hidden.shape)}, probs {tuple(probs.shape)} and routing map "
-                f"{tuple(routing_map.shape)} do not go together: the latter two must be {wanted}"
+                f"{tuple(routing_map.shape)} do not match: the latter two must be {wanted}"
             )
         trained = [p for p in self.parameters if p.requires_grad]
         inputs = (hidden, probs, *trained)

@@ -20,7 +20,7 @@ from .errors import OffloadConfigError
 from .host import bound_to_numa_node, host_pages, pci_bus_id, require_host_memory
 from .host_memory import GIB, available_host_bytes
 
-# Tensors over places that are kept for the next set of the same forms; then all are made anew.
+# Tensors over places that are kept for the next set of the same forms; then all are made again.
 _KEPT_VIEWS = 16384
 # Memory that is less than this times what is needed is not replaced by a smaller piece.
 _AMPLE = 1.25
@@ -150,7 +150,7 @@ class HostArena:
         return sum(region.memory.numel() for region in self._regions)
 
     def expect(self, sets: int) -> None:
-        """The next growth takes so many times the set that is asked for; peaks begin anew."""
+        """The next growth takes so many times the set that is asked for; peaks start again."""
         self._expected_sets, self.peak_bytes = sets, self.used_bytes
 
     def seal(self) -> None:

@@ -225,8 +225,8 @@ class Block:
 def release_storage(tensor: torch.Tensor) -> None:
     """Free the memory of a leaf that is needed only for its ``.grad``.
 
-    A stage's input is held by whoever runs B; its values are in the activation set. After this it
-    has its shape, dtype and history, and the memory of one number.
+    A stage's input is held by the code that runs B; its values are in the activation set. After
+    this it has its shape, dtype and history, and the memory of one number.
     """
     tensor.data = tensor.data.new_zeros(()).expand(tensor.shape)
 

@@ -111,11 +111,11 @@ class Counters:
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     waited_releases: int = 0
-    """Releases at which compute stood still for the copy: the link was slower than planned."""
+    """Releases at which compute waited for the copy: the link was slower than planned."""
     waited_uses: int = 0
-    """First uses at which compute stood still for the reload, likewise."""
+    """First uses at which compute waited for the reload, likewise."""
     waited_seconds: float = 0.0
-    """How long it stood still at both: from where compute was to the end of the copy."""
+    """How long it waited at both: from where compute was to the end of the copy."""
     refused: int = 0
     """Sets that stayed because a sealed arena had no place for them."""
 

@@ -194,7 +194,7 @@ class ActivationStore:
         self._selection.end_step()
 
     def clear(self) -> None:
-        """After an exception: wait for copies under way and forget all sets."""
+        """After an exception: wait for running copies and forget all sets."""
         records = list(self._sets.values())
         self._sets.clear()
         self._selection.end_step()
@@ -224,7 +224,7 @@ class ActivationStore:
         return self._selection.parameter(tensor)
 
     def reset_peaks(self) -> None:
-        """Count peaks anew, from the sets that there are."""
+        """Restart the peaks from the current sets."""
         self.statistics.reset_peaks(self._sets.values())
 
     def report(self) -> dict[str, Any]:

@@ -62,8 +62,7 @@ def likely(spec: ScheduleSpec, work: Workload, order: Schedule, bound: Fraction)
 def pairs_of(
     candidates: Sequence[Candidate], asked: Job
 ) -> Iterator[tuple[ScheduleSpec, Job, Split]]:
-    """What ``candidates`` would be with passes in pairs, as far as they go together and as the job
-    that is asked for leaves it open."""
+    """``candidates`` with passes in pairs, where both fit together and the job leaves it open."""
     for one in candidates if is_open(asked) else ():
         job, spec = one.workload.job, one.spec
         if spec.offload is None and not spec.barriers and fixed_plan(job) is None:

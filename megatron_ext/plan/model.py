@@ -165,7 +165,7 @@ class Job:
         if self.cheap_recompute and self.recompute_granularity == "full":
             raise PlanError(
                 "--pp-cheap-recompute has nothing to do under --recompute-granularity full; drop "
-                "one of both"
+                "one of them"
             )
 
     @property

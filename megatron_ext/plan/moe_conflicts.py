@@ -63,7 +63,7 @@ class _CapturedExperts(Conflict):
 CONFLICTS = (
     Conflict(
         "--moe-token-dispatcher-type",
-        "its kernels keep to themselves where rows went, so none can be restored; use "
+        "its kernels do not expose where rows went, so none can be restored; use "
         "--moe-memory-reuse none, or alltoall",
         values=("flex",),
         only=RESTORED,
@@ -104,7 +104,7 @@ CONFLICTS = (
         "--moe-pad-expert-input-to-capacity",
         "the capacity is that of the whole batch; drop it (--moe-expert-capacity-factor works)",
     ),
-    Conflict("--overlap-moe-expert-parallel-comm", f"{_SCHEDULE}; drop one of both"),
+    Conflict("--overlap-moe-expert-parallel-comm", f"{_SCHEDULE}; drop one of them"),
     Conflict("--delay-wgrad-compute", f"{_ONE_CALL}, or use --pp-schedule, which delays them too"),
     Conflict("--overlap-dispatch-backward-with-experts-wgrad", _ONE_CALL),
     Conflict("--moe-shared-expert-overlap", _ONE_CALL),

@@ -107,7 +107,7 @@ def check(job: Job) -> None:
     why = obstacle(job, strategy)
     if why is not None:
         what = f"{CHUNKS} {chunks}" if strategy == "none" else f"{REUSE} {strategy}"
-        raise PlanError(f"{what} does not go together with {why}")
+        raise PlanError(f"{what} cannot be combined with {why}")
 
 
 def check_flags(chunks: str | None, strategy: str | None, budget: str | None) -> None:
@@ -185,7 +185,7 @@ def exclude_chunks(given: dict[str, Any], ignored: Sequence[str]) -> None:
         return
     chunks = given.setdefault(attribute(CHUNKS), "off")
     if chunks != "off":
-        raise PlanError(f"{CHUNKS} {chunks} does not go together with {found[1]}")
+        raise PlanError(f"{CHUNKS} {chunks} cannot be combined with {found[1]}")
 
 
 def shape_of(job: Job) -> LayerShape:

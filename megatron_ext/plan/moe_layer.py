@@ -241,7 +241,7 @@ def forward(plan: LayerPlan, times: ChunkTimes) -> list[Operation]:
     sent, back, copied = dict[int, int](), dict[int, int](), dict[int, int]()
     inside = strategy.inside is Restore.OFFLOAD
     saved = times.input_copy * (strategy.input is Restore.OFFLOAD) + times.inside_copy * inside
-    # How many chunks' copies may be under way before compute waits for the oldest.
+    # How many chunks' copies may run before compute waits for the oldest.
     room = DEPTH if inside else plan.depth
     issue.compute(Kind.SPLIT, 0, plan.chunks * local.split)
 

@@ -134,4 +134,4 @@ def exclude_pairs(given: dict[str, Any], ignored: Sequence[str]) -> None:
 
 def _conflict(args: Any) -> str | None:
     found = first_conflict(CONFLICTS, args)
-    return None if found is None else f"does not go together with {found[1]}"
+    return None if found is None else f"cannot be combined with {found[1]}"

@@ -132,7 +132,7 @@ def state_bytes(job: Job, count: Count) -> StateBytes:
     Quantized weights are there row-wise for F and column-wise for B. Without
     ``--fp8-param-gather`` (or fp4) the 16-bit ones are there too, and both copies are kept through
     a step. ``--disable-parameter-transpose-cache`` makes the column-wise one, or without gathering
-    both, anew for each microbatch.
+    both, again for each microbatch.
     """
     size = job.element_bytes
     gradient = 4 if job.grads_in_fp32 or job.params_dtype == "fp32" else size

@@ -87,7 +87,7 @@ class Point:
         return self.spec.cap.share if isinstance(self.spec.cap, ShareCap) else None
 
     def schedule(self, objective: Objective = "makespan") -> Schedule:
-        """The schedule itself, with its offload, made anew."""
+        """The schedule itself, with its offload, made again."""
         return select(replace(self.spec, objective=objective)).schedule
 
     def as_named(self) -> Fraction:

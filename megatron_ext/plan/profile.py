@@ -154,7 +154,7 @@ class Profile:
         return {name: value for name, value in data.items() if value is not None}
 
     def save(self, path: str) -> None:
-        """Write the file, at once or not at all: whoever reads it never sees a part.
+        """Write the file, at once or not at all: no reader sees a part.
 
         Raises:
             OSError: it cannot be written.
@@ -178,13 +178,13 @@ class Profile:
             if measured != own:
                 raise PlanError(
                     f"the profile was measured with {flag_of(name)} {measured}, but the "
-                    f"job has {own}; measure it anew with --pp-profile-steps"
+                    f"job has {own}; measure again with --pp-profile-steps"
                 )
         if self.cheap_recompute != job.cheap_recompute:
             there, here = ("with", "without") if self.cheap_recompute else ("without", "with")
             raise PlanError(
                 f"the profile was measured {there} --pp-cheap-recompute, but the job is {here}; "
-                "measure it anew with --pp-profile-steps"
+                "measure again with --pp-profile-steps"
             )
 
     def costs(self, split: Split) -> Costs:

@@ -93,7 +93,7 @@ class _Model:
         return PassTimes(forward, backward, weight)
 
     def work(self, work: Work) -> PassTimes:
-        """What lies between the products, from the bytes that it reads and writes."""
+        """Kernels between the products, from the bytes that they read and write."""
         gpu = self.gpu
         sent = work.tensor_bytes / (gpu.peer * gpu.collective) + work.collectives * gpu.collective_s
         sent += self.exchange(work)

@@ -33,7 +33,7 @@ def refusal(job: Job) -> str | None:
         (job.hybrid, "--hybrid-layer-pattern"),
     ):
         if given:
-            return f"it does not support {flag}; drop one of both"
+            return f"it does not support {flag}; drop one of them"
     if job.mtp_layers and job.layout and read_layout(job.layout, job.num_layers).predicts != -1:
         return (
             "it takes the hidden states of multi-token prediction from the last stage, but "

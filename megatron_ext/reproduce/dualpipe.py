@@ -114,7 +114,7 @@ def _parameters(data: dict[str, Any]) -> Iterator[Cell]:
 
 
 _OURS = (
-    "a stage computes F = W = 1 and a full B = 2, and F and B exchange tokens for so long besides; "
+    "a stage computes F = W = 1 and a full B = 2, and F and B exchange for that time too; "
     "two microbatches a stage; no hop",
     "F&B takes the longer of computation and communication, and no less than B",
     "1F1B is 1f1b, ZB1P zb-h1, DualPipeV dualpipev on half as many devices; DualPipe itself, with "

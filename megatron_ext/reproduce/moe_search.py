@@ -1,6 +1,6 @@
 """How the papers choose n and the strategy, beside what the trials of training choose.
 
-Both run on the same made-up times. MPMoE's algorithm 1 searches n; MPipeMoE's equation 10 takes the
+Both run on the same random times. MPMoE's algorithm 1 searches n; MPipeMoE's equation 10 takes the
 strategy by its slowest streams.
 """
 

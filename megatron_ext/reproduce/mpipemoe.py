@@ -133,7 +133,7 @@ PAPER = Paper(
               below="the assumed balance of network and compute hides less"),
         Table("choice", "Time of what is chosen, over the best", "choice", Kind.ORDER, "", _choices,
               ("trials as in training; the published column is the paper's method, run here on the "
-               "same made-up times: latencies and rates, products in waves, random rates",),
+               "same random times: latencies and rates, products in waves, random rates",),
               above="a plan must be 2 % faster than a simpler one"),
         gpu_table("mpipemoe-gpu"),
     ),

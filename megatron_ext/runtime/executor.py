@@ -144,7 +144,7 @@ class Executor:
         """Run the iteration, or go on with it.
 
         Args:
-            until: the position to stop before. Where no message is under way there, ``run`` may
+            until: the position to stop before. Where no message is in flight there, ``run`` may
                 come later for the rest, or ``drop`` in its place. None: to the end.
 
         Raises:
@@ -298,7 +298,7 @@ class Executor:
         """After ``consumer``: release messages for which its input proves that the peer has posted
         receives.
 
-        Not before it, so that a transfer still under way hides behind the pass.
+        Not before it, so that a transfer in flight hides behind the pass.
         """
         peer, count = self._received[consumer]
         self.watchdog.waiting(f"for pipeline rank {peer} to take a message")

@@ -167,7 +167,7 @@ class Watchdog:
             ):
                 self._end_by_sigterm()
             now = time.monotonic()
-            # A long gap means that this whole process stood still (a suspended job, a debugger);
+            # A long gap means that this whole process was stopped (a suspended job, a debugger);
             # it counts as one poll, so that the job can go on when it is woken.
             idle += min(now - before, 2 * POLL_SECONDS)
             before = now

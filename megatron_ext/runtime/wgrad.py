@@ -213,7 +213,7 @@ class WeightGradStore:
             self._beside.gather()
 
     def fill(self) -> None:
-        """Called in B while a communication is under way that B must wait for: do one task of the
+        """Called in B while B waits for a communication: do one task of the
         W pass that comes directly after this B pass, if there is one that may run so early."""
         if self._beside is not None:
             self._beside.run()

@@ -90,7 +90,7 @@ class CopyQueue(Protocol):
 
 
 class Run(NamedTuple):
-    """What a run has come to.
+    """The state of a run.
 
     Attributes:
         ends: by slot, when it was filled; less than 0 if it never was.
@@ -117,7 +117,7 @@ def run(
 ) -> Run | None:
     """Execute ``rows``, every action as early as the order and its inputs allow.
 
-    A rank runs until it lacks an input; whoever fills that slot wakes it again. Copies are started
+    A rank runs until it lacks an input; the rank that fills that slot wakes it. Copies are started
     when no rank can go on without: the first of them cannot be overtaken any more then.
 
     Args:

@@ -182,7 +182,7 @@ class Link:
         """Resources that a transfer of ``rank`` holds while it runs.
 
         The first is its stream, in which transfers start in the order in which the schedule has
-        them; another is shared with a neighbour, whoever is ready first.
+        them; another is shared with a neighbour: the one that is ready first has it.
         """
         if self.policy == "dual":
             return ((rank, to_host),)

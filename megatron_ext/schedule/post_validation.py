@@ -126,7 +126,7 @@ def without_validation(row: Sequence[AnyAction]) -> tuple[AnyAction, ...]:
 
 
 def check_post_validation(schedule: Schedule) -> None:
-    """Verify the order on every rank, and that nothing is under way when the ranks validate.
+    """Verify the order on every rank, and that no message is in flight when the ranks validate.
 
     Raises:
         ScheduleError: the first fault found.
@@ -160,7 +160,7 @@ def check_post_validation(schedule: Schedule) -> None:
             peer, matching = action.peer(placement)
             if (position < lengths[rank]) != (where[matching] < lengths[peer]):
                 text = f"{action} and {matching} of rank {peer} stand on two sides of VALIDATE; a"
-                raise schedule.fault(rank, position, f"{text} message must not be under way there")
+                raise schedule.fault(rank, position, f"{text} message must not be in flight there")
 
 
 _ROUNDS = 8

@@ -169,7 +169,7 @@ def select(spec: ScheduleSpec) -> Selected:
         check_sizes(spec.name, spec.pp, spec.microbatches, spec.chunks, spec.objective, (AUTO,))
     if spec.overlap and (spec.offload is not None or spec.barriers):
         what = "a sharded vocabulary" if spec.offload is None else "offload"
-        raise ValueError(f"passes do not run in pairs beside {what}; leave out one of both")
+        raise ValueError(f"passes do not run in pairs beside {what}; leave out one of them")
     if spec.name == AUTO:
         return _auto(spec, spec.cap or ShareCap(Fraction(1)))
     found = _named(spec)

@@ -165,7 +165,7 @@ def _header(
     name = (
         html.escape(schedule.name)
         if titled
-        else " over ".join(html.escape(run.schedule.name) for run in runs)
+        else " above ".join(html.escape(run.schedule.name) for run in runs)
     )
     parts.append(
         f'<text x="{_n(layout.left)}" y="{_n(y)}" font-size="{_n(15 * u)}" xml:space="preserve">'

@@ -140,7 +140,7 @@ class Runner:
             if one != other
         ]
         log = outcomes[1].log(0)
-        undone = [int(n) for n in re.findall(r"post-validation undid step (\d+) of", log)]
+        undone = [int(n) for n in re.findall(r"post-validation rolled back (\d+) of", log)]
         norms = [e["grad_norm"] for e in outcomes[0].losses()]
         clipped = sum(1 for n in norms if n and 0 < case.clip < float.fromhex(n))
         return {

@@ -98,3 +98,20 @@ def test_newer_versions_are_warned_of_by_one_rank(
 )
 def test_our_flags_are_recognised(argv: list[str], on: bool) -> None:
     assert wanted(argv) is on
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--pp-shedule", "--pp-schedule"),
+        ("--pp_schedule", "--pp-schedule"),
+        ("--moe-pipelin-chunks", "--moe-pipeline-chunks"),
+    ],
+)
+def test_misspelt_flags_are_refused_before_megatron_sees_them(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{typed} is not known; did you mean {meant}\?"):
+        wanted([typed, "v-half"])
+
+
+def test_megatrons_own_flags_are_not_taken_for_ours() -> None:
+    assert not wanted(["--profile", "--grpo-group-size", "4", "--rl-profile", "--scheduler"])

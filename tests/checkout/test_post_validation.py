@@ -78,7 +78,7 @@ class TestOneRun:
         assert [run.status for run in runs] == ["ok", "ok"], runs[1].log(0)[-4000:]
         usual, ahead = (script.computed(run) for run in runs)
         assert usual == ahead and len(ahead[1]) == 8
-        assert "post-validation undid step" in runs[1].log(0)
+        assert "post-validation rolled back" in runs[1].log(0)
         # What the log says beside times: the batch has grown on the way.
         sizes = re.findall(r"global batch size: +(\d+)", " ".join(ahead[2]))
         assert sizes == ["4", "4", "4", "6", "6", "8", "8", "8"]

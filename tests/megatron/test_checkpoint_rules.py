@@ -90,7 +90,9 @@ def test_files_by_rank_of_another_layout_are_refused() -> None:
 
 def test_parameters_on_one_side_only() -> None:
     report = vee()._report_difference
-    with pytest.raises(ConfigError, match=r"does not hold 1 .*\(output.weight\).*random start"):
+    with pytest.raises(
+        ConfigError, match=r"does not hold 1 .*\(output.weight\).*random initial values"
+    ):
         report(arguments(), "a folder", ["output.weight"], [], "")
     with pytest.raises(ConfigError, match=r"does not hold 1 .*it was saved with X"):
         report(arguments(finetune=True), "a folder", ["a"], [], "it was saved with X")

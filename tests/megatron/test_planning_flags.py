@@ -185,7 +185,7 @@ class TestProfileFlag:
     @pytest.mark.parametrize(
         ("changed", "flags", "text"),
         [
-            ({}, {"pp_cost": "1,1,1"}, "both say what passes take; give one"),
+            ({}, {"pp_cost": "1,1,1"}, "both give pass times; keep one"),
             ({"micro_batch_size": 1}, {}, "--micro-batch-size 1, but the job has 2"),
             ({"model": {"hidden_size": 32}}, {}, "--hidden-size 32, but the job has 64"),
             ({"cheap_recompute": True}, {}, "with --pp-cheap-recompute, but the job is without"),

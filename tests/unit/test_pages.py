@@ -1,4 +1,4 @@
-"""Numbers and lists on the pages, made anew: each is what a command gives today."""
+"""Numbers and lists on the pages, made again: each is what a command gives today."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def test_the_readme_begins_with_the_large_scale_settings() -> None:
     assert rows(README, "| recipe of Megatron-Bridge") == expected
     first, last = round(float(expected[-1][1][:-2])), round(float(expected[0][1][:-2]))
     assert f"idles {first} to {last} %" in README
+    worse = sum(float(row[4][:-2]) > float(row[1][:-2]) for row in expected)
+    assert worse == 5 and "idles more than stock in five rows" in " ".join(README.split())
 
 
 def test_the_readmes_first_training_example_gains_both() -> None:

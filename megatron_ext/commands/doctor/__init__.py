@@ -28,7 +28,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "doctor",
-        help="what of this machine, torch and Megatron works, and how to fix the rest",
+        help="check this machine, torch and Megatron, and suggest fixes",
         description="One line a subject: ok, warning or error, with the fix. Exit status 1 if one "
         "is an error.",
     )
@@ -61,7 +61,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def table(findings: list[Finding]) -> list[str]:
-    """The findings as text; a fix stands below its line."""
+    """The findings as text; each fix is below its line."""
     level, name = (max(len(getattr(f, x)) for f in findings) for x in ("level", "name"))
     lines = []
     for finding in findings:

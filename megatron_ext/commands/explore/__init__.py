@@ -47,8 +47,8 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "--view",
         default="",
         metavar="LINK",
-        help="of --export: the part of the page's address after #; default: what the page "
-        "shows first",
+        help="view to export: the part of the page's address after # (default: what the page "
+        "shows first)",
     )
     parser.set_defaults(run=_explore)
 

@@ -68,21 +68,21 @@ def ask_megatron(args: MegatronArgs) -> None:
     if granularity == "full":
         raise ConfigError(
             f"{FLAG} has nothing to do under --recompute-granularity full, which recomputes whole "
-            "layers; drop one of both"
+            "layers; drop one of them"
         )
     for attribute in ("recompute_method", "recompute_num_layers", "distribute_saved_activations"):
         value = getattr(args, attribute)
         if value:
             raise ConfigError(
                 f"{FLAG} recomputes parts of every layer, but --{attribute.replace('_', '-')} "
-                f"(set to {value}) belongs to --recompute-granularity full; drop one of both"
+                f"(set to {value}) belongs to --recompute-granularity full; drop one of them"
             )
     # Before core_v0.18 Megatron lacks it.
     if getattr(args, "use_transformer_engine_op_fuser", False):
         raise ConfigError(
             f"{FLAG} does not support --use-transformer-engine-op-fuser: it fuses norm, linear "
             "layers and activation function into one, with nothing between them to discard; drop "
-            "one of both"
+            "one of them"
         )
     if args.fp8 and args.fp8_recipe == "delayed":
         raise ConfigError(
@@ -107,7 +107,7 @@ def ask_megatron(args: MegatronArgs) -> None:
 
 
 def hooks(experts: bool = True) -> tuple[Hook, ...]:
-    """The hooks that make up what Megatron lacks.
+    """Hooks for what Megatron's own recompute does not cover.
 
     Args:
         experts: also inside MoE layers' experts. Those of ours, in chunks, have passes of their own

@@ -262,7 +262,7 @@ def _check_copies(run: Simulation) -> Transfers:
             busy, other = until.get(key, (0, copy.action))
             if busy > copy.start:
                 raise ScheduleError(
-                    f"rank {rank}: the copies of {copy.action} and {other} are under way at once"
+                    f"rank {rank}: the copies of {copy.action} and {other} overlap in time"
                 )
             until[key] = copy.end, copy.action
         if op is Op.OFFLOAD:

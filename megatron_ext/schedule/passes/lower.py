@@ -36,7 +36,7 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
     Args:
         schedule: compute and offload actions are kept in their order; everything else is dropped,
-            and transfers between ranks made anew.
+            and transfers between ranks made again.
         costs: used to predict which pass is running when data arrives; default ``schedule.costs``.
 
     Returns:

@@ -23,7 +23,7 @@ from .placing import ActivationSet, Passes, Placing
 
 Row = tuple[AnyAction, ...]
 
-SHORT = "needed again too soon for the way there and back"
+SHORT = "needed again before both copies could finish"
 FULL = "the link is taken"
 SPARE = "not chosen"
 

@@ -96,7 +96,7 @@ class Viewer {
     const width = this.root.clientWidth || 960;
     const narrow = width < 600;
     this.left = narrow ? 26 : 58;
-    this.right = narrow ? 42 : 58;
+    this.right = narrow ? 50 : 58;
     this.width = width;
     this.plot = Math.max(60, width - this.left - this.right);
     const most = Math.max(...this.runs.map(run => run.pp));

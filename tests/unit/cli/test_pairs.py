@@ -60,11 +60,11 @@ BLOCK = ["--block", "v-half", "--pp", 2, "--microbatches", 4, "--output", "x.jso
         (["show", "--block", "v-half", *SENT], "--exchange 0.3,0.4 is not for --block v-half"),
         (
             [*PAIRS, "--vocabulary", "0.1,0.1,0.1,0.1"],
-            "passes do not run in pairs beside a sharded vocabulary; leave out one of both",
+            "passes do not run in pairs beside a sharded vocabulary; leave out one of them",
         ),
         (
             [*PAIRS, "--offload", "half", "--offload-time", 0.25],
-            "passes do not run in pairs beside offload; leave out one of both",
+            "passes do not run in pairs beside offload; leave out one of them",
         ),
     ],
 )

@@ -24,8 +24,8 @@ def _data(run, *argv):
 @pytest.mark.parametrize(
     ("name", "more", "line"),
     [
-        ("v-half", [], "26.5 (memory, 6 sets); reached: a longer search gains nothing"),
-        ("v-min", [*REAL, "--microbatches", 9], "(memory, 4 sets); "),
+        ("v-half", [], "26.5 (memory, 3 microbatches); reached: a longer search gains nothing"),
+        ("v-min", [*REAL, "--microbatches", 9], "(memory, 2 microbatches); "),
         ("1f1b", [], "33 (way, B and W in one pass); reached: a longer search gains nothing"),
         ("zb-h2", ["--objective", "rank-span"], "24 of the span (work); reached: "),
         ("v-zb", OFFLOAD, "25.5 (work); reached: "),

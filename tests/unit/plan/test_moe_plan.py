@@ -262,7 +262,7 @@ def test_the_search_takes_chunks_where_they_are_faster_or_make_it_fit():
         ("--moe-pipeline-chunks 2 --fp8-format hybrid", "with --fp8-recipe delayed: its scales"),
         (
             "--moe-pipeline-chunks 2 --moe-memory-reuse s1 --fp8-format e4m3 --fp8-recipe mxfp8",
-            "s1 does not go together with --fp8-format: copies to the host",
+            "s1 cannot be combined with --fp8-format: copies to the host",
         ),
         (
             "--moe-pipeline-chunks 2 --moe-token-dispatcher-type flex",
@@ -296,7 +296,7 @@ def test_chunks_of_a_dense_model_and_beside_other_features():
     given = {}
     exclude_chunks(given, ["--lr", "--moe-shared-expert-overlap"])
     assert given == {"moe_pipeline_chunks": "off"}
-    with pytest.raises(PlanError, match="4 does not go together with --delay-wgrad-compute"):
+    with pytest.raises(PlanError, match="4 cannot be combined with --delay-wgrad-compute"):
         exclude_chunks({"moe_pipeline_chunks": "4"}, ["--delay-wgrad-compute"])
     harmless = "--lr 1e-3 --mlp-chunks-for-training 1 --cuda-graph-impl none --external-cuda-graph"
     exclude_chunks(given := {}, [*harmless.split(), "--cuda-graph-modules", "attn", "mlp"])

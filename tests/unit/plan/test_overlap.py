@@ -150,4 +150,4 @@ def test_the_command_compares_the_ways(tmp_path, capsys):
     main(["plan", *words])
     assert "the fastest that was tried: passes in pairs" in capsys.readouterr().out
     assert main(["plan", *words, FLAG, "--offload", "half"]) == 2
-    assert "--offload half does not go together with" in capsys.readouterr().err
+    assert "--offload half cannot be combined with" in capsys.readouterr().err

@@ -232,7 +232,7 @@ class TestOrders:
 
     def test_what_runs_between_passes_is_refused(self) -> None:
         spec = ScheduleSpec("v-half", 2, 4, costs=EXCHANGE, overlap=True)
-        with pytest.raises(ValueError, match="pairs beside offload; leave out one of both"):
+        with pytest.raises(ValueError, match="pairs beside offload; leave out one of them"):
             select(replace(spec, offload=OffloadSpec("half", Link.parse(2, "0.5"))))
         with pytest.raises(ValueError, match="pairs beside a sharded vocabulary"):
             select(replace(spec, barriers=1))

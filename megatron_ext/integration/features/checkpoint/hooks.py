@@ -117,7 +117,7 @@ class Checkpoints:
                 (f"{module}:load_checkpoint",),
                 around(self._load_checkpoint),
                 ("ddp_model", "optimizer"),
-                "parameters that a checkpoint lacks would keep their random start",
+                "parameters that a checkpoint lacks would keep random initial values",
             ),
             Hook(
                 (f"{module}:_load_base_checkpoint",),
@@ -213,7 +213,7 @@ class Checkpoints:
         if lacking:
             raise ConfigError(
                 f"{folder} does not hold {len(lacking)} of the parameters of this rank "
-                f"({_some(lacking)}), which would stay at their random start; give the model's "
+                f"({_some(lacking)}), which would keep random initial values; give the model's "
                 "flags as they were when it was saved"
             )
 
@@ -290,8 +290,8 @@ class Checkpoints:
         grown = sorted(k for k in set(model) & set(held) if model[k][0][:1] > held[k][:1])
         if grown and args.rank == 0:
             logger.warning(
-                "%s has fewer rows than the model: %s; the others keep their random "
-                "start, which is right only if they are padding of the vocabulary",
+                "%s has fewer rows than the model: %s; the others keep random "
+                "initial values, which is right only if they are padding of the vocabulary",
                 folder,
                 _shapes_of(grown, held, model),
             )
@@ -308,7 +308,7 @@ class Checkpoints:
         hint = differing or "give the model's flags as they were when it was saved"
         if absent and args.dist_ckpt_strictness not in _LENIENT:
             raise ConfigError(
-                f"{lacking}, which would stay at their random start; {hint}, or accept that with "
+                f"{lacking}, which would keep random initial values; {hint}, or accept that with "
                 "--dist-ckpt-strictness log_all"
             )
         if extra and not (args.finetune or args.dist_ckpt_strictness in _LENIENT):
@@ -317,7 +317,7 @@ class Checkpoints:
                 "or --dist-ckpt-strictness log_all"
             )
         if args.rank == 0 and absent:
-            logger.warning("%s; they keep their random start", lacking)
+            logger.warning("%s; they keep random initial values", lacking)
         if args.rank == 0 and extra:
             logger.warning("%s; they are left out", unused)
 

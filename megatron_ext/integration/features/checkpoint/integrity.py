@@ -90,9 +90,9 @@ def look(root: Path, step: int | None, metadata: dict[str, Any]) -> str | None:
         last = saved.last_complete(found)
         if last is not None:
             raise ConfigError(
-                f"{root} has no {saved.TRACKER}, so training would start anew, but iteration "
-                f"{last} there is complete: saving was interrupted at its very end, or the file "
-                f"was lost; {saved.advice(root, last)}"
+                f"{root} has no {saved.TRACKER}, so training would start from the beginning, but "
+                f"iteration {last} there is complete: saving was interrupted at its very end, or "
+                f"the file was lost; {saved.advice(root, last)}"
             )
         return f"{_interrupted(found, -1)}; nothing else is saved" if found else None
 

@@ -31,9 +31,9 @@ class MoE(Feature):
     flags = (
         Flag(
             FLAGS[0],
-            "run dispatch, experts and combine of every MoE layer in so many chunks of tokens, the "
-            "communication of one beside the computation of another; auto tries in training, "
-            "Megatron's own layer too; default: off",
+            "chunks of tokens in which every MoE layer runs dispatch, experts and combine, so that "
+            "communication and computation overlap; auto tries them in training, with Megatron's "
+            "own layer; default: off",
             "{" + ",".join(CHUNKS) + "}",
             alone=True,
         ),
@@ -56,16 +56,16 @@ class MoE(Feature):
         ),
         Flag(
             FLAGS[3],
-            "what an earlier run with auto logged, so that this one need not try it again",
+            "file with the log of an earlier run with auto, whose trials this run then skips",
             "FILE",
             alone=True,
             compared=lambda value, args: file_contents(value),
         ),
         Flag(
             FLAGS[4],
-            "host memory that a rank pins for what s1 to s3 copy, e.g. 32GiB, and with auto may "
-            "pin; what finds no room stays on the device; default: what balanced routing needs, "
-            "and a quarter more",
+            "host memory that a rank pins for what s1 to s3 copy, e.g. 32GiB; with auto, the most "
+            "that it may pin; what does not fit stays on the device; default: the need of balanced "
+            "routing and a quarter more",
             "BYTES",
             alone=True,
         ),

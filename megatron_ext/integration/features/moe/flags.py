@@ -1,4 +1,4 @@
-"""The MoE flags: what they ask for, and what of Megatron does not go together with them."""
+"""The MoE flags: what they ask for, and what of Megatron excludes them."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _read(flag: str, text: str | None, parse: Callable[[str], Any]) -> Any:
 def require_supported(
     config: Any, strategy: str, chooses: bool = False, splits: bool = False
 ) -> None:
-    """Refuse a layer that cannot run in chunks, whoever built it.
+    """Refuse a layer that cannot run in chunks, however it was built.
 
     Args:
         config: of the layer; its attributes have the names of Megatron's flags.
@@ -193,7 +193,7 @@ def check_budget(args: MegatronArgs, space: SearchSpace, budget_bytes: int, sets
         args: validated by Megatron.
 
     Raises:
-        ConfigError: with the least that would do.
+        ConfigError: with the smallest sufficient number.
     """
     pp, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     microbatches = most_microbatches(args)

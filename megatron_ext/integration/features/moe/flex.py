@@ -152,7 +152,7 @@ class Streams:
             yield
 
     def wait(self, event: Any) -> None:
-        """The current stream goes on when ``event`` is reached."""
+        """Let the current stream wait for ``event``."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 

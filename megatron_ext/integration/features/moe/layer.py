@@ -50,7 +50,7 @@ class FixedPolicy:
     """How the calls of a rank's MoE layers run: here all by one plan.
 
     Args:
-        plan: the same on all ranks of a layer's groups; it may be set anew between two steps.
+        plan: the same on all ranks of a layer's groups; it may change between two steps.
     """
 
     steps = False  # whether ``begin_step`` must be called

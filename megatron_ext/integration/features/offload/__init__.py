@@ -17,9 +17,9 @@ class Offload(Feature):
     flags = (
         Flag(
             "--pp-offload",
-            "send activations to the host's memory between their forward and backward pass: of "
-            "half of each rank's model chunks (rounded up), of all, or (auto) what lowers the peak "
-            "most while no pass waits",
+            "keep activations in host memory between forward and backward pass: of half of each "
+            "rank's model chunks (rounded up), of all, or (auto) as many as lower the peak without "
+            "a wait",
             "{off,half,full,auto}",
         ),
         Flag(

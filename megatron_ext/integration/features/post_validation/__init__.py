@@ -23,9 +23,9 @@ class PostValidation(Feature):
     flags = (
         Flag(
             _FLAG,
-            "step the optimizer, and begin the next iteration, before the gradient norm of all "
-            "pipeline ranks is known, and undo that where it was wrong; from the (N+1)th iteration "
-            f"in a row on whose gradients need no clipping (default {PATIENCE})",
+            "step the optimizer and begin the next iteration before the gradient norm of all "
+            "pipeline ranks is known, and roll back if it requires clipping; used after N "
+            f"iterations in a row without clipping (default {PATIENCE})",
             "N",
             int,
             const=PATIENCE,

@@ -1,4 +1,4 @@
-"""The begin of a training iteration before Megatron asks for it, and its undoing."""
+"""Begins a training iteration before Megatron asks for it, and can drop it."""
 
 from __future__ import annotations
 

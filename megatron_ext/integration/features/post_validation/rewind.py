@@ -38,7 +38,7 @@ class Replay:
     def __next__(self) -> Any:
         batch = self._again.popleft() if self._again else next(self.source)
         if self._given is not None:
-            # A shallow copy: whoever takes keys out of a batch must not take them out of ours.
+            # A shallow copy: keys that a script takes out of a batch must stay in ours.
             self._given.append(copy.copy(batch))
         return batch
 
@@ -106,7 +106,7 @@ class Rewind:
             metrics.update(before)
 
     def resume(self) -> None:
-        """The iteration goes on behind the passes."""
+        """Resume the iteration after its passes."""
         for replay in self._replays:
             replay.keep()
         for metrics, head in zip(self._metrics, self._head):

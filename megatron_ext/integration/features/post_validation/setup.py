@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepAhead(Callback):
-    """Steps the optimizer ahead of validation, where the last steps say that it will be right.
+    """Steps the optimizer ahead of validation, while recent steps needed no clipping.
 
     Args:
         head: begins the next iteration.
@@ -66,7 +66,7 @@ class StepAhead(Callback):
                 ("megatron.training.training:checkpoint_and_decide_exit",),
                 around(self._before_exit),
                 ("iteration", "model"),
-                "a run could end with messages under way",
+                "a run could end with messages in flight",
             ),
         )
 
@@ -127,7 +127,7 @@ class StepAhead(Callback):
         self._count(optimizer, result)
         if dist.get_rank() == 0:
             logger.info(
-                "post-validation undid step %d of %d that were taken ahead "
+                "post-validation rolled back %d of %d steps that were taken ahead "
                 "(gradient norm %s); the next %d wait for all ranks",
                 self.undone,
                 self.ahead,

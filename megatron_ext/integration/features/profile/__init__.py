@@ -25,16 +25,16 @@ class ProfileSteps(Feature):
     flags = (
         Flag(
             "--pp-profile-steps",
-            "measure F, B, W of every stage and the hop for N steps, then make the order anew for "
-            "them, if that is faster",
+            "measure F, B, W of every stage and the hop for N steps, then plan again for them, "
+            "if the new order is faster",
             "N",
             int,
         ),
         Flag(
             "--pp-profile",
-            "with --pp-profile-steps: write there what was measured, for `megatron-ext plan "
-            "--profile` and later runs; without: plan with what a former run wrote, from the first "
-            "step on",
+            "with --pp-profile-steps: write the measurements to FILE, for `megatron-ext plan "
+            "--profile` and later runs; without: plan with the measurements of a former run, from "
+            "the first step on",
             "FILE",
             compared=lambda value, args: (
                 value if args.pp_profile_steps is not None else file_contents(value)
@@ -46,7 +46,7 @@ class ProfileSteps(Feature):
         if run.library and run.args.pp_profile and run.args.pp_profile_steps is None:
             raise ConfigError(
                 f"--pp-profile {run.args.pp_profile} cannot be used here: it is compared with "
-                "Megatron's arguments; measure anew with --pp-profile-steps, or give --pp-cost"
+                "Megatron's arguments; measure again with --pp-profile-steps, or give --pp-cost"
             )
         if run.request is not None:
             run.profile = former_profile(run.args, run.request.file is not None)
@@ -83,8 +83,8 @@ def former_profile(args: MegatronArgs, fixed: bool) -> Profile | None:
     if steps is None:
         if args.pp_cost is not None:
             raise ConfigError(
-                f"--pp-cost {args.pp_cost} and --pp-profile {path} both say what passes take; give "
-                "one, or measure anew with --pp-profile-steps"
+                f"--pp-cost {args.pp_cost} and --pp-profile {path} both give pass times; keep "
+                "one, or measure again with --pp-profile-steps"
             )
         own = SimpleNamespace(**vars(args), cheap_recompute=bool(args.pp_cheap_recompute))
         try:

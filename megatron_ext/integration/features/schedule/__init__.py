@@ -46,8 +46,8 @@ _FLAGS = (
     ),
     Flag(
         "--pp-effort",
-        "time to search a V schedule's order in, about, on one core (default 1); counted in "
-        "passes tried, so every rank finds the same",
+        "approximate search time of a V schedule's order, on one core (default 1); counted in "
+        "passes tried, so every rank finds the same order",
         "SECONDS",
         float,
     ),
@@ -108,7 +108,7 @@ class Schedule(Feature):
         Conflict(
             "--perform-rl-step",
             "inference between training steps runs its own pipeline through the model; drop one "
-            "of both",
+            "of them",
         ),
         Conflict(
             "--inprocess-restart",

@@ -311,7 +311,7 @@ class Choice:
             costs: measured, of the passes; None: those that the order is made for.
             reorder: make the order for ``costs`` too, and take it if it is faster under them.
                 Otherwise they only help to decide what is offloaded.
-            profile: with ``reorder``, where the costs are from; its bytes decide anew what keeps a
+            profile: with ``reorder``, where the costs are from; its bytes decide again what keeps a
                 cap that was given in bytes.
 
         Raises:

@@ -87,7 +87,7 @@ def vocabulary_barriers(args: MegatronArgs, request: ScheduleRequest) -> int:
 
 
 def settle(run: Run, device: str) -> None:
-    """Make the order anew if the first rank has another device, or the tokenizer another vocabulary
+    """Plan again if the first rank has another device, or the tokenizer another vocabulary
     than was assumed.
 
     Args:

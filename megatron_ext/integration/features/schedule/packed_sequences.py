@@ -45,14 +45,20 @@ def _counts() -> bool:
 def _builder_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(
-        self: Any, cls: Any, sizes: Any, is_built_on_rank: Callable[[], bool], config: Any
+        self: Any,
+        cls: Any,
+        sizes: Any,
+        is_built_on_rank: Callable[[], bool],
+        config: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         from megatron.core import parallel_state
 
         def on_all_stages() -> bool:
             return int(parallel_state.get_tensor_model_parallel_rank()) == 0
 
-        original(self, cls, sizes, on_all_stages, config)
+        original(self, cls, sizes, on_all_stages, config, *args, **kwargs)
 
     return __init__
 

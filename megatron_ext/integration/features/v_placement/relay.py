@@ -57,7 +57,7 @@ class Relay:
         target, rank = group.size() - 1, group.rank()
         if source == target or rank not in (source, target):
             return
-        # A communicator of its own: the next iteration's messages may be under way already.
+        # A communicator of its own: the next iteration's messages may be in flight already.
         edges = connected(group, "losses", [(source, target)], device, options, shapes=True)
         count = runner.num_tokens
         tokens = Channel(edges, tuple(count.shape), count.dtype, device)

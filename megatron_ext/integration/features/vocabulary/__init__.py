@@ -38,8 +38,8 @@ class VocabularyParallel(Feature):
     flags = (
         Flag(
             _FLAG,
-            "share embedding and output layer out in equal parts of the vocabulary over all ranks "
-            "of the pipeline, whose passes then take equal time and memory",
+            "give every pipeline rank an equal part of the embedding and the output layer, so that "
+            "passes take equal time and memory",
             switch=True,
             not_in_library="trainers load and export weights by the names of whole matrices, which "
             "no rank has; start the run with the launcher, or drop it",

@@ -78,7 +78,7 @@ class HiddenStates(torch.nn.Module):
     In F Megatron's model stops before it. In B, when all losses are there, the rest of the model
     runs: it gets them as its hidden states, the output layer passes them on for logits, and the
     loss is taken from there. On the way Megatron scales, masks and logs the losses of multi-token
-    prediction as ever.
+    prediction as usual.
 
     Attributes:
         weight: none; see ``SharedEmbedding``.

@@ -1,7 +1,7 @@
 """The model under ``--pp-vocab-parallel``: every rank of a pipeline owns an equal part of the rows
 of embedding and output layer (arXiv 2411.05288, section 3).
 
-Megatron builds the whole matrices on the first and the last stage, as ever, so they start with the
+Megatron builds the whole matrices on the first and the last stage, as usual, so they start with the
 very same values. When a rank has built its last chunk, both are shared out, and what is left of
 them is a module that takes part in the passes: one that brings embeddings in, one that hands hidden
 states out. So the first and the last rank hold a whole matrix for a moment while they build.
@@ -285,7 +285,7 @@ def _refused(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
 
 def _other_model(model: Any) -> ConfigError:
     return ConfigError(
-        f"{FLAG} shares out the vocabulary of megatron.core's GPTModel, but this model is a "
+        f"{FLAG} shards the vocabulary of megatron.core's GPTModel, but this model is a "
         f"{type(model).__name__}; drop it"
     )
 
