@@ -82,6 +82,12 @@ def test_yaml_of_a_functional_test():
     assert command.other
 
 
+def test_yaml_with_an_anchor():
+    text = "BASE_ARGS: &BASE\n  --bf16: true\n  --seed: 1\nMODEL_ARGS:\n  <<: *BASE\n  --seed: 2\n"
+    more = "MODEL_ARGS_2:\n  <<: *BASE\n  --swiglu: true\n"
+    assert from_text(text + more).flags == ["--bf16", "--seed", "1", "--seed", "2"]
+
+
 def test_settings_of_a_recipe():
     model = {
         "num_layers": 8,
