@@ -28,6 +28,7 @@ from megatron_ext.prove.server import ScriptServer
 from megatron_ext.prove.session import Check, Session
 from megatron_ext.prove.shrink import LAYOUT_OF_CHUNKS, PP, Shrinker, Shrunk
 from megatron_ext.prove.sources import from_text
+from tests.campaigns.prove_mutations import Mutation, copy, inject
 from tests.support.checkouts import MAIN_TAG, existing
 
 CASES = "tests/functional_tests/test_cases"
@@ -52,11 +53,13 @@ class Finding(NamedTuple):
         flags: beside ``_MODEL``.
         uneven: samples have different numbers of tokens that count.
         why: what was found in Megatron's code, or in its issues.
+        mend: with this changed in a copy of Megatron, it is equal.
     """
 
     flags: str
     uneven: bool
     why: str
+    mend: Mutation
 
 
 FINDINGS = (
@@ -65,12 +68,27 @@ FINDINGS = (
         False,
         "Learnable attention sinks are split over TP, but the clipping norm takes them for copies "
         "and counts one rank's (issue 7452, number 8).",
+        Mutation(
+            "sinks counted",
+            "core/transformer/dot_product_attention.py",
+            "if config.perform_initialization:",
+            "self.softmax_offset.tensor_model_parallel = True\n"
+            "            if config.perform_initialization:",
+        ),
     ),
     Finding(
         "--context-parallel-size 2 --mtp-num-layers 1",
         False,
-        "The scale of the loss of multi-token prediction lacks the factor CP that auxiliary losses "
-        "of experts have (pull request 3959, closed).",
+        "The loss of multi-token prediction is divided by the tokens that count on this "
+        "context-parallel rank; the last token of a sample has no target, so ranks have different "
+        "numbers even without a mask (issue 7452, number 3; pull request 7498).",
+        Mutation(
+            "tokens of all ranks",
+            "core/transformer/multi_token_prediction.py",
+            "safe_num_tokens = num_tokens.clamp(min=1)",
+            "torch.distributed.all_reduce(num_tokens, group=cp_group)\n"
+            "            safe_num_tokens = num_tokens.clamp(min=1) / cp_group.size()",
+        ),
     ),
     Finding(
         "--tensor-model-parallel-size 2 --multi-latent-attention --q-lora-rank 1536 "
@@ -78,40 +96,78 @@ FINDINGS = (
         False,
         "With Megatron's own layers (not Transformer Engine's) the positional part of the keys is "
         "gathered over TP and used by each rank's heads; the gather's backward pass keeps a part "
-        "of a gradient that has these heads' share only (`multi_latent_attention.py`, "
-        "`get_query_key_value_tensors`).",
+        "of a gradient that has these heads' share only.",
+        Mutation(
+            "gradient of all heads",
+            "core/transformer/multi_latent_attention.py",
+            "            if self.config.sequence_parallel:\n"
+            "                # kv_compressed:[s / TP, b, kv_lora_rank]",
+            "            from megatron.core.tensor_parallel.mappings import (\n"
+            "                copy_to_tensor_model_parallel_region)\n"
+            "            k_pos_emb = copy_to_tensor_model_parallel_region(k_pos_emb)\n"
+            "            if self.config.sequence_parallel:\n"
+            "                # kv_compressed:[s / TP, b, kv_lora_rank]",
+            anchor="q_compressed, kv_combined = self._qkv_down_projection(hidden_states)",
+        ),
     ),
     Finding(
         "--context-parallel-size 2",
         True,
         "Without `--calculate-per-token-loss` each context-parallel rank divides by the tokens "
-        "that count in its own part of a sample: known, and of no effect on even masks.",
+        "that count in its own part of a sample, which has an effect on uneven masks only "
+        "(issue 7452, number 9; pull request 7513).",
+        Mutation(
+            "tokens of the sample",
+            "core/pipeline_parallel/schedules.py",
+            "output_tensor /= torch.clamp(num_tokens, min=1)",
+            "count = num_tokens.clone()\n"
+            "                    torch.distributed.all_reduce(\n"
+            "                        count, group=parallel_state.get_context_parallel_group())\n"
+            "                    output_tensor *= cp_group_size / torch.clamp(count, min=1)",
+        ),
     ),
 )
-
-
+_NO_GROUPS = "no command line asks for it: scripts have only the global process groups"
 REPORTS = (
+    (
+        "7452, number 1: label smoothing by a rank's part of the vocabulary",
+        "no command line asks for it: no flag, and no model of Megatron, smooths labels",
+    ),
     (
         "7452, number 2: a loss of gathered logits",
         "no command line asks for it: `gpt_builders.py` never gathers the logits",
     ),
     (
-        "7452, number 3: multi-token prediction divides by a microbatch's tokens",
-        "equal: one process divides by the same numbers (`--uneven-masks`, DP 2)",
+        "7452, number 3: multi-token prediction divides by a rank's tokens",
+        "found over CP; see above. Over DP equal: one process, too, divides by a microbatch's "
+        "tokens (`--uneven-masks --calculate-per-token-loss`)",
     ),
+    ("7452, number 4: recompute of multi-token prediction over another TP group", _NO_GROUPS),
+    ("7452, number 5: a padding mask scattered over another TP group", _NO_GROUPS),
+    ("7452, number 6: queries of cross attention over another TP group", _NO_GROUPS),
+    ("7452, number 7: LLaVA's embeddings scattered over another TP group", _NO_GROUPS),
     ("7452, number 8: the norm of attention sinks", "found; see above"),
+    ("7452, number 9: a masked loss over context-parallel ranks", "found; see above"),
     (
         "7452, number 10: the router's counts with a padding mask",
         "no command line asks for it: `pretrain_gpt.py` has no padding mask",
     ),
     (
+        "7452, number 11: the norm of gated delta networks without sequence parallelism",
+        "needs Transformer Engine: Megatron has no other layers for it",
+    ),
+    ("7452, numbers 12 and 13", "their text was not at hand"),
+    (
         "7336, 5271: messages change places at PP 2 without overlap",
         "Megatron's arguments refuse that; exchanged messages, seeded, are found",
     ),
+    (
+        "5100, 1450: order of messages with sequences of different lengths",
+        "no command line asks for it: Megatron's arguments set `variable_seq_lengths` to False",
+    ),
     ("7398: a reload overtakes its own offload", "needs streams, so a GPU"),
 )
-"""Reports in Megatron-LM's tracker, and what `prove` says of them. Of number 7452, only the
-reproductions of these four were at hand."""
+"""Reports in Megatron-LM's tracker, and what `prove` says of them."""
 
 
 class Case(NamedTuple):
@@ -206,42 +262,78 @@ def run(root: Path, part: str, results: Path) -> None:
                         print(f"{index:3} {result}  {name:50} {text}", flush=True)
 
 
+@contextlib.contextmanager
+def mended(root: Path) -> Iterator[Path]:
+    """A copy of Megatron without the errors of ``FINDINGS``."""
+    with tempfile.TemporaryDirectory(prefix="mended-") as folder:
+        copy(root, Path(folder))
+        for one in FINDINGS:
+            inject(Path(folder), one.mend)
+        yield Path(folder)
+
+
+def run_mended(root: Path, results: Path) -> None:
+    """Run what differs once more, in a copy of Megatron without the errors of ``FINDINGS``."""
+    rows = read(results)
+    done = {one["names"] for one in rows if one["run"] == "mended"}
+    left = {one["names"] for one in rows if one["status"] == "different"} - done
+    every = [case for case in cases(root, "") if " ".join(case.names) in left]
+    for script in dict.fromkeys(case.script for case in every):
+        with mended(root) as tree, ScriptServer(tree / script, double=True) as server:
+            known = server.flags()
+            for case in every:
+                if case.script == script and isinstance(case.shrunk, Shrunk):
+                    made = _row(server, case.shrunk.known(known), case, "mended")
+                    with results.open("a") as file:
+                        file.write(json.dumps(made) + "\n")
+
+
+def _row(server: ScriptServer, shrunk: Shrunk, case: Case, run: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
+        flags = shrunk.flags if run == "ours" else shrunk.stock
+        return row(
+            " ".join(case.names), run, Session(server, shrunk, Path(scratch)).check(run, flags)
+        )
+
+
 def _rows(server: ScriptServer, case: Case, known: list[str]) -> list[dict[str, Any]]:
     """Results of a configuration under stock, and under a schedule of ours."""
     names = " ".join(case.names)
     if isinstance(case.shrunk, str):
         return [row(names, "stock", Check("stock", "failed", case.shrunk))]
-    rows = []
-    shrunk = case.shrunk.known(known)
-    with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
-        session = Session(server, shrunk, Path(scratch, "stock"))
-        rows.append(row(names, "stock", session.check("stock", shrunk.stock)))
-        if rows[0]["status"] == "equal" and (mine := ours(case, known)) is not None:
-            session = Session(server, mine, Path(scratch, "ours"))
-            rows.append(row(names, "ours", session.check("ours", mine.flags)))
+    rows = [_row(server, case.shrunk.known(known), case, "stock")]
+    if rows[0]["status"] == "equal" and (mine := ours(case, known)) is not None:
+        rows.append(_row(server, mine, case, "ours"))
     return rows
 
 
 def findings(root: Path) -> list[str]:
-    """Lines of a page: each finding's command, first difference and smallest set of flags."""
+    """Lines of a page: each finding's command, first difference, smallest set of flags, and what
+    it is in a copy of Megatron without it."""
     lines = []
-    with ScriptServer(root / "pretrain_gpt.py", double=True) as server:
-        for one in FINDINGS:
+    with (
+        mended(root) as tree,
+        ScriptServer(root / "pretrain_gpt.py", double=True) as server,
+        ScriptServer(tree / "pretrain_gpt.py", double=True) as without,
+        tempfile.TemporaryDirectory(prefix="finding-") as scratch,
+    ):
+        for number, one in enumerate(FINDINGS):
             shrunk = Shrinker(f"{_MODEL} {one.flags}".split()).shrink()
-            with tempfile.TemporaryDirectory(prefix="finding-") as scratch:
-                session = Session(server, shrunk, Path(scratch), uneven=one.uneven)
-                check = session.check("stock", shrunk.stock)
-                if check.comparison is None or check.comparison.equal:
-                    lines.append(f"- `{one.flags}`: {check.status} {check.detail}")
-                    continue
-                needed = " ".join(session.smallest(shrunk.stock, lambda text: None))
-            options = " --uneven-masks" * one.uneven
+            session = Session(server, shrunk, Path(scratch, str(number)), uneven=one.uneven)
+            check = session.check("stock", shrunk.stock)
+            if check.comparison is None or check.comparison.equal:
+                lines.append(f"- `{one.flags}`: {check.status} {check.detail}")
+                continue
+            needed = " ".join(session.smallest(shrunk.stock, lambda text: None))
+            session = Session(without, shrunk, Path(scratch, f"{number}b"), uneven=one.uneven)
             lines += [
                 f"### `{needed}`",
                 "",
-                one.why,
+                f"{one.why} Mended there (`{one.mend.file}`): "
+                f"{session.check('mended', shrunk.stock).status}.",
                 "",
-                f"    megatron-ext prove{options} -- pretrain_gpt.py $MODEL {one.flags}",
+                f"    megatron-ext prove{' --uneven-masks' * one.uneven} -- pretrain_gpt.py $MODEL "
+                + one.flags,
                 f"    {check.comparison.differences[0].text}",
                 "",
             ]
@@ -283,22 +375,22 @@ def page(rows: list[dict[str, Any]], shown: list[str], tag: str) -> str:
         "",
         "## Reports in Megatron-LM's tracker",
         "",
-        "Of the thirteen errors of number 7452, four were read.",
-        "",
         "| report | `prove` |",
         "| --- | --- |",
         *(f"| {report} | {answer} |" for report, answer in REPORTS),
     ]
+    mend = {one["names"]: one["status"] for one in rows if one["run"] == "mended"}
     for status, title in (("different", "Different"), ("failed", "Do not run"), ("hung", "Hang")):
-        own = [one for one in rows if one["status"] == status]
-        if not own:
-            continue
-        lines += ["", f"## {title}", "", "| test | run | what |", "| --- | --- | --- |"]
-        for one in own:
-            first, *others = one["names"].split()
-            more = f" and {len(others)} more" if others else ""
-            text = one["text"].replace("|", "\\|")
-            lines.append(f"| {first}{more} | {one['run']} | {text} |")
+        own: dict[str, list[str]] = {}  # tests by what they report
+        for one in rows:
+            if one["status"] == status and one["run"] != "mended":
+                text = one["text"].replace("|", "\\|").replace("one process: ", "")
+                if status == "different":
+                    text += f"; without the errors above: {mend.get(one['names'], 'not run')}"
+                own.setdefault(f"{text} | {one['run']}", []).extend(one["names"].split())
+        if own:
+            lines += ["", f"## {title}", "", "| what | run | tests |", "| --- | --- | --- |"]
+            lines += [f"| {text} | {', '.join(names)} |" for text, names in own.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -310,8 +402,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     start = time.monotonic()
-    run(existing(MAIN_TAG), options.part, options.results)
-    text = page(read(options.results), findings(existing(MAIN_TAG)), MAIN_TAG)
+    root = existing(MAIN_TAG)
+    run(root, options.part, options.results)
+    run_mended(root, options.results)
+    text = page(read(options.results), findings(root), MAIN_TAG)
     if options.output is not None:
         options.output.write_text(text)
     print(text)
