@@ -133,14 +133,17 @@ def from_shell(text: str) -> Command:
             body = re.sub(r"(?:^|\s)#.*$", " ", body, flags=re.M)
             own = _expand(body.replace("\n", " "), variables)
             variables[name] = (variables.get(name, []) if more else []) + own
-        elif match := re.fullmatch(
-            r"\s*(?:export\s+|local\s+)?(\w+)(\+?)=(\S.*?|)\s*;?\s*", line, re.S
-        ):
+        elif match := _ASSIGNMENT.fullmatch(line):
             name, more, body = match.groups()
             own = _expand(body.replace("\n", " "), variables)
             variables[name] = (variables.get(name, []) if more else []) + [" ".join(own)]
         else:
-            words = _expand(line.replace("\n", " "), variables)
+            words = [
+                one
+                for word in _expand(line.replace("\n", " "), variables)
+                # As in ``bash -c "python train.py ..."``.
+                for one in (shlex.split(word) if re.search(r"\.py\s", word) else [word])
+            ]
             if any(_is_script(word) for word in words):
                 found = words
     if found is None:
@@ -207,9 +210,6 @@ _NAMES = {
     "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
     "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
     "layernorm_epsilon": "--norm-epsilon",
-    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
-    "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
-    "rotary_base": "--rotary-base",
 }
 _ONLY_TRUE = {
     "qk_layernorm": "--qk-layernorm",

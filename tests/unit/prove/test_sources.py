@@ -73,6 +73,11 @@ def test_a_script_without_training():
         from_text("#!/bin/bash\nmake all\n")
 
 
+def test_a_command_in_quotes():
+    text = 'CMD="python -u x/train.py --lr 1 $MORE"\nsrun -n 8 bash -c "cd /x && ${CMD}"\n'
+    assert from_text(text) == Command("x/train.py", ["--lr", "1"], 8)
+
+
 def test_yaml_of_a_functional_test():
     command = from_text(YAML)
     assert command.flags == [
