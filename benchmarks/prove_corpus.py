@@ -53,13 +53,13 @@ class Finding(NamedTuple):
         flags: beside ``_MODEL``.
         uneven: samples have different numbers of tokens that count.
         why: what was found in Megatron's code, or in its issues.
-        mend: with this changed in a copy of Megatron, it is equal.
+        fix: with this changed in a copy of Megatron, it is equal.
     """
 
     flags: str
     uneven: bool
     why: str
-    mend: Mutation
+    fix: Mutation
 
 
 FINDINGS = (
@@ -263,27 +263,27 @@ def run(root: Path, part: str, results: Path) -> None:
 
 
 @contextlib.contextmanager
-def mended(root: Path) -> Iterator[Path]:
+def fixed(root: Path) -> Iterator[Path]:
     """A copy of Megatron without the errors of ``FINDINGS``."""
-    with tempfile.TemporaryDirectory(prefix="mended-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fixed-") as folder:
         copy(root, Path(folder))
         for one in FINDINGS:
-            inject(Path(folder), one.mend)
+            inject(Path(folder), one.fix)
         yield Path(folder)
 
 
-def run_mended(root: Path, results: Path) -> None:
+def run_fixed(root: Path, results: Path) -> None:
     """Run what differs once more, in a copy of Megatron without the errors of ``FINDINGS``."""
     rows = read(results)
-    done = {one["names"] for one in rows if one["run"] == "mended"}
+    done = {one["names"] for one in rows if one["run"] == "fixed"}
     left = {one["names"] for one in rows if one["status"] == "different"} - done
     every = [case for case in cases(root, "") if " ".join(case.names) in left]
     for script in dict.fromkeys(case.script for case in every):
-        with mended(root) as tree, ScriptServer(tree / script, double=True) as server:
+        with fixed(root) as tree, ScriptServer(tree / script, double=True) as server:
             known = server.flags()
             for case in every:
                 if case.script == script and isinstance(case.shrunk, Shrunk):
-                    made = _row(server, case.shrunk.known(known), case, "mended")
+                    made = _row(server, case.shrunk.known(known), case, "fixed")
                     with results.open("a") as file:
                         file.write(json.dumps(made) + "\n")
 
@@ -312,7 +312,7 @@ def findings(root: Path) -> list[str]:
     it is in a copy of Megatron without it."""
     lines = []
     with (
-        mended(root) as tree,
+        fixed(root) as tree,
         ScriptServer(root / "pretrain_gpt.py", double=True) as server,
         ScriptServer(tree / "pretrain_gpt.py", double=True) as without,
         tempfile.TemporaryDirectory(prefix="finding-") as scratch,
@@ -329,8 +329,8 @@ def findings(root: Path) -> list[str]:
             lines += [
                 f"### `{needed}`",
                 "",
-                f"{one.why} Mended there (`{one.mend.file}`): "
-                f"{session.check('mended', shrunk.stock).status}.",
+                f"{one.why} Fixed there (`{one.fix.file}`): "
+                f"{session.check('fixed', shrunk.stock).status}.",
                 "",
                 f"    megatron-ext prove{' --uneven-masks' * one.uneven} -- pretrain_gpt.py $MODEL "
                 + one.flags,
@@ -379,14 +379,14 @@ def page(rows: list[dict[str, Any]], shown: list[str], tag: str) -> str:
         "| --- | --- |",
         *(f"| {report} | {answer} |" for report, answer in REPORTS),
     ]
-    mend = {one["names"]: one["status"] for one in rows if one["run"] == "mended"}
+    again = {one["names"]: one["status"] for one in rows if one["run"] == "fixed"}
     for status, title in (("different", "Different"), ("failed", "Do not run"), ("hung", "Hang")):
         own: dict[str, list[str]] = {}  # tests by what they report
         for one in rows:
-            if one["status"] == status and one["run"] != "mended":
+            if one["status"] == status and one["run"] != "fixed":
                 text = one["text"].replace("|", "\\|").replace("one process: ", "")
                 if status == "different":
-                    text += f"; without the errors above: {mend.get(one['names'], 'not run')}"
+                    text += f"; without the errors above: {again.get(one['names'], 'not run')}"
                 own.setdefault(f"{text} | {one['run']}", []).extend(one["names"].split())
         if own:
             lines += ["", f"## {title}", "", "| what | run | tests |", "| --- | --- | --- |"]
@@ -404,7 +404,7 @@ def main() -> int:
     start = time.monotonic()
     root = existing(MAIN_TAG)
     run(root, options.part, options.results)
-    run_mended(root, options.results)
+    run_fixed(root, options.results)
     text = page(read(options.results), findings(root), MAIN_TAG)
     if options.output is not None:
         options.output.write_text(text)
