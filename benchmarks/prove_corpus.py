@@ -142,7 +142,10 @@ REPORTS = (
         "found over CP; see above. Over DP equal: one process, too, divides by a microbatch's "
         "tokens (`--uneven-masks --calculate-per-token-loss`)",
     ),
-    ("7452, number 4: recompute of multi-token prediction over another TP group", _NO_GROUPS),
+    (
+        "7452, number 4: recompute of multi-token prediction over another TP group",
+        f"{_NO_GROUPS}, with which it is equal",
+    ),
     ("7452, number 5: a padding mask scattered over another TP group", _NO_GROUPS),
     ("7452, number 6: queries of cross attention over another TP group", _NO_GROUPS),
     ("7452, number 7: LLaVA's embeddings scattered over another TP group", _NO_GROUPS),
