@@ -256,7 +256,7 @@ def run(root: Path, part: str, results: Path) -> None:
             for index, case in enumerate(every):
                 if case.script != script or (" ".join(case.names), "stock") in done:
                     continue
-                rows = _rows(server, case, known)
+                rows = _rows(server, case, known, fixed=False)
                 with results.open("a") as file:
                     for one in rows:
                         file.write(json.dumps(one) + "\n")
@@ -284,29 +284,23 @@ def run_fixed(root: Path, results: Path) -> None:
     for script in dict.fromkeys(case.script for case in every):
         with fixed(root) as tree, ScriptServer(tree / script, double=True) as server:
             known = server.flags()
-            for case in every:
-                if case.script == script and isinstance(case.shrunk, Shrunk):
-                    made = _row(server, case.shrunk.known(known), case, "fixed")
-                    with results.open("a") as file:
-                        file.write(json.dumps(made) + "\n")
+            for case in (case for case in every if case.script == script):
+                with results.open("a") as file:
+                    for one in _rows(server, case, known, fixed=True):
+                        file.write(json.dumps(one) + "\n")
 
 
-def _row(server: ScriptServer, shrunk: Shrunk, case: Case, run: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
-        flags = shrunk.flags if run == "ours" else shrunk.stock
-        return row(
-            " ".join(case.names), run, Session(server, shrunk, Path(scratch)).check(run, flags)
-        )
-
-
-def _rows(server: ScriptServer, case: Case, known: list[str]) -> list[dict[str, Any]]:
+def _rows(server: ScriptServer, case: Case, known: list[str], fixed: bool) -> list[dict[str, Any]]:
     """Results of a configuration under stock, and under a schedule of ours."""
     names = " ".join(case.names)
     if isinstance(case.shrunk, str):
         return [row(names, "stock", Check("stock", "failed", case.shrunk))]
-    rows = [_row(server, case.shrunk.known(known), case, "stock")]
-    if rows[0]["status"] == "equal" and (mine := ours(case, known)) is not None:
-        rows.append(_row(server, mine, case, "ours"))
+    shrunk = case.shrunk.known(known)
+    with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
+        session = Session(server, shrunk, Path(scratch))
+        rows = [row(names, "fixed" if fixed else "stock", session.check("stock", shrunk.stock))]
+        if rows[0]["status"] == "equal" and not fixed and (mine := ours(case, known)) is not None:
+            rows.append(row(names, "ours", session.check("ours", mine.flags)))
     return rows
 
 
