@@ -48,7 +48,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--precision", choices=("double", "single"), default="double",
                         help="of the runs (default: double, in which nothing hides)")  # fmt: skip
     parser.add_argument("--races", type=int, default=0, metavar="N",
-                        help="also run it N times with late messages")  # fmt: skip
+                        help="also run it N times with late messages and copies")  # fmt: skip
     parser.add_argument("--uneven-masks", action="store_true", help="give samples different "
                         "numbers of tokens that count, as fine-tuning data has")  # fmt: skip
     parser.add_argument("--no-bisect", action="store_true", help="do not look for the flags that "

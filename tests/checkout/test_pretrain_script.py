@@ -337,6 +337,6 @@ def test_a_cap_in_bytes_with_prediction_and_experts(
 def test_experts_with_biases_and_recomputed_norms(train: Callable[..., Log]) -> None:
     """Megatron refuses the one on one rank, and asks Transformer Engine for the other."""
     flags = ["--num-layers", "1", "--train-iters", "1", "--num-experts", "2"]
-    recompute = "--recompute-granularity selective --recompute-modules layernorm".split()
+    recompute = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm"]
     plain = train(*flags, ranks=1)
     assert plain["training"] and train(*flags, *recompute, ranks=1) == plain
