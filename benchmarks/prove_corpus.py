@@ -242,7 +242,6 @@ def row(names: str, run: str, check: Check) -> dict[str, Any]:
         "largest": largest,
         "tensors": check.comparison.tensors if check.comparison else 0,
         "seconds": round(check.seconds, 1),
-        "flags": " ".join(check.flags),
     }
 
 
@@ -342,14 +341,16 @@ def read(results: Path) -> list[dict[str, Any]]:
     return [json.loads(x) for x in results.read_text().splitlines()] if results.exists() else []
 
 
-def page(rows: list[dict[str, Any]], shown: list[str], tag: str) -> str:
+def page(results: Path, shown: list[str], tag: str) -> str:
     """The results as Markdown."""
+    rows = read(results)
     lines = [
         "# Megatron's functional tests and Megatron-Bridge's recipes, proved",
         "",
-        f"Made by `python3 -m benchmarks.prove_corpus` with Megatron {tag}, in float64, three",
-        "steps each. *equal*: every output, gradient, weight and moment is one process's within",
-        "rounding. A configuration that several share after shrinking is run once.",
+        f"Made {time.strftime('%Y-%m-%d')} by `python3 -m benchmarks.prove_corpus` on CPU ranks "
+        f"with Megatron {tag}, in float64, three steps each. *equal*: every output, gradient, "
+        "weight and moment is one process's within rounding. A configuration that several share "
+        f"after shrinking is run once. All rows: [results/{results.name}](results/{results.name}).",
         "",
     ]
     for kind in ("stock", "ours"):
@@ -395,14 +396,15 @@ def main() -> int:
     """Run the corpus and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", default="", help="only tests with this in their name")
-    parser.add_argument("--results", type=Path, default=Path("prove_corpus.jsonl"))
+    default = Path(__file__).parent / f"results/{time.strftime('%Y-%m-%d')}-prove-corpus.jsonl"
+    parser.add_argument("--results", type=Path, default=default)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     start = time.monotonic()
     root = existing(MAIN_TAG)
     run(root, options.part, options.results)
     run_fixed(root, options.results)
-    text = page(read(options.results), findings(root), MAIN_TAG)
+    text = page(options.results, findings(root), MAIN_TAG)
     if options.output is not None:
         options.output.write_text(text)
     print(text)
