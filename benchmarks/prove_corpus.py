@@ -28,6 +28,7 @@ from megatron_ext.prove.server import ScriptServer
 from megatron_ext.prove.session import Check, Session
 from megatron_ext.prove.shrink import LAYOUT_OF_CHUNKS, PP, Shrinker, Shrunk
 from megatron_ext.prove.sources import from_text
+from tests.campaigns.prove_mutations import Mutation, copy, inject
 from tests.support.checkouts import MAIN_TAG, existing
 
 CASES = "tests/functional_tests/test_cases"
@@ -52,11 +53,13 @@ class Finding(NamedTuple):
         flags: beside ``_MODEL``.
         uneven: samples have different numbers of tokens that count.
         why: what was found in Megatron's code, or in its issues.
+        fix: with this changed in a copy of Megatron, it is equal.
     """
 
     flags: str
     uneven: bool
     why: str
+    fix: Mutation
 
 
 FINDINGS = (
@@ -65,12 +68,27 @@ FINDINGS = (
         False,
         "Learnable attention sinks are split over TP, but the clipping norm takes them for copies "
         "and counts one rank's (issue 7452, number 8).",
+        Mutation(
+            "sinks counted",
+            "core/transformer/dot_product_attention.py",
+            "if config.perform_initialization:",
+            "self.softmax_offset.tensor_model_parallel = True\n"
+            "            if config.perform_initialization:",
+        ),
     ),
     Finding(
         "--context-parallel-size 2 --mtp-num-layers 1",
         False,
-        "The scale of the loss of multi-token prediction lacks the factor CP that auxiliary losses "
-        "of experts have (pull request 3959, closed).",
+        "The loss of multi-token prediction is divided by the tokens that count on this "
+        "context-parallel rank; the last token of a sample has no target, so ranks have different "
+        "numbers even without a mask (issue 7452, number 3; pull request 7498).",
+        Mutation(
+            "tokens of all ranks",
+            "core/transformer/multi_token_prediction.py",
+            "safe_num_tokens = num_tokens.clamp(min=1)",
+            "torch.distributed.all_reduce(num_tokens, group=cp_group)\n"
+            "            safe_num_tokens = num_tokens.clamp(min=1) / cp_group.size()",
+        ),
     ),
     Finding(
         "--tensor-model-parallel-size 2 --multi-latent-attention --q-lora-rank 1536 "
@@ -78,40 +96,81 @@ FINDINGS = (
         False,
         "With Megatron's own layers (not Transformer Engine's) the positional part of the keys is "
         "gathered over TP and used by each rank's heads; the gather's backward pass keeps a part "
-        "of a gradient that has these heads' share only (`multi_latent_attention.py`, "
-        "`get_query_key_value_tensors`).",
+        "of a gradient that has these heads' share only.",
+        Mutation(
+            "gradient of all heads",
+            "core/transformer/multi_latent_attention.py",
+            "            if self.config.sequence_parallel:\n"
+            "                # kv_compressed:[s / TP, b, kv_lora_rank]",
+            "            from megatron.core.tensor_parallel.mappings import (\n"
+            "                copy_to_tensor_model_parallel_region)\n"
+            "            k_pos_emb = copy_to_tensor_model_parallel_region(k_pos_emb)\n"
+            "            if self.config.sequence_parallel:\n"
+            "                # kv_compressed:[s / TP, b, kv_lora_rank]",
+            anchor="q_compressed, kv_combined = self._qkv_down_projection(hidden_states)",
+        ),
     ),
     Finding(
         "--context-parallel-size 2",
         True,
         "Without `--calculate-per-token-loss` each context-parallel rank divides by the tokens "
-        "that count in its own part of a sample: known, and of no effect on even masks.",
+        "that count in its own part of a sample, which has an effect on uneven masks only "
+        "(issue 7452, number 9; pull request 7513).",
+        Mutation(
+            "tokens of the sample",
+            "core/pipeline_parallel/schedules.py",
+            "output_tensor /= torch.clamp(num_tokens, min=1)",
+            "count = num_tokens.clone()\n"
+            "                    torch.distributed.all_reduce(\n"
+            "                        count, group=parallel_state.get_context_parallel_group())\n"
+            "                    output_tensor *= cp_group_size / torch.clamp(count, min=1)",
+        ),
     ),
 )
-
-
+_NO_GROUPS = "no command line asks for it: scripts have only the global process groups"
 REPORTS = (
+    (
+        "7452, number 1: label smoothing by a rank's part of the vocabulary",
+        "no command line asks for it: no flag, and no model of Megatron, smooths labels",
+    ),
     (
         "7452, number 2: a loss of gathered logits",
         "no command line asks for it: `gpt_builders.py` never gathers the logits",
     ),
     (
-        "7452, number 3: multi-token prediction divides by a microbatch's tokens",
-        "equal: one process divides by the same numbers (`--uneven-masks`, DP 2)",
+        "7452, number 3: multi-token prediction divides by a rank's tokens",
+        "found over CP; see above. Over DP equal: one process, too, divides by a microbatch's "
+        "tokens (`--uneven-masks --calculate-per-token-loss`)",
     ),
+    (
+        "7452, number 4: recompute of multi-token prediction over another TP group",
+        f"{_NO_GROUPS}, with which it is equal",
+    ),
+    ("7452, number 5: a padding mask scattered over another TP group", _NO_GROUPS),
+    ("7452, number 6: queries of cross attention over another TP group", _NO_GROUPS),
+    ("7452, number 7: LLaVA's embeddings scattered over another TP group", _NO_GROUPS),
     ("7452, number 8: the norm of attention sinks", "found; see above"),
+    ("7452, number 9: a masked loss over context-parallel ranks", "found; see above"),
     (
         "7452, number 10: the router's counts with a padding mask",
         "no command line asks for it: `pretrain_gpt.py` has no padding mask",
     ),
     (
+        "7452, number 11: the norm of gated delta networks without sequence parallelism",
+        "needs Transformer Engine: Megatron has no other layers for it",
+    ),
+    ("7452, numbers 12 and 13", "their text was not at hand"),
+    (
         "7336, 5271: messages change places at PP 2 without overlap",
         "Megatron's arguments refuse that; exchanged messages, seeded, are found",
     ),
+    (
+        "5100, 1450: order of messages with sequences of different lengths",
+        "no command line asks for it: Megatron's arguments set `variable_seq_lengths` to False",
+    ),
     ("7398: a reload overtakes its own offload", "needs streams, so a GPU"),
 )
-"""Reports in Megatron-LM's tracker, and what `prove` says of them. Of number 7452, only the
-reproductions of these four were at hand."""
+"""Reports in Megatron-LM's tracker, and what `prove` says of them."""
 
 
 class Case(NamedTuple):
@@ -183,7 +242,6 @@ def row(names: str, run: str, check: Check) -> dict[str, Any]:
         "largest": largest,
         "tensors": check.comparison.tensors if check.comparison else 0,
         "seconds": round(check.seconds, 1),
-        "flags": " ".join(check.flags),
     }
 
 
@@ -197,7 +255,7 @@ def run(root: Path, part: str, results: Path) -> None:
             for index, case in enumerate(every):
                 if case.script != script or (" ".join(case.names), "stock") in done:
                     continue
-                rows = _rows(server, case, known)
+                rows = _rows(server, case, known, fixed=False)
                 with results.open("a") as file:
                     for one in rows:
                         file.write(json.dumps(one) + "\n")
@@ -206,42 +264,72 @@ def run(root: Path, part: str, results: Path) -> None:
                         print(f"{index:3} {result}  {name:50} {text}", flush=True)
 
 
-def _rows(server: ScriptServer, case: Case, known: list[str]) -> list[dict[str, Any]]:
+@contextlib.contextmanager
+def fixed(root: Path) -> Iterator[Path]:
+    """A copy of Megatron without the errors of ``FINDINGS``."""
+    with tempfile.TemporaryDirectory(prefix="fixed-") as folder:
+        copy(root, Path(folder))
+        for one in FINDINGS:
+            inject(Path(folder), one.fix)
+        yield Path(folder)
+
+
+def run_fixed(root: Path, results: Path) -> None:
+    """Run what differs once more, in a copy of Megatron without the errors of ``FINDINGS``."""
+    rows = read(results)
+    done = {one["names"] for one in rows if one["run"] == "fixed"}
+    left = {one["names"] for one in rows if one["status"] == "different"} - done
+    every = [case for case in cases(root, "") if " ".join(case.names) in left]
+    for script in dict.fromkeys(case.script for case in every):
+        with fixed(root) as tree, ScriptServer(tree / script, double=True) as server:
+            known = server.flags()
+            for case in (case for case in every if case.script == script):
+                with results.open("a") as file:
+                    for one in _rows(server, case, known, fixed=True):
+                        file.write(json.dumps(one) + "\n")
+
+
+def _rows(server: ScriptServer, case: Case, known: list[str], fixed: bool) -> list[dict[str, Any]]:
     """Results of a configuration under stock, and under a schedule of ours."""
     names = " ".join(case.names)
     if isinstance(case.shrunk, str):
         return [row(names, "stock", Check("stock", "failed", case.shrunk))]
-    rows = []
     shrunk = case.shrunk.known(known)
     with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
-        session = Session(server, shrunk, Path(scratch, "stock"))
-        rows.append(row(names, "stock", session.check("stock", shrunk.stock)))
-        if rows[0]["status"] == "equal" and (mine := ours(case, known)) is not None:
-            session = Session(server, mine, Path(scratch, "ours"))
+        session = Session(server, shrunk, Path(scratch))
+        rows = [row(names, "fixed" if fixed else "stock", session.check("stock", shrunk.stock))]
+        if rows[0]["status"] == "equal" and not fixed and (mine := ours(case, known)) is not None:
             rows.append(row(names, "ours", session.check("ours", mine.flags)))
     return rows
 
 
 def findings(root: Path) -> list[str]:
-    """Lines of a page: each finding's command, first difference and smallest set of flags."""
+    """Lines of a page: each finding's command, first difference, smallest set of flags, and what
+    it is in a copy of Megatron without it."""
     lines = []
-    with ScriptServer(root / "pretrain_gpt.py", double=True) as server:
-        for one in FINDINGS:
+    with (
+        fixed(root) as tree,
+        ScriptServer(root / "pretrain_gpt.py", double=True) as server,
+        ScriptServer(tree / "pretrain_gpt.py", double=True) as without,
+        tempfile.TemporaryDirectory(prefix="finding-") as scratch,
+    ):
+        for number, one in enumerate(FINDINGS):
             shrunk = Shrinker(f"{_MODEL} {one.flags}".split()).shrink()
-            with tempfile.TemporaryDirectory(prefix="finding-") as scratch:
-                session = Session(server, shrunk, Path(scratch), uneven=one.uneven)
-                check = session.check("stock", shrunk.stock)
-                if check.comparison is None or check.comparison.equal:
-                    lines.append(f"- `{one.flags}`: {check.status} {check.detail}")
-                    continue
-                needed = " ".join(session.smallest(shrunk.stock, lambda text: None))
-            options = " --uneven-masks" * one.uneven
+            session = Session(server, shrunk, Path(scratch, str(number)), uneven=one.uneven)
+            check = session.check("stock", shrunk.stock)
+            if check.comparison is None or check.comparison.equal:
+                lines.append(f"- `{one.flags}`: {check.status} {check.detail}")
+                continue
+            needed = " ".join(session.smallest(shrunk.stock, lambda text: None))
+            session = Session(without, shrunk, Path(scratch, f"{number}b"), uneven=one.uneven)
             lines += [
                 f"### `{needed}`",
                 "",
-                one.why,
+                f"{one.why} Fixed there (`{one.fix.file}`): "
+                f"{session.check('fixed', shrunk.stock).status}.",
                 "",
-                f"    megatron-ext prove{options} -- pretrain_gpt.py $MODEL {one.flags}",
+                f"    megatron-ext prove{' --uneven-masks' * one.uneven} -- pretrain_gpt.py $MODEL "
+                + one.flags,
                 f"    {check.comparison.differences[0].text}",
                 "",
             ]
@@ -253,15 +341,20 @@ def read(results: Path) -> list[dict[str, Any]]:
     return [json.loads(x) for x in results.read_text().splitlines()] if results.exists() else []
 
 
-def page(rows: list[dict[str, Any]], shown: list[str], tag: str) -> str:
-    """The results as Markdown."""
+def page(results: Path, shown: list[str], tag: str, every: int) -> str:
+    """The results as Markdown; ``every``: configurations in all."""
+    rows = read(results)
+    ran = sum(one["run"] == "stock" for one in rows)
+    partly = [f"Not complete: {ran} of {every} configurations ran.", ""]
     lines = [
         "# Megatron's functional tests and Megatron-Bridge's recipes, proved",
         "",
-        f"Made by `python3 -m benchmarks.prove_corpus` with Megatron {tag}, in float64, three",
-        "steps each. *equal*: every output, gradient, weight and moment is one process's within",
-        "rounding. A configuration that several share after shrinking is run once.",
+        f"Made {time.strftime('%Y-%m-%d')} by `python3 -m benchmarks.prove_corpus` on CPU ranks "
+        f"with Megatron {tag}, in float64, three steps each. *equal*: every output, gradient, "
+        "weight and moment is one process's within rounding. A configuration that several share "
+        f"after shrinking is run once. All rows: [results/{results.name}](results/{results.name}).",
         "",
+        *(partly if ran < every else []),
     ]
     for kind in ("stock", "ours"):
         own = [one for one in rows if one["run"] == kind]
@@ -283,22 +376,22 @@ def page(rows: list[dict[str, Any]], shown: list[str], tag: str) -> str:
         "",
         "## Reports in Megatron-LM's tracker",
         "",
-        "Of the thirteen errors of number 7452, four were read.",
-        "",
         "| report | `prove` |",
         "| --- | --- |",
         *(f"| {report} | {answer} |" for report, answer in REPORTS),
     ]
+    again = {one["names"]: one["status"] for one in rows if one["run"] == "fixed"}
     for status, title in (("different", "Different"), ("failed", "Do not run"), ("hung", "Hang")):
-        own = [one for one in rows if one["status"] == status]
-        if not own:
-            continue
-        lines += ["", f"## {title}", "", "| test | run | what |", "| --- | --- | --- |"]
-        for one in own:
-            first, *others = one["names"].split()
-            more = f" and {len(others)} more" if others else ""
-            text = one["text"].replace("|", "\\|")
-            lines.append(f"| {first}{more} | {one['run']} | {text} |")
+        own: dict[str, list[str]] = {}  # tests by what they report
+        for one in rows:
+            if one["status"] == status and one["run"] != "fixed":
+                text = one["text"].replace("|", "\\|").replace("one process: ", "")
+                if status == "different":
+                    text += f"; without the errors above: {again.get(one['names'], 'not run')}"
+                own.setdefault(f"{text} | {one['run']}", []).extend(one["names"].split())
+        if own:
+            lines += ["", f"## {title}", "", "| what | run | tests |", "| --- | --- | --- |"]
+            lines += [f"| {text} | {', '.join(names)} |" for text, names in own.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -306,12 +399,15 @@ def main() -> int:
     """Run the corpus and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", default="", help="only tests with this in their name")
-    parser.add_argument("--results", type=Path, default=Path("prove_corpus.jsonl"))
+    default = Path(__file__).parent / f"results/{time.strftime('%Y-%m-%d')}-prove-corpus.jsonl"
+    parser.add_argument("--results", type=Path, default=default)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     start = time.monotonic()
-    run(existing(MAIN_TAG), options.part, options.results)
-    text = page(read(options.results), findings(existing(MAIN_TAG)), MAIN_TAG)
+    root = existing(MAIN_TAG)
+    run(root, options.part, options.results)
+    run_fixed(root, options.results)
+    text = page(options.results, findings(root), MAIN_TAG, len(cases(root, options.part)))
     if options.output is not None:
         options.output.write_text(text)
     print(text)

@@ -39,7 +39,8 @@ ENVIRONMENT = {
     "with status 75; default: `--distributed-timeout-minutes`",
     "MEGATRON_EXT_AGREEMENT_SECONDS": "how long ranks wait for each other's settings before "
     "training; default 120",
-    "MEGATRON_EXT_OFFLOAD_MIN_BYTES": "smaller tensors are never offloaded; default 65536",
+    "MEGATRON_EXT_OFFLOAD_MIN_BYTES": "smaller tensors are never offloaded; default 65536, "
+    "4096 in experts",
     "MEGATRON_EXT_DOCTOR_SECONDS": "time limit of each probe of `megatron-ext doctor`",
     "MEGATRON_EXT_CPU_CAPABILITY": "with `--device cpu`: the compute capability that scripts see, "
     "such as 9.0",

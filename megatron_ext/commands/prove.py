@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +48,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--precision", choices=("double", "single"), default="double",
                         help="of the runs (default: double, in which nothing hides)")  # fmt: skip
     parser.add_argument("--races", type=int, default=0, metavar="N",
-                        help="also run it N times with late messages")  # fmt: skip
+                        help="also run it N times with late messages and copies")  # fmt: skip
     parser.add_argument("--uneven-masks", action="store_true", help="give samples different "
                         "numbers of tokens that count, as fine-tuning data has")  # fmt: skip
     parser.add_argument("--no-bisect", action="store_true", help="do not look for the flags that "
@@ -123,21 +122,14 @@ def _run(
 
     # Megatron warns of every optional package that is not installed.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    with _progress() as progress:
-        progress(f"importing {script.name}")
-        with ScriptServer(script, double=args.precision == "double") as server:
-            if other:
-                shrunk = shrunk.known(server.flags())
-            session = Session(server, shrunk, folder, args.precision, uneven=args.uneven_masks)
-            return make(session, shrunk, args.races, not args.no_bisect, progress)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Lines on stderr: what runs, after how many seconds."""
     start = time.monotonic()
 
     def progress(text: str) -> None:
         print(f"{time.monotonic() - start:5.0f} s  {text}", file=sys.stderr, flush=True)
 
-    yield progress
+    progress(f"importing {script.name}")
+    with ScriptServer(script, double=args.precision == "double") as server:
+        if other:
+            shrunk = shrunk.known(server.flags())
+        session = Session(server, shrunk, folder, args.precision, uneven=args.uneven_masks)
+        return make(session, shrunk, args.races, not args.no_bisect, progress)

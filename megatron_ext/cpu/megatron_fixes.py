@@ -78,19 +78,39 @@ def _fix_fused_kernels(module: Any) -> None:
     module.load = lambda args: None
 
 
+def _fix_mappings(module: Any) -> None:
+    """Reduce over one rank by doing nothing.
+
+    Megatron's function returns its input, which autograd takes for a view and protects; an expert
+    adds its second bias to it in place, so that experts with biases would not run in one process.
+    """
+    reduce = module.reduce_from_tensor_model_parallel_region
+
+    @functools.wraps(reduce)
+    def reduce_if_several(input_: torch.Tensor, group: Any = None) -> Any:
+        group = module.get_tensor_model_parallel_group_if_none(group)
+        return input_ if group is not None and group.size() == 1 else reduce(input_, group)
+
+    module.reduce_from_tensor_model_parallel_region = reduce_if_several
+
+
 def _fix_moe_utils(module: ModuleType) -> None:
     """Define the name that core_v0.16.1 tests for but only sets with Transformer Engine."""
     module.__dict__.setdefault("te_general_gemm", None)
 
 
 def _fix_recompute(module: Any) -> None:
-    """Refill discarded outputs by a copy, as core_v0.16.1 does.
+    """Refill discarded outputs by a copy, as core_v0.16.1 does, and without asking for FP8.
 
     Later versions compile a C++ extension that shares the memory instead: a minute, and a compiler,
-    in the first backward pass.
+    in the first backward pass. They also ask Transformer Engine for its FP8 state, even where it is
+    missing: their own default of ``fp8``, False, is not the None that they test for.
     """
     if hasattr(module, "_get_share_storage"):
         module._get_share_storage = lambda: _copy_storage
+    if not module.HAVE_TE and hasattr(module, "CheckpointWithoutOutput"):
+        begin = module.CheckpointWithoutOutput.__init__
+        begin.__defaults__ = tuple(value or None for value in begin.__defaults__ or ())
 
 
 def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -162,6 +182,7 @@ _FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _fix_optimizer_offload,
     "megatron.core.optimizer.distrib_optimizer": _fix_distributed_optimizer,
     "megatron.core.tensor_parallel.inference_layers": _fix_inference_layers,
+    "megatron.core.tensor_parallel.mappings": _fix_mappings,
     "megatron.core.tensor_parallel.random": _fix_recompute,
     "megatron.core.transformer.dot_product_attention": context_parallel.fix_attention,
     "megatron.core.transformer.moe.moe_utils": _fix_moe_utils,

@@ -22,9 +22,10 @@ import torch
 
 from ..offload.arena import HostArena, padded
 from ..offload.blocks import Block, Kept, place
-from ..offload.device import CpuDevice, CudaDevice, Device, Event
+from ..offload.device import Device, Event, device_for
 from ..offload.engine import Engine, Ticket
 from ..offload.errors import OffloadConfigError
+from ..offload.saved import smallest
 from .graph import Linears, Recomputation, without_memory
 from .plan import DEPTH, Restore, Strategy
 
@@ -228,9 +229,7 @@ class Memory:
     @classmethod
     def on(cls, device: torch.device, **options: Any) -> Memory:
         """For layers with tensors on ``device``."""
-        if device.type == "cuda":
-            return cls(CudaDevice(device), **options)
-        return cls(CpuDevice(), **options)
+        return cls(device_for(device), **{"min_bytes": smallest(MIN_BYTES), **options})
 
     def close(self) -> None:
         """Wait for copies and release everything."""

@@ -7,6 +7,7 @@ passes keep of B's tensors stays valid until W, without the store knowing about 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -23,6 +24,11 @@ from .sets import ActivationSet, State
 MIN_BYTES = 64 * 1024
 # Transformer Engine (2.x; 1.x for weights) and megatron-core mark tensors that must not move.
 MARKS = ("_TE_do_not_offload", "_do_not_offload", "weight_offloading")
+
+
+def smallest(default: int = MIN_BYTES) -> int:
+    """Bytes of the smallest tensor that may move, which the environment can change."""
+    return int(os.environ.get("MEGATRON_EXT_OFFLOAD_MIN_BYTES", default))
 
 
 class Selection:

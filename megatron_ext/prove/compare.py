@@ -96,6 +96,12 @@ class Comparison:
         """True if nothing differs by more than rounding."""
         return not self.differences
 
+    @property
+    def omitted(self) -> list[str]:
+        """What was not compared, and why."""
+        hidden = [f"{name} (this layout does not show it)" for name in self.absent]
+        return hidden + [f"{name}: {why}" for name, why in self.skipped.items()]
+
 
 def compare(
     folder: Path,

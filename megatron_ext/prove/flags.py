@@ -95,14 +95,8 @@ DROPPED = (
     *("--override-opt", "--use-checkpoint-opt", "--retro-", "--inference-", "--barrier-with"),
     *("--no-barrier", "--num-experts-per-log", "--deterministic-mode", "--train-sync-interval"),
     *("--adam-eps", "--seed", "--te-rng", "--use-cpu-initialization", "--perform-initialization"),
-    *(
-        "--fim-",
-        "--perform-rl",
-        "--step-batch-size",
-        "--decrease-batch",
-        "--legacy-tokenizer",
-        "--trust-",
-    ),
+    *("--fim-", "--perform-rl", "--step-batch-size", "--decrease-batch", "--legacy-tokenizer"),
+    *("--trust-", "--muon-", "--use-layer-wise-", "--no-use-layer-wise-"),
 )
 # Only a GPU runs these; the computation without them is the same in exact arithmetic.
 GPU_ONLY = (
@@ -118,13 +112,8 @@ GPU_ONLY = (
     *("--moe-apply-probs-on-input-fusion", "--batch-invariant", "--use-transformer-engine-op"),
     *("--gradient-accumulation-fusion", "--no-gradient-accumulation-fusion", "--use-te-"),
     *("--moe-shared-expert-overlap", "--fused-", "--no-fused", "--bias-", "--flash-decode"),
-    *(
-        *("--apply-layernorm-1p", "--defer-embedding-wgrad-compute", "--wgrad-deferral-limit"),
-        "--min-offloaded",
-        "--activation-offload",
-        "--overlap-cpu-optimizer",
-        "--nvfp4",
-    ),
+    *("--apply-layernorm-1p", "--defer-embedding-wgrad-compute", "--wgrad-deferral-limit"),
+    *("--min-offloaded", "--activation-offload", "--overlap-cpu-optimizer", "--nvfp4"),
 )
 # Precisions; the comparison chooses its own.
 PRECISION = (
@@ -132,20 +121,8 @@ PRECISION = (
     *("--main-grads-dtype", "--main-params-dtype", "--exp-avg", "--accumulate-allreduce-grads"),
     *("--attention-softmax-in-fp32", "--apply-query-key-layer-scaling", "--loss-scale"),
     *("--initial-loss-scale", "--min-loss-scale", "--hysteresis", "--grad-reduce-in-bf16"),
-    *(
-        "--moe-router-dtype",
-        "--fp32-residual",
-        "--te-precision",
-        "--keep-fp8",
-        "--moe-router-padding",
-    ),
-    *(
-        "--moe-router-padding",
-        "--params-dtype",
-        "--disable-bf16",
-        "--reuse-grad-buf",
-        "--loss-scale-window",
-    ),
+    *("--moe-router-dtype", "--fp32-residual", "--te-precision", "--keep-fp8"),
+    *("--moe-router-padding", "--params-dtype", "--disable-bf16", "--reuse-grad-buf"),
 )
 # What a layout changes by design: which tokens an expert drops, random numbers, sums over ranks'
 # batches. Each is replaced, and the report says so.

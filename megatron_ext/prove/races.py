@@ -1,9 +1,9 @@
-"""Late messages: what a run computes must not depend on when its messages arrive.
+"""Late messages and copies: what a run computes must not depend on when they arrive.
 
 ``install`` lets a rank's point-to-point messages start late, after random pauses, and fills
-buffers that are to receive with NaN. Code that reads a buffer before it has waited, or writes to
-one that is still being sent, then computes something else; gloo alone nearly always delivers before
-anybody looks.
+buffers that are to receive with NaN; copies of offloaded tensors start late, too, and released
+memory is filled. Code that reads a buffer before it has waited, or writes to one that is still
+being sent, then computes something else; gloo alone nearly always delivers before anybody looks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 
-LONGEST = 0.004  # seconds that a message waits before it starts
+from megatron_ext.offload import device
+from megatron_ext.prove.faulty_device import Faults, FaultyDevice
+
+LONGEST = 0.004  # seconds that a message or copy waits before it starts
 
 
 class _Late:
@@ -53,8 +56,10 @@ class _Late:
 
 
 def install(seed: int) -> None:
-    """Delay this process's messages from now on; ``seed`` makes the pauses reproducible."""
+    """Delay this process's messages and copies from now on, by pauses from ``seed``."""
     pauses, messages = random.Random(seed), queue.SimpleQueue[tuple[float, _Late]]()
+    faults = Faults(lambda direction: pauses.random() * LONGEST, poison=True)
+    device.CpuDevice = functools.partial(FaultyDevice, faults)  # type: ignore[misc, assignment]
 
     def serve() -> None:
         while True:

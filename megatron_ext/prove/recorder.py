@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,8 @@ def prepare(value: Any, rank: int, folder: Path) -> None:
     """
     from megatron.training import training
 
+    # All tensors of so small a model would stay on the device.
+    os.environ.setdefault("MEGATRON_EXT_OFFLOAD_MIN_BYTES", "1")
     if value["uneven"]:
         _mask_unevenly()
     if value["late"] is not None:

@@ -60,10 +60,7 @@ class Report:
             lines.append(f"{check.name:<24} {_verdict(check)}")
             if check.comparison is not None:
                 lines += [f"    {one.text}" for one in check.comparison.differences[:4]]
-                for name in check.comparison.absent:
-                    lines.append(f"    not compared: {name} (this layout does not show it)")
-                for name, why in check.comparison.skipped.items():
-                    lines.append(f"    not compared: {name}: {why}")
+                lines += [f"    not compared: {one}" for one in check.comparison.omitted]
         if self.needed is not None:
             lines.append(f"smallest set of flags:   {' '.join(self.needed) or 'none'}")
             lines.append("    (without any one of them the difference is gone, or nothing runs)")
@@ -81,15 +78,14 @@ class Report:
     @property
     def page(self) -> str:
         """An HTML page."""
-        rows = "".join(
-            f"<tr><td>{html.escape(check.name)}<td class={check.status}>"
-            f"{html.escape(_verdict(check))}"
-            + "".join(
-                f"<p>{html.escape(one.text)}"
-                for one in (check.comparison.differences if check.comparison else [])
-            )
-            for check in self.checks
-        )
+        rows = ""
+        for check in self.checks:
+            rows += f"<tr><td>{html.escape(check.name)}<td class={check.status}>"
+            rows += html.escape(_verdict(check))
+            if (made := check.comparison) is not None:
+                found = [one.text for one in made.differences]
+                found += [f"not compared: {one}" for one in made.omitted]
+                rows += "".join(f"<p>{html.escape(text)}" for text in found)
         sizes = "".join(
             f"<tr><td>{html.escape(n)}<td>{html.escape(b)}<td>{html.escape(a)}"
             for n, b, a in self._sizes()

@@ -40,7 +40,7 @@ from .preload import keep_writing_here, preload
 HOME = Path(__file__).resolve().parents[2]  # of the package
 # Far beyond what any job takes on a machine with ten times more to do than cores.
 PATIENCE = 400.0  # seconds
-MOST_RANKS = 16
+MOST_RANKS = 32  # of the largest layout that shrinking can leave
 MOST_SAMPLE_BYTES = 1 << 30
 
 

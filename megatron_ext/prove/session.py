@@ -111,13 +111,16 @@ class Session:
         reference = self._shrunk.reference(flags)
         key = tuple(sorted(reference.words))
         if key not in self._references:
-            self._references[key] = self._run("one-process", self._loading(reference), 1)
+            words = [*reference.words, *self._start(flags)]
+            self._references[key] = self._run("one-process", words, 1)
         return self._references[key]
 
-    def _loading(self, flags: Flags) -> list[str]:
+    def _start(self, flags: Flags) -> list[str]:
         checkpoint, _ = self.weights(flags)
-        start = ["--load", str(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng"]
-        return [*flags.words, *start]
+        return ["--load", str(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng"]
+
+    def _loading(self, flags: Flags) -> list[str]:
+        return [*flags.words, *self._start(flags)]
 
     def world(self, flags: Flags) -> int:
         """Ranks of a layout: the data-parallel size stays the shrunk configuration's."""
@@ -126,7 +129,7 @@ class Session:
         data = self._shrunk.world // model
         return data * flags.number(TP, 1) * flags.number(PP, 1) * flags.number(CP, 1)
 
-    def check(self, name: str, flags: Flags, more: list[str] | None = None) -> Check:
+    def check(self, name: str, flags: Flags) -> Check:
         """Run a layout and compare it with one process."""
         world = self.world(flags)
         _, made = self.weights(flags)
@@ -135,8 +138,7 @@ class Session:
         path, alone = self.reference(flags)
         if alone.status != "ok":
             return Check(name, "failed", "one process: " + reason(alone, 1))
-        words = [*self._loading(flags), *(more or [])]
-        folder, outcome = self._run(name, words, world)
+        folder, outcome = self._run(name, self._loading(flags), world)
         check = self._judge(name, outcome, folder, world, path, 1)
         check.flags = tuple(flags.words)
         return check

@@ -27,9 +27,11 @@ _GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 # Flags that give a rank more than one model chunk.
 LAYOUT_OF_CHUNKS = (_VIRTUAL, _PER_VIRTUAL, "--pipeline-model-parallel-layout")
 _ETP = "--expert-tensor-parallel-size"
+_INSTANCES = "--num-distributed-optimizer-instances"
 _DIVISIBLE = "--make-vocab-size-divisible-by"
 _HEAD = 8  # elements of a head
 _VOCABULARY = 64  # tokens a tensor-parallel rank
+_MUON = "it orthogonalizes each rank's part of a weight by itself"
 _TWO_CHUNKS = ("v-", "dualpipev", "auto")
 HYBRID = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _FREQUENCIES = (
@@ -129,17 +131,18 @@ class Shrinker:
         self._sizes()
         self._batch()
         self._run()
+        listed = {flag.split()[0] for flag, _ in self._lost}
         changes = [
             (name, " ".join(self._given.values(name)), " ".join(self._flags.values(name)))
             for name in self._given.names
             if name in self._flags and self._flags.values(name) != self._given.values(name)
+            if name not in listed
         ]
-        lost = [entry for entry in self._lost if entry[0].split()[0] not in self._flags]
         return Shrunk(
             self._flags,
             math.prod(self._small) // self._small.ep,
             tuple(changes),
-            tuple(lost),
+            tuple(self._lost),
             self._steps,
         )
 
@@ -160,8 +163,12 @@ class Shrinker:
         tp, cp = min(2, self._number(TP, 1)), min(2, self._number(CP, 1))
         pp, ep = min(4, self._number(PP, 1)), min(2, self._number(EP, 1))
         etp = min(2, self._number(_ETP, self._number(TP, 1)))
+        if "--use-tp-pp-dp-mapping" in flags and _ETP in flags and pp > 1:
+            etp = max(1, tp * cp // ep)  # experts have as many data-parallel ranks as the others
+        instances = min(2, self._number(_INSTANCES, 1))
         # Experts need so many data-parallel ranks; two are the least that have to agree.
-        dp = needed = ep * etp // math.gcd(ep * etp, tp * cp)
+        experts = math.lcm(ep * etp * instances, tp * cp) // (tp * cp)
+        dp = needed = math.lcm(experts, math.lcm(instances, cp) // cp)
         if self._ways > 1 or (not self._ways and tp * cp * pp * 2 <= self._ranks):
             dp = max(2, needed)
         while tp * cp * pp * dp > self._ranks and dp > needed:
@@ -173,7 +180,8 @@ class Shrinker:
                 f"the smallest layout of this kind has {tp * cp * pp * dp} ranks (TP {tp}, "
                 f"PP {pp}, CP {cp}, EP {ep}, DP {dp}), --ranks allows {self._ranks}"
             )
-        for name, size in ((TP, tp), (PP, pp), (CP, cp), (EP, ep), (_ETP, etp)):
+        sizes = ((TP, tp), (PP, pp), (CP, cp), (EP, ep), (_ETP, etp), (_INSTANCES, instances))
+        for name, size in sizes:
             if name in flags:
                 flags.set(name, size)
         for name, why in (
@@ -353,7 +361,8 @@ def _drop(flags: Flags) -> list[tuple[str, str]]:
             lost.append((flags.text(name), why))
             flags.drop(name)
     for name in flags.matching(tuple(BY_DESIGN)):
-        lost.append((flags.text(name), BY_DESIGN[name]))
+        if flags.values(name) not in (["0"], ["0.0"]):
+            lost.append((flags.text(name), BY_DESIGN[name]))
         flags.drop(name)
     for name in flags.matching(("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")):
         lost.append((name, "Megatron has it for 16-bit models only"))
@@ -370,6 +379,8 @@ def _drop(flags: Flags) -> list[tuple[str, str]]:
             *("--moe-router-load-balancing-type", "sinkhorn", "none"),
             "it balances each rank's own tokens",
         ),
+        ("--optimizer", "muon", "adam", _MUON),
+        ("--optimizer", "dist_muon", "adam", _MUON),
     ):
         values = flags.values(name)
         if old in values:

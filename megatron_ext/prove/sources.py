@@ -77,24 +77,25 @@ def from_text(text: str) -> Command:
 
 def from_yaml(text: str) -> Command:
     """The ``MODEL_ARGS`` of a configuration of Megatron's functional tests, and its ranks."""
+    sections: dict[str, list[str]] = {}  # by key, and by anchor
     flags: list[str] = []
     world = 0
-    inside = False
     for line in text.splitlines():
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        if not line.startswith((" ", "-")):
-            inside = line.startswith("MODEL_ARGS:")
+        if match := re.match(r"([A-Z_0-9]+):\s*(?:&(\w+))?", line):
+            flags = sections[match.group(1)] = []
+            sections[match.group(2) or ""] = flags
         elif match := re.match(r"\s+(?:WORLD_SIZE|N_GPUS|NPROC_PER_NODE): *(\d+)", line):
             world = int(match.group(1))
-        elif inside and (match := re.match(r"\s+(--[^:\s]+):\s*(.*?)\s*$", line)):
+        elif match := re.match(r"\s+<<: *\*(\w+)", line):
+            flags += sections.get(match.group(1), [])
+        elif match := re.match(r"\s+(--[^:\s]+):\s*(.*?)\s*$", line):
             name, value = match.group(1), re.sub(r"(?:^|\s)#.*$", "", match.group(2))
             value = value.strip("'\"")
             if value.lower() != "false":
                 flags += [name] if value.lower() == "true" else [name, *_words(name, value)]
-    if not flags:
+    if not sections.get("MODEL_ARGS"):
         raise ValueError("no flags under MODEL_ARGS")
-    return Command("", flags, world, True)
+    return Command("", sections["MODEL_ARGS"], world, True)
 
 
 def _words(name: str, value: str) -> list[str]:
@@ -132,14 +133,17 @@ def from_shell(text: str) -> Command:
             body = re.sub(r"(?:^|\s)#.*$", " ", body, flags=re.M)
             own = _expand(body.replace("\n", " "), variables)
             variables[name] = (variables.get(name, []) if more else []) + own
-        elif match := re.fullmatch(
-            r"\s*(?:export\s+|local\s+)?(\w+)(\+?)=(\S.*?|)\s*;?\s*", line, re.S
-        ):
+        elif match := _ASSIGNMENT.fullmatch(line):
             name, more, body = match.groups()
             own = _expand(body.replace("\n", " "), variables)
             variables[name] = (variables.get(name, []) if more else []) + [" ".join(own)]
         else:
-            words = _expand(line.replace("\n", " "), variables)
+            words = [
+                one
+                for word in _expand(line.replace("\n", " "), variables)
+                # As in ``bash -c "python train.py ..."``.
+                for one in (shlex.split(word) if re.search(r"\.py\s", word) else [word])
+            ]
             if any(_is_script(word) for word in words):
                 found = words
     if found is None:
@@ -206,9 +210,6 @@ _NAMES = {
     "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
     "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
     "layernorm_epsilon": "--norm-epsilon",
-    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
-    "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
-    "rotary_base": "--rotary-base",
 }
 _ONLY_TRUE = {
     "qk_layernorm": "--qk-layernorm",

@@ -55,8 +55,8 @@ class Mutation(NamedTuple):
     file: str
     old: str
     new: str
-    flags: str
-    words: tuple[str, ...]
+    flags: str = ""
+    words: tuple[str, ...] = ()
     anchor: str = ""
 
 

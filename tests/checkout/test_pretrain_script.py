@@ -332,3 +332,11 @@ def test_a_cap_in_bytes_with_prediction_and_experts(
     for stage, kept, waiting in zip(stages, profile.set_bytes, profile.weight_set_bytes):
         assert kept >= stage.sets.bytes_f_to_b
         assert waiting == stage.sets.bytes_b_to_w
+
+
+def test_experts_with_biases_and_recomputed_norms(train: Callable[..., Log]) -> None:
+    """Megatron refuses the one on one rank, and asks Transformer Engine for the other."""
+    flags = ["--num-layers", "1", "--train-iters", "1", "--num-experts", "2"]
+    recompute = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm"]
+    plain = train(*flags, ranks=1)
+    assert plain["training"] and train(*flags, *recompute, ranks=1) == plain

@@ -28,7 +28,7 @@ from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.device import CpuDevice
 from megatron_ext.offload.engine import Engine
 from megatron_ext.offload.store import ActivationStore
-from tests.support.faulty_device import Faults, FaultyDevice
+from megatron_ext.prove.faulty_device import Faults, FaultyDevice
 from tests.support.stand_ins import megatron_args
 
 from .cases import keep_policies

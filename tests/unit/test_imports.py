@@ -45,7 +45,10 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "cpu": ({"cpu", "runtime"}, {"torch", "megatron", "numpy"}),
     "checkpoints": ({"_input", "schedule", "checkpoints"}, set()),
-    "prove": ({"_input", "cpu", "integration", "launch", "prove"}, {"torch", "megatron"}),
+    "prove": (
+        {"_input", "cpu", "integration", "launch", "offload", "prove"},
+        {"torch", "megatron"},
+    ),
     "commands": (_ALL, set()),
     "releases": (set(), set()),
     "patching": ({"releases"}, set()),

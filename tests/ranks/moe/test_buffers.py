@@ -12,13 +12,13 @@ from megatron_ext.moe.buffers import Memory, Ring
 from megatron_ext.moe.plan import LayerPlan
 from megatron_ext.moe.region import Region
 from megatron_ext.offload.device import CpuDevice, Direction
+from megatron_ext.prove.faulty_device import Faults, FaultyDevice
 from tests.ranks.moe.regions import (
     RESTORING,
     batch,
     equal,
     run,
 )
-from tests.support.faulty_device import Faults, FaultyDevice
 from tests.support.gate import Gate
 
 

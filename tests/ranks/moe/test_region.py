@@ -23,6 +23,7 @@ from megatron_ext.moe.plan import (
     weight_gradient_bytes,
 )
 from megatron_ext.moe.region import Region
+from megatron_ext.prove.faulty_device import Faults, FaultyDevice
 from tests.ranks.moe.regions import (
     EXPERTS,
     FFN,
@@ -37,7 +38,6 @@ from tests.ranks.moe.regions import (
     equal,
     run,
 )
-from tests.support.faulty_device import Faults, FaultyDevice
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 50])

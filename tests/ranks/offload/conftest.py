@@ -29,7 +29,7 @@ def make_engine() -> Iterator[Callable[..., Any]]:
     device_class=FaultyDevice, **device)``: an engine that is closed after the test."""
     from megatron_ext.offload.arena import HostArena
     from megatron_ext.offload.engine import Engine
-    from tests.support.faulty_device import FaultyDevice
+    from megatron_ext.prove.faulty_device import FaultyDevice
 
     engines = []
 

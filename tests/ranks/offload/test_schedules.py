@@ -15,11 +15,11 @@ import torch
 
 from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.store import ActivationStore
+from megatron_ext.prove.faulty_device import Faults
 from megatron_ext.runtime.wgrad import WeightGradStore
 from megatron_ext.schedule.actions import Action, Op
 from megatron_ext.schedule.generators import generate
 from megatron_ext.schedule.simulate import simulate
-from tests.support.faulty_device import Faults
 
 HIDDEN = 8
 MOVES = (Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD)

@@ -11,7 +11,7 @@ import torch
 from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.device import CpuDevice, Direction
 from megatron_ext.offload.store import ActivationStore
-from tests.support.faulty_device import Faults
+from megatron_ext.prove.faulty_device import Faults
 from tests.support.gate import Gate
 
 from .store_trips import (

@@ -64,7 +64,27 @@ def test_experts():
     assert value(small, "--moe-layer-freq") == ["[0,1,1,1]"]
     assert value(small, "--moe-token-dispatcher-type") == ["alltoall"]
     assert "--moe-expert-capacity-factor" not in small.flags
-    assert "depends on the layout" in dict(small.lost)["--moe-expert-capacity-factor 1"]
+    lost = dict(small.lost)
+    assert "depends on the layout" in lost["--moe-expert-capacity-factor 1"]
+    assert lost["--moe-token-dispatcher-type flex"] == "a dispatcher of GPUs"
+    assert not {name for name, _, _ in small.changes} & {flag.split()[0] for flag in lost}
+
+
+def test_experts_have_the_data_parallel_ranks_that_megatron_asks_for():
+    text = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-experts 8 "
+    both = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2"
+    small = shrink(f"{text}{both} --use-tp-pp-dp-mapping", world=8)
+    assert value(small, "--expert-tensor-parallel-size") == ["1"] and small.world == 4
+    small = shrink(f"{text}{both} --num-distributed-optimizer-instances 4", world=64)
+    assert value(small, "--num-distributed-optimizer-instances") == ["2"] and small.world == 16
+    small = shrink("--num-layers 4 --num-distributed-optimizer-instances 2", world=8)
+    assert small.world == 2
+
+
+def test_muon_becomes_adam():
+    small = shrink("--num-layers 4 --optimizer muon --muon-momentum 0.9")
+    assert value(small, "--optimizer") == ["adam"] and "--muon-momentum" not in small.flags
+    assert [flag for flag, _ in small.lost] == ["--optimizer muon"]
 
 
 def test_the_ranks_limit_the_layout():

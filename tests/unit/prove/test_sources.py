@@ -73,6 +73,11 @@ def test_a_script_without_training():
         from_text("#!/bin/bash\nmake all\n")
 
 
+def test_a_command_in_quotes():
+    text = 'CMD="python -u x/train.py --lr 1 $MORE"\nsrun -n 8 bash -c "cd /x && ${CMD}"\n'
+    assert from_text(text) == Command("x/train.py", ["--lr", "1"], 8)
+
+
 def test_yaml_of_a_functional_test():
     command = from_text(YAML)
     assert command.flags == [
@@ -80,6 +85,12 @@ def test_yaml_of_a_functional_test():
         *("--recompute-modules", "moe_act", "--split", "949,50,1"),
     ]
     assert command.other
+
+
+def test_yaml_with_an_anchor():
+    text = "BASE_ARGS: &BASE\n  --bf16: true\n  --seed: 1\nMODEL_ARGS:\n  <<: *BASE\n  --seed: 2\n"
+    more = "MODEL_ARGS_2:\n  <<: *BASE\n  --swiglu: true\n"
+    assert from_text(text + more).flags == ["--bf16", "--seed", "1", "--seed", "2"]
 
 
 def test_settings_of_a_recipe():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from ....offload.errors import OffloadConfigError
 from ....offload.host_memory import GIB
-from ....offload.saved import MIN_BYTES
+from ....offload.saved import smallest
 from ....offload.sets import Footprint
 from ....offload.store import ActivationStore
 from ....schedule.actions import Op
@@ -26,7 +25,6 @@ from .policy import OffloadPolicy, PolicyFilter, keep_nothing
 
 logger = logging.getLogger(__name__)
 
-MIN_BYTES_ENVIRONMENT = "MEGATRON_EXT_OFFLOAD_MIN_BYTES"
 # When sets have outgrown the arena, the next ones may be larger still.
 _SLACK = 8
 
@@ -65,7 +63,7 @@ class RankSets:
         self.store = ActivationStore(
             engine,
             self._residents,
-            min_bytes=int(os.environ.get(MIN_BYTES_ENVIRONMENT, MIN_BYTES)),
+            min_bytes=smallest(),
             keep=self._filter,
         )
         self.footprints: dict[int, Footprint] = {}
