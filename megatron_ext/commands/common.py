@@ -487,14 +487,8 @@ def cost_json(costs: Costs) -> dict[str, Any]:
 
 def costs_text(costs: Costs) -> str:
     """The costs for people."""
-    times = (
-        "per stage"
-        if costs.stages
-        else (
-            f"F {short(costs.forward)}, B {short(costs.backward_input)}, "
-            f"W {short(costs.backward_weight)}"
-        )
-    )
+    passes = zip("FBW", (costs.forward, costs.backward_input, costs.backward_weight))
+    times = "per stage" if costs.stages else ", ".join(f"{op} {short(x)}" for op, x in passes)
     exchange = ""
     if costs.exchange and len(costs.exchange) == 1:
         f, b = costs.exchange[0]

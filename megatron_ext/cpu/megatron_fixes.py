@@ -84,14 +84,12 @@ def _fix_mappings(module: Any) -> None:
     Megatron's function returns its input, which autograd takes for a view and protects; an expert
     adds its second bias to it in place, so that experts with biases would not run in one process.
     """
-    reduce = module.reduce_from_tensor_model_parallel_region
 
-    @functools.wraps(reduce)
-    def reduce_if_several(input_: torch.Tensor, group: Any = None) -> Any:
+    def reduce_if_several(reduce: Callable[..., Any], input_: Any, group: Any = None) -> Any:
         group = module.get_tensor_model_parallel_group_if_none(group)
         return input_ if group is not None and group.size() == 1 else reduce(input_, group)
 
-    module.reduce_from_tensor_model_parallel_region = reduce_if_several
+    around(module, "reduce_from_tensor_model_parallel_region", reduce_if_several)
 
 
 def _fix_moe_utils(module: ModuleType) -> None:

@@ -68,7 +68,7 @@ class FaultyDevice(CpuDevice):
             bytes_of(buffer.untyped_storage()).fill_(0xFF)
 
     def _owners(self, buffer: torch.Tensor) -> int:
-        """How many tensors own the memory of ``buffer``. Copies under way do not count: on a GPU
+        """How many tensors own the memory of ``buffer``. Copies in flight do not count: on a GPU
         they would not keep it either, and it is their ordering that poison is there to test."""
         # This order of the two counts errs on the side of no poison if a copy ends between them.
         identity = buffer.untyped_storage()._cdata

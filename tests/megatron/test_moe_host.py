@@ -5,6 +5,7 @@ With stand-ins for layers and other ranks.
 
 from __future__ import annotations
 
+import functools
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +78,7 @@ class Job:
             lambda chunks, microbatches: [99, min(5, chunks * microbatches)],
             budget,
         )
-        step = arenas._stepping(lambda **call: "losses")
+        step = functools.partial(arenas._stepping, lambda **call: "losses")
         call = {"seq_length": TOKENS, "micro_batch_size": 1, "model": self.models}
         try:
             for number in (microbatches, 1, microbatches):
@@ -168,7 +169,7 @@ def test_what_stays_is_logged_once(
     memory = layers.memory_on(torch.device("cpu"))
     job = Job(monkeypatch)
     arenas = HostArenas(layers, FixedPolicy(LayerPlan(2)), [Strategy.S3], lambda *_: [1, 1])
-    step = arenas._stepping(lambda **call: None)
+    step = functools.partial(arenas._stepping, lambda **call: None)
     call = {"seq_length": TOKENS, "micro_batch_size": 1, "model": job.models}
     for stayed in (0, 2, 5, 9):
         memory.stayed, memory.wanted_bytes = stayed, 12345
