@@ -137,5 +137,5 @@ gpt_cases.run_case = run_case
 
 if __name__ == "__main__":
     with mock.patch.object(offload.measure, "device_for", _faulty):
-        with mock.patch.object(buffers, "CpuDevice", _faulty):
+        with mock.patch.object(buffers, "device_for", _faulty):
             gpt_cases.serve(CASES, gpt_cases.rank_main, gpt_cases.WORLD)
