@@ -60,7 +60,8 @@ def entry_hooks(pipeline: Callable[..., Any]) -> list[Hook]:
     """
     require_megatrons_own()
 
-    # Not by ``around``, whose replacement would hold Megatron's function, which nobody may.
+    # Not by ``around``: the check before a second ``enable`` refuses closures over Megatron's
+    # function.
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward_backward(**kwargs: Any) -> Any:
