@@ -65,7 +65,7 @@ ROWS = {
         "vocabulary, TP 2, DP 2, sequence parallel, bf16, both overlaps": "zb-h1,v-half",
         "vocabulary, TP 2, sequence parallel": "1f1b,v-zb",
         "vocabulary, TP 2, tied, chunks": f"interleaved-zb{NIGHTLY_TOO}v-half",
-        "vocabulary, tied, DP 2, bf16, both overlaps": f"v-zb{NIGHTLY_TOO}1f1b,zb-h1",
+        "vocabulary, tied, DP 2, bf16, both overlaps": "1f1b,zb-h1,v-zb",
         "vocabulary, CP 2, per-token loss": "zb-h1,v-half",
         "vocabulary, MoE, EP 2, bf16, both overlaps": "interleaved-zb,v-half",
         "vocabulary, fp16, loss scaling, recompute full, ramp-up": "v-min,po",

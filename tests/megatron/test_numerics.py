@@ -53,6 +53,7 @@ EQUAL = {
 NIGHTLY = (
     *("auto-m3", "interleaved-m3", "zb-h1-overlap-bf16", "1f1b-graphs"),
     *("zb-h1-lengths", "v-half-tied-enabled", "v-zb-overlap-bf16-enabled"),
+    *("zb-h1-enabled", "file-forward-m3", "gis"),
 )
 SAMPLED = sampled(EQUAL, [case for case in EQUAL if case not in NIGHTLY])
 BACKWARD = [case for case in EQUAL if "forward" not in case]

@@ -31,7 +31,7 @@ SMALL = (
     "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --bf16 --swiglu "
     "--vocab-size 64000 --untie-embeddings-and-output-weights --hidden-dropout 0 "
     "--attention-dropout 0 --use-distributed-optimizer --pipeline-model-parallel-size 4 "
-    "--world-size 4 --global-batch-size 16"
+    "--world-size 4 --global-batch-size 8"
 )
 GIB = 2**30
 

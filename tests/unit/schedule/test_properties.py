@@ -60,7 +60,7 @@ def test_named_schedules(name: str, requests: int) -> None:
     rng = random.Random(f"named {name}")
     generator = GENERATORS[name]
     for _ in range(min(requests, 6) if name == "v-cap" else requests):
-        pp, objective = rng.randint(2, 7), rng.choice(OBJECTIVES)
+        pp, objective = rng.randint(2, 5 if name == "v-cap" else 7), rng.choice(OBJECTIVES)
         m = rng.randint(1, 3 * pp + 2)
         chunks = generator.default_chunks + (rng.randrange(3) if generator.any_chunks else 0)
         options: dict[str, int] = {}
