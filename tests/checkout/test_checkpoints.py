@@ -224,6 +224,7 @@ def exact(value: Any) -> Any:
     return value.tobytes() if hasattr(value, "tobytes") else value
 
 
+@pytest.mark.matrix
 def test_random_state_goes_on(runs: Runs) -> None:
     """With dropout, masks after a restart are those of a run that was never interrupted."""
     flags = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--pp-schedule", "v-half"]

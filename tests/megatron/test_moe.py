@@ -235,7 +235,7 @@ def test_what_auto_tries_changes_no_result(results: Cases, case: str) -> None:
 @pytest.mark.parametrize(
     "case",
     # ``auto-in-a-budget`` trains in fp32 without fusion too; bf16 with sums in fp32 is between.
-    [nightly("ddp-fp32"), nightly("ddp-bf16"), "ddp-fusion", "ddp-reduce-in-bf16"],
+    [nightly("ddp-fp32"), nightly("ddp-bf16"), nightly("ddp-fusion"), "ddp-reduce-in-bf16"],
 )
 def test_chunks_may_change_every_step(results: Cases, case: str) -> None:
     """Under DistributedDataParallel with overlap: what the optimizer gets is what stock's layers

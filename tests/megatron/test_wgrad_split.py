@@ -33,7 +33,6 @@ OURS = [
     "zb-h1/overlap-fusion",
     "zb-h1/overlap-te-moe",
     "v-half/tp-sp-fusion",
-    "zb-h1/tp-sp-te",
     "v-zb/tp-sp-te-fused",
 ]
 _MATRIX = [
@@ -44,6 +43,7 @@ _MATRIX = [
         "zb-h1/fusion",
         "zb-h1/te",
         "zb-h1/te-moe-fused",
+        "zb-h1/tp-sp-te",
         "v-zb/te",
         "zb-h1/te-fused",
         "zb-h1/overlap",
