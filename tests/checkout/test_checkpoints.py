@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-MODEL = BASE.replace("--untie-embeddings-and-output-weights", "").split()
+MODEL = BASE.replace("--untie-embeddings-and-output-weights", "--train-iters 5").split()
 DISTRIBUTED = ["--bf16", "--use-distributed-optimizer"]
 # Stock's own run must be told; under --pp-schedule this is the default.
 RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]

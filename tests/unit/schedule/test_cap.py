@@ -66,7 +66,7 @@ def test_long_pipelines_have_the_named_orders_first_at_equal_times(pp: int) -> N
 
 
 def test_few_microbatches() -> None:
-    for pp in (2, 3, 4):
+    for pp in (2, 3):
         low, high = v_cap_limits(pp)
         for m in range(pp, 2 * pp):
             for cap in range(low, high + 1):
@@ -129,6 +129,7 @@ def test_heavy_last_stage_is_planned_for() -> None:
     assert simulate(generate("v-cap", 4, 16, costs=costs, memory_cap=8)).makespan < blind - 1
 
 
+@pytest.mark.matrix
 def test_random_requests_are_valid_and_fit() -> None:
     rng = random.Random(1)
     for _ in range(5):
