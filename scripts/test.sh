@@ -54,7 +54,7 @@ check shellcheck --external-sources scripts/*.sh scripts/slurm/* .ci/run
 # All of it in several processes: most tests wait for ranks or for imports. A file stays in one
 # process, so what its tests share is made once; the slowest tiers come first.
 if [[ $# -eq 0 || "$*" == --all ]]; then
-    workers=$(($(getconf _NPROCESSORS_ONLN) + 1))
+    workers=$(($(getconf _NPROCESSORS_ONLN) + 2))
     set -- "$@" -n $((workers < 6 ? workers : 6)) --dist loadfile --no-loadscope-reorder \
         --durations=25
 fi

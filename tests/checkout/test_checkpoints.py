@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-MODEL = BASE.replace("--untie-embeddings-and-output-weights", "").split()
+MODEL = BASE.replace("--untie-embeddings-and-output-weights", "--train-iters 5").split()
 DISTRIBUTED = ["--bf16", "--use-distributed-optimizer"]
 # Stock's own run must be told; under --pp-schedule this is the default.
 RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
@@ -224,6 +224,7 @@ def exact(value: Any) -> Any:
     return value.tobytes() if hasattr(value, "tobytes") else value
 
 
+@pytest.mark.matrix
 def test_random_state_goes_on(runs: Runs) -> None:
     """With dropout, masks after a restart are those of a run that was never interrupted."""
     flags = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--pp-schedule", "v-half"]

@@ -211,6 +211,7 @@ def test_measured_bytes_are_the_predicted_ones(profiled: tuple[Outcome, Path]) -
         assert waiting == stage.sets.bytes_b_to_w
 
 
+@pytest.mark.matrix
 def test_a_profile_of_a_former_run(
     profiled: tuple[Outcome, Path],
     start: Callable[..., Outcome],

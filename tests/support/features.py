@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 BASE = """--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16
---max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 5 --lr 1e-3
+--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3
 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 127
 --split 90,5,5 --eval-iters 0 --eval-interval 1000 --log-interval 1 --attention-dropout 0
 --hidden-dropout 0 --untie-embeddings-and-output-weights --clip-grad 0 --ckpt-format torch_dist"""
@@ -106,8 +106,8 @@ _IN_PAIRS = (
         "pairs, EP 2, CP 2, ramp-up, per-token loss, recompute selective",
         model=MOE + " --bf16",
         run="--expert-model-parallel-size 2 --context-parallel-size 2 --calculate-per-token-loss "
-        "--rampup-batch-size 4 4 16 --recompute-granularity selective --recompute-modules "
-        "core_attn",
+        "--train-iters 5 --rampup-batch-size 4 4 16 --recompute-granularity selective "
+        "--recompute-modules core_attn",
         ours=_PAIRS,
         pp=2,
     ),
@@ -395,7 +395,7 @@ FEATURES = (
     ),
     Feature(
         "offload, auto, measured, evaluation",
-        run="--eval-iters 2 --eval-interval 2",
+        run="--eval-iters 2 --eval-interval 2 --train-iters 5",  # costs are measured meanwhile
         ours="--pp-offload auto",
     ),
     Feature(

@@ -112,6 +112,7 @@ def test_a_pipeline_needs_ranks_and_devices(monkeypatch: pytest.MonkeyPatch) -> 
     launch._require_ranks(flags[1:])
 
 
+@pytest.mark.matrix
 def test_a_loss_log_is_tried_before_training(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("megatron.training")
     (tmp_path / "never.py").write_text("print('TRAINS')")
@@ -248,6 +249,7 @@ print(every)
 """
 
 
+@pytest.mark.matrix
 def test_low_and_high_ranks_share_nodes(environment: dict[str, str], tmp_path: Path) -> None:
     """Four processes on what their environment says are two nodes."""
     (tmp_path / "ranks.py").write_text(RANKS)

@@ -14,7 +14,7 @@ MODEL = (
     "--vocab-size 64000 --untie-embeddings-and-output-weights --hidden-dropout 0 "
     "--attention-dropout 0 --use-distributed-optimizer"
 )
-SIZES = "--pp 4 --world-size 4 --microbatches 8 --gpu A100"
+SIZES = "--pp 4 --world-size 4 --microbatches 4 --gpu A100"
 FAST = "--micro-batch-sizes 1 --schedules 1f1b,v-half,v-zb"
 
 
