@@ -147,8 +147,8 @@ def browser() -> Iterator[Browser]:
 
 def _driver() -> tuple[subprocess.Popen[str], int]:
     """A chromedriver, and its port."""
-    said = ""
-    for _ in range(5):  # it ends where another process has taken the port that it found free
+    output = ""
+    for _ in range(5):  # it ends when another process takes the free port first
         driver = subprocess.Popen(
             ["chromedriver", "--port=0"],
             stdout=subprocess.PIPE,
@@ -159,9 +159,9 @@ def _driver() -> tuple[subprocess.Popen[str], int]:
         for line in driver.stdout:
             if "successfully on port" in line:
                 return driver, int(line.rstrip(". \n").rsplit(" ", 1)[1])
-            said += line
+            output += line
         driver.wait()
-    raise RuntimeError(f"chromedriver does not start:\n{said}")
+    raise RuntimeError(f"chromedriver does not start:\n{output}")
 
 
 def _request(url: str, body: dict[str, Any] | None, method: str) -> Any:
