@@ -7,9 +7,12 @@ parameters (``matrix``: other Megatron versions and full grids). A plain run has
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +20,16 @@ from typing import Any
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import ROOT, orders
 from tests.support.checkouts import MAIN_TAG, Serve, missing, start_servers
 
 # Threads of torch that wait for each other spin, and take the cores that other workers and ranks
 # need. Before anything loads torch; every process that a test starts inherits it.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Images set this. Without byte code every process compiles this package, and every worker rewrites
+# the assertions of all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Slowest first: a worker that is done early takes what is left of the faster ones.
 FOLDERS = {
@@ -41,11 +48,22 @@ NEEDS = {"campaigns": "megatron", "checkout": "megatron", "megatron": "megatron"
 _left_out: Counter[str] = Counter()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Make a folder for orders that are searched once in this run, for its workers too."""
+    if orders.FOLDER not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="orders-")
+        os.environ[orders.FOLDER] = folder.name
+        config.add_cleanup(folder.cleanup)
+        config.add_cleanup(lambda: os.environ.pop(orders.FOLDER))
+    orders.share()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--all``."""
     parser.addoption("--all", action="store_true", help="all tiers, matrix and campaigns too")
 
 
+@functools.cache
 def _folder(path: Path) -> str:
     parts = path.relative_to(ROOT / "tests").parts if path.is_relative_to(ROOT / "tests") else ()
     return parts[0] if parts else ""
@@ -53,6 +71,8 @@ def _folder(path: Path) -> str:
 
 def _named_campaign(config: pytest.Config, path: Path) -> bool:
     """Whether the command line names ``path``, or a folder of it, in ``tests/campaigns``."""
+    if _folder(path) != "campaigns":
+        return False
     named = [Path(str(word).split("::")[0]).resolve() for word in config.args]
     return any(path.is_relative_to(word) for word in named if _folder(word) == "campaigns")
 

@@ -245,10 +245,13 @@ def _modules_holding(values: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:
     """By the identity of each of ``values``: (module, attribute) of every loaded module with a
     global that is the value itself."""
     found: dict[int, list[tuple[Any, str]]] = {id(value): [] for value in values}
-    for module in list(sys.modules.values()):
-        if str(getattr(module, "__name__", "")).split(".")[0] in _NEVER:
+    for key, module in list(sys.modules.items()):
+        if key.split(".")[0] in _NEVER:
             continue
-        for name, held in list(getattr(module, "__dict__", {}).items()):
+        own = dict(getattr(module, "__dict__", {}))
+        if found.keys().isdisjoint(map(id, own.values())):
+            continue  # as most do; the loop below takes longer
+        for name, held in own.items():
             if id(held) in found:
                 found[id(held)].append((module, name))
     return found

@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+from tests.support import orders
+
 ROOT = Path(__file__).resolve().parents[2]
 # An order that CP-SAT found; its command is in it.
 OPTIMIZED = str(ROOT / "tests" / "support" / "optimized.json")
+
+orders.share()  # in every process of a test that imports anything from here

@@ -16,6 +16,7 @@ import importlib
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -229,13 +230,21 @@ def accept(listener: Listener, log: Path) -> Connection:
 def serve(control: Connection) -> dict[str, Any] | None:
     """Fork ranks and report what became of them. Returns in every rank, with its job."""
     children: set[int] = set()
+    woken, wake = socket.socketpair()
+    for end in (woken, wake):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno())
     while True:
-        for pid in list(children):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                children.discard(pid)
-                control.send((pid, os.waitstatus_to_exitcode(status)))
-        if not wait([control], timeout=0.02):
+        ready = wait([control, woken])
+        if woken in ready:
+            woken.recv(1024)
+            for pid in list(children):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    children.discard(pid)
+                    control.send((pid, os.waitstatus_to_exitcode(status)))
+        if control not in ready:
             continue
         try:
             job = control.recv()
@@ -245,7 +254,10 @@ def serve(control: Connection) -> dict[str, Any] | None:
             return None
         pid = os.fork()
         if not pid:
-            control.close()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for end in (control, woken, wake):
+                end.close()
             return dict(job)
         children.add(pid)
         control.send(pid)

@@ -16,7 +16,7 @@ from megatron_ext.prove.faulty_device import Faults
 from tests.ranks.moe.regions import EXPERTS, Experts
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def group() -> Iterator[object]:
     """A gloo group of this process alone."""
     if dist.is_initialized():

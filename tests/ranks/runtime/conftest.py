@@ -10,7 +10,7 @@ import pytest
 from tests.support.rank_pool import Pool, Ranks, Zygote
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """The process that has loaded torch."""
     zygote = Zygote(tmp_path_factory.mktemp("ranks"), "tests.ranks.runtime.rank_cases")
@@ -18,9 +18,10 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     zygote.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool(zygote: Zygote) -> Iterator[Pool]:
-    """Ranks that are shared by all tests."""
+    """Ranks that the tests of a file share. No longer: each of a thousand threads of gloo wakes a
+    hundred times a second."""
     pool = Pool(zygote)
     yield pool
     pool.close()

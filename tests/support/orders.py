@@ -1,0 +1,48 @@
+"""Orders that one process of a test run has searched, given to all its others.
+
+Four ranks, several workers and many cases ask for the same few orders, and a search takes as long
+as a small model's training. Command lines and training scripts that a test starts as a user would
+search for themselves; that they find the same is a test of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.schedule.generators import cap, registry
+
+FOLDER = "MEGATRON_EXT_TESTS_ORDERS"  # the variable that names one
+
+
+def share() -> None:
+    """Keep what is searched in the folder, if one is named, and look it up there first."""
+    named = os.environ.get(FOLDER)
+    if named and not isinstance(cap.searched, _Shared):
+        cap.searched = registry.searched = _Shared(cap.searched, Path(named))
+
+
+class _Shared:
+    def __init__(self, search: Any, folder: Path) -> None:
+        functools.update_wrapper(self, search)
+        self._search, self._folder = search, folder
+
+    def __call__(self, *request: Any) -> Any:
+        kept = self._folder / hashlib.sha256(repr(request).encode()).hexdigest()
+        if kept.is_file():
+            return pickle.loads(kept.read_bytes())
+        found = self._search(*request)
+        own = kept.with_suffix(f".{os.getpid()}")
+        own.write_bytes(pickle.dumps(found))
+        own.replace(kept)  # at once: others read meanwhile
+        return found
+
+    def cache_clear(self) -> None:
+        """Forget what was searched so far."""
+        self._search.cache_clear()
+        for file in self._folder.iterdir():
+            file.unlink(missing_ok=True)
