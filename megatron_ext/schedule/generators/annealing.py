@@ -1,7 +1,6 @@
 """Simulated annealing of an order under a memory cap, each move timed from its place on.
 
-A move costs a few passes' times, not those of the whole order: one annealing makes ten to a hundred
-times as many moves as ``moves`` at the same effort.
+A move costs a few passes' times, not those of the whole order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """One search for orders on the V placement under a memory cap, for any costs.
 
-Four sources feed one small pool, in turns: building blocks that fit the cap, list-scheduled for
-the costs (start, steady state and end count, for they are scheduled as a whole); the dispatcher,
-whose policies vary from run to run; list schedules of the pool's orders with other gaps; and, where
-passes are few, simulated annealing. The sequence of trials is fixed, so all ranks agree, and more
-work never gives a slower order here. What is found is the start of ``annealing``.
+Two sources feed one small pool, in turns: building blocks that fit the cap, list-scheduled for the
+costs (start, steady state and end count, for they are scheduled as a whole); and walks from the
+pool's orders, each step a list schedule of the last, forward and backward in time by turns. Forward
+idle time gathers at the end, backward at the start (Valls, Ballestin and Quintanilla, EJOR 2005).
+The sequence of trials is fixed, so all ranks agree, and more work never gives a slower order here.
+What is found is the start of ``annealing``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import log
 from random import Random
 from typing import NamedTuple, TypeVar
 
@@ -21,9 +21,7 @@ from ..costs import Durations
 from ..effects import peak_sets
 from .annealing import anneal
 from .building_block import Block
-from .dispatch import PRECEDENCES, Policy, dispatch
 from .list_scheduler import MinGap, list_schedule
-from .moves import Moves
 from .request import Request
 
 _T = TypeVar("_T")
@@ -32,12 +30,8 @@ _FIRST_GAPS = (Fraction(3, 4), Fraction(1, 2), Fraction(1))  # the likely best f
 START_GAPS = (*_FIRST_GAPS, Fraction(0))
 _POOL = 6  # orders
 _AHEAD = 6  # blocks that are tried with few microbatches before the best goes on
-_RUN = 48  # policies that a dispatcher's climb tries before another begins
+_WALK = 40  # list schedules, each of the one before
 _NOISE = 8  # of 64: how far a duration is varied
-_FEW = 1600  # passes; of more, single moves change too little
-_MOVES = 4096  # of the first annealing; each has twice as many as the one before
-_TURN = 1024  # moves between two turns of the other sources
-_HEATS = (0.15, 0.3)  # at the start of an annealing, in mean passes
 
 
 class Found(NamedTuple):
@@ -72,9 +66,7 @@ class Search:
         self.work = 0  # passes placed
         self.pool: list[Found] = []
         self._seen: set[int] = set()
-        self._sources = [self._blocks(blocks), self._dispatched(), self._varied()]
-        if not more and 6 * request.microbatches * request.pp <= _FEW:
-            self._sources.append(self._annealed())
+        self._sources = [self._blocks(blocks), self._walked()]
         for number, orders in enumerate(starts):
             if any(orders is other for other in starts[:number]):
                 continue
@@ -170,83 +162,38 @@ class Search:
                 self._list(blocks[best].stamp(request.microbatches), gap)
             yield True
 
-    def _dispatched(self) -> Iterator[bool]:
-        """Orders of the dispatcher: climbs from random policies, a few of which change a step."""
+    def _walked(self) -> Iterator[bool]:
+        """Walks from the pool's orders: list schedules forward and backward in time by turns, with
+        gaps varied on a few ranks, and durations."""
         request, draw = self.request, _Draw()
-        pp = request.pp
         while True:
-            best: tuple[Fraction, list[Policy]] | None = None
-            for tried in range(_RUN):
-                if best is None or tried < _RUN // 4:
-                    gap, precedence = draw.of(_GAPS), draw.below(len(PRECEDENCES))
-                    policies = [
-                        Policy(
-                            self.cap // 2 + draw.below(self.cap - self.cap // 2), precedence, gap
-                        )
-                        for _ in range(pp)
-                    ]
-                else:
-                    policies = list(best[1])
-                    for _ in range(draw.of((1, 1, 2, 3))):
-                        rank = draw.below(pp)
-                        policies[rank] = self._changed(policies[rank], draw)
-                self.work += 6 * request.microbatches * pp
-                time = self._add(dispatch(request, self.cap, policies))
-                if time is not None and (best is None or time <= best[0]):
-                    best = time, policies
-                if tried % 4 == 3:
+            # Half of the walks begin with the best order.
+            place = 0 if draw.below(2) else draw.below(len(self.pool))
+            orders, backward = self.pool[place].orders, draw.below(2) > 0
+            for step in range(_WALK):
+                gaps: list[MinGap] = [(Fraction(3, 4), Fraction(3, 4))] * request.pp
+                for _ in range(draw.below(4)):
+                    gaps[draw.below(request.pp)] = draw.of(_GAPS), draw.of(_GAPS)
+                self.work += sum(map(len, orders))
+                orders = list_schedule(
+                    orders,
+                    request.placement,
+                    self.cap,
+                    draw.noisy(request.durations),
+                    gaps,
+                    backward=backward,
+                )
+                self._add(orders)
+                backward = not backward
+                if step % 4 == 3:
                     yield True
-
-    def _changed(self, policy: Policy, draw: _Draw) -> Policy:
-        kind = draw.below(3)
-        if kind == 0:
-            first = policy.first + draw.of((-1, 1))
-            return policy._replace(first=min(max(first, 1), self.cap - 1))
-        if kind == 1:
-            return policy._replace(precedence=draw.below(len(PRECEDENCES)))
-        return policy._replace(gap=draw.of(_GAPS))
-
-    def _varied(self) -> Iterator[bool]:
-        """List schedules of the pool's orders, with gaps and durations varied on a few ranks."""
-        request, draw = self.request, _Draw()
-        tried = 0
-        while True:
-            for _ in range(4):
-                if self.pool:
-                    # The best one gets half of the trials.
-                    place = 0 if tried % 2 else tried // 2 % len(self.pool)
-                    gaps: list[MinGap] = [(Fraction(3, 4), Fraction(3, 4))] * request.pp
-                    for _ in range(draw.of((1, 2, 3))):
-                        gaps[draw.below(request.pp)] = draw.of(_GAPS), draw.of(_GAPS)
-                    self._list(self.pool[place].orders, gaps, draw.noisy(request.durations))
-                tried += 1
-            yield True
-
-    def _annealed(self) -> Iterator[bool]:
-        """Simulated annealing of the pool's orders, one after the other, ever more slowly."""
-        request, draw, number = self.request, _Draw(), 0
-        mean = sum(map(sum, request.durations[:3])) / (3 * request.placement.num_stages)
-        while True:
-            order = Moves(request, self.cap, self.pool[number % len(self.pool)].orders)
-            moves, hot = _MOVES << number, mean * _HEATS[number % len(_HEATS)]
-            for done in range(moves):
-                heat = hot * (1 - done / moves)
-                order.move(draw.below, int(-heat * log(1 - draw.below(1 << 30) / (1 << 30))))
-                if done % _TURN == _TURN - 1:
-                    self.work += order.work
-                    order.work = 0
-                    self._add(order.best)
-                    yield True
-            for gap in _FIRST_GAPS:
-                self._list(order.best, gap)
-            number += 1
 
 
 class _Draw:
     """Random choices, the same on every machine and Python."""
 
     def __init__(self) -> None:
-        self._random = Random(1).random
+        self._random = Random(3).random
 
     def below(self, count: int) -> int:
         return int(self._random() * count)

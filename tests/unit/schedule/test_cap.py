@@ -22,8 +22,6 @@ from megatron_ext.schedule.generators.cap import (
     unit_bound,
     v_cap_limits,
 )
-from megatron_ext.schedule.generators.dispatch import PRECEDENCES, Policy, dispatch
-from megatron_ext.schedule.generators.moves import Moves
 from megatron_ext.schedule.generators.request import Request
 from megatron_ext.schedule.generators.search import repeat_period
 from tests.support.grids import sampled
@@ -187,34 +185,6 @@ def test_near_the_optimum_of_small_cases(case: dict[str, Any]) -> None:
     found = generate("v-cap", case["p"], case["m"], costs=costs, memory_cap=case["cap_sets"])
     least = Fraction(str(case["makespan"]))
     assert least <= simulate(found).makespan <= least * Fraction("1.04")
-
-
-@pytest.mark.parametrize("pp", [2, 3, 5])
-def test_the_dispatcher_never_deadlocks(pp: int) -> None:
-    rng = random.Random(pp)
-    placement = Placement.vee(pp)
-    durations = UNEQUAL.durations(placement)
-    for _ in range(20):
-        m, cap = rng.randint(1, 9), rng.randint(2, 2 * pp)
-        policies = [
-            Policy(rng.randint(1, cap - 1), rng.randrange(len(PRECEDENCES)), Fraction(rng.random()))
-            for _ in range(pp)
-        ]
-        orders = dispatch(Request(placement, m, durations), cap, policies)
-        report = check(Schedule("made", placement, m, tuple(map(tuple, orders))))
-        assert max(report.peak_sets) <= cap
-
-
-def test_moves_keep_an_order_valid() -> None:
-    rng = random.Random(1)
-    start = generate("v-half", 3, 5)
-    request = Request(start.placement, 5, UNEQUAL.durations(start.placement))
-    moves = Moves(request, 4, [list(row) for row in start.ranks])
-    changed = sum(moves.move(rng.randrange, 1000) for _ in range(300))
-    assert changed > 10
-    made = Schedule("made", start.placement, 5, tuple(map(tuple, moves.best)))
-    assert max(check(made).peak_sets) <= 4
-    assert request.time_of(moves.best) == moves.best_time < simulate(start, UNEQUAL).makespan * 1000
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
