@@ -8,6 +8,7 @@ parameters (``matrix``: other Megatron versions and full grids). A plain run has
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.checkouts import MAIN_TAG, Serve, missing, start_servers
+
+# Threads of torch that wait for each other spin, and take the cores that other workers and ranks
+# need. Before anything loads torch; every process that a test starts inherits it.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Slowest first: a worker that is done early takes what is left of the faster ones.
 FOLDERS = {

@@ -223,6 +223,18 @@ class _Lanes(dict[tuple[Operation, int], Lane]):
         return lane
 
 
+class _Nodes(dict[tuple[Operation, int], Row]):
+    """Their nodes, by microbatch: the same ones for every order that is timed."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def __missing__(self, key: tuple[Operation, int]) -> Row:
+        lane = self._program.lanes[key]
+        row = self[key] = [(lane, j) for j in range(self._program.microbatches)]
+        return row
+
+
 class Program:
     """Slots and lanes of one pipeline; every slot number is kind * stages * microbatches + ...
 
@@ -233,7 +245,7 @@ class Program:
         vocabulary: passes of a sharded one; None: it is not sharded.
 
     Attributes:
-        lanes: of compute actions, by operation and stage.
+        lanes, nodes: of compute actions, by operation and stage.
     """
 
     def __init__(
@@ -246,7 +258,7 @@ class Program:
         self.placement, self.durations, self.microbatches = placement, durations, microbatches
         self.vocabulary = vocabulary
         self._kind = placement.num_stages * microbatches
-        self.lanes = _Lanes(self)
+        self.lanes, self.nodes = _Lanes(self), _Nodes(self)
 
     @property
     def pass_slots(self) -> int:
@@ -372,30 +384,23 @@ class Program:
 
 def time_of(
     orders: Sequence[Sequence[Action]],
-    placement: Placement,
-    durations: Durations,
-    microbatches: int,
+    program: Program,
     *,
     span: bool = False,
     limit: int | None = None,
-    vocabulary: Vocabulary | None = None,
 ) -> int | None:
     """Makespan of compute actions, or with ``span`` the longest single rank's own span.
 
     Args:
         orders: of every rank; no joint actions.
-        placement: rank and chunk of every stage.
-        durations: of the passes and hops.
-        microbatches: more than any action's microbatch.
+        program: of the pipeline; one for all orders that are compared.
         limit: give up, and return None, once the time is known to exceed this.
-        vocabulary: passes of a sharded one.
 
     Raises:
         ValueError: the order cannot progress, or holds an action twice.
     """
-    program = Program(placement, durations, microbatches, vocabulary)
-    lanes = program.lanes
-    rows = [[(lanes[op, stage], j) for op, stage, j in row] for row in orders]
+    nodes = program.nodes
+    rows = [[nodes[op, stage][j] for op, stage, j in row] for row in orders]
     slack = None
     if limit is not None:
         # A rank is done no sooner than its work and its idle time so far allow.

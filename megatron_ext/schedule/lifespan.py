@@ -12,7 +12,7 @@ from fractions import Fraction
 from .actions import Op, RankActions
 from .costs import Durations
 from .effects import peak_sets
-from .event_loop import time_of
+from .event_loop import Program, time_of
 from .generators.building_block import Block
 from .generators.list_scheduler import list_schedule
 
@@ -61,8 +61,9 @@ def lifespans(block: Block, microbatches: int, *, grows: bool = False) -> Lifesp
     unit = Durations.unit(placement)
     orders = block.stamp(microbatches)
     work = 3 * placement.chunks * microbatches
+    program = Program(placement, unit, microbatches)
     squeezed, best = (
-        1 - Fraction(work, time_of(each, placement, unit, microbatches) or 1)
+        1 - Fraction(work, time_of(each, program) or 1)
         for each in (orders, reordered(block, microbatches, unit))
     )
     bound = [sum(min(block.peak([s]), microbatches) for s in row) for row in placement.stages]
@@ -112,4 +113,5 @@ def reordered(block: Block, microbatches: int, durations: Durations) -> RankActi
     caps = peak_sets(orders)
     found = [orders]
     found += [list_schedule(orders, block.placement, caps, durations, gap) for gap in (1, 0)]
-    return min(found, key=lambda each: time_of(each, block.placement, durations, microbatches) or 0)
+    program = Program(block.placement, durations, microbatches)
+    return min(found, key=lambda each: time_of(each, program) or 0)

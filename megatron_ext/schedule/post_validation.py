@@ -120,11 +120,6 @@ def head_length(row: Sequence[AnyAction]) -> int:
     return max((position + 1 for position, a in enumerate(row) if _is_own(a)), default=0)
 
 
-def without_validation(row: Sequence[AnyAction]) -> tuple[AnyAction, ...]:
-    """A rank's list for an iteration before which the optimizer has stepped as usual."""
-    return tuple(action for action in row if not _is_own(action))
-
-
 def check_post_validation(schedule: Schedule) -> None:
     """Verify the order on every rank, and that no message is in flight when the ranks validate.
 

@@ -238,7 +238,8 @@ def patched(folder: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[list[A
     """``patched(*flags, ranks=N)`` trains with the patched script, started by Python alone."""
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     # A checkout compiles its dataset helpers at first start, with this Python's tools.
-    tools = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    own = (os.path.dirname(sys.executable), os.path.join(sys.base_prefix, "bin"))
+    tools = os.pathsep.join([*own, os.environ["PATH"]])
     plain = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PATH": tools}
     before = tree(folder)
     patching.apply(folder)

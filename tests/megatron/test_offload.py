@@ -41,7 +41,7 @@ KEPT = {"v-half/keep": "v-half/", "1f1b/keep": "1f1b/"}
 OURS += [*KEPT, "interleaved-zb/keep-recompute"]
 # At night: schedules with the placement and the passes of another one; features once more.
 NIGHTLY = ("interleaved/interleaved", "v-min/", "gis/", "1f1b/fusion", "zb-h1/overlap-bf16")
-NIGHTLY += ("1f1b/keep",)
+NIGHTLY += ("zb-h1/", "v-zb/", "v-cap/", "gis-h/", "1f1b/keep")
 SAMPLED = sampled(OURS, [name for name in OURS if name not in NIGHTLY])
 # Where a case's model is not the second part of its name.
 STOCK = {"measured": "", "profiled": "", "keep": "", "keep-recompute": "recompute"}

@@ -126,12 +126,9 @@ def serve(
             ``folder/result.pickle``.
         world: ranks.
     """
-    import torch
-
     folder = Path(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    torch.set_num_threads(1)
     preload()
     keep_writing_here()
     gc.collect()

@@ -9,6 +9,8 @@ import pytest
 
 # Small, odd, even and prime numbers of ranks, and one that real pipelines have.
 RANKS = (2, 3, 4, 7, 8)
+# A schedule of each placement, with W passes and without.
+KINDS = ("1f1b", "zb-h1", "interleaved", "interleaved-zb", "v-half", "dualpipev")
 
 
 def sampled(values: Iterable[Any], default: Collection[Any] = RANKS) -> list[Any]:

@@ -38,7 +38,7 @@ class Zygote:
         self.folder = folder
         self._numbers = itertools.count()
         listener = Listener(family="AF_UNIX")
-        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        environment = dict(os.environ)
         environment.pop("PYTHONUNBUFFERED", None)  # Output that was not flushed has to be lost.
         if sys.platform == "linux":
             environment["GLOO_SOCKET_IFNAME"] = "lo"
@@ -269,7 +269,6 @@ def main() -> None:
     import torch
 
     cases = importlib.import_module(sys.argv[2])
-    torch.set_num_threads(1)
     assert cases.NAMES
     gc.freeze()  # The collector would touch, and so copy, torch's objects in every rank.
     control.send(("ready", torch.__version__, time.monotonic() - start))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Literal
 
 from ..actions import RankActions
 from ..costs import Durations
-from ..event_loop import time_of
+from ..event_loop import Program, time_of
 from ..placement import Placement
 from .list_scheduler import MinGap, list_schedule
 
@@ -62,10 +63,11 @@ class Request:
     def time_of(self, orders: RankActions, limit: int | None = None) -> int | None:
         """How long ``orders`` take under this request's durations and objective; None if more
         than ``limit``."""
-        span = self.objective == "span"
-        return time_of(
-            orders, self.placement, self.durations, self.microbatches, span=span, limit=limit
-        )
+        return time_of(orders, self._program, span=self.objective == "span", limit=limit)
+
+    @cached_property
+    def _program(self) -> Program:
+        return Program(self.placement, self.durations, self.microbatches)
 
     def fastest(self, candidates: Iterable[RankActions]) -> RankActions:
         """The candidate that takes least; the first of them if several do.

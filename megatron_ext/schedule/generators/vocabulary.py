@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from ..actions import Action, AnyAction, Op, RankActions
 from ..effects import peak_sets
-from ..event_loop import time_of
+from ..event_loop import Program, time_of
 from ..schedule import Schedule, ScheduleError
 from ..simulate import simulate
 from ..vocabulary import AHEAD, E, G, S, T, Vocabulary, peak_held
@@ -45,11 +45,12 @@ def add_vocabulary(schedule: Schedule, barriers: int = 1, growth: int | None = N
                 raise schedule.fault(rank, position, text)
     placement, durations = schedule.placement, schedule.costs.durations(schedule.placement)
     output = Vocabulary(placement, barriers, embeddings=False)
+    program = Program(placement, durations, schedule.microbatches, output)
     more = placement.chunks * barriers if growth is None else growth
     caps = [sets + more for sets in peak_sets(schedule.ranks)]
 
     def scored(orders: RankActions) -> _Scored:
-        taken = time_of(orders, placement, durations, schedule.microbatches, vocabulary=output)
+        taken = time_of(orders, program)
         assert taken is not None  # there is no limit
         return (taken, *sorted(peak_held(orders), reverse=True)), orders
 

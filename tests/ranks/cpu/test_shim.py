@@ -116,6 +116,7 @@ megatron_ext.cpu.install()
     run = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=PATIENCE,

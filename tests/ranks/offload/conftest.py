@@ -12,17 +12,6 @@ if importlib.util.find_spec("torch") is None:
     collect_ignore_glob = ["test_*.py"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: torch's own threads only fight with the copiers."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., Any]]:
     """``make_engine(policy, arena_bytes=0, expected_sets=1, link_lock=None, skip_edges=(),

@@ -72,20 +72,20 @@ def test_compare_chunks_are_for_what_takes_any(run):
 
 
 def test_compare_group_size_and_objective(run):
-    argv = ["--pp", 4, "--microbatches", 8, "--cost", "1,0.9,0.6", "--hop", 0.1]
-    data = _compare(run, *argv, "--group-size", 3, "--objective", "span")
+    argv = ["--pp", 3, "--microbatches", 6, "--cost", "1,0.9,0.6", "--hop", 0.1]
+    data = _compare(run, *argv, "--group-size", 2, "--objective", "span")
     head = ["pp", "microbatches", "cost", "group_size", "objective", "schedules", "impossible"]
     assert list(data) == head
-    assert (data["group_size"], data["objective"]) == (3, "span")
+    assert (data["group_size"], data["objective"]) == (2, "span")
     rows = {row["schedule"]: row for row in data["schedules"]}
     spans = [row["span_bubble"] for row in data["schedules"]]
     assert spans == sorted(spans), "fastest by the objective first"
-    for name, more in (("gis", ["--group-size", 3]), ("zb-h2", []), ("v-half", [])):
+    for name, more in (("gis", ["--group-size", 2]), ("zb-h2", []), ("v-half", [])):
         alone = ["simulate", "--json", "--schedule", name, *argv, "--objective", "span", *more]
         expected = json.loads(run(*alone)[1])
         assert rows[name] | {"generation_seconds": 0} == expected | {"generation_seconds": 0}
-    out = run("compare", *argv, "--group-size", 3, "--objective", "span")[1]
-    assert "hop 0.1; gis in groups of 3; objective span\n" in out
+    out = run("compare", *argv, "--group-size", 2, "--objective", "span")[1]
+    assert "hop 0.1; gis in groups of 2; objective span\n" in out
     assert "  span bubble  makespan" in out and "\nspan bubble: " in out
 
 

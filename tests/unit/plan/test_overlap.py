@@ -24,7 +24,7 @@ EXPERTS = (
     "--use-distributed-optimizer --untie-embeddings-and-output-weights --num-experts 64 "
     "--moe-router-topk 8 --moe-ffn-hidden-size 1024 --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 16 "
-    "--pipeline-model-parallel-size 4 --world-size 64 --global-batch-size 256"
+    "--pipeline-model-parallel-size 2 --world-size 32 --global-batch-size 128"
 )
 FLAG = "--overlap-moe-expert-parallel-comm"
 GIB = 2**30
@@ -36,7 +36,7 @@ def job(*words, line=EXPERTS, dtype="--bf16"):
 
 def space(*words, **changes):
     options = {"schedules": ("1f1b", "v-zb"), "cheap_recompute": (False,), "offload": ()}
-    return SearchSpace(job(*words), gpu_of("H100"), 4, **{**options, **changes})
+    return SearchSpace(job(*words), gpu_of("H100"), 2, **{**options, **changes})
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_chunks_and_pairs_exclude_each_other():
 
 
 def test_costs_are_those_that_training_takes():
-    where, split = space(FLAG), even_split(16, 8)
-    work = where.workload(where.job, 16, split)
+    where, split = space(FLAG), even_split(16, 4)
+    work = where.workload(where.job, 8, split)
     sent = exchange_times(where.job, split, where.gpu)
     assert work.costs.exchange is not None and work.costs.stages is not None
     for (own, _), (f, *_), n in zip(work.costs.exchange, work.costs.stages, sent):
@@ -95,7 +95,7 @@ def test_costs_are_those_that_training_takes():
     assert [f for f, _ in work.costs.exchange] == [
         row[0] * share for row, share in zip(work.costs.stages, shares)
     ]
-    assert where.workload(job(), 16, split).costs.exchange is None
+    assert where.workload(job(), 8, split).costs.exchange is None
     least, whole = (each(where.job, split, where.gpu) for each in (least_times, stage_times))
     assert all(a.forward < b.forward and a[2] == b[2] for a, b in zip(least, whole))
 

@@ -21,6 +21,7 @@ from megatron_ext.schedule import (
     simulate,
 )
 from megatron_ext.schedule.network import STREAMS, Network
+from tests.support.grids import KINDS, sampled
 from tests.support.schedules import made
 
 REAL = Costs.parse("1,1.15,0.85,0.2")
@@ -70,7 +71,7 @@ def test_more_in_one_stream_is_never_faster(name: str, p: int) -> None:
             assert time[Network(streams)] <= time[Network(streams, True)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES, KINDS))
 def test_a_direction_of_its_own_is_nearly_ideal(name: str) -> None:
     """At p = 8, m = 32 within 1.5 % of ideal, whatever costs the order was made for.
 

@@ -37,6 +37,7 @@ from megatron_ext.schedule.generators import pairs
 from megatron_ext.schedule.generators.pairs import add_pairs
 from megatron_ext.schedule.memory_cap import ShareCap
 from tests.support import ROOT
+from tests.support.grids import KINDS, sampled
 
 EXCHANGE = Costs.of("1.5", "1.5", 1).with_exchange([("0.5", "0.5")])
 HOPS = Costs.of("1.5", "2", "0.75", "0.2").with_exchange([("0.75", "1")])
@@ -156,7 +157,7 @@ class TestTimes:
 
 @pytest.mark.usefixtures("quick")
 class TestOrders:
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("name", sampled(NAMES, KINDS))
     def test_they_keep_memory_and_gain(self, name: str) -> None:
         for pp, m, costs in ((2, 3, EXCHANGE), (3, 2, MUCH), (3, 7, HOPS), (4, 8, None)):
             chunks = generate(name, pp, 1).chunks

@@ -3,13 +3,14 @@ long an iteration takes with it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
 from megatron_ext.schedule import Schedule, ScheduleError, check, generate, lower, simulate
-from megatron_ext.schedule.actions import Action, Op
+from megatron_ext.schedule.actions import Action, AnyAction, Op
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import NAMES
 from megatron_ext.schedule.io import from_json
@@ -19,7 +20,6 @@ from megatron_ext.schedule.post_validation import (
     describe_gain,
     head_length,
     steady_time,
-    without_validation,
 )
 from tests.support.grids import sampled
 
@@ -28,6 +28,10 @@ def made(name: str, pp: int = 4, microbatches: int = 8, **options: object) -> Sc
     if name == "v-cap":
         options.setdefault("memory_cap", 2 * pp)
     return generate(name, pp, microbatches, **options)  # type: ignore[arg-type]
+
+
+def without_validation(row: Iterable[AnyAction]) -> tuple[AnyAction, ...]:
+    return tuple(a for a in row if not any(isinstance(x.op, ValidationOp) for x in a.parts))
 
 
 @pytest.mark.parametrize("name", NAMES)
