@@ -101,7 +101,7 @@ def searched(request: Request, cap: int) -> RankActions:
     candidates: list[RankActions] = []
     for _, orders in search.pool:
         longer = repeat_period(orders, more)
-        if longer is not None and max(peak_sets(longer)) <= cap and _runs(request, longer):
+        if longer is not None and max(peak_sets(longer)) <= cap:
             candidates.append(longer)
         if len(candidates) == _REPEATED:
             break

@@ -101,8 +101,11 @@ def list_schedule(
             clock = rank.clock
             heapq.heappush(wakes, clock * pp + at)
             if lane.feeds is not None:
-                heapq.heappush(wakes, (clock + lane.feeds[1]) * pp + lane.feeds[0])
-            if any(joined.update() for joined in lane.joins):
+                fed, hop = lane.feeds
+                # One that is busy until then looks again anyway.
+                if ranks[fed].clock < clock + hop:
+                    heapq.heappush(wakes, (clock + hop) * pp + fed)
+            if lane.joins and any(joined.update() for joined in lane.joins):
                 for other in range(pp):
                     heapq.heappush(wakes, (clock + lane_of.latency) * pp + other)
     step = -1 if backward else 1
@@ -270,7 +273,7 @@ class _Rank:
         self.previous = [size, *range(size)]
         self.count = [0] * len(lanes)  # passes of each lane that have run
         total = Counter(queue)
-        self.gates = [(lane.gate, total[i]) for i, lane in enumerate(lanes)]
+        self.gates = [(*(lane.gate or (None, 0)), total[i]) for i, lane in enumerate(lanes)]
         self.urgent = [(i, [at for at, n in enumerate(queue) if n == i]) for i in urgent]
         self.clock = self.sets = 0
         self.forwards = sum(lanes[number].grows for number in queue)
@@ -355,10 +358,10 @@ class _Rank:
     def _ready_lanes(self, time: int) -> int:
         """Number of lanes whose next pass has its inputs."""
         found = 0
-        for (gate, total), microbatch in zip(self.gates, self.count):
-            if gate is None:
+        for (ends, hop, total), microbatch in zip(self.gates, self.count):
+            if ends is None:
                 found += microbatch < total
-            elif len(gate[0]) > microbatch and gate[0][microbatch] + gate[1] <= time:
+            elif len(ends) > microbatch and ends[microbatch] + hop <= time:
                 found += 1
         return found
 

@@ -64,6 +64,7 @@ class Search:
     ) -> None:
         self.request, self.cap, self.more, self.enough = request, cap, more, enough
         self.work = 0  # passes placed
+        self._far = replace(request, microbatches=request.microbatches + request.pp)
         self.pool: list[Found] = []
         self._seen: set[int] = set()
         self._sources = [self._blocks(blocks), self._walked()]
@@ -110,8 +111,7 @@ class Search:
             if longer is None or max(peak_sets(longer)) > self.cap:
                 return None
             try:
-                far = replace(request, microbatches=request.microbatches + request.pp)
-                after = far.time_of(longer)
+                after = self._far.time_of(longer)
             except ValueError:
                 return None  # the ranks' steady states do not fit together
             assert after is not None
