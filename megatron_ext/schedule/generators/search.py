@@ -4,8 +4,8 @@ Two sources feed one small pool, in turns: building blocks that fit the cap, lis
 costs (start, steady state and end count, for they are scheduled as a whole); and walks from the
 pool's orders, each step a list schedule of the last, forward and backward in time by turns. Forward
 idle time gathers at the end, backward at the start (Valls, Ballestin and Quintanilla, EJOR 2005).
-The sequence of trials is fixed, so all ranks agree, and more work never gives a slower order here.
-What is found is the start of ``annealing``.
+What annealings of the pool's orders find goes back to it. The sequence of trials is fixed, so all
+ranks agree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ START_GAPS = (*_FIRST_GAPS, Fraction(0))
 _POOL = 6  # orders
 _AHEAD = 6  # blocks that are tried with few microbatches before the best goes on
 _WALK = 40  # list schedules, each of the one before
-_NOISE = 8  # of 64: how far a duration is varied
+_NOISES = (2, 4, 8, 16)  # of 64: how far a walk's durations are varied
+_VARIED = 5  # ranks with a gap of their own, at most
+_CALL = 150  # work: a list schedule of no pass costs as much as to place so many
 
 
 class Found(NamedTuple):
@@ -67,6 +69,7 @@ class Search:
         self._far = replace(request, microbatches=request.microbatches + request.pp)
         self.pool: list[Found] = []
         self._seen: set[int] = set()
+        self._random = Random(1).random
         self._sources = [self._blocks(blocks), self._walked()]
         for number, orders in enumerate(starts):
             if any(orders is other for other in starts[:number]):
@@ -89,18 +92,22 @@ class Search:
                 if next(source, None) is None:
                     self._sources.remove(source)
 
+    def anneal(self, work: int) -> None:
+        """Add the fastest order that annealings of the pool's find."""
+        self.add([self.annealed(self.request, [found.orders for found in self.pool], work)])
+
     def annealed(self, request: Request, starts: Sequence[RankActions], work: int) -> RankActions:
         """The fastest order that annealings of ``starts`` find, the fastest first; none are made
         for another objective than the makespan."""
         if request.objective != "makespan":
             return starts[0]
-        return anneal(request, self.cap, starts, work, self.enough)
+        return anneal(request, self.cap, starts, work, self.enough, self._random)
 
     def _ended(self) -> bool:
         return bool(self.pool) and self.pool[0].time <= self.enough
 
-    def _add(self, orders: RankActions) -> Fraction | None:
-        """The time of ``orders``, which the pool keeps if it is among the best."""
+    def _add(self, orders: RankActions) -> None:
+        """Put ``orders`` into the pool if it is among the best."""
         request = self.request
         self.work += sum(map(len, orders)) // 4
         taken = request.time_of(orders)
@@ -109,11 +116,11 @@ class Search:
         if self.more:
             longer = repeat_period(orders, request.pp)
             if longer is None or max(peak_sets(longer)) > self.cap:
-                return None
+                return
             try:
                 after = self._far.time_of(longer)
             except ValueError:
-                return None  # the ranks' steady states do not fit together
+                return  # the ranks' steady states do not fit together
             assert after is not None
             time += Fraction((after - taken) * self.more, request.pp)
         if len(self.pool) < _POOL or time < self.pool[-1].time:
@@ -122,18 +129,23 @@ class Search:
                 self._seen.add(key)
                 self.pool = sorted([*self.pool, Found(time, orders)], key=lambda one: one.time)
                 del self.pool[_POOL:]
-        return time
 
     def _list(
         self,
         orders: RankActions,
         gaps: Fraction | Sequence[MinGap],
         durations: Durations | None = None,
-    ) -> Fraction | None:
+        *,
+        backward: bool = False,
+    ) -> RankActions:
         request = self.request
-        self.work += sum(map(len, orders))
+        self.work += sum(map(len, orders)) + _CALL
         durations = durations or request.durations
-        return self._add(list_schedule(orders, request.placement, self.cap, durations, gaps))
+        listed = list_schedule(
+            orders, request.placement, self.cap, durations, gaps, backward=backward
+        )
+        self._add(listed)
+        return listed
 
     def _blocks(self, find: Callable[[], Sequence[Block]]) -> Iterator[bool]:
         """The blocks, those first that do best for half the microbatches."""
@@ -151,7 +163,7 @@ class Search:
                     half.durations,
                     _FIRST_GAPS[0],
                 )
-                self.work += sum(map(len, orders))
+                self.work += sum(map(len, orders)) + _CALL
                 taken = half.time_of(orders)
                 assert taken is not None
                 waiting.append((taken, number))
@@ -164,26 +176,20 @@ class Search:
 
     def _walked(self) -> Iterator[bool]:
         """Walks from the pool's orders: list schedules forward and backward in time by turns, with
-        gaps varied on a few ranks, and durations."""
+        gaps varied from walk to walk and on a few ranks, and durations."""
         request, draw = self.request, _Draw()
         while True:
             # Half of the walks begin with the best order.
             place = 0 if draw.below(2) else draw.below(len(self.pool))
             orders, backward = self.pool[place].orders, draw.below(2) > 0
+            usual = draw.of(_GAPS) if draw.below(2) else _FIRST_GAPS[0]
+            noise = draw.of(_NOISES)
             for step in range(_WALK):
-                gaps: list[MinGap] = [(Fraction(3, 4), Fraction(3, 4))] * request.pp
-                for _ in range(draw.below(4)):
+                gaps: list[MinGap] = [(usual, usual)] * request.pp
+                for _ in range(draw.below(_VARIED + 1)):
                     gaps[draw.below(request.pp)] = draw.of(_GAPS), draw.of(_GAPS)
-                self.work += sum(map(len, orders))
-                orders = list_schedule(
-                    orders,
-                    request.placement,
-                    self.cap,
-                    draw.noisy(request.durations),
-                    gaps,
-                    backward=backward,
-                )
-                self._add(orders)
+                durations = draw.noisy(request.durations, noise)
+                orders = self._list(orders, gaps, durations, backward=backward)
                 backward = not backward
                 if step % 4 == 3:
                     yield True
@@ -201,9 +207,9 @@ class _Draw:
     def of(self, values: Sequence[_T]) -> _T:
         return values[self.below(len(values))]
 
-    def noisy(self, durations: Durations) -> Durations:
+    def noisy(self, durations: Durations, most: int) -> Durations:
         f, b, w = (
-            tuple(time * (64 - _NOISE + self.below(2 * _NOISE + 1)) for time in row)
+            tuple(time * (64 - most + self.below(2 * most + 1)) for time in row)
             for row in durations[:3]
         )
         return Durations(f, b, w, 64 * durations.hop, durations.scale)
