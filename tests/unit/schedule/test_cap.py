@@ -182,11 +182,11 @@ PROVEN = [case for case in OPTIMA if case["proven"] and case["m"] >= 3]
 
 @pytest.mark.parametrize("case", sampled(PROVEN, PROVEN[::24]), ids=lambda case: str(case)[:60])
 def test_near_the_optimum_of_small_cases(case: dict[str, Any]) -> None:
-    """Most are met; the worst found is 3.6 % above, one set above V-Min's memory."""
+    """Most are met; the worst found is 1.04 % above, one set below 1F1B's memory."""
     costs = Costs.of(*case["cost"], case["hop"])
     found = generate("v-cap", case["p"], case["m"], costs=costs, memory_cap=case["cap_sets"])
     least = Fraction(str(case["makespan"]))
-    assert least <= simulate(found).makespan <= least * Fraction("1.04")
+    assert least <= simulate(found).makespan <= least * Fraction("1.011")
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
