@@ -31,7 +31,8 @@ _STEPS = (2, 3, 6, 4, 5)  # down and up of one hop, together
 _TURNS = range(1, INTERVAL)
 _TRIES = 24  # blocks scheduled at equal costs; the bound is nearly always met within ten
 _WORK = 200_000  # passes that a search of one second for one of a few caps places
-_ROUNDS = 10  # turns of the walks and the annealings
+_ROUNDS = 10  # turns of the walks and the annealings, at most
+_ROUND = 80  # least work of one, times the passes: twice the first annealing's
 _LEAST = 3  # orders that any search makes
 _SMALL = 16  # ranks; for more, steady states take long to improve
 _SEARCH = 640  # tabu steps times p^2, so that a search takes about as long at every p
@@ -97,9 +98,10 @@ def searched(request: Request, cap: int) -> RankActions:
     search = Search(short, cap, more, starts, lambda: _blocks(pp, cap), _bound(request, cap))
     search.add(_reordered(short, cap))
     if not more:
-        for part in range(1, _ROUNDS + 1):
-            search.run(work * part // _ROUNDS)
-            search.anneal(work // (2 * _ROUNDS))
+        rounds = max(1, min(_ROUNDS, work // (_ROUND * 6 * m * pp)))
+        for part in range(1, rounds + 1):
+            search.run(work * part // rounds)
+            search.anneal(work // (2 * rounds))
         return search.pool[0].orders
     search.run(work)
     candidates: list[RankActions] = []
