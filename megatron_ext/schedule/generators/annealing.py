@@ -1,7 +1,6 @@
 """Simulated annealing of an order under a memory cap, each move timed from its place on.
 
-A move costs a few passes' times, not those of the whole order: one annealing makes ten to a hundred
-times as many moves as ``moves`` at the same effort.
+A move costs a few passes' times, not those of the whole order.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 from math import log
-from random import Random
 from typing import NamedTuple
 
 from ..actions import Action, Op, Operation, RankActions
@@ -29,7 +27,12 @@ _HEATS = (0.3, 0.1, 0.03)  # at the start of an annealing, in mean passes
 
 
 def anneal(
-    request: Request, cap: int, starts: Sequence[RankActions], work: int, enough: Fraction
+    request: Request,
+    cap: int,
+    starts: Sequence[RankActions],
+    work: int,
+    enough: Fraction,
+    random: Callable[[], float],
 ) -> RankActions:
     """The fastest order that annealings of ``starts`` find; the first of them if none is faster.
 
@@ -44,8 +47,9 @@ def anneal(
         starts: orders under the cap, the fastest first; of all passes, F, B and W.
         work: after about so many tries the search ends.
         enough: a time that no order beats.
+        random: numbers from 0 to 1.
     """
-    random, best = Random(1).random, starts[0]
+    best = starts[0]
     room = None
     if request.sets_grow:
         room = [_room(row, cap) for row in best]

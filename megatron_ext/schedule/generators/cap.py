@@ -1,6 +1,6 @@
 """v-cap: V placement at any memory cap from V-Min's to 1F1B's.
 
-A cap's orders come from a search (``search``), the best of which are annealed (``annealing``); at
+A cap's orders come from a search (``search``) that anneals the best by turns (``annealing``); at
 equal costs without hops they come from the first building blocks that fit it, which meet the bound
 or miss it by one pass. Whatever a smaller cap gives is a candidate for a larger one, so a larger
 cap is never slower.
@@ -31,6 +31,8 @@ _STEPS = (2, 3, 6, 4, 5)  # down and up of one hop, together
 _TURNS = range(1, INTERVAL)
 _TRIES = 24  # blocks scheduled at equal costs; the bound is nearly always met within ten
 _WORK = 200_000  # passes that a search of one second for one of a few caps places
+_ROUNDS = 10  # turns of the walks and the annealings, at most
+_ROUND = 80  # least work of one, times the passes: twice the first annealing's
 _LEAST = 3  # orders that any search makes
 _SMALL = 16  # ranks; for more, steady states take long to improve
 _SEARCH = 640  # tabu steps times p^2, so that a search takes about as long at every p
@@ -95,13 +97,17 @@ def searched(request: Request, cap: int) -> RankActions:
     starts = list(_fixed(short, cap))
     search = Search(short, cap, more, starts, lambda: _blocks(pp, cap), _bound(request, cap))
     search.add(_reordered(short, cap))
-    search.run(work)
     if not more:
-        return search.annealed(request, [found.orders for found in search.pool], work // 2)
+        rounds = max(1, min(_ROUNDS, work // (_ROUND * 6 * m * pp)))
+        for part in range(1, rounds + 1):
+            search.run(work * part // rounds)
+            search.anneal(work // (2 * rounds))
+        return search.pool[0].orders
+    search.run(work)
     candidates: list[RankActions] = []
     for _, orders in search.pool:
         longer = repeat_period(orders, more)
-        if longer is not None and max(peak_sets(longer)) <= cap and _runs(request, longer):
+        if longer is not None and max(peak_sets(longer)) <= cap:
             candidates.append(longer)
         if len(candidates) == _REPEATED:
             break

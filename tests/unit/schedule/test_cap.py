@@ -22,8 +22,6 @@ from megatron_ext.schedule.generators.cap import (
     unit_bound,
     v_cap_limits,
 )
-from megatron_ext.schedule.generators.dispatch import PRECEDENCES, Policy, dispatch
-from megatron_ext.schedule.generators.moves import Moves
 from megatron_ext.schedule.generators.request import Request
 from megatron_ext.schedule.generators.search import repeat_period
 from tests.support.grids import sampled
@@ -185,39 +183,11 @@ PROVEN = [case for case in OPTIMA if case["proven"] and case["m"] >= 3]
 
 @pytest.mark.parametrize("case", sampled(PROVEN, PROVEN[::24]), ids=lambda case: str(case)[:60])
 def test_near_the_optimum_of_small_cases(case: dict[str, Any]) -> None:
-    """Most are met; the worst found is 3.6 % above, one set above V-Min's memory."""
+    """Most are met; the worst found is 1.04 % above, one set below 1F1B's memory."""
     costs = Costs.of(*case["cost"], case["hop"])
     found = generate("v-cap", case["p"], case["m"], costs=costs, memory_cap=case["cap_sets"])
     least = Fraction(str(case["makespan"]))
-    assert least <= simulate(found).makespan <= least * Fraction("1.04")
-
-
-@pytest.mark.parametrize("pp", [2, 3, 5])
-def test_the_dispatcher_never_deadlocks(pp: int) -> None:
-    rng = random.Random(pp)
-    placement = Placement.vee(pp)
-    durations = UNEQUAL.durations(placement)
-    for _ in range(20):
-        m, cap = rng.randint(1, 9), rng.randint(2, 2 * pp)
-        policies = [
-            Policy(rng.randint(1, cap - 1), rng.randrange(len(PRECEDENCES)), Fraction(rng.random()))
-            for _ in range(pp)
-        ]
-        orders = dispatch(Request(placement, m, durations), cap, policies)
-        report = check(Schedule("made", placement, m, tuple(map(tuple, orders))))
-        assert max(report.peak_sets) <= cap
-
-
-def test_moves_keep_an_order_valid() -> None:
-    rng = random.Random(1)
-    start = generate("v-half", 3, 5)
-    request = Request(start.placement, 5, UNEQUAL.durations(start.placement))
-    moves = Moves(request, 4, [list(row) for row in start.ranks])
-    changed = sum(moves.move(rng.randrange, 1000) for _ in range(300))
-    assert changed > 10
-    made = Schedule("made", start.placement, 5, tuple(map(tuple, moves.best)))
-    assert max(check(made).peak_sets) <= 4
-    assert request.time_of(moves.best) == moves.best_time < simulate(start, UNEQUAL).makespan * 1000
+    assert least <= simulate(found).makespan <= least * Fraction("1.011")
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
@@ -242,7 +212,7 @@ def test_annealed_orders_take_no_more_bytes() -> None:
     start = generate("v-half", 4, 8)
     request = Request(start.placement, 8, UNEQUAL.durations(start.placement), sets_grow=True)
     orders = [list(row) for row in start.ranks]
-    found = anneal(request, 8, [orders], 20_000, Fraction(0))
+    found = anneal(request, 8, [orders], 20_000, Fraction(0), random.Random(1).random)
     least = request.time_of(orders)
     assert least is not None and (request.time_of(found) or least) < least
     for growth in (1, 2, 5, 100):
@@ -271,7 +241,7 @@ def test_annealing_is_the_same_in_other_units() -> None:
     found = []
     for times in (durations, thrice):
         request = Request(start.placement, 6, times)
-        found.append(anneal(request, 5, [orders], 20_000, Fraction(0)))
+        found.append(anneal(request, 5, [orders], 20_000, Fraction(0), random.Random(1).random))
     assert found[0] == found[1]
     assert simulate(start, UNEQUAL).makespan > Fraction(
         Request(start.placement, 6, durations).time_of(found[0]) or 0, durations.scale
