@@ -152,7 +152,8 @@ def test_accident_while_gradients_are_reduced(runs: Runs, do: str) -> None:
     [
         pytest.param("data", ".metadata, which is written after all data, is missing",
                      marks=pytest.mark.campaign),
-        # Such a checkpoint is refused in test_incomplete_checkpoints_are_refused.
+        # By default unit/cli/test_checkpoint.py finds what is missing, and a restart that refuses
+        # another incomplete checkpoint is below.
         pytest.param("metadata", ".metadata, which is written after all data, is missing",
                      marks=pytest.mark.matrix),
         pytest.param("config", "metadata.json, written last, is missing",

@@ -230,8 +230,8 @@ LOGGED = re.compile(
 @pytest.mark.parametrize("server", ["core_v0.19.0"], indirect=True)
 def test_the_comparison_can_fail(server: ScriptServer, tmp_path: Path) -> None:
     """Another learning rate is seen as different, a refused feature as rejected."""
-    plain = next(feature for feature in FEATURES if feature.name == "fp32")
-    plain = replace(plain, pp=2, world=2)
+    row = next(feature for feature in FEATURES if feature.name == "fp32")
+    plain = replace(row, pp=2, world=2)
     more = {"zb-h1": ["--lr", "2e-3"], "zb-h2": ["--moe-paged-stash"]}
 
     class Changed:

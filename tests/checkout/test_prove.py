@@ -46,7 +46,11 @@ def test_a_v_schedule_is_one_process(tag, layout, ranks, least, tmp_path):
     for check in (stock, ours):
         # Far below what single precision has.
         assert least < max(check["largest"].values()) < 1e-12
-        assert check["not_compared"] == {} and check["only_in_reference"] == []
+        assert (
+            check["tensors"] > 50
+            and check["not_compared"] == {}
+            and check["only_in_reference"] == []
+        )
     assert {"F", "B", "gradient", "log", "weight", "exp_avg", "exp_avg_sq"} == set(ours["largest"])
     for check in (checkpoint, late):
         assert set(check["largest"].values()) == {0.0} and check["tensors"] > 50

@@ -52,7 +52,7 @@ PROOFS = {
         "simulated bubble: 11.1% under 1F1B, 4.0% under ZB-H1",
     ],
 }
-# The same functions as in the first, on schedules and policies of the reader's own.
+# The same comparisons as in the first, with a schedule or a policy of one's own.
 NIGHTLY = ("custom_schedule", "offload_policy")
 
 

@@ -129,16 +129,8 @@ class Browser:
 def browser() -> Iterator[Browser]:
     """A headless Chromium with a new, empty profile."""
     with tempfile.TemporaryDirectory() as profile:
-        driver = subprocess.Popen(
-            ["chromedriver", "--port=0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        driver, port = _driver()
         try:
-            assert driver.stdout is not None
-            line = next(line for line in driver.stdout if "successfully on port" in line)
-            port = int(line.rstrip(". \n").rsplit(" ", 1)[1])
             options = {"args": [*_FLAGS, f"--user-data-dir={profile}"]}
             wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
             body = {"capabilities": {"alwaysMatch": wanted}}
@@ -151,6 +143,25 @@ def browser() -> Iterator[Browser]:
         finally:
             driver.terminate()
             driver.wait()
+
+
+def _driver() -> tuple[subprocess.Popen[str], int]:
+    """A chromedriver, and its port."""
+    output = ""
+    for _ in range(5):  # it ends when another process takes the free port first
+        driver = subprocess.Popen(
+            ["chromedriver", "--port=0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            if "successfully on port" in line:
+                return driver, int(line.rstrip(". \n").rsplit(" ", 1)[1])
+            output += line
+        driver.wait()
+    raise RuntimeError(f"chromedriver does not start:\n{output}")
 
 
 def _request(url: str, body: dict[str, Any] | None, method: str) -> Any:

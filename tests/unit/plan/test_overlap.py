@@ -91,7 +91,7 @@ def test_costs_are_those_that_training_takes():
     assert work.costs.exchange is not None and work.costs.stages is not None
     for (own, _), (f, *_), n in zip(work.costs.exchange, work.costs.stages, sent):
         assert abs(float(own) - 1e6 * n) < float(f) / 64
-    shares = Estimate(where.job, lambda _: split, "NVIDIA H100 80GB HBM3").exchange(8)
+    shares = Estimate(where.job, lambda _: split, "NVIDIA H100 80GB HBM3").exchange(4)
     assert [f for f, _ in work.costs.exchange] == [
         row[0] * share for row, share in zip(work.costs.stages, shares)
     ]
