@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..actions import Op, Operation, RankActions
+from ..actions import Action, Op, Operation, RankActions
 from ..costs import Durations
 from ..effects import DEVICE, KINDS, inputs, peak_sets, results
 from ..placement import Placement
@@ -74,14 +74,10 @@ def list_schedule(
     if backward:
         orders = [row[::-1] for row in orders]
     lane_of = _Lanes(placement, work, orders, vocabulary, backward)
-    ranks = []
-    for order, most, wait in zip(orders, caps, _waits(min_gap, placement.pp)):
-        names = sorted({(a[0], a[1]) for a in order})
-        lanes = [lane_of(op, stage) for op, stage in names]
-        number = {name: i for i, name in enumerate(names)}
-        queue = [number[op, stage] for op, stage, _ in order]
-        first = [number[op, stage] for op, stage in names if op in urgent]
-        ranks.append(_Rank(queue, lanes, most, wait, first))
+    ranks = [
+        _Rank.of(order, most, wait, urgent, lane_of)
+        for order, most, wait in zip(orders, caps, _waits(min_gap, placement.pp))
+    ]
     pp, before = placement.pp, -1
     wakes = list(range(pp))  # a heap of time * pp + rank
     while wakes:
@@ -278,6 +274,22 @@ class _Rank:
         self.clock = self.sets = 0
         self.forwards = sum(lanes[number].grows for number in queue)
         self.done: list[int] = []
+
+    @classmethod
+    def of(
+        cls,
+        order: Sequence[Action],
+        cap: int,
+        waits: _Waits,
+        urgent: Collection[Operation],
+        lane_of: _Lanes,
+    ) -> _Rank:
+        """The rank with this order."""
+        names = sorted({(a[0], a[1]) for a in order})
+        number = {name: i for i, name in enumerate(names)}
+        queue = [number[op, stage] for op, stage, _ in order]
+        first = [number[op, stage] for op, stage in names if op in urgent]
+        return cls(queue, [lane_of(op, stage) for op, stage in names], cap, waits, first)
 
     def choose(self, time: int) -> int | None:
         """Index of the pass to start at ``time``, or None: stay idle."""
