@@ -96,7 +96,11 @@ def searched(request: Request, cap: int) -> RankActions:
     short = replace(request, microbatches=m - more)
     work = max(int(_WORK * request.effort), 6 * short.microbatches * pp * _LEAST)
     starts = list(_fixed(short, cap))
-    room = room_of(_published(short, cap), cap) if request.sets_grow else None
+    room = None
+    if request.sets_grow:
+        # Fewer microbatches than 2p may need less than the cap stands for.
+        full = replace(short, microbatches=max(short.microbatches, 2 * pp))
+        room = room_of([*_published(short, cap), *_published(full, cap)], cap)
     enough = _bound(request, cap)
     search = Search(short, cap, more, starts, lambda: _blocks(pp, cap), enough, room)
     search.add(_reordered(short, cap))
