@@ -146,11 +146,10 @@ def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
 
 
 def _published(request: Request, cap: int) -> RankActions:
-    """The named V order of this cap, else the one for this cap at equal times."""
-    for make, own in _named(request.pp):
-        if own == cap:
-            return _as_named(request, make, cap)
-    return _at_equal_times(_at_equal_costs(request), cap)
+    """Every rank's passes in the named V orders of this cap, else in that for equal times."""
+    orders = [_as_named(request, make, cap) for make, own in _named(request.pp) if own == cap]
+    orders = orders or [_at_equal_times(_at_equal_costs(request), cap)]
+    return [row for each in orders for row in each]
 
 
 def _reordered(request: Request, cap: int) -> Iterator[RankActions]:
