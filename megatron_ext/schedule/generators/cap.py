@@ -1,6 +1,6 @@
 """v-cap: V placement at any memory cap from V-Min's to 1F1B's.
 
-A cap's orders come from a search (``search``), the best of which are annealed (``annealing``); at
+A cap's orders come from a search (``search``) that anneals the best by turns (``annealing``); at
 equal costs without hops they come from the first building blocks that fit it, which meet the bound
 or miss it by one pass. Whatever a smaller cap gives is a candidate for a larger one, so a larger
 cap is never slower.
@@ -31,6 +31,8 @@ _STEPS = (2, 3, 6, 4, 5)  # down and up of one hop, together
 _TURNS = range(1, INTERVAL)
 _TRIES = 24  # blocks scheduled at equal costs; the bound is nearly always met within ten
 _WORK = 200_000  # passes that a search of one second for one of a few caps places
+_ROUNDS = 10  # turns of the walks and the annealings, at most
+_ROUND = 80  # least work of one, times the passes: twice the first annealing's
 _LEAST = 3  # orders that any search makes
 _SMALL = 16  # ranks; for more, steady states take long to improve
 _SEARCH = 640  # tabu steps times p^2, so that a search takes about as long at every p
@@ -93,15 +95,25 @@ def searched(request: Request, cap: int) -> RankActions:
     short = replace(request, microbatches=m - more)
     work = max(int(_WORK * request.effort), 6 * short.microbatches * pp * _LEAST)
     starts = list(_fixed(short, cap))
-    search = Search(short, cap, more, starts, lambda: _blocks(pp, cap), _bound(request, cap))
+    model: RankActions | None = None
+    if request.sets_grow:
+        # Fewer microbatches than 2p may need less than the cap stands for.
+        full = replace(short, microbatches=max(short.microbatches, 2 * pp))
+        model = [*_published(short, cap), *_published(full, cap)]
+    enough = _bound(request, cap)
+    search = Search(short, cap, more, starts, lambda: _blocks(pp, cap), enough, model)
     search.add(_reordered(short, cap))
-    search.run(work)
     if not more:
-        return search.annealed(request, [found.orders for found in search.pool], work // 2)
+        rounds = max(1, min(_ROUNDS, work // (_ROUND * 6 * m * pp)))
+        for part in range(1, rounds + 1):
+            search.run(work * part // rounds)
+            search.anneal(work // (2 * rounds))
+        return search.pool[0].orders
+    search.run(work)
     candidates: list[RankActions] = []
     for _, orders in search.pool:
         longer = repeat_period(orders, more)
-        if longer is not None and max(peak_sets(longer)) <= cap and _runs(request, longer):
+        if longer is not None and max(peak_sets(longer)) <= cap:
             candidates.append(longer)
         if len(candidates) == _REPEATED:
             break
@@ -113,7 +125,7 @@ def searched(request: Request, cap: int) -> RankActions:
             for orders in list(candidates)
             for gap in START_GAPS
         ]
-    fastest = request.fastest(candidates)
+    fastest = request.fastest(filter(search.fits, candidates))
     return search.annealed(request, [fastest], work // 2) if m * pp <= _WHOLE else fastest
 
 
@@ -130,6 +142,13 @@ def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
     if pp <= _SMALL:
         for pattern in _patterns(pp, request.durations, cap):
             yield pattern.stamp(m)
+
+
+def _published(request: Request, cap: int) -> RankActions:
+    """Every rank's passes in the named V orders of this cap, else in that for equal times."""
+    orders = [_as_named(request, make, cap) for make, own in _named(request.pp) if own == cap]
+    orders = orders or [_at_equal_times(_at_equal_costs(request), cap)]
+    return [row for each in orders for row in each]
 
 
 def _reordered(request: Request, cap: int) -> Iterator[RankActions]:

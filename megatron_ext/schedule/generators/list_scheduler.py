@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..actions import Op, Operation, RankActions
+from ..actions import Action, Op, Operation, RankActions
 from ..costs import Durations
 from ..effects import DEVICE, KINDS, inputs, peak_sets, results
 from ..placement import Placement
@@ -31,6 +31,8 @@ def list_schedule(
     min_gap: Fraction | int | Sequence[MinGap] = 1,
     vocabulary: Vocabulary | None = None,
     urgent: Collection[Operation] = (),
+    *,
+    backward: bool = False,
 ) -> RankActions:
     """Remove idle time and reorder under a memory cap (CM, section 3.1 and appendix C, in one).
 
@@ -53,6 +55,8 @@ def list_schedule(
             has F's left, and for after them.
         vocabulary: passes of a sharded one.
         urgent: operations that go before everything else once they can run.
+        backward: from the end to the start: time runs backwards, a W takes memory and an F frees
+            it. Idle time then comes early instead of late. Not with a vocabulary.
 
     Returns:
         New orders; no rank ever holds more than its cap.
@@ -60,22 +64,15 @@ def list_schedule(
     Raises:
         ValueError: the given orders need more than the cap.
     """
-    caps = [cap] * placement.pp if isinstance(cap, int) else list(cap)
-    for need, most in zip(peak_sets(orders), caps):
-        if need > most:
-            raise ValueError(
-                f"this order keeps {need} activation sets, more than the cap of {most}"
-            )
+    caps = _kept([cap] * placement.pp if isinstance(cap, int) else cap, orders)
     work = Durations.unit(placement) if durations is None else durations
-    lane_of = _Lanes(placement, work, orders, vocabulary)
-    ranks = []
-    for order, most, wait in zip(orders, caps, _waits(min_gap, placement.pp)):
-        names = sorted({(a[0], a[1]) for a in order})
-        lanes = [lane_of(op, stage) for op, stage in names]
-        number = {name: i for i, name in enumerate(names)}
-        queue = [number[op, stage] for op, stage, _ in order]
-        first = [number[op, stage] for op, stage in names if op in urgent]
-        ranks.append(_Rank(queue, lanes, most, wait, first))
+    if backward:
+        orders = [row[::-1] for row in orders]
+    lane_of = _Lanes(placement, work, orders, vocabulary, backward)
+    ranks = [
+        _Rank.of(order, most, wait, urgent, lane_of)
+        for order, most, wait in zip(orders, caps, _waits(min_gap, placement.pp))
+    ]
     pp, before = placement.pp, -1
     wakes = list(range(pp))  # a heap of time * pp + rank
     while wakes:
@@ -95,11 +92,25 @@ def list_schedule(
             clock = rank.clock
             heapq.heappush(wakes, clock * pp + at)
             if lane.feeds is not None:
-                heapq.heappush(wakes, (clock + lane.feeds[1]) * pp + lane.feeds[0])
-            if any(joined.update() for joined in lane.joins):
+                fed, hop = lane.feeds
+                # One that is busy until then looks again anyway.
+                if ranks[fed].clock < clock + hop:
+                    heapq.heappush(wakes, (clock + hop) * pp + fed)
+            if lane.joins and any(joined.update() for joined in lane.joins):
                 for other in range(pp):
                     heapq.heappush(wakes, (clock + lane_of.latency) * pp + other)
-    return [[order[i] for i in rank.done] for order, rank in zip(orders, ranks)]
+    step = -1 if backward else 1
+    return [[order[i] for i in rank.done[::step]] for order, rank in zip(orders, ranks)]
+
+
+def _kept(caps: Sequence[int], orders: RankActions) -> Sequence[int]:
+    """``caps``, by rank; an error if ``orders`` need more."""
+    for need, most in zip(peak_sets(orders), caps):
+        if need > most:
+            raise ValueError(
+                f"this order keeps {need} activation sets, more than the cap of {most}"
+            )
+    return caps
 
 
 def _waits(min_gap: Fraction | int | Sequence[MinGap], pp: int) -> list[_Waits]:
@@ -154,8 +165,10 @@ class _Lanes:
         work: Durations,
         orders: RankActions,
         vocabulary: Vocabulary | None,
+        backward: bool,
     ) -> None:
         self._placement, self._work, self._vocabulary = placement, work, vocabulary
+        self._backward = backward
         self.latency = work.collective
         self._fused = {a.stage for row in orders for a in row if a.op is Op.BW}
         self._ends: dict[tuple[int, int], list[int]] = {}
@@ -172,8 +185,12 @@ class _Lanes:
         def hop(other: int) -> int:
             return work.hop if rank_of(other) != rank else 0
 
-        vocabulary = self._vocabulary
-        plain = inputs(op, stage, last + 1) if isinstance(op, Op) else ()
+        vocabulary, sets = self._vocabulary, DEVICE.get(op, 0)
+        plain: Sequence[tuple[int, int]] = ()
+        if self._backward:
+            sets, plain = -sets, _outputs(op, stage, last)
+        elif isinstance(op, Op):
+            plain = inputs(op, stage, last + 1)
         after = [(self._of(k, other), hop(other), self._took(k, other)) for k, other in plain]
         joins: list[_Joined] = []
         if vocabulary is not None:
@@ -183,20 +200,21 @@ class _Lanes:
                 after.append((self._join(collective, vocabulary), work.collective, took))
             joins = [self._join(one, vocabulary) for one in vocabulary.behind(op, stage)]
         # Both the next stage's F and the previous stage's B are fed; nothing waits for a W.
-        fed = {Op.F: stage + 1, Op.B: stage - 1, Op.BW: stage - 1}.get(op, -1)  # type: ignore[call-overload]
+        step = -1 if self._backward else 1
+        fed = {Op.F: stage + step, Op.B: stage - step, Op.BW: stage - step}.get(op, -1)  # type: ignore[call-overload]
         feeds = None
         if 0 <= fed <= last and rank_of(fed) != rank:
             feeds = rank_of(fed), hop(fed)
         return _Lane(
-            DEVICE.get(op, 0),
+            sets,
             work.of(op, stage),
             after,
             after[-1][:2] if after else None,
             [self._of(kind, stage) for kind in _kinds(op)],
             feeds,
             joins,
-            op is Op.F,
-            op is Op.W,
+            sets > 0,
+            op is Op.W and not self._backward,
         )
 
     def _took(self, kind: int, stage: int) -> int:
@@ -209,6 +227,15 @@ class _Lanes:
             parts = vocabulary.parts(collective)
             self._joined[collective] = _Joined([self._of(*part) for part in parts])
         return self._joined[collective]
+
+
+def _outputs(op: Operation, stage: int, last: int) -> list[tuple[int, int]]:
+    """What a pass waits for with time running backwards: the passes that need its result."""
+    f, b, w = 0, 1, 2
+    if op is Op.F:
+        return [(f, stage + 1) if stage < last else (b, stage)]
+    own = [(w, stage)] if op is Op.B else []
+    return own + [(b, stage - 1)] * (stage > 0) if op is not Op.W else []
 
 
 def _kinds(op: Operation) -> tuple[int, ...]:
@@ -247,11 +274,27 @@ class _Rank:
         self.previous = [size, *range(size)]
         self.count = [0] * len(lanes)  # passes of each lane that have run
         total = Counter(queue)
-        self.gates = [(lane.gate, total[i]) for i, lane in enumerate(lanes)]
+        self.gates = [(*(lane.gate or (None, 0)), total[i]) for i, lane in enumerate(lanes)]
         self.urgent = [(i, [at for at, n in enumerate(queue) if n == i]) for i in urgent]
         self.clock = self.sets = 0
         self.forwards = sum(lanes[number].grows for number in queue)
         self.done: list[int] = []
+
+    @classmethod
+    def of(
+        cls,
+        order: Sequence[Action],
+        cap: int,
+        waits: _Waits,
+        urgent: Collection[Operation],
+        lane_of: _Lanes,
+    ) -> _Rank:
+        """The rank with this order."""
+        names = sorted({(a[0], a[1]) for a in order})
+        number = {name: i for i, name in enumerate(names)}
+        queue = [number[op, stage] for op, stage, _ in order]
+        first = [number[op, stage] for op, stage in names if op in urgent]
+        return cls(queue, [lane_of(op, stage) for op, stage in names], cap, waits, first)
 
     def choose(self, time: int) -> int | None:
         """Index of the pass to start at ``time``, or None: stay idle."""
@@ -332,10 +375,10 @@ class _Rank:
     def _ready_lanes(self, time: int) -> int:
         """Number of lanes whose next pass has its inputs."""
         found = 0
-        for (gate, total), microbatch in zip(self.gates, self.count):
-            if gate is None:
+        for (ends, hop, total), microbatch in zip(self.gates, self.count):
+            if ends is None:
                 found += microbatch < total
-            elif len(gate[0]) > microbatch and gate[0][microbatch] + gate[1] <= time:
+            elif len(ends) > microbatch and ends[microbatch] + hop <= time:
                 found += 1
         return found
 

@@ -1,10 +1,11 @@
 """One search for orders on the V placement under a memory cap, for any costs.
 
-Four sources feed one small pool, in turns: building blocks that fit the cap, list-scheduled for
-the costs (start, steady state and end count, for they are scheduled as a whole); the dispatcher,
-whose policies vary from run to run; list schedules of the pool's orders with other gaps; and, where
-passes are few, simulated annealing. The sequence of trials is fixed, so all ranks agree, and more
-work never gives a slower order here. What is found is the start of ``annealing``.
+Two sources feed one small pool, in turns: building blocks that fit the cap, list-scheduled for the
+costs (start, steady state and end count, for they are scheduled as a whole); and walks from the
+pool's orders, each step a list schedule of the last, forward and backward in time by turns. Forward
+idle time gathers at the end, backward at the start (Valls, Ballestin and Quintanilla, EJOR 2005).
+What annealings of the pool's orders find goes back to it. The sequence of trials is fixed, so all
+ranks agree.
 """
 
 from __future__ import annotations
@@ -12,18 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import log
 from random import Random
 from typing import NamedTuple, TypeVar
 
 from ..actions import Action, RankActions
 from ..costs import Durations
 from ..effects import peak_sets
-from .annealing import anneal
+from .annealing import anneal, fits, room_of
 from .building_block import Block
-from .dispatch import PRECEDENCES, Policy, dispatch
 from .list_scheduler import MinGap, list_schedule
-from .moves import Moves
 from .request import Request
 
 _T = TypeVar("_T")
@@ -32,12 +30,10 @@ _FIRST_GAPS = (Fraction(3, 4), Fraction(1, 2), Fraction(1))  # the likely best f
 START_GAPS = (*_FIRST_GAPS, Fraction(0))
 _POOL = 6  # orders
 _AHEAD = 6  # blocks that are tried with few microbatches before the best goes on
-_RUN = 48  # policies that a dispatcher's climb tries before another begins
-_NOISE = 8  # of 64: how far a duration is varied
-_FEW = 1600  # passes; of more, single moves change too little
-_MOVES = 4096  # of the first annealing; each has twice as many as the one before
-_TURN = 1024  # moves between two turns of the other sources
-_HEATS = (0.15, 0.3)  # at the start of an annealing, in mean passes
+_WALK = 40  # list schedules, each of the one before
+_NOISES = (2, 4, 8, 16)  # of 64: how far a walk's durations are varied
+_VARIED = 5  # ranks with a gap of their own, at most
+_CALL = 150  # work: a list schedule of no pass costs as much as to place so many
 
 
 class Found(NamedTuple):
@@ -57,6 +53,8 @@ class Search:
         starts: orders under the cap to begin with.
         blocks: finds those that fit the cap, the likely best first.
         enough: a time that no order beats.
+        model: ranks' orders; no rank takes more bytes than the fullest of these, however much
+            larger a set is between B and W. None: no limit but the cap.
     """
 
     def __init__(
@@ -67,14 +65,16 @@ class Search:
         starts: Sequence[RankActions],
         blocks: Callable[[], Sequence[Block]],
         enough: Fraction,
+        model: RankActions | None = None,
     ) -> None:
         self.request, self.cap, self.more, self.enough = request, cap, more, enough
+        self.room = room_of(model, cap) if model else None
         self.work = 0  # passes placed
+        self._far = replace(request, microbatches=request.microbatches + request.pp)
         self.pool: list[Found] = []
         self._seen: set[int] = set()
-        self._sources = [self._blocks(blocks), self._dispatched(), self._varied()]
-        if not more and 6 * request.microbatches * request.pp <= _FEW:
-            self._sources.append(self._annealed())
+        self._random = Random(1).random
+        self._sources = [self._blocks(blocks), self._walked()]
         for number, orders in enumerate(starts):
             if any(orders is other for other in starts[:number]):
                 continue
@@ -96,32 +96,41 @@ class Search:
                 if next(source, None) is None:
                     self._sources.remove(source)
 
+    def anneal(self, work: int) -> None:
+        """Add the fastest order that annealings of the pool's find."""
+        self.add([self.annealed(self.request, [found.orders for found in self.pool], work)])
+
     def annealed(self, request: Request, starts: Sequence[RankActions], work: int) -> RankActions:
         """The fastest order that annealings of ``starts`` find, the fastest first; none are made
         for another objective than the makespan."""
         if request.objective != "makespan":
             return starts[0]
-        return anneal(request, self.cap, starts, work, self.enough)
+        return anneal(request, self.cap, starts, work, self.enough, self._random, self.room)
+
+    def fits(self, orders: RankActions) -> bool:
+        """True if ``orders``, which keep the cap, take no more room between B and W."""
+        return self.room is None or fits(orders, self.room)
 
     def _ended(self) -> bool:
         return bool(self.pool) and self.pool[0].time <= self.enough
 
-    def _add(self, orders: RankActions) -> Fraction | None:
-        """The time of ``orders``, which the pool keeps if it is among the best."""
+    def _add(self, orders: RankActions) -> None:
+        """Put ``orders`` into the pool if it is among the best."""
         request = self.request
         self.work += sum(map(len, orders)) // 4
+        if not self.fits(orders):
+            return
         taken = request.time_of(orders)
         assert taken is not None
         time = Fraction(taken)
         if self.more:
             longer = repeat_period(orders, request.pp)
             if longer is None or max(peak_sets(longer)) > self.cap:
-                return None
+                return
             try:
-                far = replace(request, microbatches=request.microbatches + request.pp)
-                after = far.time_of(longer)
+                after = self._far.time_of(longer)
             except ValueError:
-                return None  # the ranks' steady states do not fit together
+                return  # the ranks' steady states do not fit together
             assert after is not None
             time += Fraction((after - taken) * self.more, request.pp)
         if len(self.pool) < _POOL or time < self.pool[-1].time:
@@ -130,18 +139,23 @@ class Search:
                 self._seen.add(key)
                 self.pool = sorted([*self.pool, Found(time, orders)], key=lambda one: one.time)
                 del self.pool[_POOL:]
-        return time
 
     def _list(
         self,
         orders: RankActions,
         gaps: Fraction | Sequence[MinGap],
         durations: Durations | None = None,
-    ) -> Fraction | None:
+        *,
+        backward: bool = False,
+    ) -> RankActions:
         request = self.request
-        self.work += sum(map(len, orders))
+        self.work += sum(map(len, orders)) + _CALL
         durations = durations or request.durations
-        return self._add(list_schedule(orders, request.placement, self.cap, durations, gaps))
+        listed = list_schedule(
+            orders, request.placement, self.cap, durations, gaps, backward=backward
+        )
+        self._add(listed)
+        return listed
 
     def _blocks(self, find: Callable[[], Sequence[Block]]) -> Iterator[bool]:
         """The blocks, those first that do best for half the microbatches."""
@@ -159,7 +173,7 @@ class Search:
                     half.durations,
                     _FIRST_GAPS[0],
                 )
-                self.work += sum(map(len, orders))
+                self.work += sum(map(len, orders)) + _CALL
                 taken = half.time_of(orders)
                 assert taken is not None
                 waiting.append((taken, number))
@@ -170,83 +184,32 @@ class Search:
                 self._list(blocks[best].stamp(request.microbatches), gap)
             yield True
 
-    def _dispatched(self) -> Iterator[bool]:
-        """Orders of the dispatcher: climbs from random policies, a few of which change a step."""
+    def _walked(self) -> Iterator[bool]:
+        """Walks from the pool's orders: list schedules forward and backward in time by turns, with
+        gaps varied from walk to walk and on a few ranks, and durations."""
         request, draw = self.request, _Draw()
-        pp = request.pp
         while True:
-            best: tuple[Fraction, list[Policy]] | None = None
-            for tried in range(_RUN):
-                if best is None or tried < _RUN // 4:
-                    gap, precedence = draw.of(_GAPS), draw.below(len(PRECEDENCES))
-                    policies = [
-                        Policy(
-                            self.cap // 2 + draw.below(self.cap - self.cap // 2), precedence, gap
-                        )
-                        for _ in range(pp)
-                    ]
-                else:
-                    policies = list(best[1])
-                    for _ in range(draw.of((1, 1, 2, 3))):
-                        rank = draw.below(pp)
-                        policies[rank] = self._changed(policies[rank], draw)
-                self.work += 6 * request.microbatches * pp
-                time = self._add(dispatch(request, self.cap, policies))
-                if time is not None and (best is None or time <= best[0]):
-                    best = time, policies
-                if tried % 4 == 3:
+            # Half of the walks begin with the best order.
+            place = 0 if draw.below(2) else draw.below(len(self.pool))
+            orders, backward = self.pool[place].orders, draw.below(2) > 0
+            usual = draw.of(_GAPS) if draw.below(2) else _FIRST_GAPS[0]
+            noise = draw.of(_NOISES)
+            for step in range(_WALK):
+                gaps: list[MinGap] = [(usual, usual)] * request.pp
+                for _ in range(draw.below(_VARIED + 1)):
+                    gaps[draw.below(request.pp)] = draw.of(_GAPS), draw.of(_GAPS)
+                durations = draw.noisy(request.durations, noise)
+                orders = self._list(orders, gaps, durations, backward=backward)
+                backward = not backward
+                if step % 4 == 3:
                     yield True
-
-    def _changed(self, policy: Policy, draw: _Draw) -> Policy:
-        kind = draw.below(3)
-        if kind == 0:
-            first = policy.first + draw.of((-1, 1))
-            return policy._replace(first=min(max(first, 1), self.cap - 1))
-        if kind == 1:
-            return policy._replace(precedence=draw.below(len(PRECEDENCES)))
-        return policy._replace(gap=draw.of(_GAPS))
-
-    def _varied(self) -> Iterator[bool]:
-        """List schedules of the pool's orders, with gaps and durations varied on a few ranks."""
-        request, draw = self.request, _Draw()
-        tried = 0
-        while True:
-            for _ in range(4):
-                if self.pool:
-                    # The best one gets half of the trials.
-                    place = 0 if tried % 2 else tried // 2 % len(self.pool)
-                    gaps: list[MinGap] = [(Fraction(3, 4), Fraction(3, 4))] * request.pp
-                    for _ in range(draw.of((1, 2, 3))):
-                        gaps[draw.below(request.pp)] = draw.of(_GAPS), draw.of(_GAPS)
-                    self._list(self.pool[place].orders, gaps, draw.noisy(request.durations))
-                tried += 1
-            yield True
-
-    def _annealed(self) -> Iterator[bool]:
-        """Simulated annealing of the pool's orders, one after the other, ever more slowly."""
-        request, draw, number = self.request, _Draw(), 0
-        mean = sum(map(sum, request.durations[:3])) / (3 * request.placement.num_stages)
-        while True:
-            order = Moves(request, self.cap, self.pool[number % len(self.pool)].orders)
-            moves, hot = _MOVES << number, mean * _HEATS[number % len(_HEATS)]
-            for done in range(moves):
-                heat = hot * (1 - done / moves)
-                order.move(draw.below, int(-heat * log(1 - draw.below(1 << 30) / (1 << 30))))
-                if done % _TURN == _TURN - 1:
-                    self.work += order.work
-                    order.work = 0
-                    self._add(order.best)
-                    yield True
-            for gap in _FIRST_GAPS:
-                self._list(order.best, gap)
-            number += 1
 
 
 class _Draw:
     """Random choices, the same on every machine and Python."""
 
     def __init__(self) -> None:
-        self._random = Random(1).random
+        self._random = Random(3).random
 
     def below(self, count: int) -> int:
         return int(self._random() * count)
@@ -254,9 +217,9 @@ class _Draw:
     def of(self, values: Sequence[_T]) -> _T:
         return values[self.below(len(values))]
 
-    def noisy(self, durations: Durations) -> Durations:
+    def noisy(self, durations: Durations, most: int) -> Durations:
         f, b, w = (
-            tuple(time * (64 - _NOISE + self.below(2 * _NOISE + 1)) for time in row)
+            tuple(time * (64 - most + self.below(2 * most + 1)) for time in row)
             for row in durations[:3]
         )
         return Durations(f, b, w, 64 * durations.hop, durations.scale)

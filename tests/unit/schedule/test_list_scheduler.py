@@ -1,4 +1,4 @@
-"""The list scheduler: how often it looks at a rank."""
+"""The list scheduler: both directions of time, and how often it looks at a rank."""
 
 from __future__ import annotations
 
@@ -8,12 +8,29 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.schedule import (
-    Costs,
-    generate,
-)
+from megatron_ext.schedule import Costs, Schedule, check, generate
 from megatron_ext.schedule.generators import list_scheduler
 from megatron_ext.schedule.generators import request as request_module
+
+GAPS = (0, Fraction(1, 2), 1)
+
+
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize(("name", "pp", "m"), [("v-half", 3, 4), ("v-min", 4, 9), ("zb-h1", 3, 7)])
+def test_time_may_run_backward(name: str, pp: int, m: int, gap: Fraction | int) -> None:
+    """All passes stay, no rank takes more than its cap, and turning round goes on from there."""
+    costs = Costs.of("1", "1.25", "0.75", "0.1")
+    start = generate(name, pp, m)
+    caps, placement = check(start).peak_sets, start.placement
+    orders = [list(row) for row in start.ranks]
+    for backward in (True, False, True, True):
+        durations = costs.durations(placement)
+        orders = list_scheduler.list_schedule(
+            orders, placement, caps, durations, gap, backward=backward
+        )
+        made = Schedule("made", placement, m, tuple(map(tuple, orders)), costs)
+        assert all(map(int.__le__, check(made).peak_sets, caps))
+        assert [set(row) for row in orders] == [set(row) for row in start.ranks]
 
 
 def test_a_rank_looks_again_when_something_happens(monkeypatch: pytest.MonkeyPatch) -> None:
