@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.support import ROOT
 
@@ -72,7 +70,11 @@ MAX_ATTRIBUTES = 12  # that methods of a class assign to ``self``
 MAX_IMPORTS = 12  # modules of this package that one module imports
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-_ids = [str(path.relative_to(PACKAGE)) for path in FILES]
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _room(path: Path) -> str:
@@ -80,66 +82,70 @@ def _room(path: Path) -> str:
     return name if name in RULES else name.split("/")[0].removesuffix(".py")
 
 
-def _imports(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def _imports(path: Path) -> list[tuple[int, str]]:
     """(line, absolute dotted name) of everything a file imports, inside functions too.
 
     ``from x import y`` counts as ``x.y``: y may be a module.
     """
     package = ("megatron_ext", *path.relative_to(PACKAGE).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = []
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
-            for alias in node.names:
-                yield node.lineno, ".".join([*base, *filter(None, [node.module]), alias.name])
+            base = (*base, *filter(None, [node.module]))
+            found += [(node.lineno, ".".join([*base, alias.name])) for alias in node.names]
+    return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=_ids)
-def test_imports_go_one_way(path):
-    rooms, outside = RULES[_room(path)]
-    for line, name in _imports(path):
-        top, *rest = name.split(".")
-        where = f"{path.relative_to(ROOT)}:{line} imports {name}"
-        if top == "megatron_ext":
+def test_imports_go_one_way():
+    wrong = []
+    for path in FILES:
+        rooms, outside = RULES[_room(path)]
+        for line, name in _imports(path):
+            top, *rest = name.split(".")
+            where = f"{path.relative_to(ROOT)}:{line} imports {name}"
             # Names of the package itself, such as __version__, are nobody's room.
-            if rest and rest[0] in _ALL:
-                assert rest[0] in rooms, f"{where}; {_room(path)} may import {sorted(rooms)}"
-        else:
-            allowed = outside | set(sys.stdlib_module_names)
-            assert top in allowed, f"{where}; {_room(path)} may import {sorted(outside)}"
+            if top == "megatron_ext" and rest and rest[0] in _ALL - rooms:
+                wrong.append(f"{where}; {_room(path)} may import {sorted(rooms)}")
+            elif top != "megatron_ext" and top not in outside | set(sys.stdlib_module_names):
+                wrong.append(f"{where}; {_room(path)} may import {sorted(outside)}")
+    assert not wrong
 
 
 FEATURES = PACKAGE / "integration" / "features"
 
 
-@pytest.mark.parametrize(
-    "path", sorted(FEATURES.rglob("*.py")), ids=lambda p: str(p.relative_to(FEATURES))
-)
-def test_features_do_not_import_each_other(path):
+def test_features_do_not_import_each_other():
     """The list of them aside; what two need is a module of ``integration``."""
-    own = path.relative_to(FEATURES).parts[0].removesuffix(".py")
-    for line, name in _imports(path):
-        parts = name.split(".")
-        if parts[:3] == ["megatron_ext", "integration", "features"] and own != "__init__":
-            where = f"{path.relative_to(ROOT)}:{line} imports {name}"
-            assert parts[3] == own, f"{where}, another feature"
+    wrong = []
+    for path in sorted(FEATURES.rglob("*.py")):
+        own = path.relative_to(FEATURES).parts[0].removesuffix(".py")
+        for line, name in _imports(path):
+            parts = name.split(".")
+            feature = parts[3] if parts[:3] == ["megatron_ext", "integration", "features"] else own
+            if own not in ("__init__", feature):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", FILES, ids=_ids)
-def test_files_are_documented_and_small(path):
-    text = path.read_text()
-    tree = ast.parse(text)
-    name = path.relative_to(ROOT)
-    if tree.body:
-        assert ast.get_docstring(tree), f"{name} has no docstring"
-    lines = len(text.splitlines())
-    assert lines <= MAX_FILE_LINES, f"{name} has {lines} lines"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = node.end_lineno - node.lineno + 1
-            assert lines <= MAX_FUNCTION_LINES, f"{name}: {node.name} has {lines} lines"
+def test_files_are_documented_and_small():
+    wrong = []
+    for path in FILES:
+        tree, name = _tree(path), path.relative_to(ROOT)
+        if tree.body and not ast.get_docstring(tree):
+            wrong.append(f"{name} has no docstring")
+        lines = len(path.read_text().splitlines())
+        if lines > MAX_FILE_LINES:
+            wrong.append(f"{name} has {lines} lines")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    wrong.append(f"{name}: {node.name} has {lines} lines")
+    assert not wrong
 
 
 def _attributes(node: ast.ClassDef) -> set[str]:
@@ -153,15 +159,19 @@ def _attributes(node: ast.ClassDef) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("path", FILES, ids=_ids)
-def test_classes_are_small(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ClassDef):
-            where = f"{path.relative_to(ROOT)}: {node.name}"
-            lines = node.end_lineno - node.lineno + 1
-            assert lines <= MAX_CLASS_LINES, f"{where} has {lines} lines"
-            held = _attributes(node)
-            assert len(held) <= MAX_ATTRIBUTES, f"{where} has {len(held)} attributes: {held}"
+def test_classes_are_small():
+    wrong = []
+    for path in FILES:
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ClassDef):
+                where = f"{path.relative_to(ROOT)}: {node.name}"
+                lines = node.end_lineno - node.lineno + 1
+                held = _attributes(node)
+                if lines > MAX_CLASS_LINES:
+                    wrong.append(f"{where} has {lines} lines")
+                if len(held) > MAX_ATTRIBUTES:
+                    wrong.append(f"{where} has {len(held)} attributes: {held}")
+    assert not wrong
 
 
 def _module(name: str) -> str:
@@ -170,13 +180,15 @@ def _module(name: str) -> str:
     return name if path.with_suffix(".py").exists() or path.is_dir() else name.rpartition(".")[0]
 
 
-@pytest.mark.parametrize("path", FILES, ids=_ids)
-def test_modules_import_few_others(path):
-    found = {_module(name) for _, name in _imports(path) if name.startswith("megatron_ext.")}
-    where = path.relative_to(ROOT)
-    if where.as_posix() == "megatron_ext/integration/features/__init__.py":
-        return  # the list of features, one import each
-    assert len(found) <= MAX_IMPORTS, f"{where} imports {len(found)} modules: {sorted(found)}"
+def test_modules_import_few_others():
+    wrong = []
+    for path in FILES:
+        found = {_module(name) for _, name in _imports(path) if name.startswith("megatron_ext.")}
+        where = path.relative_to(ROOT).as_posix()
+        # One is the list of features.
+        if len(found) > MAX_IMPORTS and where != "megatron_ext/integration/features/__init__.py":
+            wrong.append(f"{where} imports {len(found)} modules: {sorted(found)}")
+    assert not wrong
 
 
 def test_the_table_sees_a_wrong_import(tmp_path, monkeypatch):
@@ -185,7 +197,7 @@ def test_the_table_sees_a_wrong_import(tmp_path, monkeypatch):
     path = tmp_path / "schedule" / "generators" / "x.py"
     path.parent.mkdir(parents=True)
     path.write_text("def f():\n    from ...runtime import executor\n    import torch.nn\n")
-    assert list(_imports(path)) == [
+    assert _imports(path) == [
         (2, "megatron_ext.runtime.executor"),
         (3, "torch.nn"),
     ]
