@@ -12,6 +12,7 @@ differ between the members of two pipeline stages.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections import defaultdict
@@ -263,13 +264,22 @@ def gloo_options(timeout: timedelta) -> Any:
     options = gloo._Options()
     options._timeout = timeout
     options._threads = 1
-    named = os.environ.get("GLOO_SOCKET_IFNAME")  # as torch reads it
-    options._devices = (
-        [gloo.create_device(interface=name) for name in named.split(",")]
-        if named
-        else [gloo.create_default_device()]
-    )
+    options._devices = _gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME"))
     return options
+
+
+@functools.cache
+def _gloo_devices(pid: int, named: str | None) -> list[Any]:
+    """The devices of all groups of a process; each has a thread that wakes every 10 ms.
+
+    Args:
+        pid: a forked process has none of its parent's threads.
+        named: interfaces, as torch reads the variable.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    if named is None:
+        return [gloo.create_default_device()]
+    return [gloo.create_device(interface=name) for name in named.split(",")]
 
 
 def _in_rounds(edges: Iterable[Edge]) -> Iterator[Edge]:
