@@ -25,6 +25,8 @@ _TIMES = 4  # work: changed times that cost as much as to place a pass, or to tr
 _LENGTH = 40  # work of the first annealings, times the passes; later ones take ever more
 _HEATS = (0.3, 0.1, 0.03)  # at the start of an annealing, in mean passes
 
+Room = Sequence[int]  # by the number of sets on a rank, how many may be between B and W
+
 
 def anneal(
     request: Request,
@@ -33,6 +35,7 @@ def anneal(
     work: int,
     enough: Fraction,
     random: Callable[[], float],
+    room: Room | None = None,
 ) -> RankActions:
     """The fastest order that annealings of ``starts`` find; the first of them if none is faster.
 
@@ -40,20 +43,15 @@ def anneal(
     another heat each time.
 
     Args:
-        request: placement, microbatches and durations; what counts is the makespan. With
-            ``sets_grow`` no rank takes more bytes than in the first start, however much larger a
-            set is between B and W.
+        request: placement, microbatches and durations; what counts is the makespan.
         cap: most activation sets on a rank.
-        starts: orders under the cap, the fastest first; of all passes, F, B and W.
+        starts: orders under the cap and in the room, the fastest first; of all passes, F, B and W.
         work: after about so many tries the search ends.
         enough: a time that no order beats.
         random: numbers from 0 to 1.
+        room: of a rank (``room_of``); None: no limit but the cap.
     """
     best = starts[0]
-    room = None
-    if request.sets_grow:
-        room = [_room(row, cap) for row in best]
-        starts = [orders for orders in starts if all(map(_fits, orders, room))]
     mean = sum(map(sum, request.durations[:3])) / (3 * request.placement.num_stages)
     passes = sum(map(len, best))
     least = request.time_of(best)
@@ -82,15 +80,20 @@ def _states(row: Sequence[Action]) -> Iterator[tuple[int, int]]:
     return zip(accumulate(steps(row)), accumulate(steps(row, _GROWN)))
 
 
-def _room(row: Sequence[Action], cap: int) -> list[int]:
+def fits(orders: RankActions, room: Room) -> bool:
+    """True if no rank has more sets between B and W than in ``room``."""
+    return all(grown <= room[held] for row in orders for held, grown in _states(row))
+
+
+def room_of(orders: RankActions, cap: int) -> Room:
     """By the number of sets on a rank, how many of them may be between B and W, -1 for no such
-    number, so that the rank takes no more bytes than with ``row``.
+    number, so that it takes no more bytes than the rank with most in ``orders``.
 
     If such a set counts g, a rank with n sets, k of them between B and W, takes n + (g - 1) k. What
-    lies under the upper hull of all (n, k) of ``row`` takes no more than its peak, for every g.
+    lies under the upper hull of all (n, k) takes no more than the peak of all, for every g.
     """
     most = [-1] * (cap + 1)
-    for held, grown in _states(row):
+    for held, grown in (state for row in orders for state in _states(row)):
         most[held] = max(most[held], grown)
     most = list(accumulate(reversed(most), max))[::-1]
     hull: list[tuple[int, int]] = []
@@ -106,10 +109,6 @@ def _room(row: Sequence[Action], cap: int) -> list[int]:
         for n in range(n1, n2):
             most[n] = (k1 * (n2 - n) + k2 * (n - n1)) // (n2 - n1)
     return most
-
-
-def _fits(row: Sequence[Action], room: Sequence[int]) -> bool:
-    return all(grown <= room[held] for held, grown in _states(row))
 
 
 class _Passes(NamedTuple):
@@ -158,7 +157,7 @@ class _Memory:
         cap: most activation sets on a rank, counted from F's start to W's end.
         passes: what they change.
         nodes: every rank's slots in order.
-        room: of every rank (``_room``); None: no limit but the cap.
+        room: of a rank (``room_of``); None: no limit but the cap.
 
     Attributes:
         held: sets after the pass in each slot.
@@ -169,11 +168,10 @@ class _Memory:
         cap: int,
         passes: _Passes,
         nodes: Sequence[Sequence[int]],
-        room: Sequence[Sequence[int]] | None,
+        room: Room | None,
     ) -> None:
-        self.cap, self._passes = cap, passes
+        self.cap, self._passes, self._room = cap, passes, room
         self.held, self._grown = [0] * len(passes.sets), [0] * len(passes.sets)
-        self._room = {node: most for row, most in zip(nodes, room or ()) for node in row}
         for row in nodes:
             self.note(-1, row)
 
@@ -187,14 +185,15 @@ class _Memory:
 
     def fits(self, before: int, seq: Sequence[int]) -> bool:
         """True if ``seq`` may stand after ``before``."""
-        if not self._room:
+        room = self._room
+        if room is None:
             return True
-        held, grown, most = self.held[before], self._grown[before], self._room[seq[0]]
+        held, grown = self.held[before], self._grown[before]
         sets, grows = self._passes.sets, self._passes.grown
         for node in seq:
             held += sets[node]
             grown += grows[node]
-            if grown > most[held]:
+            if grown > room[held]:
                 return False
         return True
 
@@ -210,7 +209,7 @@ class Order:
         request: placement, microbatches and durations; what counts is the makespan.
         cap: most activation sets on a rank, counted from F's start to W's end.
         orders: to begin with; all F, B and W of all stages and microbatches.
-        room: of every rank (``_room``); None: no limit but the cap.
+        room: of a rank (``room_of``); None: no limit but the cap.
 
     Attributes:
         time: of the present order.
@@ -223,7 +222,7 @@ class Order:
         request: Request,
         cap: int,
         orders: RankActions,
-        room: Sequence[Sequence[int]] | None = None,
+        room: Room | None = None,
     ) -> None:
         m = request.microbatches
         program = Program(request.placement, request.durations, m)

@@ -19,6 +19,7 @@ from ..bounds import makespan_bound
 from ..costs import Costs, Durations
 from ..effects import peak_sets
 from ..placement import Placement
+from .annealing import room_of
 from .building_block import INTERVAL, Block, vee_block
 from .chain import chains, most_sets
 from .list_scheduler import list_schedule
@@ -95,7 +96,9 @@ def searched(request: Request, cap: int) -> RankActions:
     short = replace(request, microbatches=m - more)
     work = max(int(_WORK * request.effort), 6 * short.microbatches * pp * _LEAST)
     starts = list(_fixed(short, cap))
-    search = Search(short, cap, more, starts, lambda: _blocks(pp, cap), _bound(request, cap))
+    room = room_of(_published(short, cap), cap) if request.sets_grow else None
+    enough = _bound(request, cap)
+    search = Search(short, cap, more, starts, lambda: _blocks(pp, cap), enough, room)
     search.add(_reordered(short, cap))
     if not more:
         rounds = max(1, min(_ROUNDS, work // (_ROUND * 6 * m * pp)))
@@ -119,7 +122,7 @@ def searched(request: Request, cap: int) -> RankActions:
             for orders in list(candidates)
             for gap in START_GAPS
         ]
-    fastest = request.fastest(candidates)
+    fastest = request.fastest(filter(search.fits, candidates))
     return search.annealed(request, [fastest], work // 2) if m * pp <= _WHOLE else fastest
 
 
@@ -136,6 +139,14 @@ def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
     if pp <= _SMALL:
         for pattern in _patterns(pp, request.durations, cap):
             yield pattern.stamp(m)
+
+
+def _published(request: Request, cap: int) -> RankActions:
+    """The named V order of this cap, else the one for this cap at equal times."""
+    for make, own in _named(request.pp):
+        if own == cap:
+            return _as_named(request, make, cap)
+    return _at_equal_times(_at_equal_costs(request), cap)
 
 
 def _reordered(request: Request, cap: int) -> Iterator[RankActions]:

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 from ..actions import Action, RankActions
 from ..costs import Durations
 from ..effects import peak_sets
-from .annealing import anneal
+from .annealing import Room, anneal, fits
 from .building_block import Block
 from .list_scheduler import MinGap, list_schedule
 from .request import Request
@@ -53,6 +53,7 @@ class Search:
         starts: orders under the cap to begin with.
         blocks: finds those that fit the cap, the likely best first.
         enough: a time that no order beats.
+        room: of a rank between B and W (``room_of``), in all orders; None: no limit but the cap.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class Search:
         starts: Sequence[RankActions],
         blocks: Callable[[], Sequence[Block]],
         enough: Fraction,
+        room: Room | None = None,
     ) -> None:
         self.request, self.cap, self.more, self.enough = request, cap, more, enough
+        self.room = room
         self.work = 0  # passes placed
         self._far = replace(request, microbatches=request.microbatches + request.pp)
         self.pool: list[Found] = []
@@ -101,7 +104,11 @@ class Search:
         for another objective than the makespan."""
         if request.objective != "makespan":
             return starts[0]
-        return anneal(request, self.cap, starts, work, self.enough, self._random)
+        return anneal(request, self.cap, starts, work, self.enough, self._random, self.room)
+
+    def fits(self, orders: RankActions) -> bool:
+        """True if ``orders``, which keep the cap, take no more room between B and W."""
+        return self.room is None or fits(orders, self.room)
 
     def _ended(self) -> bool:
         return bool(self.pool) and self.pool[0].time <= self.enough
@@ -110,6 +117,8 @@ class Search:
         """Put ``orders`` into the pool if it is among the best."""
         request = self.request
         self.work += sum(map(len, orders)) // 4
+        if not self.fits(orders):
+            return
         taken = request.time_of(orders)
         assert taken is not None
         time = Fraction(taken)

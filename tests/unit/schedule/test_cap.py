@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 
 from megatron_ext.schedule import AUTO, Costs, Placement, Schedule, check, generate, lower, simulate
-from megatron_ext.schedule.actions import Op
+from megatron_ext.schedule.actions import AnyAction, Op, Operation
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.effects import peak, steps
 from megatron_ext.schedule.generators import NAMES
-from megatron_ext.schedule.generators.annealing import Order, anneal
+from megatron_ext.schedule.generators.annealing import Order, anneal, room_of
 from megatron_ext.schedule.generators.cap import (
     _at_equal_times,
     _named,
@@ -207,18 +208,34 @@ def test_times_change_with_moves(pp: int) -> None:
         assert request.time_of(order.best) == order.best_time == order.time
 
 
+def most_bytes(orders: Sequence[Sequence[AnyAction]], growth: int) -> int:
+    """Of the rank with most, if a set takes 1, and ``growth`` between B and W."""
+    table: dict[Operation, int] = {Op.F: 1, Op.B: growth - 1, Op.W: -growth}
+    return max(peak(steps(row, table)) for row in orders)
+
+
 def test_annealed_orders_take_no_more_bytes() -> None:
     """Sets may be larger between B and W, by a factor that the search does not know."""
     start = generate("v-half", 4, 8)
-    request = Request(start.placement, 8, UNEQUAL.durations(start.placement), sets_grow=True)
+    request = Request(start.placement, 8, UNEQUAL.durations(start.placement))
     orders = [list(row) for row in start.ranks]
-    found = anneal(request, 8, [orders], 20_000, Fraction(0), random.Random(1).random)
+    room = room_of(orders, 8)
+    found = anneal(request, 8, [orders], 20_000, Fraction(0), random.Random(1).random, room)
     least = request.time_of(orders)
     assert least is not None and (request.time_of(found) or least) < least
     for growth in (1, 2, 5, 100):
-        table = {Op.F: 1, Op.B: growth - 1, Op.W: -growth}
-        for row, other in zip(orders, found):
-            assert peak(steps(other, table)) <= peak(steps(row, table))
+        assert most_bytes(found, growth) <= most_bytes(orders, growth)
+
+
+@pytest.mark.parametrize(("name", "cap"), [("v-half", None), ("v-cap", 12)])
+def test_searched_orders_take_no_more_bytes(name: str, cap: int | None) -> None:
+    """Without the limit list schedules delay W's: twice as many sets wait for them."""
+    costs = Costs.of(1, "1.25", "0.75", "0.05")
+    equal = generate(name, 8, 16, memory_cap=cap)
+    found = generate(name, 8, 16, costs=costs, memory_cap=cap, sets_grow=cap is not None)
+    assert simulate(found).makespan < simulate(equal, costs).makespan
+    for growth in (1, 2, 5, 100):
+        assert most_bytes(found.ranks, growth) <= most_bytes(equal.ranks, growth)
 
 
 def test_moves_that_cannot_run_end_at_once() -> None:
