@@ -96,7 +96,11 @@ def searched(request: Request, cap: int) -> RankActions:
     short = replace(request, microbatches=m - more)
     work = max(int(_WORK * request.effort), 6 * short.microbatches * pp * _LEAST)
     starts = list(_fixed(short, cap))
-    room = room_of(_published(short, cap), cap) if request.sets_grow else None
+    room = None
+    if request.sets_grow:
+        # Fewer microbatches than 2p may need less than the cap stands for.
+        full = replace(short, microbatches=max(short.microbatches, 2 * pp))
+        room = room_of([*_published(short, cap), *_published(full, cap)], cap)
     enough = _bound(request, cap)
     search = Search(short, cap, more, starts, lambda: _blocks(pp, cap), enough, room)
     search.add(_reordered(short, cap))
@@ -142,11 +146,10 @@ def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
 
 
 def _published(request: Request, cap: int) -> RankActions:
-    """The named V order of this cap, else the one for this cap at equal times."""
-    for make, own in _named(request.pp):
-        if own == cap:
-            return _as_named(request, make, cap)
-    return _at_equal_times(_at_equal_costs(request), cap)
+    """Every rank's passes in the named V orders of this cap, else in that for equal times."""
+    orders = [_as_named(request, make, cap) for make, own in _named(request.pp) if own == cap]
+    orders = orders or [_at_equal_times(_at_equal_costs(request), cap)]
+    return [row for each in orders for row in each]
 
 
 def _reordered(request: Request, cap: int) -> Iterator[RankActions]:
