@@ -19,7 +19,6 @@ from ..bounds import makespan_bound
 from ..costs import Costs, Durations
 from ..effects import peak_sets
 from ..placement import Placement
-from .annealing import room_of
 from .building_block import INTERVAL, Block, vee_block
 from .chain import chains, most_sets
 from .list_scheduler import list_schedule
@@ -96,13 +95,13 @@ def searched(request: Request, cap: int) -> RankActions:
     short = replace(request, microbatches=m - more)
     work = max(int(_WORK * request.effort), 6 * short.microbatches * pp * _LEAST)
     starts = list(_fixed(short, cap))
-    room = None
+    model: RankActions | None = None
     if request.sets_grow:
         # Fewer microbatches than 2p may need less than the cap stands for.
         full = replace(short, microbatches=max(short.microbatches, 2 * pp))
-        room = room_of([*_published(short, cap), *_published(full, cap)], cap)
+        model = [*_published(short, cap), *_published(full, cap)]
     enough = _bound(request, cap)
-    search = Search(short, cap, more, starts, lambda: _blocks(pp, cap), enough, room)
+    search = Search(short, cap, more, starts, lambda: _blocks(pp, cap), enough, model)
     search.add(_reordered(short, cap))
     if not more:
         rounds = max(1, min(_ROUNDS, work // (_ROUND * 6 * m * pp)))

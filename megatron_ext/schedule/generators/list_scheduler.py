@@ -65,12 +65,7 @@ def list_schedule(
     Raises:
         ValueError: the given orders need more than the cap.
     """
-    caps = [cap] * placement.pp if isinstance(cap, int) else list(cap)
-    for need, most in zip(peak_sets(orders), caps):
-        if need > most:
-            raise ValueError(
-                f"this order keeps {need} activation sets, more than the cap of {most}"
-            )
+    caps = _kept([cap] * placement.pp if isinstance(cap, int) else cap, orders)
     work = Durations.unit(placement) if durations is None else durations
     if backward:
         orders = [row[::-1] for row in orders]
@@ -106,6 +101,16 @@ def list_schedule(
                 heapq.heappush(wakes, time * pp + at)
     step = -1 if backward else 1
     return [[order[i] for i in rank.done[::step]] for order, rank in zip(orders, ranks)]
+
+
+def _kept(caps: Sequence[int], orders: RankActions) -> Sequence[int]:
+    """``caps``, by rank; an error if ``orders`` need more."""
+    for need, most in zip(peak_sets(orders), caps):
+        if need > most:
+            raise ValueError(
+                f"this order keeps {need} activation sets, more than the cap of {most}"
+            )
+    return caps
 
 
 def _waits(min_gap: Fraction | int | Sequence[MinGap], pp: int) -> list[_Waits]:

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 from ..actions import Action, RankActions
 from ..costs import Durations
 from ..effects import peak_sets
-from .annealing import Room, anneal, fits
+from .annealing import anneal, fits, room_of
 from .building_block import Block
 from .list_scheduler import MinGap, list_schedule
 from .request import Request
@@ -53,7 +53,8 @@ class Search:
         starts: orders under the cap to begin with.
         blocks: finds those that fit the cap, the likely best first.
         enough: a time that no order beats.
-        room: of a rank between B and W (``room_of``), in all orders; None: no limit but the cap.
+        model: ranks' orders; no rank takes more bytes than the fullest of these, however much
+            larger a set is between B and W. None: no limit but the cap.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class Search:
         starts: Sequence[RankActions],
         blocks: Callable[[], Sequence[Block]],
         enough: Fraction,
-        room: Room | None = None,
+        model: RankActions | None = None,
     ) -> None:
         self.request, self.cap, self.more, self.enough = request, cap, more, enough
-        self.room = room
+        self.room = room_of(model, cap) if model else None
         self.work = 0  # passes placed
         self._far = replace(request, microbatches=request.microbatches + request.pp)
         self.pool: list[Found] = []
