@@ -158,7 +158,7 @@ def _reordered(request: Request, cap: int) -> Iterator[RankActions]:
             orders = _as_named(request, make, cap)
             # The first two are a start's with equal gaps.
             skip = 2 if request.pp > _SMALL else 0
-            yield from request.reordered(orders, cap, thorough=True, skip=skip)
+            yield from request.reordered(orders, cap, skip)
 
 
 def _as_named(request: Request, make: Callable[[int, int], RankActions], cap: int) -> RankActions:

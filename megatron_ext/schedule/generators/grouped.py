@@ -54,16 +54,14 @@ def interleaved_zb(pp: int, microbatches: int, chunks: int) -> RankActions:
     return [_row(rank, pp, chunks, units, full - rank, full) for rank in range(pp)]
 
 
-def interleaved_zb_small(pp: int, microbatches: int, chunks: int) -> RankActions | None:
+def interleaved_zb_small(pp: int, microbatches: int, chunks: int) -> RankActions:
     """The same memory, with smaller groups after the first.
 
     Groups of about 3p/4 need fewer sets for what is on its way, so a rank keeps W's in reserve,
     which fill the cool-down where F takes longer than W. Worse where hops leave no time to go
-    around in a group that small. None for less than 3p microbatches: nothing to gain.
+    around in a group that small. For 3p microbatches or more: for fewer there is nothing to gain.
     """
     rest = microbatches - pp
-    if rest < 2 * pp:
-        return None
     count = max(1, round(4 * rest / (3 * pp)))
     sizes = [pp, *(rest // count + (i < rest % count) for i in range(count))]
     units = _units(sizes, chunks)

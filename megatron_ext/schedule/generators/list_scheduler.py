@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from bisect import insort
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
+from itertools import compress
 
-from ..actions import Action, Op, Operation, RankActions
+from ..actions import Op, Operation, RankActions
 from ..costs import Durations
-from ..effects import DEVICE, KINDS, inputs, peak_sets, results
+from ..effects import DEVICE, KINDS, inputs, peak, peak_sets, results
 from ..placement import Placement
 from ..vocabulary import KIND, Vocabulary, VocabularyOp
 
@@ -69,36 +70,35 @@ def list_schedule(
     if backward:
         orders = [row[::-1] for row in orders]
     lane_of = _Lanes(placement, work, orders, vocabulary, backward)
-    ranks = [
-        _Rank.of(order, most, wait, urgent, lane_of)
-        for order, most, wait in zip(orders, caps, _waits(min_gap, placement.pp))
-    ]
-    pp, before = placement.pp, -1
+    ranks = []
+    for order, most, wait in zip(orders, caps, _waits(min_gap, placement.pp)):
+        queue = [lane_of[op, stage] for op, stage, _ in order]
+        mine = sorted({a[:2] for a in order if a[0] in urgent}) if urgent else []
+        ranks.append(_Rank(queue, most, wait, [lane_of[name] for name in mine]))
+    pp, ahead = placement.pp, vocabulary is None
     wakes = list(range(pp))  # a heap of time * pp + rank
     while wakes:
-        wake = heapq.heappop(wakes)
-        if wake == before:
-            continue
-        before = wake
-        time, at = divmod(wake, pp)
+        time, at = divmod(heapq.heappop(wakes), pp)
         rank = ranks[at]
-        if time < rank.clock or rank.following[-1] == len(rank.queue):
+        if time < rank.clock:
             continue
-        index = rank.choose(time)
         # A rank that finds nothing, or gives way to a pass that is expected, looks again when it is
         # fed: until then that pass comes ever nearer, or stays as far away as its producer takes.
-        if index is not None:
-            lane = rank.run(index, time)
-            clock = rank.clock
-            heapq.heappush(wakes, clock * pp + at)
+        lane = rank.choose(time)
+        while lane is not None:
+            time = rank.run(lane, time)
             if lane.feeds is not None:
                 fed, hop = lane.feeds
                 # One that is busy until then looks again anyway.
-                if ranks[fed].clock < clock + hop:
-                    heapq.heappush(wakes, (clock + hop) * pp + fed)
+                if ranks[fed].clock < time + hop:
+                    heapq.heappush(wakes, (time + hop) * pp + fed)
             if lane.joins and any(joined.update() for joined in lane.joins):
                 for other in range(pp):
-                    heapq.heappush(wakes, (clock + lane_of.latency) * pp + other)
+                    heapq.heappush(wakes, (time + lane_of.latency) * pp + other)
+            # What comes first, with its inputs known, will be chosen whatever else happens.
+            lane = rank.first(time) if ahead else None
+            if lane is None:
+                heapq.heappush(wakes, time * pp + at)
     step = -1 if backward else 1
     return [[order[i] for i in rank.done[::step]] for order, rank in zip(orders, ranks)]
 
@@ -121,7 +121,8 @@ def _waits(min_gap: Fraction | int | Sequence[MinGap], pp: int) -> list[_Waits]:
     ]
 
 
-class _Lane(NamedTuple):
+@dataclass(slots=True)
+class _Lane:
     """The passes of one op and stage; they run in microbatch order."""
 
     sets: int
@@ -135,6 +136,8 @@ class _Lane(NamedTuple):
     joins: list[_Joined]  # collectives that carry their results
     grows: bool
     only_w: bool
+    places: list[int] = field(default_factory=list)  # in the rank's given order
+    count: int = 0  # passes that have run
 
 
 class _Joined(list[int]):
@@ -152,8 +155,8 @@ class _Joined(list[int]):
         return True
 
 
-class _Lanes:
-    """Makes the lanes of all ranks.
+class _Lanes(dict[tuple[Operation, int], _Lane]):
+    """The lanes of all ranks, each made when it is first looked up.
 
     Args:
         orders: of all ranks.
@@ -177,7 +180,8 @@ class _Lanes:
     def _of(self, kind: int, stage: int) -> list[int]:
         return self._ends.setdefault((kind, stage), [])
 
-    def __call__(self, op: Operation, stage: int) -> _Lane:
+    def __missing__(self, key: tuple[Operation, int]) -> _Lane:
+        op, stage = key
         placement, work = self._placement, self._work
         rank_of, last = placement.rank_of, placement.num_stages - 1
         rank = rank_of(stage)
@@ -205,7 +209,7 @@ class _Lanes:
         feeds = None
         if 0 <= fed <= last and rank_of(fed) != rank:
             feeds = rank_of(fed), hop(fed)
-        return _Lane(
+        lane = self[key] = _Lane(
             sets,
             work.of(op, stage),
             after,
@@ -216,6 +220,7 @@ class _Lanes:
             sets > 0,
             op is Op.W and not self._backward,
         )
+        return lane
 
     def _took(self, kind: int, stage: int) -> int:
         """The duration of the pass with this result."""
@@ -246,155 +251,105 @@ _OPS: dict[int, Operation] = {**dict(enumerate(KINDS)), **{kind: op for op, kind
 
 
 class _Rank:
-    """One rank's passes: a ring of those that have not run yet, in the given order.
+    """One rank's passes.
 
     Args:
-        queue: the lane of every pass.
-        lanes: of the rank.
+        queue: the lane of every pass, in the given order.
         cap: most activation sets.
         waits: least gaps, as numerator and denominator.
         urgent: lanes that go before all others.
 
     Attributes:
-        done: positions in the given order, in the new one.
+        nexts: places in the given order, sorted, of every lane's next pass.
+        done: places in the given order, in the new one.
     """
 
     def __init__(
-        self,
-        queue: list[int],
-        lanes: Sequence[_Lane],
-        cap: int,
-        waits: _Waits,
-        urgent: Sequence[int] = (),
+        self, queue: list[_Lane], cap: int, waits: _Waits, urgent: Sequence[_Lane] = ()
     ) -> None:
-        self.queue, self.lanes, self.limits = queue, lanes, (cap, waits)
-        size = len(queue)
-        # Entry ``size``, also reached as -1, is the ring's joint: before the first, after the last.
-        self.following: list[int] = [*range(1, size + 1), 0]
-        self.previous = [size, *range(size)]
-        self.count = [0] * len(lanes)  # passes of each lane that have run
-        total = Counter(queue)
-        self.gates = [(*(lane.gate or (None, 0)), total[i]) for i, lane in enumerate(lanes)]
-        self.urgent = [(i, [at for at, n in enumerate(queue) if n == i]) for i in urgent]
+        self.queue, self.cap, self.waits, self.urgent = queue, cap, waits, urgent
+        self.nexts: list[int] = []
+        for index, lane in enumerate(queue):
+            if not lane.places:
+                self.nexts.append(index)
+            lane.places.append(index)
+        self.steps = [lane.sets for lane in queue]
+        self.left = bytearray(b"\1") * len(queue)
         self.clock = self.sets = 0
-        self.forwards = sum(lanes[number].grows for number in queue)
+        self.forwards = self.steps.count(1)
         self.done: list[int] = []
 
-    @classmethod
-    def of(
-        cls,
-        order: Sequence[Action],
-        cap: int,
-        waits: _Waits,
-        urgent: Collection[Operation],
-        lane_of: _Lanes,
-    ) -> _Rank:
-        """The rank with this order."""
-        names = sorted({(a[0], a[1]) for a in order})
-        number = {name: i for i, name in enumerate(names)}
-        queue = [number[op, stage] for op, stage, _ in order]
-        first = [number[op, stage] for op, stage in names if op in urgent]
-        return cls(queue, [lane_of(op, stage) for op, stage in names], cap, waits, first)
-
-    def choose(self, time: int) -> int | None:
-        """Index of the pass to start at ``time``, or None: stay idle."""
-        for number, places in self.urgent:
-            microbatch, gate = self.count[number], self.lanes[number].gate
-            if microbatch < len(places) and gate is not None:
-                ends, latency = gate
-                if len(ends) > microbatch and ends[microbatch] + latency <= time:
-                    return places[microbatch]
-        head = self.following[-1]
-        number = self.queue[head]
-        lane = self.lanes[number]
-        # Nearly always the first pass can run.
-        if self.forwards or not lane.only_w:
-            if lane.gate is None:
-                return head
-            ends, hop = lane.gate
-            microbatch = self.count[number]
-            if len(ends) > microbatch and ends[microbatch] + hop <= time:
-                return head
-        return self._overtaker(time, head)
-
-    def _overtaker(self, time: int, index: int) -> int | None:
-        queue, lanes, following, count = self.queue, self.lanes, self.following, self.count
-        ready_lanes = self._ready_lanes(time)
-        if not ready_lanes:
-            return None
-        size, (cap, waits) = len(queue), self.limits
-        num, den = waits[self.forwards == 0]
-        sets = peak = self.sets  # resident now, and the most up to this place of the queue
-        blocked = [False] * len(lanes)
-        free = len(lanes)
-        spare: int | None = None
+    def choose(self, time: int) -> _Lane | None:
+        """The lane whose next pass starts at ``time``, or None: stay idle."""
+        for lane in self.urgent:
+            if lane.count < len(lane.places) and lane.gate is not None:
+                ends, hop = lane.gate
+                if len(ends) > lane.count and ends[lane.count] + hop <= time:
+                    return lane
+        queue, forwards = self.queue, self.forwards
+        num, den = self.waits[not forwards]
+        spare: _Lane | None = None
         soonest: int | None = None  # when a pass that comes first may be able to run
-        full = False
-        while index != size and free:
-            number = queue[index]
-            lane = lanes[number]
-            if not blocked[number]:
-                ready, microbatch = 0, count[number]
-                for ends, hop, took in lane.after:
-                    end = ends[microbatch] if len(ends) > microbatch else time + took
-                    if end + hop > ready:
-                        ready = end + hop
-                if ready <= time:
-                    ready_lanes -= 1
-                    gives_way = soonest is not None and (soonest - time) * den < lane.duration * num
-                    if not gives_way and (self.forwards or not lane.only_w):
-                        return index
-                    if not gives_way and spare is None:
-                        spare = index
-                elif soonest is None or ready < soonest:
-                    soonest = ready
-                # What cannot run now blocks the later microbatches of its lane.
-                blocked[number] = True
-                free -= 1
-                if not ready_lanes and spare is None:
-                    return None
-            sets += lane.sets
-            if sets > peak:
-                peak = sets
-            if peak >= cap and not full:
-                full = True
-                for number, lane in enumerate(lanes):
-                    if lane.grows and not blocked[number]:
-                        blocked[number] = True
-                        free -= 1
-            index = following[index]
+        for index in self.nexts:
+            lane = queue[index]
+            ready, microbatch = 0, lane.count
+            for ends, hop, took in lane.after:
+                # What has not started yet takes its whole time from now on, as far as is known.
+                end = time + took
+                if len(ends) > microbatch and ends[microbatch] < end:
+                    end = ends[microbatch]
+                if end + hop > ready:
+                    ready = end + hop
+            if ready > time and (not num or (soonest is not None and ready >= soonest)):
+                continue
+            if lane.grows and not self._has_room(index):
+                continue
+            if ready > time:
+                soonest = ready
+            elif soonest is None or (soonest - time) * den >= lane.duration * num:
+                if forwards or not lane.only_w:
+                    return lane
+                spare = spare or lane
         # A spare was found before some B that is still away; the same rule holds for it.
-        if (
-            spare is not None
-            and soonest is not None
-            and (soonest - time) * den < lanes[queue[spare]].duration * num
-        ):
+        if spare and soonest is not None and (soonest - time) * den < spare.duration * num:
             return None
         return spare
 
-    def _ready_lanes(self, time: int) -> int:
-        """Number of lanes whose next pass has its inputs."""
-        found = 0
-        for (ends, hop, total), microbatch in zip(self.gates, self.count):
-            if ends is None:
-                found += microbatch < total
-            elif len(ends) > microbatch and ends[microbatch] + hop <= time:
-                found += 1
-        return found
+    def first(self, time: int) -> _Lane | None:
+        """The lane of the first pass, if that can run at ``time`` and gives way to none."""
+        if not self.nexts:
+            return None
+        lane = self.queue[self.nexts[0]]
+        if lane.only_w and not self.forwards:
+            return None
+        if lane.gate is not None:
+            ends, hop = lane.gate
+            if len(ends) <= lane.count or ends[lane.count] + hop > time:
+                return None
+        return lane
 
-    def run(self, index: int, time: int) -> _Lane:
-        """Start the chosen pass at ``time``; returns its lane."""
-        number = self.queue[index]
-        lane = self.lanes[number]
+    def _has_room(self, index: int) -> bool:
+        """True if the passes before this place still fit after the F there."""
+        head = self.nexts[0]
+        if index == head:
+            return True
+        before = compress(self.steps[head:index], self.left[head:index])
+        return peak(before, self.sets) < self.cap
+
+    def run(self, lane: _Lane, time: int) -> int:
+        """Start the lane's next pass at ``time``; returns its end."""
         self.clock = clock = time + lane.duration
         for ends in lane.ends:
             ends.append(clock)
-        self.count[number] += 1
-        before, after = self.previous[index], self.following[index]
-        self.following[before] = after
-        self.previous[after] = before
+        count, places = lane.count, lane.places
+        index = places[count]
+        self.left[index] = 0
+        self.nexts.remove(index)
+        lane.count = count = count + 1
+        if count < len(places):
+            insort(self.nexts, places[count])
         self.sets += lane.sets
         if lane.grows:
             self.forwards -= 1
         self.done.append(index)
-        return lane
+        return clock

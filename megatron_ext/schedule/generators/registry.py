@@ -11,7 +11,7 @@ from .cap import searched, v_cap
 from .dualpipev import dualpipev
 from .grouped import gis, gis_peak, interleaved_zb, interleaved_zb_small, po
 from .plain import interleaved, one_f_one_b, zb_h1, zb_h2
-from .request import LONG, Request
+from .request import Make, Request
 from .vee import v_half, v_half_cap, v_min, v_min_cap, v_zb
 
 
@@ -41,11 +41,6 @@ class Generator:
     takes_memory_cap: bool = False
 
 
-def _shaped(fixed: RankActions, cap: int | list[int], request: Request) -> RankActions:
-    """``fixed``, or what list scheduling for the costs under the same cap makes of it."""
-    return request.fastest([fixed, *request.reordered(fixed, cap, thorough=True)])
-
-
 def _one_f_one_b(request: Request) -> RankActions:
     return one_f_one_b(request.pp, request.microbatches)
 
@@ -55,24 +50,26 @@ def _interleaved(request: Request) -> RankActions:
 
 
 def _zb_h1(request: Request) -> RankActions:
-    return _shaped(zb_h1(request.pp, request.microbatches), request.pp, request)
+    return request.shaped([lambda r: zb_h1(r.pp, r.microbatches)], request.pp)
 
 
 def _zb_h2(request: Request) -> RankActions:
-    return _shaped(zb_h2(request.pp, request.microbatches), 2 * request.pp - 1, request)
+    return request.shaped([lambda r: zb_h2(r.pp, r.microbatches)], 2 * request.pp - 1)
 
 
 def _interleaved_zb(request: Request) -> RankActions:
+    makes: list[Make] = [_interleaved_zb_fixed]
+    if request.microbatches >= 3 * request.pp:
+        makes.append(lambda r: interleaved_zb_small(r.pp, r.microbatches, r.chunks))
+    return request.shaped(makes, request.pp * request.chunks)
+
+
+def _interleaved_zb_fixed(request: Request) -> RankActions:
     pp, chunks = request.pp, request.chunks
     fixed = interleaved_zb(pp, request.microbatches, chunks)
-    if request.microbatches % pp:
-        fixed = request.fastest([fixed, request.reordered_at_unit_times(fixed, pp * chunks)])
-    candidates = [fixed, *request.reordered(fixed, pp * chunks, thorough=True)]
-    other = interleaved_zb_small(pp, request.microbatches, chunks)
-    if other is not None and not request.at_unit_times:
-        short = sum(map(len, other)) <= LONG
-        candidates += request.reordered(other, pp * chunks, thorough=short)
-    return request.fastest(candidates)
+    if not request.microbatches % pp:
+        return fixed
+    return request.fastest([fixed, request.reordered_at_unit_times(fixed, pp * chunks)])
 
 
 def _v_min(request: Request) -> RankActions:
@@ -104,13 +101,13 @@ def _gis_h(request: Request) -> RankActions:
 
 
 def _grouped(request: Request, group: int) -> RankActions:
-    size = request.pp, request.microbatches, request.chunks, group
-    fixed, peak = gis(*size), gis_peak(*size)
-    candidates = [fixed]
-    if request.microbatches % group:
-        # An incomplete last group leaves holes in the fixed order.
-        candidates.append(request.reordered_at_unit_times(fixed, peak))
-    return request.fastest([*candidates, *request.reordered(fixed, peak, thorough=True)])
+    peak = gis_peak(request.pp, request.microbatches, request.chunks, group)
+    shaped = request.shaped([lambda r: gis(r.pp, r.microbatches, r.chunks, group)], peak)
+    if not request.microbatches % group:
+        return shaped
+    # An incomplete last group leaves holes in the fixed order.
+    fixed = gis(request.pp, request.microbatches, request.chunks, group)
+    return request.fastest([fixed, request.reordered_at_unit_times(fixed, peak), shaped])
 
 
 def _po(request: Request) -> RankActions:

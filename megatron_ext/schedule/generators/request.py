@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from ..actions import RankActions
@@ -15,6 +15,8 @@ from ..placement import Placement
 from .list_scheduler import MinGap, list_schedule
 
 Objective = Literal["makespan", "span"]
+Make = Callable[["Request"], RankActions]
+_Way = tuple[Make, Sequence[MinGap] | None]  # with the gaps of a list schedule
 
 
 @dataclass(frozen=True)
@@ -90,33 +92,53 @@ class Request:
         return list_schedule(orders, self.placement, cap, Durations.unit(self.placement))
 
     def reordered(
-        self,
-        orders: RankActions,
-        cap: int | Sequence[int],
-        *,
-        thorough: bool = False,
-        skip: int = 0,
-    ) -> Iterable[RankActions]:
-        """``list_schedule`` for the costs, with and without gaps.
+        self, orders: RankActions, cap: int | Sequence[int], skip: int = 0
+    ) -> Iterator[RankActions]:
+        """``list_schedule`` for the costs, with as many kinds of gaps as there is time for.
 
         Nothing if the costs are equal and hops free: ``reordered_at_unit_times`` is the same then.
 
         Args:
             orders: as for ``list_schedule``.
             cap: as for ``list_schedule``.
-            thorough: different gaps on different ranks too, as many ways as there is time for.
-            skip: how many of these to leave out.
+            skip: how many of the kinds to leave out.
         """
+        for gap in self._gaps[skip:]:
+            yield list_schedule(orders, self.placement, cap, self.durations, gap)
+
+    def shaped(self, makes: Sequence[Make], cap: int | Sequence[int]) -> RankActions:
+        """The fastest of what the first of ``makes`` makes and what list scheduling for the costs
+        makes of any of them.
+
+        A long run gets only what the first makes, and the way that is the fastest one for 4p
+        microbatches, which takes less time than all ways, and tells them apart.
+        """
+        makes = [lru_cache(make) for make in makes]
+        ways: list[_Way] = [(makes[0], None)]
+        ways += [(make, gap) for make in makes for gap in self._gaps]
+        short = replace(self, microbatches=4 * self.pp + self.microbatches % self.pp)
+        if self._passes > LONG and short.microbatches < self.microbatches and len(ways) > 1:
+            best = min(ways, key=lambda way: short.time_of(short._ordered(way, cap)) or 0)
+            ways = ways[:1] if best is ways[0] else [ways[0], best]
+        return self.fastest(self._ordered(way, cap) for way in ways)
+
+    def _ordered(self, way: _Way, cap: int | Sequence[int]) -> RankActions:
+        make, gap = way
+        if gap is None:
+            return make(self)
+        return list_schedule(make(self), self.placement, cap, self.durations, gap)
+
+    @property
+    def _passes(self) -> int:
+        return 3 * self.placement.num_stages * self.microbatches
+
+    @property
+    def _gaps(self) -> list[list[MinGap]]:
         if self.at_unit_times:
-            return
-        passes = sum(map(len, orders))
-        ways = min_gaps(self.pp)
-        if thorough:
-            tries = 2 + _THOROUGH // passes
-        else:
-            tries = 2 if passes <= LONG else 1
-        for min_gap in ways[skip:tries]:
-            yield list_schedule(orders, self.placement, cap, self.durations, min_gap)
+            return []
+        # To wait gains nothing over the given order in the longest runs.
+        first = 1 if self._passes > 2 * LONG else 0
+        return min_gaps(self.pp)[first : 2 + _THOROUGH // self._passes]
 
 
 def min_gaps(pp: int) -> list[list[MinGap]]:
@@ -166,6 +188,5 @@ _WAYS: tuple[tuple[bool, int, MinGap], ...] = (
     (True, 4, (1, 0)),
     (False, 3, (1, _HALF)),
 )
-# Both keep generation under a second.
-LONG = 30_000  # passes of an order that is not scheduled a second way
+LONG = 30_000  # passes of an order that few ways are tried for
 _THOROUGH = 30_000  # passes of all ways after the first two
