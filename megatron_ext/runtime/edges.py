@@ -270,7 +270,7 @@ def gloo_options(timeout: timedelta) -> Any:
 
 @functools.cache
 def _gloo_devices(pid: int, named: str | None) -> list[Any]:
-    """The devices of all groups of a process; each has a thread that wakes every 10 ms.
+    """The devices of all groups of a process; each has a thread that polls every 10 ms.
 
     Args:
         pid: a forked process has none of its parent's threads.

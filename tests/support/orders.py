@@ -1,8 +1,8 @@
-"""Orders that one process of a test run has searched, given to all its others.
+"""Searched orders, shared by all processes of a test run.
 
 Four ranks, several workers and many cases ask for the same few orders, and a search takes as long
 as a small model's training. Command lines and training scripts that a test starts as a user would
-search for themselves; that they find the same is a test of its own.
+search for themselves; tests of their own check that all processes find the same orders.
 """
 
 from __future__ import annotations

@@ -107,11 +107,10 @@ class Request:
             yield list_schedule(orders, self.placement, cap, self.durations, gap)
 
     def shaped(self, makes: Sequence[Make], cap: int | Sequence[int]) -> RankActions:
-        """The fastest of what the first of ``makes`` makes and what list scheduling for the costs
-        makes of any of them.
+        """The fastest of the first of ``makes``' orders and of list schedules of any of them.
 
-        A long run gets only what the first makes, and the way that is the fastest one for 4p
-        microbatches, which takes less time than all ways, and tells them apart.
+        A long run tries two ways only, the first order and the fastest way for 4p microbatches: to
+        make all ways in full takes seconds.
         """
         makes = [lru_cache(make) for make in makes]
         ways: list[_Way] = [(makes[0], None)]
