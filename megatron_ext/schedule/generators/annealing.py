@@ -18,12 +18,10 @@ from ..event_loop import Program, run
 from .request import Request
 
 _FAR = 6  # places that a pass moves at most
+_CRITICAL = 0.8  # how often a pass of a critical path is looked for
 _LOOKS = 3  # passes drawn until one is on a critical path
 _TIMES = 4  # work: changed times that cost as much as to place a pass, or to try a move
 
-
-_LENGTH = 40  # work of the first annealings, times the passes; later ones take ever more
-_HEATS = (0.3, 0.1, 0.03)  # at the start of an annealing, in mean passes
 
 Room = Sequence[int]  # by the number of sets on a rank, how many may be between B and W
 
@@ -31,45 +29,33 @@ Room = Sequence[int]  # by the number of sets on a rank, how many may be between
 def anneal(
     request: Request,
     cap: int,
-    starts: Sequence[RankActions],
+    start: RankActions,
     work: int,
+    heat: float,
     enough: Fraction,
     random: Callable[[], float],
     room: Room | None = None,
 ) -> RankActions:
-    """The fastest order that annealings of ``starts`` find; the first of them if none is faster.
-
-    Half of the annealings go on from the fastest order so far, the others from the starts, with
-    another heat each time.
+    """The fastest order that one annealing of ``start`` finds; ``start`` if none is faster.
 
     Args:
         request: placement, microbatches and durations; what counts is the makespan.
         cap: most activation sets on a rank.
-        starts: orders under the cap and in the room, the fastest first; of all passes, F, B and W.
-        work: after about so many tries the search ends.
+        start: an order under the cap and in the room; of all passes, F, B and W.
+        work: after about so many tries it ends.
+        heat: mean delay that is accepted at first, in mean passes; it falls with the square of the
+            work that is left.
         enough: a time that no order beats.
         random: numbers from 0 to 1.
         room: of a rank (``room_of``); None: no limit but the cap.
     """
-    best = starts[0]
-    mean = sum(map(sum, request.durations[:3])) / (3 * request.placement.num_stages)
-    passes = sum(map(len, best))
-    least = request.time_of(best)
-    assert least is not None
-    number = done = 0
-    while done < work and least > enough:
-        begin = starts[number // 2 % len(starts)] if number % 2 else best
-        order = Order(request, cap, begin, room)
-        hot = mean * _HEATS[number % len(_HEATS)]
-        length = min(_LENGTH * passes << number // (2 * len(_HEATS)), work - done)
-        while order.work < length:
-            heat = hot * (1 - order.work / length)
-            order.move(random, int(-heat * log(1 - random())))
-        done += order.work + passes
-        if order.best_time < least:
-            least, best = order.best_time, order.best
-        number += 1
-    return best
+    order = Order(request, cap, start, room)
+    began = order.best_time
+    hot = heat * sum(map(sum, request.durations[:3])) / (3 * request.placement.num_stages)
+    while order.work < work and order.best_time > enough:
+        now = hot * (1 - order.work / work) ** 2
+        order.move(random, int(-now * log(1 - random())))
+    return order.best if order.best_time < began else start
 
 
 _GROWN: dict[Operation, int] = {Op.B: 1, Op.W: -1}  # change of the number of sets between B and W
@@ -263,7 +249,7 @@ class Order:
         return orders
 
     def move(self, random: Callable[[], float], worse: int) -> bool:
-        """Move one pass, half of the time one of a critical path; undone if that cannot run, or
+        """Move one pass, mostly one of a critical path; undone if that cannot run, or
         makes the order slower by more than ``worse``.
 
         Args:
@@ -273,7 +259,7 @@ class Order:
         self.work += 1
         size, limit = self._size, self.time + worse
         here = int(random() * size)
-        if random() < 0.5:
+        if random() < _CRITICAL:
             ends, paths, took, longest = self._ends, self._paths, self._passes.took, self.time
             for _ in range(_LOOKS):
                 if ends[here] - took[here] + paths[here] == longest:

@@ -30,10 +30,14 @@ from .vee import v_half, v_half_block, v_half_cap, v_min, v_min_block, v_min_cap
 _STEPS = (2, 3, 6, 4, 5)  # down and up of one hop, together
 _TURNS = range(1, INTERVAL)
 _TRIES = 24  # blocks scheduled at equal costs; the bound is nearly always met within ten
-_WORK = 200_000  # passes that a search of one second for one of a few caps places
+# Passes that the walks of a search place at effort 1, and as many the annealings. A search for one
+# of a few caps takes 1 s at p=4, half of that at p=8, about 1 s for more ranks.
+_WORK = 4_800_000  # over p^2, with p from 4 to 8
+_MANY = 150_000  # for more ranks
 _ROUNDS = 10  # turns of the walks and the annealings, at most
-_ROUND = 80  # least work of one, times the passes: twice the first annealing's
+_ROUND = 200  # least work of one, times the passes
 _LEAST = 3  # orders that any search makes
+_FEW = 4  # ranks; for more, steady states are sought for long runs only
 _SMALL = 16  # ranks; for more, steady states take long to improve
 _SEARCH = 640  # tabu steps times p^2, so that a search takes about as long at every p
 _WHOLE = 2048  # microbatches times ranks; more of them take long to schedule
@@ -93,8 +97,11 @@ def searched(request: Request, cap: int) -> RankActions:
     pp, m = request.pp, request.microbatches
     more = m - 3 * pp if m > 4 * pp else 0
     short = replace(request, microbatches=m - more)
-    work = max(int(_WORK * request.effort), 6 * short.microbatches * pp * _LEAST)
+    passes = 6 * short.microbatches * pp
+    work = max(int(_work(pp) * request.effort), passes * _LEAST)
     starts = list(_fixed(short, cap))
+    patterns = _patterns(pp, request.durations, cap) if pp <= (_SMALL if more else _FEW) else []
+    starts += [pattern.stamp(short.microbatches) for pattern in patterns]
     model: RankActions | None = None
     if request.sets_grow:
         # Fewer microbatches than 2p may need less than the cap stands for.
@@ -104,10 +111,10 @@ def searched(request: Request, cap: int) -> RankActions:
     search = Search(short, cap, more, starts, lambda: _blocks(pp, cap), enough, model)
     search.add(_reordered(short, cap))
     if not more:
-        rounds = max(1, min(_ROUNDS, work // (_ROUND * 6 * m * pp)))
+        rounds = max(1, min(_ROUNDS, work // (_ROUND * passes)))
         for part in range(1, rounds + 1):
             search.run(work * part // rounds)
-            search.anneal(work // (2 * rounds))
+            search.anneal(work // rounds)
         return search.pool[0].orders
     search.run(work)
     candidates: list[RankActions] = []
@@ -118,6 +125,7 @@ def searched(request: Request, cap: int) -> RankActions:
         if len(candidates) == _REPEATED:
             break
     candidates += _fixed(request, cap)
+    candidates += [pattern.stamp(m) for pattern in patterns]
     if m * pp <= _WHOLE:
         # What a list schedule gains in a steady state may have no period to repeat.
         candidates += [
@@ -126,7 +134,11 @@ def searched(request: Request, cap: int) -> RankActions:
             for gap in START_GAPS
         ]
     fastest = request.fastest(filter(search.fits, candidates))
-    return search.annealed(request, [fastest], work // 2) if m * pp <= _WHOLE else fastest
+    return search.annealed(request, fastest, work) if m * pp <= _WHOLE else fastest
+
+
+def _work(pp: int) -> int:
+    return _MANY if pp > 8 else _WORK // max(pp, 4) ** 2
 
 
 def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
@@ -139,9 +151,6 @@ def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
             yield _as_named(request, make, cap)
         elif m < 2 * pp and max(peak_sets(make(pp, m))) <= cap:
             yield make(pp, m)
-    if pp <= _SMALL:
-        for pattern in _patterns(pp, request.durations, cap):
-            yield pattern.stamp(m)
 
 
 def _published(request: Request, cap: int) -> RankActions:

@@ -33,6 +33,9 @@ _AHEAD = 6  # blocks that are tried with few microbatches before the best goes o
 _WALK = 40  # list schedules, each of the one before
 _NOISES = (2, 4, 8, 16)  # of 64: how far a walk's durations are varied
 _VARIED = 5  # ranks with a gap of their own, at most
+# Heat of annealings of the best order, and of others, times the root of the passes: the more passes
+# an order has, the fewer of all moves an annealing tries, and the colder it has to be.
+_HEATS = (4, 7)
 _CALL = 150  # work: a list schedule of no pass costs as much as to place so many
 
 
@@ -74,6 +77,7 @@ class Search:
         self.pool: list[Found] = []
         self._seen: set[int] = set()
         self._random = Random(1).random
+        self._turn = 0  # annealings so far
         self._sources = [self._blocks(blocks), self._walked()]
         for number, orders in enumerate(starts):
             if any(orders is other for other in starts[:number]):
@@ -97,15 +101,21 @@ class Search:
                     self._sources.remove(source)
 
     def anneal(self, work: int) -> None:
-        """Add the fastest order that annealings of the pool's find."""
-        self.add([self.annealed(self.request, [found.orders for found in self.pool], work)])
+        """Add what an annealing finds: by turns of the best order, and, hotter, of another."""
+        turn, self._turn = self._turn, self._turn + 1
+        orders = self.pool[0].orders
+        if turn % 2:
+            orders = self.pool[turn // 2 % len(self.pool)].orders
+        self.add([self.annealed(self.request, orders, work, _HEATS[turn % 2])])
 
-    def annealed(self, request: Request, starts: Sequence[RankActions], work: int) -> RankActions:
-        """The fastest order that annealings of ``starts`` find, the fastest first; none are made
-        for another objective than the makespan."""
+    def annealed(
+        self, request: Request, orders: RankActions, work: int, heat: int = _HEATS[0]
+    ) -> RankActions:
+        """``orders`` annealed; as they are for another objective than the makespan."""
         if request.objective != "makespan":
-            return starts[0]
-        return anneal(request, self.cap, starts, work, self.enough, self._random, self.room)
+            return orders
+        hot = heat / sum(map(len, orders)) ** 0.5
+        return anneal(request, self.cap, orders, work, hot, self.enough, self._random, self.room)
 
     def fits(self, orders: RankActions) -> bool:
         """True if ``orders``, which keep the cap, take no more room between B and W."""

@@ -184,11 +184,11 @@ PROVEN = [case for case in OPTIMA if case["proven"] and case["m"] >= 3]
 
 @pytest.mark.parametrize("case", sampled(PROVEN, PROVEN[::24]), ids=lambda case: str(case)[:60])
 def test_near_the_optimum_of_small_cases(case: dict[str, Any]) -> None:
-    """Most are met; the worst found is 1.04 % above, one set below 1F1B's memory."""
+    """Most are met; the worst found is 0.90 % above, one set above V-Min's memory."""
     costs = Costs.of(*case["cost"], case["hop"])
     found = generate("v-cap", case["p"], case["m"], costs=costs, memory_cap=case["cap_sets"])
     least = Fraction(str(case["makespan"]))
-    assert least <= simulate(found).makespan <= least * Fraction("1.011")
+    assert least <= simulate(found).makespan <= least * Fraction("1.0091")
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
@@ -220,7 +220,7 @@ def test_annealed_orders_take_no_more_bytes() -> None:
     request = Request(start.placement, 8, UNEQUAL.durations(start.placement))
     orders = [list(row) for row in start.ranks]
     room = room_of(orders, 8)
-    found = anneal(request, 8, [orders], 20_000, Fraction(0), random.Random(1).random, room)
+    found = anneal(request, 8, orders, 20_000, 0.3, Fraction(0), random.Random(1).random, room)
     least = request.time_of(orders)
     assert least is not None and (request.time_of(found) or least) < least
     for growth in (1, 2, 5, 100):
@@ -258,7 +258,7 @@ def test_annealing_is_the_same_in_other_units() -> None:
     found = []
     for times in (durations, thrice):
         request = Request(start.placement, 6, times)
-        found.append(anneal(request, 5, [orders], 20_000, Fraction(0), random.Random(1).random))
+        found.append(anneal(request, 5, orders, 20_000, 0.3, Fraction(0), random.Random(1).random))
     assert found[0] == found[1]
     assert simulate(start, UNEQUAL).makespan > Fraction(
         Request(start.placement, 6, durations).time_of(found[0]) or 0, durations.scale
