@@ -59,7 +59,8 @@ def generate(
             ``v-cap``: V-Min's to 1F1B's 2p, the default.
         objective: what is made short: ``makespan``, the whole iteration, or ``span``, the longest
             single rank's own (what counts with optimizer post-validation).
-        effort: seconds that a search may take, about (``Request``); with more the order is rarely slower.
+        effort: seconds that a search may take, about (``Request``); more rarely gives a slower
+            order.
         sets_grow: a set may be larger between B and W than before B, by a factor that need not be
             known: annealing delays no W at the price of more bytes. So it is for V-Min, V-Half and
             V-ZB, whose names fix the memory.
