@@ -115,7 +115,8 @@ def add_jitter_options(parser: Parser) -> None:
         metavar="X",
         help="add the makespan under random pass times, lognormal around their costs with relative "
         "standard deviation X, such as 0.1; auto then prefers, among equally fast schedules, the "
-        "one with the smallest mean",
+        "one with the smallest mean, and `schedule` writes an order that is as fast with a smaller "
+        "mean",
     )
     group.add_argument(
         "--runs", type=positive, metavar="N", help=f"number of random runs (default {RUNS})"

@@ -213,7 +213,7 @@ class Order:
         m = request.microbatches
         program = Program(request.placement, request.durations, m)
         self._passes = fixed = _Passes.of(program, orders)
-        self._microbatches = m
+        self._microbatches, self._pp = m, request.pp
         self._size = size = program.pass_slots
         self._previous, self._next = ([size] * (size + 1) for _ in range(2))
         rows = [program.row(row) for row in orders]
@@ -236,16 +236,24 @@ class Order:
     @property
     def best(self) -> RankActions:
         """The fastest order so far."""
+        return self._orders(self._best)
+
+    @property
+    def present(self) -> RankActions:
+        """The present order."""
+        return self._orders(self._next)
+
+    def _orders(self, after: list[int]) -> RankActions:
         m = self._microbatches
         stages = self._size // (3 * m)
         orders: RankActions = []
-        for node in range(0, stages * m // 2, m):  # every rank's first F
+        for node in range(0, self._pp * m, m):  # every rank's first F
             orders.append([])
             while node != self._size:
                 lane, j = divmod(node, m)
                 kind, stage = divmod(lane, stages)
                 orders[-1].append(Action(KINDS[kind], stage, j))
-                node = self._best[node]
+                node = after[node]
         return orders
 
     def move(self, random: Callable[[], float], worse: int) -> bool:

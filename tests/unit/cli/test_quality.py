@@ -107,10 +107,26 @@ def test_jitter_chooses_among_the_fastest(run, tmp_path):
     assert "next is interleaved-zb, as fast, but less robust" in said
     written = _data(run, "schedule", *argv, *JITTER, "--output", tmp_path / "one.json")
     assert written["schedule"] == "v-zb"
-    assert written["makespan_quantiles"] == chosen["makespan_quantiles"]
+    assert written["makespan"] == chosen["makespan"]
+    assert written["steadier"]["before"] == chosen["makespan_quantiles"]["mean"]
     rows = _data(run, "compare", *argv[:4], *JITTER)["schedules"]
     names = [row["schedule"] for row in rows]
     assert names.index("v-zb") < names.index("interleaved-zb")
+
+
+def test_schedule_with_jitter_writes_a_steadier_order(run, tmp_path):
+    argv, path = options("v-half", 4, 8), tmp_path / "one.json"
+    written = _data(run, "schedule", *argv, *REAL, *JITTER, "--output", path)
+    named = _data(run, "simulate", *argv, *REAL, *JITTER)
+    of_file = _data(run, "simulate", "--schedule", path, *JITTER)
+    assert written["makespan"] == named["makespan"] == of_file["makespan"]
+    assert written["steadier"]["before"] == named["makespan_quantiles"]["mean"]
+    assert written["steadier"]["after"] == of_file["makespan_quantiles"]["mean"]
+    assert written["steadier"]["after"] < written["steadier"]["before"]
+    said = run("schedule", *argv, *REAL, *JITTER, "--output", path)[1]
+    assert "  jitter: mean " in said and " before; mean " in said
+    span = ["--objective", "rank-span", "--output", path]
+    assert "steadier" not in _data(run, "schedule", *argv, *REAL, *JITTER, *span)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from megatron_ext.schedule import (
     offload_pass,
     simulate,
 )
-from megatron_ext.schedule.jitter import jitter
+from megatron_ext.schedule.generators.annealing import fits, room_of
+from megatron_ext.schedule.jitter import jitter, steadier
 from megatron_ext.schedule.network import Network
 
 REAL = Costs.parse("1,1.1,0.8,0.05")
@@ -92,3 +93,32 @@ def test_every_pass_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_input(spread: float, runs: int) -> None:
     with pytest.raises(ValueError, match="from 0 to 2|at least 1 run"):
         jitter(generate("1f1b", 2, 2), spread, runs)
+
+
+@pytest.mark.parametrize(("name", "most"), [("v-half", 0.9975), ("zb-h1", 0.9995)])
+def test_steadier_orders_are_as_fast_and_as_small(name: str, most: float) -> None:
+    """Better with pass times, and with a deviation, that the search did not see."""
+    schedule = generate(name, 4, 8, costs=REAL)
+    found = steadier(schedule, 0.1)
+    assert simulate(found).makespan == simulate(schedule).makespan
+    assert max(check(found).peak_sets) == max(check(schedule).peak_sets)
+    for spread in (0.05, 0.1):
+        means = (float(jitter(one, spread, 200, 7).mean) for one in (found, schedule))
+        assert next(means) < most * next(means)
+    assert steadier(schedule, Fraction("0.1")) == found
+    assert steadier(schedule, 0.1, effort=0) is schedule
+
+
+def test_steadier_leaves_orders_that_it_cannot_move_in() -> None:
+    offloaded = offload_pass(generate("v-half", 4, 8), Link.of(4, "0.25"), "half").schedule
+    for schedule in (generate("1f1b", 4, 8), generate("dualpipev", 4, 8), offloaded):
+        assert steadier(schedule, 0.1) is schedule
+
+
+def test_steadier_keeps_bytes_of_sets_that_grow() -> None:
+    """No rank has more sets between B and W, at any number of sets, than the fullest rank had."""
+    schedule = generate("v-half", 4, 12, costs=REAL, sets_grow=True)
+    found = steadier(schedule, 0.1)
+    assert found is not schedule
+    before, after = ([list(row) for row in one.ranks] for one in (schedule, found))
+    assert fits(after, room_of(before, max(check(schedule).peak_sets)))
