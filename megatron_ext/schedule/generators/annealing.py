@@ -184,6 +184,21 @@ class _Memory:
         return True
 
 
+def _orders(after: list[int], pp: int, m: int) -> RankActions:
+    """Every rank's passes; ``after`` has each slot's next one, the last slot stands for none."""
+    end = len(after) - 1
+    stages = end // (3 * m)
+    orders: RankActions = []
+    for node in range(0, pp * m, m):  # every rank's first F
+        orders.append([])
+        while node != end:
+            lane, j = divmod(node, m)
+            kind, stage = divmod(lane, stages)
+            orders[-1].append(Action(KINDS[kind], stage, j))
+            node = after[node]
+    return orders
+
+
 class Order:
     """An order under a memory cap that changes by one pass at a time.
 
@@ -236,25 +251,12 @@ class Order:
     @property
     def best(self) -> RankActions:
         """The fastest order so far."""
-        return self._orders(self._best)
+        return _orders(self._best, self._pp, self._microbatches)
 
     @property
     def present(self) -> RankActions:
         """The present order."""
-        return self._orders(self._next)
-
-    def _orders(self, after: list[int]) -> RankActions:
-        m = self._microbatches
-        stages = self._size // (3 * m)
-        orders: RankActions = []
-        for node in range(0, self._pp * m, m):  # every rank's first F
-            orders.append([])
-            while node != self._size:
-                lane, j = divmod(node, m)
-                kind, stage = divmod(lane, stages)
-                orders[-1].append(Action(KINDS[kind], stage, j))
-                node = after[node]
-        return orders
+        return _orders(self._next, self._pp, self._microbatches)
 
     def move(self, random: Callable[[], float], worse: int) -> bool:
         """Move one pass, mostly one of a critical path; undone if that cannot run, or
