@@ -11,8 +11,8 @@ from typing import Any
 from .._terminal import Progress
 from ..schedule import AUTO, GENERATORS, Schedule
 from ..schedule.costs import number_to_json
+from ..schedule.generators import steadier
 from ..schedule.io import is_csv, save
-from ..schedule.jitter import Spread, steadier
 from ..schedule.memory_cap import ShareCap
 from ..schedule.optimize import Optimized, optimize
 from ..schedule.optimize_window import import_solver
@@ -97,12 +97,11 @@ def _write_schedule(args: argparse.Namespace) -> None:
             progress(f"optimizing {schedule.name} for {args.optimize:g} s")
             optimized = _optimized(args, schedule)
             schedule = optimized.schedule
-        changed = None
+        before = schedule
         if noise is not None and args.objective in (None, "makespan"):
             progress(f"comparing orders of {schedule.name} under jitter")
-            before, schedule = schedule, steadier(schedule, noise.spread, args.effort)
-            if schedule is not before:
-                changed = noise.of(before, None), noise.of(schedule, None)
+            schedule = steadier(schedule, noise.spread, args.effort)
+        mean = None if noise is None or schedule is before else noise.of(before, None).mean
         schedule = lower(schedule) if args.lowered else schedule.compute()
     taken = time.perf_counter() - started
     with output(args.output) as path:
@@ -110,8 +109,11 @@ def _write_schedule(args: argparse.Namespace) -> None:
     if args.json:
         simulation, quality = simulated(schedule, args, None, noise)
         data = simulation_json(simulation, taken, quality.json, offloads(args))
-        more = {**_optimized_json(optimized), **_steadier_json(changed)}
-        print(json.dumps({**data, "output": args.output, **more}))
+        data |= {"output": args.output, **_optimized_json(optimized)}
+        if mean is not None:
+            after = data["makespan_quantiles"]["mean"]
+            data["steadier"] = {"before": float(mean), "after": after}
+        print(json.dumps(data))
         return
     actions = sum(len(row) for row in schedule.ranks)
     print(f"{args.output}: {schedule.name}, pp {schedule.pp}, {actions} actions")
@@ -120,8 +122,9 @@ def _write_schedule(args: argparse.Namespace) -> None:
             print(f"  {note}")
     if optimized is not None:
         _print_optimized(optimized)
-    if noise is not None and changed is not None:
-        print(f"  jitter: mean {short(changed[0].mean)} before; {noise.text(changed[1])}")
+    if noise is not None:
+        found = "no steadier order found" if mean is None else f"mean {short(mean)} before"
+        print(f"  jitter: {found}; {noise.text(noise.of(schedule, None))}")
 
 
 def _optimized(args: argparse.Namespace, schedule: Schedule) -> Optimized:
@@ -150,13 +153,6 @@ def _print_optimized(made: Optimized) -> None:
         print("  no order of this placement and memory is faster")
     if not made.complete:
         print("  ended by the clock: another run or machine may give another order")
-
-
-def _steadier_json(changed: tuple[Spread, Spread] | None) -> dict[str, Any]:
-    if changed is None:
-        return {}
-    before, after = (float(spread.mean) for spread in changed)
-    return {"steadier": {"before": before, "after": after}}
 
 
 def _optimized_json(made: Optimized | None) -> dict[str, Any]:

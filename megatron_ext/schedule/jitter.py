@@ -7,21 +7,13 @@ from fractions import Fraction
 from random import Random
 from typing import NamedTuple
 
-from .actions import Action, Op
 from .costs import Durations
-from .effects import peak_sets
 from .event_loop import Row
-from .generators.annealing import Order, room_of
-from .generators.request import Request
 from .network import Network
 from .schedule import Schedule
 from .simulate import Replay
 
 RUNS = 100
-_TRIED = 16  # runs that orders are compared by; all have the same pass times
-_WORK = 400_000  # passes replayed at effort 1, in one to two seconds
-_MOST = 60  # orders compared at effort 1
-_SHARE = 20  # of all passes, one moves from order to order
 _FINE = 1 << 20  # parts of the shortest pass, so that rounding random times is no error
 MOST = Fraction(2)  # relative standard deviation; beyond, a few passes are all that counts
 
@@ -100,51 +92,6 @@ def jitter(
         Fraction(sum(times), runs * scale),
         *(Fraction(times[-(-share * runs // 100) - 1], scale) for share in (50, 95, 100)),
     )
-
-
-def steadier(schedule: Schedule, spread: Fraction | float, effort: float = 1) -> Schedule:
-    """An order as fast and as small as ``schedule``, with a smaller mean makespan under ``jitter``.
-
-    Single passes move at random, as long as the makespan does not grow; of two orders the one with
-    the smaller mean of 16 runs stays. No rank takes more activation sets than the fullest one of
-    ``schedule``, nor more bytes where sets grow between B and W.
-
-    Args:
-        schedule: its own costs are the means.
-        spread: relative standard deviation of a pass time, from 0 to 2.
-        effort: seconds that it may take, about; counted in passes, so that every machine finds the
-            same. One second is enough for orders of up to 25,000 passes.
-
-    Returns:
-        ``schedule`` itself if nothing better is found, or not every backward pass is split into B
-        and W, or passes are joint, or the vocabulary is sharded, or sets are offloaded.
-
-    Raises:
-        ValueError: ``spread`` is out of range.
-        ScheduleError: as ``simulate``.
-    """
-    orders = [[action for action in row if isinstance(action, Action)] for row in schedule.ranks]
-    passes = sum(action.op in (Op.F, Op.B, Op.W) for row in orders for action in row)
-    every = 3 * schedule.placement.num_stages * schedule.microbatches
-    if not passes == every == sum(map(len, schedule.ranks)):
-        return schedule
-    tries = int(effort * min(_MOST, _WORK / (passes * _TRIED)))
-    durations = schedule.costs.durations(schedule.placement).reduced()
-    request = Request(schedule.placement, schedule.microbatches, durations)
-    best, least = schedule, jitter(schedule, spread, _TRIED).mean
-    cap, random = max(peak_sets(schedule.ranks)), Random(5).random
-    room = room_of(orders, cap)
-    for _ in range(tries):
-        order = Order(request, cap, orders, room)
-        most, moved = order.time, 0
-        while moved < passes // _SHARE + 1 and order.work < 4 * passes:
-            moved += order.move(random, most - order.time)
-        tried = order.present
-        found = schedule.with_ranks(tried)
-        mean = jitter(found, spread, _TRIED).mean
-        if mean < least:
-            best, least, orders = found, mean, tried
-    return best
 
 
 def _fine(d: Durations) -> Durations:

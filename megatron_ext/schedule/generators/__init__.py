@@ -10,6 +10,7 @@ from .forward import forward_only
 from .pairs import add_pairs
 from .registry import GENERATORS, NAMES, Generator
 from .request import Objective, Request
+from .steadier import steadier
 
 __all__ = [
     "GENERATORS",
@@ -21,6 +22,7 @@ __all__ = [
     "check_sizes",
     "forward_only",
     "generate",
+    "steadier",
 ]
 
 MOST_EFFORT = 3600  # seconds

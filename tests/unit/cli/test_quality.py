@@ -125,6 +125,8 @@ def test_schedule_with_jitter_writes_a_steadier_order(run, tmp_path):
     assert written["steadier"]["after"] < written["steadier"]["before"]
     said = run("schedule", *argv, *REAL, *JITTER, "--output", path)[1]
     assert "  jitter: mean " in said and " before; mean " in said
+    said = run("schedule", *options("1f1b", 4, 8), *REAL, *JITTER, "--output", path)[1]
+    assert "  jitter: no steadier order found; mean " in said
     span = ["--objective", "rank-span", "--output", path]
     assert "steadier" not in _data(run, "schedule", *argv, *REAL, *JITTER, *span)
 

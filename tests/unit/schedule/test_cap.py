@@ -170,7 +170,7 @@ def test_one_set_less_than_v_half(m: int, most: str) -> None:
     assert simulate(schedule).makespan <= Fraction(most)
 
 
-def test_more_effort_is_never_slower() -> None:
+def test_more_effort_shortens_an_order() -> None:
     times = []
     for effort in (0.01, 0.2, 1):
         schedule = generate("v-cap", 3, 6, costs=UNEQUAL, memory_cap=5, effort=effort)

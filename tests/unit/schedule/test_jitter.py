@@ -19,8 +19,9 @@ from megatron_ext.schedule import (
     offload_pass,
     simulate,
 )
+from megatron_ext.schedule.generators import steadier
 from megatron_ext.schedule.generators.annealing import fits, room_of
-from megatron_ext.schedule.jitter import jitter, steadier
+from megatron_ext.schedule.jitter import jitter
 from megatron_ext.schedule.network import Network
 
 REAL = Costs.parse("1,1.1,0.8,0.05")
