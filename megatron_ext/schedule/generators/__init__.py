@@ -85,6 +85,7 @@ def generate(
         *(placement, microbatches, durations, objective, group_size, memory_cap),
         effort=effort,
         sets_grow=sets_grow,
+        every_microbatch=costs.vocabulary is not None,
     )
     ranks = generator.orders(request)
     return Schedule(name, placement, microbatches, tuple(tuple(row) for row in ranks), costs)

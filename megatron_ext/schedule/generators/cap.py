@@ -1,9 +1,9 @@
 """v-cap: V placement at any memory cap from V-Min's to 1F1B's.
 
-A cap's orders come from a search (``search``) that anneals the best by turns (``annealing``); at
-equal costs without hops they come from the first building blocks that fit it, which meet the bound
-or miss it by one pass. Whatever a smaller cap gives is a candidate for a larger one, so a larger
-cap is never slower.
+A cap's orders come from searches (``search``) for more and more microbatches, each of which begins
+with the last one's orders made longer (``longer``); at equal costs without hops they come from the
+first building blocks that fit it, which meet the bound or miss it by one pass. Whatever a smaller
+cap gives is a candidate for a larger one, so a larger cap is never slower.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from itertools import islice, product
 
 from ..actions import RankActions
 from ..bounds import makespan_bound
-from ..costs import Costs, Durations
+from ..costs import Costs
 from ..effects import peak_sets
-from ..placement import Placement
 from .building_block import INTERVAL, Block, vee_block
-from .chain import chains, most_sets
+from .chain import steady_states
 from .list_scheduler import list_schedule
-from .period import Pattern, improve
+from .longer import PERIODS, Longer, longer
 from .request import Request
-from .search import START_GAPS, Search, repeat_period
+from .search import START_GAPS, Search
 from .vee import v_half, v_half_block, v_half_cap, v_min, v_min_block, v_min_cap, v_zb, v_zb_block
 
 _STEPS = (2, 3, 6, 4, 5)  # down and up of one hop, together
@@ -34,14 +33,16 @@ _TRIES = 24  # blocks scheduled at equal costs; the bound is nearly always met w
 # of a few caps takes 1 s at p=4, half of that at p=8, about 1 s for more ranks.
 _WORK = 4_800_000  # over p^2, with p from 4 to 8
 _MANY = 150_000  # for more ranks
-_ROUNDS = 10  # turns of the walks and the annealings, at most
-_ROUND = 200  # least work of one, times the passes
-_LEAST = 3  # orders that any search makes
-_FEW = 5  # ranks; for more, steady states are sought for long runs only
-_SMALL = 16  # ranks; for more, steady states take long to improve
-_SEARCH = 640  # tabu steps times p^2, so that a search takes about as long at every p
+_SHORT = 3  # microbatches a rank; for more, a steady state is repeated
+_MUCH = 25  # work, times the passes
+_STAGE = 300  # least work of a search, times the passes
+_BEST = 6  # orders that are lengthened
+_STARTS = 24  # orders of a search that a search for more microbatches begins with
+_FEW = 5  # ranks; for more, no steady states are sought
+_SMALL = 16  # ranks; for more, every order takes long to make
 _WHOLE = 2048  # microbatches times ranks; more of them take long to schedule
-_REPEATED = 2  # orders whose steady state is repeated, and timed in full
+_CUT_WORK = 40_000  # passes placed to find where an order for equal times is cut
+_REPEATED = 2  # longer orders that are timed in full
 
 
 def v_cap_limits(pp: int) -> tuple[int, int]:
@@ -92,49 +93,77 @@ def _of_searches(plain: Request, cap: int) -> RankActions:
 def searched(request: Request, cap: int) -> RankActions:
     """The fastest order found for this cap alone; never slower than a named V order that fits it.
 
-    Many microbatches are planned for 3p, and the steady state repeated.
+    It grows: every search begins with the orders of the last one, for fewer microbatches, made
+    longer. Of many microbatches the last ones repeat the steady state.
     """
     pp, m = request.pp, request.microbatches
-    more = m - 3 * pp if m > 4 * pp else 0
-    short = replace(request, microbatches=m - more)
-    passes = 6 * short.microbatches * pp
-    work = max(int(_work(pp) * request.effort), passes * _LEAST)
-    starts = list(_fixed(short, cap))
-    patterns = _patterns(pp, request.durations, cap) if pp <= (_SMALL if more else _FEW) else []
-    starts += [pattern.stamp(short.microbatches) for pattern in patterns]
+    work = int(_work(pp) * request.effort)
+    last = m if m <= _SHORT * pp else _steady(pp, m, work)
+    sizes = _sizes(pp, last, work)
+    search = _search(replace(request, microbatches=sizes[0]), cap, work // len(sizes))
+    for size in sizes[1:]:
+        part = replace(request, microbatches=size)
+        search = _search(part, cap, work // len(sizes), search)
+    return _whole(request, cap, search, work) if last < m else search.pool[0].orders
+
+
+def _steady(pp: int, microbatches: int, work: int) -> int:
+    """Microbatches of an order whose steady state is repeated for more; any period fits in then."""
+    # In little time a steady state is found only where it is long.
+    least = 2 * pp + 1 if work >= _MUCH * 6 * pp * (2 * pp + 1) else 3 * pp + 1
+    return min(microbatches, least + (microbatches - least) % PERIODS[-1])
+
+
+def _sizes(pp: int, last: int, work: int) -> list[int]:
+    """Microbatches of the searches one after the other: each takes some work."""
+    most = max(1, work // (_STAGE * 6 * pp * last))
+    step = -(-(last - pp) // most)
+    return list(range(last, pp, -step))[::-1] if step > 0 else [last]
+
+
+def _search(request: Request, cap: int, work: int, short: Search | None = None) -> Search:
+    """A search that has ended; ``short``: one for fewer microbatches."""
+    pp, m = request.pp, request.microbatches
+    starts = list(_fixed(request, cap))
+    if short is None and pp <= _FEW:
+        states = steady_states(_blocks(pp, cap), request.durations, cap)
+        starts += [pattern.stamp(m) for pattern in states]
     model: RankActions | None = None
     if request.sets_grow:
         # Fewer microbatches than 2p may need less than the cap stands for.
-        full = replace(short, microbatches=max(short.microbatches, 2 * pp))
-        model = [*_published(short, cap), *_published(full, cap)]
-    enough = _bound(request, cap)
-    search = Search(short, cap, more, starts, lambda: _blocks(pp, cap), enough, model)
-    search.add(_reordered(short, cap))
-    if not more:
-        rounds = max(1, min(_ROUNDS, work // (_ROUND * passes)))
-        for part in range(1, rounds + 1):
-            search.run(work * part // rounds)
-            search.anneal(work // rounds)
-        return search.pool[0].orders
-    search.run(work)
-    candidates: list[RankActions] = []
-    for _, orders in search.pool:
-        longer = repeat_period(orders, more)
-        if longer is not None and max(peak_sets(longer)) <= cap:
-            candidates.append(longer)
-        if len(candidates) == _REPEATED:
-            break
+        full = replace(request, microbatches=max(m, 2 * pp))
+        model = [*_published(request, cap), *_published(full, cap)]
+    search = Search(request, cap, starts, lambda: _blocks(pp, cap), _bound(request, cap), model)
+    search.add(_reordered(request, cap))
+    if short is not None:
+        ways = _longer(short, m, work)
+        search.add(way.made() for way in ways[:_STARTS])
+    search.search(work)
+    return search
+
+
+def _longer(short: Search, microbatches: int, work: int) -> list[Longer]:
+    pool = [found.orders for found in short.pool[:_BEST]]
+    more = microbatches - short.request.microbatches
+    longest = 1 if short.request.every_microbatch else PERIODS[-1]
+    return longer(short.request, pool, more, short.cap, work // 2, longest)
+
+
+def _whole(request: Request, cap: int, short: Search, work: int) -> RankActions:
+    """The fastest order for many microbatches, from a search for fewer."""
+    m, pp = request.microbatches, request.pp
+    candidates = [way.made() for way in _longer(short, m, work)[:_REPEATED]]
     candidates += _fixed(request, cap)
-    candidates += [pattern.stamp(m) for pattern in patterns]
-    if m * pp <= _WHOLE:
-        # What a list schedule gains in a steady state may have no period to repeat.
-        candidates += [
-            list_schedule(orders, request.placement, cap, request.durations, gap)
-            for orders in list(candidates)
-            for gap in START_GAPS
-        ]
-    fastest = request.fastest(filter(search.fits, candidates))
-    return search.annealed(request, fastest, work) if m * pp <= _WHOLE else fastest
+    if m * pp > _WHOLE:
+        return request.fastest(filter(short.fits, candidates))
+    # What a list schedule gains in a steady state may have no period to repeat.
+    candidates += [
+        list_schedule(orders, request.placement, cap, request.durations, gap)
+        for orders in list(candidates)
+        for gap in START_GAPS
+    ]
+    fastest = request.fastest(filter(short.fits, candidates))
+    return short.annealed(request, fastest, work)
 
 
 def _work(pp: int) -> int:
@@ -205,14 +234,6 @@ def _time(request: Request, orders: RankActions) -> int:
     return taken
 
 
-def _runs(request: Request, orders: RankActions) -> bool:
-    try:
-        request.time_of(orders)
-    except ValueError:
-        return False  # the ranks' steady states do not fit together there
-    return True
-
-
 def unit_bound(pp: int, microbatches: int, cap: int) -> int:
     """Least makespan in chunk units at F=B=W and no hops, V placement, ``cap`` sets a rank.
 
@@ -250,9 +271,10 @@ def _at_equal_times(request: Request, cap: int) -> RankActions:
     more = request.microbatches - 3 * request.pp
     if more > request.pp:
         short = _unit_plan(replace(request, microbatches=3 * request.pp), cap)
-        longer = repeat_period(short, more)
-        if longer is not None and max(peak_sets(longer)) <= cap and _runs(request, longer):
-            return longer
+        first = replace(request, microbatches=3 * request.pp)
+        ways = longer(first, [short], more, cap, _CUT_WORK, longest=1)
+        if ways:
+            return ways[0].made()
     return _unit_plan(request, cap)
 
 
@@ -272,54 +294,6 @@ def _unit_plan(request: Request, cap: int) -> RankActions:
         if least <= bound or (least <= bound + one and tried >= 6):
             break
     return best  # V-Min's block fits every cap
-
-
-@lru_cache(maxsize=64)
-def _patterns(pp: int, durations: Durations, cap: int) -> list[Pattern]:
-    """The steady states with the shortest periods that were found for this cap."""
-    small = pp <= 8
-    blocks = _blocks(pp, cap)[: 48 if small else 6]
-    patterns = [Pattern.of(b.placement, b.interval, b.offsets) for b in blocks]
-    timed = []
-    for number, pattern in enumerate(patterns):
-        length = pattern.period(durations)
-        if length is not None:
-            timed.append((length, number))
-    timed.sort()
-    chosen = [patterns[number] for _, number in timed[: 4 if small else 1]]
-    steps = _SEARCH // pp**2
-    if steps > 2:
-        chosen += _improved(chosen[0], durations, cap, steps)
-    work = max(
-        sum(rows[s] for s in row for rows in durations[:3]) for row in Placement.vee(pp).stages
-    )
-    lengths = [length for p in chosen if (length := p.period(durations)) is not None]
-    if cap <= most_sets(pp) and min(lengths) > work:
-        better = chains(pp, durations, cap, 6 if small else 2)
-        chosen += better
-        if better and steps > 2:
-            chosen.append(improve(better[0], durations, cap, steps))
-    return chosen
-
-
-def _improved(start: Pattern, durations: Durations, cap: int, steps: int) -> list[Pattern]:
-    """Better steady states than ``start``. A search for costs that differ more from each other
-    finds other patterns; from those the search for the real costs starts once more."""
-    first = improve(start, durations, cap, steps)
-    second = improve(improve(start, _exaggerated(durations), cap, steps), durations, cap, steps)
-    return [first] if first == second else [first, second]
-
-
-def _exaggerated(durations: Durations) -> Durations:
-    """Every duration twice as far from the mean, but at least a quarter of it."""
-    rows = durations[:3]
-    total, count = sum(map(sum, rows)), sum(map(len, rows))
-
-    def far(time: int) -> int:
-        return max(4 * (2 * count * time - total), total)  # in units of 1/(4 count)
-
-    f, b, w = (tuple(far(time) for time in row) for row in rows)
-    return Durations(f, b, w, 4 * count * durations.hop, 4 * count * durations.scale)
 
 
 def _named_block(pp: int, cap: int) -> Block:

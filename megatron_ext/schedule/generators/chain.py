@@ -8,18 +8,20 @@ found by dynamic programming, with the length that each pair forces known exactl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import product
 
 from ..actions import Op
 from ..costs import Durations
 from ..placement import Placement
-from .building_block import INTERVAL, w_times
+from .building_block import INTERVAL, Block, w_times
 from .cycles import Graph, Row
 from .period import Pattern, row_peak
 
 _TURNS = range(1, 5)
+_LONGEST = 3  # step from rank to rank
+_LISTED, _CHOSEN, _CHAINS = 48, 4, 6  # blocks, and those and chains with the shortest periods
 
 # Waits of one rank: from its first F to its second, from there to the B of the same stage, and from
 # there to the B of the first.
@@ -29,39 +31,45 @@ _Steps = tuple[int, ...]
 _Entry = tuple[Fraction, _State | None]
 
 
-def chains(pp: int, durations: Durations, cap: int, most: int) -> list[Pattern]:
-    """The ``most`` steady states with the shortest periods of all chains, best first.
-
-    Steps from rank to rank are 1 to 3, for more than 8 ranks 1 or 2: longer ones are for caps at
-    which the named blocks already lose nothing.
+def steady_states(blocks: Sequence[Block], durations: Durations, cap: int) -> list[Pattern]:
+    """The steady states with the shortest periods: of the first blocks, and of chains where these
+    may be shorter.
 
     Args:
-        pp: pipeline ranks.
+        blocks: of one V placement, that fit the cap.
         durations: of the passes and hops.
         cap: most activation sets on a rank.
-        most: how many.
+    """
+    patterns = [Pattern.of(b.placement, b.interval, b.offsets) for b in blocks[:_LISTED]]
+    found = _timed(patterns, durations)
+    placement = blocks[0].placement
+    work = max(sum(rows[s] for s in row for rows in durations[:3]) for row in placement.stages)
+    chosen = [pattern for _, pattern in found[:_CHOSEN]]
+    # With a larger cap chains are those of a smaller one.
+    if cap <= 2 * _LONGEST * placement.pp // 3 + 2 and found[0][0] > work:
+        chosen += _chains(placement.pp, durations, cap)
+    return chosen
+
+
+def _chains(pp: int, durations: Durations, cap: int) -> list[Pattern]:
+    """The steady states with the shortest periods of all chains, best first.
+
+    Steps from rank to rank are 1 to 3: longer ones are for caps at which the named blocks already
+    lose nothing. It takes seconds for more than a few ranks.
     """
     # Shorter steps alone too: of chains whose pairs do equally well each search knows but one.
-    found = [p for n in range(2, _longest(pp) + 1) for p in _Chain(pp, durations, cap, n).best()]
+    made = [p for n in range(2, _LONGEST + 1) for p in _Chain(pp, durations, cap, n).best()]
+    return [pattern for _, pattern in _timed(made, durations)[:_CHAINS]]
+
+
+def _timed(patterns: Sequence[Pattern], durations: Durations) -> list[tuple[Fraction, Pattern]]:
+    """Those that can run with the lengths of their periods, shortest first."""
     timed = []
-    for number, pattern in enumerate(found):
+    for pattern in patterns:
         length = pattern.period(durations)  # circles through more than two ranks included
         if length is not None:
-            timed.append((length, number))
-    return [found[number] for _, number in sorted(timed)[:most]]
-
-
-def most_sets(pp: int) -> int:
-    """Largest cap, in activation sets, at which chains may be new: at a larger one they are those
-    of a smaller one. 0 where they take too long."""
-    if pp > 16:
-        return 0
-    return 2 * _longest(pp) * pp // 3 + 2
-
-
-def _longest(pp: int) -> int:
-    """Longest step from rank to rank."""
-    return 3 if pp <= 8 else 2
+            timed.append((length, pattern))
+    return sorted(timed, key=lambda pair: pair[0])
 
 
 class _Chain:
@@ -135,8 +143,7 @@ class _Chain:
         if rank != pp - 2:
             graph.unlink((Op.F, 1), (Op.F, 2))
             graph.unlink((Op.B, 2), (Op.B, 1))
-        found = graph.length()
-        self.pairs[key] = None if found is None else found.value
+        self.pairs[key] = graph.length()
         return self.pairs[key]
 
     def _pattern(self, tables: list[dict[_State, _Entry]], state: _State) -> Pattern:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..actions import RankActions
 from ..costs import Durations
-from ..event_loop import Program, time_of
+from ..event_loop import Program, run, time_of
 from ..placement import Placement
 from .list_scheduler import MinGap, list_schedule
 
@@ -34,6 +34,8 @@ class Request:
         effort: seconds that a search may take, about; in units of work, so that every machine
             finds the same.
         sets_grow: a set may be larger between B and W than before B (``generate``).
+        every_microbatch: what repeats in the steady state is one microbatch's passes, not those of
+            several: vocabulary passes find their places only so.
     """
 
     placement: Placement
@@ -44,6 +46,7 @@ class Request:
     memory_cap: int | None = None
     effort: float = 1
     sets_grow: bool = False
+    every_microbatch: bool = False
 
     @property
     def pp(self) -> int:
@@ -66,6 +69,13 @@ class Request:
         """How long ``orders`` take under this request's durations and objective; None if more
         than ``limit``."""
         return time_of(orders, self._program, span=self.objective == "span", limit=limit)
+
+    def starts(self, orders: RankActions) -> list[list[int]]:
+        """When every rank's passes start, in their order."""
+        rows = [self._program.row(row) for row in orders]
+        done = run(rows, self._program.pass_slots)
+        assert done is not None  # only with slack
+        return [[done.ends[lane.gives + j] - lane.took for lane, j in row] for row in rows]
 
     @cached_property
     def _program(self) -> Program:

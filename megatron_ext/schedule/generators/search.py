@@ -4,8 +4,8 @@ Two sources feed one small pool, in turns: building blocks that fit the cap, lis
 costs (start, steady state and end count, for they are scheduled as a whole); and walks from the
 pool's orders, each step a list schedule of the last, forward and backward in time by turns. Forward
 idle time gathers at the end, backward at the start (Valls, Ballestin and Quintanilla, EJOR 2005).
-What annealings of the pool's orders find goes back to it. The sequence of trials is fixed, so all
-ranks agree.
+What annealings of the pool's orders find goes back to it, and flips (``flips``) end the search.
+The sequence of trials is fixed, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fractions import Fraction
 from random import Random
 from typing import NamedTuple, TypeVar
 
-from ..actions import Action, RankActions
+from ..actions import RankActions
 from ..costs import Durations
-from ..effects import peak_sets
 from .annealing import anneal, fits, room_of
 from .building_block import Block
+from .flips import EACH, with_flips
 from .list_scheduler import MinGap, list_schedule
 from .request import Request
 
@@ -36,13 +36,20 @@ _VARIED = 5  # ranks with a gap of their own, at most
 # Heat of annealings of the best order, and of others, times the root of the passes: the more passes
 # an order has, the fewer of all moves an annealing tries, and the colder it has to be.
 _HEATS = (4, 7)
+_FLIPS = 0.3  # share of what is annealed
+_WORTH = 4  # flips at least, or none
+_ROUNDS = 10  # turns of the walks and the annealings, at most
+_ROUND = 200  # least work of one, times the passes
+# Moves of a pass in all annealings, at least: fewer spoil more of a steady state than they gain.
+_MOVES = 8.1
+_LEAST = 3  # orders that any search makes
 _CALL = 150  # work: a list schedule of no pass costs as much as to place so many
 
 
 class Found(NamedTuple):
     """One order, and how long it takes at the real number of microbatches."""
 
-    time: Fraction
+    time: int
     orders: RankActions
 
 
@@ -52,7 +59,6 @@ class Search:
     Args:
         request: for as many microbatches as are tried.
         cap: most activation sets on a rank.
-        more: microbatches to which the steady state will be repeated.
         starts: orders under the cap to begin with.
         blocks: finds those that fit the cap, the likely best first.
         enough: a time that no order beats.
@@ -64,23 +70,21 @@ class Search:
         self,
         request: Request,
         cap: int,
-        more: int,
         starts: Sequence[RankActions],
         blocks: Callable[[], Sequence[Block]],
         enough: Fraction,
         model: RankActions | None = None,
     ) -> None:
-        self.request, self.cap, self.more, self.enough = request, cap, more, enough
+        self.request, self.cap, self.enough = request, cap, enough
         self.room = room_of(model, cap) if model else None
         self.work = 0  # passes placed
-        self._far = replace(request, microbatches=request.microbatches + request.pp)
         self.pool: list[Found] = []
         self._seen: set[int] = set()
         self._random = Random(1).random
         self._turn = 0  # annealings so far
         self._sources = [self._blocks(blocks), self._walked()]
         for number, orders in enumerate(starts):
-            if any(orders is other for other in starts[:number]):
+            if orders in starts[:number]:
                 continue
             self._add(orders)
             for gap in START_GAPS:
@@ -92,6 +96,22 @@ class Search:
             if self._ended():
                 break
             self._add(orders)
+
+    def search(self, work: int) -> None:
+        """Walk for ``work`` passes and anneal for as many, by turns, and end with flips."""
+        passes = sum(map(len, self.pool[0].orders))
+        work = max(work, passes * _LEAST)
+        flips = int(work * _FLIPS)
+        if flips < _WORTH * EACH * passes or self.request.objective != "makespan":
+            flips = 0
+        rounds = max(1, min(_ROUNDS, work // (_ROUND * passes)))
+        for part in range(1, rounds + 1):
+            self.run(work * part // rounds)
+            if work >= _MOVES * passes:
+                self.anneal((work - flips) // rounds)
+        request, cap, enough = self.request, self.cap, self.enough
+        best = self.pool[0].orders
+        self.add([with_flips(request, cap, best, flips, enough, self._random, self.room)])
 
     def run(self, work: int) -> None:
         """Try orders until ``work`` passes were placed, or no better order can be."""
@@ -132,22 +152,11 @@ class Search:
             return
         taken = request.time_of(orders)
         assert taken is not None
-        time = Fraction(taken)
-        if self.more:
-            longer = repeat_period(orders, request.pp)
-            if longer is None or max(peak_sets(longer)) > self.cap:
-                return
-            try:
-                after = self._far.time_of(longer)
-            except ValueError:
-                return  # the ranks' steady states do not fit together
-            assert after is not None
-            time += Fraction((after - taken) * self.more, request.pp)
-        if len(self.pool) < _POOL or time < self.pool[-1].time:
+        if len(self.pool) < _POOL or taken < self.pool[-1].time:
             key = hash(tuple(tuple(row) for row in orders))
             if key not in self._seen:
                 self._seen.add(key)
-                self.pool = sorted([*self.pool, Found(time, orders)], key=lambda one: one.time)
+                self.pool = sorted([*self.pool, Found(taken, orders)], key=lambda one: one.time)
                 del self.pool[_POOL:]
 
     def _list(
@@ -233,32 +242,3 @@ class _Draw:
             for row in durations[:3]
         )
         return Durations(f, b, w, 64 * durations.hop, durations.scale)
-
-
-def repeat_period(orders: RankActions, more: int) -> RankActions | None:
-    """``orders`` for ``more`` microbatches more: every rank's steady state repeated.
-
-    Returns:
-        None if some rank has no steady state, i.e. never runs the same passes for the next
-        microbatch twice in a row.
-    """
-    longer: RankActions = []
-    for row in orders:
-        size = len({(a.op, a.stage) for a in row})
-        run = best = end = 0
-        for j in range(size, len(row)):
-            op, stage, microbatch = row[j - size]
-            if row[j] == (op, stage, microbatch + 1):
-                run += 1
-                if run > best:
-                    best, end = run, j + 1
-            else:
-                run = 0
-        if best < size:
-            return None
-        start = end - best // 2
-        period = row[start - size : start]
-        middle = [Action(op, s, j + n) for n in range(1, more + 1) for op, s, j in period]
-        tail = [Action(op, s, j + more) for op, s, j in row[start:]]
-        longer.append([*row[:start], *middle, *tail])
-    return longer
