@@ -55,8 +55,8 @@ def v_cap(request: Request) -> RankActions:
 
     At F=B=W, without hops and for m >= 2p the makespan is at most 1 chunk unit above
     ``unit_bound``, for every p in 2..32 and every cap. Under any costs it is at most that of the
-    named V orders that fit the cap, and never more than with a smaller cap. ``request.effort`` is
-    spread over the caps that are searched, usually two or three.
+    named V orders for equal costs that fit the cap, and never more than with a smaller cap.
+    ``request.effort`` is spread over the caps that are searched, usually two or three.
     """
     cap = 2 * request.pp if request.memory_cap is None else request.memory_cap
     plain = replace(request, memory_cap=None)
@@ -91,7 +91,7 @@ def _of_searches(plain: Request, cap: int) -> RankActions:
 
 @lru_cache(maxsize=64)
 def searched(request: Request, cap: int) -> RankActions:
-    """The fastest order found for this cap alone; never slower than a named V order that fits it.
+    """The fastest order found for this cap alone; not slower than a named V order for equal costs.
 
     It grows: every search begins with the orders of the last one, for fewer microbatches, made
     longer. Of many microbatches the last ones repeat the steady state.

@@ -34,8 +34,8 @@ class Request:
         effort: seconds that a search may take, about; in units of work, so that every machine
             finds the same.
         sets_grow: a set may be larger between B and W than before B (``generate``).
-        every_microbatch: what repeats in the steady state is one microbatch's passes, not those of
-            several: vocabulary passes find their places only so.
+        every_microbatch: the steady state repeats the passes of one microbatch, not of several, as
+            the insertion of vocabulary passes assumes.
     """
 
     placement: Placement
