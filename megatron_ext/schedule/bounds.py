@@ -47,9 +47,10 @@ def lower_bound(
     """Least time of any order on ``placement``.
 
     The largest of these. A rank's work after the way to it. A stage's F's or B's, and one
-    microbatch's way before and after them. On each rank the idle time before its first B, when it
-    runs no more F's than fit in memory ("Zero Bubble Pipeline Parallelism", arXiv 2401.10241,
-    section 3), and its idle time after its last F, when it runs B and W only of the sets that are
+    microbatch's way before and after them. On each rank the idle time before its first B, and
+    before the first F of a later one of its stages, when it runs no more F's than fit in memory
+    ("Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 3), and its idle time after its
+    last F, when it runs B and W only of the sets that are
     resident. And Little's law: at most ``memory_cap`` sets are resident, each for its microbatch's
     way to the loss and back, and their number changes by one a pass at both ends. In V placement
     at F=B=W without hops that is CM's bound (arXiv 2405.15362, figure 13) where memory binds.
@@ -246,10 +247,13 @@ class _Rank(NamedTuple):
             backward = self._most((d.backward_input[x] + d.backward_weight[x] for x in row), sets)
             passes = backward + later + few * self.shared.between + late
             tails.append(self.after_f[i] - d.forward[s] - passes)
-        # Before the first S there are F's and E's only.
-        heads[-1] = max(
-            heads[-1], self.first_s - self._most((d.forward[x] for x in row), sets) - early
-        )
+        # Before a later stage's first F there are F's of earlier ones and E's only, and one set is
+        # left for it; before the first S there are F's and E's.
+        for i in range(1, len(row)):
+            forward = self._most((d.forward[x] for x in row[:i]), sets - 1)
+            heads[-1] = max(heads[-1], self.first_f[i] - forward - early)
+        forward = self._most((d.forward[x] for x in row), sets)
+        heads[-1] = max(heads[-1], self.first_s - forward - early)
         head, tail = self.before_first_f, 0
         # After the last B of all, W's of what is resident.
         weights = self._most((d.backward_weight[x] for x in row), sets)

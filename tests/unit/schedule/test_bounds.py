@@ -196,6 +196,16 @@ def test_bounds_are_met_where_an_order_is_optimal() -> None:
         assert makespan_bound(loop, 1, Costs.of(2, 3, 1, "0.5")) == 5 * pp + 1 + pp - 1
 
 
+def test_heavy_last_stage_waits_for_its_first_f() -> None:
+    """Rank 0 runs k - 1 F's, 2 each, until the first microbatch is there, at 30."""
+    heavy = Costs.of(stages=[(2, 2, 2)] * 15 + [(3, 3, 3)])
+    for cap in (11, 12, 14, 16):
+        bound = lower_bound(Placement.vee(8), 16, heavy, cap)
+        assert bound.value == 16 * 15 + 30 - 2 * (cap - 1)
+        run = simulate(generate("v-cap", 8, 16, costs=heavy, memory_cap=cap))
+        assert run.makespan == bound.value
+
+
 def test_bound_with_little_memory() -> None:
     """One set: a rank does one microbatch at a time, from its F through the loss to its W."""
     costs = Costs.of(2, 3, 1, "0.5")
