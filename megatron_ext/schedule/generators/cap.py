@@ -3,7 +3,8 @@
 A cap's orders come from searches (``search``) for more and more microbatches, each of which begins
 with the last one's orders made longer (``longer``); at equal costs without hops they come from the
 first building blocks that fit it, which meet the bound or miss it by one pass. Whatever a smaller
-cap gives is a candidate for a larger one, so a larger cap is never slower.
+cap gives is a candidate for a larger one, so a larger cap is never slower; so is what a named V
+schedule of that memory gives.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _TRIES = 24  # blocks scheduled at equal costs; the bound is nearly always met w
 # of a few caps takes 1 s at p=4, half of that at p=8, about 1 s for more ranks.
 _WORK = 4_800_000  # over p^2, with p from 4 to 8
 _MANY = 150_000  # for more ranks
+_NAMED = 0.25  # share of the effort that a named schedule's search takes
 _SHORT = 3  # microbatches a rank; for more, a steady state is repeated
 _MUCH = 25  # work, times the passes
 _STAGE = 300  # least work of a search, times the passes
@@ -41,7 +43,7 @@ _STARTS = 24  # orders of a search that a search for more microbatches begins wi
 _FEW = 5  # ranks; for more, no steady states are sought
 _SMALL = 16  # ranks; for more, every order takes long to make
 _WHOLE = 2048  # microbatches times ranks; more of them take long to schedule
-_CUT_WORK = 40_000  # passes placed to find where an order for equal times is cut
+_CUT_WORK = 60_000  # passes placed to find where an order for equal times is cut
 _REPEATED = 2  # longer orders that are timed in full
 
 
@@ -55,8 +57,8 @@ def v_cap(request: Request) -> RankActions:
 
     At F=B=W, without hops and for m >= 2p the makespan is at most 1 chunk unit above
     ``unit_bound``, for every p in 2..32 and every cap. Under any costs it is at most that of the
-    named V orders for equal costs that fit the cap, and never more than with a smaller cap.
-    ``request.effort`` is spread over the caps that are searched, usually two or three.
+    named V schedules that fit the cap, and never more than with a smaller cap.
+    ``request.effort`` is that of one cap; one to three are searched.
     """
     cap = 2 * request.pp if request.memory_cap is None else request.memory_cap
     plain = replace(request, memory_cap=None)
@@ -69,24 +71,46 @@ def v_cap(request: Request) -> RankActions:
 
 
 def _of_searches(plain: Request, cap: int) -> RankActions:
-    """The fastest order of a search for this cap, and for those smaller ones that may be faster."""
-    least, most = v_cap_limits(plain.pp)
-    best: RankActions = []
-    taken: int | None = None
+    """The fastest order of searches for this cap and for those others that may be faster."""
+    pp = plain.pp
+    least, _ = v_cap_limits(pp)
+    named = [own for _, own in _named(pp)]
     # Few caps for many ranks: each takes a search. The same ones for every request, so that what
     # a smaller cap was given is among a larger one's candidates.
-    step = max(1, plain.pp // (8 if plain.pp <= 16 else 4))
-    named = v_half_cap(plain.pp), most
-    for smaller in range(cap, least - 1, -1):
-        if (smaller - least) % step and smaller not in named:
-            continue
-        if taken is not None and taken <= _bound(plain, smaller):
+    step = max(1, pp // (8 if pp <= 16 else 4))
+    caps = [k for k in range(least, cap + 1) if not (k - least) % step or k in named]
+    best = _at_cap(plain, caps.pop())
+    for smaller in reversed(caps):
+        if _time(plain, best) <= _bound(plain, smaller):
             break  # no smaller cap can be faster
-        orders = searched(plain, smaller)
-        time = _time(plain, orders)
-        if taken is None or time < taken:
-            best, taken = orders, time
+        best = plain.fastest([best, _at_cap(plain, smaller)])
+    # With few microbatches a named order may keep less than its name stands for, in sets.
+    few = plain.microbatches < 2 * pp and not plain.sets_grow
+    for make, own in _named(pp):
+        if few and own > cap and _time(plain, best) > _bound(plain, cap):
+            orders = named_order(plain, make, own)
+            if max(peak_sets(orders)) <= cap:
+                best = plain.fastest([best, orders])
     return best
+
+
+def _at_cap(plain: Request, cap: int) -> RankActions:
+    """The fastest order found for this cap, not slower than its named schedule."""
+    for make, own in _named(plain.pp):
+        if own == cap and not plain.at_unit_times:
+            named = named_order(plain, make, cap)
+            if _time(plain, named) <= _bound(plain, cap):
+                return named
+            return plain.fastest([named, searched(plain, cap)])
+    return searched(plain, cap)
+
+
+def named_order(request: Request, make: Callable[[int, int], RankActions], cap: int) -> RankActions:
+    """The published order at equal costs, for others the best of a short search in its memory,
+    also in bytes: that is what its name stands for."""
+    if request.at_unit_times:
+        return make(request.pp, request.microbatches)
+    return searched(replace(request, effort=request.effort * _NAMED, sets_grow=True), cap)
 
 
 @lru_cache(maxsize=64)
@@ -98,7 +122,7 @@ def searched(request: Request, cap: int) -> RankActions:
     """
     pp, m = request.pp, request.microbatches
     work = int(_work(pp) * request.effort)
-    last = m if m <= _SHORT * pp else _steady(pp, m, work)
+    last = m if m <= _SHORT * pp else _steady(request, work)
     sizes = _sizes(pp, last, work)
     search = _search(replace(request, microbatches=sizes[0]), cap, work // len(sizes))
     for size in sizes[1:]:
@@ -107,11 +131,14 @@ def searched(request: Request, cap: int) -> RankActions:
     return _whole(request, cap, search, work) if last < m else search.pool[0].orders
 
 
-def _steady(pp: int, microbatches: int, work: int) -> int:
+def _steady(request: Request, work: int) -> int:
     """Microbatches of an order whose steady state is repeated for more; any period fits in then."""
-    # In little time a steady state is found only where it is long.
-    least = 2 * pp + 1 if work >= _MUCH * 6 * pp * (2 * pp + 1) else 3 * pp + 1
-    return min(microbatches, least + (microbatches - least) % PERIODS[-1])
+    pp, m = request.pp, request.microbatches
+    # In little time a steady state is found only where it is long; at equal times the best orders
+    # for few microbatches have none.
+    short = work >= _MUCH * 6 * pp * (2 * pp + 1) and not request.at_unit_times
+    least = 2 * pp + 1 if short else 3 * pp + 1
+    return min(m, least + (m - least) % PERIODS[-1])
 
 
 def _sizes(pp: int, last: int, work: int) -> list[int]:
@@ -133,8 +160,10 @@ def _search(request: Request, cap: int, work: int, short: Search | None = None) 
         # Fewer microbatches than 2p may need less than the cap stands for.
         full = replace(request, microbatches=max(m, 2 * pp))
         model = [*_published(request, cap), *_published(full, cap)]
-    search = Search(request, cap, starts, lambda: _blocks(pp, cap), _bound(request, cap), model)
-    search.add(_reordered(request, cap))
+    others = _reordered(request, cap)
+    search = Search(
+        request, cap, starts, lambda: _blocks(pp, cap), others, _bound(request, cap), model
+    )
     if short is not None:
         ways = _longer(short, m, work)
         search.add(way.made() for way in ways[:_STARTS])
@@ -144,18 +173,23 @@ def _search(request: Request, cap: int, work: int, short: Search | None = None) 
 
 def _longer(short: Search, microbatches: int, work: int) -> list[Longer]:
     pool = [found.orders for found in short.pool[:_BEST]]
+    if short.request.at_unit_times:
+        # All have the same steady state.
+        pool = [found.orders for found in short.pool if found.time == short.pool[0].time]
     more = microbatches - short.request.microbatches
     longest = 1 if short.request.every_microbatch else PERIODS[-1]
-    return longer(short.request, pool, more, short.cap, work // 2, longest)
+    return longer(short.request, pool, more, short.cap, work, longest)
 
 
 def _whole(request: Request, cap: int, short: Search, work: int) -> RankActions:
     """The fastest order for many microbatches, from a search for fewer."""
     m, pp = request.microbatches, request.pp
-    candidates = [way.made() for way in _longer(short, m, work)[:_REPEATED]]
-    candidates += _fixed(request, cap)
+    ways = _longer(short, m, work)[:_REPEATED]
+    # What is repeated leaves a rank's memory as it was.
+    candidates = [way.made() for way in ways if short.fits(way._replace(times=1).made())]
+    candidates += filter(short.fits, _fixed(request, cap))
     if m * pp > _WHOLE:
-        return request.fastest(filter(short.fits, candidates))
+        return request.fastest(candidates)
     # What a list schedule gains in a steady state may have no period to repeat.
     candidates += [
         list_schedule(orders, request.placement, cap, request.durations, gap)
@@ -163,7 +197,8 @@ def _whole(request: Request, cap: int, short: Search, work: int) -> RankActions:
         for gap in START_GAPS
     ]
     fastest = request.fastest(filter(short.fits, candidates))
-    return short.annealed(request, fastest, work)
+    # Vocabulary passes fit badly into annealed orders.
+    return fastest if request.every_microbatch else short.annealed(request, fastest, work)
 
 
 def _work(pp: int) -> int:
@@ -176,9 +211,8 @@ def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
     yield _at_equal_times(_at_equal_costs(request), cap)
     for make, own in _named(pp):
         # With few microbatches an order may keep less than its name stands for.
-        if own == cap:
-            yield _as_named(request, make, cap)
-        elif m < 2 * pp and max(peak_sets(make(pp, m))) <= cap:
+        few = m < 2 * pp
+        if (own == cap and not _same(request)) or (few and max(peak_sets(make(pp, m))) <= cap):
             yield make(pp, m)
 
 
@@ -200,12 +234,15 @@ def _reordered(request: Request, cap: int) -> Iterator[RankActions]:
 
 
 def _as_named(request: Request, make: Callable[[int, int], RankActions], cap: int) -> RankActions:
-    """What ``make`` makes. With many ranks and microbatches it is the first order that is tried for
-    equal times, which is there already."""
-    pp, m = request.pp, request.microbatches
-    if pp <= _SMALL or m < 2 * pp:
-        return make(pp, m)
-    return _at_equal_times(_at_equal_costs(request), cap)
+    """What ``make`` makes."""
+    if _same(request):
+        return _at_equal_times(_at_equal_costs(request), cap)
+    return make(request.pp, request.microbatches)
+
+
+def _same(request: Request) -> bool:
+    """True if a named order is the first one that is tried for equal times, which is there."""
+    return request.pp > _SMALL and request.microbatches >= 2 * request.pp
 
 
 def _at_equal_costs(request: Request) -> Request:
@@ -269,7 +306,7 @@ def _at_unit_times(request: Request, cap: int) -> RankActions:
 def _at_equal_times(request: Request, cap: int) -> RankActions:
     """The list-scheduled block that takes least at equal times."""
     more = request.microbatches - 3 * request.pp
-    if more > request.pp:
+    if more > (request.pp if request.pp <= _SMALL else 0):
         short = _unit_plan(replace(request, microbatches=3 * request.pp), cap)
         first = replace(request, microbatches=3 * request.pp)
         ways = longer(first, [short], more, cap, _CUT_WORK, longest=1)

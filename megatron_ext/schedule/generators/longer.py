@@ -18,8 +18,8 @@ from ..effects import peak_sets
 from .request import Request
 
 PERIODS = range(1, 7)  # microbatches
-_CUTS = 40  # of one order for one period, at most,
-_LEAST = 2  # and at least
+_CUTS = 40  # of one order for one period, at most
+_ENOUGH = 2  # cuts of an order for one period, before there are more orders and periods
 
 Cut = tuple[int, ...]  # how many passes of every rank start before a moment
 
@@ -65,9 +65,12 @@ def longer(
     """
     ways: list[Longer] = []
     periods = [period for period in PERIODS if period <= longest and more % period == 0]
-    tries = 2 * work // sum(map(len, pool[0])) // (2 * len(periods))
-    pool = pool[: max(1, tries // _LEAST)]
-    most = max(_LEAST, min(_CUTS, tries // len(pool)))
+    tries = work // sum(map(len, pool[0])) // 2  # cuts, each timed twice at most
+    # A long period repeats shorter ones that divide it.
+    periods = periods[-max(2, tries // _ENOUGH) :]
+    pool = pool[: max(1, tries // (_ENOUGH * len(periods)))]
+    least = 1 if longest == 1 else _ENOUGH
+    most = max(least, min(_CUTS, tries // (len(pool) * len(periods))))
     for period in periods:
         times = more // period
         far = min(times, 1 + -(-short.pp // period))  # then the steady state is settled

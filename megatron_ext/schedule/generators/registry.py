@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from ..actions import AnyAction, RankActions
-from .cap import searched, v_cap
+from .cap import named_order, v_cap
 from .dualpipev import dualpipev
 from .grouped import gis, gis_peak, interleaved_zb, interleaved_zb_small, po
 from .plain import interleaved, one_f_one_b, zb_h1, zb_h2
@@ -73,23 +73,15 @@ def _interleaved_zb_fixed(request: Request) -> RankActions:
 
 
 def _v_min(request: Request) -> RankActions:
-    return _vee(v_min, v_min_cap(request.pp), request)
+    return named_order(request, v_min, v_min_cap(request.pp))
 
 
 def _v_half(request: Request) -> RankActions:
-    return _vee(v_half, v_half_cap(request.pp), request)
+    return named_order(request, v_half, v_half_cap(request.pp))
 
 
 def _v_zb(request: Request) -> RankActions:
-    return _vee(v_zb, 2 * request.pp, request)
-
-
-def _vee(make: Callable[[int, int], RankActions], cap: int, request: Request) -> RankActions:
-    """The published order at equal costs, for others the best of a short search in its memory,
-    also in bytes: that is what its name stands for."""
-    if request.at_unit_times:
-        return make(request.pp, request.microbatches)
-    return searched(replace(request, effort=request.effort / 4, sets_grow=True), cap)
+    return named_order(request, v_zb, 2 * request.pp)
 
 
 def _gis(request: Request) -> RankActions:

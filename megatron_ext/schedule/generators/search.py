@@ -1,6 +1,6 @@
 """One search for orders on the V placement under a memory cap, for any costs.
 
-Two sources feed one small pool, in turns: building blocks that fit the cap, list-scheduled for the
+Sources feed one small pool, in turns: building blocks that fit the cap, list-scheduled for the
 costs (start, steady state and end count, for they are scheduled as a whole); and walks from the
 pool's orders, each step a list schedule of the last, forward and backward in time by turns. Forward
 idle time gathers at the end, backward at the start (Valls, Ballestin and Quintanilla, EJOR 2005).
@@ -61,6 +61,7 @@ class Search:
         cap: most activation sets on a rank.
         starts: orders under the cap to begin with.
         blocks: finds those that fit the cap, the likely best first.
+        others: more orders under the cap, made after the first blocks if there is time.
         enough: a time that no order beats.
         model: ranks' orders; no rank takes more bytes than the fullest of these, however much
             larger a set is between B and W. None: no limit but the cap.
@@ -72,6 +73,7 @@ class Search:
         cap: int,
         starts: Sequence[RankActions],
         blocks: Callable[[], Sequence[Block]],
+        others: Iterable[RankActions],
         enough: Fraction,
         model: RankActions | None = None,
     ) -> None:
@@ -82,7 +84,7 @@ class Search:
         self._seen: set[int] = set()
         self._random = Random(1).random
         self._turn = 0  # annealings so far
-        self._sources = [self._blocks(blocks), self._walked()]
+        self._sources = [self._blocks(blocks), self._given(others), self._walked()]
         for number, orders in enumerate(starts):
             if orders in starts[:number]:
                 continue
@@ -148,13 +150,11 @@ class Search:
         """Put ``orders`` into the pool if it is among the best."""
         request = self.request
         self.work += sum(map(len, orders)) // 4
-        if not self.fits(orders):
-            return
         taken = request.time_of(orders)
         assert taken is not None
         if len(self.pool) < _POOL or taken < self.pool[-1].time:
             key = hash(tuple(tuple(row) for row in orders))
-            if key not in self._seen:
+            if key not in self._seen and self.fits(orders):
                 self._seen.add(key)
                 self.pool = sorted([*self.pool, Found(taken, orders)], key=lambda one: one.time)
                 del self.pool[_POOL:]
@@ -202,6 +202,10 @@ class Search:
             for gap in _FIRST_GAPS:
                 self._list(blocks[best].stamp(request.microbatches), gap)
             yield True
+
+    def _given(self, others: Iterable[RankActions]) -> Iterator[bool]:
+        self.add(others)
+        yield True
 
     def _walked(self) -> Iterator[bool]:
         """Walks from the pool's orders: list schedules forward and backward in time by turns, with

@@ -123,6 +123,22 @@ def test_never_slower_than_named_orders_or_smaller_caps(pp: int, m: int) -> None
             before = run.makespan
 
 
+HEAVY = Costs.of(hop="0.05", stages=[(2, 2, 2)] * 7 + [(3, 3, 3)])
+
+
+@pytest.mark.parametrize("costs", [UNEQUAL, HEAVY], ids=["uniform", "heavy last"])
+def test_never_slower_than_the_named_schedules(costs: Costs) -> None:
+    """Their searches are others than those for a cap; with few microbatches a larger cap's fits."""
+    for m in (3, 9):
+        named = [
+            simulate(generate(name, 4, m, costs=costs)) for name in ("v-min", "v-half", "v-zb")
+        ]
+        for cap in (4, 6, 8):
+            run = simulate(generate("v-cap", 4, m, costs=costs, memory_cap=cap))
+            for other in named:
+                assert max(other.peak_sets) > cap or run.makespan <= other.makespan
+
+
 def test_heavy_last_stage_is_planned_for() -> None:
     """Output layer and loss: the order for equal costs is measurably slower."""
     costs = Costs.of(stages=[(1, 1, 1)] * 7 + [("1.5", "1.5", "1.5")])
@@ -151,6 +167,9 @@ def test_long_runs_repeat_the_steady_state() -> None:
     for cap in (4, 6, 8):
         run = simulate(generate("v-cap", 4, 300, memory_cap=cap))
         assert 2 * run.makespan <= unit_bound(4, 300, cap) + 1
+    # No list-scheduled block meets the bound here; a walk of the search does.
+    run = simulate(generate("v-cap", 12, 96, memory_cap=13))
+    assert 2 * run.makespan == unit_bound(12, 96, 13)
 
 
 def test_a_steady_state_is_repeated() -> None:
