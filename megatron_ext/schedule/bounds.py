@@ -50,10 +50,10 @@ def lower_bound(
     microbatch's way before and after them. On each rank the idle time before its first B, and
     before the first F of a later one of its stages, when it runs no more F's than fit in memory
     ("Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 3), and its idle time after its
-    last F, when it runs B and W only of the sets that are
-    resident. And Little's law: at most ``memory_cap`` sets are resident, each for its microbatch's
-    way to the loss and back, and their number changes by one a pass at both ends. In V placement
-    at F=B=W without hops that is CM's bound (arXiv 2405.15362, figure 13) where memory binds.
+    last F, when it runs B and W only of the sets that are resident. And Little's law: at most
+    ``memory_cap`` sets are resident, each for its microbatch's way to the loss and back, and their
+    number changes by one a pass at both ends. In V placement at F=B=W without hops that is CM's
+    bound (arXiv 2405.15362, figure 13) where memory binds.
 
     A fused BW is no faster than its passes one by one, so the bound holds for orders with it.
 

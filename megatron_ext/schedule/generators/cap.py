@@ -117,8 +117,8 @@ def named_order(request: Request, make: Callable[[int, int], RankActions], cap: 
 def searched(request: Request, cap: int) -> RankActions:
     """The fastest order found for this cap alone; not slower than a named V order for equal costs.
 
-    It grows: every search begins with the orders of the last one, for fewer microbatches, made
-    longer. Of many microbatches the last ones repeat the steady state.
+    Every search begins with the orders of the one before, for fewer microbatches, made longer. For
+    more than ``_SHORT`` microbatches a rank the steady state is repeated (``_whole``).
     """
     pp, m = request.pp, request.microbatches
     work = int(_work(pp) * request.effort)

@@ -47,7 +47,7 @@ _CALL = 150  # work: a list schedule of no pass costs as much as to place so man
 
 
 class Found(NamedTuple):
-    """One order, and how long it takes at the real number of microbatches."""
+    """One order, and how long it takes under the search's request."""
 
     time: int
     orders: RankActions
@@ -57,7 +57,7 @@ class Search:
     """Orders for ``request`` under ``cap``, best first in ``pool``.
 
     Args:
-        request: for as many microbatches as are tried.
+        request: placement, microbatches and durations.
         cap: most activation sets on a rank.
         starts: orders under the cap to begin with.
         blocks: finds those that fit the cap, the likely best first.
@@ -204,6 +204,7 @@ class Search:
             yield True
 
     def _given(self, others: Iterable[RankActions]) -> Iterator[bool]:
+        """All of ``others`` in one turn."""
         self.add(others)
         yield True
 
