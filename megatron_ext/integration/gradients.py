@@ -72,8 +72,19 @@ def _keeping_hook(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def accumulate(parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
-    """Add ``grad`` to what this microbatch has for ``parameter``; ``finish`` passes it on."""
-    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+    """Add ``grad`` to what this microbatch has for ``parameter``; ``finish`` passes it on.
+
+    As autograd does: in place where there is a gradient, which may lie in a buffer of the
+    trainer's, and in the type that the parameter wants its gradient in.
+
+    Args:
+        grad: nothing else reads it; later ones may be added to it.
+    """
+    if parameter.grad is not None:
+        parameter.grad.add_(grad)
+    else:
+        dtype = getattr(parameter, "grad_dtype", None)  # None: any
+        parameter.grad = grad if dtype is None else grad.to(dtype)
 
 
 def add(parameter: Any, grad: torch.Tensor) -> None:

@@ -66,7 +66,8 @@ class ExpertGradients:
         # B has part of it, such as a bias that is added outside the layer that postpones. It waits
         # for W, so that the order of summands does not depend on the schedule.
         with self._store.in_parts():
-            task = functools.partial(accumulate, parameter, grad)
+            # Autograd may give one tensor for several parameters.
+            task = functools.partial(accumulate, parameter, grad.clone())
             self._store.put(parameter, task, done=finish)
         return True
 

@@ -223,9 +223,9 @@ def reduce_tied_gradients(chunks: list[Any]) -> None:
     """
     found: Any = tied_embeddings(pp_rank(), chunks)
     if found is not None:
-        first, last = found
-        first.main_grad.add_(last.main_grad)
-        last.main_grad.copy_(first.main_grad)
+        first, last = (getattr(weight, "main_grad", weight.grad) for weight in found)
+        if first is not None and last is not None:  # not frozen
+            last.copy_(first.add_(last))
 
 
 class VeeCallback(Callback):
