@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..runtime.weight_hooks import known
+from ..runtime.wgrad import WeightGradStore
 from .errors import ConfigError
 from .hooks import Hook
 
@@ -31,6 +33,7 @@ def require_gradient_hooks(models: Sequence[Any]) -> None:
         ConfigError: gradients would be reduced before their W pass has run.
     """
     for model in models:
+        _require_not_torchs(model)
         make = getattr(model, "_make_backward_post_hook", None)
         if make is None:
             continue
@@ -50,25 +53,81 @@ def require_gradient_hooks(models: Sequence[Any]) -> None:
             setattr(parameter, DDP_HOOK, make(parameter))
 
 
+def _require_not_torchs(model: Any) -> None:
+    """PyTorch's own data parallelism waits for gradients in C++, where no hook of ours is.
+
+    Raises:
+        ConfigError: the model is wrapped in it, or its parameters are in parts.
+    """
+    from torch.distributed.tensor import DTensor
+
+    wrapper, said = model, ""
+    while hasattr(wrapper, "module") and not said:
+        if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
+            said = "is wrapped in torch.nn.parallel.DistributedDataParallel"
+        wrapper = wrapper.module
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        said = "has parameters that PyTorch has sharded (DTensor)"
+    if said:
+        raise ConfigError(
+            f"the model {said}, which reduces gradients where autograd brings them, but this "
+            "schedule computes weight gradients in passes of their own; use Megatron's "
+            "DistributedDataParallel, or Megatron's own schedule"
+        )
+
+
 def gradient_hook() -> Hook:
-    """Where no schedule postpones W: keeps Megatron's hook, for gradients that autograd does not
-    make."""
+    """Keeps Megatron's hook, for gradients that autograd does not make, and holds it back where a B
+    pass has postponed them."""
     return Hook(
         (DDP_HOOK_MAKER,),
-        _keeping_hook,
+        _deferring_hook,
         ("self", "param"),
-        "gradients of the vocabulary's shards would not be reduced",
+        "gradients would be reduced before their W pass has run, or not at all",
     )
 
 
-def _keeping_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+def _deferring_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _make_backward_post_hook(self: Any, param: torch.nn.Parameter) -> Callable[..., None]:
-        hook: Callable[..., None] = original(self, param)
+        hook = original(self, param)
         setattr(param, DDP_HOOK, hook)
-        return hook
+
+        @known
+        def unless_postponed(*unused: Any) -> None:
+            # Autograd calls this in B although the weight has no gradient yet (or a meaningless
+            # one); its W calls ``hook``, once, when it has. The model may outlive a store, and
+            # train under another one, or none.
+            store = WeightGradStore.running
+            if store is not None and store.placeholder(param):
+                param.grad = None
+            elif store is None or not _waits(param, store):
+                hook(*unused)
+            elif param.grad is not None:
+                _postpone_rest(param, store)
+
+        return unless_postponed
 
     return _make_backward_post_hook
+
+
+def _waits(param: torch.nn.Parameter, store: WeightGradStore) -> bool:
+    return store.collecting and (store.holds(param) or store.owes(param))
+
+
+def _postpone_rest(param: torch.nn.Parameter, store: WeightGradStore) -> None:
+    """B has part of the gradient (another layer uses the weight too), or has all of it while an
+    earlier microbatch's part is owed: it waits for its W, so that the order of summands and what
+    counts as ready stay right."""
+    grad, param.grad = param.grad, None
+    added = getattr(param, "grad_added_to_main_grad", False)
+    if added and not getattr(param, "zero_out_wgrad", False):
+        # The layer added it to main_grad and returned what Megatron's hook would ignore.
+        task = functools.partial(mark_added, param)
+    else:
+        assert grad is not None  # the caller has looked
+        task = functools.partial(accumulate, param, grad)
+    store.put(param, task, done=finish)
 
 
 def accumulate(parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:

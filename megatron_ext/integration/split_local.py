@@ -9,7 +9,6 @@ largest tensor of the model, and would wait for W with every set that does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from ..runtime.sharded import Sharded, mark_gathered, sharded, whole
 from ..runtime.wgrad import WeightGradStore
-from .gradients import DDP_HOOK, DDP_HOOK_MAKER, accumulate, finish, mark_added
+from .gradients import accumulate, finish, gradient_hook, mark_added
 from .hooks import Hook
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -38,12 +37,7 @@ def hooks(store: WeightGradStore) -> tuple[Hook, ...]:
     """The hooks of schedules with W passes."""
     return (
         linear_hook(store),
-        Hook(
-            (DDP_HOOK_MAKER,),
-            lambda original: _deferring_hook(original, store),
-            ("self", "param"),
-            "gradients would be reduced before their W pass has run",
-        ),
+        gradient_hook(),
         Hook(
             (f"{_MAPPINGS}:_ReduceScatterToSequenceParallelRegion",),
             lambda original: _noting_scatter(original, store),
@@ -60,9 +54,9 @@ def _split_linear(original: Any, store: WeightGradStore) -> Any:
         @staticmethod
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
             weight = ctx.saved_tensors[1]
-            if not store.collecting or not weight.requires_grad or not _can_split(ctx, weight):
-                return original.backward(ctx, grad_output)
-            return _input_gradient_only(ctx, grad_output, store)
+            if store.collecting and _can_split(ctx, weight) and store.postpones(weight):
+                return _input_gradient_only(ctx, grad_output, store)
+            return original.backward(ctx, grad_output)
 
     SplitLinear.__name__ = original.__name__
     SplitLinear.__qualname__ = original.__qualname__
@@ -91,6 +85,9 @@ def is_output_weight(weight: Any) -> bool:
 
 
 def _can_split(ctx: Any, weight: torch.Tensor) -> bool:
+    # Computed from parameters, as torch's parametrizations do, it passes its gradient on to them.
+    if not weight.requires_grad or not weight.is_leaf:
+        return False
     # These keep or gather weights in ways of their own; they run fused, which is always right.
     buffered = ctx.grad_output_buffer is not None
     rematerialised = getattr(ctx, "gtp_remat_size", 1) > 1
@@ -159,39 +156,3 @@ def _rows(tensor: torch.Tensor | Sharded) -> torch.Tensor:
     # Apex's kernel takes a pointer, without strides.
     tensor = whole(tensor).contiguous()
     return tensor.view(-1, tensor.shape[-1])
-
-
-def _deferring_hook(original: Callable[..., Any], store: WeightGradStore) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _make_backward_post_hook(self: Any, param: torch.nn.Parameter) -> Callable[..., None]:
-        hook = original(self, param)
-        setattr(param, DDP_HOOK, hook)
-
-        def unless_postponed(*unused: Any) -> None:
-            # Autograd calls this in B although the weight has no gradient yet (or a meaningless
-            # one); its W calls ``hook``, once, when it has.
-            if store.placeholder(param):
-                param.grad = None
-            elif not store.collecting or not (store.holds(param) or store.owes(param)):
-                hook(*unused)
-            elif param.grad is not None:
-                _postpone_rest(param, store)
-
-        return unless_postponed
-
-    return _make_backward_post_hook
-
-
-def _postpone_rest(param: torch.nn.Parameter, store: WeightGradStore) -> None:
-    """B has part of the gradient (another layer uses the weight too), or has all of it while an
-    earlier microbatch's part is owed: it waits for its W, so that the order of summands and what
-    counts as ready stay right."""
-    grad, param.grad = param.grad, None
-    added = getattr(param, "grad_added_to_main_grad", False)
-    if added and not getattr(param, "zero_out_wgrad", False):
-        # The layer added it to main_grad and returned what Megatron's hook would ignore.
-        task = functools.partial(mark_added, param)
-    else:
-        assert grad is not None  # the caller has looked
-        task = functools.partial(accumulate, param, grad)
-    store.put(param, task, done=finish)

@@ -73,8 +73,13 @@ def splittable(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def postponed_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters of a splittable module whose gradient W computes."""
+    """The weights of a splittable module: W computes their gradients."""
     return _weights(module)
+
+
+def postponed_biases(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Its biases, whose gradients W may compute with those."""
+    return _biases(module)
 
 
 class SplitStore:
@@ -96,8 +101,10 @@ class SplitStore:
 
     def delay_wgrad_compute(self) -> bool:
         """Asked in forward (whether it may come to that), in backward, and by ``backward_dw``."""
-        if self._in_weight_pass or self._store.collecting:
+        if self._in_weight_pass:
             return True
+        if self._store.collecting:
+            return self._store.postpones(*self._weights, *self._biases)
         # In the backward of a fused pass, autograd gets the gradients as without us.
         return not _in_backward()
 

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..offload.blocks import Block, Kept
+from ..runtime.weight_hooks import foreign_hooks, without_tensor_hooks
 
 # (fc1, fc2) of the experts, or of each of them.
 Linears = Sequence[tuple[torch.nn.Module, torch.nn.Module]]
@@ -91,7 +92,8 @@ class Graph:
         """
         assert self._tail is not None
         tail, self._tail, self._box.dy = self._tail, None, dy
-        _, *found = torch.autograd.grad(tail, [self._anchor, *parameters], allow_unused=True)
+        with without_tensor_hooks(parameters):
+            _, *found = torch.autograd.grad(tail, [self._anchor, *parameters], allow_unused=True)
         (dx, dp), self._box.gradients = self._box.gradients, (None, None)
         return dx, dp, found
 
@@ -308,7 +310,8 @@ class GradientSums:
 
     The last chunk's gradient is returned through autograd as any layer's; all others are added to
     ``main_grad``, Megatron's own fp32 sum over microbatches, as Megatron itself would add them. So
-    nothing is rounded more often than without chunks, and one chunk is exactly no chunk.
+    nothing is rounded more often than without chunks, and one chunk is exactly no chunk. Where a
+    hook of the user waits for a gradient, all of it is returned.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -325,7 +328,7 @@ class GradientSums:
                 # In the latter case a kernel has added it already, and this one only stands for it.
                 self._held[number] = new
                 continue
-            main = getattr(parameter, "main_grad", None)
+            main = None if foreign_hooks(parameter) else getattr(parameter, "main_grad", None)
             wide = torch.promote_types(new.dtype, torch.float32)
             if main is not None and torch.promote_types(main.dtype, wide) == main.dtype:
                 main.add_(held)

@@ -11,11 +11,12 @@ import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from .sharded import Sharded
+from .weight_hooks import foreign_hooks
 
 Task = Callable[..., None]
 Rows = Sequence[Any]  # tensors, lists of them, Sharded
@@ -74,12 +75,21 @@ class WeightGradStore:
 
     Autograd runs CUDA backward nodes in its own threads, so "the pass that is running" is plain
     state of this object and not thread-local.
+
+    Attributes:
+        running: the store of the B pass that is running in this process. Hooks that outlive a
+            store ask this one.
+        hooked: id of a parameter -> the hooks for whose sake a B pass has not postponed it.
     """
 
+    running: ClassVar[WeightGradStore | None] = None
+
     def __init__(self) -> None:
+        self.hooked: dict[int, tuple[str, ...]] = {}
         self._work: dict[Hashable, list[_Work]] = {}
         self._parameters: dict[Hashable, set[int]] = {}
         self._collecting: list[_Work] | None = None
+        self._returned = False
         self._held: set[int] = set()
         self._placeholders: set[int] = set()
         self._at_end: list[Task] = []
@@ -99,6 +109,15 @@ class WeightGradStore:
         """True inside a B pass: layers should postpone their weight gradients."""
         return self._collecting is not None
 
+    def postpones(self, *parameters: Any) -> bool:
+        """True if a layer should postpone the gradients of ``parameters``: inside a B pass, unless
+        a hook of the user waits there for one of them."""
+        if not self.collecting or self._returned:
+            return self.collecting
+        found = {id(one): hooks for one in parameters if (hooks := foreign_hooks(one))}
+        self.hooked.update(found)
+        return not found
+
     def holds(self, parameter: Any) -> bool:
         """True if the B pass that is running has postponed work for ``parameter``."""
         return self.collecting and id(parameter) in self._held
@@ -113,8 +132,12 @@ class WeightGradStore:
         return id(parameter) in self._placeholders
 
     @contextmanager
-    def collect(self, key: Hashable) -> Iterator[None]:
+    def collect(self, key: Hashable, returned: bool = False) -> Iterator[None]:
         """Postpone weight gradients inside the block, to be run by ``run(key)``.
+
+        Args:
+            key: of the pass.
+            returned: what ``run`` computes goes through autograd, and so to hooks.
 
         Raises:
             RuntimeError: nested use, or ``key`` still has unfinished work.
@@ -122,7 +145,7 @@ class WeightGradStore:
         if self._collecting is not None or key in self._work:
             raise RuntimeError(f"weight gradients of {key} are already being collected or owed")
         work: list[_Work] = []
-        self._collecting = work
+        self._collecting, self._returned, WeightGradStore.running = work, returned, self
         then = self.followed_by.get(key)
         queue = work if then == key else self._work.get(then)
         if queue is not None:
@@ -280,6 +303,9 @@ class WeightGradStore:
 
     def _stop_collecting(self) -> None:
         self._collecting = self._beside = None
+        self._returned = False
+        if WeightGradStore.running is self:
+            WeightGradStore.running = None
         self._held, self._placeholders, self._at_end = set(), set(), []
 
 
@@ -313,7 +339,9 @@ def _next_part(task: Task, parameters: Sequence[Any], *rows: Any) -> None:
     """Do ``task`` after what earlier parts left in ``grad`` has gone to a precise ``main_grad``."""
     for parameter in parameters:
         main, grad = getattr(parameter, "main_grad", None), parameter.grad
-        if main is not None and grad is not None and main.dtype.itemsize >= 4:
+        if main is None or grad is None or foreign_hooks(parameter):  # which see all of it
+            continue
+        if main.dtype.itemsize >= 4:
             main.add_(grad)
             parameter.grad = None
     task(*rows)

@@ -159,3 +159,60 @@ def test_refused_with_the_model(results: Cases, name: str, text: str) -> None:
 
 def test_without_overlap_a_model_may_be_wrapped_before(results: Cases) -> None:
     assert results["refusals-of-models"][0]["late_but_right"] == ""
+
+
+@pytest.mark.parametrize("way", ["zb-h1", "chunked", "stock-chunked"])
+def test_hooks_and_buffers_on_weights_are_stocks(results: Cases, way: str) -> None:
+    """Every hook sees the same gradients as often, a trainer's own buffer gets them in place; a
+    weight that carries neither has its gradient from W, the same bits."""
+    for rank in results["users-weights"]:
+        stock, ours = rank["stock"], rank[way]
+        # Two steps of four microbatches; one weight gets its hook after the first.
+        assert {n: len(seen) for n, seen in stock["seen"].items()} == {
+            **dict.fromkeys(("tensor", "expert", "accumulated", "node"), 8),
+            "later": 4,
+        }
+        assert ours["seen"] == stock["seen"]
+        assert all(None not in seen for seen in ours["seen"].values())
+        differing = [n for n, g in stock["gradients"].items() if ours["gradients"].get(n) != g]
+        assert differing == [] and ours["gradients"].keys() == stock["gradients"].keys()
+        assert ours["buffer"] == stock["buffer"] and any(stock["buffer"])
+
+
+def test_log_names_weights_with_hooks_once(results: Cases) -> None:
+    for number, rank in enumerate(results["users-weights"]):
+        said = [
+            line for line in rank["log"].splitlines() if "hooks that are not Megatron's" in line
+        ]
+        assert len(said) == 4  # two ways with W, and what came after their first step
+        first, later = said[:2]
+        assert (
+            f"zb-h1: on pipeline rank {number} layers compute their weight gradients in B" in first
+        )
+        layers = "decoder.layers.0", "decoder.layers.1"
+        experts = f"{layers[0]}.mlp.experts.local_experts.0"
+        for weight, why in {
+            f"{layers[0]}.self_attention.linear_qkv": "tensor hook",
+            f"{experts}.linear_fc1": "tensor hook",
+            f"{experts}.linear_fc2": "post-accumulate-grad hook",
+            f"{layers[1]}.self_attention.linear_qkv": "hook of the gradient accumulator",
+        }.items():
+            assert f"{weight}.weight ({why})" in first
+        assert f"{layers[1]}.self_attention.linear_proj.weight (tensor hook)" in later
+        assert "linear_proj" not in first
+
+
+def test_one_model_under_one_schedule_after_the_other(results: Cases) -> None:
+    """With overlapped reductions, whose hooks the model keeps."""
+    for rank in results["users-weights"]:
+        again = rank["again"]
+        assert set(again) == {"stock", "zb-h1", "disabled", "zb-h2 again", "zb-h1 again"}
+        assert set(again.values()) == {again["stock"]}
+
+
+def test_data_parallelism_of_pytorch_is_refused(results: Cases) -> None:
+    for rank in results["users-weights"]:
+        refused = rank["refused"]
+        assert "is wrapped in torch.nn.parallel.DistributedDataParallel" in refused["wrapped"]
+        assert "has parameters that PyTorch has sharded" in refused["sharded"]
+        assert refused["plain"] == ""

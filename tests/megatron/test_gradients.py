@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import Any
 
@@ -13,6 +14,12 @@ def weight() -> Any:
     import torch
 
     return torch.nn.Parameter(torch.ones(4, 3))
+
+
+def _node(weight: Any) -> Any:
+    import torch
+
+    return torch.autograd.graph.get_gradient_edge(weight).node
 
 
 def test_a_trainers_own_buffer_gets_gradients_in_place(weight: Any) -> None:
@@ -38,6 +45,93 @@ def test_gradients_have_the_type_that_the_weight_asks_for(weight: Any) -> None:
     for _ in range(2):
         accumulate(narrow, torch.full((4, 3), 1 + 2**-7, dtype=torch.bfloat16))
     assert narrow.grad.dtype is torch.float32 and (narrow.grad == 2 + 2**-6).all()
+
+
+def test_which_hooks_are_the_users(weight: Any) -> None:
+    """Not Megatron's, wrapped by us or not; a hook counts from when it is put there until it is
+    removed."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    from megatron_ext.integration.gradients import gradient_hook
+    from megatron_ext.runtime.weight_hooks import foreign_hooks
+
+    make, node = DistributedDataParallel._make_backward_post_hook, _node(weight)
+    node.register_hook(make(types.SimpleNamespace(), weight))
+    node.register_hook(gradient_hook().make(make)(types.SimpleNamespace(), weight))
+    assert foreign_hooks(weight) == ()
+    handles = {
+        "tensor hook": weight.register_hook(print),
+        "post-accumulate-grad hook": weight.register_post_accumulate_grad_hook(print),
+        "hook of the gradient accumulator": node.register_hook(print),
+    }
+    assert foreign_hooks(weight) == tuple(handles)
+    for kind, handle in handles.items():
+        handle.remove()
+        assert kind not in foreign_hooks(weight)
+    assert foreign_hooks(weight) == ()
+    before = node.register_prehook(print)
+    assert foreign_hooks(weight) == ("hook of the gradient accumulator",)
+    weight.requires_grad_(False)
+    assert foreign_hooks(weight) == ()
+    before.remove()
+
+
+def test_what_is_known_of_hooks_goes_with_the_graph(weight: Any) -> None:
+    """A new accumulator, in which nobody has put a hook, is asked again."""
+    from megatron_ext.runtime import weight_hooks
+
+    node = _node(weight)
+    node.register_hook(print)
+    assert weight_hooks.foreign_hooks(weight)
+    assert id(weight) in weight_hooks._AFTER and id(weight) in weight_hooks._BEFORE
+    del node
+    assert id(weight) not in weight_hooks._AFTER and id(weight) not in weight_hooks._BEFORE
+    assert weight_hooks.foreign_hooks(weight) == ()
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["bare", "ddp"])
+@pytest.mark.parametrize("op", ["T", "G"])
+def test_hooks_on_a_part_of_the_vocabulary(weight: Any, op: str, reduced: bool) -> None:
+    """They see a microbatch's gradient once, summed over chunks of tokens, and Megatron's hook what
+    they have made of it; without them it is added to ``main_grad`` or in place, as before."""
+    import torch
+
+    from megatron_ext.integration.features.vocabulary.run import VocabularyRunner
+    from megatron_ext.integration.gradients import gradient_hook
+    from megatron_ext.schedule.vocabulary import G, T
+
+    ready: list[Any] = []
+
+    def ddps(self: Any, parameter: Any) -> Any:
+        def hook(*unused: Any) -> None:
+            if parameter.grad is not None:
+                parameter.main_grad.add_(parameter.grad)
+                parameter.grad = None
+            ready.append(parameter)
+
+        return hook
+
+    buffer = weight.grad = torch.zeros(4, 3)
+    node = _node(weight)
+    if reduced:
+        weight.main_grad, weight.grad = buffer, None
+        node.register_hook(gradient_hook().make(ddps)(None, weight))
+    runner: Any = object.__new__(VocabularyRunner)
+    config = types.SimpleNamespace(gradient_accumulation_fusion=False)
+    runner._it = types.SimpleNamespace(config=config, num_microbatches=9)
+    runner._last_use = {id(weight): T}
+    runner.syncing = lambda *unused: contextlib.nullcontext()
+    x, grad = torch.ones(2, 3), torch.full((2, 4), 0.5)
+    given = [(x, grad), (x, grad)] if op == "T" else torch.full((4, 3), 2.0)
+
+    with torch.no_grad():
+        runner._add(T if op == "T" else G, 0, weight, given)
+        assert (buffer == 2).all()
+        calls: list[Any] = []
+        weight.register_hook(lambda g: calls.append(g.clone()) or g * 3 - 1)
+        runner._add(T if op == "T" else G, 1, weight, given)
+    assert len(calls) == 1 and (calls[0] == 2).all() and (buffer == 7).all()
+    assert len(ready) == (2 if reduced else 0)
 
 
 def test_tied_copies_without_data_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:

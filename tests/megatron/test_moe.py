@@ -37,6 +37,7 @@ SINGLE = [
     "uneven-tokens",
     "padding",
     "frozen",
+    "hooked",
     "recompute",
 ]
 QUANTIZED = ["fp8", "fp8-recompute"]

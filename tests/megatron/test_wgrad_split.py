@@ -194,6 +194,7 @@ def toy() -> Callable[..., Any]:
     class Toy:
         def __init__(self, split: bool, fused: bool) -> None:
             self.split, self.fused, self.ready, self.store = split, fused, [], WeightGradStore()
+            self.computed = False  # the weight that projects is made of the parameter
             generator = torch.Generator().manual_seed(7)
             self.weight = torch.nn.Parameter(torch.randn(12, 8, generator=generator))
             self.weight.main_grad = torch.zeros(12, 8)
@@ -232,7 +233,8 @@ def toy() -> Callable[..., Any]:
             x = torch.randn(6, 1, 16, generator=generator).requires_grad_(True)
             weights = torch.randn(6, 1, 24, generator=generator)
             group = types.SimpleNamespace(size=lambda: 1)
-            arguments = (x[..., :8], self.weight, None, self.fused, False, False, None, 0, group)
+            weight = self.weight * 2 if self.computed else self.weight
+            arguments = (x[..., :8], weight, None, self.fused, False, False, None, 0, group)
             return (self.linear.apply(*arguments, *self._rest()) * weights[..., 12:]).sum()
 
         @staticmethod
@@ -299,5 +301,40 @@ def test_strided_tensors(
         stock.backward(i, False, strided=True)
         ours.backward(i, True, strided=True)
         ours.store.run(i)
+    assert torch.equal(ours.weight.main_grad, stock.weight.main_grad)
+    assert ours.weight.main_grad.any()
+
+
+@pytest.mark.parametrize("kind", ["hook", "post_accumulate_grad_hook"])
+def test_hooks_of_the_user_see_the_sum_of_two_uses(toy: Callable[..., Any], kind: str) -> None:
+    """As stock's do, from the microbatch on before which they come."""
+    import torch
+
+    def noting(calls: list[Any]) -> Callable[[Any], None]:
+        return lambda given: calls.append(getattr(given, "main_grad", given).clone())
+
+    ours, stock = toy(True, False), toy(False, False)
+    seen: dict[Any, list[Any]] = {ours: [], stock: []}
+    for i in range(3):
+        for one in (ours, stock):
+            if i == 1:
+                getattr(one.weight, f"register_{kind}")(noting(seen[one]))
+            one.backward(i, True)
+        assert len(ours.ready) == (i + 1 if i else 0)
+        ours.store.run(i)
+    assert len(seen[ours]) == 2 and all(map(torch.equal, seen[ours], seen[stock]))
+    assert torch.equal(ours.weight.main_grad, stock.weight.main_grad)
+    assert ours.store.hooked.keys() == {id(ours.weight)}
+
+
+def test_a_weight_that_is_computed_passes_its_gradient_on(toy: Callable[..., Any]) -> None:
+    """PyTorch's parametrizations make weights of other parameters."""
+    import torch
+
+    ours, stock = toy(True, False), toy(False, False)
+    for one in (ours, stock):
+        one.computed = True
+        one.backward(0, True, strided=True)
+    ours.store.run(0)
     assert torch.equal(ours.weight.main_grad, stock.weight.main_grad)
     assert ours.weight.main_grad.any()

@@ -76,6 +76,42 @@ def test_grouped_with_idle_experts(te: Any, checks: Any, bias: str, fused: bool)
     checks.split_equals_fused(module, _experts)
 
 
+def _tensor_hook(parameter: Any, see: Any) -> Any:
+    return parameter.register_hook(lambda grad: see(grad.clone()) or grad * 3)
+
+
+def _post_accumulate_hook(parameter: Any, see: Any) -> Any:
+    return parameter.register_post_accumulate_grad_hook(lambda p: see(p.grad.clone()))
+
+
+def _accumulator_hook(parameter: Any, see: Any) -> Any:
+    """It runs behind Megatron's, which takes the gradient."""
+    import torch
+
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return node.register_hook(lambda *_: see(parameter.main_grad.clone()))
+
+
+def _accumulator_prehook(parameter: Any, see: Any) -> Any:
+    import torch
+
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return node.register_prehook(lambda grads: see(grads[0].clone()))
+
+
+@pytest.mark.parametrize(
+    "hook", [_tensor_hook, _post_accumulate_hook, _accumulator_hook, _accumulator_prehook]
+)
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("kind", ["LayerNormLinear", "GroupedLinear"])
+def test_hooks_of_the_user(te: Any, checks: Any, kind: str, name: str, hook: Any) -> None:
+    """Also of a bias, whose gradient W would compute, and of one of many experts."""
+    if kind == "GroupedLinear":
+        checks.hooks_see_gradients(te.GroupedLinear(3, 8, 5), _experts, hook, f"{name}2")
+    else:
+        checks.hooks_see_gradients(te.LayerNormLinear(8, 5), _dense, hook, name)
+
+
 def test_used_twice_and_recomputed(te: Any, checks: Any) -> None:
     """Two pieces of work a microbatch are summed first, count once; recomputing changes nothing."""
     import torch
@@ -186,6 +222,9 @@ def test_report_counts_split_and_fused_parameters(te: Any) -> None:
     assert report.costs(1, 1, 1) == pytest.approx((1, 4 / 3, 2 / 3))
     assert "66.7 %" in report.text("zb-h1") and "--pp-cost 1,1.33,0.667" in report.text("zb-h1")
     assert report.as_dict()["split_parameters"] == 256
+    model[0].bias.register_hook(lambda grad: grad)
+    hooked = wgrad_report([model])
+    assert hooked.fused_modules == {"Linear": 128, "LayerNormLinear with hooks": 128}
 
 
 # --- Transformer Engine's real source ------------------------------------------------------------

@@ -37,7 +37,10 @@ from megatron_ext.integration.utils import unwrapped  # noqa: E402
 from tests.megatron.cases import gpt_cases  # noqa: E402
 from tests.megatron.cases.gpt_cases import BATCH, VOCAB, global_names, to_bytes  # noqa: E402
 from tests.megatron.cases.hook_cases import megatron_symbols  # noqa: E402
+from tests.megatron.cases.user_weights import users_weights  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
+
+__all__ = ["users_weights"]  # a case's ``main``
 
 MODELS = {"actor": 32, "reference": 32, "critic": 16}  # hidden sizes
 STEPS = (4, 7, 5)  # microbatches of each
@@ -92,6 +95,17 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "stock-wide": {"pp": 2, "world": 2, "wide": True},
     "zb-h1-wide": {"pp": 2, "world": 2, "schedule": "zb-h1", "wide": True},
+    "users-weights": {
+        "pp": 2,
+        "world": 2,
+        "main": "users_weights",
+        "config": EXPERTS,
+        "ways": {
+            "zb-h1": {"schedule": "zb-h1"},
+            "chunked": {"schedule": "zb-h1", "moe_pipeline_chunks": 1, "moe_memory_reuse": "none"},
+            "stock-chunked": {"moe_pipeline_chunks": 1, "moe_memory_reuse": "none"},
+        },
+    },
     "refusals": {"pp": 2, "world": 2, "main": "refusals"},
     "refusals-of-models": {"pp": 2, "world": 2, "main": "refusals_of_models"},
 }

@@ -184,8 +184,8 @@ def _hybrid(pattern: str) -> tuple[Any, dict[str, Any]]:
     return hybrid_model(), {"hybrid_stack_spec": SPEC, "hybrid_layer_pattern": pattern}
 
 
-def build(case: dict[str, Any], config: TransformerConfig) -> tuple[list[Any], list[GPTModel]]:
-    """This rank's chunks, wrapped as Megatron's training wraps them, and bare."""
+def bare_chunks(case: dict[str, Any], config: TransformerConfig) -> list[GPTModel]:
+    """This rank's chunks, with weights that depend on their names only."""
     rank, chunks = parallel_state.get_pipeline_model_parallel_rank(), case.get("chunks", 1)
     bare, spec = [], get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
     for chunk in range(chunks):
@@ -214,6 +214,12 @@ def build(case: dict[str, Any], config: TransformerConfig) -> tuple[list[Any], l
             values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
             parameter.data.copy_(values / 10 + (1.0 if "layernorm.weight" in name else 0.0))
         bare.append(model)
+    return bare
+
+
+def build(case: dict[str, Any], config: TransformerConfig) -> tuple[list[Any], list[GPTModel]]:
+    """This rank's chunks, wrapped as Megatron's training wraps them, and bare."""
+    bare = bare_chunks(case, config)
     inner = [Float16Module(config, model) if config.bf16 else model for model in bare]
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=case.get("overlap", False), bucket_size=4000

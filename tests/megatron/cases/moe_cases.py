@@ -50,6 +50,9 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         quantized.install(layer)
     if case.get("frozen"):
         layer.experts.local_experts[0].requires_grad_(False)
+    if case.get("hooked"):
+        for parameter in layer.experts.parameters():
+            parameter.register_hook(lambda grad: grad * 3 - 1)  # of a sum not the sum
     x, dy = data(case, config)
     if case.get("skew"):
         # All tokens of all ranks go to the experts 0 and 1, of the first rank.
@@ -353,6 +356,7 @@ CASES: dict[str, dict[str, Any]] = {
     "uneven-tokens": {"world": 4, "ep": 4, "uneven": True, "ways": SOME},
     "padding": {"world": 2, "ep": 2, "padding": True, "ways": SOME},
     "frozen": {"world": 2, "ep": 2, "frozen": True, "ways": SOME},
+    "hooked": {"world": 2, "ep": 2, "hooked": True, "ways": SOME},
     "recompute": {
         "world": 2,
         "ep": 2,

@@ -103,3 +103,44 @@ def split_equals_fused(
     assert set(split.ready.values()) == {4}
     assert all(p.grad is None for p in split.module.parameters())
     return split
+
+
+def hooks_see_gradients(
+    module: torch.nn.Module,
+    run: Callable[[torch.nn.Module, int], torch.Tensor],
+    hook: Callable[[torch.nn.Parameter, Callable[[Any], None]], Any],
+    name: str,
+) -> None:
+    """A hook of the user sees what it sees without a split, and the module waits for it in B;
+    before it is there, and when it is gone, W computes.
+
+    Args:
+        module, run: as above.
+        hook: puts one on a parameter, and returns its handle; it gives what it sees to a function.
+        name: of the parameter.
+    """
+    store = WeightGradStore()
+    fused, split = Chunk(module, False, store), Chunk(module, True, store)
+    seen: dict[bool, list[Any]] = {False: [], True: []}
+    handles: list[Any] = []
+    weight = next(n for n, _ in split.module.named_parameters() if n.startswith("weight"))
+    for microbatch in range(4):
+        if microbatch == 1:  # after the first step
+            for chunk in (fused, split):
+                parameter = chunk.module.get_parameter(name)
+                handles.append(hook(parameter, seen[chunk.split].append))
+        if microbatch == 3:
+            for handle in handles:
+                handle.remove()
+        for chunk in (fused, split):
+            chunk.backward(microbatch, run(chunk.module, microbatch), True)
+        waits_for_hook = microbatch in (1, 2)
+        assert bool(store.hooked) == waits_for_hook
+        assert split.ready[weight] == microbatch + waits_for_hook
+        store.hooked.clear()
+        store.run(microbatch)
+    assert len(seen[True]) == len(seen[False]) == 2
+    assert all(map(torch.equal, seen[True], seen[False]))
+    ours, stock = split.gradients(), fused.gradients()
+    assert all(torch.equal(ours[n], stock[n]) and stock[n].any() for n in stock)
+    assert split.ready == fused.ready and set(split.ready.values()) == {4}

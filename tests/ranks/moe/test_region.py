@@ -168,6 +168,28 @@ def test_weight_gradients_once_for_all_chunks(
     assert joined == 4 * rows * (WIDTH + FFN)
 
 
+@pytest.mark.parametrize("strategy", ["none", "s4"])
+def test_a_hook_sees_the_whole_gradient_of_a_weight_once(
+    make: Callable[..., Region], strategy: str
+) -> None:
+    """Not each chunk's part, and nothing of it goes to ``main_grad`` past the hook."""
+    wanted, region, calls = run(make(), 3, strategy), make(), []
+    for parameter in region.parameters:
+        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        calls.append(grad)
+        return grad * 3 - 1
+
+    handle = region.parameters[0].register_hook(hook)
+    found = run(region, 3, strategy)
+    assert len(calls) == 1 and torch.equal(found["up"], wanted["up"] * 3 - 1)
+    up, down = (parameter.main_grad for parameter in region.parameters)  # type: ignore[attr-defined]
+    assert not up.any() and torch.equal(found["down"] + down, wanted["down"])
+    handle.remove()
+    assert torch.equal(run(region, 3, strategy)["up"] + up, wanted["up"]) and len(calls) == 1
+
+
 def test_experts_must_do_the_same_twice(make: Callable[..., Region]) -> None:
     """What is computed again must be what was saved, or gradients would be wrong."""
     module = Experts()

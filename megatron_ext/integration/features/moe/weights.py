@@ -53,7 +53,7 @@ class ExpertGradients:
         self._waits = self._store.collecting
         with contextlib.ExitStack() as stack:
             if not self._waits:
-                stack.enter_context(self._store.collect(self))
+                stack.enter_context(self._store.collect(self, returned=True))
             stack.enter_context(self._store.in_parts())
             yield
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ....runtime.weight_hooks import foreign_hooks
 from ... import split_te as wgrad_te
 from ...split_local import is_output_weight
 
@@ -25,7 +26,8 @@ class WgradReport:
             work which could be postponed: their module does not know how, or what would wait for W
             is too large (the output layer's logits).
         kept: all others (biases, norms, embeddings): too little work to be worth a pass of its own.
-        fused_modules: class name, or "output layer" -> number of its parameters among ``fused``.
+        fused_modules: class name, or "output layer" -> number of its parameters among ``fused``;
+            "with hooks" behind the name of modules that are fused for these only.
     """
 
     split: int = 0
@@ -100,11 +102,13 @@ def _of_chunk(chunk: torch.nn.Module, fused_experts: bool) -> WgradReport:
 
     embeddings = (VocabParallelEmbedding, torch.nn.Embedding)
     report = WgradReport()
-    split = {
-        id(p)
-        for module in wgrad_te.splittable(chunk)
-        for p in wgrad_te.postponed_parameters(module)
-    }
+    split: set[int] = set()
+    hooked: set[int] = set()
+    for module in wgrad_te.splittable(chunk):
+        postponed = wgrad_te.postponed_parameters(module)
+        split.update(map(id, postponed))
+        if any(map(foreign_hooks, (*postponed, *wgrad_te.postponed_biases(module)))):
+            hooked.update(map(id, postponed))
     seen, fused = set(), set()
     if fused_experts:
         from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -116,14 +120,18 @@ def _of_chunk(chunk: torch.nn.Module, fused_experts: bool) -> WgradReport:
             continue
         if _is_local_linear(module):
             split.add(id(module.weight))
+            if foreign_hooks(module.weight):
+                hooked.add(id(module.weight))
         for parameter in module.parameters(recurse=False):
             if id(parameter) in seen or not parameter.requires_grad:
                 continue
             seen.add(id(parameter))
-            if id(parameter) in split and id(parameter) not in fused:
+            own = id(parameter) in split and id(parameter) not in fused
+            if own and id(parameter) not in hooked:
                 report.split += parameter.numel()
             elif parameter.dim() >= 2 and not isinstance(module, embeddings):
                 name = "output layer" if is_output_weight(parameter) else type(module).__name__
+                name += " with hooks" if own else ""
                 report.fused += parameter.numel()
                 report.fused_modules[name] += parameter.numel()
             else:
@@ -136,7 +144,8 @@ def _is_local_linear(module: torch.nn.Module) -> bool:
 
     if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
         return False
-    if is_output_weight(module.weight):
+    # Without one it has another module's; one that is computed from others runs fused.
+    if module.weight is None or not module.weight.is_leaf or is_output_weight(module.weight):
         return False
     buffered = getattr(module, "grad_output_buffer", None) is not None
     return not buffered and getattr(module, "gtp_remat_size", 1) == 1

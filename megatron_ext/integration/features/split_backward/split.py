@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -17,10 +17,12 @@ from ... import split_local as local
 from ... import split_te as wgrad_te
 from ...callbacks import Callback, Step
 from ...hooks import Hook
-from ...utils import gather
+from ...utils import gather, unwrapped
 from .report import WgradReport, wgrad_report
 
 logger = logging.getLogger(__name__)
+
+_LISTED = 8  # weights that a line of the log names
 
 
 class Splitter(Callback):
@@ -35,6 +37,7 @@ class Splitter(Callback):
         self._attached: list[wgrad_te.SplitStore] = []
         self._prepared: list[Any] = []
         self._plan: Schedule | None = None
+        self._said: set[int] = set()  # parameters with hooks that the log has
         self.report: WgradReport | None = None
 
     def hooks(self) -> Sequence[Hook]:
@@ -49,6 +52,14 @@ class Splitter(Callback):
             self._prepare(step)
         step.notes["wgrad"] = lambda: None if self.report is None else self.report.as_dict()
 
+    def end(self, step: Step) -> None:
+        found, self._store.hooked = self._store.hooked, {}
+        if not found.keys() <= self._said:
+            self._said |= found.keys()
+            models = step.call.iteration.models
+            self.report = wgrad_report(models, self._store.fused_experts())
+            logger.warning("%s", _hooked_text(step, models, found))
+
     def close(self) -> None:
         while self._attached:
             self._attached.pop().detach()
@@ -59,7 +70,7 @@ class Splitter(Callback):
         models = step.call.iteration.models
         if [id(model) for model in models] == [id(model) for model in self._prepared]:
             return
-        self._prepared = list(models)
+        self._prepared, self._said = list(models), set()
         for model in models:
             self._attached += wgrad_te.attach(model, self._store)
         first = self.report is None
@@ -70,6 +81,22 @@ class Splitter(Callback):
                 total = sum(every, WgradReport())
                 level = logging.WARNING if total.advises else logging.INFO
                 logger.log(level, "%s", total.text(step.plan.name))
+
+
+def _hooked_text(step: Step, models: Iterable[Any], found: Mapping[int, Sequence[str]]) -> str:
+    """Which weights are not postponed, by their names in the model, and why."""
+    said = [
+        f"{name} ({', '.join(found[id(p)])})"
+        for model in models
+        for name, p in unwrapped(model).named_parameters()
+        if id(p) in found
+    ]
+    more = f" and {len(said) - _LISTED} more" if len(said) > _LISTED else ""
+    return (
+        f"{step.plan.name}: on pipeline rank {step.rank} layers compute their weight gradients in "
+        "B, not in W, because hooks that are not Megatron's wait for them there: "
+        f"{', '.join(said[:_LISTED])}{more}"
+    )
 
 
 def followed_by(schedule: Schedule, rank: int) -> Mapping[Hashable, Hashable]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ....runtime.vocabulary import Operands, VocabularyPasses
+from ....runtime.weight_hooks import foreign_hooks
 from ....schedule.schedule import Schedule
 from ....schedule.vocabulary import G, T
 from ...gradients import add, finish, mark_added
@@ -239,7 +240,9 @@ class VocabularyRunner(MegatronRunner):
         last = microbatch == self._it.num_microbatches - 1
         fused = bool(self._it.config.gradient_accumulation_fusion)
         with self.syncing(0, last and self._last_use[id(weight)] is op):
-            if isinstance(gradient, torch.Tensor):
+            if foreign_hooks(weight):
+                torch.autograd.backward(weight, _sum(weight, gradient))
+            elif isinstance(gradient, torch.Tensor):
                 add(weight, gradient)
             elif fused:
                 for x, grad in gradient:
@@ -251,6 +254,16 @@ class VocabularyRunner(MegatronRunner):
             finish(weight)
         if last:
             self.chunk_done(0)
+
+
+def _sum(weight: torch.Tensor, gradient: Any) -> torch.Tensor:
+    """All of a shard's gradient of a microbatch, rounded once."""
+    if isinstance(gradient, torch.Tensor):
+        return gradient
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    parts = (grad.t().matmul(x).to(wide) for x, grad in gradient)
+    total: torch.Tensor = functools.reduce(torch.add, parts)
+    return total.to(weight.dtype)
 
 
 class _Given(torch.autograd.Function):
