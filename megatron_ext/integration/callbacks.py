@@ -116,6 +116,11 @@ class Callback:
     def planned(self, plan: Schedule) -> None:
         """A training plan was made: lowered, checked, and the same on all ranks."""
 
+    def improved(self, plan: Schedule, former: Schedule) -> None:
+        """Another training plan takes the place of ``former`` from this iteration on; by default as
+        one that is new."""
+        self.planned(plan)
+
     def begin(self, step: Step) -> None:
         """Before the first pass; ``step.plan`` is known. May set ``mover``, ``observer`` and
         ``runner_type``."""

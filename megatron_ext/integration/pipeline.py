@@ -145,6 +145,11 @@ class ScheduledPipeline:
             self._watchdog = Watchdog(name, self._timeout)
         return self._watchdog
 
+    @property
+    def plans(self) -> Plans:
+        """Of all numbers of microbatches."""
+        return self._plans
+
     def begin(self, call: Call, extension: Extension | None = None) -> Step:
         """Everything before the first pass.
 
@@ -159,7 +164,11 @@ class ScheduledPipeline:
         for callback in self.callbacks:
             callback.before_plan(step)
         step.plan = plan = self._plans.lowered(
-            iteration.num_microbatches, step.training, call.group, self.callbacks
+            iteration.num_microbatches,
+            step.training,
+            call.group,
+            self.watchdog(step.rank).armed,
+            self.callbacks,
         )
         if len(iteration.models) != plan.chunks:
             raise ConfigError(

@@ -1,7 +1,8 @@
-"""The lowered schedules of a run, one for each number of microbatches."""
+"""The lowered schedules of a run, one for each number of microbatches that it has had lately."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,16 +12,24 @@ from ..schedule.passes.lower import lower
 from ..schedule.placement import Placement
 from ..schedule.post_validation import add_post_validation
 from ..schedule.schedule import Schedule
+from ..schedule.training import TrainingOrder
 from .callbacks import Callback, PlanInputs
 from .errors import ConfigError
+from .later import Armed, Searches
 from .utils import gather
+
+MOST_PLANS = 32  # that are kept; a large one takes 20 MB of host memory
 
 
 class Plans:
     """Makes, checks and keeps them.
 
+    The first training schedule is searched for before its step. Numbers of microbatches that come
+    later, in mid-run, do not stop training: see ``later``.
+
     Args:
         make: the training schedule (compute and offload actions) for a number of microbatches.
+        later: the request for it, if ``make`` would search for it; else None.
         placement: of that schedule, and of evaluation.
         inputs: what training schedules depend on; if it is marked as changed, new ones are made.
         post_validation: lowered training schedules hold optimizer post-validation.
@@ -31,44 +40,99 @@ class Plans:
     def __init__(
         self,
         make: Callable[[int], Schedule],
+        later: Callable[[int], TrainingOrder | None],
         placement: Placement,
         inputs: PlanInputs | None = None,
         post_validation: bool = False,
         barriers: int = 0,
     ) -> None:
-        self._make, self._placement, self._barriers = make, placement, barriers
+        self._make, self._later = make, later
+        self._placement, self._barriers = placement, barriers
         self._inputs, self._post_validation = inputs or PlanInputs(), post_validation
-        self._kept: dict[tuple[int, bool], Schedule] = {}
+        self._kept: dict[tuple[int, bool], Schedule] = {}  # the last used last
+        self._searches = Searches()
+        self._begun = False
 
     def lowered(
-        self, microbatches: int, training: bool, group: Any, callbacks: Sequence[Callback] = ()
+        self,
+        microbatches: int,
+        training: bool,
+        group: Any,
+        armed: Armed,
+        callbacks: Sequence[Callback] = (),
     ) -> Schedule:
-        """The plan of an iteration, made and verified at its first use; collective then.
+        """The plan of an iteration, made and verified at its first use; collective then, and when a
+        better one takes its place.
 
         Args:
             microbatches: of the iteration; other pipelines may have another number.
             training: False for evaluation, which runs forward passes only.
+            armed: a watchdog around what is collective.
             callbacks: learn of new training plans.
 
         Raises:
             ConfigError: the ranks have made different plans.
         """
         if self._inputs.changed:
-            self._kept = {key: plan for key, plan in self._kept.items() if not key[1]}
-            self._inputs.changed = False
-        key = (microbatches, training)
-        if key not in self._kept:
-            if training:
-                plan = lower(self._make(microbatches))
-                plan = add_post_validation(plan) if self._post_validation else plan
-            else:
-                plan = lower(forward_only(self._placement, microbatches, self._barriers))
-            check(plan, forward_only=not training)
-            _require_equal(plan, group)
-            self._kept[key] = plan
-            for callback in callbacks if training else ():
+            self.close()
+            self._kept = {key: kept for key, kept in self._kept.items() if not key[1]}
+            self._inputs.changed, self._begun = False, False
+        key = microbatches, training
+        former = self._kept.pop(key, None)
+        if training:
+            self._searches.step()
+        made: Schedule | None = None
+        if former is None:
+            made = self._new(microbatches, training, group)
+        elif training:
+            made = self._searches.take(microbatches, group, armed)
+        if made is not None:
+            plan = self._ready(made, training)
+            with armed("for ranks of its pipeline, to compare plans", quiet=(ConfigError,)):
+                _require_equal(plan, group)
+        else:
+            assert former is not None
+            plan = former
+        self._kept[key] = plan
+        while len(self._kept) > MOST_PLANS:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            if oldest[1]:
+                self._searches.drop(oldest[0])
+        for callback in callbacks if training and made is not None else ():
+            if former is None:
                 callback.planned(plan)
-        return self._kept[key]
+            else:
+                callback.improved(plan, former)
+        return plan
+
+    def in_force(self, microbatches: int) -> Schedule | None:
+        """The training plan for ``microbatches`` that is kept."""
+        return self._kept.get((microbatches, True))
+
+    def close(self) -> None:
+        """End what is searched for beside training."""
+        self._searches.close()
+
+    def _new(self, microbatches: int, training: bool, group: Any) -> Schedule:
+        if not training:
+            return forward_only(self._placement, microbatches, self._barriers)
+        request = self._later(microbatches) if self._begun else None
+        self._begun = True
+        # A cap that no quick order keeps is for the search.
+        with contextlib.suppress(ValueError):
+            if request is not None:
+                order = request.quick()
+                self._searches.add(microbatches, request, group.rank() == 0)
+                return order
+        return self._make(microbatches)
+
+    def _ready(self, made: Schedule, training: bool) -> Schedule:
+        plan = lower(made)
+        if training and self._post_validation:
+            plan = add_post_validation(plan)
+        check(plan, forward_only=not training)
+        return plan
 
 
 def _require_equal(plan: Schedule, group: Any) -> None:

@@ -18,6 +18,7 @@ from ..runtime.wgrad import WeightGradStore
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
+from .reductions import Reductions
 
 _NOTHING = contextlib.nullcontext()
 
@@ -127,8 +128,8 @@ class MegatronRunner(StageRunner):
         self._store, self._mover, self._observer = store, mover, observer
         self._schedules = schedules
         self._backward_takes_model_type = _takes_model_type(schedules.backward_step)
-        self._virtual = placement.chunks > 1
         self._live: dict[tuple[int, int], ActivationSet] = {}
+        self._reductions = Reductions(iteration.config, iteration.models, placement.stages[rank])
         self.losses: list[Any] = []
         device = next(iteration.models[0].parameters()).device
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
@@ -189,6 +190,10 @@ class MegatronRunner(StageRunner):
         return self._schedules.check_first_val_step(
             it.first_val_step, it.forward_only, microbatch == 0
         )
+
+    @property
+    def _virtual(self) -> bool:
+        return self.placement.chunks > 1
 
     def vp_stage(self, chunk: int) -> int | None:
         """Megatron's name of a chunk: None where a rank has only one."""
@@ -288,22 +293,16 @@ class MegatronRunner(StageRunner):
         Args:
             last: in the last microbatch.
         """
-        config = self._it.config
-        no_sync = config.no_sync_func
+        no_sync = self._it.config.no_sync_func
         if isinstance(no_sync, list):
             no_sync = no_sync[chunk]
-        if no_sync is None or (last and config.grad_sync_func is None):
+        if no_sync is None or (last and self._reductions.start_of(chunk) is None):
             return _NOTHING
         return no_sync()
 
     def chunk_done(self, chunk: int) -> None:
-        """After the last of all passes with gradients of a chunk: start their reduction if Megatron
-        wants it explicit."""
-        sync = self._it.config.grad_sync_func
-        if isinstance(sync, list):
-            sync = sync[chunk]
-        if sync is not None:
-            sync(self._it.models[chunk].parameters())
+        """After the last of all passes with gradients of a chunk, which may be reduced now."""
+        self._reductions.done(chunk)
 
     def _is_last(self, microbatch: int) -> bool:
         return microbatch == self._it.num_microbatches - 1

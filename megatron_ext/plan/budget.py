@@ -38,6 +38,10 @@ class Budget:
     profile: Profile | None = None
     sets_grow: bool = False
 
+    def at(self, stages: int) -> Budget:
+        """The same for so many stages alone, which another process can be sent."""
+        return replace(self, splits={stages: self.splits(stages)}.__getitem__)
+
     def stages(self, placement: Placement) -> list[StageBytes]:
         """Bytes of every stage."""
         split = self.splits(placement.num_stages)

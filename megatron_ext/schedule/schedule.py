@@ -128,6 +128,10 @@ class Schedule:
 
     def fingerprint(self) -> str:
         """Hex digest over placement, microbatches and all actions: equal plans, equal digest."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         body = self.to_json()
         del body["cost"], body["name"]
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]

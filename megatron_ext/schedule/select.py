@@ -66,7 +66,7 @@ class ScheduleSpec:
             offload it is on what stays on the device. None: none, for ``auto`` 1F1B's peak.
         group_size: of ``gis``.
         offload: None: nothing leaves the device.
-        objective, effort: as ``generate``.
+        objective, effort: as ``generate``; at effort 0 passes do not run in pairs.
         names: that ``auto`` may choose from.
         order: what to offload, in place of a generated order (a schedule file).
         times: costs of the passes as they will run, if the order is not made for those.
@@ -249,13 +249,16 @@ def _named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
             return error
 
     largest = len(options) - 1
-    if largest:
+    if largest and not spec.effort:
+        largest = -1  # the smallest nearly always keeps the cap
+    elif largest:
         # Few microbatches have the peaks of many; an offload plan is another with each.
         few = spec.microbatches if spec.offload else min(spec.microbatches, 2 * spec.pp)
         largest = _last(len(options), lambda index: isinstance(attempt(index, few), Selected))
     # Now and then a larger one is easier to offload, or holds fewer bytes with more microbatches.
     # There is no time to try all, but a few.
-    for index in range(min(max(largest, 0) + _AHEAD, len(options) - 1), -1, -1):
+    tried = range(min(max(largest, 0) + _AHEAD, len(options) - 1), -1, -1)
+    for index in tried if spec.effort else reversed(tried):
         found = attempt(index, spec.microbatches)
         if isinstance(found, Selected):
             return found
@@ -323,9 +326,11 @@ def _generated(spec: ScheduleSpec, option: dict[str, int | None]) -> Schedule:
         effort=spec.effort,
         sets_grow=spec.cap is not None and spec.cap.sets_grow,
     )
-    if spec.overlap:
+    if spec.overlap and spec.effort:
         schedule = add_pairs(schedule, _pair_sets(spec, schedule, cap))
-    return add_vocabulary(schedule, spec.barriers, growth) if spec.barriers else schedule
+    if not spec.barriers:
+        return schedule
+    return add_vocabulary(schedule, spec.barriers, growth, quick=not spec.effort)
 
 
 def _pair_sets(spec: ScheduleSpec, schedule: Schedule, cap: int | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..feature import Feature
+from .beside import SearchBeside
 from .checkpoint import Checkpoint
 from .consistency import Consistency
 from .cuda_graphs import CudaGraphs
@@ -28,6 +29,7 @@ from .vocabulary import VocabularyParallel
 FEATURES: tuple[Feature, ...] = (
     ProfileSteps(),
     Schedule(),
+    SearchBeside(),
     CudaGraphs(),
     SplitBackward(),
     Offload(),

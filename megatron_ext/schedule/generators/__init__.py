@@ -18,6 +18,7 @@ __all__ = [
     "NAMES",
     "Generator",
     "Objective",
+    "Request",
     "add_pairs",
     "check_sizes",
     "forward_only",
@@ -62,7 +63,7 @@ def generate(
         objective: what is made short: ``makespan``, the whole iteration, or ``span``, the longest
             single rank's own (what counts with optimizer post-validation).
         effort: seconds that a search may take, about (``Request``); more rarely gives a slower
-            order.
+            order. 0: no search; the order is made in a tenth of a second, in the same memory.
         sets_grow: a set may be larger between B and W than before B, by a factor that need not be
             known: annealing delays no W at the price of more bytes. So it is for V-Min, V-Half and
             V-ZB, whose names fix the memory.

@@ -19,6 +19,7 @@ from ..actions import RankActions
 from ..bounds import makespan_bound
 from ..costs import Costs
 from ..effects import peak_sets
+from .annealing import fits, room_of
 from .building_block import INTERVAL, Block, vee_block
 from .chain import steady_states
 from .list_scheduler import list_schedule
@@ -62,6 +63,11 @@ def v_cap(request: Request) -> RankActions:
     """
     cap = 2 * request.pp if request.memory_cap is None else request.memory_cap
     plain = replace(request, memory_cap=None)
+    if not request.effort:
+        make, own = max(
+            (one for one in _named(request.pp) if one[1] <= cap), key=lambda one: one[1]
+        )
+        return _quick(plain, make, own if request.sets_grow else cap)
     if not request.at_unit_times or request.objective == "span":
         return _of_searches(plain, cap)
     best = _at_unit_times(plain, cap)
@@ -110,7 +116,21 @@ def named_order(request: Request, make: Callable[[int, int], RankActions], cap: 
     also in bytes: that is what its name stands for."""
     if request.at_unit_times:
         return make(request.pp, request.microbatches)
-    return searched(replace(request, effort=request.effort * _NAMED, sets_grow=True), cap)
+    own = replace(request, effort=request.effort * _NAMED, sets_grow=True)
+    return searched(own, cap) if request.effort else _quick(own, make, cap)
+
+
+def _quick(request: Request, make: Callable[[int, int], RankActions], cap: int) -> RankActions:
+    """The published order, or the fastest of a few list schedules of it under ``cap``; if sets
+    grow, of those that take no more bytes than the published ones."""
+    pp, m = request.pp, request.microbatches
+    orders = make(pp, m)
+    # Fewer microbatches than 2p may need less than the name stands for.
+    model = [*orders, *(make(pp, 2 * pp) if m < 2 * pp else [])]
+    room = room_of(model, cap) if request.sets_grow else None
+    gaps = START_GAPS[:1] if request.is_long else START_GAPS
+    listed = (list_schedule(orders, request.placement, cap, request.durations, gap) for gap in gaps)
+    return request.fastest([orders, *(one for one in listed if room is None or fits(one, room))])
 
 
 @lru_cache(maxsize=64)

@@ -29,6 +29,7 @@ class Generator:
         description: one line for people.
         takes_group_size, takes_memory_cap: which options it has; a group of ceil(p/2)+1 to p
             microbatches, a cap of ``v_cap_limits``.
+        fixed: its order is the same at all costs.
     """
 
     orders: Callable[[Request], Sequence[Sequence[AnyAction]]]
@@ -39,6 +40,7 @@ class Generator:
     description: str
     takes_group_size: bool = False
     takes_memory_cap: bool = False
+    fixed: bool = False
 
 
 def _one_f_one_b(request: Request) -> RankActions:
@@ -114,10 +116,10 @@ def _dualpipev(request: Request) -> list[list[AnyAction]]:
 # searched orders. Of equally fast schedules ``auto`` takes the first.
 GENERATORS: dict[str, Generator] = {
     "1f1b": Generator(
-        _one_f_one_b, "loop", 1, False, False, "one forward, one backward; the default"
+        _one_f_one_b, "loop", 1, False, False, "one forward, one backward; the default", fixed=True
     ),
     "interleaved": Generator(
-        _interleaved, "loop", 2, True, False, "1F1B over several chunks; more memory"
+        _interleaved, "loop", 2, True, False, "1F1B over several chunks; more memory", fixed=True
     ),
     "zb-h1": Generator(
         _zb_h1, "loop", 1, False, True, "split backward at 1F1B's memory; a third of its bubble"
@@ -133,7 +135,7 @@ GENERATORS: dict[str, Generator] = {
     ),
     "gis": Generator(_gis, "loop", 2, True, True, "interleaved in groups of --pp-group-size", True),
     "po": Generator(
-        _po, "loop", 2, True, True, "gis-h's block repeated uniformly, made for offload"
+        _po, "loop", 2, True, True, "gis-h's block repeated uniformly, made for offload", fixed=True
     ),
     "v-zb": Generator(
         _v_zb, "vee", 2, False, True, "split backward, V placement: 1F1B's memory, least bubble"
@@ -145,7 +147,7 @@ GENERATORS: dict[str, Generator] = {
         _v_min, "vee", 2, False, True, "split backward, V placement: about a third of the memory"
     ),
     "dualpipev": Generator(
-        _dualpipev, "vee", 2, False, True, "V placement, joint F and B; one set more"
+        _dualpipev, "vee", 2, False, True, "V placement, joint F and B; one set more", fixed=True
     ),
     "v-cap": Generator(
         v_cap, "vee", 2, False, True, "V placement at any cap", takes_memory_cap=True

@@ -32,7 +32,7 @@ class Request:
         group_size: of GIS; None for the schedule's own.
         memory_cap: most activation sets on a rank; None for the schedule's own.
         effort: seconds that a search may take, about; in units of work, so that every machine
-            finds the same.
+            finds the same. 0: none, the name's order or one of few list schedules of it, at once.
         sets_grow: a set may be larger between B and W than before B (``generate``).
         every_microbatch: the steady state repeats the passes of one microbatch, not of several, as
             the insertion of vocabulary passes assumes.
@@ -64,6 +64,16 @@ class Request:
         d = self.durations
         times = {*d.forward, *d.backward_input, *d.backward_weight}
         return len(times) == 1 and d.hop == 0
+
+    @property
+    def passes(self) -> int:
+        """F, B and W of the order."""
+        return 3 * self.placement.num_stages * self.microbatches
+
+    @property
+    def is_long(self) -> bool:
+        """True if there are so many of them that few ways are tried."""
+        return self.passes > LONG
 
     def time_of(self, orders: RankActions, limit: int | None = None) -> int | None:
         """How long ``orders`` take under this request's durations and objective; None if more
@@ -122,11 +132,11 @@ class Request:
         A long run tries two ways only, the first order and the fastest way for 4p microbatches: to
         make all ways in full takes seconds.
         """
-        makes = [lru_cache(make) for make in makes]
+        makes = [lru_cache(make) for make in (makes if self.effort else makes[:1])]
         ways: list[_Way] = [(makes[0], None)]
         ways += [(make, gap) for make in makes for gap in self._gaps]
         short = replace(self, microbatches=4 * self.pp + self.microbatches % self.pp)
-        if self._passes > LONG and short.microbatches < self.microbatches and len(ways) > 1:
+        if self.is_long and short.microbatches < self.microbatches and len(ways) > 1:
             best = min(ways, key=lambda way: short.time_of(short._ordered(way, cap)) or 0)
             ways = ways[:1] if best is ways[0] else [ways[0], best]
         return self.fastest(self._ordered(way, cap) for way in ways)
@@ -138,16 +148,12 @@ class Request:
         return list_schedule(make(self), self.placement, cap, self.durations, gap)
 
     @property
-    def _passes(self) -> int:
-        return 3 * self.placement.num_stages * self.microbatches
-
-    @property
     def _gaps(self) -> list[list[MinGap]]:
         if self.at_unit_times:
             return []
         # To wait gains nothing over the given order in the longest runs.
-        first = 1 if self._passes > 2 * LONG else 0
-        return min_gaps(self.pp)[first : 2 + _THOROUGH // self._passes]
+        first = 1 if self.passes > 2 * LONG else 0
+        return min_gaps(self.pp)[first : 2 + bool(self.effort) * _THOROUGH // self.passes]
 
 
 def min_gaps(pp: int) -> list[list[MinGap]]:

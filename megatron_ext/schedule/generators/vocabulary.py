@@ -12,17 +12,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from ..actions import Action, AnyAction, Op, RankActions
+from ..actions import Action, AnyAction, Op, Operation, RankActions
 from ..effects import peak_sets
 from ..event_loop import Program, time_of
 from ..schedule import Schedule, ScheduleError
 from ..simulate import simulate
 from ..vocabulary import AHEAD, E, G, S, T, Vocabulary, peak_held
-from .list_scheduler import list_schedule
+from .list_scheduler import MinGap, list_schedule
 from .request import LONG, min_gaps
 
 
-def add_vocabulary(schedule: Schedule, barriers: int = 1, growth: int | None = None) -> Schedule:
+def add_vocabulary(
+    schedule: Schedule, barriers: int = 1, growth: int | None = None, *, quick: bool = False
+) -> Schedule:
     """Insert the vocabulary passes of all ranks, and reorder for their times.
 
     Args:
@@ -31,6 +33,7 @@ def add_vocabulary(schedule: Schedule, barriers: int = 1, growth: int | None = N
         barriers: between the last stage's F and its B.
         growth: activation sets by which the peak of a rank may grow; None: those of as many
             microbatches as there are barriers.
+        quick: try few of the ways.
 
     Raises:
         ScheduleError: joint, offload or vocabulary actions, or costs without vocabulary passes.
@@ -55,18 +58,21 @@ def add_vocabulary(schedule: Schedule, barriers: int = 1, growth: int | None = N
         return (taken, *sorted(peak_held(orders), reverse=True)), orders
 
     delayed = _Delayed(schedule, output, caps, Fraction(more, placement.chunks))
-    fixed = [scored(delayed.orders(s, t)) for s in _SHARES for t in _SHARES]
+    shares = _SHARES[:1] if quick else _SHARES
+    fixed = [scored(delayed.orders(s, t)) for s in shares for t in shares]
     fixed.sort(key=lambda one: one[0])
     found = fixed[:1]
     waits, hurried = min_gaps(schedule.pp)[:2]
+    ways: list[_Listing] = [(waits, ()), (hurried, ()), (hurried, (T,)), (hurried, (S,))]
     for _, orders in fixed[: 2 if sum(map(len, schedule.ranks)) <= LONG else 1]:
-        for gap, urgent in ((waits, ()), (hurried, ()), (hurried, (T,)), (hurried, (S,))):
+        for gap, urgent in ways[: 1 if quick else None]:
             again = list_schedule(orders, placement, caps, durations, gap, output, urgent)
             found.append(scored(again))
     best = min(found, key=lambda one: one[0])[1]
     return _with_embeddings(replace(schedule.with_ranks(best), barriers=barriers))
 
 
+_Listing = tuple[Sequence[MinGap], Sequence[Operation]]  # gaps, and what is urgent
 _Scored = tuple[tuple[int, ...], RankActions]  # time, then peaks of what S keeps for T; less first
 # Where S and T begin behind what they wait for, in quarters of a period.
 _SHARES = range(4)

@@ -14,7 +14,8 @@ import io
 import logging
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,13 @@ from megatron.core.pipeline_parallel import (  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from megatron_ext.integration.utils import unwrapped  # noqa: E402
+from megatron_ext.schedule import generate  # noqa: E402
 from tests.megatron.cases import gpt_cases  # noqa: E402
 from tests.megatron.cases.gpt_cases import BATCH, VOCAB, global_names, to_bytes  # noqa: E402
 from tests.megatron.cases.hook_cases import megatron_symbols  # noqa: E402
 from tests.megatron.cases.user_weights import users_weights  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 
 __all__ = ["users_weights"]  # a case's ``main``
 
@@ -105,6 +108,14 @@ CASES: dict[str, dict[str, Any]] = {
             "chunked": {"schedule": "zb-h1", "moe_pipeline_chunks": 1, "moe_memory_reuse": "none"},
             "stock-chunked": {"moe_pipeline_chunks": 1, "moe_memory_reuse": "none"},
         },
+    },
+    "stock-new-numbers": {"pp": 2, "world": 2, "main": "new_numbers"},
+    "v-half-new-numbers": {
+        "pp": 2,
+        "world": 2,
+        "schedule": "v-half",
+        "chunks": 2,
+        "main": "new_numbers",
     },
     "refusals": {"pp": 2, "world": 2, "main": "refusals"},
     "refusals-of-models": {"pp": 2, "world": 2, "main": "refusals_of_models"},
@@ -177,8 +188,17 @@ def batches(microbatches: int, seed: int) -> Iterator[Any]:
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def trained(case: dict[str, Any]) -> dict[str, Any]:
-    """Three steps of all models."""
+def trained(
+    case: dict[str, Any],
+    models_of: dict[str, int] = MODELS,
+    steps: Sequence[int] = STEPS,
+    before: Callable[[int], None] = lambda number: None,
+) -> dict[str, Any]:
+    """Steps of all models.
+
+    Args:
+        before: called with the number of every step.
+    """
     chunks, schedule = case.get("chunks", 1), case.get("schedule")
     log = io.StringIO()
     logging.getLogger("megatron_ext").addHandler(logging.StreamHandler(log))
@@ -189,7 +209,7 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
     )
     model_parallel_cuda_manual_seed(1)
-    models = {name: build(case, hidden) for name, hidden in MODELS.items()}
+    models = {name: build(case, hidden) for name, hidden in models_of.items()}
     step, last = get_forward_backward_func(), parallel_state.is_pipeline_last_stage()
     more: dict[str, Any] = {}
     if case.get("wide"):
@@ -197,7 +217,8 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
         for model in models.values():
             wide(model[0])
     returned: dict[str, bytes] = {}
-    for number, microbatches in enumerate(STEPS):
+    for number, microbatches in enumerate(steps):
+        before(number)
         if case.get("unequal"):
             microbatches += parallel_state.get_data_parallel_rank()
         for name, model in models.items():
@@ -231,6 +252,71 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
         for key, parameter in global_names(unwrapped(chunk)).items()
     }
     return {"returned": returned, "gradients": gradients, "log": log.getvalue()}
+
+
+# Microbatches of each step. A better order for 5 is due three steps after its first, for 6 so much
+# later again; then 4, whose plan is the oldest, comes back.
+NUMBERS = (4, 5, 5, 4, 5, 5, 6, 6, 6, 6, 7, 4)
+
+
+def new_numbers(case: dict[str, Any]) -> dict[str, Any]:
+    """A model whose number of microbatches changes in mid-run, with searches that end late or
+    fail. The better order for 5 comes once the second rank waits for it."""
+    from megatron_ext.integration import later, plans
+
+    folder, rank, started = Path(sys.argv[1]), dist.get_rank(), []
+    arrived = folder / "arrived"
+    arrived.unlink(missing_ok=True)
+    dist.barrier()
+    followed: list[tuple[int, str]] = []
+    lowered = plans.Plans.lowered
+
+    def noted(self: Any, microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        plan = lowered(self, microbatches, *args, **kwargs)
+        followed.append((microbatches, plan.fingerprint()))
+        kept.append(len(self._kept))
+        return plan
+
+    class Slow(later.Search):
+        """The order for 5 is another one, that for 6 is not found, that for others takes long."""
+
+        def __init__(self, request: Any) -> None:
+            spec = request.spec
+            self.microbatches = spec.microbatches
+            super().__init__(replace(request, spec=replace(spec, effort=3000)))
+            started.append(self)
+
+        def result(self) -> Any:
+            if self.microbatches == 5:
+                wait_until(arrived.exists, "the second rank does not come")
+            self.close()
+            if self.microbatches == 6:
+                raise later.SearchFailed("of the test")
+            return generate("v-min", 2, self.microbatches)
+
+    kept: list[int] = []
+    log = io.StringIO()
+    logging.getLogger("megatron_ext").addHandler(logging.StreamHandler(log))
+    plans.Plans.lowered, later.Search = noted, Slow  # type: ignore[method-assign,misc]
+    later.STEPS, plans.MOST_PLANS = 3, 3
+
+    def before(number: int) -> None:
+        if rank == 1 and number == 4:
+            arrived.touch()
+
+    found = trained(case, {"actor": 32}, NUMBERS, before)
+    running = [search.microbatches for search in started if not search.done]
+    megatron_ext.disable()
+    return {
+        **found,
+        "steps": list(NUMBERS),
+        "followed": followed,
+        "kept": max(kept, default=0),
+        "started": [search.microbatches for search in started],
+        "running": running,
+        "left": [search.microbatches for search in started if not search.done],
+        "log": log.getvalue(),
+    }
 
 
 def groups(case: dict[str, Any], model: Any) -> dict[str, Any]:

@@ -112,7 +112,8 @@ class MoE(Feature):
         def most(peak: Callable[..., list[int]], chunks: int, microbatches: int) -> list[int]:
             if schedule is None:
                 return stock_sets(_pp(run), chunks, microbatches)
-            return peak(schedule.plan(microbatches).ranks)
+            plan = None if run.pipeline is None else run.pipeline.plans.in_force(microbatches)
+            return peak((plan or schedule.plan(microbatches)).ranks)
 
         sets, calls = functools.partial(most, peak_sets), functools.partial(most, peak_calls)
 

@@ -91,6 +91,7 @@ class ChosenMoE(FixedPolicy):
     def begin_step(self, microbatches: int) -> None:
         self._step += 1
         self._microbatches = microbatches
+        self._calls.clear()  # another plan may have come
 
     def begin(self, layer: Any, hidden: torch.Tensor, region: Callable[[], Region]) -> Execution:
         # In the first call of a step the ranks of the layer's groups agree.

@@ -62,7 +62,8 @@ class Profiler(Callback):
             self._inputs.steps_to_measure = 0
 
     def planned(self, plan: Schedule) -> None:
-        if self._inputs.reorder and self._inputs.profile is not None and dist.get_rank() == 0:
+        replanned = self._inputs.reorder and self._inputs.profile is not None
+        if replanned and plan.note and dist.get_rank() == 0:  # a quick order has no note
             logger.info("%s", plan.note)
 
     def begin(self, step: Step) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from ...._input import meant, parse_bytes
@@ -26,13 +27,15 @@ from ....schedule import (
     check,
     load,
     select,
-    simulate,
 )
 from ....schedule.generators import MOST_EFFORT, Objective
 from ....schedule.memory_cap import Cap, ShareCap, parse_cap
-from ....schedule.select import CapExceeded, keeps, placed_alike, time_taken
+from ....schedule.select import CapExceeded, placed_alike
+from ....schedule.training import TrainingOrder
 from ...errors import ConfigError
 from ...offload_request import OffloadRequest
+
+_KEPT = 8  # orders, beside those of the run's plans
 
 
 @dataclass(frozen=True)
@@ -304,7 +307,7 @@ class Choice:
         reorder: bool = False,
         profile: Profile | None = None,
     ) -> Schedule:
-        """The training schedule for ``microbatches``; made once for each set of arguments.
+        """The training schedule for ``microbatches``; the last few are kept.
 
         Args:
             link: transfer times, to decide which sets leave; a file that offloads has its own.
@@ -325,58 +328,61 @@ class Choice:
             )
         key = microbatches, link, costs, reorder
         if key not in self._plans:
-            spec = replace(self.spec, microbatches=microbatches)
-            if spec.overlap and costs is not None:
-                shared = self.request.estimate or self.request.shard
-                costs = paired(costs, shared, spec.placement.num_stages, spec.pp)
-            spec = _with_offload(spec, self.offload, link)
-            if spec.offload is None:
-                spec = spec.order_alone()
-            # Times that are not the user's may be wrong, and training has begun: no reason to end.
-            lenient = self.offload is not None and self.offload.times is None
-            former = _select(replace(spec, times=costs), self.name, lenient).schedule
-            if costs is not None and reorder:
-                former = self._replanned(spec, former, costs, profile, lenient)
-            self._plans[key] = former
+            order = self._order(microbatches, link, costs, reorder, profile)
+            with _named(self.name):
+                self._plans[key] = order.searched()
+            while len(self._plans) > _KEPT:
+                del self._plans[next(iter(self._plans))]
         return self._plans[key]
 
-    def _replanned(
+    def later(
         self,
-        spec: ScheduleSpec,
-        former: Schedule,
-        costs: Costs,
-        profile: Profile | None,
-        lenient: bool,
-    ) -> Schedule:
-        """``former``, or the order for measured costs and bytes if that is better under them.
+        microbatches: int,
+        link: Link | None = None,
+        costs: Costs | None = None,
+        reorder: bool = False,
+        profile: Profile | None = None,
+    ) -> TrainingOrder | None:
+        """What ``plan`` searches for, to be searched for beside training; None if ``plan`` knows it
+        already or needs no search. Arguments: as ``plan``."""
+        if (microbatches, link, costs, reorder) in self._plans:
+            return None
+        order = self._order(microbatches, link, costs, reorder, profile)
+        return None if order.is_quick else order
 
-        Under ``auto`` any schedule for which the model is placed already may take its place.
-        """
-        cap = self.request.cap
-        new, fits, refused = former, True, ""
-        wanted = replace(spec, costs=costs)
-        measured = isinstance(cap, Budget) and profile is not None
-        if isinstance(cap, Budget) and profile is not None:
-            cap = replace(cap, profile=profile)
-            wanted = replace(wanted, cap=cap)
+    def _order(
+        self,
+        microbatches: int,
+        link: Link | None,
+        costs: Costs | None,
+        reorder: bool,
+        profile: Profile | None,
+    ) -> TrainingOrder:
+        """The request for one order. Under ``auto`` any schedule for which the model is placed
+        already may take its place once costs are measured."""
+        spec = replace(self.spec, microbatches=microbatches)
+        stages = spec.placement.num_stages
+        if isinstance(spec.cap, Budget):
+            spec = replace(spec, cap=spec.cap.at(stages))
+        if spec.overlap and costs is not None:
+            costs = paired(costs, self.request.estimate or self.request.shard, stages, spec.pp)
+        spec = _with_offload(spec, self.offload, link)
+        if spec.offload is None:
+            spec = spec.order_alone()
+        # Times that are not the user's may be wrong, and training has begun: no reason to end.
+        lenient = self.offload is not None and self.offload.times is None
+        former = TrainingOrder(replace(spec, times=costs), lenient)
+        if costs is None or not reorder:
+            return former
+        cap, measured, again = self.request.cap, None, replace(spec, costs=costs)
+        if isinstance(cap, Budget):
+            cap = cap.at(stages)
+            if profile is not None:
+                cap = measured = replace(cap, profile=profile)
+                again = replace(again, cap=cap)
         if self.request.decided is not None:
-            wanted = replace(wanted, name=AUTO, names=placed_alike(spec), cap=cap, group_size=None)
-        try:
-            fits = not measured or cap is None or keeps(cap, former)
-            new = _answer(wanted, lenient).schedule
-        except ValueError as error:
-            # Training has begun, and what it runs now is no worse than it was.
-            refused = f"; {'by measured bytes ' * measured}{error}"
-        before, after = (time_taken(simulate(one), spec.objective) for one in (former, new))
-        gain = float(1 - after / before)
-        if gain > 0 or (not fits and not refused):
-            time = f"{gain:.2%} less time" if gain >= 0 else f"{-gain:.2%} more time"
-            why = "measured times" if fits else "measured bytes, which the former order exceeds"
-            held = f"; {new.name}: {cap.detail(new)}" if measured and cap is not None else ""
-            return replace(new, note=f"re-planned for {why}: {time} a step{held}")
-        than = f"{-gain:.2%} longer" if gain else "as long"
-        note = f"the order stays: made for measured times it would take {than}{refused}"
-        return replace(former, note=note)
+            again = replace(again, name=AUTO, names=placed_alike(spec), cap=cap, group_size=None)
+        return replace(former, again=again, measured=measured)
 
 
 def _with_offload(
@@ -388,20 +394,17 @@ def _with_offload(
     return replace(spec, offload=OffloadSpec(offload.wanted, link))
 
 
-def _answer(spec: ScheduleSpec, lenient: bool) -> Selected:
-    """``select``, but what comes closest to the cap will do if ``lenient``."""
-    try:
+def _select(spec: ScheduleSpec, name: str) -> Selected:
+    """``select`` with errors that name the flags."""
+    with _named(name):
         return select(spec)
-    except CapExceeded as error:
-        if lenient and spec.offload is not None:
-            return error.selected
-        raise
 
 
-def _select(spec: ScheduleSpec, name: str, lenient: bool = False) -> Selected:
-    """The same with errors that name the flags."""
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors inside name the flags of a schedule."""
     try:
-        return _answer(spec, lenient)
+        yield
     except CapExceeded as error:
         raise ConfigError(
             f"--pp-schedule {name}: {error.what}; raise --pp-memory-cap to {error.enough}, or use "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch.distributed as dist
 
@@ -62,20 +63,29 @@ def pipeline_of(run: Run) -> None:
             # The process group is made by code that we do not know; plans are compared later.
             run.notices.append(f"{basis(run)}")
 
+    def measured() -> dict[str, Any]:
+        profile = inputs.profile
+        return {
+            "link": inputs.link,
+            "costs": None if profile is None else profile.costs(Split(profile.layers)),
+            "reorder": inputs.reorder and profile is not None,
+            "profile": profile,
+        }
+
     def plan(microbatches: int) -> Schedule:
-        measured = inputs.profile
-        return run.choice(microbatches).plan(
-            microbatches,
-            link=inputs.link,
-            costs=None if measured is None else measured.costs(Split(measured.layers)),
-            reorder=inputs.reorder and measured is not None,
-            profile=measured,
-        )
+        return run.choice(microbatches).plan(microbatches, **measured())
 
     if run.store is None:
         run.store = WeightGradStore()
     post_validation = args.pp_post_validation is not None
     placement = request.placement(args.pipeline_model_parallel_size, run.chunks)
-    plans = Plans(plan, placement, inputs, post_validation, request.barriers)
+    plans = Plans(
+        plan,
+        lambda microbatches: run.choice(microbatches).later(microbatches, **measured()),
+        placement,
+        inputs,
+        post_validation,
+        request.barriers,
+    )
     minutes = args.distributed_timeout_minutes
     run.pipeline = ScheduledPipeline(plans, run.store, 60.0 * minutes, _messages(args))

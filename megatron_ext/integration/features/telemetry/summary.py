@@ -47,6 +47,19 @@ class Summary(Callback):
             logger.log(logging.INFO if again or not self._said else logging.DEBUG, "%s", text)
             self._said = text
 
+    def improved(self, plan: Schedule, former: Schedule) -> None:
+        if dist.get_rank() == 0:
+            quick, better = promise(former).bubble_text, self.promise(plan).bubble_text
+            logger.info(
+                "%s, %d microbatches: a better order from this step on, searched for beside "
+                "training: planned bubble %s (%s by the quick order so far)",
+                plan.name,
+                plan.microbatches,
+                better,
+                quick,
+            )
+        self._plan = plan
+
     def measured(self, bubble: float, peak: float) -> None:
         """Take a line of Megatron's log: a share, and microbatches."""
         self._measured.append((bubble, peak))

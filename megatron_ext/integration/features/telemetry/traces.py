@@ -11,7 +11,6 @@ from ....runtime import files
 from ....runtime.trace import TraceFile
 from ....schedule.effects import peak_sets
 from ....schedule.io import save
-from ....schedule.schedule import Schedule
 from ....view.recorded import plan_file
 from ...callbacks import Callback, Step
 
@@ -27,7 +26,7 @@ class Traces(Callback):
         self._directory = directory
         self._file: TraceFile | None = None
         self._iterations = {False: 0, True: 0}  # of evaluation, and of training
-        self._plans: list[Schedule] = []
+        self._known: set[str] = set()  # fingerprints of plans
         self._line: dict[str, Any] | None = None
 
     def times(self, training: bool) -> bool:
@@ -38,13 +37,13 @@ class Traces(Callback):
         self._line = None
         self._iterations[step.training] += 1
         plan, recorder = step.plan, step.recorder
-        new = not any(plan is known for known in self._plans)
+        new = plan.fingerprint() not in self._known
         if not (new or TraceFile.due(self._iterations[step.training])):
             return
         if self._file is None:
             self._file = TraceFile(self._directory, f"rank{dist.get_rank()}")
         if new:
-            self._plans.append(plan)
+            self._known.add(plan.fingerprint())
             if dist.get_rank() == 0 and step.training:
                 path = self._file.directory / plan_file(plan.fingerprint())
                 files.create(path).close()  # its own, whatever lay there

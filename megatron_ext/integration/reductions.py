@@ -1,0 +1,47 @@
+"""When the reduction of a chunk's gradients over data replicas starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class Reductions:
+    """Of one iteration on one rank.
+
+    Chunks of later stages go first, as in stock, whichever chunk is done first: data replicas with
+    another number of microbatches have another order, and would add gradients of another chunk.
+
+    Args:
+        config: the model's.
+        models: chunks, with their wrappers.
+        stages: of the chunks.
+    """
+
+    def __init__(self, config: Any, models: Sequence[Any], stages: Sequence[int]) -> None:
+        self._config, self._models = config, models
+        self._waiting = sorted(range(len(stages)), key=lambda chunk: -stages[chunk])
+        self._done: set[int] = set()
+
+    def done(self, chunk: int) -> None:
+        """All passes with gradients of a chunk have run."""
+        self._done.add(chunk)
+        while self._waiting and self._waiting[0] in self._done:
+            first = self._waiting.pop(0)
+            start = self.start_of(first)
+            if start is not None:
+                start(self._models[first].parameters())
+
+    def start_of(self, chunk: int) -> Callable[..., Any] | None:
+        """What starts the reduction of a chunk; None: hooks of its parameters do, or it comes after
+        all passes."""
+        sync: Any = self._config.grad_sync_func
+        if isinstance(sync, list):
+            sync = sync[chunk]
+        if sync is None and len(self._models) > 1:
+            # In which order parameters of several chunks get their gradients depends on the plan.
+            model = self._models[chunk]
+            if getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False):
+                sync = getattr(model, "start_grad_sync", None)
+        found: Callable[..., Any] | None = sync
+        return found
