@@ -174,7 +174,8 @@ class Rank:
         chunk = SimpleNamespace(config=SimpleNamespace())
         seconds = measuring.pass_seconds(profiler.take())
         models = [chunk] * plan.chunks
-        return profiler.agree(plan.placement, self.rank, seconds, hop, models, (1, 1))
+        world = [dist.group.WORLD]
+        return profiler.agree(plan.placement, self.rank, seconds, hop, models, (1, 1), world)
 
     def compare(self, name: str) -> Row:
         """Both orders of one schedule, in turn."""

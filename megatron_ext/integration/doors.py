@@ -6,10 +6,11 @@ import atexit
 from collections.abc import Mapping
 from typing import Any
 
-from .._log import set_up, tear_down
+from .._log import set_up
+from ..runtime.watchdog import close_process_watchdog
 from .errors import ConfigError
 from .flags import in_options
-from .install import claim
+from .install import claim, drop, require_unclaimed, set_aside
 from .library import Library
 from .report import Report
 from .takeover import require_not_held
@@ -19,15 +20,14 @@ def enable(options: Mapping[str, object]) -> Report:
     """See ``megatron_ext.enable``."""
     set_up()
     with in_options():
-        library = Library(options)
-        claim(library, "enable")
+        require_unclaimed("enable")
         try:
+            library = Library(options)
+            claim(library)
             require_not_held()
             library.start(entry=True)
         except BaseException:
-            library.revert()
-            claim(None)
-            tear_down()
+            drop()
             raise
     atexit.register(library.warn_if_unused)
     return Report(library.hooks)
@@ -38,7 +38,7 @@ class DropIn:
 
     def __init__(self, options: Mapping[str, object]) -> None:
         set_up()
-        with in_options():
+        with in_options(), set_aside():
             self._library = Library(options)
             if self._library.vee:
                 raise ConfigError(
@@ -46,12 +46,14 @@ class DropIn:
                     "Megatron builds the model; use megatron_ext.enable()"
                 )
             self._library.start(entry=False)
-        self._library.hooks.pause()
+            self._library.hooks.pause()
 
     def __call__(self, **kwargs: Any) -> Any:
         hooks = self._library.hooks
-        hooks.resume()
-        try:
-            return self._library.forward_backward(**kwargs)
-        finally:
-            hooks.pause()
+        with set_aside():  # of ``enable``, whose hooks are for other models
+            hooks.resume()
+            try:
+                return self._library.forward_backward(**kwargs)
+            finally:
+                hooks.pause()
+                close_process_watchdog()

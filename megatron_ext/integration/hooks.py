@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ _ADVICE = (
 )
 # Modules that hold nothing of Megatron's, most of those of a process; and ours, which may.
 _NEVER = sys.stdlib_module_names | {"torch", "numpy", "sympy", "mpmath", "triton", "megatron_ext"}
+_TORCH = ("torch.distributed", "torch.distributed.distributed_c10d")  # of which we hook something
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class Binding:
     replacement: Any
     holders: list[tuple[Any, str]] = field(default_factory=list)
 
+    @property
+    def of_module(self) -> bool:
+        """What modules may import by name, unlike the attributes of a class."""
+        return inspect.ismodule(self.owner)
+
     def bind(self) -> None:
         """Give every holder the replacement."""
         for holder, name in self.holders:
@@ -81,6 +87,10 @@ class Binding:
         """Restore every holder's original."""
         for holder, name in reversed(self.holders):
             setattr(holder, name, self.original)
+
+    def add_holders(self, found: Iterable[tuple[Any, str]]) -> None:
+        """Modules that have come to hold it since."""
+        self.holders[:] = dict.fromkeys([*self.holders, *found])
 
     def where(self) -> list[str]:
         """Names of the modules and classes that hold the replacement."""
@@ -114,21 +124,35 @@ class Hooks:
         self.bindings += bindings
 
     def pause(self) -> None:
-        """Restore Megatron's symbols until ``resume``."""
+        """Restore Megatron's symbols until ``resume``, also in modules imported meanwhile."""
+        self._find_late(lambda binding: binding.replacement)
         for binding in reversed(self.bindings):
             binding.unbind()
-        self._modules = len(sys.modules)
 
     def resume(self) -> None:
-        """Bind again what was paused, in modules that were imported since then too."""
-        if len(sys.modules) != self._modules:
-            first = {id(b.original): b for b in reversed(self.bindings)}
-            for key, holders in _modules_holding([b.original for b in first.values()]).items():
-                binding = first[key]
-                if inspect.ismodule(binding.owner):
-                    binding.holders[:] = [*binding.holders, *(set(holders) - set(binding.holders))]
+        """Bind again what was paused, also in modules imported meanwhile."""
+        self._find_late(lambda binding: binding.original)
         for binding in self.bindings:
             binding.bind()
+
+    def _find_late(self, held: Callable[[Binding], Any]) -> None:
+        """Add holders that were imported since the last time.
+
+        Args:
+            held: what they hold of a binding now.
+        """
+        if len(sys.modules) == self._modules:
+            return
+        self._modules = len(sys.modules)
+        bindings = [b for b in self.bindings if b.of_module]
+        found = _modules_holding([held(b) for b in bindings])
+        # Hooks of one target replace each other's replacements: who holds one is a holder of all.
+        of_target: dict[tuple[int, str], list[tuple[Any, str]]] = {}
+        for binding in bindings:
+            at = of_target.setdefault((id(binding.owner), binding.name), [])
+            at += found[id(held(binding))]
+        for binding in bindings:
+            binding.add_holders(of_target[id(binding.owner), binding.name])
 
     def find(self, hook: Hook) -> str:
         """The target that ``hook`` would bind, which stays as it is.
@@ -142,8 +166,9 @@ class Hooks:
 
     def revert(self) -> None:
         """Undo everything, last hook first."""
-        while self.bindings:
-            self.bindings.pop().unbind()
+        self._modules = -1  # a module may have been removed and another one imported
+        self.pause()
+        self.bindings.clear()
 
     def report(self) -> str:
         """One line a hook: what is bound, and where."""
@@ -164,9 +189,9 @@ class Hooks:
             bindings.append(binding)
             latest[id(owner), name] = binding
         # After everything is imported, and once for all hooks: a process has thousands of modules.
-        found = _modules_holding([b.original for b in bindings if inspect.ismodule(b.owner)])
+        found = _modules_holding([b.original for b in bindings if b.of_module])
         for binding in bindings:
-            if inspect.ismodule(binding.owner):
+            if binding.of_module:
                 binding.holders += found[id(binding.original)]
                 found[id(binding.replacement)] = binding.holders
             else:
@@ -230,7 +255,7 @@ def _not_taken(original: Any, made: Any) -> list[str]:
 
 def _check_bound(bindings: Sequence[Binding]) -> None:
     last = {(id(b.owner), b.name): b for b in bindings}
-    found = _modules_holding([b.original for b in bindings if inspect.ismodule(b.owner)])
+    found = _modules_holding([b.original for b in bindings if b.of_module])
     for binding in bindings:
         left = found.get(id(binding.original), [])
         final = last[id(binding.owner), binding.name].replacement
@@ -246,7 +271,7 @@ def _modules_holding(values: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:
     global that is the value itself."""
     found: dict[int, list[tuple[Any, str]]] = {id(value): [] for value in values}
     for key, module in list(sys.modules.items()):
-        if key.split(".")[0] in _NEVER:
+        if key.split(".")[0] in _NEVER and key not in _TORCH:
             continue
         own = dict(getattr(module, "__dict__", {}))
         if found.keys().isdisjoint(map(id, own.values())):

@@ -1,46 +1,93 @@
-"""Host memory of all ranks of a host, for the features that pin some."""
+"""Host memory of all ranks of a host, for the features that pin some.
+
+The ranks of a call agree by a collective. Data replicas on the same host may have other calls, so
+none waits for them: what they have promised to take stands in the store of the process group.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from ..offload.arena import pinned_bytes
 from ..offload.host import OFFLOAD, USABLE_FRACTION, Purpose, require_host_memory
 from ..offload.host_memory import available_host_bytes
 from .errors import ConfigError
-from .utils import gather
+from .utils import gather_over
 
 
-def require_memory_on_hosts(
-    needed_bytes: int, held_bytes: int = 0, purpose: Purpose = OFFLOAD
-) -> None:
-    """Check, with all ranks of the job, that their arenas fit into their hosts' memory.
+@contextlib.contextmanager
+def memory_on_hosts(
+    needed_bytes: int, held_bytes: int, groups: Sequence[Any], purpose: Purpose = OFFLOAD
+) -> Iterator[None]:
+    """Around the allocation of an arena: check, with all ranks of a call, that theirs fit into
+    their hosts' memory.
 
     What other arenas have is not available any more, so the needs of several features add up. No
-    rank allocates before all ranks have looked, and the last one to look sees all that is there.
+    rank of the call allocates before all have looked. What ranks of other calls are about to
+    allocate counts too.
 
     Args:
         held_bytes: of an arena of this rank that goes away.
+        groups: of the call.
 
     Raises:
         ConfigError: the ranks of one host, whichever, need too much.
     """
-    other = pinned_bytes() - held_bytes
-    every = gather((socket.gethostname(), needed_bytes, held_bytes, available_host_bytes(), other))
+    host, grows = socket.gethostname(), needed_bytes - held_bytes
+    promised = _add(host, grows)
+    try:
+        other = pinned_bytes() - held_bytes
+        mine = (host, needed_bytes, held_bytes, available_host_bytes(), other, promised)
+        _require(gather_over(mine, groups), purpose)
+        yield
+    finally:
+        _add(host, -grows)  # it is taken now, so it is not available; or never will be
+
+
+def _require(every: Sequence[tuple[str, int, int, int, int, int]], purpose: Purpose) -> None:
+    """Raise where a host has too little.
+
+    Args:
+        every: of each rank of the call, its host, the bytes that it needs and gives back, what is
+            available there, what its other arenas hold, and what all ranks of the host together
+            were about to take when this one joined them.
+    """
     for host in sorted({entry[0] for entry in every}):
-        needs, held, available, others = zip(*(e[1:] for e in every if e[0] == host))
+        needs, held, available, others, promised = zip(*(e[1:] for e in every if e[0] == host))
+        own = sum(needs) - sum(held)
+        # The last of the call to promise has seen all of the call, and those before it.
+        elsewhere = max(0, max(promised) - own)
         try:
-            require_host_memory(needs, min(available) + sum(held), purpose, sum(others))
+            usable = min(available) + sum(held) - elsewhere
+            require_host_memory(needs, max(0, usable), purpose, sum(others) + elsewhere)
         except ValueError as error:
             raise ConfigError(f"host {host}: {error}") from None
 
 
-def usable_bytes_a_rank() -> int:
+def _add(host: str, nbytes: int) -> int:
+    """Add to what the ranks of a host are about to take; the sum, with no wait for anybody."""
+    store = dist.distributed_c10d._get_default_store()
+    return int(dist.PrefixStore("megatron_ext/host_memory", store).add(host, nbytes))
+
+
+def usable_bytes_a_rank(groups: Sequence[Any]) -> int:
     """What each rank may still pin if all ranks of its host pin as much: the least of all hosts.
 
-    To be called by all ranks of the job.
+    To be called by all ranks of a call.
+
+    Args:
+        groups: of the call.
     """
     mine = socket.gethostname(), int(available_host_bytes() * USABLE_FRACTION)
-    every: list[tuple[str, int]] = gather(mine)
+    every: list[tuple[str, int]] = gather_over(mine, groups)
     hosts = [host for host, _ in every]
-    return min(usable // hosts.count(host) for host, usable in every)
+    # Launchers tell how many ranks a host has; otherwise each device has one.
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    return min(usable // max(ranks, hosts.count(host)) for host, usable in every)

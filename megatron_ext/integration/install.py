@@ -6,11 +6,10 @@ import argparse
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from .._log import VERBOSE, set_up, tear_down, verbose
-from .arguments import MegatronArgs
 from .callbacks import Callback
 from .errors import ConfigError
 from .feature import Run
@@ -145,7 +144,7 @@ class Installation:
         return parser
 
     def _with_validation(
-        self, original: Callable[..., Any], args: MegatronArgs, *rest: Any, **kwargs: Any
+        self, original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         again, run = self.run is not None, self.run or self._run_of(args)
         run.args = args
@@ -169,7 +168,7 @@ class Installation:
             )
         return original(**kwargs)
 
-    def _run_of(self, args: MegatronArgs) -> Run:
+    def _run_of(self, args: Any) -> Run:
         """What ``args``, not yet validated by Megatron, ask for."""
         from .features.schedule.pipeline import prepare
 
@@ -211,23 +210,41 @@ class Applied(Protocol):
 _current: Applied | None = None
 
 
-def claim(mine: Applied | None, entry: str = "apply") -> None:
-    """Let ``mine`` be what this process has in force; None: nothing.
+def require_unclaimed(entry: str = "apply") -> None:
+    """Refuse to take what this process has in force already.
 
     Args:
         entry: the function of ``megatron_ext`` that was called.
 
     Raises:
-        ConfigError: something is in force already.
+        ConfigError: something is.
     """
-    global _current
-    if mine is not None and _current is not None:
+    if _current is not None:
         raise ConfigError(
             f"megatron_ext is applied already, with {len(_current.hooks.bindings)} hooks; "
             "call megatron_ext.revert() first"
             + (", or apply(exist_ok=True) without a configuration" * (entry == "apply"))
         )
+
+
+def claim(mine: Applied) -> None:
+    """Let ``mine`` be what this process has in force."""
+    global _current
     _current = mine
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, what this process has in force is not: Megatron has its symbols."""
+    hooks = None if _current is None else _current.hooks
+    if hooks is None:
+        yield
+        return
+    hooks.pause()
+    try:
+        yield
+    finally:
+        hooks.resume()
 
 
 def install(argv: Sequence[str] | None = None) -> Installation | None:
@@ -258,22 +275,32 @@ def apply(config: Mapping[str, object] | None = None, *, exist_ok: bool = False)
 
 def revert() -> None:
     """Restore all symbols of Megatron; nothing happens where none was taken."""
-    global _current
     if _current is not None:
-        _current.revert()
-        _current = None
-        tear_down()
+        drop()
+
+
+def drop() -> None:
+    """``revert``, also where taking them has failed halfway."""
+    global _current
+    from .undo import give_back
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(tear_down)
+        stack.callback(give_back)
+        applied, _current = _current, None
+        if applied is not None:
+            applied.revert()
 
 
 def _start(config: Mapping[str, object] | None) -> Installation:
+    require_unclaimed()
     set_up()
-    installation = Installation(config)
-    claim(installation)
     try:
+        installation = Installation(config)
+        claim(installation)
         installation.hook_arguments()
     except BaseException:
-        claim(None)
-        tear_down()
+        drop()
         raise
     return installation
 

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ from .flags import FLAGS, given, in_options, options_without_schedule, parsed
 from .hooks import Hook, Hooks, around
 from .model_args import ModelArgs
 from .pipeline import ScheduledPipeline, pipeline_group
-from .utils import unwrapped
+from .utils import unwrapped, watched
 from .versions import megatron_version, require_supported
 
 logger = logging.getLogger(__name__)
@@ -62,9 +62,8 @@ class Library:
         self.hooks = Hooks(version)
         self._used = False
         self._shared: dict[Feature, list[Callback]] = {}
-        self._own: list[Callback] = []
-        self._pipelines: weakref.WeakKeyDictionary[Any, ScheduledPipeline]
-        self._pipelines = weakref.WeakKeyDictionary()
+        self._hooked: set[Feature] = set()  # of the features with state of one model
+        self._models: weakref.WeakSet[_OfModel] = weakref.WeakSet()
 
     @property
     def vee(self) -> bool:
@@ -82,7 +81,7 @@ class Library:
         """
         hooks: list[Hook] = []
         if entry and self._run.request is not None:
-            hooks += entry_hooks(self.forward_backward)
+            hooks += entry_hooks(self.forward_backward, lambda: bool(self.hooks.bindings))
             hooks.append(
                 Hook(
                     ("megatron.core.parallel_state:initialize_model_parallel",),
@@ -103,9 +102,10 @@ class Library:
         atexit.unregister(self.warn_if_unused)
         with contextlib.ExitStack() as undo:
             undo.callback(self.hooks.revert)
-            for callback in (*self._own, *(c for part in self._shared.values() for c in part)):
+            for callback in (c for part in self._shared.values() for c in part):
                 undo.callback(callback.close)
-        self._pipelines.clear()
+            for of_model in list(self._models):
+                undo.callback(of_model.close)
 
     def forward_backward(self, **kwargs: Any) -> Any:
         """One call of the forward-backward function, for whichever model it is.
@@ -117,12 +117,13 @@ class Library:
         with in_options():
             model = kwargs["model"]
             models = model if isinstance(model, list) else [model]
-            key = unwrapped(models[0])
-            if key not in self._pipelines:
+            of_model = _OfModel.found(self, models[0])
+            if of_model is None or of_model not in self._models:
                 group = pipeline_group(kwargs.get("p2p_communicator"), kwargs.get("pg_collection"))
                 size = kwargs["seq_length"], kwargs["micro_batch_size"]
-                self._pipelines[key] = self._pipeline(models, group, size)
-            return self._pipelines[key](**kwargs)
+                with watched("for the ranks of its pipeline to prepare the model's first step"):
+                    of_model = self._prepared(models, group, size)
+            return of_model.pipeline(**kwargs)
 
     def warn_if_unused(self) -> None:
         """Log that the schedule had no effect, if no pipeline call has come."""
@@ -133,8 +134,8 @@ class Library:
                 self._run.request.name,
             )
 
-    def _pipeline(self, models: list[Any], group: Any, size: tuple[int, int]) -> ScheduledPipeline:
-        """The forward-backward function of a model that has not come before.
+    def _prepared(self, models: list[Any], group: Any, size: tuple[int, int]) -> _OfModel:
+        """What is in force for a model that has not come before.
 
         Args:
             models: its chunks on this rank.
@@ -150,14 +151,19 @@ class Library:
         pipeline_of(run)
         assert run.request is not None and run.pipeline is not None
         callbacks: list[Callback] = []
+        own: list[Callback] = []
         for feature in FEATURES:
             part = self._shared.get(feature)
             if part is None:
                 part = list(feature.start(run))
-                self.hooks.apply([hook for callback in part for hook in callback.hooks()])
-                self._own += part
+                if part and feature not in self._hooked:
+                    self.hooks.apply([hook for callback in part for hook in callback.hooks()])
+                    self._hooked.add(feature)
+                own += part
             callbacks += part
         run.pipeline.callbacks = tuple(callbacks)
+        of_model = _OfModel(self, run.pipeline, own, models[0])
+        self._models.add(of_model)
         if dist.get_rank() == 0:
             logger.info(
                 "schedule %s on megatron-core %s for a %s, %d chunk(s) on each of "
@@ -169,7 +175,7 @@ class Library:
                 group.size(),
             )
             logger.debug("%s", self.hooks.report())
-        return run.pipeline
+        return of_model
 
     def _with_pipeline_check(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -188,6 +194,50 @@ class Library:
                 f"--pp-schedule {self._run.request.name} needs pipeline_model_parallel_size >= 2, "
                 "got 1: nothing would call it; raise the size, or do not enable a schedule"
             )
+
+
+class _OfModel:
+    """What belongs to one model. The model holds it, so that both go at once.
+
+    Copies of a model, and what is pickled of it, do not have it.
+
+    Args:
+        callbacks: with state of this model alone.
+        model: its first chunk on this rank, with its wrappers.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        pipeline: ScheduledPipeline,
+        callbacks: Sequence[Callback],
+        model: Any,
+    ) -> None:
+        self.pipeline, self._callbacks = pipeline, callbacks
+        self._model, self._name = weakref.ref(unwrapped(model)), _name_of(library)
+        vars(unwrapped(model))[self._name] = self
+
+    @classmethod
+    def found(cls, library: Library, model: Any) -> _OfModel | None:
+        """That of ``model``, if it is its own and not a copy's."""
+        held = vars(unwrapped(model)).get(_name_of(library))
+        return held if isinstance(held, cls) and held._model() is unwrapped(model) else None
+
+    def close(self) -> None:
+        """End what runs for the model, which goes on without."""
+        model = self._model()
+        if model is not None:
+            vars(model).pop(self._name, None)
+        with contextlib.ExitStack() as undo:
+            for callback in self._callbacks:
+                undo.callback(callback.close)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, ()
+
+
+def _name_of(library: Library) -> str:
+    return f"_megatron_ext_pipeline_{id(library):x}"
 
 
 def _rank() -> int:

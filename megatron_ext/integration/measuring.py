@@ -19,7 +19,7 @@ from ..runtime.channel import Channel
 from ..schedule.actions import Op
 from ..schedule.placement import Placement
 from .callbacks import Duration
-from .utils import gather
+from .utils import gather_over
 
 # Seconds of F, B and W, by model chunk of this rank and operation.
 Seconds = Mapping[tuple[int, Op], float]
@@ -83,16 +83,16 @@ def hop_seconds(channel: Channel, group: Any) -> float:
     return best if best < float("inf") else 0.0
 
 
-def host_rates(device: torch.device, group: Any) -> tuple[float, float] | None:
-    """Bytes/s to the host and back where nothing is offloaded; all ranks of the job together.
+def host_rates(device: torch.device, groups: Sequence[Any]) -> tuple[float, float] | None:
+    """Bytes/s to the host and back where nothing is offloaded; all ranks of a call together.
 
     None if a host has little memory left: only a profile wants to know, which is no reason to fail.
     """
-    if min(gather(available_host_bytes())) < _AMPLE * PROBE_BYTES[device.type]:
+    if min(gather_over(available_host_bytes(), groups)) < _AMPLE * PROBE_BYTES[device.type]:
         return None
     own, arena = device_for(device), HostArena(device)
     try:
-        rates, _ = measure_link(group.rank(), (), own, arena, group)
+        rates, _ = measure_link(groups[0].rank(), (), own, arena, groups[0])
     finally:
         own.close()
         arena.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,14 +12,13 @@ from ..runtime.channel import Channel
 from ..runtime.edges import DEFAULT, MessageOptions, connected
 from ..runtime.executor import Executor, Extension
 from ..runtime.trace import Recorder
-from ..runtime.watchdog import Watchdog
+from ..runtime.watchdog import Watchdog, limit, process_watchdog
 from ..runtime.wgrad import WeightGradStore
 from .callbacks import Callback, Step
 from .errors import ConfigError
 from .plans import Plans
 from .runner import Call, Iteration, MegatronRunner
 
-WATCHDOG_ENVIRONMENT = "MEGATRON_EXT_WATCHDOG_SECONDS"
 _LISTED = 16
 # Options of the model's configuration with which messages are not all of one known shape.
 _OTHER_SHAPES = (
@@ -52,8 +50,7 @@ class ScheduledPipeline:
         messages: MessageOptions = DEFAULT,
     ) -> None:
         self._plans, self._store = plans, store
-        self._timeout = float(os.environ.get(WATCHDOG_ENVIRONMENT, timeout_seconds))
-        self._watchdog: Watchdog | None = None
+        self._timeout = limit(timeout_seconds)
         self.callbacks: Sequence[Callback] = ()
         self.messages = messages
 
@@ -102,6 +99,7 @@ class ScheduledPipeline:
             first_val_step,
         )
         group = pipeline_group(p2p_communicator, pg_collection)
+        groups = groups_of_call(group, pg_collection)
         length = seq_length
         if decoder_seq_length is not None and len(models) == 1:
             length = decoder_seq_length  # stock's interleaved schedule takes no notice of it
@@ -112,7 +110,15 @@ class ScheduledPipeline:
         if timers is not None:
             barrier = iteration.config.barrier_with_L1_time
             timers("forward-backward", log_level=1).start(barrier=barrier)
-        call = Call(iteration, group, shape, (length, micro_batch_size))
+        call = Call(iteration, group, shape, (length, micro_batch_size), groups)
+        with self.watchdog(group.rank()).armed("for other ranks to begin", quiet=(ConfigError,)):
+            step = self._run(call, pg_collection, force_all_reduce)
+        if timers is not None:
+            timers("forward-backward").stop()
+        return step.losses
+
+    def _run(self, call: Call, pg_collection: Any, force_all_reduce: bool | None) -> Step:
+        """One iteration, which other ranks may let wait at any place."""
         begun = (step for c in self.callbacks if (step := c.resume(call)) is not None)
         step = next(begun, None) or self.begin(call)
         self._complete(step)
@@ -125,9 +131,7 @@ class ScheduledPipeline:
         with self.watchdog(step.rank).armed("for the losses"):
             for callback in reversed(self.callbacks):
                 callback.returning(step)
-        if timers is not None:
-            timers("forward-backward").stop()
-        return step.losses
+        return step
 
     def watched(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Megatron's ``train_step``, of which the passes are a part, under the watchdog."""
@@ -140,10 +144,10 @@ class ScheduledPipeline:
 
     def watchdog(self, rank: int) -> Watchdog:
         """The watchdog of this process, which is ``rank`` in its pipeline."""
-        if self._watchdog is None:
-            name = f"pipeline rank {rank} (global rank {dist.get_rank()})"
-            self._watchdog = Watchdog(name, self._timeout)
-        return self._watchdog
+        watchdog = process_watchdog()
+        watchdog.name = f"pipeline rank {rank} (global rank {dist.get_rank()})"
+        watchdog.timeout_seconds = self._timeout
+        return watchdog
 
     @property
     def plans(self) -> Plans:
@@ -245,6 +249,28 @@ def pipeline_group(p2p_communicator: Any = None, pg_collection: Any = None) -> A
             "Megatron's P2PCommunicator or without one"
         )
     return p2p_communicator.pp_group
+
+
+def groups_of_call(pipeline: Any, pg_collection: Any = None) -> tuple[Any, ...]:
+    """The groups whose ranks run one call together, so that one may wait for the others: pipeline,
+    tensor, context and expert parallel. Data replicas may have other calls.
+
+    Args:
+        pipeline: the call's pipeline.
+        pg_collection: the call's; None: Megatron's global groups.
+    """
+    names = ("tp", "cp", "tp_ep")
+    if pg_collection is not None:
+        found = [getattr(pg_collection, name, None) for name in names]
+    else:
+        from megatron.core import parallel_state as state
+
+        found = [
+            state.get_tensor_model_parallel_group(check_initialized=False),
+            state.get_context_parallel_group(check_initialized=False),
+            state.get_expert_tensor_and_model_parallel_group(check_initialized=False),
+        ]
+    return (pipeline, *(g for g in found if g is not None and g.size() > 1))
 
 
 def _context_parallel_size(pg_collection: Any) -> int:

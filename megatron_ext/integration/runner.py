@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -81,14 +81,17 @@ class Call:
 
     Attributes:
         iteration: its arguments.
+        group: the pipeline.
         shape: of what travels between stages.
         batch: (tokens, samples) of a microbatch.
+        groups: all in which this rank takes the same passes as others (see ``groups_of_call``).
     """
 
     iteration: Iteration
     group: Any
     shape: tuple[int, ...] | None
     batch: tuple[int, int]
+    groups: Sequence[Any] = ()
 
     def is_as(self, other: Call) -> bool:
         """True if an iteration that was begun for one can go on for the other."""

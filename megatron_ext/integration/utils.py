@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..runtime.watchdog import process_watchdog
 from .arguments import MegatronArgs
 from .errors import ConfigError
 
@@ -22,11 +25,52 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
+class LastModels:
+    """The models of the last time; it does not keep them alive."""
+
+    def __init__(self) -> None:
+        self._models: list[weakref.ref[Any]] = []
+
+    def are(self, models: Sequence[Any]) -> bool:
+        """True if they were ``models``."""
+        held = [model() for model in self._models]
+        return len(held) == len(models) and all(a is b for a, b in zip(held, models))
+
+    def set(self, models: Sequence[Any]) -> None:
+        """From now on they are ``models``."""
+        self._models = [weakref.ref(model) for model in models]
+
+
+def watched(detail: str) -> AbstractContextManager[None]:
+    """The watchdog around what waits for other ranks: no rank may wait without end or report.
+
+    Args:
+        detail: what is waited for, for the report.
+    """
+    return process_watchdog().armed(detail, quiet=(ConfigError,))
+
+
 def gather(value: Any, group: Any = None) -> list[Any]:
     """Every rank's value, in rank order; without a group, of all ranks of the job."""
     every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, value, group=group)
+    with watched("for other ranks to agree"):
+        dist.all_gather_object(every, value, group=group)
     return every
+
+
+def gather_over(value: Any, groups: Sequence[Any]) -> list[Any]:
+    """The values of all ranks that run a call together, by their rank in the job.
+
+    Data replicas take no part: they may have other calls.
+
+    Args:
+        groups: of the call (see ``groups_of_call``).
+    """
+    known = {dist.get_rank(): value}
+    for group in groups:
+        for others in gather(known, group):
+            known |= others
+    return [known[rank] for rank in sorted(known)]
 
 
 def device_name(index: int | None = None) -> str:

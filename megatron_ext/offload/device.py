@@ -11,9 +11,10 @@ import enum
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -209,14 +210,17 @@ class HostEvent:
             raise RuntimeError(f"a transfer failed: {self.error}") from self.error
 
 
+_Tasks: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], None], HostEvent] | None]"
+
+
 class Worker:
-    """A thread that does tasks in order: a stream without a GPU."""
+    """A thread that does tasks in order: a stream without a GPU. It ends with this object."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], HostEvent] | None]
-        self._tasks = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._tasks: _Tasks = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._tasks.put, None)
 
     def put(self, task: Callable[[], None]) -> HostEvent:
         """Do ``task`` after all others; the event follows it."""
@@ -229,18 +233,19 @@ class Worker:
         self._tasks.put(None)
         self._thread.join(STUCK_SECONDS)
 
-    def _work(self) -> None:
-        while (item := self._tasks.get()) is not None:
-            task, event = item
-            error: BaseException | None = None
-            try:
-                task()
-            except BaseException as caught:  # Reported where somebody waits for the event.
-                error = caught
-            # Neither may keep tensors alive while the thread waits for its next task.
-            del item, task
-            event.finish(error)
-            del event, error
+
+def _work(tasks: _Tasks) -> None:
+    while (item := tasks.get()) is not None:
+        task, event = item
+        error: BaseException | None = None
+        try:
+            task()
+        except BaseException as caught:  # Reported where somebody waits for the event.
+            error = caught
+        # Neither may keep tensors alive while the thread waits for its next task.
+        del item, task
+        event.finish(error)
+        del event, error
 
 
 class CpuDevice:

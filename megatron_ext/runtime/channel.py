@@ -71,6 +71,9 @@ class Channel:
         # By peer, receives without a shape: posted in the order in which they are sent.
         self._shapeless: defaultdict[int, deque[Receipt]] = defaultdict(deque)
         self._buffered = self.options.buffers and shape is not None
+        if self._buffered:
+            assert shape is not None
+            edges.keep_buffers(torch.Size(shape), dtype)
         # Where a message that waits for its peer holds back computation (one hardware queue) or
         # other messages, a receive must be posted where the schedule has it.
         one_queue = device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .communicators import PerGroup, end
 from .edges import DEFAULT, MessageOptions, communicator
 
 Chain = Callable[[], Any]
@@ -64,6 +65,11 @@ class Collectives:
         """Wait for all chains that nothing has waited for."""
         for name in self._runs.unfinished():
             self._runs.wait(name)
+
+    def close(self, abort: bool = False) -> None:
+        """End the communicator and the thread; see ``communicators.close``."""
+        self._runs.close()
+        end(self._backend, abort)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """``tensor`` of rank ``root``, in place; contiguous. Within a chain."""
@@ -113,6 +119,9 @@ class _Stream:
     def unfinished(self) -> list[Hashable]:
         return list(self._ended)
 
+    def close(self) -> None:
+        self._ended.clear()
+
 
 class _Thread:
     """Runs chains on a thread, in the order in which they are started."""
@@ -122,7 +131,7 @@ class _Thread:
         self._results: dict[Hashable, Future[Any]] = {}
         # A daemon: the end of the process does not wait for ranks that have failed.
         threading.Thread(target=_work, args=(self._todo,), daemon=True).start()
-        weakref.finalize(self, self._todo.put, None)
+        self._end = weakref.finalize(self, self._todo.put, None)
 
     def start(self, name: Hashable, chain: Chain, held: Iterable[torch.Tensor]) -> None:
         result = self._results[name] = Future()
@@ -133,6 +142,9 @@ class _Thread:
 
     def unfinished(self) -> list[Hashable]:
         return list(self._results)
+
+    def close(self) -> None:
+        self._end()
 
 
 def _work(todo: queue.SimpleQueue[tuple[Chain, Future[Any]] | None]) -> None:
@@ -145,17 +157,11 @@ def _work(todo: queue.SimpleQueue[tuple[Chain, Future[Any]] | None]) -> None:
             result.set_exception(error)
 
 
-_COLLECTIVES: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[torch.device, MessageOptions], Collectives]
-]
-_COLLECTIVES = weakref.WeakKeyDictionary()
+_COLLECTIVES: PerGroup[Collectives] = PerGroup()
 
 
 def collectives(
     group: dist.ProcessGroup, device: torch.device, options: MessageOptions = DEFAULT
 ) -> Collectives:
     """The one ``Collectives`` of a group, device and options. Collective at its first call."""
-    known = _COLLECTIVES.setdefault(group, {})
-    if (device, options) not in known:
-        known[device, options] = Collectives(group, device, options)
-    return known[device, options]
+    return _COLLECTIVES.get(group, (device, options), lambda: Collectives(group, device, options))

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from .communicators import PerGroup, end, store_of, timeout_of
+
 Edge = tuple[int, int]  # source and target, ranks of the pipeline
 
 
@@ -122,7 +124,8 @@ class Edges:
                 "give --pp-p2p pipeline"
             )
         self.rank, self.options = group.rank(), options
-        self._group, self._purpose, self._device = group, purpose, device
+        # The group ends its edges, so they must not keep it.
+        self._group, self._purpose, self._device = weakref.ref(group), purpose, device
         self._data: dict[Edge, Line] = {}
         self._shapes: dict[Edge, Line] = {}
         self._free: defaultdict[tuple[torch.Size, torch.dtype], list[torch.Tensor]]
@@ -147,13 +150,21 @@ class Edges:
                 if self.rank in edge:
                     self._shapes[edge] = self._line(edge, "shapes")
 
+    def close(self, abort: bool = False) -> None:
+        """End the communicators; see ``communicators.close``."""
+        lines = [*self._shapes.values(), *(self._data.values() if self.options.own else ())]
+        for line in lines:
+            end(line.backend, abort)
+        self._data, self._shapes = {}, {}
+        self._free.clear()
+
     def to(self, peer: int) -> Line:
         """The way of messages to ``peer``."""
-        return self._data[self.rank, peer]
+        return self._way((self.rank, peer))
 
     def back(self, peer: int) -> Line:
         """The way of messages from ``peer``."""
-        return self._data[peer, self.rank]
+        return self._way((peer, self.rank))
 
     def shapes_to(self, peer: int) -> Line:
         """The way of shapes to ``peer``, in host memory; has ``broadcast``."""
@@ -162,6 +173,11 @@ class Edges:
     def shapes_back(self, peer: int) -> Line:
         """The way of shapes from ``peer``, in host memory; has ``broadcast``."""
         return self._shapes[peer, self.rank]
+
+    def keep_buffers(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Drop the memory of messages of other shapes: steps may each have a length."""
+        for other in self._free.keys() - {(shape, dtype)}:
+            del self._free[other]
 
     def buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Memory for one message that was used before, if there is any; see ``give_back``."""
@@ -172,14 +188,20 @@ class Edges:
         """Nothing uses ``buffer`` any more, or will before what comes next in the stream."""
         self._free[buffer.shape, buffer.dtype].append(buffer)
 
+    def _way(self, edge: Edge) -> Line:
+        line = self._data[edge]
+        return line if self.options.own else Line(self._group(), line.peer)
+
     def _line(self, edge: Edge, kind: str) -> Line:
         source, target = edge
         peer = target if source == self.rank else source
         if kind == "data" and not self.options.own:
-            return Line(self._group, peer)
+            return Line(None, peer)  # over the group itself
         name = f"megatron_ext/{self._purpose}/{self.options}/{kind}/{source}>{target}"
+        group = self._group()
+        assert group is not None
         on_host = kind == "shapes"
-        backend = communicator(self._group, edge, name, self._device, self.options, on_host)
+        backend = communicator(group, edge, name, self._device, self.options, on_host)
         return Line(backend, 1 - edge.index(self.rank))
 
     def _warm_up(self, edge: Edge) -> None:
@@ -211,10 +233,9 @@ def communicator(
         options: of NCCL's kernels.
         on_host: for tensors in host memory.
     """
-    store = dist.distributed_c10d._get_process_group_store(group)
-    prefixed = dist.PrefixStore(f"{name}/", store)
+    prefixed = store_of(group, name)
     here, size = list(ranks).index(group.rank()), len(ranks)
-    timeout = group._get_backend(device).options._timeout
+    timeout = timeout_of(group, device)
     if on_host or device.type != "cuda" or dist.get_backend(group) == "gloo":
         return dist.ProcessGroupGloo(prefixed, here, size, gloo_options(timeout))
     settings: Any = dist.ProcessGroupNCCL.Options()
@@ -228,10 +249,7 @@ def communicator(
     return dist.ProcessGroupNCCL(prefixed, here, size, settings)
 
 
-_EDGES: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[str, torch.device, MessageOptions], Edges]
-]
-_EDGES = weakref.WeakKeyDictionary()
+_EDGES: PerGroup[Edges] = PerGroup()
 
 
 def connected(
@@ -246,12 +264,10 @@ def connected(
 
     Several models of a process may share a pipeline. Collective, as ``Edges.connect``.
     """
-    known = _EDGES.setdefault(group, {})
     key = purpose, device, options
-    if key not in known:
-        known[key] = Edges(group, purpose, device, options)
-    known[key].connect(edges, shapes)
-    return known[key]
+    found = _EDGES.get(group, key, lambda: Edges(group, purpose, device, options))
+    found.connect(edges, shapes)
+    return found
 
 
 def gloo_options(timeout: timedelta) -> Any:

@@ -31,6 +31,13 @@ POLL_SECONDS = 0.5
 GRACE_SECONDS = 2.0
 # Longest time for writing the report; a full pipe must not keep a stuck job alive.
 LAST_WORDS_SECONDS = 5.0
+ENVIRONMENT = "MEGATRON_EXT_WATCHDOG_SECONDS"
+_DEFAULT_SECONDS = 600.0  # Megatron's default of --distributed-timeout-minutes
+
+
+def limit(seconds: float = _DEFAULT_SECONDS) -> float:
+    """The longest time without progress: ``MEGATRON_EXT_WATCHDOG_SECONDS``, or else ``seconds``."""
+    return float(os.environ.get(ENVIRONMENT, seconds))
 
 
 class Watchdog:
@@ -54,10 +61,13 @@ class Watchdog:
         self._detail = ""
         self._sending: Callable[[], list[int]] = list
         self.pending: Callable[[], str] = str
+        # (read end, write end): a signal or ``close`` wakes the thread.
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
         self._ending = threading.Lock()
         # The exception on its way through nested blocks that has been reported already.
         self._reported: int | None = None
+        mine = weakref.WeakMethod(self._forget_in_child)
+        os.register_at_fork(after_in_child=lambda: (method := mine()) and method())
 
     def at(
         self, action: AnyAction, position: int, total: int, sending: Callable[[], list[int]]
@@ -109,31 +119,58 @@ class Watchdog:
                 _never_return()
         finally:
             self._armed = outer
+            self._place, self._detail, self._sending = None, before, list
             if outer:
-                self._place, self._detail, self._sending = None, before, list
                 self._steps += 1
+            else:
+                self.pending = str  # and what it would ask is free
+
+    def close(self) -> None:
+        """End the thread and give SIGTERM back; ``armed`` would start again.
+
+        Only the main thread can: signals are set there. Within ``armed`` it goes on.
+        """
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._thread is None or self._armed or not in_main_thread:
+            return
+        thread, self._thread = self._thread, None
+        ends = self._give_back_sigterm()
+        ends[1].shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for end in ends:
+            end.close()
 
     def _start(self) -> None:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._take_sigterm()
-        self._thread = threading.Thread(target=self._watch, name="pp-watchdog", daemon=True)
-        self._thread.start()
-        mine = weakref.WeakMethod(self._forget_in_child)
-        os.register_at_fork(after_in_child=lambda: (method := mine()) and method())
-
-    def _take_sigterm(self) -> None:
-        # The C-level handler writes to this socket at once, even while the main thread is
-        # blocked in C++; a Python-level handler would wait for it to return.
-        read_end, write_end = socket.socketpair()
+        read_end, write_end = self._wakeup = socket.socketpair()
         read_end.settimeout(POLL_SECONDS)
         write_end.setblocking(False)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._take_sigterm(write_end)
+        self._thread = threading.Thread(
+            target=self._watch, args=(read_end,), name="pp-watchdog", daemon=True
+        )
+        self._thread.start()
+
+    def _take_sigterm(self, write_end: socket.socket) -> None:
+        # The C-level handler writes to this socket at once, even while the main thread is
+        # blocked in C++; a Python-level handler would wait for it to return.
         previous = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
         if previous != -1:  # Somebody's event loop lives on it.
             signal.set_wakeup_fd(previous)
             return
-        self._wakeup = read_end, write_end
         signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _give_back_sigterm(self) -> tuple[socket.socket, socket.socket]:
+        """Whatever ``_take_sigterm`` has taken and nobody has taken since; the socket's ends."""
+        assert self._wakeup is not None
+        ends, self._wakeup = self._wakeup, None
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        wakeup = signal.set_wakeup_fd(-1)
+        if wakeup not in (-1, ends[1].fileno()):
+            signal.set_wakeup_fd(wakeup)
+        return ends
 
     def _forget_in_child(self) -> None:
         """In a forked process (a data loader's worker, say): it is not this rank.
@@ -141,14 +178,9 @@ class Watchdog:
         It shares the socket, so ending it with SIGTERM would end this rank as well.
         """
         self._armed, self._thread, self._ending = False, None, threading.Lock()
-        if self._wakeup is None:
-            return
-        signal.set_wakeup_fd(-1)
-        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for end in self._wakeup:
-            end.close()
-        self._wakeup = None
+        if self._wakeup is not None:
+            for end in self._give_back_sigterm():
+                end.close()
 
     def _on_sigterm(self, signum: int, frame: object) -> None:
         # Only reached when the main thread runs Python; the thread below handles the other case.
@@ -157,14 +189,12 @@ class Watchdog:
     def _end_by_sigterm(self) -> None:
         self._end(128 + signal.SIGTERM, "was asked to stop (SIGTERM)" if self._armed else "")
 
-    def _watch(self) -> None:
+    def _watch(self, wakeup: socket.socket) -> None:
         seen, idle, before = -1, 0.0, time.monotonic()
-        while True:
+        while (signalled := _signal_from(wakeup)) is not None:
             # The handler may have been replaced by one that wants to end the run in good order.
-            if (
-                self._signalled() == signal.SIGTERM
-                and signal.getsignal(signal.SIGTERM) == self._on_sigterm
-            ):
+            ours = signal.getsignal(signal.SIGTERM) == self._on_sigterm
+            if signalled == signal.SIGTERM and ours:
                 self._end_by_sigterm()
             now = time.monotonic()
             # A long gap means that this whole process was stopped (a suspended job, a debugger);
@@ -177,20 +207,6 @@ class Watchdog:
                 limit = f"{self.timeout_seconds:g} s"
                 what = f"made no progress for {idle:.1f} s (limit {limit}), giving up"
                 self._end(EXIT_STATUS, what, stacks=True, grace_seconds=GRACE_SECONDS)
-
-    def _signalled(self) -> int | None:
-        """The signal that arrived within one poll interval, if any."""
-        if self._wakeup is None:
-            time.sleep(POLL_SECONDS)
-            return None
-        try:
-            data = self._wakeup[0].recv(1)
-        except TimeoutError:
-            return None
-        except OSError:
-            self._wakeup = None
-            return None
-        return data[0] if data else None
 
     def _end(
         self, status: int, what: str, stacks: bool = False, grace_seconds: float = 0.0
@@ -237,6 +253,34 @@ class Watchdog:
         with contextlib.suppress(Exception):
             sys.stderr.write("\n".join(lines) + "\n")
             sys.stderr.flush()
+
+
+def _signal_from(wakeup: socket.socket) -> int | None:
+    """The signal that arrived within one poll interval, 0 without one; None: closed."""
+    try:
+        data = wakeup.recv(1)
+    except TimeoutError:
+        return 0
+    except OSError:
+        return None
+    return data[0] if data else None
+
+
+_process: Watchdog | None = None
+
+
+def process_watchdog() -> Watchdog:
+    """The watchdog of this process, whichever models it trains."""
+    global _process
+    if _process is None:
+        _process = Watchdog(f"global rank {os.environ.get('RANK', 0)}", limit())
+    return _process
+
+
+def close_process_watchdog() -> None:
+    """End its thread and give SIGTERM back; the next wait starts it again."""
+    if _process is not None:
+        _process.close()
 
 
 def _never_return() -> None:

@@ -64,7 +64,10 @@ class Job:
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
         monkeypatch.setattr(moe_host.dist, "get_rank", lambda: 0)
         for module in (moe_host, host_memory):
-            monkeypatch.setattr(module, "gather", lambda mine: [mine, *self.others])
+            monkeypatch.setattr(module, "gather_over", lambda mine, groups: [mine, *self.others])
+        monkeypatch.setattr(moe_host, "pipeline_group", lambda *given: None)
+        monkeypatch.setattr(moe_host, "groups_of_call", lambda *given: ())
+        monkeypatch.setattr(host_memory, "_add", lambda host, nbytes: nbytes)
         monkeypatch.setattr(host_memory, "available_host_bytes", lambda: available)
 
     def train(self, strategies: str, budget: int | None = None, microbatches: int = 8) -> Any:
@@ -131,12 +134,12 @@ def test_ranks_and_features_of_a_host_add_up(monkeypatch: pytest.MonkeyPatch) ->
     offload = HostArena(torch.device("cpu"), 1 << 20)
     job = Job(monkeypatch, available=10 * GIB)
 
-    def gather(mine: Any) -> list[Any]:
+    def gather(mine: Any, groups: Any) -> list[Any]:
         if isinstance(mine[0], str):  # a host's name
-            return [mine, (socket.gethostname(), 8 * GIB, 0, 10 * GIB, 0)]
+            return [mine, (socket.gethostname(), 8 * GIB, 0, 10 * GIB, 0, 8 * GIB)]
         return [mine]
 
-    monkeypatch.setattr(host_memory, "gather", gather)
+    monkeypatch.setattr(host_memory, "gather_over", gather)
     job.train("s3")[0].close()
     with pytest.raises(ConfigError) as error:
         job.train("s3", budget=2 * GIB)
@@ -156,7 +159,7 @@ def test_auto_leaves_out_what_the_host_has_no_memory_for(monkeypatch: pytest.Mon
     memory, policy = Job(monkeypatch).train(every, budget=NEEDS["s2"])
     assert policy.allowed == tuple(map(Strategy, ("none", "s4", "s3", "s2")))
     job = Job(monkeypatch, available=int(2 * NEEDS["s3"] / 0.9) + 2)
-    monkeypatch.setattr(host_memory, "gather", lambda mine: [mine, mine])
+    monkeypatch.setattr(host_memory, "gather_over", lambda mine, groups: [mine, mine])
     memory, policy = job.train(every)
     assert policy.allowed == tuple(map(Strategy, ("none", "s4", "s3")))
     memory.close()

@@ -213,9 +213,10 @@ class TestOnTheMachine:
             return [value] if group is None else [(host, None) for host in hosts]
 
         monkeypatch.setattr(offload_measure, "gather", gather)
+        monkeypatch.setattr(offload_measure, "gather_over", lambda value, groups: [value])
         group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 4)
         with pytest.raises(ConfigError) as error:
-            offload_measure.choose_transfers("paired", False, torch.device("cpu"), group)
+            offload_measure.choose_transfers("paired", False, torch.device("cpu"), [group])
         assert "ranks 2 and 3 are on different hosts (b and c)" in str(error.value)
 
     def test_pairs_by_switch(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -232,15 +233,16 @@ class TestOnTheMachine:
 
         def set_up(rank: int, known: list[str | None], planned: Link | None = None) -> Any:
             def gather(value: Any, group: Any = None) -> list[Any]:
-                if group is not None and isinstance(value, tuple):
+                if isinstance(value, tuple):
                     return [("here", bridges(bus, tmp_path)) for bus in known]
                 return [value] * 4
 
             monkeypatch.setattr(offload_measure, "gather", gather)
+            monkeypatch.setattr(offload_measure, "gather_over", lambda value, groups: [value] * 4)
             monkeypatch.setattr(offload_measure, "pci_bus_id", lambda device: known[rank])
             group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: 4)
             found = offload_measure.choose_transfers(
-                "paired", False, torch.device("cpu"), group, planned, tmp_path
+                "paired", False, torch.device("cpu"), [group], planned, tmp_path
             )
             found.close()
             return found
@@ -262,18 +264,44 @@ class TestOnTheMachine:
 
         gib = 1 << 30
         here = socket.gethostname()
-        others = [(here, 6 * gib, 0, 10 * gib, gib), ("elsewhere", 100 * gib, 0, 200 * gib, 0)]
+        promised = 6 * gib  # by the other ranks of the call
+        others = [
+            (here, 6 * gib, 0, 10 * gib, gib, promised),
+            ("elsewhere", 100 * gib, 0, 200 * gib, 0, 100 * gib),
+        ]
 
-        monkeypatch.setattr(memory, "gather", lambda mine: [(*mine[:3], 10 * gib, gib), *others])
-        memory.require_memory_on_hosts(2 * gib)
+        def add(host: str, nbytes: int) -> int:
+            nonlocal promised
+            assert host == here
+            promised += nbytes
+            return promised
+
+        def gather(mine: Any, groups: Any) -> list[Any]:
+            assert groups == ["of the call"]
+            return [(*mine[:3], 10 * gib, gib, mine[5]), *others]
+
+        def require(needed: int, held: int = 0) -> None:
+            with memory.memory_on_hosts(needed, held, ["of the call"]):
+                assert promised == before + needed - held
+            assert promised == before
+
+        monkeypatch.setattr(memory, "gather_over", gather)
+        monkeypatch.setattr(memory, "_add", add)
+        before = promised
+        require(2 * gib)
         with pytest.raises(ConfigError) as error:
-            memory.require_memory_on_hosts(4 * gib)
+            require(4 * gib)
+        assert promised == before
         text = str(error.value)
         assert f"host {here}: offloading needs 10.00 GiB" in text
         assert "6.00 GiB a rank) besides 2.00 GiB in use but only 9.00 GiB" in text
         assert "--pp-offload-chunks" in text
         # What this rank's present arena gives back counts as available.
-        memory.require_memory_on_hosts(4 * gib, held_bytes=2 * gib)
+        require(4 * gib, held=2 * gib)
+        # What a data replica there is about to take is not, though it takes no part.
+        promised = before = promised + 3 * gib
+        with pytest.raises(ConfigError, match=r"besides 5.00 GiB in use but only 6.30 GiB"):
+            require(2 * gib)
 
     def test_least_bytes_of_a_set(self) -> None:
         """20 bytes per token and hidden element in 16 bits (PipeOffload, section 2), not 34."""

@@ -149,18 +149,32 @@ class _Graphs(Callback):
 class _Local(_Graphs):
     """Lets Megatron capture at the end of the first step, as its own schedule functions do."""
 
+    def __init__(self) -> None:
+        self._deallocates: bool | None = None  # as the configuration has it outside of a call
+
     def begin(self, step: Step) -> None:
         super().begin(step)
+        config = step.call.iteration.config
+        self._deallocates = config.deallocate_pipeline_outputs
         # A layer's output is a view while it is recorded and then the graph's own tensor. Megatron
         # refuses to free the one (fixed after 0.20.0, NVIDIA/Megatron-LM#6168), and the other is
         # in the pool, which gives nothing back.
-        step.call.iteration.config.deallocate_pipeline_outputs = False
+        config.deallocate_pipeline_outputs = False
+
+    def dropped(self, step: Step, failed: bool) -> None:
+        self._restore(step)
 
     def returning(self, step: Step) -> None:
         from megatron.core.transformer import cuda_graphs
 
+        self._restore(step)
         if step.call.iteration.config.cuda_graph_impl == LOCAL:
             cuda_graphs.create_cudagraphs()
+
+    def _restore(self, step: Step) -> None:
+        if self._deallocates is not None:
+            step.call.iteration.config.deallocate_pipeline_outputs = self._deallocates
+            self._deallocates = None
 
 
 class _TransformerEngine(_Graphs):

@@ -127,14 +127,19 @@ def _heavy(*args: Any) -> profile.Profile:
 
 
 def _steady(
-    setup: Any, placement: Placement, rank: int, durations: Any, sizes: dict[int, int]
+    setup: Any,
+    placement: Placement,
+    rank: int,
+    durations: Any,
+    sizes: dict[int, int],
+    groups: Any,
 ) -> Link:
     seconds = {(chunk, op): 0.1 for chunk in range(2) for op in (Op.F, Op.B, Op.W)}
     with (
         mock.patch.object(measure.TransferSetup, "bytes_per_second", lambda self: (4e6, 2e6)),
         mock.patch.object(measure, "pass_seconds", lambda *unused: seconds),
     ):
-        found = original_link(setup, placement, rank, durations, sizes)
+        found = original_link(setup, placement, rank, durations, sizes, groups)
     for chunk, stage in enumerate(placement.stages[rank]):
         want = tuple(travel_time(sizes[chunk], rate, 0.3) for rate in (4e6, 2e6))
         assert found.of_stage(placement, stage) == want, (rank, stage)

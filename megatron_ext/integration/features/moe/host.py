@@ -20,8 +20,9 @@ from ....offload.host import Purpose
 from ...callbacks import Callback
 from ...errors import ConfigError
 from ...hooks import Hook
-from ...host_memory import require_memory_on_hosts, usable_bytes_a_rank
-from ...utils import gather
+from ...host_memory import memory_on_hosts, usable_bytes_a_rank
+from ...pipeline import groups_of_call, pipeline_group
+from ...utils import gather_over
 from . import FLAGS
 from .flags import Sets, layer_shape
 from .layer import FixedPolicy, PipelinedMoE, step_hooks
@@ -84,16 +85,19 @@ class HostArenas(Callback):
         models = call["model"] if isinstance(call["model"], list) else [call["model"]]
         tokens = call["seq_length"] * call["micro_batch_size"]
         needs, text = self._needs(models, microbatches, tokens)
-        every = gather((needs, text))
+        collection = call.get("pg_collection")
+        pipeline = pipeline_group(call.get("p2p_communicator"), collection)
+        groups = groups_of_call(pipeline, collection)
+        every = gather_over((needs, text), groups)
         most = {s: max((entry[0][s], entry[1]) for entry in every) for s in needs}
         memory = self._layers.memory_on(next(models[0].parameters()).device)
         if len(self._strategies) == 1:
             (strategy,) = self._strategies
             self._require(strategy, *most[strategy])
             size = self._budget_bytes or round(HEADROOM * needs[strategy])
-            self._allocate(strategy, size, memory)
+            self._allocate(strategy, size, memory, groups)
         else:
-            limit = usable_bytes_a_rank()
+            limit = usable_bytes_a_rank(groups)
             if self._budget_bytes is not None:
                 limit = min(limit, self._budget_bytes)
             self._leave_out(limit, {s: need for s, (need, _) in most.items()})
@@ -151,20 +155,24 @@ class HostArenas(Callback):
                 "flight"
             )
 
-    def _allocate(self, strategy: Strategy, size: int, memory: Memory) -> None:
+    def _allocate(
+        self, strategy: Strategy, size: int, memory: Memory, groups: Sequence[Any]
+    ) -> None:
         arena = memory.engine.arena
-        if arena.used_bytes:
-            return  # of a graph that is still there; what finds no room stays on the device
         fix = (
             f"take s4, which copies nothing to the host, lower {FLAGS[4]}, or have fewer "
             "microbatches in flight or ranks per host"
         )
         purpose = Purpose(f"{FLAGS[1]} {strategy.value}", fix)
-        require_memory_on_hosts(size, arena.capacity_bytes, purpose)
-        try:
-            memory.size_host(size, now=True)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        # A graph that is still there keeps its arena; what finds no room stays on the device.
+        wanted = arena.capacity_bytes if arena.used_bytes else size
+        with memory_on_hosts(wanted, arena.capacity_bytes, groups, purpose):
+            if arena.used_bytes:
+                return
+            try:
+                memory.size_host(size, now=True)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
 
     def _leave_out(self, limit: int, most: Mapping[Strategy, int]) -> None:
         """Let ``auto`` choose from strategies that keep the limit, the same on all ranks."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ...hooks import Hook
+from ...undo import set_environment
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def one_queue() -> bool:
 def set_default() -> None:
     """Ask for all hardware queues, unless the user has said how many or the driver knows."""
     if not torch.cuda.is_initialized():
-        os.environ.setdefault(CONNECTIONS, _MOST)
+        set_environment(CONNECTIONS, _MOST)
 
 
 @contextlib.contextmanager

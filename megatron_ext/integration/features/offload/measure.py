@@ -23,7 +23,7 @@ from ....schedule.placement import Placement
 from ...callbacks import Duration
 from ...errors import ConfigError
 from ...measuring import measure_link, pass_seconds
-from ...utils import gather
+from ...utils import gather, gather_over
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TransferSetup:
 
     Attributes:
         arena: host memory; what the measurement has pinned is there for the first sets.
-        policy: the same on all ranks of the job.
+        policy: the same on all ranks of a call.
         why: the reason for the policy.
         rates: of this rank; None if nothing had to be measured.
         pairs: of ranks that share a switch, for ``paired``; None: by number.
@@ -79,17 +79,17 @@ def choose_transfers(
     requested: str | None,
     measured: bool,
     torch_device: torch.device,
-    group: Any,
+    groups: Sequence[Any],
     planned: Link | None = None,
     root: Path = Path("/"),
 ) -> TransferSetup:
     """Measure the link where that is needed, and agree on the transfer policy.
 
-    All ranks of ``group``, the pipeline's, must call this together, in all pipelines of the job,
-    which get one policy.
+    All ranks of ``groups`` must call this together, and get one policy.
 
     Args:
         requested: the policy of the user or of a file; None: what measurements show to be best.
+        groups: of the call, the pipeline first.
         measured: True if rates are needed to plan.
         planned: of a schedule file, whose plan has its pairs already.
         root: ``/``, or the folder where a test keeps its PCI tree.
@@ -98,13 +98,14 @@ def choose_transfers(
         ConfigError: ``paired`` is requested, no two ranks share a switch that can be read, and
             neighbours are on different hosts.
     """
+    group = groups[0]
     rank, place = group.rank(), (socket.gethostname(), bridges(pci_bus_id(torch_device), root))
     places = gather(place, group)
     pairs, why_pairs = None, "paired as the schedule file has it"
     if planned is not None:
         pairs = planned.pairs
     elif requested in (None, Policy.PAIRED):
-        pairs, why_pairs = in_all(gather(by_switch(places)))
+        pairs, why_pairs = in_all(gather_over(by_switch(places), groups))
     used = by_number(len(places)) if pairs is None else pairs
     apart = next(((i, j) for i, j in used if places[i][0] != places[j][0]), None)
     if requested == Policy.PAIRED and apart is not None:
@@ -119,7 +120,7 @@ def choose_transfers(
     if measured or requested is None:
         neighbours = () if apart else used
         rates, (best, reason) = measure_link(rank, neighbours, device, arena, group)
-        votes = gather((best.value, reason))
+        votes = gather_over((best.value, reason), groups)
         if requested is None:
             choice = _consensus([vote for vote, _ in votes])
             first = next(i for i, (vote, _) in enumerate(votes) if vote == choice)
@@ -137,14 +138,16 @@ def link(
     rank: int,
     durations: Sequence[Duration],
     sizes: Mapping[int, int],
+    groups: Sequence[Any],
 ) -> Link:
-    """The measured link of all stages, for planning; all ranks of the job call this together.
+    """The measured link of all stages, for planning; all ranks of ``groups`` call this together.
 
     Of ranks that hold the same stage the slowest counts: all follow one plan.
 
     Args:
         setup: of this rank, with rates.
         sizes: per chunk, bytes of a set that are copied.
+        groups: of the call.
     """
     rates = setup.bytes_per_second()
     assert rates is not None
@@ -154,7 +157,7 @@ def link(
     for chunk, stage in enumerate(placement.stages[rank]):
         whole = sum(time for (of, _), time in seconds.items() if of == chunk)
         mine[stage] = [travel_time(sizes.get(chunk, 0), rate, whole) for rate in rates]
-    every = gather(mine)
+    every = gather_over(mine, groups)
     to_host, to_device = zip(
         *(
             map(max, zip(*(part[stage] for part in every if stage in part)))

@@ -12,7 +12,7 @@ from ....offload.sets import Footprint
 from ....schedule.actions import Action, Op, Operation
 from ....schedule.effects import FREES, passes, peak
 from ....schedule.schedule import Schedule
-from ...host_memory import require_memory_on_hosts as require_memory_on_hosts  # for sets.py
+from ...host_memory import memory_on_hosts as memory_on_hosts  # for sets.py
 
 # The largest set seen so far of each model chunk.
 Footprints = Mapping[int, Footprint]

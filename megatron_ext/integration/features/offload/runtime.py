@@ -69,7 +69,7 @@ class Offloading(Callback):
     # --- events ---
 
     def hooks(self) -> Sequence[Hook]:
-        return saved_parameters.hooks(self._parameter)
+        return saved_parameters.hooks(_parameter)  # once for all models
 
     def before_plan(self, step: Step) -> None:
         """The first time, measure the link and agree on the transfer policy.
@@ -79,7 +79,7 @@ class Offloading(Callback):
         """
         if not step.training or self._setup is not None:
             return
-        group = step.call.group
+        group, groups = step.call.group, step.call.groups
         device = next(step.call.iteration.models[0].parameters()).device
         file_link = None
         if self._request is None:
@@ -90,7 +90,7 @@ class Offloading(Callback):
             requested = self._request.policy
         with as_config_error():
             self._setup = measure.choose_transfers(
-                requested, self._assumed, device, group, file_link
+                requested, self._assumed, device, groups, file_link
             )
         if self._request is not None:
             link = self._request.link(group.size()) or Link.of(group.size(), _ASSUMED)
@@ -109,6 +109,8 @@ class Offloading(Callback):
         if not step.training:
             return
         plan, rank = step.plan, step.rank
+        self._leave_step()
+        _stepping.append(self)
         self._saved.clear()
         if self._plan is None or plan is not self._plan[0]:
             self._plan = (
@@ -120,7 +122,7 @@ class Offloading(Callback):
                 ),
             )
             if self._sets is not None:
-                self._sets.fit(plan, rank)
+                self._sets.fit(plan, rank, step.call.groups)
         if self._sets is None:
             assert self._setup is not None
             peaks = self._report(plan).peak_host_sets
@@ -131,6 +133,7 @@ class Offloading(Callback):
                 self._policy,
                 peaks[rank] if peaks else 0,
                 least_bytes(models, config, step.call.shape, self._policy),
+                step.call.groups,
             )
         self._sets.store.reset_peaks()
         step.mover = self
@@ -147,10 +150,11 @@ class Offloading(Callback):
         if not step.training:
             return
         assert self._sets is not None
+        self._leave_step()
         self._sets.store.end_step()
         self._steps += 1
         if self._steps == 1 and not self._assumed:
-            self._sets.fit(step.plan, step.rank)
+            self._sets.fit(step.plan, step.rank, step.call.groups)
         elif self._steps > 1:
             self._sets.enlarge(step.plan, step.rank)
 
@@ -161,15 +165,17 @@ class Offloading(Callback):
         assert self._setup is not None and self._sets is not None
         bytes_of = {chunk: footprint.host for chunk, footprint in self._sets.footprints.items()}
         self._inputs.link = measure.link(
-            self._setup, step.plan.placement, step.rank, durations, bytes_of
+            self._setup, step.plan.placement, step.rank, durations, bytes_of, step.call.groups
         )
         self._assumed = False
 
     def dropped(self, step: Step, failed: bool) -> None:
+        self._leave_step()
         if self._sets is not None:
             self._sets.store.clear()
 
     def close(self) -> None:
+        self._leave_step()
         if self._sets is not None:
             self._sets.close()
             self._sets = None
@@ -210,9 +216,13 @@ class Offloading(Callback):
             yield
         self._saved.add(key)
 
-    def _parameter(self, tensor: torch.Tensor) -> torch.Tensor:
+    def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The parameter that a tensor from autograd is, or itself."""
         return tensor if self._sets is None else self._sets.store.parameter(tensor)
+
+    def _leave_step(self) -> None:
+        if self in _stepping:
+            _stepping.remove(self)
 
     def _set_bytes(self) -> dict[int, int]:
         """By model chunk, device bytes of a set from F to B if it is not offloaded."""
@@ -255,3 +265,12 @@ class Offloading(Callback):
             f"takes so much of its chunk's F+B+W each way "
             f"({'assumed' if self._assumed else 'known'}): --pp-offload-time {link.text}"
         )
+
+
+# Whose steps are being run, the innermost last.
+_stepping: list[Offloading] = []
+
+
+def _parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter of the model in training that a tensor from autograd is, or itself."""
+    return _stepping[-1].parameter(tensor) if _stepping else tensor

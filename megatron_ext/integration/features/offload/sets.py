@@ -38,6 +38,7 @@ class RankSets:
         policy: which tensors stay on the device.
         host_sets: most sets on the host at once.
         least_bytes: a set has at least so many on the host.
+        groups: of the call.
 
     Attributes:
         footprints: by model chunk, the largest of the sets seen so far.
@@ -53,8 +54,10 @@ class RankSets:
         policy: OffloadPolicy,
         host_sets: int,
         least_bytes: int,
+        groups: Sequence[Any],
     ) -> None:
-        memory.require_memory_on_hosts(host_sets * least_bytes)
+        with memory.memory_on_hosts(host_sets * least_bytes, 0, groups):
+            pass  # what the first step allocates is at least that
         self._models = [unwrapped(model) for model in models]
         # Following the modules costs time; most runs need not.
         self._filter = None if policy is keep_nothing else PolicyFilter(policy, self._models)
@@ -87,16 +90,16 @@ class RankSets:
         else:
             getattr(self.store, op.value.lower())(key)
 
-    def fit(self, plan: Schedule, rank: int) -> None:
-        """Give the arena the size that ``plan`` needs; all ranks of the job together.
+    def fit(self, plan: Schedule, rank: int, groups: Sequence[Any]) -> None:
+        """Give the arena the size that ``plan`` needs; all ranks of a call together.
 
         Raises:
             ConfigError: the hosts lack the memory.
         """
         engine, needed = self.store.engine, memory.host_bytes(plan, rank, self.footprints)
         engine.synchronize()
-        memory.require_memory_on_hosts(needed, engine.arena.capacity_bytes)
-        with as_config_error():
+        held = engine.arena.capacity_bytes
+        with memory.memory_on_hosts(needed, held, groups), as_config_error():
             engine.arena.resize(needed)
 
     def enlarge(self, plan: Schedule, rank: int) -> None:

@@ -21,7 +21,7 @@ from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...hooks import Hook
 from ...runner import MegatronRunner
-from ...utils import unwrapped
+from ...utils import LastModels, unwrapped
 from . import wanted
 
 
@@ -96,7 +96,7 @@ class PairedPasses(Callback):
     """Makes the runner of every training iteration whose configuration asks for pairs."""
 
     def __init__(self) -> None:
-        self._checked: list[Any] = []
+        self._checked = LastModels()
 
     def hooks(self) -> Sequence[Hook]:
         return (
@@ -112,13 +112,13 @@ class PairedPasses(Callback):
         iteration = step.call.iteration
         if not wanted(iteration.config):
             return
-        if [id(model) for model in self._checked] != [id(model) for model in iteration.models]:
+        if not self._checked.are(iteration.models):
             _require_plans(iteration.models, iteration.forward_step_func)
-            self._checked = list(iteration.models)
+            self._checked.set(iteration.models)
         step.runner_type = PairRunner
 
     def close(self) -> None:
-        self._checked = []
+        self._checked = LastModels()
 
 
 def _any_chunks(original: Callable[..., None]) -> Callable[..., None]:

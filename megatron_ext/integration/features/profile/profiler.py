@@ -17,7 +17,7 @@ from ....schedule.placement import Placement
 from ....schedule.schedule import Schedule
 from ...callbacks import Callback, Duration, PlanInputs, Step
 from ...measuring import Seconds, hop_seconds, host_rates, pass_seconds
-from ...utils import gather, unwrapped
+from ...utils import gather_over, unwrapped
 from .set_sizes import SetSizes
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Profiler(Callback):
         group, channel, durations = step.call.group, step.channel, self.take()
         rates = step.note("host_rates")
         if self._path is not None and rates is None:
-            rates = host_rates(channel.device, group)
+            rates = host_rates(channel.device, step.call.groups)
         profile = self._inputs.profile = self.agree(
             step.plan.placement,
             step.rank,
@@ -88,6 +88,7 @@ class Profiler(Callback):
             hop_seconds(channel, group) if self._inputs.reorder else 0.0,
             [unwrapped(model) for model in step.call.iteration.models],
             step.call.batch,
+            step.call.groups,
             step.note("set_bytes"),
             rates,
         )
@@ -123,15 +124,17 @@ class Profiler(Callback):
         hop: float,
         models: Sequence[Any],
         shape: tuple[int, int],
+        groups: Sequence[Any],
         set_bytes: Mapping[int, int] | None = None,
         rates: tuple[float, float] | None = None,
     ) -> Profile:
-        """The measurements of all stages; all ranks of the job call this together.
+        """The measurements of all stages; all ranks of a call do this together.
 
         Args:
             hop: seconds of a message between neighbours.
             models: this rank's chunks, without wrappers.
             shape: sequence length and microbatch size.
+            groups: of the call.
             set_bytes: of this rank's sets, by chunk, if the offload engine counted them.
             rates: to this rank's host and back, in bytes/s.
 
@@ -149,7 +152,7 @@ class Profiler(Callback):
             )
             for chunk, stage in enumerate(placement.stages[rank])
         }
-        every = gather((mine, hop, rates))
+        every = gather_over((mine, hop, rates), groups)
         stages = range(placement.num_stages)
         found = [[part[stage] for part, _, _ in every if stage in part] for stage in stages]
         config, (length, size) = models[0].config, shape

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
+from ....runtime import communicators
 from ...callbacks import Callback
 from ...hooks import Hook, around
 from ...model_classes import require_chunks
@@ -21,9 +25,13 @@ class Entry(Callback):
     def __init__(self, pipeline: ScheduledPipeline, training: bool, name: str, chunks: int) -> None:
         self._pipeline, self._training = pipeline, training
         self._name, self._chunks = name, chunks
+        self._closed = False
+
+    def close(self) -> None:
+        self._closed = True
 
     def hooks(self) -> Sequence[Hook]:
-        hooks = entry_hooks(self._pipeline)
+        hooks = entry_hooks(self._pipeline, lambda: not self._closed)
         if self._training:
             hooks += [
                 Hook(
@@ -52,8 +60,13 @@ class Entry(Callback):
         return get_model
 
 
-def entry_hooks(pipeline: Callable[..., Any]) -> list[Hook]:
-    """Those that let Megatron's two pipeline functions be ``pipeline``.
+def entry_hooks(pipeline: Callable[..., Any], in_force: Callable[[], bool]) -> list[Hook]:
+    """Those that let Megatron's two pipeline functions be ``pipeline``, and end its communicators
+    with those of the process groups.
+
+    Args:
+        in_force: false when somebody still holds what took their place and it is over: then
+            Megatron's functions are called.
 
     Raises:
         ConfigError: another extension has replaced them.
@@ -63,18 +76,35 @@ def entry_hooks(pipeline: Callable[..., Any]) -> list[Hook]:
     # Not by ``around``: the check before a second ``enable`` refuses closures over Megatron's
     # function.
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        name = original.__name__
+
         @functools.wraps(original)
         def forward_backward(**kwargs: Any) -> Any:
-            return pipeline(**kwargs)
+            if in_force():
+                return pipeline(**kwargs)
+            return getattr(sys.modules[SCHEDULES], name)(**kwargs)
 
         return forward_backward
 
     return [
+        *(
+            Hook(
+                (f"{SCHEDULES}:{name}",),
+                make,
+                ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only"),
+                "stock's schedule would run",
+            )
+            for name in FUNCTIONS
+        ),
         Hook(
-            (f"{SCHEDULES}:{name}",),
-            make,
-            ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only"),
-            "stock's schedule would run",
-        )
-        for name in FUNCTIONS
+            ("torch.distributed.distributed_c10d:destroy_process_group",),
+            around(_with_communicators),
+            ("group",),
+            "communicators of messages would outlive their process group",
+        ),
     ]
+
+
+def _with_communicators(original: Callable[..., None], group: Any = None) -> None:
+    communicators.close(None if group in (None, dist.group.WORLD) else group)
+    original(group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from ... import split_local as local
 from ... import split_te as wgrad_te
 from ...callbacks import Callback, Step
 from ...hooks import Hook
-from ...utils import gather, unwrapped
+from ...utils import LastModels, gather, unwrapped
 from .report import WgradReport, wgrad_report
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ class Splitter(Callback):
 
     def __init__(self, store: WeightGradStore) -> None:
         self._store = store
-        self._attached: list[wgrad_te.SplitStore] = []
-        self._prepared: list[Any] = []
+        self._attached: weakref.WeakSet[wgrad_te.SplitStore] = weakref.WeakSet()
+        self._prepared = LastModels()
         self._plan: Schedule | None = None
         self._said: set[int] = set()  # parameters with hooks that the log has
         self.report: WgradReport | None = None
@@ -63,16 +64,17 @@ class Splitter(Callback):
     def close(self) -> None:
         while self._attached:
             self._attached.pop().detach()
-        self._prepared = []
+        self._prepared = LastModels()
 
     def _prepare(self, step: Step) -> None:
         """Hook the models, once; global rank 0 logs how much is split."""
         models = step.call.iteration.models
-        if [id(model) for model in models] == [id(model) for model in self._prepared]:
+        if self._prepared.are(models):
             return
-        self._prepared, self._said = list(models), set()
+        self._prepared.set(models)
+        self._said = set()
         for model in models:
-            self._attached += wgrad_te.attach(model, self._store)
+            self._attached.update(wgrad_te.attach(model, self._store))
         first = self.report is None
         self.report = wgrad_report(models, self._store.fused_experts())
         if first:

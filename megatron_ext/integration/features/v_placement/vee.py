@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ....runtime.watchdog import Watchdog
 from ....schedule.placement import Placement
@@ -203,11 +204,13 @@ def require_embedding_ranks(name: str) -> None:
     """
     from megatron.core import parallel_state
 
-    ranks = parallel_state._EMBEDDING_GLOBAL_RANKS
-    if parallel_state.model_parallel_is_initialized() and ranks is not None and len(ranks) > 1:
+    # Megatron keeps the group's list of ranks when it destroys the group.
+    group = parallel_state._EMBEDDING_GROUP
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
+    if parallel_state.model_parallel_is_initialized() and len(ranks) > 1:
         raise ConfigError(
             f"--pp-schedule {name} has embedding and output layer on one rank, but Megatron's "
-            f"embedding group was made for ranks {list(ranks)}; call megatron_ext.enable() before "
+            f"embedding group was made for ranks {ranks}; call megatron_ext.enable() before "
             "initialize_model_parallel()"
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from ....runtime.collectives import collectives
 from ....runtime.edges import MessageOptions
@@ -14,7 +13,7 @@ from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...gradients import require_gradient_hooks
 from ...hooks import Hook
-from ...utils import unwrapped
+from ...utils import LastModels, unwrapped
 from .ends import FLAG, depths_of
 from .model import shard_of
 from .run import VocabularyRunner
@@ -30,23 +29,23 @@ class ShardedVocabulary(Callback):
 
     def __init__(self, messages: MessageOptions, chunks: int, hooks: Sequence[Hook]) -> None:
         self._messages, self._chunks, self._hooks = messages, chunks, hooks
-        self._checked: list[Any] = []
+        self._checked = LastModels()
 
     def hooks(self) -> Sequence[Hook]:
         return self._hooks
 
     def begin(self, step: Step) -> None:
         models = step.call.iteration.models
-        if [id(model) for model in self._checked] != [id(model) for model in models]:
+        if not self._checked.are(models):
             require_gradient_hooks(models)
-            self._checked = list(models)
+            self._checked.set(models)
         step.runner_type = functools.partial(
             VocabularyRunner,
             passes=functools.partial(_passes, step, self._messages, self._chunks),
         )
 
     def close(self) -> None:
-        self._checked = []
+        self._checked = LastModels()
 
 
 def _passes(

@@ -1,0 +1,38 @@
+"""What a process gets back when nothing of ours is in force any more, beside Megatron's symbols."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+
+from ..runtime import communicators
+from ..runtime.watchdog import close_process_watchdog
+
+_undo = contextlib.ExitStack()
+
+
+def at_revert(undo: Callable[[], None]) -> None:
+    """Call ``undo`` once, when everything is reverted."""
+    _undo.callback(undo)
+
+
+def set_environment(name: str, value: str) -> None:
+    """Set a variable that has no value, until everything is reverted."""
+    if name in os.environ:
+        return
+    os.environ[name] = value
+    at_revert(functools.partial(_unset, name))
+
+
+def _unset(name: str) -> None:
+    os.environ.pop(name, None)
+
+
+def give_back() -> None:
+    """End what runs beside training: the watchdog, communicators of messages; and undo the rest."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(_undo.close)
+        stack.callback(communicators.close)
+        stack.callback(close_process_watchdog)

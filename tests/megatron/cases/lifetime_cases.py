@@ -1,0 +1,343 @@
+"""What a process has before and after us, and what of ours outlives its model, group or call.
+
+A result is a list of what each rank found; see ``test_lifetime.py``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import io
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import megatron_ext
+from megatron_ext import cpu
+
+cpu.install()
+
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+
+from megatron_ext.integration import utils  # noqa: E402
+from megatron_ext.runtime import communicators, watchdog  # noqa: E402
+from megatron_ext.runtime.wgrad import WeightGradStore  # noqa: E402
+from tests.megatron.cases import gpt_cases  # noqa: E402
+from tests.megatron.cases.gpt_cases import BATCH, SEQUENCE, to_bytes  # noqa: E402
+from tests.megatron.cases.hook_cases import megatron_symbols  # noqa: E402
+from tests.support.case_server import serve  # noqa: E402
+
+# The package has a function of this name.
+install: Any = importlib.import_module("megatron_ext.integration.install")
+library: Any = importlib.import_module("megatron_ext.integration.library")
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_grouped_gemm": False,
+    "add_bias_linear": False,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "failed": {"main": "failed"},
+    "late": {"main": "late"},
+    "beside": {"main": "beside"},
+    "replicas": {"main": "replicas", "world": 4},
+}
+
+
+# --- one small model and its steps ---
+
+
+def initialize(chunks: int = 1) -> None:
+    """Megatron's groups of two pipeline ranks."""
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
+def build(chunks: int = 1, config: dict[str, Any] | None = None) -> list[Any]:
+    """This rank's chunks of the model."""
+    case = {"pp": 2, "chunks": chunks, "config": config or {}}
+    return gpt_cases.build(case, gpt_cases.config_of(case))[0]
+
+
+def step(
+    models: list[Any],
+    function: Callable[..., Any] | None = None,
+    microbatches: int = 4,
+    length: int = SEQUENCE,
+) -> Any:
+    """One training step; what the function returns."""
+
+    def batches() -> Iterator[Any]:
+        for tokens, labels in gpt_cases.batches(microbatches, False):
+            yield tokens[:, :length].contiguous(), labels[:, :length].contiguous()
+
+    for model in models:
+        model.zero_grad_buffer()
+    data = [batches() for _ in models]
+    return (function or get_forward_backward_func())(
+        forward_step_func=gpt_cases.forward_step,
+        data_iterator=data if len(models) > 1 else data[0],
+        model=models if len(models) > 1 else models[0],
+        num_microbatches=microbatches,
+        seq_length=length,
+        micro_batch_size=BATCH,
+    )
+
+
+# --- what a process has ---
+
+
+def process() -> dict[str, Any]:
+    """All that a run of ours may change in a process, but memory."""
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    log = logging.getLogger("megatron_ext")
+    torchs = {
+        f"{name}:{key}": id(value)
+        for name in ("torch.distributed", "torch.distributed.distributed_c10d", "signal", "os")
+        for key, value in vars(sys.modules[name]).items()
+    }
+    return {
+        "symbols": megatron_symbols() | torchs,
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "handlers": {one: repr(signal.getsignal(one)) for one in signal.valid_signals()},
+        "wakeup": wakeup,
+        "environment": dict(os.environ),
+        "log": (list(log.handlers), log.level, log.propagate),
+        "exit": atexit._ncallbacks(),
+        "communicators": [len(kept) for kept in communicators.PerGroup.every],
+    }
+
+
+_METHODS = (staticmethod, classmethod)
+
+
+def holders() -> list[str]:
+    """Globals and class attributes of other modules that are ours."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if (
+            name.split(".")[0] in ("megatron_ext", "tests", "__main__", "__mp_main__")
+            or module is None
+        ):
+            continue
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            inner = vars(value).items() if isinstance(value, type) else ()
+            for label, one in ((key, value), *((f"{key}.{k}", v) for k, v in inner)):
+                one = getattr(one, "__func__", one) if isinstance(one, _METHODS) else one
+                of = one.__code__.co_filename if isinstance(one, types.FunctionType) else ""
+                module_of = str(one.__module__) if isinstance(one, type) else ""
+                if "/megatron_ext/integration/" in of or module_of.startswith("megatron_ext.integ"):
+                    found.append(f"{name}:{label}")
+    return found
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What is not as before; modules may have been loaded meanwhile."""
+    found = [
+        f"symbol {key}"
+        for key, value in before["symbols"].items()
+        if after["symbols"].get(key) != value
+    ]
+    for name in before.keys() - {"symbols"}:
+        if before[name] != after[name]:
+            found.append(f"{name}: {before[name]} -> {after[name]}")
+    return found
+
+
+def failed(case: dict[str, Any]) -> Any:
+    """The same where opening has failed halfway."""
+    initialize()
+    found = {}
+    for name, options in {
+        "unknown": {"schedule": "zb-h1", "memory": 1},
+        "after the environment": {"schedule": None, "moe_pipeline_chunks": 2, "offload": "half"},
+        "held": {"schedule": "zb-h1"},
+    }.items():
+        held = get_forward_backward_func() if name == "held" else None
+        before = process()
+        try:
+            megatron_ext.enable(**options)
+            text = "nothing"
+        except ValueError as error:
+            text = str(error)
+        found[name] = text, differences(before, process())
+        megatron_ext.disable()
+        del held
+    return found
+
+
+# --- holders, other doors ---
+
+_LATE = (
+    ("megatron.core.pipeline_parallel.utils", "is_pp_last_stage"),
+    ("megatron.core.parallel_state", "is_pipeline_last_stage"),
+    ("megatron.core.parallel_state", "initialize_model_parallel"),
+    ("megatron.core.pipeline_parallel.schedules", "forward_backward_pipelining_with_interleaving"),
+    ("torch.distributed", "destroy_process_group"),
+)
+
+
+def late(case: dict[str, Any]) -> Any:
+    """A module that imports functions while ours are in their place, and a variable with one."""
+    module = types.ModuleType("a_late_module")
+    held: dict[str, Any] = vars(module)
+    megatron_ext.enable("v-half")
+    for owner, name in _LATE:
+        held[name] = getattr(importlib.import_module(owner), name)
+    sys.modules[module.__name__] = module
+    first = {name: id(held[name]) for _, name in _LATE}
+    megatron_ext.disable()
+    own = {name: id(getattr(sys.modules[owner], name)) for owner, name in _LATE}
+    stocks = {name: id(held[name]) for _, name in _LATE}
+    megatron_ext.enable("zb-h1")
+    again = id(held["initialize_model_parallel"]) not in stocks.values()
+    initialize()
+    variable, model, puts = get_forward_backward_func(), build(), _counted_puts()
+    losses = [step(model, variable)]
+    postponed = [puts()]
+    megatron_ext.disable()
+    losses.append(step(model, variable))
+    postponed.append(puts())
+    del sys.modules[module.__name__]
+    return {
+        "ours": [first[name] != own[name] for name in own],
+        "stock's": [stocks[name] == own[name] for name in own],
+        "again": again,
+        "postponed": postponed,
+        "losses": len({b"".join(to_bytes(x["lm loss"]) for x in one) for one in losses}),
+    }
+
+
+def _counted_puts() -> Callable[[], int]:
+    """How many weight gradients have been postponed since."""
+    count, put = [0], WeightGradStore.put
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return put(self, *args, **kwargs)
+
+    WeightGradStore.put = counted  # type: ignore[method-assign]
+
+    def read() -> int:
+        found, count[0] = count[0], 0
+        return found
+
+    return read
+
+
+def beside(case: dict[str, Any]) -> Any:
+    """A function of ours beside ``enable``: made before it, and while it is in force."""
+    puts, found = _counted_puts(), []
+    early = megatron_ext.forward_backward_func("zb-h1")
+    megatron_ext.enable("zb-h1")
+    initialize()
+    models = build()
+    between = megatron_ext.forward_backward_func("zb-h2")
+    losses = []
+    for function in (None, early, None, between, early, None):
+        losses.append(step(models, function))
+        found.append(puts())
+    del early, between
+    megatron_ext.disable()
+    losses.append(step(models))
+    found.append(puts())
+    texts = {b"".join(to_bytes(x["lm loss"]) for x in one) for one in losses}
+    return {"puts": found, "losses": len(texts), "holders": holders()}
+
+
+# --- waits ---
+
+_WAITS = (
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast_object_list",
+    "new_group",
+    "scatter",
+)
+
+
+@contextlib.contextmanager
+def noted(seen: list[tuple[str, int, bool]]) -> Iterator[None]:
+    """Note every wait for other ranks that our integration asks for: how many ranks, watched."""
+    with contextlib.ExitStack() as stack:
+        for name in _WAITS:
+            original = getattr(dist, name)
+
+            def noting(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+                frame = sys._getframe(1)
+                if "/megatron_ext/integration/" in frame.f_code.co_filename:
+                    bound = [
+                        a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)
+                    ]
+                    size = bound[0].size() if bound else dist.get_world_size()
+                    seen.append((original.__name__, size, watchdog.process_watchdog()._armed))
+                return original(*args, **kwargs)
+
+            setattr(dist, name, noting)
+            stack.callback(setattr, dist, name, original)
+        yield
+
+
+def replicas(case: dict[str, Any]) -> Any:
+    """Two data replicas with other numbers of microbatches, and what they wait for."""
+    seen: list[tuple[str, int, bool]] = []
+    log = io.StringIO()
+    logging.getLogger("megatron_ext").addHandler(logging.StreamHandler(log))
+    returned = {}
+    with noted(seen):
+        for name, options, config in (
+            ("offloaded, measured", {"offload": "half"}, {}),
+            ("experts", {"moe_pipeline_chunks": 1, "moe_memory_reuse": "s3"}, EXPERTS),
+        ):
+            megatron_ext.enable("zb-h1", **options)
+            initialize()
+            models, replica = build(config=config), parallel_state.get_data_parallel_rank()
+            for model in models:  # replicas are not reduced: only one of them may step
+                utils.unwrapped(model).config.finalize_model_grads_func = None
+            lengths = []
+            for counts in ((4, 4), (4, 4), (6, 4), (4, 4)) if replica == 0 else ((4, 4),) * 3:
+                lengths.append(len(step(models, microbatches=counts[replica])))
+            returned[name] = lengths
+            megatron_ext.disable()
+            parallel_state.destroy_model_parallel()
+    return {"seen": seen, "returned": returned, "log": log.getvalue()}
+
+
+def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
+    """One case on one rank; rank 0 gathers and writes."""
+    world = case.get("world", 2)
+    if rank >= world:
+        return
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    os.chdir(folder)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
+    mine = globals()[case["main"]]({**case, "folder": folder})
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, mine)
+    if rank == 0:
+        (folder / "result.pickle").write_bytes(pickle.dumps(every))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    serve(CASES, rank_main, gpt_cases.WORLD)

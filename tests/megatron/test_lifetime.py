@@ -1,0 +1,48 @@
+"""A process, its models and its groups are as before once we are done; no wait is unwatched."""
+
+from __future__ import annotations
+
+from tests.support.case_server import Cases, case_results
+
+results = case_results("megatron.cases.lifetime_cases")
+
+
+def test_what_fails_halfway_gives_it_back_too(results: Cases) -> None:
+    for rank in results["failed"]:
+        assert all(text != "nothing" for text, _ in rank.values())
+        assert {name: changed for name, (_, changed) in rank.items() if changed} == {}
+
+
+def test_late_modules_and_variables_are_given_back(results: Cases) -> None:
+    for rank in results["late"]:
+        assert rank["ours"] == [True, True, True, True, True]
+        assert rank["stock's"] == [True, True, True, True, True]
+        assert rank["again"] is True
+        assert rank["postponed"][0] > 0 and rank["postponed"][1] == 0
+        assert rank["losses"] == 1
+
+
+def test_a_function_works_beside_enable(results: Cases) -> None:
+    for rank in results["beside"]:
+        *during, after = rank["puts"]
+        assert len(set(during)) == 1 and during[0] > 0 and after == 0
+        assert rank["losses"] == 1 and rank["holders"] == []
+
+
+def test_replicas_with_other_counts_do_not_wait_for_each_other(results: Cases) -> None:
+    for rank, found in enumerate(results["replicas"]):
+        # Ranks 0 and 1 are the replicas' first stages.
+        counts = [4, 4, 6, 4] if rank % 2 == 0 else [4, 4, 4]
+        last = rank >= 2
+        assert found["returned"] == {
+            name: counts if last else [0] * len(counts)
+            for name in ("offloaded, measured", "experts")
+        }
+
+
+def test_every_wait_is_over_the_ranks_of_the_call_and_watched(results: Cases) -> None:
+    for rank in results["replicas"]:
+        seen = rank["seen"]
+        assert {name for name, _, _ in seen} >= {"all_gather_object", "barrier"}
+        assert {size for _, size, _ in seen} == {2}
+        assert all(watched for _, _, watched in seen)
