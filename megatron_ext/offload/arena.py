@@ -141,6 +141,8 @@ class HostArena:
         self.used_bytes = 0
         self.peak_bytes = 0
         _ARENAS.add(self)
+        # Collected with its model, it must not leave freed memory pinned.
+        weakref.finalize(self, _unpin, self._regions, device).atexit = False
         if nbytes:
             self._grow(nbytes)
 
@@ -205,9 +207,9 @@ class HostArena:
         self._drop(self._regions)
 
     def _drop(self, regions: Iterable[_Region]) -> None:
-        for region in list(regions):
-            if self._device.type == "cuda":
-                torch.cuda.cudart().cudaHostUnregister(region.memory.data_ptr())
+        dropped = list(regions)
+        _unpin(dropped, self._device)
+        for region in dropped:
             self._regions.remove(region)
 
     def _first_fit(self, size: int) -> Slot | None:
@@ -229,6 +231,15 @@ class HostArena:
             if self._device.type == "cuda":
                 _pin(memory, self._device)
         self._regions.append(_Region(memory, FreeList(size)))
+
+
+def _unpin(regions: Iterable[_Region], device: torch.device) -> None:
+    """Let the driver forget regions, when no copy reads or writes them any more."""
+    if device.type != "cuda":
+        return
+    torch.cuda.synchronize(device)
+    for region in regions:
+        torch.cuda.cudart().cudaHostUnregister(region.memory.data_ptr())
 
 
 def _pin(memory: torch.Tensor, device: torch.device) -> None:

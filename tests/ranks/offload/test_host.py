@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import random
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_ext.offload import arena as arena_module
 from megatron_ext.offload import host
 from megatron_ext.offload.arena import HostArena, padded
 from megatron_ext.offload.blocks import ALIGNMENT
@@ -236,3 +239,22 @@ def test_the_policy_follows_the_rates():
     policy, reason = choose_policy(duplex, crowded)
     assert policy is Policy.PAIRED and "2.08 times" in reason
     assert choose_policy(duplex, Rates(24e9, 24e9, 24e9, 24e9))[0] is Policy.DUAL
+
+
+def test_pinned_memory_is_unpinned_however_an_arena_ends(monkeypatch):
+    """Closed, or collected with its model: after the device has ended its copies, and once."""
+    log = []
+    runtime = SimpleNamespace(cudaHostUnregister=lambda place: log.append(place))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(arena_module, "_pin", lambda memory, device: None)
+    monkeypatch.setattr(arena_module, "pci_bus_id", lambda device: None)
+    for close in (True, False):
+        arena = HostArena(torch.device("cuda"), 4096)
+        place = arena._regions[0].memory.data_ptr()
+        if close:
+            arena.close()
+        del arena
+        gc.collect()
+        assert log[:2] == ["synchronize", place] and log.count(place) == 1
+        log.clear()
