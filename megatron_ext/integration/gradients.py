@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ DDP_HOOK_MAKER = (
     "megatron.core.distributed.distributed_data_parallel:"
     "DistributedDataParallel._make_backward_post_hook"
 )
-DDP_HOOK = "_megatron_ext_grad_hook"  # attribute of a parameter: Megatron's hook
+DDP_HOOK = "_megatron_ext_grad_hook"  # attribute of a parameter: a reference to Megatron's hook
+_KEPT = "_megatron_ext_grad_hooks"  # attribute of the model: those of its parameters
 _ADDED = "_megatron_ext_added_to_main_grad"
 
 
@@ -50,7 +52,16 @@ def require_gradient_hooks(models: Sequence[Any]) -> None:
                 "megatron_ext.enable() before the model is wrapped"
             )
         for parameter in late:
-            setattr(parameter, DDP_HOOK, make(parameter))
+            _keep(model, parameter, make(parameter))
+
+
+def _keep(model: Any, parameter: torch.nn.Parameter, hook: Callable[..., None]) -> None:
+    """Let ``parameter`` know Megatron's hook, which refers to ``model``.
+
+    Weakly: what a parameter refers to is never collected, since autograd holds it, too.
+    """
+    vars(model).setdefault(_KEPT, []).append(hook)
+    setattr(parameter, DDP_HOOK, weakref.ref(hook))
 
 
 def _require_not_torchs(model: Any) -> None:
@@ -91,7 +102,7 @@ def _deferring_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _make_backward_post_hook(self: Any, param: torch.nn.Parameter) -> Callable[..., None]:
         hook = original(self, param)
-        setattr(param, DDP_HOOK, hook)
+        _keep(self, param, hook)
 
         @known
         def unless_postponed(*unused: Any) -> None:
@@ -169,7 +180,8 @@ def finish(parameter: torch.nn.Parameter) -> None:
     weight are summed first, as autograd does, and count as ready once.
     """
     added = parameter.__dict__.pop(_ADDED, False)
-    hook = getattr(parameter, DDP_HOOK, None)
+    held = getattr(parameter, DDP_HOOK, None)
+    hook = None if held is None else held()
     if hook is None or (parameter.grad is None and not added):
         return
     if parameter.grad is None:
