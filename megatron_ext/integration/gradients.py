@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +17,7 @@ DDP_HOOK_MAKER = (
     "megatron.core.distributed.distributed_data_parallel:"
     "DistributedDataParallel._make_backward_post_hook"
 )
-DDP_HOOK = "_megatron_ext_grad_hook"  # attribute of a parameter: a reference to Megatron's hook
-_KEPT = "_megatron_ext_grad_hooks"  # attribute of the model: those of its parameters
+DDP_HOOK = "_megatron_ext_grad_hook"  # attribute of a parameter: Megatron's hook
 _ADDED = "_megatron_ext_added_to_main_grad"
 
 
@@ -52,16 +50,7 @@ def require_gradient_hooks(models: Sequence[Any]) -> None:
                 "megatron_ext.enable() before the model is wrapped"
             )
         for parameter in late:
-            _keep(model, parameter, make(parameter))
-
-
-def _keep(model: Any, parameter: torch.nn.Parameter, hook: Callable[..., None]) -> None:
-    """Let ``parameter`` know Megatron's hook, which refers to ``model``.
-
-    Weakly: what a parameter refers to is never collected, since autograd holds it, too.
-    """
-    vars(model).setdefault(_KEPT, []).append(hook)
-    setattr(parameter, DDP_HOOK, weakref.ref(hook))
+            setattr(parameter, DDP_HOOK, make(parameter))
 
 
 def _require_not_torchs(model: Any) -> None:
@@ -102,7 +91,7 @@ def _deferring_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _make_backward_post_hook(self: Any, param: torch.nn.Parameter) -> Callable[..., None]:
         hook = original(self, param)
-        _keep(self, param, hook)
+        setattr(param, DDP_HOOK, hook)
 
         @known
         def unless_postponed(*unused: Any) -> None:
@@ -180,8 +169,7 @@ def finish(parameter: torch.nn.Parameter) -> None:
     weight are summed first, as autograd does, and count as ready once.
     """
     added = parameter.__dict__.pop(_ADDED, False)
-    held = getattr(parameter, DDP_HOOK, None)
-    hook = None if held is None else held()
+    hook = getattr(parameter, DDP_HOOK, None)
     if hook is None or (parameter.grad is None and not added):
         return
     if parameter.grad is None:
