@@ -145,7 +145,8 @@ class ScheduledPipeline:
     def watchdog(self, rank: int) -> Watchdog:
         """The watchdog of this process, which is ``rank`` in its pipeline."""
         watchdog = process_watchdog()
-        watchdog.name = f"pipeline rank {rank} (global rank {dist.get_rank()})"
+        everywhere = f" (global rank {dist.get_rank()})" if dist.is_initialized() else ""
+        watchdog.name = f"pipeline rank {rank}{everywhere}"
         watchdog.timeout_seconds = self._timeout
         return watchdog
 
