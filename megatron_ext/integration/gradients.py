@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ DDP_HOOK_MAKER = (
     "megatron.core.distributed.distributed_data_parallel:"
     "DistributedDataParallel._make_backward_post_hook"
 )
-DDP_HOOK = "_megatron_ext_grad_hook"  # attribute of a parameter: Megatron's hook
+DDP_HOOK = "_megatron_ext_grad_hook"  # attribute of a parameter: a reference to Megatron's hook
+_LATE = "_megatron_ext_grad_hooks"  # attribute of the model: those made after it was wrapped
 _ADDED = "_megatron_ext_added_to_main_grad"
 
 
@@ -37,7 +39,7 @@ def require_gradient_hooks(models: Sequence[Any]) -> None:
         make = getattr(model, "_make_backward_post_hook", None)
         if make is None:
             continue
-        late = [p for p in model.parameters() if p.requires_grad and not hasattr(p, DDP_HOOK)]
+        late = [p for p in model.parameters() if p.requires_grad and _megatrons_hook(p) is None]
         if not late:
             continue
         if model.ddp_config.overlap_grad_reduce or any(
@@ -50,7 +52,16 @@ def require_gradient_hooks(models: Sequence[Any]) -> None:
                 "megatron_ext.enable() before the model is wrapped"
             )
         for parameter in late:
-            setattr(parameter, DDP_HOOK, make(parameter))
+            hook = make(parameter)
+            vars(model).setdefault(_LATE, []).append(hook)
+            setattr(parameter, DDP_HOOK, weakref.ref(hook))
+
+
+def _megatrons_hook(parameter: torch.nn.Parameter) -> Callable[..., None] | None:
+    """Known weakly: it refers to the model, and what a parameter refers to is never collected,
+    since autograd holds it, too."""
+    held = getattr(parameter, DDP_HOOK, None)
+    return None if held is None else held()
 
 
 def _require_not_torchs(model: Any) -> None:
@@ -91,7 +102,7 @@ def _deferring_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _make_backward_post_hook(self: Any, param: torch.nn.Parameter) -> Callable[..., None]:
         hook = original(self, param)
-        setattr(param, DDP_HOOK, hook)
+        setattr(param, DDP_HOOK, weakref.ref(hook))
 
         @known
         def unless_postponed(*unused: Any) -> None:
@@ -169,7 +180,7 @@ def finish(parameter: torch.nn.Parameter) -> None:
     weight are summed first, as autograd does, and count as ready once.
     """
     added = parameter.__dict__.pop(_ADDED, False)
-    hook = getattr(parameter, DDP_HOOK, None)
+    hook = _megatrons_hook(parameter)
     if hook is None or (parameter.grad is None and not added):
         return
     if parameter.grad is None:

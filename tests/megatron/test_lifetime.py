@@ -46,3 +46,8 @@ def test_every_wait_is_over_the_ranks_of_the_call_and_watched(results: Cases) ->
         assert {name for name, _, _ in seen} >= {"all_gather_object", "barrier"}
         assert {size for _, size, _ in seen} == {2}
         assert all(watched for _, _, watched in seen)
+
+
+def test_deleted_models_are_collected(results: Cases) -> None:
+    for rank in results["models"]:
+        assert len(rank) == 3 and set(rank.values()) == {0}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import io
 import logging
@@ -16,6 +17,7 @@ import signal
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ EXPERTS = {
     "moe_aux_loss_coeff": 1e-2,
 }
 CASES: dict[str, dict[str, Any]] = {
+    "models": {"main": "models"},
     "failed": {"main": "failed"},
     "late": {"main": "late"},
     "beside": {"main": "beside"},
@@ -260,6 +263,25 @@ def beside(case: dict[str, Any]) -> Any:
     found.append(puts())
     texts = {b"".join(to_bytes(x["lm loss"]) for x in one) for one in losses}
     return {"puts": found, "losses": len(texts), "holders": holders()}
+
+
+def models(case: dict[str, Any]) -> Any:
+    """How many models are alive that were trained, wrapped in Megatron's DDP, and deleted."""
+    found, half = {}, {"offload": "half", "offload_time": "0.1"}
+    for schedule, chunks, options in (("zb-h1", 1, {}), ("v-half", 2, {}), ("zb-h1", 1, half)):
+        megatron_ext.enable(schedule, **options)
+        initialize(chunks)
+        alive = []
+        for _ in range(2):
+            model = build(chunks)
+            step(model)
+            alive.append(weakref.ref(utils.unwrapped(model[0])))
+            del model
+        gc.collect()
+        found[f"{schedule} {options}"] = sum(ref() is not None for ref in alive)
+        megatron_ext.disable()
+        parallel_state.destroy_model_parallel()
+    return found
 
 
 # --- waits ---
