@@ -226,7 +226,7 @@ class Exchange:
         shape = (self.ep_size, self.tp_size, finest, self.ep_size, self.local_experts)
         table = every.view(shape).transpose(0, 1)
         rows = _sorted(blocks, len(routing_map))  # while the counts are exchanged
-        return Counted(routing_map, table, HostCopy(every, shape, work), chunks, rows)
+        return Counted(routing_map, table, HostCopy(every, shape, work, own), chunks, rows)
 
     def split(self, counted: Counted, chunks: int) -> tuple[ChunkTable, SentRows]:
         """Cut a routed batch; no collective, but a wait for the counts.
@@ -369,10 +369,15 @@ class HostCopy:
     Args:
         table: on the device. shape: of the copy, of which the first two axes are exchanged.
         work: the collective that fills the table; None: it is full.
+        source: what the collective reads. PyTorch lets go of it when the side stream waits, and its
+            memory would be used again by the stream that made it, which has not waited yet.
     """
 
-    def __init__(self, table: torch.Tensor, shape: tuple[int, ...], work: Any = None) -> None:
+    def __init__(
+        self, table: torch.Tensor, shape: tuple[int, ...], work: Any, source: torch.Tensor
+    ) -> None:
         self._host, self._shape, self._work = table, shape, work
+        self._source: torch.Tensor | None = source
         self._event: Any = None
         if table.is_cuda:
             side = _side_stream(table.device)
@@ -389,7 +394,7 @@ class HostCopy:
         """The copy, int64; the host waits, and the current stream for the table."""
         if self._work is not None:
             self._work.wait()
-            self._work = None
+        self._work = self._source = None
         if self._event is not None:
             self._event.synchronize()
         return self._host.view(self._shape).transpose(0, 1).long()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.moe.buffers import Memory
@@ -125,6 +128,30 @@ def test_the_planner_counts_the_launches(
     assert forward - experts == sum(moe_times._OURS[0][1:])
     resent = (launches(8, "s2")[1] - launches(4, "s2")[1]) / 4
     assert resent - backward == sum(moe_times._AGAIN[1:])
+
+
+def test_what_the_exchange_of_counts_reads_lives_until_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL's work lets go of it when the side stream waits, before the stream that made it."""
+    read: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def gather(out: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
+        out.copy_(source.repeat(2))
+        read.append(weakref.ref(source))
+        return SimpleNamespace(wait=lambda: alive.append(read[0]() is not None))
+
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    exchange = Exchange.__new__(Exchange)
+    exchange.groups, exchange.experts = Groups(None, None, None), 4
+    exchange.ep_size, exchange.ep_rank, exchange.tp_size, exchange.tp_rank = 2, 0, 1, 0
+    exchange.local_experts = 2
+    counted = exchange.count(torch.tensor([[True, False, True, False]] * 4), 2, 2)
+    assert read[0]() is not None  # what is computed next may not take its memory
+    assert counted.host.sum() == 16
+    assert alive == [True]
+    assert read[0]() is None
 
 
 class Atomics(TorchDispatchMode):
