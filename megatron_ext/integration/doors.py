@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from .._log import set_up
+from .._log import set_up, tear_down
 from ..runtime.watchdog import close_process_watchdog
 from .errors import ConfigError
 from .flags import in_options
-from .install import claim, drop, require_unclaimed, set_aside
+from .install import claim, drop, in_force, require_unclaimed, set_aside
 from .library import Library
 from .report import Report
 from .takeover import require_not_held
+from .undo import give_back
 
 
 def enable(options: Mapping[str, object]) -> Report:
@@ -33,6 +35,9 @@ def enable(options: Mapping[str, object]) -> Report:
     return Report(library.hooks)
 
 
+_functions: weakref.WeakSet[DropIn] = weakref.WeakSet()
+
+
 class DropIn:
     """A forward-backward function for a loop of your own; nothing global stays replaced."""
 
@@ -47,6 +52,8 @@ class DropIn:
                 )
             self._library.start(entry=False)
             self._library.hooks.pause()
+        _functions.add(self)
+        weakref.finalize(self, _end, self._library).atexit = False
 
     def __call__(self, **kwargs: Any) -> Any:
         hooks = self._library.hooks
@@ -57,3 +64,12 @@ class DropIn:
             finally:
                 hooks.pause()
                 close_process_watchdog()
+
+
+def _end(library: Library) -> None:
+    """A function is gone: end what runs for its models. Its messages end with their group."""
+    with set_aside():
+        library.revert()
+    if not list(_functions) and not in_force():  # a set's length counts what is just going
+        tear_down()
+        give_back(groups=False)

@@ -233,6 +233,11 @@ def claim(mine: Applied) -> None:
     _current = mine
 
 
+def in_force() -> bool:
+    """This process has something of ours in force."""
+    return _current is not None
+
+
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
     """Inside, what this process has in force is not: Megatron has its symbols."""

@@ -30,9 +30,14 @@ def _unset(name: str) -> None:
     os.environ.pop(name, None)
 
 
-def give_back() -> None:
-    """End what runs beside training: the watchdog, communicators of messages; and undo the rest."""
+def give_back(groups: bool = True) -> None:
+    """End what runs beside training, and undo the rest.
+
+    Args:
+        groups: end communicators of messages, too, which all ranks of a group do.
+    """
     with contextlib.ExitStack() as stack:
         stack.callback(_undo.close)
-        stack.callback(communicators.close)
+        if groups:
+            stack.callback(communicators.close)
         stack.callback(close_process_watchdog)

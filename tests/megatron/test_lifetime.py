@@ -7,6 +7,12 @@ from tests.support.case_server import Cases, case_results
 results = case_results("megatron.cases.lifetime_cases")
 
 
+def test_every_door_leaves_the_process_as_it_was(results: Cases) -> None:
+    for rank in results["given back"]:
+        assert len(rank) == 11
+        assert {name: changed for name, changed in rank.items() if changed} == {}
+
+
 def test_what_fails_halfway_gives_it_back_too(results: Cases) -> None:
     for rank in results["failed"]:
         assert all(text != "nothing" for text, _ in rank.values())
@@ -51,3 +57,9 @@ def test_every_wait_is_over_the_ranks_of_the_call_and_watched(results: Cases) ->
 def test_deleted_models_are_collected(results: Cases) -> None:
     for rank in results["models"]:
         assert len(rank) == 3 and set(rank.values()) == {0}
+
+
+def test_destroyed_groups_are_collected_and_their_communicators_shut_down(results: Cases) -> None:
+    for rank, found in enumerate(results["groups"]):
+        assert found["rounds"] == [(4 if rank else 0, 0, 0, True, 0)] * 3
+        assert len(set(found["threads"])) == 1

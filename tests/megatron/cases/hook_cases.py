@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from megatron_ext import cpu
@@ -62,16 +63,20 @@ def held(target: str) -> Any:
     return inspect.getattr_static(owner, name)
 
 
-def megatron_symbols() -> dict[str, int]:
-    """Identity of all globals of all loaded Megatron modules, and of their classes' attributes."""
+def megatron_symbols(wanted: Callable[[Any], bool] = lambda value: True) -> dict[str, int]:
+    """Identity of all ``wanted`` globals of all loaded Megatron modules, and of their classes'
+    attributes."""
     found = {}
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] != "megatron" or module is None:
             continue
         for key, value in vars(module).items():
-            found[f"{name}:{key}"] = id(value)
+            if wanted(value):
+                found[f"{name}:{key}"] = id(value)
             if isinstance(value, type) and value.__module__ == name:
                 for attribute, inner in vars(value).items():
+                    if not wanted(inner):
+                        continue
                     found[f"{name}:{key}.{attribute}"] = id(inner)
     return found
 

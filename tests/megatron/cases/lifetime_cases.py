@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import io
@@ -33,12 +34,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from megatron_ext.integration import utils  # noqa: E402
-from megatron_ext.runtime import communicators, watchdog  # noqa: E402
+from megatron_ext.integration.feature import Run  # noqa: E402
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest  # noqa: E402
+from megatron_ext.runtime import communicators, edges, watchdog  # noqa: E402
 from megatron_ext.runtime.wgrad import WeightGradStore  # noqa: E402
 from tests.megatron.cases import gpt_cases  # noqa: E402
 from tests.megatron.cases.gpt_cases import BATCH, SEQUENCE, to_bytes  # noqa: E402
 from tests.megatron.cases.hook_cases import megatron_symbols  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
+from tests.support.stand_ins import megatron_args  # noqa: E402
 
 # The package has a function of this name.
 install: Any = importlib.import_module("megatron_ext.integration.install")
@@ -54,6 +58,8 @@ EXPERTS = {
 CASES: dict[str, dict[str, Any]] = {
     "models": {"main": "models"},
     "failed": {"main": "failed"},
+    "groups": {"main": "groups"},
+    "given back": {"main": "given_back"},
     "late": {"main": "late"},
     "beside": {"main": "beside"},
     "replicas": {"main": "replicas", "world": 4},
@@ -105,6 +111,28 @@ def step(
 
 # --- what a process has ---
 
+_at_exit: list[str] = []  # functions of ours that are called at exit
+_register, _unregister = atexit.register, atexit.unregister
+
+
+def _noted_register(function: Any, *args: Any, **kwargs: Any) -> Any:
+    if str(getattr(function, "__module__", "")).startswith("megatron_ext"):
+        _at_exit.append(function.__qualname__)
+    return _register(function, *args, **kwargs)
+
+
+def _noted_unregister(function: Any) -> None:
+    _at_exit[:] = [name for name in _at_exit if name != getattr(function, "__qualname__", "")]
+    _unregister(function)
+
+
+atexit.register, atexit.unregister = _noted_register, _noted_unregister
+
+
+def _is_code(value: Any) -> bool:
+    """Not the data of Megatron's modules, which change by themselves."""
+    return callable(value) or isinstance(value, (classmethod, property))
+
 
 def process() -> dict[str, Any]:
     """All that a run of ours may change in a process, but memory."""
@@ -115,15 +143,16 @@ def process() -> dict[str, Any]:
         f"{name}:{key}": id(value)
         for name in ("torch.distributed", "torch.distributed.distributed_c10d", "signal", "os")
         for key, value in vars(sys.modules[name]).items()
+        if _is_code(value)
     }
     return {
-        "symbols": megatron_symbols() | torchs,
+        "symbols": megatron_symbols(_is_code) | torchs,
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "handlers": {one: repr(signal.getsignal(one)) for one in signal.valid_signals()},
         "wakeup": wakeup,
         "environment": dict(os.environ),
         "log": (list(log.handlers), log.level, log.propagate),
-        "exit": atexit._ncallbacks(),
+        "exit": sorted(_at_exit),
         "communicators": [len(kept) for kept in communicators.PerGroup.every],
     }
 
@@ -141,11 +170,11 @@ def holders() -> list[str]:
         ):
             continue
         for key, value in list(getattr(module, "__dict__", {}).items()):
-            inner = vars(value).items() if isinstance(value, type) else ()
+            inner = vars(value).items() if issubclass(type(value), type) else ()
             for label, one in ((key, value), *((f"{key}.{k}", v) for k, v in inner)):
-                one = getattr(one, "__func__", one) if isinstance(one, _METHODS) else one
-                of = one.__code__.co_filename if isinstance(one, types.FunctionType) else ""
-                module_of = str(one.__module__) if isinstance(one, type) else ""
+                one = one.__func__ if type(one) in _METHODS else one
+                of = one.__code__.co_filename if type(one) is types.FunctionType else ""
+                module_of = str(one.__module__) if issubclass(type(one), type) else ""
                 if "/megatron_ext/integration/" in of or module_of.startswith("megatron_ext.integ"):
                     found.append(f"{name}:{label}")
     return found
@@ -184,6 +213,120 @@ def failed(case: dict[str, Any]) -> Any:
         megatron_ext.disable()
         del held
     return found
+
+
+# --- every door, and what goes on behind it ---
+
+_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+DOORS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    # Number of chunks, options, the model's configuration.
+    "split backward": (1, {"schedule": "zb-h1"}, {}),
+    "V placement, offload": (
+        2,
+        {"schedule": "v-half", "offload": "half", "offload_time": "0.1"},
+        {},
+    ),
+    "messages": (2, {"schedule": "interleaved", "p2p": "edge,buffers"}, {}),
+    "trace": (1, {"schedule": "1f1b", "trace": "traces"}, {}),
+    "recompute": (1, {"schedule": "zb-h2"}, _RECOMPUTED),
+    "experts, split": (
+        1,
+        {"schedule": "zb-h1", "moe_pipeline_chunks": 2, "moe_memory_reuse": "s3"},
+        EXPERTS,
+    ),
+    "experts": (
+        1,
+        {"schedule": None, "moe_pipeline_chunks": 2, "moe_memory_reuse": "s4"},
+        EXPERTS,
+    ),
+}
+_FLAGS: dict[str, dict[str, Any]] = {
+    "vocabulary": {"pp_schedule": "v-half", "pp_vocab_parallel": True},
+    "post-validation": {"pp_schedule": "zb-h1", "pp_post_validation": True},
+    "profile": {"pp_schedule": "zb-h1", "pp_profile_steps": 2},
+}
+
+
+def given_back(case: dict[str, Any]) -> Any:
+    """What is not as before after each door is closed."""
+    found: dict[str, list[str]] = {}
+    round_trip(1, None, {})  # what Megatron itself leaves, such as groups that it keeps
+    for name, (chunks, options, config) in DOORS.items():
+        before = process()
+        changed = round_trip(chunks, functools.partial(megatron_ext.enable, **options), config)
+        found[name] = differences(before, process()) + holders() + changed
+    before = process()
+    half = {"offload": "half", "offload_time": "0.1"}
+    changed = round_trip(1, None, {}, megatron_ext.forward_backward_func("zb-h1", **half))
+    communicators.close()  # they end with their group
+    found["function"] = differences(before, process()) + holders() + changed
+    for name, flags in _FLAGS.items():
+        before = process()
+        by_flags(flags)
+        found[f"flags, {name}"] = differences(before, process()) + holders()
+    return found
+
+
+def round_trip(
+    chunks: int,
+    opening: Callable[[], Any] | None,
+    config: dict[str, Any],
+    function: Callable[..., Any] | None = None,
+) -> list[str]:
+    """Train a model twice behind a door, and close it; what of the model is not as before."""
+    if opening is not None:
+        opening()
+    initialize(chunks)
+    models = build(chunks, config)
+    before = _state(models)
+    for _ in range(2):
+        step(models, function)
+    del function
+    megatron_ext.disable()
+    after = _state(models)
+    parallel_state.destroy_model_parallel()
+    del models
+    gc.collect()
+    keys = before.keys() | after.keys()
+    return [
+        f"{k}: {before.get(k)} -> {after.get(k)}" for k in keys if before.get(k) != after.get(k)
+    ]
+
+
+# What Megatron sets in a step; and its hooks, made again for gradients outside of autograd.
+_OF_A_STEP = {"current_microbatch", "input_layernorm_checkpoint", "pre_mlp_norm_checkpoint"}
+_OF_A_STEP.add("_megatron_ext_grad_hooks")
+
+
+def _state(models: list[Any]) -> dict[str, str]:
+    """The configuration of a model, and names and methods of its modules."""
+    found = {}
+    for i, model in enumerate(models):
+        config = vars(utils.unwrapped(model).config)
+        found |= {f"config {key}": repr(value) for key, value in config.items()}
+        for name, module in model.named_modules():
+            found |= {f"{i} {name}.{key}": "set" for key in vars(module).keys() - _OF_A_STEP}
+            found[f"{i} {name}.forward"] = module.forward.__qualname__
+    return found
+
+
+def by_flags(flags: dict[str, Any]) -> None:
+    """Megatron's arguments ask for it, as its validation finds them."""
+    installation = install._start({})
+    args = megatron_args(
+        pipeline_model_parallel_size=2,
+        distributed_timeout_minutes=1,
+        rank=0,
+        data_parallel_size=1,
+        micro_batch_size=1,
+        global_batch_size=4,
+        **flags,
+    )
+    choice = ScheduleRequest.of(flags["pp_schedule"]).resolve(2, None, 4)
+    version, chunks = installation.hooks.version, 2 if "v-" in flags["pp_schedule"] else 1
+    installation.start(Run(args, version, False, schedule=choice, chunks=chunks))
+    assert len(installation.hooks.bindings) > 5
+    megatron_ext.revert()
 
 
 # --- holders, other doors ---
@@ -284,6 +427,42 @@ def models(case: dict[str, Any]) -> Any:
     return found
 
 
+def groups(case: dict[str, Any]) -> Any:
+    """Groups that are destroyed and made again: which are alive, and their communicators."""
+    made, ended, rounds = [0], [0], []
+    communicator, end = edges.communicator, edges.end
+
+    def making(*args: Any, **kwargs: Any) -> Any:
+        made[0] += 1
+        return communicator(*args, **kwargs)
+
+    def ending(backend: Any, abort: bool) -> None:
+        ended[0] += not abort
+        end(backend, abort)
+
+    edges.communicator, edges.end = making, ending
+    megatron_ext.enable("zb-h1")
+    alive: list[weakref.ref[Any]] = []
+    threads = []
+    for again in range(3):
+        initialize()
+        models = build()
+        losses = step(models)
+        alive.append(weakref.ref(parallel_state.get_pipeline_model_parallel_group()))
+        del models
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        gc.collect()
+        held = sum(ref() is not None for ref in alive)
+        kept = sum(len(one) for one in communicators.PerGroup.every)
+        rounds.append((len(losses), held, kept, made[0] > 0, made[0] - ended[0]))
+        threads.append(threading.active_count())
+        connect(case, f"store {again}")
+    megatron_ext.disable()
+    edges.communicator, edges.end = communicator, end
+    return {"rounds": rounds, "threads": threads}
+
+
 # --- waits ---
 
 _WAITS = (
@@ -343,6 +522,12 @@ def replicas(case: dict[str, Any]) -> Any:
     return {"seen": seen, "returned": returned, "log": log.getvalue()}
 
 
+def connect(case: dict[str, Any], store: str) -> None:
+    """Join the job, whose ranks meet in the file ``store``."""
+    way = f"file://{Path.cwd() / store}"
+    dist.init_process_group("gloo", way, rank=case["rank"], world_size=case["world"])
+
+
 def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
     """One case on one rank; rank 0 gathers and writes."""
     world = case.get("world", 2)
@@ -350,10 +535,9 @@ def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
         return
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     os.chdir(folder)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
-    )
-    mine = globals()[case["main"]]({**case, "folder": folder})
+    case = {**case, "rank": rank, "world": world}
+    connect(case, "store")
+    mine = globals()[case["main"]](case)
     every: list[Any] = [None] * world
     dist.all_gather_object(every, mine)
     if rank == 0:

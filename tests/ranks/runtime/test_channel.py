@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ext.runtime import communicators
+
 
 def test_refuses_other_shapes_and_dtypes(pool):
     shape, transposed, dtype, pending = pool.run("wrong_messages", 1)[0]
@@ -50,3 +56,28 @@ def test_buffers_are_used_again(pool):
 
 def test_many_outstanding_receives(pool):
     assert pool.run("many_receives", 4, count=300) == [0] * 4
+
+
+@pytest.mark.parametrize("has", [("shutdown", "abort"), ("shutdown",), ()])
+def test_communicators_end_once_and_are_aborted_at_exit(has):
+    """With stand-ins for a backend, which may lack either way, and for its group."""
+    calls = []
+
+    class Ended:
+        def close(self, abort=False):
+            ways = {name: lambda name=name: calls.append(name) for name in has}
+            communicators.end(SimpleNamespace(**ways), abort)
+
+    class Group:
+        """Can be referred to weakly."""
+
+    kept, one, two = communicators.PerGroup(), Group(), Group()
+    for group in (one, two):
+        kept.get(group, "way", Ended)
+    communicators.close(one)
+    communicators.close(one)
+    assert calls == [name for name in ("shutdown",) if name in has] and len(kept) == 1
+    calls.clear()
+    communicators._at_exit()
+    communicators._at_exit()
+    assert calls == list(reversed(has))[:1] and len(kept) == 0
