@@ -166,6 +166,8 @@ class Watch:
 
     def _counted(self, group: Any, start: Any, stores: list[Any]) -> Any:
         def start_grad_sync(*args: Any, **kwargs: Any) -> Any:
+            if group.is_first_batch and group.grad_reduce_handle is not None:
+                return start(*args, **kwargs)  # under way: does nothing
             owed = any(store.owes(p) for store in stores for p in group.params)
             what = f"{self.when}, owed" if owed else self.when
             self.steps[-1].setdefault(id(group), []).append(what)
