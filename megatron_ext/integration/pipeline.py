@@ -18,6 +18,7 @@ from .callbacks import Callback, Step
 from .errors import ConfigError
 from .plans import Plans
 from .runner import Call, Iteration, MegatronRunner
+from .utils import device_of
 
 _LISTED = 16
 # Options of the model's configuration with which messages are not all of one known shape.
@@ -182,7 +183,7 @@ class ScheduledPipeline:
             )
         for callback in self.callbacks:
             callback.begin(step)
-        rank, device = step.rank, next(iteration.models[0].parameters()).device
+        rank, device = step.rank, device_of(iteration.models)
         with self.watchdog(rank).armed("for its neighbours, to connect with them"):
             step.runner = (step.runner_type or MegatronRunner)(
                 iteration, plan.placement, rank, self._store, step.mover, step.observer

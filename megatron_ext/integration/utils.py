@@ -25,6 +25,19 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
+def device_of(models: Sequence[Any]) -> torch.device:
+    """Where this rank computes: its first parameter's, or, without any, Megatron's choice.
+
+    Args:
+        models: chunks; a layout may leave some of them empty.
+    """
+    for model in models:
+        for parameter in model.parameters():
+            found: torch.device = parameter.device
+            return found
+    return torch.empty(0, device=torch.cuda.current_device()).device
+
+
 class LastModels:
     """The models of the last time; it does not keep them alive."""
 

@@ -26,6 +26,7 @@ from ... import saved_parameters
 from ...callbacks import Callback, Duration, PlanInputs, Step
 from ...hooks import Hook
 from ...offload_request import OffloadRequest
+from ...utils import device_of
 from . import measure
 from .measure import TransferSetup
 from .policy import OffloadPolicy, keep_nothing
@@ -80,7 +81,7 @@ class Offloading(Callback):
         if not step.training or self._setup is not None:
             return
         group, groups = step.call.group, step.call.groups
-        device = next(step.call.iteration.models[0].parameters()).device
+        device = device_of(step.call.iteration.models)
         file_link = None
         if self._request is None:
             file_link = self._inputs.link

@@ -24,6 +24,7 @@ from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...hooks import Hook, around
 from ...pipeline import start_param_sync
+from ...utils import device_of
 from .eager_step import EagerStep, StageGroups
 from .head import Head
 
@@ -148,7 +149,7 @@ class Attempt:
 
     def __init__(self, optimizer: Any, groups: StageGroups, head: Head) -> None:
         self._call = head.last
-        device = next(self._call.iteration.models[0].parameters()).device
+        device = device_of(self._call.iteration.models)
         group = self._call.group
         chain = Placement.loop(group.size()).edges
         edges = connected(group, "post-validation", chain, device, head.messages)
