@@ -18,7 +18,6 @@ from .callbacks import Callback, Step
 from .errors import ConfigError
 from .plans import Plans
 from .runner import Call, Iteration, MegatronRunner
-from .utils import device_of
 
 _LISTED = 16
 # Options of the model's configuration with which messages are not all of one known shape.
@@ -76,8 +75,8 @@ class ScheduledPipeline:
         """Run all passes of one iteration; Megatron's keyword arguments and return value.
 
         Returns:
-            What the loss function reported, one entry a microbatch, on the last pipeline rank and
-            on the rank that computes the loss; an empty list elsewhere.
+            What the loss function reported, one entry a microbatch, on the last pipeline rank; an
+            empty list elsewhere.
 
         Raises:
             ConfigError: a feature of this call is not supported.
@@ -86,6 +85,11 @@ class ScheduledPipeline:
 
         models = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if len(iterators) != len(models):
+            raise ConfigError(
+                f"data_iterator has {len(iterators)} iterator(s), but this rank has {len(models)} "
+                "model chunk(s); give a list with one for each chunk, each over all microbatches"
+            )
         for callback in self.callbacks:
             iterators = callback.data_iterators(iterators, not forward_only)
         iteration = Iteration(
@@ -183,7 +187,7 @@ class ScheduledPipeline:
             )
         for callback in self.callbacks:
             callback.begin(step)
-        rank, device = step.rank, device_of(iteration.models)
+        rank, device = step.rank, call.device
         with self.watchdog(rank).armed("for its neighbours, to connect with them"):
             step.runner = (step.runner_type or MegatronRunner)(
                 iteration, plan.placement, rank, self._store, step.mover, step.observer

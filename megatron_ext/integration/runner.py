@@ -94,6 +94,11 @@ class Call:
     batch: tuple[int, int]
     groups: Sequence[Any] = ()
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return device_of(self.iteration.models)
+
     def is_as(self, other: Call) -> bool:
         """True if an iteration that was begun for one can go on for the other."""
         one, two = self.iteration, other.iteration

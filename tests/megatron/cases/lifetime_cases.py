@@ -28,6 +28,7 @@ from megatron_ext import cpu
 
 cpu.install()
 
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
@@ -58,6 +59,7 @@ EXPERTS = {
 CASES: dict[str, dict[str, Any]] = {
     "models": {"main": "models"},
     "failed": {"main": "failed"},
+    "ends": {"main": "ends"},
     "groups": {"main": "groups"},
     "given back": {"main": "given_back"},
     "late": {"main": "late"},
@@ -89,6 +91,7 @@ def step(
     function: Callable[..., Any] | None = None,
     microbatches: int = 4,
     length: int = SEQUENCE,
+    forward_only: bool = False,
 ) -> Any:
     """One training step; what the function returns."""
 
@@ -106,6 +109,7 @@ def step(
         num_microbatches=microbatches,
         seq_length=length,
         micro_batch_size=BATCH,
+        forward_only=forward_only,
     )
 
 
@@ -424,6 +428,22 @@ def models(case: dict[str, Any]) -> Any:
         found[f"{schedule} {options}"] = sum(ref() is not None for ref in alive)
         megatron_ext.disable()
         parallel_state.destroy_model_parallel()
+    return found
+
+
+def ends(case: dict[str, Any]) -> Any:
+    """How many losses come back under a V, and which rank is the last when one asks for them."""
+    megatron_ext.enable("v-half")
+    initialize(2)
+    models, found = build(2), []
+    for forward_only in (False, True, False):
+        losses = step(models, forward_only=forward_only)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        total = sum((x["lm loss"].sum() for x in losses), torch.zeros(()))
+        dist.all_reduce(total, group=group)
+        last = importlib.import_module("megatron.core.pipeline_parallel.utils").is_pp_last_stage
+        found.append((len(losses), last(group), float(total) / 4))
+    megatron_ext.disable()
     return found
 
 

@@ -26,7 +26,6 @@ from ... import saved_parameters
 from ...callbacks import Callback, Duration, PlanInputs, Step
 from ...hooks import Hook
 from ...offload_request import OffloadRequest
-from ...utils import device_of
 from . import measure
 from .measure import TransferSetup
 from .policy import OffloadPolicy, keep_nothing
@@ -81,7 +80,7 @@ class Offloading(Callback):
         if not step.training or self._setup is not None:
             return
         group, groups = step.call.group, step.call.groups
-        device = device_of(step.call.iteration.models)
+        device = step.call.device
         file_link = None
         if self._request is None:
             file_link = self._inputs.link

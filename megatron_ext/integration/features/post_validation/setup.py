@@ -24,7 +24,6 @@ from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...hooks import Hook, around
 from ...pipeline import start_param_sync
-from ...utils import device_of
 from .eager_step import EagerStep, StageGroups
 from .head import Head
 
@@ -149,7 +148,7 @@ class Attempt:
 
     def __init__(self, optimizer: Any, groups: StageGroups, head: Head) -> None:
         self._call = head.last
-        device = device_of(self._call.iteration.models)
+        device = self._call.device
         group = self._call.group
         chain = Placement.loop(group.size()).edges
         edges = connected(group, "post-validation", chain, device, head.messages)
