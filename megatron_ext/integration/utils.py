@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..runtime.communicators import timeout_of
 from ..runtime.watchdog import process_watchdog
 from .arguments import MegatronArgs
 from .errors import ConfigError
@@ -36,6 +37,12 @@ def device_of(models: Sequence[Any]) -> torch.device:
             found: torch.device = parameter.device
             return found
     return torch.empty(0, device=torch.cuda.current_device()).device
+
+
+def time_limit_minutes(group: Any, device: torch.device) -> float:
+    """What the trainer lets an operation of ``group``, or of the whole job, take at most."""
+    every = [group, *([dist.group.WORLD] if dist.group.WORLD is not None else [])]
+    return max(timeout_of(one, device).total_seconds() for one in every) / 60
 
 
 class LastModels:

@@ -73,3 +73,15 @@ def test_a_v_returns_losses_once(results: Cases) -> None:
     means = [row[2] for row in first]
     assert means == [row[2] for row in second] and means[0] == means[1] == means[2]
     assert 3.5 < means[0] < 5.5  # near the logarithm of the vocabulary, not twice as much
+
+
+def test_a_flag_for_experts_says_that_a_dense_model_has_none(results: Cases) -> None:
+    for rank, found in enumerate(results["dense"]):
+        for schedule in ("zb-h1", None):
+            count, text = found[schedule]
+            assert count == (rank == 0)
+            assert rank or "--moe-pipeline-chunks 2 has no effect on a model without MoE" in text
+
+
+def test_the_watchdog_waits_as_long_as_the_trainers_groups(results: Cases) -> None:
+    assert [found["limit"] for found in results["dense"]] == [3 * 3600] * 2

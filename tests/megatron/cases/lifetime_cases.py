@@ -20,6 +20,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "models": {"main": "models"},
     "failed": {"main": "failed"},
     "ends": {"main": "ends"},
+    "dense": {"main": "dense", "timeout": timedelta(hours=3)},
     "groups": {"main": "groups"},
     "given back": {"main": "given_back"},
     "late": {"main": "late"},
@@ -447,6 +449,25 @@ def ends(case: dict[str, Any]) -> Any:
     return found
 
 
+def dense(case: dict[str, Any]) -> Any:
+    """A flag for MoE layers beside a model without; and the watchdog's limit."""
+    log = io.StringIO()
+    logging.getLogger("megatron_ext").addHandler(logging.StreamHandler(log))
+    found = {}
+    for schedule in ("zb-h1", None):
+        megatron_ext.enable(schedule, moe_pipeline_chunks=2)
+        initialize()
+        models = build()
+        for _ in range(2):
+            step(models)
+        found[schedule] = log.getvalue().count("no effect"), log.getvalue()
+        found["limit"] = watchdog.process_watchdog().timeout_seconds if schedule else found["limit"]
+        log.truncate(0)
+        megatron_ext.disable()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
 def groups(case: dict[str, Any]) -> Any:
     """Groups that are destroyed and made again: which are alive, and their communicators."""
     made, ended, rounds = [0], [0], []
@@ -545,7 +566,9 @@ def replicas(case: dict[str, Any]) -> Any:
 def connect(case: dict[str, Any], store: str) -> None:
     """Join the job, whose ranks meet in the file ``store``."""
     way = f"file://{Path.cwd() / store}"
-    dist.init_process_group("gloo", way, rank=case["rank"], world_size=case["world"])
+    dist.init_process_group(
+        *("gloo", way), case.get("timeout"), rank=case["rank"], world_size=case["world"]
+    )
 
 
 def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:
