@@ -36,11 +36,20 @@ from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-# Flags (argparse names) that change the data or the model in ways this script does not follow.
-_BEYOND = (
-    "context_parallel_size mtp_num_layers sft fim_data spec reset_attention_mask yaml_cfg "
-    "reset_position_ids experimental_attention_variant heterogeneous_layers_config_path"
-)
+# Flags (argparse names) that change the data or the model in ways this script does not follow, and
+# Megatron's defaults of them.
+_BEYOND = {
+    "context_parallel_size": 1,
+    "experimental_attention_variant": None,
+    "fim_data": False,
+    "heterogeneous_layers_config_path": None,
+    "mtp_num_layers": None,
+    "reset_attention_mask": False,
+    "reset_position_ids": False,
+    "sft": False,
+    "spec": None,
+    "yaml_cfg": None,
+}
 
 
 def build_model(
@@ -56,9 +65,10 @@ def build_model(
     ``config`` and ``pg_collection`` (process groups) default to Megatron's global ones.
     """
     args = get_args()
-    beyond = [n for n in _BEYOND.split() if getattr(args, n, None) not in (None, False, 1)]
+    beyond = [name for name, default in _BEYOND.items() if getattr(args, name, default) != default]
     if beyond:
-        sys.exit(f"{beyond[0]} needs Megatron's own pretrain_gpt.py; see scripts/get_megatron.sh")
+        flag = f"--{beyond[0].replace('_', '-')}"
+        sys.exit(f"{flag} needs Megatron's own pretrain_gpt.py; see scripts/get_megatron.sh")
     config = config or core_transformer_config_from_args(args)
     layers = get_gpt_decoder_block_spec(
         config,

@@ -28,7 +28,7 @@ from .flags import FLAGS, given, in_options, options_without_schedule, parsed
 from .hooks import Hook, Hooks, around
 from .model_args import ModelArgs
 from .pipeline import ScheduledPipeline, pipeline_group
-from .utils import unwrapped, watched
+from .utils import device_of, time_limit_minutes, unwrapped, watched
 from .versions import megatron_version, require_supported
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,8 @@ class Library:
         from megatron.core.utils import get_model_config
 
         config = get_model_config(models[0])
-        args: Any = ModelArgs(self._options, models, config, group.size(), _rank(), *size)
+        minutes = time_limit_minutes(group, device_of(models))
+        args: Any = ModelArgs(self._options, models, config, group.size(), minutes, _rank(), *size)
         run = self._run.for_model(args, models, group)
         for feature in FEATURES:
             feature.check_model(run)

@@ -9,7 +9,6 @@ from .utils import unwrapped
 
 # Argument -> attribute of a model's configuration, where they differ.
 _RENAMED = {"num_experts": "num_moe_experts"}
-_MINUTES = 10  # Megatron's default of --distributed-timeout-minutes
 
 
 class ModelArgs:
@@ -23,6 +22,7 @@ class ModelArgs:
         models: the model's chunks on this rank.
         config: the model's ``TransformerConfig``.
         pp: ranks of its pipeline.
+        minutes: that messages and collectives may take by the trainer's own limits.
         rank: of this process in the job.
         length, samples: of a microbatch, as the first call gives them.
     """
@@ -33,6 +33,7 @@ class ModelArgs:
         models: list[Any],
         config: Any,
         pp: int,
+        minutes: float,
         rank: int,
         length: int,
         samples: int,
@@ -42,7 +43,7 @@ class ModelArgs:
             **options,
             "rank": rank,
             "pipeline_model_parallel_size": pp,
-            "distributed_timeout_minutes": _MINUTES,
+            "distributed_timeout_minutes": minutes,
             "use_megatron_fsdp": bool(wrappers & {"FullyShardedDataParallel", "MegatronFSDP"}),
             "use_torch_fsdp2": "TorchFullyShardedDataParallel" in wrappers,
             "seq_length": length,

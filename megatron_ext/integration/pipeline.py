@@ -75,8 +75,8 @@ class ScheduledPipeline:
         """Run all passes of one iteration; Megatron's keyword arguments and return value.
 
         Returns:
-            What the loss function reported, one entry a microbatch, on the last pipeline rank and
-            on the rank that computes the loss; an empty list elsewhere.
+            What the loss function reported, one entry a microbatch, on the last pipeline rank; an
+            empty list elsewhere.
 
         Raises:
             ConfigError: a feature of this call is not supported.
@@ -85,6 +85,11 @@ class ScheduledPipeline:
 
         models = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if len(iterators) != len(models):
+            raise ConfigError(
+                f"data_iterator has {len(iterators)} iterator(s), but this rank has {len(models)} "
+                "model chunk(s); give a list with one for each chunk, each over all microbatches"
+            )
         for callback in self.callbacks:
             iterators = callback.data_iterators(iterators, not forward_only)
         iteration = Iteration(
@@ -182,7 +187,7 @@ class ScheduledPipeline:
             )
         for callback in self.callbacks:
             callback.begin(step)
-        rank, device = step.rank, next(iteration.models[0].parameters()).device
+        rank, device = step.rank, call.device
         with self.watchdog(rank).armed("for its neighbours, to connect with them"):
             step.runner = (step.runner_type or MegatronRunner)(
                 iteration, plan.placement, rank, self._store, step.mover, step.observer

@@ -19,6 +19,7 @@ from ..schedule.actions import Op
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
 from .reductions import Reductions
+from .utils import device_of
 
 _NOTHING = contextlib.nullcontext()
 
@@ -93,6 +94,11 @@ class Call:
     batch: tuple[int, int]
     groups: Sequence[Any] = ()
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return device_of(self.iteration.models)
+
     def is_as(self, other: Call) -> bool:
         """True if an iteration that was begun for one can go on for the other."""
         one, two = self.iteration, other.iteration
@@ -134,7 +140,7 @@ class MegatronRunner(StageRunner):
         self._live: dict[tuple[int, int], ActivationSet] = {}
         self._reductions = Reductions(iteration.config, iteration.models, placement.stages[rank])
         self.losses: list[Any] = []
-        device = next(iteration.models[0].parameters()).device
+        device = device_of(iteration.models)
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
 
     def extension(self, plan: Schedule) -> Extension | None:

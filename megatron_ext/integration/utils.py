@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..runtime.communicators import timeout_of
 from ..runtime.watchdog import process_watchdog
 from .arguments import MegatronArgs
 from .errors import ConfigError
@@ -23,6 +24,25 @@ def unwrapped(model: Any) -> Any:
     while hasattr(model, "module"):
         model = model.module
     return model
+
+
+def device_of(models: Sequence[Any]) -> torch.device:
+    """Where this rank computes: its first parameter's, or, without any, Megatron's choice.
+
+    Args:
+        models: chunks; a layout may leave some of them empty.
+    """
+    for model in models:
+        for parameter in model.parameters():
+            found: torch.device = parameter.device
+            return found
+    return torch.empty(0, device=torch.cuda.current_device()).device
+
+
+def time_limit_minutes(group: Any, device: torch.device) -> float:
+    """What the trainer lets an operation of ``group``, or of the whole job, take at most."""
+    every = [group, *([dist.group.WORLD] if dist.group.WORLD is not None else [])]
+    return max(timeout_of(one, device).total_seconds() for one in every) / 60
 
 
 class LastModels:

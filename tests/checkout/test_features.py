@@ -31,7 +31,7 @@ ROWS = {
         "evaluation, other batch": "v-half",
         "batch-size ramp-up": "v-cap",
         "fewer first and last layers": "v-half",
-        "layer layout": "zb-h1,gis,v-min",
+        "layer layout": f"v-min{NIGHTLY_TOO}zb-h1,gis,interleaved-zb",
         "MTP, bf16, both overlaps": "zb-h1,v-half",
         "per-token loss": "v-half",
         "dropout (the same run twice)": "v-half",
@@ -156,7 +156,7 @@ NIGHTLY = (
     *("fewer first and last layers", "per-token loss", "batch-size ramp-up", "CP 2"),
     "evaluation, other batch",  # test_pretrain_script, and test_numerics with other microbatches
     *("MTP, bf16, both overlaps", "offload, half, MoE, EP 2, bf16, both overlaps"),
-    *("layer layout", "offload, full, TP 2, sequence parallel"),
+    "offload, full, TP 2, sequence parallel",
     *("dropout (the same run twice)", "offload, auto, measured, evaluation"),
     "offload, full, recompute selective, ramp-up",
     "offload, full, cheap recompute",

@@ -341,3 +341,18 @@ def test_experts_with_biases_and_recomputed_norms(train: Callable[..., Log]) -> 
     recompute = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm"]
     plain = train(*flags, ranks=1)
     assert plain["training"] and train(*flags, *recompute, ranks=1) == plain
+
+
+EMPTY = ("--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Etttt||tttt|L")
+
+
+def test_a_rank_without_parameters_trains(start: Callable[..., Outcome]) -> None:
+    """Its second stage holds nothing; offload and profile are about every rank, too."""
+    stock = start(*EMPTY)
+    assert stock.status == "ok", stock.log(0)[-6000:]
+    expected = read(stock.log(3))
+    assert len(expected["training"]) == 3
+    ours = ("--pp-schedule", "zb-h1", "--pp-offload", "half", "--pp-profile-steps", "2")
+    outcome = start(*EMPTY, *ours)
+    assert outcome.status == "ok", outcome.log(1)[-6000:]
+    assert read(outcome.log(3)) == expected

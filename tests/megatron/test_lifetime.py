@@ -63,3 +63,25 @@ def test_destroyed_groups_are_collected_and_their_communicators_shut_down(result
     for rank, found in enumerate(results["groups"]):
         assert found["rounds"] == [(4 if rank else 0, 0, 0, True, 0)] * 3
         assert len(set(found["threads"])) == 1
+
+
+def test_a_v_returns_losses_once(results: Cases) -> None:
+    """On the last pipeline rank, as stock, so that a sum over the pipeline has them once."""
+    first, second = results["ends"]
+    assert [row[:2] for row in first] == [(0, False)] * 3
+    assert [row[:2] for row in second] == [(4, True)] * 3
+    means = [row[2] for row in first]
+    assert means == [row[2] for row in second] and means[0] == means[1] == means[2]
+    assert 3.5 < means[0] < 5.5  # near the logarithm of the vocabulary, not twice as much
+
+
+def test_a_flag_for_experts_says_that_a_dense_model_has_none(results: Cases) -> None:
+    for rank, found in enumerate(results["dense"]):
+        for schedule in ("zb-h1", None):
+            count, text = found[schedule]
+            assert count == (rank == 0)
+            assert rank or "--moe-pipeline-chunks 2 has no effect on a model without MoE" in text
+
+
+def test_the_watchdog_waits_as_long_as_the_trainers_groups(results: Cases) -> None:
+    assert [found["limit"] for found in results["dense"]] == [3 * 3600] * 2

@@ -178,6 +178,19 @@ def test_the_known_models() -> None:
         require_placed([object.__new__(BertModel)], "v-half")
 
 
+def test_as_many_iterators_as_chunks() -> None:
+    pipeline: Any = ScheduledPipeline(None, WeightGradStore(), 60.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"has 1 iterator\(s\), but this rank has 2 model chunk"):
+        pipeline(
+            forward_step_func=None,
+            data_iterator=iter([]),
+            model=[SimpleNamespace()] * 2,
+            num_microbatches=4,
+            seq_length=64,
+            micro_batch_size=2,
+        )
+
+
 @pytest.mark.parametrize(("chunks", "length"), [(1, 32), (2, 64)])
 def test_decoder_sequences_of_another_length(chunks: int, length: int) -> None:
     """Stock's interleaved schedule takes no notice of them."""

@@ -106,12 +106,13 @@ def _pattern(name: str, text: str) -> str:
 
 
 def _layout(name: str, pp: int, kind: str) -> str:
-    """Eight layers over the stages, unevenly; STANDALONE: with one for multi-token prediction."""
+    """Eight layers over the stages, some empty; STANDALONE: with one for multi-token prediction."""
     assert pp == 4, "written for four ranks"
     looped = name in _LOOPED or name.startswith("v-")
     if kind == "STANDALONE":
         return "Et|t|t|t|tt|tt|m|L" if looped else "Ettt|ttttt|m|L"
-    counts = [0, 1, 1, 1, 2, 1, 1, 1] if looped else [1, 3, 2, 2]
+    # Two stages are empty, the first of a rank and the second of another one.
+    counts = [0, 0, 2, 1, 0, 2, 1, 2] if looped else [1, 3, 2, 2]
     stages = ["t" * n for n in counts]
     stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
     return "|".join(stages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -233,3 +234,15 @@ def test_runs_on_a_bare_interpreter_from_the_repository_root():
     command += ["--pp", "4", "--microbatches", "8", "--json"]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(out.stdout)["makespan"] == 33
+
+
+def test_one_place_knows_where_a_rank_computes():
+    """A layout may leave a rank's first chunk without parameters: see ``utils.device_of``."""
+    pattern = re.compile(r"next\(\s*(iter\()?[^\n]*\.parameters\(\)")
+    assert pattern.search("next(models[0].parameters()).device")
+    found = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in sorted((PACKAGE / "integration").rglob("*.py"))
+        if pattern.search(path.read_text())
+    ]
+    assert found == []

@@ -20,6 +20,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron_ext import cpu
 
 cpu.install()
 
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
@@ -58,6 +60,8 @@ EXPERTS = {
 CASES: dict[str, dict[str, Any]] = {
     "models": {"main": "models"},
     "failed": {"main": "failed"},
+    "ends": {"main": "ends"},
+    "dense": {"main": "dense", "timeout": timedelta(hours=3)},
     "groups": {"main": "groups"},
     "given back": {"main": "given_back"},
     "late": {"main": "late"},
@@ -89,6 +93,7 @@ def step(
     function: Callable[..., Any] | None = None,
     microbatches: int = 4,
     length: int = SEQUENCE,
+    forward_only: bool = False,
 ) -> Any:
     """One training step; what the function returns."""
 
@@ -106,6 +111,7 @@ def step(
         num_microbatches=microbatches,
         seq_length=length,
         micro_batch_size=BATCH,
+        forward_only=forward_only,
     )
 
 
@@ -427,6 +433,41 @@ def models(case: dict[str, Any]) -> Any:
     return found
 
 
+def ends(case: dict[str, Any]) -> Any:
+    """How many losses come back under a V, and which rank is the last when one asks for them."""
+    megatron_ext.enable("v-half")
+    initialize(2)
+    models, found = build(2), []
+    for forward_only in (False, True, False):
+        losses = step(models, forward_only=forward_only)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        total = sum((x["lm loss"].sum() for x in losses), torch.zeros(()))
+        dist.all_reduce(total, group=group)
+        last = importlib.import_module("megatron.core.pipeline_parallel.utils").is_pp_last_stage
+        found.append((len(losses), last(group), float(total) / 4))
+    megatron_ext.disable()
+    return found
+
+
+def dense(case: dict[str, Any]) -> Any:
+    """A flag for MoE layers beside a model without; and the watchdog's limit."""
+    log = io.StringIO()
+    logging.getLogger("megatron_ext").addHandler(logging.StreamHandler(log))
+    found = {}
+    for schedule in ("zb-h1", None):
+        megatron_ext.enable(schedule, moe_pipeline_chunks=2)
+        initialize()
+        models = build()
+        for _ in range(2):
+            step(models)
+        found[schedule] = log.getvalue().count("no effect"), log.getvalue()
+        found["limit"] = watchdog.process_watchdog().timeout_seconds if schedule else found["limit"]
+        log.truncate(0)
+        megatron_ext.disable()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
 def groups(case: dict[str, Any]) -> Any:
     """Groups that are destroyed and made again: which are alive, and their communicators."""
     made, ended, rounds = [0], [0], []
@@ -525,7 +566,9 @@ def replicas(case: dict[str, Any]) -> Any:
 def connect(case: dict[str, Any], store: str) -> None:
     """Join the job, whose ranks meet in the file ``store``."""
     way = f"file://{Path.cwd() / store}"
-    dist.init_process_group("gloo", way, rank=case["rank"], world_size=case["world"])
+    dist.init_process_group(
+        *("gloo", way), case.get("timeout"), rank=case["rank"], world_size=case["world"]
+    )
 
 
 def rank_main(folder: Path, name: str, case: dict[str, Any], rank: int) -> None:

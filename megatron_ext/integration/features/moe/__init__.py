@@ -107,7 +107,7 @@ class MoE(Feature):
         from .flags import check_budget
         from .host import HostArenas
         from .in_flight import stock_sets
-        from .layer import FixedPolicy, PipelinedMoE
+        from .layer import FixedPolicy, PipelinedMoE, dense_hooks
 
         def most(peak: Callable[..., list[int]], chunks: int, microbatches: int) -> list[int]:
             if schedule is None:
@@ -136,6 +136,8 @@ class MoE(Feature):
             callbacks.append(HostArenas(layers, policy, strategies, calls, budget, step))
         if not request.stock:
             callbacks.append(HooksOnly((queues.priority_hook(),)))
+        if run.library:
+            callbacks.append(HooksOnly(dense_hooks(f"{FLAGS[0]} {request.chunks}")))
         return callbacks
 
 

@@ -22,7 +22,7 @@ from ...errors import ConfigError
 from ...hooks import Hook
 from ...host_memory import memory_on_hosts, usable_bytes_a_rank
 from ...pipeline import groups_of_call, pipeline_group
-from ...utils import gather_over
+from ...utils import device_of, gather_over
 from . import FLAGS
 from .flags import Sets, layer_shape
 from .layer import FixedPolicy, PipelinedMoE, step_hooks
@@ -90,7 +90,7 @@ class HostArenas(Callback):
         groups = groups_of_call(pipeline, collection)
         every = gather_over((needs, text), groups)
         most = {s: max((entry[0][s], entry[1]) for entry in every) for s in needs}
-        memory = self._layers.memory_on(next(models[0].parameters()).device)
+        memory = self._layers.memory_on(device_of(models))
         if len(self._strategies) == 1:
             (strategy,) = self._strategies
             self._require(strategy, *most[strategy])

@@ -10,11 +10,13 @@ Megatron's own forward pass does the same, or is needed, it runs.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ....moe.buffers import Memory
 from ....moe.plan import ExecutionPolicy, LayerPlan, Strategy
@@ -26,6 +28,8 @@ from .experts import FlexRegion, Region, checkpoint, region_of
 from .flags import require_supported
 from .timing import CallTimer
 from .weights import ExpertGradients
+
+logger = logging.getLogger(__name__)
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _STAGES = ["route", "expert_compute", "postprocess"]
@@ -96,6 +100,29 @@ def step_hooks(step: Callable[..., Any], why: str) -> list[Hook]:
             "pipelining_with_interleaving",
         )
     ]
+
+
+def dense_hooks(flag: str) -> list[Hook]:
+    """Say once that ``flag`` has no effect on a model without experts; others may come."""
+    told = False
+
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.core.utils import get_model_config
+
+        nonlocal told
+        model = kwargs["model"]
+        config = get_model_config(model[0] if isinstance(model, list) else model)
+        if not told and not getattr(config, "num_moe_experts", None):
+            told = True
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "%s has no effect on a model without MoE layers (num_moe_experts is not set), "
+                    "which is trained as it is; drop it if no other model comes",
+                    flag,
+                )
+        return original(*args, **kwargs)
+
+    return step_hooks(step, "a flag for MoE layers would have no effect on a dense model, silently")
 
 
 class PipelinedMoE(Callback):

@@ -80,7 +80,7 @@ class Offloading(Callback):
         if not step.training or self._setup is not None:
             return
         group, groups = step.call.group, step.call.groups
-        device = next(step.call.iteration.models[0].parameters()).device
+        device = step.call.device
         file_link = None
         if self._request is None:
             file_link = self._inputs.link

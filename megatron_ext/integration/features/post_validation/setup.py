@@ -148,7 +148,7 @@ class Attempt:
 
     def __init__(self, optimizer: Any, groups: StageGroups, head: Head) -> None:
         self._call = head.last
-        device = next(self._call.iteration.models[0].parameters()).device
+        device = self._call.device
         group = self._call.group
         chain = Placement.loop(group.size()).edges
         edges = connected(group, "post-validation", chain, device, head.messages)

@@ -20,7 +20,7 @@ from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import Run
 from ...model_classes import placed_models
-from ...utils import device_name, gather, unwrapped
+from ...utils import device_name, device_of, gather, unwrapped
 from .choose import ScheduleRequest
 from .job import counted, job_of_args, splits_of
 
@@ -139,7 +139,7 @@ def estimate_model(run: Run) -> None:
     models = [unwrapped(model) for model in run.models]
     layers = [len(getattr(getattr(m, "decoder", None), "layers", ())) for m in models]
     predicts = [bool(getattr(m, "mtp_process", False)) for m in models]
-    own = device_name(next(models[0].parameters()).device.index)
+    own = device_name(device_of(models).index)
     every = gather((own, args.seq_length, args.micro_batch_size, layers, predicts), run.group)
     device, length, samples, *_ = every[0]
     placement = request.placement(len(every), run.chunks)

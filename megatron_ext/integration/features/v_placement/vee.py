@@ -24,7 +24,7 @@ from ...layout import LayerPattern, vee_layout
 from ...model_classes import hybrid_model_has_chunks, require_placed
 from ...utils import has_second_embedding, tied_embeddings, unwrapped
 from .relay import Relay
-from .roles import CHUNKS, is_first_stage, is_last_stage, pp_rank, role_hooks
+from .roles import CHUNKS, forget, is_first_stage, is_last_stage, keeps_results, pp_rank, role_hooks
 
 _PLACED = "_megatron_ext_placed"  # attribute of a model chunk that was built for a V
 
@@ -288,8 +288,11 @@ class VeeCallback(Callback):
 
     def returning(self, step: Step) -> None:
         losses = self._relay.losses()
+        keeps = keeps_results()
         if losses is not None:
             step.losses = losses
+        elif step.rank != step.call.group.size() - 1 and not keeps:
+            step.losses = []  # as in stock, so that a sum over the pipeline has them once
 
     def gradients_reduced(self, step: Step) -> None:
         reduce_tied_gradients([unwrapped(m) for m in step.call.iteration.models])
@@ -300,3 +303,4 @@ class VeeCallback(Callback):
 
     def close(self) -> None:
         self._relay.finish()
+        forget()
