@@ -180,6 +180,11 @@ def test_flags_that_cannot_work(given: dict[str, Any], text: str) -> None:
     assert text in refusal(**given)
 
 
+def test_the_script_changes_whole_matrices(cases: Cases) -> None:
+    """Before they are shared out: what it freezes and fills is frozen and filled on all ranks."""
+    assert cases["provider"]["ranks"] == [([False, True], True)] * 2
+
+
 @pytest.mark.parametrize(
     ("before", "pp", "after", "said"),
     [

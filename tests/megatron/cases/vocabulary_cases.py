@@ -68,6 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpoint-optimizer": {"schedule": "zb-h1", "world": 4, "saved": True, "optimizer": True},
     "checkpoint-mtp": {"schedule": "zb-h1", "mtp": 2, "saved": True},
     "checkpoint-vee-mtp": {"schedule": "v-half", "chunks": 2, "mtp": 1, "saved": True},
+    "provider": {"schedule": "zb-h1", "provider": True},
     "uneven": {"schedule": "zb-h1", "vocabulary": 1023},
 }
 
@@ -204,6 +205,27 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("tied"):
         whole[WHOLE[1]] = whole[WHOLE[0]]
     return {"equal": shards == whole, "names": sorted(whole), "before": before, "after": after}
+
+
+def provider(case: dict[str, Any]) -> dict[str, Any]:
+    """Which parts learn, of a model whose script freezes the embedding in the function that builds
+    it, and changes the output layer there."""
+
+    def get_model(model_provider_func: Any) -> list[Any]:
+        return [model_provider_func()]
+
+    def provide() -> Any:
+        (model,) = build(case)
+        if model.pre_process:
+            model.embedding.requires_grad_(False)
+        if model.post_process:
+            model.output_layer.weight.data.fill_(3)
+        return model
+
+    with megatron(case, ours=True):
+        shard = vocabulary.shard_of(vocabulary._get_model(get_model, provide))
+        learns = [p.requires_grad for p in (shard.embedding, shard.output)]
+        return {"ranks": gathered((learns, bool((shard.output == 3).all())))}
 
 
 def passes(case: dict[str, Any]) -> dict[str, Any]:
@@ -343,6 +365,8 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One case on one rank."""
     if case.get("saved"):
         return tour(case, folder)
+    if case.get("provider"):
+        return provider(case)
     if case.get("passes"):
         return passes(case)
     if case.get("vocabulary"):

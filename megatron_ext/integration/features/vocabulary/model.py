@@ -2,17 +2,20 @@
 of embedding and output layer (arXiv 2411.05288, section 3).
 
 Megatron builds the whole matrices on the first and the last stage, as usual, so they start with the
-very same values. When a rank has built its last chunk, both are shared out, and what is left of
-them is a module that takes part in the passes: one that brings embeddings in, one that hands hidden
-states out. So the first and the last rank hold a whole matrix for a moment while they build.
+very same values. When a rank has built its last chunk, and the script has made what it wants of it,
+both are shared out, and what is left of them is a module that takes part in the passes: one that
+brings embeddings in, one that hands hidden states out. So the first and the last rank hold a whole
+matrix for a moment while they build.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from ....runtime.weight_hooks import foreign_hooks
 from ...errors import ConfigError
 from ...hooks import Hook, around
 from ...utils import unwrapped
 from .ends import FLAG, GPT, HiddenStates, SharedEmbedding, end_hooks, losses_of
 
+_BUILDERS = "megatron.training.models.dist_utils"
 _SHARD = "vocabulary"  # the shard's name in a rank's first chunk
 # Names in checkpoints, and in Megatron's own model.
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -39,6 +44,7 @@ class VocabularyShard(torch.nn.Module):
         output: [n, h]; None if it is the embedding (tied weights).
         index: which of the parts of n rows these are.
         parts: of the whole vocabulary: pipeline ranks times tensor ranks.
+        frozen: the script has frozen embedding, output layer.
 
     Attributes:
         has_own_passes: the gradients come neither in B nor in W.
@@ -49,10 +55,18 @@ class VocabularyShard(torch.nn.Module):
     has_own_passes = True
     output_layer: Parameter | None
 
-    def __init__(self, embedding: Tensor, output: Tensor | None, index: int, parts: int) -> None:
+    def __init__(
+        self,
+        embedding: Tensor,
+        output: Tensor | None,
+        index: int,
+        parts: int,
+        frozen: Sequence[bool] = (False, False),
+    ) -> None:
         super().__init__()
-        self.embedding = _parameter(embedding)
-        self.register_parameter("output_layer", None if output is None else _parameter(output))
+        self.embedding = _parameter(embedding, frozen[0])
+        layer = None if output is None else _parameter(output, frozen[1])
+        self.register_parameter("output_layer", layer)
         self.tied = output is None
         self.first_row = index * embedding.shape[0]
         self._index, self._parts = index, parts
@@ -134,12 +148,23 @@ def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
         training: Megatron's training package is in use.
     """
     loaded = "a model without shards would be loaded before it is refused"
-    script = Hook(
-        ("megatron.training.training:get_model",),
-        around(_get_model),
-        ("model_provider_func",),
-        loaded,
-    )
+    script = [
+        Hook(
+            ("megatron.training.training:get_model",),
+            around(_get_model),
+            ("model_provider_func",),
+            loaded,
+        )
+    ]
+    if training and importlib.util.find_spec(_BUILDERS) is not None:  # from 0.19 on
+        script.append(
+            Hook(
+                (f"{_BUILDERS}:unimodal_build_distributed_models",),
+                around(_build_models),
+                ("pre_wrap_hook",),
+                loaded,
+            )
+        )
     return (
         Hook(
             (f"{GPT}.__init__",),
@@ -163,7 +188,7 @@ def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
             ("self",),
             loaded,
         ),
-        *((script,) if training else ()),
+        *(script if training else ()),
     )
 
 
@@ -202,6 +227,35 @@ class _Pipeline:
         dist.scatter(rows, parts, src=sender, group=self.group)
         return rows
 
+    def frozen(self, matrices: Sequence[Sequence[Parameter]], device: torch.device) -> list[bool]:
+        """Which matrices the script has frozen on all ranks that have a copy.
+
+        Args:
+            matrices: the copies that this rank has of embedding and output layer.
+
+        Raises:
+            ConfigError: of one matrix some copies are frozen, or one has hooks.
+        """
+        counts = [n for m in matrices for n in (sum(not p.requires_grad for p in m), len(m))]
+        hooks = sum(bool(foreign_hooks(p)) for m in matrices for p in m)
+        found = torch.tensor([*counts, hooks], device=device)
+        dist.all_reduce(found, group=self.group)
+        *counted, hooked = found.tolist()
+        if hooked:
+            raise ConfigError(
+                f"{FLAG} gives every rank a part of embedding and output layer, but the script has "
+                "registered hooks on the whole matrices while it built the model; register them on "
+                "the parts (parameters of the module 'vocabulary') once it is built, or drop it"
+            )
+        for frozen, copies_of in (counted[:2], counted[2:]):
+            if frozen not in (0, copies_of):
+                raise ConfigError(
+                    f"{FLAG} has one copy of tied weights, but the script has frozen {frozen} of "
+                    f"{copies_of} copies that Megatron built (embedding, output layer, embedding "
+                    "for multi-token prediction); freeze all of them or none"
+                )
+        return [counted[0] > 0, counted[2] > 0]
+
 
 def _model_init(original: Callable[..., None], vee: bool) -> Callable[..., None]:
     signature = inspect.signature(original)
@@ -229,9 +283,31 @@ def _model_init(original: Callable[..., None], vee: bool) -> Callable[..., None]
             raise RuntimeError(f"{FLAG} needs a rank's first chunk built before its last one")
         first_chunk = None
         place = _Pipeline(self.pp_group, self.tp_group.rank(), tp, 0 if vee else pp - 1)
-        _share_out(first, self, tied, given["vocab_size"] // (pp * tp), place)
+        rows = given["vocab_size"] // (pp * tp)
+        share = functools.partial(_share_out, first, self, tied, rows, place)
+        share() if _later is None else _later.append(share)
 
     return __init__
+
+
+# What shares out the models that the script is building.
+_later: list[Callable[[], None]] | None = None
+
+
+@contextlib.contextmanager
+def whole_until_called() -> Iterator[Callable[[], None]]:
+    """Models that are built inside keep whole matrices until what it yields is called."""
+    global _later
+    before, _later = _later, []
+
+    def share_out() -> None:
+        while _later:
+            _later.pop(0)()
+
+    try:
+        yield share_out
+    finally:
+        _later = before
 
 
 def _share_out(first: Any, last: Any, tied: bool, rows: int, place: _Pipeline) -> None:
@@ -242,11 +318,15 @@ def _share_out(first: Any, last: Any, tied: bool, rows: int, place: _Pipeline) -
     words = first.embedding.word_embeddings if first.pre_process else None
     layer = last.output_layer if last.post_process else None
     ends = [model.embedding for model in {first, last} if hasattr(model, "embedding")]
+    copies = [[one.word_embeddings.weight for one in ends], []]
+    if layer is not None:
+        copies[not tied].append(layer.weight)
+    frozen = place.frozen(copies, device)
     embedding = place.scatter(None if words is None else words.weight, 0, like)
     output = None
     if not tied:
         output = place.scatter(None if layer is None else layer.weight, place.last, like)
-    first.add_module(_SHARD, VocabularyShard(embedding, output, place.index, place.parts))
+    first.add_module(_SHARD, VocabularyShard(embedding, output, place.index, place.parts, frozen))
     for embedding in ends:
         whole = embedding.word_embeddings
         embedding.word_embeddings = SharedEmbedding(whole.tp_group, whole.reduce_scatter_embeddings)
@@ -258,11 +338,11 @@ def _share_out(first: Any, last: Any, tied: bool, rows: int, place: _Pipeline) -
         last.fuse_linear_cross_entropy = False  # 0.16.0 fuses it into the output layer
 
 
-def _parameter(rows: Tensor) -> Parameter:
+def _parameter(rows: Tensor, frozen: bool) -> Parameter:
     """A parameter as Megatron marks those of embedding and output layer."""
     from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
-    parameter = Parameter(rows)
+    parameter = Parameter(rows, requires_grad=not frozen)
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
     return parameter
@@ -290,7 +370,34 @@ def _other_model(model: Any) -> ConfigError:
     )
 
 
+def _build_models(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(*args, **kwargs)
+    scripts = given.arguments.get("pre_wrap_hook")
+    with whole_until_called() as share_out:
+
+        def before_wrapping(models: list[Any]) -> list[Any]:
+            found = (None if scripts is None else scripts(models)) or models
+            share_out()
+            return found
+
+        given.arguments["pre_wrap_hook"] = before_wrapping
+        models = original(*given.args, **given.kwargs)
+    shard_of(models)
+    return models
+
+
 def _get_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    models = original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs)
+    provider = given.arguments["model_provider_func"]
+
+    @functools.wraps(provider)
+    def built(*args: Any, **kwargs: Any) -> Any:
+        with whole_until_called() as share_out:
+            model = provider(*args, **kwargs)
+            share_out()
+        return model
+
+    given.arguments["model_provider_func"] = built
+    models = original(*given.args, **given.kwargs)
     shard_of(models)
     return models

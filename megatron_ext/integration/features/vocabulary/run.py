@@ -238,6 +238,10 @@ class VocabularyRunner(MegatronRunner):
     def _add(self, op: Any, microbatch: int, weight: Any, gradient: Any) -> None:
         """Add to a shard's gradient, and pass it on to Megatron's data parallelism."""
         last = microbatch == self._it.num_microbatches - 1
+        if not weight.requires_grad:  # the script has frozen it
+            if last:
+                self.chunk_done(0)
+            return
         fused = bool(self._it.config.gradient_accumulation_fusion)
         with self.syncing(0, last and self._last_use[id(weight)] is op):
             if foreign_hooks(weight):
