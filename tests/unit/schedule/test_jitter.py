@@ -13,6 +13,7 @@ from megatron_ext.schedule import (
     Costs,
     Link,
     Placement,
+    Schedule,
     check,
     generate,
     lower,
@@ -23,13 +24,26 @@ from megatron_ext.schedule.generators import steadier
 from megatron_ext.schedule.generators.annealing import fits, room_of
 from megatron_ext.schedule.jitter import jitter
 from megatron_ext.schedule.network import Network
+from megatron_ext.schedule.select import ScheduleSpec, select
 
 REAL = Costs.parse("1,1.1,0.8,0.05")
 
 
+PAIRS = Costs.parse("2,2,1").with_exchange([(1, 1)])
+SHARDED = Costs.of(vocabulary=(0.25, 0.25, 0.1, 0.1))
+
+
+def with_extras() -> list[Schedule]:
+    """Joint passes with communication inside, and passes of a sharded vocabulary."""
+    pairs = ScheduleSpec("v-half", 4, 8, costs=PAIRS, overlap=True)
+    sharded = [ScheduleSpec("v-half", 4, 8, costs=SHARDED, barriers=n) for n in (1, 2)]
+    found = [select(spec).schedule for spec in (pairs, *sharded)]
+    return [generate("dualpipev", 4, 8, costs=PAIRS), *found]
+
+
 def test_exact_times_are_the_simulation() -> None:
-    for name in ("v-half", "1f1b", "dualpipev"):
-        schedule = generate(name, 4, 8, costs=REAL)
+    named = [generate(name, 4, 8, costs=REAL) for name in ("v-half", "1f1b", "dualpipev")]
+    for schedule in (*named, *with_extras()):
         spread = jitter(schedule, 0, 3)
         assert set(spread) == {simulate(schedule).makespan} and spread.ratio == 1
 
@@ -84,6 +98,7 @@ def test_every_pass_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         (lower(v_half), Network("rank", True)),
         (offloaded, None),
         (lower(offloaded), Network("pair")),
+        *((schedule, None) for schedule in with_extras()),
     ):
         spread = jitter(schedule, 0.1, 1, network=network)
         assert spread.exact == simulate(schedule, network=network).makespan
