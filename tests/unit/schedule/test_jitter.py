@@ -12,6 +12,7 @@ from megatron_ext.schedule import (
     Action,
     Costs,
     Link,
+    Op,
     Placement,
     Schedule,
     check,
@@ -123,6 +124,26 @@ def test_steadier_orders_are_as_fast_and_as_small(name: str, most: float) -> Non
         assert next(means) < most * next(means)
     assert steadier(schedule, Fraction("0.1")) == found
     assert steadier(schedule, 0.1, effort=0) is schedule
+
+
+@pytest.mark.parametrize("stages", [[(0, 1), (2, 3)], [(2, 3), (0, 1)], [(0, 2, 3), (1, 4, 5)]])
+def test_steadier_takes_any_placement(stages: list[tuple[int, ...]]) -> None:
+    """Also where the first stage of rank r is not stage r."""
+    placement, js = Placement(stages), range(8)
+    rows = [
+        [
+            *(Action(Op.F, stage, j) for j in js for stage in row),
+            *(Action(Op.B, stage, j) for j in js for stage in reversed(row)),
+            *(Action(Op.W, stage, j) for j in js for stage in reversed(row)),
+        ]
+        for row in stages
+    ]
+    base = generate("interleaved", 2, 8, placement.chunks, costs=REAL)
+    schedule = replace(base, placement=placement).with_ranks(rows)
+    found = steadier(schedule, 0.1)
+    assert found is not schedule and check(found).peak_sets == check(schedule).peak_sets
+    assert simulate(found).makespan <= simulate(schedule).makespan
+    assert jitter(found, 0.1, 200, 7).mean < jitter(schedule, 0.1, 200, 7).mean
 
 
 def test_steadier_leaves_orders_that_it_cannot_move_in() -> None:
