@@ -194,7 +194,8 @@ class Costs:
 
     def with_stage_file(self, path: str | Path) -> Costs:
         """Costs per stage from a JSON file: ``{"stages": [[F, B, W], ...]}``, one row a stage;
-        with ``"exchange": [[F, B], ...]``, the communication in them.
+        with ``"exchange": [[F, B], ...]``, the communication in them. What the file has not, such
+        as times of vocabulary passes, stays.
 
         Raises:
             ValueError: the file cannot be read or is not of that form.
@@ -207,9 +208,7 @@ class Costs:
             raise ValueError(
                 f'stage costs {path}: {error}; expected JSON {{"stages": [[F, B, W], ...]}}'
             ) from None
-        costs = Costs.of(
-            self.forward, self.backward_input, self.backward_weight, self.hop, stages=stages
-        )
+        costs = replace(self, stages=Costs.of(stages=stages).stages)
         return costs if sent is None else costs.with_exchange(sent)
 
     def with_vocabulary(self, times: Sequence[Number]) -> Costs:
