@@ -247,7 +247,8 @@ class Search:
                 continue
             tried += 1
             cap, placement = self.space.budget(work, size), one.spec.placement
-            sets = max(1, cap.most_sets(placement))
+            # The selector tries one more: an order need not hold its cap on every rank.
+            sets = 1 + cap.most_sets(placement)
             costs = work.costs.computation()
             bound = makespan_bound(placement, work.microbatches, costs, sets)
             for name in names:
