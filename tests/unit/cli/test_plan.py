@@ -204,6 +204,9 @@ def test_a_world_size_alone_searches_the_division(run, tmp_path):
     assert json.loads(again)["chosen"]["step_ms"] == chosen["step_ms"]
     text = run("plan", *words)[1]
     assert "TP  PP  DP  CP  EP" in text and "without a pipeline" in text
+    beside = text[text.index("at these parallel sizes") :]
+    assert "yours: 1f1b" in beside and "stock: interleaved" in beside
+    assert "data_parallel_ms" not in text
 
 
 def test_grid_fixes_what_is_given(run):
