@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._conflict import values_of
-from .._input import attribute, flag_of, read_text
+from .._input import attribute, flag_of, read_text, reason, shown
 from ..checkpoints import folder as saved
 from ..plan.divisions import SIZES
 from ..plan.flags import FLAGS, add_flags, read
@@ -35,7 +35,7 @@ def read_checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:
         folder = _iteration(Path(path))
         args = saved.common(folder)["args"]
     except (OSError, ValueError) as error:
-        raise PlanError(f"--checkpoint {path}: {error}") from None
+        raise PlanError(f"--checkpoint {path}: {reason(error)}") from None
     if args is None:
         raise PlanError(f"--checkpoint {path}: {folder.name} holds no saved arguments")
     return of_arguments(vars(args), f"--checkpoint {path}"), [
@@ -108,12 +108,15 @@ def tokens(line: str | None) -> list[str]:
     try:
         if os.path.isfile(line):
             return from_text(read_text(line)).flags
-        return shlex.split(line.replace("\\\n", " "), comments=True)
+        words = shlex.split(line.replace("\\\n", " "), comments=True)
     except OSError as error:
-        raise PlanError(f"cannot read --from-args {line}: {error.strerror}") from None
+        raise PlanError(f"cannot read --from-args {line}: {reason(error)}") from None
     except ValueError as error:
         what = line if os.path.isfile(line) else "cannot be split into words"
         raise PlanError(f"--from-args {what}: {error}") from None
+    if words and not any(word.startswith("--") for word in words):
+        raise PlanError(f"--from-args {shown(line)} is no file, and no flag (--name) is in it")
+    return words
 
 
 VIRTUAL = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"

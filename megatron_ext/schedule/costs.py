@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._input import fraction, parse_json, read_text, shown
+from .._input import fraction, parse_json, read_text, reason, shown
 from .actions import Op, Operation
 from .placement import Placement
 
@@ -206,7 +206,7 @@ class Costs:
             sent = [list(row) for row in data["exchange"]] if "exchange" in data else None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f'stage costs {path}: {error}; expected JSON {{"stages": [[F, B, W], ...]}}'
+                f'stage costs {path}: {reason(error)}; expected JSON {{"stages": [[F, B, W], ...]}}'
             ) from None
         costs = replace(self, stages=Costs.of(stages=stages).stages)
         return costs if sent is None else costs.with_exchange(sent)

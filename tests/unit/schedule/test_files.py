@@ -174,6 +174,11 @@ def test_costs_per_stage(tmp_path: Path) -> None:
             Costs().with_stage_file(path)
 
 
+def test_a_missing_costs_file_is_said_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="stage costs .*none.json: No such file or directory; "):
+        Costs().with_stage_file(tmp_path / "none.json")
+
+
 def test_costs_per_stage_leave_the_rest(tmp_path: Path) -> None:
     """Times of vocabulary passes and the exchange stay, unless the file has one of its own."""
     path = tmp_path / "costs.json"
