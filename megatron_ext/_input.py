@@ -162,6 +162,11 @@ def size_text(size: int) -> str:
     return f"{hundredths / 100:g}{_UNITS[power]}"
 
 
+def reason(error: Exception) -> str:
+    """Why a file cannot be used, in words: of the system's errors without number and name."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def attribute(flag: str) -> str:
     """Name of a flag's value in parsed arguments: ``--pp-cost`` -> ``pp_cost``."""
     return flag.removeprefix("--").replace("-", "_")

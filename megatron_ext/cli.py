@@ -1,12 +1,15 @@
 """Command line: ``megatron-ext`` or ``python -m megatron_ext``.
 
 Runs on a bare interpreter. A command is a module of ``commands`` whose ``add`` declares its parser
-and sets ``run``; add it to ``_COMMANDS``. Bad input ends in one sentence on stderr and exit status
-2; any other exception is a bug and stays a traceback. ``run`` returns the exit status; None is 0.
+and sets ``run``; add it to ``_COMMANDS``. Bad input, or an answer that cannot be written, ends in
+one sentence on stderr and exit status 2, Ctrl-C in one and 130; any other exception is a bug and
+stays a traceback. ``run`` returns the exit status; None is 0.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -35,20 +38,47 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; ``argv`` as in ``sys.argv[1:]``. Returns the exit status."""
-    parser, argv = make_parser(), sys.argv[1:] if argv is None else argv
-    if not argv:
-        parser.print_help()
-        return 0
-    args = parser.parse_args(argv)
+    name = "megatron-ext"
+    if sys.stderr is None:  # closed by the shell
+        sys.stderr = io.StringIO()
+    if sys.stdout is None:
+        return _said(f"{name}: standard output is closed; send it to a file or to /dev/null", 2)
     try:
-        status: int | None = args.run(args)
-        sys.stdout.flush()
+        parser, argv = make_parser(), sys.argv[1:] if argv is None else argv
+        try:
+            if not argv:
+                parser.print_help()
+                return 0
+            args = parser.parse_args(argv)
+            name = f"{parser.prog} {args.command}"
+            status: int | None = args.run(args)
+            return status or 0
+        finally:
+            sys.stdout.flush()  # here, where a failure still has an answer
     except InputError as error:
-        print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)
-        return 2
+        return _said(f"{name}: {error}", 2)
+    except KeyboardInterrupt:
+        return _said(f"{name}: interrupted", 130)
     except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python would complain again at exit, when it
-        # flushes stdout; give it somewhere to flush to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141  # what the shell reports for a process that SIGPIPE ended
-    return status or 0
+    except OSError as error:
+        # Of files that a command reads or writes, it says so itself.
+        if error.errno not in _UNWRITTEN or error.filename is not None:
+            raise
+        _drop_output()
+        return _said(f"{name}: cannot write to standard output: {error.strerror}", 2)
+
+
+# A full disk, quota or file; a device that fails.
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _said(text: str, status: int) -> int:
+    print(text, file=sys.stderr)
+    return status
+
+
+def _drop_output() -> None:
+    """Python would complain again when it flushes stdout at exit; give it somewhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -95,8 +95,9 @@ def cli() -> str:
         "`megatron-ext COMMAND`, or `python3 -m megatron_ext COMMAND`. All commands run on a bare "
         "Python 3.10; `prove` needs torch and Megatron.",
         "",
-        "Exit status: 0; 1 for a negative answer, such as `patch status` on an unpatched checkout; "
-        "2, with one sentence on stderr, where the input cannot be used.",
+        "Exit status: 0; 1 for a negative answer, such as `patch status` on an unpatched checkout "
+        "or `check` of a schedule that cannot run; 2, with one sentence on stderr, where the input "
+        "cannot be used or the answer not be written; 130 after Ctrl-C.",
         "",
     ]
     subparsers = commands(tool)

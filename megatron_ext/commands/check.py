@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from fractions import Fraction
 
+from ..schedule import ScheduleError
 from ..schedule.passes.lower import lower
 from .common import Parser, load, per_rank, user_input, verify
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser("check", help="prove that a schedule file can be executed")
+    parser = commands.add_parser(
+        "check",
+        help="prove that a schedule file can be executed",
+        description="Exit status 1, with the first fault on stderr, if it cannot be executed; 2 if "
+        "it cannot be read.",
+    )
     parser.add_argument("file", metavar="FILE", help="schedule file, .json or .csv")
     parser.set_defaults(run=_check)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> int:
     schedule = load(args.file)
     with user_input(args.file):
-        report = verify(schedule)
+        try:
+            report = verify(schedule)
+        except ScheduleError as error:
+            print(f"megatron-ext check: {args.file}: {error}", file=sys.stderr)
+            return 1
     actions = sum(len(row) for row in schedule.ranks)
     kind = ", forward only" if schedule.is_forward_only else ""
     lines = [
@@ -48,3 +59,4 @@ def _check(args: argparse.Namespace) -> None:
         lines.append(f"  host peak per rank, in microbatches: {per_rank(host)}")
     lines.append(f"  peak activation per rank, in microbatches: {per_rank(report.peak_activation)}")
     print("\n".join(lines))
+    return 0

@@ -219,7 +219,8 @@ def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
     """``base`` with the costs that options give in its place."""
     with user_input():
         if args.cost is not None:
-            base = Costs.parse(args.cost, args.hop)
+            given = Costs.parse(args.cost, args.hop)
+            base = replace(given, vocabulary=base.vocabulary, exchange=base.exchange)
         elif args.hop is not None:
             base = replace(base, hop=Costs.of(hop=args.hop).hop)
         if args.stage_cost is not None:

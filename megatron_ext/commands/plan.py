@@ -78,7 +78,9 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         data = plan_grid.grid_json(grid, *rest)
     data["model_flags"] = plan_input.model_flags(args, given)
-    data["baselines"] = rows
+    data |= rows
+    shown_flags = (data["chosen"] or data["needs"])["flags"]
+    data["replaced_flags"] = plan_input.replaced(args, given, shown_flags)
     if args.json:
         print(json.dumps(data))
     else:
@@ -90,7 +92,9 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _assumptions(data: dict[str, Any], every: bool) -> list[str]:
     if not every:
-        return ["", f"{len(data['assumptions'])} assumptions; --verbose lists them"]
+        # What the user's flags lack may change more than any schedule does.
+        lacking = [f"assumed: {each}" for each in data["assumptions"] if each.startswith("no --")]
+        return ["", *lacking, f"{len(data['assumptions'])} assumptions; --verbose lists them"]
     return ["", "assumptions:", *(f"  {each}" for each in data["assumptions"])]
 
 

@@ -233,12 +233,12 @@ def grid_text(data: dict[str, Any], file: str | None, beside: Sequence[str]) -> 
         ]
         lines += columns([(*_SIZES, *ROW_HEADS, "iteration ms"), *rows])
         best = data["chosen"]
-        beside = ("data_parallel_ms", "context_parallel_ms", "optimizer_ms")
+        extra = ("data_parallel_ms", "context_parallel_ms", "optimizer_ms")
         lines += [
             "",
             "an iteration of the fastest: {:.1f} ms of passes, {:.1f} of data-parallel exchange, "
             "{:.1f} of context-parallel exchange, {:.1f} of the optimizer; {:.3g} samples/s".format(
-                best["step_ms"], *(best[each] for each in beside), best["samples_per_second"]
+                best["step_ms"], *(best[each] for each in extra), best["samples_per_second"]
             ),
             "",
             *chosen_text(data, file),

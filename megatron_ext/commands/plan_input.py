@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._input import attribute, flag_of
+from .._conflict import values_of
+from .._input import attribute, flag_of, read_text, reason, shown
 from ..checkpoints import folder as saved
 from ..plan.divisions import SIZES
 from ..plan.flags import FLAGS, add_flags, read
 from ..plan.inputs.arguments import of_arguments, read_recipe
 from ..plan.inputs.huggingface import read_config
 from ..plan.model import PlanError
+from ..prove.sources import from_text
 
 
 def read_checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:
@@ -31,7 +35,7 @@ def read_checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:
         folder = _iteration(Path(path))
         args = saved.common(folder)["args"]
     except (OSError, ValueError) as error:
-        raise PlanError(f"--checkpoint {path}: {error}") from None
+        raise PlanError(f"--checkpoint {path}: {reason(error)}") from None
     if args is None:
         raise PlanError(f"--checkpoint {path}: {folder.name} holds no saved arguments")
     return of_arguments(vars(args), f"--checkpoint {path}"), [
@@ -61,8 +65,8 @@ _READERS = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Megatron's flags, one by one or as a line, and files that describe a model."""
     parser.add_argument(
-        "--from-args", metavar="LINE", help="a pretrain_gpt.py command line; what plan does not "
-        "know is ignored and listed; flags beside it win"
+        "--from-args", metavar="LINE|FILE", help="a pretrain_gpt.py command line, or a script that "
+        "has it; what plan does not know is ignored and listed; flags beside it win"
     )  # fmt: skip
     parser.add_argument(
         "--hf-config", metavar="FILE", help="a Hugging Face model's config.json; flags win"
@@ -98,11 +102,38 @@ _KNOWN = {attribute(name) for name in FLAGS}
 
 
 def tokens(line: str | None) -> list[str]:
-    """The words of ``--from-args``; none without it."""
+    """The words of ``--from-args``, a command line or a file with one; none without it."""
+    if line is None:
+        return []
     try:
-        return [] if line is None else shlex.split(line.replace("\\\n", " "), comments=True)
+        if os.path.isfile(line):
+            return from_text(read_text(line)).flags
+        words = shlex.split(line.replace("\\\n", " "), comments=True)
+    except OSError as error:
+        raise PlanError(f"cannot read --from-args {line}: {reason(error)}") from None
     except ValueError as error:
-        raise PlanError(f"--from-args cannot be split into words: {error}") from None
+        what = line if os.path.isfile(line) else "cannot be split into words"
+        raise PlanError(f"--from-args {what}: {error}") from None
+    if words and not any(word.startswith("--") for word in words):
+        raise PlanError(f"--from-args {shown(line)} is no file, and no flag (--name) is in it")
+    return words
+
+
+VIRTUAL = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
+# Megatron takes none of these beside a layout.
+_UNEVEN = (
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+
+
+def replaced(args: argparse.Namespace, given: dict[str, Any], flags: Sequence[str]) -> list[str]:
+    """Flags of the user's own that contradict ``flags``, which a plan prints."""
+    printed = {words.split()[0] for words in flags}
+    names = {**values_of(tokens(args.from_args)), **given}
+    layout = "--pipeline-model-parallel-layout" in printed
+    clash = (*VIRTUAL, *(_UNEVEN if layout else ()))
+    return [flag_of(n) for n in clash if names.get(n) and flag_of(n) not in printed]
 
 
 def read_file(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

@@ -196,7 +196,7 @@ def point_cells(point: dict[str, Any]) -> tuple[str, ...]:
         point["moe"],
         "sharded" if point["vocab_parallel"] else "-",
         point["offload"] or "-",
-        "even" if point["layout"] is None else "custom",
+        _layout(point),
         f"{point['step_ms']:.1f}",
         f"{100 * point['bubble']:.2f} %",
         f"{point['peak_bytes'] / 2**30:.2f}",
@@ -205,12 +205,19 @@ def point_cells(point: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _layout(point: dict[str, Any]) -> str:
+    """Whether the layers are even; if not, whether by the user's own flags, or a layout's."""
+    if point["layout"] is not None:
+        return "custom"
+    return "even" if len(set(point["layers"])) == 1 else "given"
+
+
 def chosen_text(data: dict[str, Any], file: str | None) -> list[str]:
     """The flags of the fastest point that fits, and its ranks; ``file`` as ``report_json``."""
     best = data["chosen"]
     model = data.get("model_flags") or []
     lines = ["flags of the model:", *(f"  {words}" for words in model), ""] if model else []
-    lines += [*_chosen(best, file), *vocabulary_text(data, gib)]
+    lines += [*_chosen(best, file), *_replaced(data), *vocabulary_text(data, gib)]
     lines += expert_overlap_text(data, gib)
     lines += [post_validation_text(data, gib), "", *_ranks(best["ranks"])]
     return lines
@@ -238,6 +245,12 @@ def _chosen(best: dict[str, Any], file: str | None) -> list[str]:
     return lines
 
 
+def _replaced(data: dict[str, Any]) -> list[str]:
+    """Which of the user's own flags do not go with those of the answer."""
+    flags = ", ".join(data.get("replaced_flags") or ())
+    return [f"  (leave out your own {flags}: the flags above replace them)"] if flags else []
+
+
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "running_pass", "total")
 
 
@@ -262,4 +275,5 @@ def nothing_fits_text(data: dict[str, Any]) -> list[str]:
         *_ranks(least["ranks"]),
         "its flags would be:",
         *(f"  {words}" for words in least["flags"]),
+        *_replaced(data),
     ]

@@ -93,10 +93,12 @@ class Budget:
         return min(room)
 
     def most_sets(self, placement: Placement) -> int:
-        """Of the rank with least room, as many of its smallest sets as fit beside its states."""
+        """Of the rank with least room, as many of its smallest sets as fit beside its states, each
+        counted where it is smallest: before its B, or between B and W."""
         stages, most = self.stages(placement), []
         for row in placement.stages:
-            each = max(1, min(stages[s].sets.bytes_f_to_b for s in row))
+            sets = [stages[s].sets for s in row]
+            each = max(1, min(min(one.bytes_f_to_b, one.bytes_b_to_w) for one in sets))
             most.append((self.size - sum(stages[s].states.total for s in row)) // each)
         return max(0, min(most))
 

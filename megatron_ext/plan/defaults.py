@@ -21,6 +21,11 @@ def job_with_defaults(given: dict[str, Any]) -> Job:
     h, heads = given["hidden_size"], given["num_attention_heads"]
     tp = given.get("tensor_model_parallel_size", 1)
     _positive(given)
+    if h % heads and not given.get("kv_channels"):
+        raise PlanError(
+            f"--hidden-size {h} is no multiple of --num-attention-heads {heads}; Megatron needs "
+            "one, or --kv-channels"
+        )
     kv = given.get("kv_channels") or h // heads
     groups = given.get("num_query_groups") or heads
     if given.get("num_query_groups") and not given.get("group_query_attention"):

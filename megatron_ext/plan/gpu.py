@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from .._input import parse_json, read_text, shown
+from .._input import parse_json, read_text, reason, shown
 from .model import PlanError
 
 FORMAT = "megatron_ext/gpu@1"
@@ -172,7 +172,7 @@ def gpu_of(name: str) -> Gpu:
         try:
             return gpu_from_json(parse_json(read_text(name)), name)
         except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"--gpu {name} cannot be read: {error}") from None
+            raise PlanError(f"--gpu {name} cannot be read: {reason(error)}") from None
         except PlanError:
             raise
         except ValueError as error:

@@ -53,4 +53,5 @@ def with_post_validation(point: Point) -> PostValidationEstimate:
         doubt = usual.states.total + copied + kept + MESSAGES * message_bytes(job)
         copies.append(copied)
         peaks.append(max(usual.total, doubt))
-    return PostValidationEstimate(steady_time(lowered), tuple(copies), tuple(peaks))
+    steady = steady_time(lowered, network=work.network)
+    return PostValidationEstimate(steady, tuple(copies), tuple(peaks))

@@ -155,10 +155,13 @@ class Search:
                 each = (self._candidate(sized, job, split) for split in splits)
                 found += [one for one in each if one is not None]
         if not found and not self.rivals.points:
+            layers, pp = self.space.job.num_layers, self.space.pp
+            fix = "give other --schedules or --chunks"
+            if not self.space.balance and layers % pp:
+                fix = "leave out --no-balance, with which Megatron's flags have to divide them"
             raise PlanError(
-                f"none of {', '.join(self.space.schedules)} is possible with "
-                f"{self.space.job.num_layers} layers on {self.space.pp} ranks; give other "
-                "--schedules or --chunks"
+                f"none of {', '.join(self.space.schedules)} is possible with {layers} layers on "
+                f"{pp} ranks; {fix}"
             )
         found.sort(key=lambda one: (one.likely_us, one.bytes))
         self.result.candidates = len(found)
@@ -247,7 +250,8 @@ class Search:
                 continue
             tried += 1
             cap, placement = self.space.budget(work, size), one.spec.placement
-            sets = max(1, cap.most_sets(placement))
+            # The selector tries one more: an order need not hold its cap on every rank.
+            sets = 1 + cap.most_sets(placement)
             costs = work.costs.computation()
             bound = makespan_bound(placement, work.microbatches, costs, sets)
             for name in names:

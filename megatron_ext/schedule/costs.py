@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._input import fraction, parse_json, read_text, shown
+from .._input import fraction, parse_json, read_text, reason, shown
 from .actions import Op, Operation
 from .placement import Placement
 
@@ -58,16 +58,9 @@ class Durations(NamedTuple):
         return row[stage] if row and op in (Op.F, Op.B, Op.BW) else 0
 
     def joint(self, parts: Sequence[tuple[Operation, int]]) -> int:
-        """Of passes (operation, stage) that run in one another.
-
-        Computation and communication each take as long as those of all parts; one goes on beside
-        the other, but no part is faster than alone. Layer by layer dispatch and combine of one
-        pass stand beside the experts and the attention of the other, so that holds where both
-        passes have about as many layers.
-        """
-        alone = [self.of(op, stage) for op, stage in parts]
+        """Of passes (operation, stage) that run in one another; see ``joint_time``."""
         sent = sum(self.exchange(op, stage) for op, stage in parts)
-        return max(sum(alone) - sent, sent, *alone)
+        return joint_time([self.of(op, stage) for op, stage in parts], sent)
 
     def computation(self) -> Durations:
         """The same without communication in passes."""
@@ -92,6 +85,21 @@ class Durations(NamedTuple):
         times = self._replace(scale=0)
         common = math.gcd(*(x for row in times for x in (row if isinstance(row, tuple) else [row])))
         return self._mapped(lambda x: x // common, 1)
+
+
+def joint_time(alone: Sequence[int], sent: int) -> int:
+    """How long passes take that run in one another.
+
+    Computation and communication each take as long as those of all passes; one goes on beside the
+    other, but no pass is faster than alone. Layer by layer dispatch and combine of one pass stand
+    beside the experts and the attention of the other, so that holds where both passes have about
+    as many layers.
+
+    Args:
+        alone: time of every pass by itself, communication included.
+        sent: communication of all of them.
+    """
+    return max(sum(alone) - sent, sent, *alone)
 
 
 def _number(value: Number, what: str, *, positive: bool) -> Fraction:
@@ -186,7 +194,8 @@ class Costs:
 
     def with_stage_file(self, path: str | Path) -> Costs:
         """Costs per stage from a JSON file: ``{"stages": [[F, B, W], ...]}``, one row a stage;
-        with ``"exchange": [[F, B], ...]``, the communication in them.
+        with ``"exchange": [[F, B], ...]``, the communication in them. What the file has not, such
+        as times of vocabulary passes, stays.
 
         Raises:
             ValueError: the file cannot be read or is not of that form.
@@ -197,11 +206,9 @@ class Costs:
             sent = [list(row) for row in data["exchange"]] if "exchange" in data else None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f'stage costs {path}: {error}; expected JSON {{"stages": [[F, B, W], ...]}}'
+                f'stage costs {path}: {reason(error)}; expected JSON {{"stages": [[F, B, W], ...]}}'
             ) from None
-        costs = Costs.of(
-            self.forward, self.backward_input, self.backward_weight, self.hop, stages=stages
-        )
+        costs = replace(self, stages=Costs.of(stages=stages).stages)
         return costs if sent is None else costs.with_exchange(sent)
 
     def with_vocabulary(self, times: Sequence[Number]) -> Costs:

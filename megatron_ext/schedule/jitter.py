@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from random import Random
 from typing import NamedTuple
 
-from .costs import Durations
-from .event_loop import Row
+from .actions import Action, Op, Operation
+from .costs import Durations, joint_time
+from .effects import KINDS
+from .event_loop import Program, Row
 from .network import Network
 from .schedule import Schedule
 from .simulate import Replay
@@ -48,8 +51,9 @@ def jitter(
 ) -> Spread:
     """Makespans of ``schedule``, its order fixed, with every pass time times a random factor.
 
-    The factors of F, B and W of every stage and microbatch are independent and lognormal, with
-    mean 1 and standard deviation ``spread``. Hops and copies of offloaded sets keep their times.
+    The factors of F, B and W of every stage and microbatch, and of the vocabulary's passes of every
+    rank, are independent and lognormal, with mean 1 and standard deviation ``spread``. A pass's
+    communication with experts takes its factor. Hops, collectives and copies keep their times.
     The same seed gives the same pass times to every order of as many stages and microbatches, so
     few runs suffice to compare two orders.
 
@@ -72,23 +76,19 @@ def jitter(
         raise ValueError(f"jitter needs at least 1 run, got {runs}")
     durations = _fine(schedule.costs.durations(schedule.placement))
     replay = Replay(schedule, durations, network)
-    d, microbatches = replay.durations, replay.program.microbatches
-    means = [
-        took
-        for row in (d.forward, d.backward_input, d.backward_weight)
-        for took in row
-        for _ in range(microbatches)
-    ]
+    d, drawn = replay.durations, _drawn(replay.program)
+    means = [d.of(op, stage) for op, stage, _ in drawn]
+    parts = _parts(replay, drawn)
     random, deviation = Random(seed), math.sqrt(math.log1p(float(spread) ** 2))
     mean = -(deviation**2) / 2
     times = []
     for _ in range(runs):
-        drawn = [round(x * math.exp(random.gauss(mean, deviation))) for x in means]
-        times.append(_makespan(replay, _with_times(replay.rows, drawn)))
+        took = [round(x * math.exp(random.gauss(mean, deviation))) for x in means]
+        times.append(replay.makespan(_with_times(replay.rows, parts, took)))
     times.sort()
     scale = d.scale
     return Spread(
-        Fraction(_makespan(replay, replay.rows), scale),
+        Fraction(replay.makespan(), scale),
         Fraction(sum(times), runs * scale),
         *(Fraction(times[-(-share * runs // 100) - 1], scale) for share in (50, 95, 100)),
     )
@@ -99,25 +99,56 @@ def _fine(d: Durations) -> Durations:
     return d.times(_FINE, d.scale * _FINE)
 
 
-def _with_times(rows: list[Row], times: list[int]) -> list[Row]:
-    """``rows`` in which an action takes the ``times`` of its results, slot by slot."""
-    passes, out = len(times), []
-    for row in rows:
+def _drawn(program: Program) -> list[Action]:
+    """All passes that have a time of their own; those of a vocabulary are the last ones."""
+    every: dict[Operation, Sequence[int]] = {
+        op: range(program.placement.num_stages) for op in KINDS
+    }
+    if program.vocabulary is not None:
+        every |= dict.fromkeys(program.vocabulary.passes, program.vocabulary.stages)
+    js = range(program.microbatches)
+    return [Action(op, stage, j) for op, row in every.items() for stage in row for j in js]
+
+
+class _Part(NamedTuple):
+    """One pass of an action: where its times are drawn, and how much of the first of them is
+    communication, ``sent`` of ``mean``."""
+
+    drawn: list[int]
+    sent: int
+    mean: int
+
+
+def _parts(replay: Replay, drawn: Sequence[Action]) -> list[list[list[_Part]]]:
+    """Of every action, rank by rank; an offload action has none, and takes no time."""
+    where, d = {action: i for i, action in enumerate(drawn)}, replay.durations
+
+    def part(op: Operation, stage: int, j: int) -> _Part:
+        ops = (Op.B, Op.W) if op is Op.BW else (op,)
+        at = [where[Action(one, stage, j)] for one in ops]
+        return _Part(at, d.exchange(op, stage), d.of(ops[0], stage))
+
+    return [
+        [[part(*one) for one in action.parts if action.is_compute] for action in row]
+        for row in replay.plain.ranks
+    ]
+
+
+def _with_times(
+    rows: Sequence[Row], parts: Sequence[Sequence[Sequence[_Part]]], times: Sequence[int]
+) -> list[Row]:
+    """``rows`` in which the passes of every action take the drawn ``times``."""
+    out: list[Row] = []
+    for row, actions in zip(rows, parts):
         nodes: Row = []
-        for node in row:
-            lane, j = node
-            slot = lane.gives + j
-            if slot < passes:  # else an offload action, which takes no time
-                took = times[slot]
-                if lane.more is not None:
-                    took += sum(times[other + j] for other in lane.more.gives)
-                node = (lane._replace(took=took), j)
-            nodes.append(node)
+        for (lane, j), passes in zip(row, actions):
+            if passes:
+                alone = [sum([times[i] for i in one.drawn]) for one in passes]
+                took = alone[0]
+                if len(passes) > 1:
+                    sent = (one.sent * times[one.drawn[0]] // one.mean for one in passes)
+                    took = joint_time(alone, sum(sent))
+                lane = lane._replace(took=took)
+            nodes.append((lane, j))
         out.append(nodes)
     return out
-
-
-def _makespan(replay: Replay, rows: list[Row]) -> int:
-    done, _ = replay.run(rows)
-    passes = done.ends[: 3 * replay.program.placement.num_stages * replay.program.microbatches]
-    return max(passes, default=0)

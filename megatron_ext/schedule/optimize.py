@@ -79,8 +79,8 @@ def optimize(
         seed: of the choice of windows and of CP-SAT.
 
     Raises:
-        ValueError: OR-tools is missing, or the schedule has joint actions, offloaded sets, no
-            backward passes, or more sets than ``cap``.
+        ValueError: OR-tools is missing, or the schedule has joint actions, offloaded sets, passes
+            of a sharded vocabulary, no backward passes, or more sets than ``cap``.
     """
     import_solver()
     _refuse(start, seconds)
@@ -104,6 +104,11 @@ def _refuse(start: Schedule, seconds: float) -> None:
         raise ValueError(
             f"{start.name} has joint forward and backward passes, which are not optimized; give "
             "another schedule, such as v-zb"
+        )
+    if start.barriers:
+        raise ValueError(
+            f"{start.name} has passes of a sharded vocabulary, which are not optimized; leave "
+            "the sharded vocabulary out"
         )
     if not any(peak_sets(start.ranks)):
         raise ValueError(f"{start.name} has no backward passes, so there is nothing to optimize")

@@ -16,8 +16,9 @@ from fractions import Fraction
 from .actions import Action, AnyAction, Op, Operation
 from .costs import Costs
 from .event_loop import Lane, Program, Row, run
+from .network import Network
 from .placement import Placement
-from .schedule import Schedule
+from .schedule import Schedule, ScheduleError
 from .simulate import simulate
 
 
@@ -63,6 +64,14 @@ def _is_own(action: AnyAction) -> bool:
     return isinstance(action, Action) and isinstance(action.op, ValidationOp)
 
 
+def _refuse_vocabulary(schedule: Schedule) -> None:
+    if schedule.barriers:
+        raise ScheduleError(
+            f"schedule {schedule.name} has a sharded vocabulary: embeddings of the next iteration "
+            "need the steps of all ranks, which post-validation does not wait for; leave one out"
+        )
+
+
 def add_post_validation(schedule: Schedule) -> Schedule:
     """Insert post-validation into a lowered schedule, in place of what it may already have.
 
@@ -76,8 +85,9 @@ def add_post_validation(schedule: Schedule) -> Schedule:
         schedule: as ``lower`` returns it; not forward-only.
 
     Raises:
-        ScheduleError: the order of the passes cannot progress.
+        ScheduleError: the order of the passes cannot progress, or the vocabulary is sharded.
     """
+    _refuse_vocabulary(schedule)
     simulation, placement = simulate(schedule), schedule.placement
     first = {row[0] for row in placement.stages}
     cut: int | None = None
@@ -124,8 +134,9 @@ def check_post_validation(schedule: Schedule) -> None:
     """Verify the order on every rank, and that no message is in flight when the ranks validate.
 
     Raises:
-        ScheduleError: the first fault found.
+        ScheduleError: the first fault found, or the vocabulary is sharded.
     """
+    _refuse_vocabulary(schedule)
     placement = schedule.placement
     lengths = [head_length(row) for row in schedule.ranks]
     for rank, row in enumerate(schedule.ranks):
@@ -161,23 +172,28 @@ def check_post_validation(schedule: Schedule) -> None:
 _ROUNDS = 8
 
 
-def steady_time(schedule: Schedule, costs: Costs | None = None) -> Fraction:
+def steady_time(
+    schedule: Schedule, costs: Costs | None = None, network: Network | None = None
+) -> Fraction:
     """Steady-state iteration time, where the next iteration begins before all ranks have ended one.
 
     Every rank runs its list over and over, as early as the passes' inputs allow. PREFIX waits for
     the rank before, VALIDATE for the rank behind, and behind VALIDATE a rank waits for all others:
-    Megatron reduces over all ranks there what it logs. The optimizer's own work takes no time.
+    Megatron reduces over all ranks there what it logs. The optimizer's own work takes no time. What
+    copies of offloaded sets and streams of messages delay one iteration by (``simulate``) is added.
 
     Args:
         schedule: lowered, with post-validation.
         costs: default ``schedule.costs``.
+        network: how messages wait for each other; None: not at all.
 
     Returns:
         In the units of the costs; the mean of the later half of 8 iterations.
 
     Raises:
-        ValueError: the schedule has no post-validation.
+        ValueError: the schedule has no post-validation, or the vocabulary is sharded.
     """
+    _refuse_vocabulary(schedule)
     if not schedule.is_extended:
         raise ValueError(f"schedule {schedule.name} is lowered without post-validation")
     durations = (schedule.costs if costs is None else costs).durations(schedule.placement)
@@ -222,7 +238,11 @@ def steady_time(schedule: Schedule, costs: Costs | None = None) -> Fraction:
         ((lane, j),) = program.row([a for a in row if a.is_compute][-1:])
         begin, end = (done.ends[lane.gives + j + turn * m] for turn in (first, _ROUNDS - 1))
         taken.append(end - begin)
-    return Fraction(max(taken), durations.scale * (_ROUNDS - 1 - first))
+    time = Fraction(max(taken), durations.scale * (_ROUNDS - 1 - first))
+    if network is not None or schedule.has_offload:
+        alone = simulate(schedule.compute(), costs)
+        time += simulate(schedule, costs, network).makespan - alone.makespan
+    return time
 
 
 def describe_gain(schedule: Schedule) -> str:

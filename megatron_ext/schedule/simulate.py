@@ -302,6 +302,14 @@ class Replay:
             raise _cannot_progress(plain, program, done)
         return done, [] if copies is None else copies.done
 
+    def makespan(self, rows: list[Row] | None = None) -> int:
+        """The end of the last pass; ``rows`` as for ``run``.
+
+        Raises:
+            ScheduleError: as ``simulate``.
+        """
+        return _last(_times(self, self.run(rows)[0])[1])
+
 
 def run_times(schedule: Schedule, durations: Durations) -> tuple[_Times, _Times]:
     """Start and end of every compute action of a schedule without offload, rank by rank.

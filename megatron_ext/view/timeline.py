@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .._input import shown
 from ..schedule.actions import AnyAction, Op, parse
-from ..schedule.effects import FREES, curve
+from ..schedule.effects import DEVICE, FREES, curve
 from ..schedule.generators.building_block import Block, took
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
@@ -131,6 +131,9 @@ def stamped(block: Block, name: str, microbatches: int) -> Timeline:
 def measured(schedule: Schedule, events: Sequence[Sequence[Mapping[str, Any]]]) -> Timeline:
     """A traced run of ``schedule``; times in ms from the first start of all ranks.
 
+    A set that is offloaded leaves and comes back, in the memory, as the pass before its RELEASE or
+    PREPARE ends: a trace has no times of these.
+
     Args:
         events: per rank, ``{"action": "F3.1", "start_us": float, "end_us": float}`` in any order,
             on one clock. Actions that are not compute (sends, offloads) are left out.
@@ -145,7 +148,10 @@ def measured(schedule: Schedule, events: Sequence[Sequence[Mapping[str, Any]]]) 
     origin = min((row[0].start for row in rows if row), default=0.0)
     shifted = tuple(tuple(Box(a, s - origin, e - origin) for a, s, e in row) for row in rows)
     backward = any(p.op in FREES for row in shifted for box in row for p in box.action.parts)
-    memory = tuple(_memory(row) if backward else ((0.0, 0),) for row in shifted)
+    memory = tuple(
+        _memory(row, planned) if backward else ((0.0, 0),)
+        for row, planned in zip(shifted, schedule.ranks)
+    )
     return Timeline("measured", schedule.compute(), shifted, memory, "ms")
 
 
@@ -171,12 +177,21 @@ def _boxes(schedule: Schedule, rank: int, events: Sequence[Mapping[str, Any]]) -
     return sorted(boxes, key=lambda box: (box.start, box.end))
 
 
-def _memory(boxes: Sequence[Box]) -> tuple[tuple[float, int], ...]:
-    """Resident sets over time: a set lives from its F's start to its W's (or BW's) end."""
+def _memory(
+    boxes: Sequence[Box], planned: Sequence[AnyAction] = ()
+) -> tuple[tuple[float, int], ...]:
+    """Resident sets over time: a set lives from its F's start to its W's (or BW's) end, less the
+    time between its RELEASE and PREPARE in the ``planned`` list."""
     steps: list[tuple[float, int]] = []
     for box in boxes:
         steps += [(box.start, 1) for part in box.action.parts if part.op is Op.F]
         steps += [(box.end, -1) for part in box.action.parts if part.op in FREES]
+    ends = {box.action: box.end for box in boxes}
+    last = 0.0
+    for action in planned:
+        last = ends.get(action, last)
+        if action.parts[0].op in (Op.RELEASE, Op.PREPARE):
+            steps.append((last, DEVICE[action.parts[0].op]))
     return tuple(curve(sorted(steps)))
 
 

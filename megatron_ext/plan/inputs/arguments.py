@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..._input import attribute, parse_json, read_text, shown
+from ..._input import attribute, parse_json, read_text, reason, shown
 from ..divisions import SIZES
 from ..flags import FLAGS, NOT_MODELLED
 from ..model import PlanError
@@ -103,7 +103,7 @@ def read_recipe(path: str) -> tuple[Given, list[str]]:
     try:
         data = parse_json(read_text(path))
     except (OSError, ValueError) as error:
-        raise PlanError(f"cannot read --bridge-config {path}: {error}") from None
+        raise PlanError(f"cannot read --bridge-config {path}: {reason(error)}") from None
     model = data.get("model") if isinstance(data, dict) else None
     if not isinstance(model, dict):
         raise PlanError(

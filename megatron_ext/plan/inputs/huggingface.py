@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._input import parse_json, read_text, shown, whole
+from ..._input import parse_json, read_text, reason, shown, whole
 from ..model import PlanError
 
 Given = dict[str, Any]
@@ -84,7 +84,7 @@ def read_config(path: str) -> tuple[Given, list[str]]:
     try:
         data = parse_json(read_text(path))
     except (OSError, ValueError) as error:
-        raise PlanError(f"cannot read --hf-config {path}: {error}") from None
+        raise PlanError(f"cannot read --hf-config {path}: {reason(error)}") from None
     if not isinstance(data, dict):
         raise PlanError(f"--hf-config {path} must hold an object, got {shown(data)}")
     names = data.get("architectures")

@@ -184,12 +184,13 @@ class _Memory:
         return True
 
 
-def _orders(after: list[int], pp: int, m: int) -> RankActions:
-    """Every rank's passes; ``after`` has each slot's next one, the last slot stands for none."""
+def _orders(after: list[int], first: Iterable[int], m: int) -> RankActions:
+    """Every rank's passes from its ``first`` one on; ``after`` has each slot's next one, the last
+    slot stands for none."""
     end = len(after) - 1
     stages = end // (3 * m)
     orders: RankActions = []
-    for node in range(0, pp * m, m):  # every rank's first F
+    for node in first:
         orders.append([])
         while node != end:
             lane, j = divmod(node, m)
@@ -228,11 +229,13 @@ class Order:
         m = request.microbatches
         program = Program(request.placement, request.durations, m)
         self._passes = fixed = _Passes.of(program, orders)
-        self._microbatches, self._pp = m, request.pp
+        self._microbatches = m
         self._size = size = program.pass_slots
         self._previous, self._next = ([size] * (size + 1) for _ in range(2))
         rows = [program.row(row) for row in orders]
         nodes = [[lane.gives + j for lane, j in row] for row in rows]
+        # The first F of a rank's first stage: all else on the rank needs it, so no move takes it.
+        self._first = [row[0] for row in nodes]
         self._memory = _Memory(cap, fixed, nodes, room)
         for row in nodes:
             self._link(size, row, size)
@@ -245,18 +248,18 @@ class Order:
 
     @property
     def time(self) -> int:
-        """Of the present order: every path begins with rank 0's first F."""
+        """Of the present order: every path begins with stage 0's first F."""
         return self._paths[0]
 
     @property
     def best(self) -> RankActions:
         """The fastest order so far."""
-        return _orders(self._best, self._pp, self._microbatches)
+        return _orders(self._best, self._first, self._microbatches)
 
     @property
     def present(self) -> RankActions:
         """The present order."""
-        return _orders(self._next, self._pp, self._microbatches)
+        return _orders(self._next, self._first, self._microbatches)
 
     def move(self, random: Callable[[], float], worse: int) -> bool:
         """Move one pass, mostly one of a critical path; undone if that cannot run, or

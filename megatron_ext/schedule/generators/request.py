@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal
 
 from ..actions import RankActions
@@ -87,9 +87,9 @@ class Request:
         assert done is not None  # only with slack
         return [[done.ends[lane.gives + j] - lane.took for lane, j in row] for row in rows]
 
-    @cached_property
+    @property
     def _program(self) -> Program:
-        return Program(self.placement, self.durations, self.microbatches)
+        return _program(self.placement, self.durations, self.microbatches)
 
     def fastest(self, candidates: Iterable[RankActions]) -> RankActions:
         """The candidate that takes least; the first of them if several do.
@@ -154,6 +154,10 @@ class Request:
         # To wait gains nothing over the given order in the longest runs.
         first = 1 if self.passes > 2 * LONG else 0
         return min_gaps(self.pp)[first : 2 + bool(self.effort) * _THOROUGH // self.passes]
+
+
+# Not an attribute of requests: caches of orders keep these, and would keep all programs' nodes.
+_program = lru_cache(maxsize=4)(Program)
 
 
 def min_gaps(pp: int) -> list[list[MinGap]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_check_says_what_it_verified(run, tmp_path):
 def test_check_refuses_with_the_grid(run, file_of):
     schedule = generate("zb-h1", 2, 2)
     status, out, err = run("check", path := file_of(schedule.with_ranks([schedule.ranks[0], ()])))
-    assert (status, out) == (2, "")
+    assert (status, out) == (1, ""), "a negative answer, not bad input"
     assert err.startswith(f"megatron-ext check: {path}: rank 1, position 0: F1.0 is missing")
     assert "<-- here" in err
 
@@ -79,8 +80,16 @@ def test_a_file_that_cannot_run_is_refused_everywhere(run, file_of):
     path = file_of(schedule.with_ranks([tuple(reversed(row)) for row in schedule.ranks]))
     for argv in (["simulate", "--schedule", path], ["show", path], ["check", path]):
         status, _, err = run(*argv)
-        assert status == 2, argv
+        assert status == (1 if argv[0] == "check" else 2), argv
         assert str(path) in err
+
+
+def test_check_tells_bad_input_from_a_bad_schedule(run, file_of):
+    """Costs for another number of stages: the file contradicts itself, its order is not judged."""
+    schedule = generate("1f1b", 2, 2)
+    path = file_of(replace(schedule, costs=Costs.of(stages=[(1, 1, 1)])))
+    status, _, err = run("check", path)
+    assert status == 2 and "costs are given for 1 stages but pp=2" in err
 
 
 def test_forward_only_file(run, file_of):

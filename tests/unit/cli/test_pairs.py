@@ -41,6 +41,8 @@ def test_files_keep_costs_and_pairs(run, tmp_path):
         assert read[key] == made[key]
     later = data(run, "simulate", "--schedule", path, "--hop", 1)
     assert later["exchange"] == made["exchange"] and later["makespan"] > made["makespan"]
+    same = data(run, "simulate", "--schedule", path, "--cost", "1,1,1")
+    assert same["makespan"] == made["makespan"]  # --cost leaves the file's exchange
 
 
 PAIRS = ["simulate", *options("v-half", 2, 4), *SENT, "--overlap"]

@@ -130,6 +130,61 @@ def test_what_the_answer_is_compared_with(run):
     )
 
 
+LINE = f"{MODEL} --pipeline-model-parallel-size 4 --world-size 4 --global-batch-size 4"
+ONE = "--gpu A100 --micro-batch-sizes 1 --schedules 1f1b --cheap-recompute off --offload off"
+
+
+def test_the_users_own_layout(run):
+    """Unequal stages are not called even, and what a printed layout excludes is named."""
+    uneven = "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 6"
+    words = ["--from-args", f"{LINE} {uneven}", *shlex.split(ONE)]
+    status, out, err = run("plan", *words)
+    assert (status, err) == (0, "")
+    (row,) = (line.split() for line in out.splitlines() if line.startswith("yours: 1f1b"))
+    assert "given" in row and "even" not in row
+    assert "--pipeline-model-parallel-layout" in out
+    first, last = uneven.split()[::2]
+    assert f"leave out your own {first}, {last}: the flags above replace them" in out
+    kept = run("plan", *words, "--no-balance")[1]
+    assert "leave out your own" not in kept
+    virtual = "--num-layers-per-virtual-pipeline-stage 2"
+    data = json.loads(
+        run("plan", "--from-args", f"{LINE} {virtual}", *shlex.split(ONE), "--json")[1]
+    )
+    assert data["replaced_flags"] == [virtual.split()[0]]
+
+
+def test_flags_that_do_not_start(run):
+    words = ["--from-args", f"{LINE} --num-layers 18", *shlex.split(ONE)]
+    status, out, _ = run("plan", *words)
+    why = "yours has no row: your flags do not divide 18 layers over 4 stages (4 ranks x 1)"
+    assert status == 0 and f"{why}, so Megatron does not start with them" in out
+    assert "yours: 1f1b" not in out
+    status, _, err = run("plan", *words, "--no-balance")
+    assert status == 2 and "18 layers on 4 ranks; leave out --no-balance" in err
+
+
+def test_what_the_flags_lack_is_in_the_answer(run):
+    """An assumed vocabulary may change a step by more than any schedule."""
+    line = LINE.replace("--vocab-size 64000", "")
+    out = run("plan", "--from-args", line, *shlex.split(ONE))[1]
+    assert "assumed: no --vocab-size (a tokenizer decides it): 128256 is assumed" in out
+    assert "assumed:" not in run("plan", "--from-args", LINE, *shlex.split(ONE))[1]
+
+
+def test_a_script_is_read(run, tmp_path):
+    path = tmp_path / "train.sh"
+    path.write_text(f'ARGS="{LINE}"\ntorchrun --nproc-per-node 4 pretrain_gpt.py $ARGS\n')
+    chosen = [
+        json.loads(run("plan", "--from-args", text, *shlex.split(ONE), "--json")[1])["chosen"]
+        for text in (path, LINE)
+    ]
+    assert chosen[0] == chosen[1]
+    path.write_text("echo nothing\n")
+    status, _, err = run("plan", "--from-args", path, *shlex.split(ONE))
+    assert status == 2 and f"--from-args {path}: " in err and err.count("\n") == 1
+
+
 def test_nothing_fits(run):
     data = _json(run, "--memory-cap", "2GiB")
     assert data["chosen"] is None and data["front"] == []
@@ -163,6 +218,11 @@ def test_nothing_fits(run):
         ("--host-bandwidth fast", "in bytes/s"),
         ("--from-args '--use-megatron-fsdp --bf16'", "does not model"),
         ("--from-args '\"'", "cannot be split"),
+        ("--from-args no.sbatch", "--from-args 'no.sbatch' is no file, and no flag (--name) is in"),
+        ("--hidden-size 7", "--hidden-size 7 is no multiple of --num-attention-heads 16"),
+        ("--gpu ./no.json", "--gpu ./no.json cannot be read: No such file or directory"),
+        ("--hf-config no.json", "cannot read --hf-config no.json: No such file or directory"),
+        ("--bridge-config no.json", "--bridge-config no.json: No such file or directory"),
         ("--output plan.svg --memory-cap 30GiB", "ends in .json"),
         ("--effort 0", "must be > 0"),
     ],
@@ -204,6 +264,9 @@ def test_a_world_size_alone_searches_the_division(run, tmp_path):
     assert json.loads(again)["chosen"]["step_ms"] == chosen["step_ms"]
     text = run("plan", *words)[1]
     assert "TP  PP  DP  CP  EP" in text and "without a pipeline" in text
+    beside = text[text.index("at these parallel sizes") :]
+    assert "yours: 1f1b" in beside and "stock: interleaved" in beside
+    assert "data_parallel_ms" not in text
 
 
 def test_grid_fixes_what_is_given(run):

@@ -137,6 +137,44 @@ def test_progress_comes_when_it_takes_long(monkeypatch, terminal):
     assert shown.endswith("\r\x1b[K" if terminal else "\n")
 
 
+def _process(*words, unbuffered="", **streams):
+    command = [sys.executable, "-m", "megatron_ext", *words]
+    variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, env=variables, **streams)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_answer_that_cannot_be_written(unbuffered):
+    with open("/dev/full", "w") as full:
+        done = _process("completion", "bash", unbuffered=unbuffered, stdout=full)
+    words = "cannot write to standard output: No space left on device"
+    assert (done.returncode, done.stderr) == (2, f"megatron-ext completion: {words}\n")
+
+
+def test_a_closed_output_is_said():
+    done = _process("completion", "bash", preexec_fn=lambda: os.close(1))
+    assert done.returncode == 2
+    assert done.stderr.startswith("megatron-ext: standard output is closed")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_has_seen_enough():
+    end, start = os.pipe()
+    os.close(end)
+    done = _process("completion", "bash", stdout=start)
+    os.close(start)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_control_c_is_one_line(run, monkeypatch):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_ext.commands.check.load", interrupted)
+    assert run("check", "x.json") == (130, "", "megatron-ext check: interrupted\n")
+
+
 def test_output_is_whole_or_as_before(tmp_path):
     path = tmp_path / "a.svg"
     with output(str(path)) as part:

@@ -49,6 +49,16 @@ def test_collectives_are_no_transfers(run, tmp_path):
     assert "compute only; lowered to 6 transfers" in run("check", path)[1]
 
 
+def test_other_costs_leave_a_files_vocabulary(run, tmp_path):
+    """Its passes still take their time, whichever way the stages' times are given."""
+    path, stages = tmp_path / "s.json", tmp_path / "stages.json"
+    stages.write_text('{"stages": [[1, 1, 1], [1, 1, 1]]}')
+    run("schedule", *options("1f1b", 2, 3), *VOCABULARY, "--output", path)
+    made = _data(run, "simulate", "--schedule", path)["makespan"]
+    for other in (["--cost", "1,1,1"], ["--stage-cost", stages]):
+        assert _data(run, "simulate", "--schedule", path, *other)["makespan"] == made
+
+
 def test_bound(run):
     """Of the work with that of the rank's parts; none on the span."""
     argv = [*options("zb-h2", 4, 8), *VOCABULARY]

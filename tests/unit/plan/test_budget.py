@@ -17,6 +17,7 @@ from megatron_ext.plan.model import PlanError
 from megatron_ext.plan.profile import Profile
 from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule import AUTO, Costs, Link, OffloadSpec, ScheduleSpec, select
+from megatron_ext.schedule.effects import peak_sets
 from megatron_ext.schedule.generators import GENERATORS, NAMES, generate
 from megatron_ext.schedule.generators.cap import v_cap_limits
 from megatron_ext.schedule.placement import Placement
@@ -111,6 +112,15 @@ def test_whole_sets_of_the_largest_size(split):
     assert budget(size).room(placement, split) == expected
     assert min(expected) == expected[0] > 0, "both ends of the model are on rank 0"
     assert budget(size).sets(placement, split) == expected[0]
+
+
+def test_no_more_sets_fit_than_the_most():
+    """Also where sets between B and W are smaller: zb-h1 and zb-h2 keep as many on every rank."""
+    for name in NAMES:
+        schedule = generate(name, P, M, costs=COSTS)
+        cap = budget(budget(1).needed(schedule))
+        held = peak_sets(schedule.ranks)
+        assert min(held) <= cap.most_sets(schedule.placement), (name, held)
 
 
 def test_no_room_for_a_set():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from megatron_ext.schedule import AUTO, Costs, Placement, Schedule, check, gener
 from megatron_ext.schedule.actions import Action, AnyAction, Op, Operation, RankActions
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.effects import peak, peak_sets, steps
+from megatron_ext.schedule.event_loop import Program
 from megatron_ext.schedule.generators import NAMES
 from megatron_ext.schedule.generators.annealing import Order, anneal, room_of
 from megatron_ext.schedule.generators.cap import (
@@ -403,3 +405,16 @@ def test_auto_errors(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError) as error:
         made(AUTO, 4, 8, **options)
     assert message in str(error.value)
+
+
+def test_caches_of_orders_keep_no_programs() -> None:
+    """They are many times as large as the orders, and a process may make orders all day."""
+
+    def programs() -> int:
+        gc.collect()
+        return sum(type(one) is Program for one in gc.get_objects())
+
+    before = programs()
+    for microbatches in range(5, 17):
+        generate("v-half", 2, microbatches, costs=Costs.of(10, 11, 8), effort=0.01)
+    assert programs() - before <= 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,19 @@ def test_costs_per_stage(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match="expected JSON"):
             Costs().with_stage_file(path)
+
+
+def test_a_missing_costs_file_is_said_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="stage costs .*none.json: No such file or directory; "):
+        Costs().with_stage_file(tmp_path / "none.json")
+
+
+def test_costs_per_stage_leave_the_rest(tmp_path: Path) -> None:
+    """Times of vocabulary passes and the exchange stay, unless the file has one of its own."""
+    path = tmp_path / "costs.json"
+    path.write_text('{"stages": [[2, 2, 2]]}')
+    before = Costs.of(hop=1, vocabulary=(1, 2, 3, 4)).with_exchange([(1, 2)])
+    stages = Costs.of(stages=[(2, 2, 2)]).stages
+    assert before.with_stage_file(path) == replace(before, stages=stages)
+    path.write_text('{"stages": [[2, 2, 2]], "exchange": [[0, 1]]}')
+    assert before.with_stage_file(path).exchange == ((0, 1),)

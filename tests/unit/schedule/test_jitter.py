@@ -12,7 +12,9 @@ from megatron_ext.schedule import (
     Action,
     Costs,
     Link,
+    Op,
     Placement,
+    Schedule,
     check,
     generate,
     lower,
@@ -23,13 +25,26 @@ from megatron_ext.schedule.generators import steadier
 from megatron_ext.schedule.generators.annealing import fits, room_of
 from megatron_ext.schedule.jitter import jitter
 from megatron_ext.schedule.network import Network
+from megatron_ext.schedule.select import ScheduleSpec, select
 
 REAL = Costs.parse("1,1.1,0.8,0.05")
 
 
+PAIRS = Costs.parse("2,2,1").with_exchange([(1, 1)])
+SHARDED = Costs.of(vocabulary=(0.25, 0.25, 0.1, 0.1))
+
+
+def with_extras() -> list[Schedule]:
+    """Joint passes with communication inside, and passes of a sharded vocabulary."""
+    pairs = ScheduleSpec("v-half", 4, 8, costs=PAIRS, overlap=True)
+    sharded = [ScheduleSpec("v-half", 4, 8, costs=SHARDED, barriers=n) for n in (1, 2)]
+    found = [select(spec).schedule for spec in (pairs, *sharded)]
+    return [generate("dualpipev", 4, 8, costs=PAIRS), *found]
+
+
 def test_exact_times_are_the_simulation() -> None:
-    for name in ("v-half", "1f1b", "dualpipev"):
-        schedule = generate(name, 4, 8, costs=REAL)
+    named = [generate(name, 4, 8, costs=REAL) for name in ("v-half", "1f1b", "dualpipev")]
+    for schedule in (*named, *with_extras()):
         spread = jitter(schedule, 0, 3)
         assert set(spread) == {simulate(schedule).makespan} and spread.ratio == 1
 
@@ -84,6 +99,7 @@ def test_every_pass_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         (lower(v_half), Network("rank", True)),
         (offloaded, None),
         (lower(offloaded), Network("pair")),
+        *((schedule, None) for schedule in with_extras()),
     ):
         spread = jitter(schedule, 0.1, 1, network=network)
         assert spread.exact == simulate(schedule, network=network).makespan
@@ -108,6 +124,26 @@ def test_steadier_orders_are_as_fast_and_as_small(name: str, most: float) -> Non
         assert next(means) < most * next(means)
     assert steadier(schedule, Fraction("0.1")) == found
     assert steadier(schedule, 0.1, effort=0) is schedule
+
+
+@pytest.mark.parametrize("stages", [[(0, 1), (2, 3)], [(2, 3), (0, 1)], [(0, 2, 3), (1, 4, 5)]])
+def test_steadier_takes_any_placement(stages: list[tuple[int, ...]]) -> None:
+    """Also where the first stage of rank r is not stage r."""
+    placement, js = Placement(stages), range(8)
+    rows = [
+        [
+            *(Action(Op.F, stage, j) for j in js for stage in row),
+            *(Action(Op.B, stage, j) for j in js for stage in reversed(row)),
+            *(Action(Op.W, stage, j) for j in js for stage in reversed(row)),
+        ]
+        for row in stages
+    ]
+    base = generate("interleaved", 2, 8, placement.chunks, costs=REAL)
+    schedule = replace(base, placement=placement).with_ranks(rows)
+    found = steadier(schedule, 0.1)
+    assert found is not schedule and check(found).peak_sets == check(schedule).peak_sets
+    assert simulate(found).makespan <= simulate(schedule).makespan
+    assert jitter(found, 0.1, 200, 7).mean < jitter(schedule, 0.1, 200, 7).mean
 
 
 def test_steadier_leaves_orders_that_it_cannot_move_in() -> None:

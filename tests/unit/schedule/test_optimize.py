@@ -73,6 +73,10 @@ def test_refusals(solver):
     with pytest.raises(ValueError, match="1f1b keeps 2 activation sets on a rank, more than 1"):
         optimize(generate("1f1b", 2, 4), 1, cap=1)
     spec = ScheduleSpec("po", 2, 4, offload=OffloadSpec("full", Link.of(2, "0.2")))
+    costs = Costs.of(vocabulary=(1, 1, 1, 1))
+    sharded = select(ScheduleSpec("zb-h1", 2, 2, costs=costs, barriers=1)).schedule
+    with pytest.raises(ValueError, match="zb-h1 has passes of a sharded vocabulary"):
+        optimize(sharded, 1)
     with pytest.raises(ValueError, match="offloads activation sets"):
         optimize(select(spec).schedule, 1)
 

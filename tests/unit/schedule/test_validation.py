@@ -9,11 +9,23 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_ext.schedule import Schedule, ScheduleError, check, generate, lower, simulate
+from megatron_ext.schedule import (
+    Link,
+    Schedule,
+    ScheduleError,
+    ScheduleSpec,
+    check,
+    generate,
+    lower,
+    offload_pass,
+    select,
+    simulate,
+)
 from megatron_ext.schedule.actions import Action, AnyAction, Op
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import NAMES
 from megatron_ext.schedule.io import from_json
+from megatron_ext.schedule.network import Network
 from megatron_ext.schedule.post_validation import (
     ValidationOp,
     add_post_validation,
@@ -159,6 +171,20 @@ class TestTime:
         slow = replace(lowered.costs, hop=Fraction(1, 10))
         assert steady_time(lowered, slow) > steady_time(lowered)
 
+    def test_copies_and_streams_delay_both(self) -> None:
+        """1F1B gains nothing, however slow its copies and messages are."""
+        slow = offload_pass(made("1f1b"), Link.of(4, 1), "half").schedule
+        lowered = add_post_validation(lower(slow))
+        run = simulate(lowered)
+        assert run.transfers is not None and run.transfers.stall > 0
+        assert steady_time(lowered) == run.makespan
+        assert "gains 1f1b nothing" in describe_gain(lowered)
+        network = Network("rank", True)
+        lowered = add_post_validation(lower(made("1f1b", costs=Costs.parse("1,1,1,0.2"))))
+        delay = simulate(lowered, network=network).makespan - simulate(lowered).makespan
+        assert steady_time(lowered, network=network) == steady_time(lowered) + delay
+        assert delay > 0
+
     def test_needs_post_validation(self) -> None:
         with pytest.raises(ValueError, match="lowered without post-validation"):
             steady_time(lower(made("v-zb")))
@@ -169,3 +195,18 @@ def test_a_file_holds_it_as_it_is() -> None:
     again = from_json(lowered.to_json())
     assert again.ranks == lowered.ranks
     check(again)
+
+
+def test_a_sharded_vocabulary_is_refused() -> None:
+    """By whatever makes, checks or times it: no crash, and no schedule that training refuses."""
+    costs = Costs.of(vocabulary=(0.25, 0.25, 0.1, 0.1))
+    sharded = lower(select(ScheduleSpec("v-half", 4, 8, costs=costs, barriers=1)).schedule)
+    prefixes = (Action(ValidationOp.PREFIX, rank, 0) for rank in range(4))
+    with_prefix = sharded.with_ranks([[p, *row] for p, row in zip(prefixes, sharded.ranks)])
+    for function, schedule in (
+        (add_post_validation, sharded),
+        (check, with_prefix),
+        (steady_time, with_prefix),
+    ):
+        with pytest.raises(ScheduleError, match="v-half has a sharded vocabulary"):
+            function(schedule)

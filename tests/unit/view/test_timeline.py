@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_ext.schedule import Link, offload_pass
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.generators import forward_only, generate
 from megatron_ext.schedule.placement import Placement
@@ -54,6 +55,16 @@ def test_a_run_as_simulated_measures_like_the_simulation(name):
     assert [[box.action for box in row] for row in real.boxes] == [
         [box.action for box in row] for row in plan.boxes
     ]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half"])
+def test_offloaded_sets_leave_a_measured_run_too(name):
+    schedule = offload_pass(generate(name, 4, 6), Link.of(4, "0.25"), "half").schedule
+    plan, real = planned(simulate(schedule)), measured(schedule, _events(schedule))
+    kept = measured(schedule.compute(), _events(schedule))
+    assert real.peak_activation == plan.peak_activation
+    assert all(row[-1][1] == 0 and min(n for _, n in row) == 0 for row in real.memory)
+    assert max(real.peak_activation) < max(kept.peak_activation)
 
 
 def test_measured_sorts_and_leaves_transfers_out():
