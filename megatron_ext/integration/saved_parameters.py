@@ -80,6 +80,7 @@ class ReadOnce:
     """
 
     __slots__ = ("_ctx", "_find", "_saved")
+    _saved: tuple[Any, ...] | None
 
     def __init__(self, ctx: Any, find: Find) -> None:
         object.__setattr__(self, "_ctx", ctx)
@@ -89,13 +90,14 @@ class ReadOnce:
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
         """What forward saved."""
-        if self._saved is None:
+        found = self._saved
+        if found is None:
             found = tuple(
                 self._find(saved) if isinstance(saved, torch.Tensor) else saved
                 for saved in self._ctx.saved_tensors
             )
             object.__setattr__(self, "_saved", found)
-        return self._saved
+        return found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
