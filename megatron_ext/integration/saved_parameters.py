@@ -1,8 +1,9 @@
-"""Weights keep their identity in backward while activations are offloaded.
+"""Weights keep their identity in backward, whatever saved-tensor hooks are around forward.
 
-Under saved-tensor hooks autograd hands a custom function a new tensor for each parameter that it
-saved. Functions that add weight gradients themselves look for attributes of the parameter
-(``main_grad``, ``grad_added_to_main_grad``) and would find none, or set them where nobody looks.
+Under such hooks, ours that offload activations or a user's, autograd hands a custom function a new
+tensor for each parameter that it saved. Functions that add weight gradients themselves look for
+attributes of the parameter (``main_grad``, ``grad_added_to_main_grad``) and would find none, or set
+them, and gradients, where nobody looks.
 """
 
 from __future__ import annotations
@@ -54,28 +55,49 @@ def _with_parameters(original: Any, find: Find) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return original.backward(_Context(ctx, find), *grads)
+            return original.backward(ReadOnce(ctx, find), *grads)
 
     WithParameters.__name__ = original.__name__
     WithParameters.__qualname__ = original.__qualname__
     return WithParameters
 
 
-class _Context:
-    """An autograd context whose saved parameters are the parameters."""
+def parameter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter that a saved ``tensor`` is: saved-tensor hooks give another one in its place,
+    which has the same gradient accumulator; anything else as it is."""
+    if isinstance(tensor, torch.nn.Parameter) or not (tensor.is_leaf and tensor.requires_grad):
+        return tensor
+    node: Any = torch.autograd.graph.get_gradient_edge(tensor).node
+    found: torch.Tensor = node.variable
+    return found
 
-    __slots__ = ("_ctx", "_find")
+
+class ReadOnce:
+    """An autograd context whose saved tensors are unpacked once, parameters as parameters.
+
+    Args:
+        ctx: the function's. find: gives the parameter that a saved tensor is, or the tensor.
+    """
+
+    __slots__ = ("_ctx", "_find", "_saved")
+    _saved: tuple[Any, ...] | None
 
     def __init__(self, ctx: Any, find: Find) -> None:
         object.__setattr__(self, "_ctx", ctx)
         object.__setattr__(self, "_find", find)
+        object.__setattr__(self, "_saved", None)
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        return tuple(
-            self._find(saved) if isinstance(saved, torch.Tensor) else saved
-            for saved in self._ctx.saved_tensors
-        )
+        """What forward saved."""
+        found = self._saved
+        if found is None:
+            found = tuple(
+                self._find(saved) if isinstance(saved, torch.Tensor) else saved
+                for saved in self._ctx.saved_tensors
+            )
+            object.__setattr__(self, "_saved", found)
+        return found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)

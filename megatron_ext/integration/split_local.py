@@ -9,6 +9,8 @@ largest tensor of the model, and would wait for W with every set that does.
 from __future__ import annotations
 
 import functools
+import importlib
+import types
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ..runtime.sharded import Sharded, mark_gathered, sharded, whole
 from ..runtime.wgrad import WeightGradStore
 from .gradients import accumulate, finish, gradient_hook, mark_added
 from .hooks import Hook
+from .saved_parameters import ReadOnce, parameter_of
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -48,14 +51,21 @@ def hooks(store: WeightGradStore) -> tuple[Hook, ...]:
 
 
 def _split_linear(original: Any, store: WeightGradStore) -> Any:
+    # Megatron's decorator: the products of B and W are as precise as autocast made those of F.
+    as_in_forward = importlib.import_module(_LAYERS).custom_bwd
+
     class SplitLinear(original):  # type: ignore[misc]
         """Megatron's linear function; its backward leaves W to the store inside a B pass."""
 
         @staticmethod
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+            if not store.collecting:
+                return original.backward(ctx, grad_output)
+            # Once: a checkpoint computes saved tensors again, and hands each out a single time.
+            ctx = ReadOnce(ctx, parameter_of)
             weight = ctx.saved_tensors[1]
-            if store.collecting and _can_split(ctx, weight) and store.postpones(weight):
-                return _input_gradient_only(ctx, grad_output, store)
+            if _can_split(ctx, weight) and store.postpones(weight):
+                return as_in_forward(_input_gradient_only)(ctx, grad_output, store, as_in_forward)
             return original.backward(ctx, grad_output)
 
     SplitLinear.__name__ = original.__name__
@@ -95,7 +105,9 @@ def _can_split(ctx: Any, weight: torch.Tensor) -> bool:
     return not (kept or is_output_weight(weight))
 
 
-def _input_gradient_only(ctx: Any, grad_output: torch.Tensor, store: WeightGradStore) -> Any:
+def _input_gradient_only(
+    ctx: Any, grad_output: torch.Tensor, store: WeightGradStore, as_in_forward: Any
+) -> Any:
     x, weight = ctx.saved_tensors
     grad_input = grad_output.matmul(weight)
     work = None
@@ -117,10 +129,12 @@ def _input_gradient_only(ctx: Any, grad_output: torch.Tensor, store: WeightGradS
     total: Any = x.detach()
     if ctx.sequence_parallel:
         total = Sharded(total, ctx.tp_group)
+    state = types.SimpleNamespace(_fwd_used_autocast=ctx._fwd_used_autocast, _dtype=ctx._dtype)
+    product = functools.partial(as_in_forward(_weight_gradient), state, weight)
     fused, operands = ctx.gradient_accumulation_fusion, (total, sharded(grad_output))
     store.put(
         weight,
-        functools.partial(accumulate_fused if fused else _weight_gradient, weight),
+        functools.partial(accumulate_fused, weight) if fused else product,
         rows=operands,
         done=finish,
         after=functools.partial(mark_added, weight) if fused else None,
@@ -134,7 +148,10 @@ def _input_gradient_only(ctx: Any, grad_output: torch.Tensor, store: WeightGradS
 
 @torch.no_grad()
 def _weight_gradient(
-    weight: torch.nn.Parameter, x: torch.Tensor | Sharded, grad_output: torch.Tensor | Sharded
+    state: Any,
+    weight: torch.nn.Parameter,
+    x: torch.Tensor | Sharded,
+    grad_output: torch.Tensor | Sharded,
 ) -> None:
     """W of one layer: the same arithmetic, in the same order, as Megatron's own backward."""
     accumulate(weight, _rows(grad_output).t().matmul(_rows(x)))

@@ -53,7 +53,8 @@ def can_split(module: torch.nn.Module) -> bool:
     # A weight in parts gets no gradient from backward_dw, which assigns to their concatenation.
     names = getattr(module, "weight_names", ("weight",))
     in_parts = len(names) > 1 and not hasattr(module, "num_gemms")
-    return bool(_weights(module)) and not (
+    # Frozen ones too: they may be trained later.
+    return bool(_named(module, _WEIGHT)) and not (
         two_linears or overlaps or taken or in_parts or _debugging()
     )
 
@@ -73,13 +74,13 @@ def splittable(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def postponed_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The weights of a splittable module: W computes their gradients."""
-    return _weights(module)
+    """The weights of a splittable module that are trained now: W computes their gradients."""
+    return _trained(_named(module, _WEIGHT))
 
 
 def postponed_biases(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Its biases, whose gradients W may compute with those."""
-    return _biases(module)
+    """Its biases that are trained now, whose gradients W may compute with those."""
+    return _trained(_named(module, _BIAS))
 
 
 class SplitStore:
@@ -88,7 +89,8 @@ class SplitStore:
     def __init__(self, module: torch.nn.Module, store: WeightGradStore) -> None:
         self.original = module.wgrad_store
         self._module, self._store = module, store
-        self._weights, self._biases = _weights(module), _biases(module)
+        # Frozen ones too, which may be trained later, and trained ones may be frozen.
+        self._weights, self._biases = _named(module, _WEIGHT), _named(module, _BIAS)
         self._backward_dw = _own_backward_dw(module)
         # Some versions look in here before they pop.
         self.context: queue.Queue[Any] = queue.Queue()
@@ -104,7 +106,8 @@ class SplitStore:
         if self._in_weight_pass:
             return True
         if self._store.collecting:
-            return self._store.postpones(*self._weights, *self._biases)
+            weights = _trained(self._weights)
+            return bool(weights) and self._store.postpones(*weights, *_trained(self._biases))
         # In the backward of a fused pass, autograd gets the gradients as without us.
         return not _in_backward()
 
@@ -112,23 +115,24 @@ class SplitStore:
         """Take the work that computes the weight gradients from ``tensors``."""
         # What autograd now gives as gradient of the weights is a stand-in or memory that W will
         # write to; keep it apart from a gradient that was there before.
-        before = [(w, w.grad) for w in self._weights if not self._store.placeholder(w)]
+        weights, biases = _trained(self._weights), _trained(self._biases)
+        before = [(w, w.grad) for w in weights if not self._store.placeholder(w)]
         for weight, _ in before:
             weight.grad = None
         self._store.at_end(functools.partial(_restore, before))
         parts = self._sharded(tensors)
-        first, *others = self._weights
+        first, *others = weights
         # Biases get their gradient in ``grad``, where B may put one meanwhile.
-        in_place = self._module.fuse_wgrad_accumulation and not self._biases
+        in_place = self._module.fuse_wgrad_accumulation and not biases
         self._store.put(
             first,
             functools.partial(self._weight_pass, function, parts[_ROWS:]),
             rows=parts[:_ROWS],
-            others=(*others, *self._biases),
+            others=(*others, *biases),
             done=finish,
             after=self._mark_added if in_place else None,
             sharded=[one for one in parts if isinstance(one, Sharded)],
-            placeholders=self._weights,
+            placeholders=weights,
         )
         if self._parallel("column"):
             self._store.fill()  # the input's gradient is being reduced
@@ -149,7 +153,7 @@ class SplitStore:
         return kept
 
     def _mark_added(self) -> None:
-        for weight in self._weights:
+        for weight in _trained(self._weights):
             mark_added(weight)
 
     def pop(self) -> tuple[Any, Any]:
@@ -175,6 +179,7 @@ class SplitStore:
         # Transformer Engine gave for the first, and nothing of it depends on the number of rows.
         # backward_dw sets gradients rather than adding to them (or only where there is none), so
         # it starts from none, and what was there is added up here.
+        # It sets those of frozen parameters, too.
         before = [(p, p.grad) for p in (*self._weights, *self._biases)]
         for parameter, _ in before:
             parameter.grad = None
@@ -190,10 +195,12 @@ class SplitStore:
             self.context = queue.Queue()
         for parameter, old in before:
             new, parameter.grad = parameter.grad, old
-            if new is not None and new is not self._no_bias_gradient.get(id(parameter)):
+            if not parameter.requires_grad or new is None:
+                continue
+            if new is not self._no_bias_gradient.get(id(parameter)):
                 accumulate(parameter, new)
         self._no_bias_gradient.clear()
-        if self._module.fuse_wgrad_accumulation and self._biases:
+        if self._module.fuse_wgrad_accumulation and _trained(self._biases):
             self._mark_added()
 
 
@@ -211,17 +218,13 @@ def attach(chunk: torch.nn.Module, store: WeightGradStore) -> list[SplitStore]:
     return attached
 
 
-def _weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return _named(module, _WEIGHT)
-
-
-def _biases(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return _named(module, _BIAS)
-
-
 def _named(module: torch.nn.Module, pattern: re.Pattern[str]) -> list[torch.nn.Parameter]:
     named = module.named_parameters(recurse=False)
-    return [p for name, p in named if pattern.fullmatch(name) and p.requires_grad]
+    return [p for name, p in named if pattern.fullmatch(name)]
+
+
+def _trained(parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    return [p for p in parameters if p.requires_grad]
 
 
 def _own_backward_dw(module: torch.nn.Module) -> Callable[[Any], None]:

@@ -304,7 +304,8 @@ class Record:
         """
         inside, storage = self._strategy.inside, slot.untyped_storage()
         if inside is Restore.KEEP:
-            yield None
+            with _without_checkpoint():
+                yield None
             return
         if self._strategy.input is not Restore.KEEP:
             self._input = Block(self._owner, storage)
@@ -455,6 +456,16 @@ class Record:
         block, number = handle
         result: torch.Tensor = block.view(number)
         return result
+
+
+def _without_checkpoint() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no checkpoint of PyTorch takes saved tensors: it would compute the layer again for
+    each graph that asks for some, chunk after chunk, in buffers that hold a chunk on its way. Other
+    hooks, of a user or of PipeOffload, take them."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(Kept, lambda handle: handle.tensor)
 
 
 def _identity(tensor: torch.Tensor) -> Any:

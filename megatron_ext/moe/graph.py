@@ -133,6 +133,7 @@ class Recomputation:
     def __init__(self, owner: Any, residents: Set[int], linears: Linears, whole: bool) -> None:
         self._owner, self._residents = owner, residents
         self._linears, self._whole = linears, whole
+        self._autocast: Any = contextlib.nullcontext()  # as in forward
         self._blocks: list[Block] = []
         self._sizes: list[int] = []
         self._calls: list[Any] = []  # of fc1 and fc2: what they return in place of computing; None
@@ -145,6 +146,9 @@ class Recomputation:
     def recording(self, slot: torch.Tensor) -> Iterator[None]:
         """For the experts' forward pass, in which ``pack`` is called; their input is in ``slot``,
         and others restore it."""
+        kind = slot.device.type
+        dtype, on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._autocast = torch.autocast(kind, dtype, on)
         with self._running(slot, self._call):
             yield
 
@@ -168,7 +172,7 @@ class Recomputation:
         if not self._blocks:
             return
         hooks = torch.autograd.graph.saved_tensors_hooks(self._fill, _never)
-        with torch.enable_grad(), hooks, self._running(slot, self._call_again):
+        with self._autocast, torch.enable_grad(), hooks, self._running(slot, self._call_again):
             experts()
         if self._count != len(self._blocks):
             raise self._mismatch(f"{self._count} storages")

@@ -279,12 +279,17 @@ class WeightGradStore:
             raise RuntimeError(f"no postponed weight gradients for {key}") from None
         del self._parameters[key]
         left = Counter(id(p) for work in queue for p in work.parameters)
+        # Of several uses a pass the gradients are summed before that is added to what there was.
+        before: dict[int, Any] = {}
         # Each task holds its layer's input and output gradient; drop it as soon as it has run.
         queue.reverse()
         _gather_for(queue)
         while queue:
             task, rows, parameters, done, after, *_ = queue.pop()
             _gather_for(queue)
+            for parameter in parameters:
+                if left[id(parameter)] > 1 and id(parameter) not in before:
+                    before[id(parameter)], parameter.grad = parameter.grad, None
             if task is not None:
                 task(*_joined(rows))
             del task, rows
@@ -292,6 +297,8 @@ class WeightGradStore:
                 after()
             for parameter in parameters:
                 left[id(parameter)] -= 1
+                if not left[id(parameter)]:
+                    _add_to(before.pop(id(parameter), None), parameter)
                 if finish and done is not None and not left[id(parameter)]:
                     done(parameter)
 
@@ -314,6 +321,14 @@ def _gather_for(queue: Sequence[_Work]) -> None:
     if queue:
         for tensor in queue[-1].sharded:
             tensor.start()
+
+
+def _add_to(before: Any, parameter: Any) -> None:
+    """As autograd does: in place, since ``before`` may lie in a buffer of the trainer's."""
+    if before is not None:
+        new, parameter.grad = parameter.grad, before
+        if new is not None:
+            before.add_(new)
 
 
 def _can_join(rows: Rows) -> bool:

@@ -188,7 +188,8 @@ def test_log_says_once_a_run_what_is_split(results: Cases) -> None:
 
 @pytest.fixture
 def toy() -> Callable[..., Any]:
-    """A stage that embeds with a weight and projects with it twice, under Megatron's DDP hook."""
+    """A stage that embeds with a weight and projects with it twice, under Megatron's DDP hook; or,
+    ``bare``, without one, and projects only."""
     import torch
     from megatron.core.tensor_parallel import layers
 
@@ -196,17 +197,20 @@ def toy() -> Callable[..., Any]:
     from megatron_ext.runtime.wgrad import WeightGradStore
 
     class Toy:
-        def __init__(self, split: bool, fused: bool) -> None:
+        def __init__(self, split: bool, fused: bool, bare: bool = False) -> None:
             self.split, self.fused, self.ready, self.store = split, fused, [], WeightGradStore()
+            self.bare = bare
             self.computed = False  # the weight that projects is made of the parameter
             generator = torch.Generator().manual_seed(7)
             self.weight = torch.nn.Parameter(torch.randn(12, 8, generator=generator))
-            self.weight.main_grad = torch.zeros(12, 8)
-            self.weight.grad_added_to_main_grad = False
-            self.weight.zero_out_wgrad = fused
             self.linear = wgrad._split_linear(
                 layers.LinearWithGradAccumulationAndAsyncCommunication, self.store
             )
+            if bare:
+                return
+            self.weight.main_grad = torch.zeros(12, 8)
+            self.weight.grad_added_to_main_grad = False
+            self.weight.zero_out_wgrad = fused
             post_hook = wgrad.hooks(self.store)[1]
             hook = post_hook.make(lambda module, parameter: self._hook)(None, self.weight)
             self.accumulator = self.weight.expand_as(self.weight).grad_fn.next_functions[0][0]
@@ -223,7 +227,8 @@ def toy() -> Callable[..., Any]:
         def loss(self, microbatch: int) -> torch.Tensor:
             generator = torch.Generator().manual_seed(microbatch)
             tokens = torch.randint(12, (6, 1), generator=generator)
-            x = torch.nn.functional.embedding(tokens, self.weight)
+            weight = self.weight.detach().requires_grad_() if self.bare else self.weight
+            x = torch.nn.functional.embedding(tokens, weight)
             group = types.SimpleNamespace(size=lambda: 1)
             total = 0.0
             for power in (1, 2):
@@ -342,3 +347,69 @@ def test_a_weight_that_is_computed_passes_its_gradient_on(toy: Callable[..., Any
     ours.store.run(0)
     assert torch.equal(ours.weight.main_grad, stock.weight.main_grad)
     assert ours.weight.main_grad.any()
+
+
+def test_two_uses_are_summed_first_without_data_parallelism(toy: Callable[..., Any]) -> None:
+    """As autograd does, before the microbatch's gradient is added to those of others, in place."""
+    import torch
+
+    ours, stock = toy(True, False, bare=True), toy(False, False, bare=True)
+    buffer = torch.full((12, 8), 1e3)
+    stock.weight.grad, ours.weight.grad = buffer.clone(), buffer
+    for i in range(4):
+        stock.backward(i, False)
+        ours.backward(i, True)
+        ours.store.run(i)
+    assert torch.equal(ours.weight.grad, stock.weight.grad)
+    assert ours.weight.grad is buffer
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("bare", [False, True], ids=["ddp", "bare"])
+def test_saved_tensor_hooks_of_the_user(
+    toy: Callable[..., Any], bare: bool, checkpointed: bool
+) -> None:
+    """Under them autograd saves other tensors than the weight; a checkpoint hands each out once."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    def forward(one: Any, i: int) -> torch.Tensor:
+        if checkpointed:
+            return checkpoint(one.loss, i, use_reentrant=False)
+        with torch.autograd.graph.save_on_cpu():
+            return one.loss(i)
+
+    ours, stock = toy(True, False, bare), toy(False, False, bare)
+    for i in range(3):
+        forward(stock, i).backward()
+        with ours.store.collect(i):
+            forward(ours, i).backward()
+        ours.store.run(i)
+    found, wanted = (one.weight.grad if bare else one.weight.main_grad for one in (ours, stock))
+    assert torch.equal(found, wanted) and found.any()
+    assert len(ours.ready) == len(stock.ready) == (0 if bare else 3)
+
+
+def test_b_and_w_are_as_precise_as_autocast_made_f(
+    toy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around the forward pass only, as Megatron's decorators see it on a GPU."""
+    import torch
+
+    enter = torch.autocast.__init__
+    monkeypatch.setattr(
+        torch.autocast, "__init__", lambda self, device_type, **more: enter(self, "cpu", **more)
+    )
+    ours, stock = toy(True, False, bare=True), toy(False, False, bare=True)
+    for i in range(2):
+        losses = []
+        for one in (ours, stock):
+            with monkeypatch.context() as gpu, torch.autocast("cpu", dtype=torch.bfloat16):
+                gpu.setattr(torch, "is_autocast_enabled", lambda device_type: True)
+                gpu.setattr(torch, "get_autocast_dtype", lambda device_type: torch.bfloat16)
+                losses.append(one.loss(i))
+        losses[1].backward()
+        with ours.store.collect(i):
+            losses[0].backward()
+        ours.store.run(i)
+    assert torch.equal(ours.weight.grad, stock.weight.grad) and ours.weight.grad.any()

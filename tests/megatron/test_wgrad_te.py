@@ -148,6 +148,42 @@ def test_without_ddp_hooks_gradients_add_up(te: Any) -> None:
         assert torch.equal(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("number", [0, 1, None], ids=["first", "second", "every"])
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_frozen_at_first(te: Any, checks: Any, fused: bool, number: int | None, name: str) -> None:
+    """Experts of which some are frozen when the schedule begins, trained later, and then frozen
+    again: each microbatch's gradients are those of one pass."""
+    from megatron_ext.runtime.wgrad import WeightGradStore
+
+    store, module = WeightGradStore(), te.GroupedLinear(2, 8, 5, fused=fused)
+    chunks = [checks.Chunk(module, split, store) for split in (False, True)]
+    names = [f"{name}{i}" for i in (range(2) if number is None else [number])]
+
+    def freeze(frozen: bool) -> None:
+        for chunk in chunks:
+            for one in names:
+                chunk.module.get_parameter(one).requires_grad_(not frozen)
+
+    freeze(True)
+    for one in chunks[1:]:  # as the first step finds the model
+        one.module.wgrad_store.detach()
+        checks.wgrad_te.attach(one.module, store)
+    for microbatch in range(6):
+        if microbatch in (2, 4):
+            freeze(microbatch == 4)
+        for chunk in chunks:
+            y = chunk.module(_input(microbatch, 6, 8), [2, 4])
+            chunk.backward(microbatch, y.square().sum(), True)
+        store.run(microbatch)
+    stock, ours = (chunk.gradients() for chunk in chunks)
+    assert chunks[0].ready == chunks[1].ready
+    for one in stock:
+        assert ours[one].equal(stock[one]), one
+    assert all(stock[one].any() for one in names)
+    assert all(p.grad is None for p in chunks[1].module.parameters())
+
+
 def test_forward_only_and_a_backward_of_someone_else(te: Any) -> None:
     """Nothing is postponed but in B, and detaching gives the module's own store back."""
     import torch
@@ -200,8 +236,6 @@ def test_what_cannot_split_is_left_alone(te: Any) -> None:
     assert list(wgrad_te.splittable(model)) == [good]
     plain = torch.nn.Linear(8, 8)
     assert list(wgrad_te.splittable(plain)) == []
-    frozen = te.Linear(8, 8).requires_grad_(False)
-    assert list(wgrad_te.splittable(frozen)) == []
 
 
 def test_report_counts_split_and_fused_parameters(te: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.moe.buffers import Memory
 from megatron_ext.moe.passes import Backward, Forward
@@ -74,6 +75,81 @@ def test_slow_copies_change_nothing(make: Callable[..., Region]) -> None:
         faults = Faults(delay=lambda direction: 0.004, poison=True)
         region = make(Memory(FaultyDevice(faults=faults), min_bytes=1))
         assert equal(run(region, 5, strategy, layers=2), wanted), strategy
+
+
+class Narrow(Experts):
+    """Computes in what autocast says, and returns what it was given."""
+
+    def forward(self, x: Any, counts: Any, probs: Any) -> Any:
+        return super().forward(x, counts, probs).to(x.dtype)
+
+
+@pytest.mark.parametrize("strategy", RESTORING)
+def test_computed_again_in_the_precision_of_forward(
+    make: Callable[..., Region], strategy: str
+) -> None:
+    """Autocast is around the forward pass only, or around the backward pass only."""
+
+    def found(strategy: str, forward: bool) -> dict[str, Any]:
+        with contextlib.ExitStack() as stack:
+            region = make(module=Narrow())
+            before = torch.autocast("cpu", torch.bfloat16, enabled=forward)
+            stack.enter_context(before)
+
+            def between() -> None:
+                stack.pop_all().close()
+                stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=not forward))
+
+            return run(region, 3, strategy, between=between)
+
+    narrow = found("none", True)
+    assert equal(found(strategy, True), narrow)
+    wide = found("none", False)
+    assert equal(found(strategy, False), wide) and not equal(wide, narrow)
+
+
+def _kept(region: Region, strategy: str, around: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Two layers with two calls each, of which ``around`` (function, input) runs each pair."""
+    hidden, probs, chosen = batch()
+    x, p = hidden.requires_grad_(), probs.requires_grad_()
+    plan = LayerPlan.of(3, strategy)
+
+    def pair(x: Any) -> Any:
+        x = x + region(x, p, chosen, plan)
+        return x + region(x, p, chosen, plan)
+
+    out = around(pair, around(pair, x))
+    gradients = torch.autograd.grad(out.square().sum(), [x, p, *region.parameters])
+    return {str(number): one for number, one in enumerate((out.detach(), *gradients))}
+
+
+@pytest.mark.parametrize("strategy", ["none", *RESTORING])
+def test_checkpoints_and_hooks_of_the_user(make: Callable[..., Region], strategy: str) -> None:
+    """Saved-tensor hooks around the layer change nothing, and a checkpoint computes it again once a
+    pass, not for each chunk."""
+
+    def plain(function: Any, x: Any) -> Any:
+        return function(x)
+
+    def on_cpu(function: Any, x: Any) -> Any:
+        pack = unpack = torch.Tensor.clone
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return function(x)
+
+    calls = 0
+
+    def counted(function: Any, x: Any) -> Any:
+        def call(x: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return function(x)
+
+        return checkpoint(call, x, use_reentrant=False)
+
+    wanted = _kept(make(), strategy, plain)
+    assert equal(_kept(make(), strategy, on_cpu), wanted)
+    assert equal(_kept(make(), strategy, counted), wanted)
+    assert calls == 4
 
 
 class Products(TorchDispatchMode):
