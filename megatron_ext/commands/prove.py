@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """examples:
   megatron-ext prove -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
-  megatron-ext prove --from-args train.sbatch --page report.html
+  TP=4 megatron-ext prove --from-args train.sbatch --page report.html
+  megatron-ext prove --from-args train.sh -- the script's arguments
   megatron-ext prove --races 5 -- pretrain_gpt.py ... --pp-schedule v-half
 """
 
@@ -57,15 +58,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--page", metavar="FILE", help="write an HTML page")
     parser.add_argument("--folder", metavar="DIR", help="keep logs and tensors here")
-    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- SCRIPT FLAGS")
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- WORDS",
+                        help="the command, or the arguments of the script in FILE")  # fmt: skip
 
 
 def _prove(args: argparse.Namespace) -> int:
     from ..prove import shrink
+    from ..prove.shell_text import is_script
     from ..prove.sources import Command, from_text, from_words
 
     words = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
-    if bool(words) == bool(args.from_args):
+    if bool(words) == bool(args.from_args) and (not words or any(map(is_script, words))):
         raise InputError("give the command after --, or a file with --from-args FILE")
     if args.steps < 2:
         raise InputError(f"--steps {args.steps}: the checkpoint is resumed after one; 2 or more")
@@ -75,7 +78,9 @@ def _prove(args: argparse.Namespace) -> int:
     with user_input(args.from_args):
         if args.from_args:
             try:
-                command = from_text(read_text(args.from_args))
+                # After --, a script's own arguments; without --, they are not known.
+                given = words if args.command_line else None
+                command = from_text(read_text(args.from_args), given)
             except OSError as error:
                 raise InputError(f"cannot read {args.from_args}: {error.strerror}") from None
         else:

@@ -1,11 +1,11 @@
 """Where a training command comes from: words, a batch script, a test's YAML, a recipe's JSON.
 
-Nothing is executed. Of a shell script, assignments and arrays are followed, conditions and loops
-are not: the last assignment counts.
+Nothing is executed. What a script's command needs and cannot be known so is an error.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from megatron_ext._input import parse_json
 
-MOST_WORDS = 5000
+from .shell import words_of
+from .shell_text import is_script
 
 
 class Command(NamedTuple):
@@ -38,41 +39,48 @@ def from_words(words: Sequence[str]) -> Command:
     Raises:
         ValueError: there is no script in it.
     """
-    at = next((i for i, word in enumerate(words) if _is_script(word)), None)
+    at = next((i for i, word in enumerate(words) if is_script(word)), None)
     if at is None:
         raise ValueError("no training script (a word that ends in .py, or pretrain_gpt) in it")
     return Command(words[at], list(words[at + 1 :]), _world(words[:at]))
 
 
-def _is_script(word: str) -> bool:
-    return word == "pretrain_gpt" or (word.endswith(".py") and not word.startswith("-"))
-
-
 def _world(words: Sequence[str]) -> int:
-    """Ranks as torchrun or srun are given them."""
+    """Ranks as torchrun or srun are given them; 0: not known."""
     found = {}
     text = " ".join(words)
-    for name, value in re.findall(r"--?(nproc[-_]per[-_]node|nnodes|ntasks|n)[= ](\d+)", text):
+    for name, value in re.findall(
+        r"(?:^|\s)--?(nproc[-_]per[-_]node|nnodes|ntasks|n)[= ](\S+)", text
+    ):
+        if not value.isdigit():
+            return 0
         found[name.replace("_", "-")] = int(value)
     if "nproc-per-node" in found:
         return found["nproc-per-node"] * found.get("nnodes", 1)
     return found.get("ntasks", found.get("n", 0))
 
 
-def from_text(text: str) -> Command:
+def from_text(text: str, arguments: Sequence[str] | None = None) -> Command:
     """A file's command: JSON of a recipe, YAML of one of Megatron's tests, or a shell script.
 
+    Args:
+        text: the file's.
+        arguments: those of a shell script; None: not known.
+
     Raises:
-        ValueError: it is none of them.
+        ValueError: it is none of them, or what decides the run is not known from it.
     """
-    if text.lstrip().startswith("{"):
+    recipe, test = text.lstrip().startswith("{"), re.search(r"^MODEL_ARGS:\s*$", text, re.M)
+    if (recipe or test) and arguments:
+        raise ValueError(f"{arguments[0]!r}: only a shell script has arguments of its own after --")
+    if recipe:
         value = parse_json(text)
         if not isinstance(value, dict):
             raise ValueError("a recipe's JSON is an object")
         return from_settings(value)
-    if re.search(r"^MODEL_ARGS:\s*$", text, re.M):
+    if test:
         return from_yaml(text)
-    return from_shell(text)
+    return from_shell(text, arguments=arguments)
 
 
 def from_yaml(text: str) -> Command:
@@ -107,100 +115,28 @@ def _words(name: str, value: str) -> list[str]:
     return shlex.split(value)
 
 
-_ARRAY = re.compile(r"\s*(?:export\s+|local\s+)?(\w+)(\+?)=\((.*)\)\s*", re.S)
-_ASSIGNMENT = re.compile(r"\s*(?:export\s+|local\s+)?(\w+)(\+?)=(\S.*?|)\s*;?\s*", re.S)
-
-
-def from_shell(text: str) -> Command:
+def from_shell(
+    text: str,
+    environment: Mapping[str, str] | None = None,
+    arguments: Sequence[str] | None = None,
+) -> Command:
     """The command of a shell or batch script that runs a training script.
 
+    Args:
+        text: the script's.
+        environment: variables that the script may use; None: this process's.
+        arguments: the script's own; None: not known.
+
     Raises:
-        ValueError: no command in it does, or a variable of it is not known.
+        ValueError: no command in it does, or what decides the run is not known.
     """
-    variables: dict[str, list[str]] = {}
-    tasks = {
-        name: int(n)
-        for name, n in re.findall(
-            r"^#SBATCH.*?--(nodes|ntasks|ntasks-per-node|gpus-per-node)[= ](\d+)", text, re.M
-        )
-    }
-    text = re.sub(r"\\\n", " ", text)
-    text = re.sub(r"^\s*#.*$", "", text, flags=re.M)
-    found: list[str] | None = None
-    for line in _lines(text):
-        if match := _ARRAY.fullmatch(line):
-            name, more, body = match.groups()
-            body = re.sub(r"(?:^|\s)#.*$", " ", body, flags=re.M)
-            own = _expand(body.replace("\n", " "), variables)
-            variables[name] = (variables.get(name, []) if more else []) + own
-        elif match := _ASSIGNMENT.fullmatch(line):
-            name, more, body = match.groups()
-            own = _expand(body.replace("\n", " "), variables)
-            variables[name] = (variables.get(name, []) if more else []) + [" ".join(own)]
-        else:
-            words = [
-                one
-                for word in _expand(line.replace("\n", " "), variables)
-                # As in ``bash -c "python train.py ..."``.
-                for one in (shlex.split(word) if re.search(r"\.py\s", word) else [word])
-            ]
-            if any(_is_script(word) for word in words):
-                found = words
-    if found is None:
-        raise ValueError("no command in it runs a training script (a word that ends in .py)")
-    command = from_words([word for word in found if word not in ("&", "|", ";", "&&")])
-    nodes = tasks.get("nodes", 1)
-    each = tasks.get("ntasks-per-node", tasks.get("gpus-per-node", 0))
-    return command._replace(world=command.world or tasks.get("ntasks", nodes * each))
-
-
-def _lines(text: str) -> list[str]:
-    """Lines, with those together that an open quote or bracket joins."""
-    lines, held = [], ""
-    for line in text.splitlines():
-        held = f"{held}\n{line}" if held else line
-        bare = re.sub(r"\\.|'[^']*'|\"[^\"]*\"", "", held, flags=re.S)
-        if "'" in bare or '"' in bare or re.search(r"=\([^)]*$", bare):
-            continue
-        lines.append(held)
-        held = ""
-    return [*lines, held] if held else lines
-
-
-_VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\]|\[\*\])?(?::?-([^}]*))?\}|\$(\w+)")
-
-
-def _expand(text: str, variables: Mapping[str, list[str]]) -> list[str]:
-    """The words of a line, variables replaced; an unknown one is an empty text."""
-    # ``"${A[@]}"`` is as many words as the array has.
-    whole = re.compile(r'"\$\{(\w+)\[@\]\}"')
-    text = whole.sub(lambda m: " ".join(map(shlex.quote, variables.get(m.group(1), []))), text)
-
-    def value(match: re.Match[str]) -> str:
-        name, default = match.group(1) or match.group(3), match.group(2) or ""
-        return " ".join(variables[name]) if name in variables else default
-
-    for _ in range(5):
-        text = _VARIABLE.sub(value, text)
-    text = re.sub(r"\$\(\((.*?)\)\)", _arithmetic, text)
-    try:
-        words = shlex.split(text, comments=True)
-    except ValueError:
-        words = text.split()
-    if len(words) > MOST_WORDS:
-        raise ValueError(f"a command of more than {MOST_WORDS} words")
-    return words
-
-
-def _arithmetic(match: re.Match[str]) -> str:
-    """Products and quotients of whole numbers; anything else stays as it stands."""
-    parts = re.split(r"([*/])", match.group(1).replace(" ", ""))
-    if not all(part.isdigit() or part in "*/" for part in parts) or not parts[0].isdigit():
-        return match.group(0)
-    result = int(parts[0])
-    for sign, part in zip(parts[1::2], parts[2::2], strict=False):
-        result = result * int(part) if sign == "*" else result // max(1, int(part))
-    return str(result)
+    known = os.environ if environment is None else environment
+    words, slurm = words_of(text, known, arguments)
+    command = from_words(words)
+    each = slurm.get("ntasks-per-node", slurm.get("gpus-per-node", 0))
+    return command._replace(
+        world=command.world or slurm.get("ntasks", slurm.get("nodes", 1) * each)
+    )
 
 
 # Settings of a model provider or its neighbours whose flag is not their name with hyphens.

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from megatron_ext.prove.flags import Flags
+from megatron_ext.prove.sources import from_text
 from tests.support.checkouts import MAIN_TAG, environment, existing, version
 
 MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
@@ -56,6 +58,26 @@ def test_a_v_schedule_is_one_process(tag, layout, ranks, least, tmp_path):
         assert set(check["largest"].values()) == {0.0} and check["tensors"] > 50
     assert ["--bf16", "precision"] in report["not_kept"]
     assert "v-half" in page.read_text()
+
+
+EXAMPLES = {
+    "gpt3/train_gpt3_175b_distributed.sh": ("--tensor-model-parallel-size", "8"),
+    "mixtral/train_mixtral_8x7b_distributed.sh": ("--expert-model-parallel-size", "8"),
+    "llama/train_llama3_8b_h100_fp8.sh": ("--context-parallel-size", "1"),
+    "gptoss/02_train.sh": ("--pipeline-model-parallel-size", "8"),
+    "megatron_fsdp/sbatch_mfsdp_deepseek_v3.sh": ("--expert-model-parallel-size", "8"),
+    # Its sizes are those of a branch that another one follows.
+    "mamba/train.sh": ("--tensor-model-parallel-size", "1"),
+}
+
+
+@pytest.mark.parametrize("tag", [version(MAIN_TAG)])
+def test_megatrons_own_scripts_are_read(tag, monkeypatch):
+    for name in ("TP", "EP", "GPUS_PER_NODE", "NUM_NODES", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    for script, (flag, value) in EXAMPLES.items():
+        flags = Flags(from_text((existing(tag) / "examples" / script).read_text()).flags)
+        assert flags.values(flag) == [value], script
 
 
 @pytest.mark.parametrize("tag", [version(MAIN_TAG)])

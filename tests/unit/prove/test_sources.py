@@ -74,7 +74,7 @@ def test_a_script_without_training():
 
 
 def test_a_command_in_quotes():
-    text = 'CMD="python -u x/train.py --lr 1 $MORE"\nsrun -n 8 bash -c "cd /x && ${CMD}"\n'
+    text = 'CMD="python -u x/train.py --lr 1 ${MORE:-}"\nsrun -n 8 bash -c "cd /x && ${CMD}"\n'
     assert from_text(text) == Command("x/train.py", ["--lr", "1"], 8)
 
 
