@@ -104,16 +104,16 @@ def step_hooks(step: Callable[..., Any], why: str) -> list[Hook]:
 
 def dense_hooks(flag: str) -> list[Hook]:
     """Say once that ``flag`` has no effect on a model without experts; others may come."""
-    told = False
+    logged = False
 
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron.core.utils import get_model_config
 
-        nonlocal told
+        nonlocal logged
         model = kwargs["model"]
         config = get_model_config(model[0] if isinstance(model, list) else model)
-        if not told and not getattr(config, "num_moe_experts", None):
-            told = True
+        if not logged and not getattr(config, "num_moe_experts", None):
+            logged = True
             if dist.get_rank() == 0:
                 logger.warning(
                     "%s has no effect on a model without MoE layers (num_moe_experts is not set), "
