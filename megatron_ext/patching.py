@@ -225,7 +225,11 @@ def _parsed(source: bytes) -> ast.Module:
 
 
 def _place(source: bytes) -> int:
-    """Offset of the first line of ``FUNCTION`` behind its documentation."""
+    """Offset of the first line of ``FUNCTION`` behind its documentation.
+
+    Raises:
+        PatchError: no line of its own is there.
+    """
     functions = [
         node
         for node in _parsed(source).body
@@ -235,8 +239,17 @@ def _place(source: bytes) -> int:
         raise PatchError(f"{FILE} has no function {FUNCTION} for our lines")
     first = functions[0].body[0]
     documented = ast.get_docstring(functions[0], clean=False) is not None
-    above = (first.end_lineno or 0) if documented else first.lineno - 1
-    return sum(map(len, source.splitlines(keepends=True)[:above]))
+    lines = source.splitlines(keepends=True)
+    if lines[first.lineno - 1][: first.col_offset] != b"    ":
+        raise PatchError(
+            f"the body of {FUNCTION} in {FILE} does not begin on a line of its own, indented by "
+            "four spaces"
+        )
+    starts = [first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))]
+    above = (first.end_lineno or 0) if documented else min(starts) - 1
+    if not lines[above - 1].endswith(b"\n"):
+        raise PatchError(f"{FILE} has no line end (LF or CR LF) where our lines belong")
+    return sum(map(len, lines[:above]))
 
 
 def _replace(path: Path, data: bytes) -> None:

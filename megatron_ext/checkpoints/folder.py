@@ -28,6 +28,7 @@ MOST_COMMON_BYTES = 64 << 20
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _COMMON_KEY = "common_state/shard_0_1"
 _LISTED = 3
+_SIGNATURE, _ARCHIVE_END = 4, 22  # bytes of a zip file's signature, and of its last record
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def unfinished(folder: Path) -> str | None:
 
 
 def missing(folder: Path, files: Mapping[str, int]) -> str | None:
-    """Which of ``files`` (name -> least bytes) are not there or too short."""
+    """Which of ``files`` (name -> least bytes) are not there, too short, or hold zeros."""
     wrong = []
     for name, least in sorted(files.items()):
         path = folder / name
@@ -120,8 +121,20 @@ def missing(folder: Path, files: Mapping[str, int]) -> str | None:
             wrong.append(f"{name} is missing")
         elif size < least:
             wrong.append(f"{name} has {size} of {least} bytes")
+        elif _zeros(path, least):
+            wrong.append(f"{name} holds zeros, as a machine leaves it that went down while saving")
     more = f", and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
     return "; ".join(wrong[:_LISTED]) + more if wrong else None
+
+
+def _zeros(path: Path, size: int) -> bool:
+    """True where the first or the last of these bytes are zeros, which what Megatron saves has in
+    neither place: each tensor is an archive, with its signature at both ends."""
+    with path.open("rb") as file:
+        ends = [file.read(_SIGNATURE)]
+        file.seek(max(0, size - _ARCHIVE_END))
+        ends.append(file.read(_ARCHIVE_END))
+    return any(end and not any(end) for end in ends)
 
 
 def contents(folder: Path) -> Contents:
@@ -194,6 +207,22 @@ def last_complete(found: dict[int | str, Path], but: int | str | None = None) ->
         if isinstance(number, int) and number != but and problem(found[number]) is None:
             return number
     return None
+
+
+def newer(root: Path, found: dict[int | str, Path], wanted: int | str | None) -> str | None:
+    """What to say of a complete iteration after the one that the tracker file names."""
+    if not isinstance(wanted, int):
+        return None
+    after: dict[int | str, Path] = {
+        n: path for n, path in found.items() if isinstance(n, int) and n > wanted
+    }
+    last = last_complete(after)
+    if last is None:
+        return None
+    return (
+        f"iteration {last} in {root} is complete, but {TRACKER} names {wanted}: saving was "
+        f"interrupted at its very end, or the file was changed; --ckpt-step {last} would load it"
+    )
 
 
 def advice(root: Path, last: int | None) -> str:

@@ -27,7 +27,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "checkpoint",
         help="report which layout saved a checkpoint, and whether it is complete",
         description="Reads names, sizes and descriptions; loads and runs nothing of a checkpoint. "
-        "Exit status 1 if the iteration that a run would load is incomplete.",
+        "Exit status 1 if the iteration that a run would load is incomplete or damaged.",
     )
     parser.add_argument(
         "folder",
@@ -72,6 +72,10 @@ def _checkpoint(args: argparse.Namespace) -> int:
     look_at = wanted if problems.get(wanted, "") is None else report["last_whole"]
     report["layout"] = _described(found[look_at]) if look_at in found else None
     report["layout_of"] = look_at
+    if "error" in (report["layout"] or {}) and report["problem"] is None:
+        other = saved.last_complete(found, look_at)
+        report["problem"] = f"{_undescribed(look_at, report)}; {saved.advice(root, other)}"
+    report["newer"] = saved.newer(root, found, report["tracked"])
     print(json.dumps(report) if args.json else "\n".join(_lines(report)))
     return 0 if report["problem"] is None else 1
 
@@ -81,11 +85,13 @@ def _one(folder: Path, as_json: bool) -> int:
     what = saved.problem(folder)
     report: dict[str, Any] = {"folder": str(folder), "problem": what}
     report["layout"] = _described(folder) if what is None else None
+    if "error" in (report["layout"] or {}):
+        report["problem"] = what = _undescribed(folder.name, report)
     if as_json:
         print(json.dumps(report))
     else:
         print(f"{folder}: {what or 'complete'}")
-        print("\n".join(_layout_lines(report["layout"])) if what is None else "")
+        print("\n".join(_layout_lines(report["layout"])))
     return 0 if what is None else 1
 
 
@@ -102,6 +108,10 @@ def _problem(
     else:
         return None
     return f"{what}; {saved.advice(root, report['last_whole'])}"
+
+
+def _undescribed(iteration: Any, report: dict[str, Any]) -> str:
+    return f"the description of {iteration} cannot be read ({report['layout']['error']})"
 
 
 def _described(folder: Path) -> dict[str, Any]:
@@ -150,8 +160,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         lines = [f"{report['folder']}: {report['tracker_problem']}"]
     for entry in report["iterations"]:
         lines.append(f"  {entry['folder']}: {entry['problem'] or 'complete'}")
-    if report["problem"] is not None:
-        lines.append(report["problem"])
+    lines += [report[name] for name in ("problem", "newer") if report[name] is not None]
     if report["layout"] is not None:
         lines.append(f"iteration {report['layout_of']}:")
         lines += _layout_lines(report["layout"])
@@ -159,10 +168,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
 
 
 def _layout_lines(layout: dict[str, Any] | None) -> list[str]:
-    if layout is None:
+    if layout is None or "error" in layout:
         return []
-    if "error" in layout:
-        return [f"  its description cannot be read: {layout['error']}"]
     ranks = f", {layout['ranks']} ranks in all" if layout["ranks"] else ""
     schedule = f", --pp-schedule {shown(layout['schedule'])}" if layout["schedule"] else ""
     lines = [f"  saved with  {layout['layout'] or 'unknown arguments'}{ranks}{schedule}"]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .tensors import Key, Step, read
+from .tensors import Key, Step, read, read_states
 
 EPSILON = {"double": 2.0**-52, "single": 2.0**-23}
 _GROUPS = ("tp", "cp", "dp", "ep", "pp", "microbatches")
@@ -52,10 +52,9 @@ class Difference:
     def text(self) -> str:
         """A sentence."""
         ranks = ", ".join(map(str, self.ranks)) or "none"
-        return (
-            f"step {self.step}: {self.key}{self.where} on rank {ranks} is "
-            f"{self.relative:.1e} off (rounding: {self.bound:.0e}): {self.cause}"
-        )
+        off = f" is {self.relative:.1e} off (rounding: {self.bound:.0e})"
+        off = off if math.isfinite(self.relative) else ""
+        return f"step {self.step}: {self.key}{self.where} on rank {ranks}{off}: {self.cause}"
 
     @property
     def json(self) -> dict[str, Any]:
@@ -140,6 +139,27 @@ def compare(
         if result.differences:
             break
     return result
+
+
+def lost_states(saved: Path, resumed: Path, world: int, steps: int) -> Iterator[Difference]:
+    """What a checkpoint did not keep of schedules and random numbers.
+
+    Args:
+        saved: folder of a run that saved after ``steps - 1`` and took one more,
+        resumed: of one that took the last step again,
+        world: on as many ranks.
+        steps: trained by the first.
+    """
+    for kind, before, after in (("schedule", steps, 1), ("random", steps - 1, 0)):
+        found = read_states(resumed, world, after, kind)
+        wrong: dict[str, list[int]] = {}
+        for (rank, name), tensor in read_states(saved, world, before, kind).items():
+            mine = found.get((rank, name))
+            if mine is None or not torch.equal(mine, tensor):
+                wrong.setdefault(name, []).append(rank)
+        for name, ranks in wrong.items():
+            cause = "the checkpoint does not have it, or it was not loaded"
+            yield Difference(steps, Key("state", name), math.inf, 0.0, tuple(ranks), "", cause)
 
 
 def _kind(key: Key) -> str:
@@ -334,6 +354,8 @@ def _inputs(key: Key, found: Step) -> str:
         return "all gradients are right: the norm counts one on too few ranks, or on too many"
     if key.what == "log":
         return "all tensors before it are right: the sum over ranks that is logged"
+    if key.what == "evaluation":
+        return "all weights are right: the passes of an evaluation, or the sum of its losses"
     return "all gradients are right: clipping, the optimizer, or its update of this parameter"
 
 

@@ -98,6 +98,17 @@ DROPPED = (
     *("--fim-", "--perform-rl", "--step-batch-size", "--decrease-batch", "--legacy-tokenizer"),
     *("--trust-", "--muon-", "--use-layer-wise-", "--no-use-layer-wise-"),
 )
+# Of what is dropped, what the numbers of later steps depend on, by the beginning of its name.
+_RATE = "the learning rate is constant; in the checkpoint's runs it rises, then falls"
+SCHEDULED = {
+    "--lr-": _RATE,
+    "--min-lr": _RATE,
+    **dict.fromkeys(("--rampup-batch-size", "--step-batch-size"), "the batch has one size"),
+    "--decrease-batch": "the batch has one size",
+    **dict.fromkeys(("--start-weight-decay", "--end-weight-decay"), "weight decay is constant"),
+    "--weight-decay-incr": "weight decay is constant",
+    "--data-parallel-random-init": "all ranks start from one checkpoint",
+}
 # Only a GPU runs these; the computation without them is the same in exact arithmetic.
 GPU_ONLY = (
     *("--transformer-impl", "--use-flash-attn", "--attention-backend", "--use-mcore-models"),

@@ -7,7 +7,12 @@ rank then writes ``rankR-stepN.pt`` after every step, a dictionary of
     passes   (pass, microbatch, name, tensor): F is a module's output, B the gradient of it; a
              microbatch is the rank's own, from 0; a name is ``layer 3`` or a module's
     values   (what, global name, offset in the global tensor, its shape, tensor): ``gradient`` as
-             the optimizer gets it, ``weight`` and moments after the step
+             the optimizer gets it, ``weight`` and the optimizer's state after the step
+    states   of ranks whose own state a checkpoint keeps: ``schedule`` before the step, ``random``
+             after it
+
+``rankR-step0.pt`` has the random states at the start, ``rankR-evaluation.pt`` the losses of an
+evaluation and the step before it.
 
 Global names and offsets are those of Megatron's checkpoints (``sharded_state_dict``).
 """
@@ -17,11 +22,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+$")
@@ -55,10 +62,27 @@ def prepare(value: Any, rank: int, folder: Path) -> None:
     @functools.wraps(setup)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         result = setup(*args, **kwargs)
-        Recorder(result[0], result[1], rank, Path(folder))
+        recorders.append(Recorder(result[0], result[1], result[2], rank, Path(folder)))
         return result
 
     training.setup_model_and_optimizer = recorded
+    recorders: list[Recorder] = []
+    losses: dict[str, torch.Tensor] = {}
+    evaluate = training.evaluate
+
+    @functools.wraps(evaluate)
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        if recorders and result[0]:
+            for name, loss in result[0].items():
+                # Megatron evaluates on the validation set, then on the test set.
+                name += " of the test set" * (name in losses)
+                losses[name] = torch.as_tensor(loss).double()
+            found = {"step": recorders[-1].step, "losses": losses}
+            torch.save(found, Path(folder) / f"rank{rank}-evaluation.pt")
+        return result
+
+    training.evaluate = evaluated
 
 
 def _mask_unevenly() -> None:
@@ -83,15 +107,23 @@ class Recorder:
     Args:
         chunks: as Megatron wrapped them.
         optimizer: Megatron's.
+        scheduler: of the learning rate, Megatron's.
         rank: of all.
         folder: for the files.
     """
 
-    def __init__(self, chunks: list[Any], optimizer: Any, rank: int, folder: Path) -> None:
+    def __init__(
+        self, chunks: list[Any], optimizer: Any, scheduler: Any, rank: int, folder: Path
+    ) -> None:
         from megatron.core.utils import unwrap_model
 
         self.chunks = [unwrap_model(chunk) for chunk in chunks]
         self.optimizer, self.rank, self.folder = optimizer, rank, folder
+        here = place()
+        # Data-parallel ranks load the random states that the first of them saved.
+        self.keeps = here["dp_rank"] == here["cp_rank"] == 0
+        if self.keeps:
+            torch.save({"states": {"random": random_states()}}, folder / f"rank{rank}-step0.pt")
         self.step = 0
         self.passes: list[tuple[str, int, str, torch.Tensor]] = []
         self.counters = [_Chunk(chunk, self.passes) for chunk in self.chunks]
@@ -100,16 +132,22 @@ class Recorder:
         @functools.wraps(step)
         def stepped(*args: Any, **kwargs: Any) -> Any:
             values = list(self._values(self._gradients()))
+            states = {"schedule": schedule_states(optimizer, scheduler)} if self.keeps else {}
             result = step(*args, **kwargs)
             values += [*self._values(self._updated()), *self._buffers()]
-            self._write(values)
+            # Without dropout nothing else draws, and a lost state would be the right one.
+            _draw()
+            if self.keeps:
+                states["random"] = random_states()
+            self._write(values, states)
             return result
 
         optimizer.step = stepped
 
-    def _write(self, values: list[Any]) -> None:
+    def _write(self, values: list[Any], states: dict[str, Any]) -> None:
         self.step += 1
         found = {"place": place(), "passes": list(self.passes), "values": values}
+        found["states"] = states
         self.passes.clear()
         for counter in self.counters:
             counter.microbatch = -1
@@ -134,7 +172,13 @@ class Recorder:
                 yield parameter, "gradient", _whole(optimizer, parameter, span, part)
 
     def _updated(self) -> Iterator[tuple[Any, str, torch.Tensor]]:
-        """(parameter, kind, tensor) of the weights and the optimizer's state after the step."""
+        """(parameter, kind, tensor) of all weights, frozen ones too, and of the optimizer's state
+        after the step."""
+        parts = {id(p) for optimizer in self._optimizers() for p in _alike(optimizer)}
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                if id(parameter) not in parts:
+                    yield parameter, "weight", parameter.detach().clone()
         for optimizer in self._optimizers():
             yield from _parts(optimizer) if _alike(optimizer) else self._states(optimizer)
 
@@ -144,11 +188,9 @@ class Recorder:
         for chunk in self.chunks if inner is not None else ():
             for parameter in chunk.parameters():
                 state = inner.state.get(getattr(parameter, "main_param", parameter))
-                if state:
-                    yield parameter, "weight", parameter.detach().clone()
-                    for kind in _MOMENTS:
-                        if torch.is_tensor(state.get(kind)):
-                            yield parameter, kind, state[kind].detach().clone()
+                for kind, tensor in (state or {}).items():
+                    if torch.is_tensor(tensor) and tensor.shape == parameter.shape:
+                        yield parameter, kind, tensor.detach().clone()
 
     def _buffers(self) -> Iterator[Any]:
         """What checkpoints have beside parameters, such as the bias of a router's choice."""
@@ -249,6 +291,44 @@ def place() -> dict[str, int]:
         "sequence": get_args().seq_length,
         "sequence_parallel": int(get_args().sequence_parallel),
         "per_token": int(bool(get_args().calculate_per_token_loss)),
+    }
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """The states of all random numbers that checkpoints have."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    found = {
+        "Python's random numbers": torch.tensor(random.getstate()[1]),
+        "numpy's random numbers": torch.tensor(np.random.get_state()[1].astype(np.int64)),
+        "torch's random numbers": torch.get_rng_state(),
+    }
+    for name, state in get_cuda_rng_tracker().get_states().items():
+        if torch.is_tensor(state):
+            found[f"the random numbers {name}"] = state.clone()
+    return found
+
+
+def _draw() -> None:
+    """Draw from all generators, as dropout and data would."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    random.random(), np.random.random(), torch.rand(1)
+    tracker = get_cuda_rng_tracker()
+    for name in tracker.get_states():
+        with tracker.fork(name):
+            torch.rand(1, device="cuda")
+
+
+def schedule_states(optimizer: Any, scheduler: Any) -> dict[str, torch.Tensor]:
+    """Where the schedules of learning rate and weight decay are."""
+    groups = [
+        [float(group.get(name) or 0) for name in ("lr", "weight_decay")]
+        for group in optimizer.param_groups
+    ]
+    return {
+        "steps of the learning-rate schedule": torch.tensor(getattr(scheduler, "num_steps", 0)),
+        "learning rate and weight decay": torch.tensor(groups, dtype=torch.float64),
     }
 
 

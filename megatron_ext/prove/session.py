@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .compare import Comparison, compare
+from .compare import Comparison, compare, lost_states
 from .flags import KEPT, NEEDS, Flags, is_layout
 from .server import Outcome, ScriptServer
 from .shrink import CP, PP, TP, Shrunk
@@ -178,18 +178,27 @@ class Session:
         return checks
 
     def resume(self, flags: Flags) -> Check:
-        """Save before the last step, load, and take that step again: with the same bits."""
+        """Save before the last step, load, and take that step again: with the same bits, the same
+        place in a schedule of the learning rate, and the same random states."""
         world, steps = self.world(flags), self._shrunk.steps
+        start, flags = self._start(flags), flags.copy()
+        flags.set("--lr-decay-style", "linear")
+        flags.set("--lr-warmup-iters", 1)
+        flags.set("--lr-decay-iters", 4 * steps)
         saved = self._next("checkpoint")
         saving = ["--save", str(saved), "--save-interval", str(steps - 1)]
-        folder, outcome = self._run("saving", [*self._loading(flags), *saving], world)
+        folder, outcome = self._run("saving", [*flags.words, *start, *saving], world)
         name = "checkpoint"
         if outcome.status != "ok":
             return Check(name, outcome.status, "saving: " + reason(outcome, world))
         # The last step may have been saved, too; the one before it is wanted.
         (saved / "latest_checkpointed_iteration.txt").write_text(str(steps - 1))
         again, ended = self._run("resumed", [*flags.words, "--load", str(saved)], world)
-        return self._judge(name, ended, again, world, folder, world, exact=True, first=steps)
+        check = self._judge(name, ended, again, world, folder, world, exact=True, first=steps)
+        if check.comparison is not None:
+            check.comparison.differences += lost_states(folder, again, world, steps)
+            check.status = "equal" if check.comparison.equal else "different"
+        return check
 
     def smallest(self, flags: Flags, progress: Progress) -> list[str]:
         """The flags that a difference needs, with their values.

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from .flags import BY_DESIGN, DROPPED, GPU_ONLY, LAYOUT, OURS, PRECISION, Flags
+from .flags import BY_DESIGN, DROPPED, GPU_ONLY, LAYOUT, OURS, PRECISION, SCHEDULED, Flags
 from .patterns import Stages, frequencies, hybrid, layout, stages_of
 
 MOST_RANKS = 16
@@ -314,12 +314,15 @@ class Shrinker:
         given = self._number("--global-batch-size", 0) // max(
             1, self._number("--micro-batch-size", 1)
         )
-        number = given // self._ways if self._ways and given else 2 * self._small.pp
-        number = max(1, min(number, 2 * self._small.pp))
-        if number > self._small.pp:
-            number -= number % self._small.pp
+        pp, number = self._small.pp, given // max(1, self._ways)
+        odd = number % self._number(PP, 1)
+        if odd and flags.matching(LAYOUT_OF_CHUNKS):
+            self._lost.append((f"{number} microbatches", "stock's virtual stages want multiples"))
+            odd = 0
         flags.set("--micro-batch-size", micro)
-        flags.set("--global-batch-size", number * micro * self._small.dp)
+        flags.set(
+            "--global-batch-size", _microbatches(number, pp, bool(odd)) * micro * self._small.dp
+        )
 
     def _run(self) -> None:
         """What all runs have: data, a constant learning rate, no rounding made large by Adam."""
@@ -333,8 +336,8 @@ class Shrinker:
             "--hidden-dropout 0",
             "--mock-data",
             "--tokenizer-type NullTokenizer",
-            "--split 90,5,5",
-            "--eval-iters 0",
+            "--split 95,5,0",
+            "--eval-iters 1",  # after the last step
             "--eval-interval 1000000",
             "--log-interval 1",
             "--seed 1234",
@@ -347,6 +350,13 @@ class Shrinker:
             flags.set(name, *values)
 
 
+def _microbatches(number: int, pp: int, odd: bool) -> int:
+    """Microbatches of a small batch: more than one round of the steady state, with a part of one
+    where the command's number (0: not known) is ``odd``, no multiple of its stages."""
+    number = min(number or 3 * pp, 2 * pp + 1 if odd else 3 * pp)
+    return max(1, number if odd or number <= pp else number - number % pp)
+
+
 def _drop(flags: Flags) -> list[tuple[str, str]]:
     """Drop what CPU ranks cannot run, what has no influence, and what depends on the layout by
     design; returns (flag, why) of what is lost by it.
@@ -355,6 +365,11 @@ def _drop(flags: Flags) -> list[tuple[str, str]]:
         ValueError: nothing would be left of the layout.
     """
     lost = []
+    for name, why in (
+        (name, SCHEDULED[key]) for key in SCHEDULED for name in flags.matching([key])
+    ):
+        if flags.values(name) != ["constant"]:
+            lost.append((flags.text(name), why))
     flags.drop(*flags.matching(DROPPED))
     for names, why in ((GPU_ONLY, "needs a GPU"), (PRECISION, "precision")):
         for name in flags.matching(names):

@@ -15,7 +15,9 @@ class Key(NamedTuple):
 
     Attributes:
         what: ``F`` (a module's output), ``B`` (its gradient), ``gradient``, ``weight``,
-            ``exp_avg``, ``exp_avg_sq``, ``buffer``, ``log`` (what Megatron logs).
+            ``exp_avg`` and other state of the optimizer, ``buffer``, ``log`` (what Megatron
+            logs), ``evaluation`` (a loss after the last step), ``state`` (of a schedule or of
+            random numbers).
         name: the module's, or the parameter's in checkpoints.
         sample: the microbatch, counted as one process does; -1 for parameters.
     """
@@ -27,6 +29,10 @@ class Key(NamedTuple):
     def __str__(self) -> str:
         if self.what == "log":
             return f"the logged {self.name}"
+        if self.what == "evaluation":
+            return f"the evaluation's {self.name}"
+        if self.what == "state":
+            return f"the state of {self.name}"
         if self.sample < 0:
             return f"{self.what} of {self.name}"
         tensor = "output" if self.what == "F" else "output's gradient"
@@ -109,8 +115,8 @@ def read(folder: Path, world: int, step: int) -> Step:
             where = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
             shapes[key] = shape
             parts.setdefault(key, []).append((rank, where, tensor))
-    for name, value in _logged(folder, step).items():
-        key = Key("log", name)
+    logged = {Key("log", name): value for name, value in _logged(folder, step).items()}
+    for key, value in {**logged, **_evaluated(folder, world, step)}.items():
         shapes[key], parts[key] = (), [(world - 1, (), torch.tensor(value, dtype=torch.float64))]
     wholes = {}
     for key, given in parts.items():
@@ -121,7 +127,7 @@ def read(folder: Path, world: int, step: int) -> Step:
             tensor[where] = part.double()
         wholes[key] = Whole(tensor, given)
     # In the order of a step; passes are in the order in which they were written.
-    after = {"gradient": 1, "log": 2}
+    after = {"gradient": 1, "log": 2, "evaluation": 4}
     order = sorted(wholes, key=lambda key: after.get(key.what, 0 if key.sample >= 0 else 3))
     return Step({key: wholes[key] for key in order}, places, skipped)
 
@@ -135,6 +141,35 @@ def _logged(folder: Path, step: int) -> dict[str, float]:
         return {}
     found = {**line["losses"], "gradient norm": line["grad_norm"]}
     return {name: float.fromhex(value) for name, value in found.items() if value is not None}
+
+
+def _evaluated(folder: Path, world: int, step: int) -> dict[Key, float]:
+    """Losses of an evaluation after this step, as the last rank that has them prints them."""
+    for rank in reversed(range(world)):
+        path = folder / f"rank{rank}-evaluation.pt"
+        if path.is_file():
+            found = torch.load(path, weights_only=True)
+            here = found["losses"].items() if found["step"] == step else ()
+            return {Key("evaluation", name): float(loss) for name, loss in here}
+    return {}
+
+
+def read_states(folder: Path, world: int, step: int, kind: str) -> dict[tuple[int, str], Any]:
+    """(rank, name) -> tensor of the states of this ``kind`` (``schedule``, ``random``).
+
+    Args:
+        folder: of the run.
+        world: its ranks.
+        step: that the states were written in; 0: at the start.
+        kind: of the states.
+    """
+    found: dict[tuple[int, str], Any] = {}
+    for rank in range(world):
+        path = folder / f"rank{rank}-step{step}.pt"
+        if path.is_file():
+            states = torch.load(path, weights_only=True)["states"].get(kind, {})
+            found |= {(rank, name): tensor for name, tensor in states.items()}
+    return found
 
 
 def _in_pass(

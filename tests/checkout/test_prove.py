@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from megatron_ext.prove import session
 from megatron_ext.prove.flags import Flags
+from megatron_ext.prove.server import ScriptServer
+from megatron_ext.prove.shrink import Shrinker
 from megatron_ext.prove.sources import from_text
+from megatron_ext.prove.tensors import read
+from tests.support import forgetful
 from tests.support.checkouts import MAIN_TAG, environment, existing, version
 
 MODEL = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
@@ -53,11 +59,42 @@ def test_a_v_schedule_is_one_process(tag, layout, ranks, least, tmp_path):
             and check["not_compared"] == {}
             and check["only_in_reference"] == []
         )
-    assert {"F", "B", "gradient", "log", "weight", "exp_avg", "exp_avg_sq"} == set(ours["largest"])
+    kinds = {"F", "B", "gradient", "log", "weight", "exp_avg", "exp_avg_sq", "evaluation"}
+    assert kinds == set(ours["largest"])
     for check in (checkpoint, late):
         assert set(check["largest"].values()) == {0.0} and check["tensors"] > 50
     assert ["--bf16", "precision"] in report["not_kept"]
     assert "v-half" in page.read_text()
+
+
+@pytest.mark.parametrize("tag", [version(MAIN_TAG)])
+def test_all_weights_an_evaluation_and_what_a_resumption_loses(tag, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "RECORDER", Path(forgetful.__file__))
+    words = "--pipeline-model-parallel-size 2 --num-layers 4 --optimizer sgd --sgd-momentum 0"
+    small = Shrinker(words.split(), 2, steps=2).shrink()
+    # Stock loads no checkpoint of this optimizer.
+    adam = small.stock.copy()
+    adam.drop("--optimizer", "--sgd-momentum")
+    with ScriptServer(existing(tag) / "pretrain_gpt.py", double=True) as server:
+        run = session.Session(server, small, tmp_path)
+        made = run.check("layout", small.stock)
+        assert made.status == "equal", made
+        resumed = run.resume(adam)
+    (layout,) = tmp_path.glob("*-layout")
+    found = read(layout, 2, 2).wholes
+    weights, gradients = (
+        {key.name for key in found if key.what == kind} for kind in ("weight", "gradient")
+    )
+    # Neither frozen parameters nor those without momentum have any state of an optimizer.
+    frozen = {f"decoder.final_layernorm.{name}" for name in ("weight", "bias")}
+    assert weights == gradients | frozen and not gradients & frozen
+    assert {key.name for key in found if key.what == "evaluation"} == {
+        *("lm loss", "lm loss of the test set"),
+    }
+    assert resumed.status == "different", resumed
+    lost = {one.key.name for one in resumed.comparison.differences if one.key.what == "state"}
+    assert "steps of the learning-rate schedule" in lost
+    assert any(name.startswith("the random numbers") for name in lost)
 
 
 EXAMPLES = {

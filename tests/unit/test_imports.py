@@ -46,7 +46,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "checkpoints": ({"_input", "schedule", "checkpoints"}, set()),
     "prove": (
         {"_input", "cpu", "integration", "launch", "offload", "prove"},
-        {"torch", "megatron"},
+        {"torch", "megatron", "numpy"},  # numpy's random state
     ),
     "commands": (_ALL, set()),
     "releases": (set(), set()),

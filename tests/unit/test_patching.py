@@ -97,6 +97,10 @@ FORMS = {
     ),
     "no documentation": STOCK.replace(b'    """Parse all arguments."""\n', b"    # Parse.\n"),
     "no newline at the end": STOCK.rstrip(),
+    "a decorator first": STOCK.replace(
+        b'    """Parse all arguments."""\n',
+        b"    @cache\n    @other\n    def f():\n        return 1\n\n",
+    ),
 }
 
 
@@ -174,6 +178,11 @@ def refusals(checkout: Path) -> dict[str, Any]:
             STOCK.replace(b"parse_args", b"parse")
         ),
         "is not valid Python": lambda: target.write_bytes(STOCK + b"(\n"),
+        # Its line ends are none of those that our lines have.
+        "no line end (LF or CR LF) where": lambda: target.write_bytes(STOCK.replace(b"\n", b"\r")),
+        "no line end (LF or CR LF)": lambda: target.write_bytes(b'def parse_args():\n    """x"""'),
+        "on a line of its own": lambda: target.write_bytes(b"def parse_args(): return 1\n"),
+        "indented by four spaces": lambda: target.write_bytes(b"def parse_args():\n\treturn 1\n"),
         "cannot be read (No such file or directory)": lambda: target.rename(
             target.with_name("moved.py")
         ),

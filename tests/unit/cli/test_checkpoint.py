@@ -141,6 +141,11 @@ def _cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def _zero(path: Path, start: int, end: int) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:start] + bytes(min(end, len(data)) - start) + data[end:])
+
+
 @pytest.mark.parametrize(
     ("harm", "what"),
     [
@@ -154,6 +159,10 @@ def _cut(path: Path) -> None:
         (lambda f: _cut(f / ".metadata"), ".metadata cannot be read: it is no intact pickle"),
         (lambda f: (f / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
         (lambda f: _cut(f / "__1_0.distcp"), "__1_0.distcp has 25 of 50 bytes"),
+        (lambda f: _zero(f / "__1_0.distcp", 0, 50), "__1_0.distcp holds zeros"),
+        (lambda f: _zero(f / "__1_0.distcp", 20, 50), "__1_0.distcp holds zeros"),
+        (lambda f: _zero(f / "__0_0.distcp", 0, 50), "__0_0.distcp holds zeros"),
+        (lambda f: _zero(f / ".metadata", 0, 10**5), ".metadata cannot be read"),
     ],
 )
 def test_an_interrupted_save(
@@ -167,7 +176,31 @@ def test_an_interrupted_save(
     assert f"iteration 20 is incomplete ({what}" in text
     assert "the last complete one is 10: write 10 into" in text and "iteration 10:" in text
     (folder.parent / saved.TRACKER).write_text("10")
-    assert run(capsys, str(folder.parent))[0] == 0
+    status, text = run(capsys, str(folder.parent))
+    assert status == 0 and "names 10" not in text
+
+
+def test_a_description_that_cannot_be_read(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its bytes are there, and damaged: a run that loads it ends with an error."""
+    write(10)
+    folder = write(20)
+    _zero(folder / "__0_0.distcp", 100, 200)
+    status, text = run(capsys, str(folder.parent))
+    assert status == 1 and "the description of 20 cannot be read" in text and "write 10" in text
+    status, text = run(capsys, str(folder))
+    assert status == 1 and "the description of iter_0000020 cannot be read" in text
+
+
+def test_a_complete_iteration_that_the_tracker_does_not_name(
+    write: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write(10).parent
+    write(100)
+    (root / saved.TRACKER).write_text("10")
+    status, text = run(capsys, str(root))
+    assert status == 0 and "iteration 100 in" in text and "--ckpt-step 100 would load it" in text
+    found = saved.saved(root)
+    assert saved.newer(root, found, 100) is saved.newer(root, found, "release") is None
 
 
 @pytest.mark.parametrize("content", ["", "twenty", "-1", None, "30"])

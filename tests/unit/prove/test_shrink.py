@@ -32,7 +32,7 @@ def test_sizes_shrink_and_the_layout_stays():
     assert value(small, "--pipeline-model-parallel-size") == ["4"]
     assert value(small, "--num-layers") == ["4"]
     assert small.world == 16  # two data-parallel ranks
-    assert int(value(small, "--global-batch-size")[0]) == 8 * 2 * 2
+    assert int(value(small, "--global-batch-size")[0]) == 12 * 2 * 2
     heads, groups = (
         int(value(small, f"--num-{n}")[0]) for n in ("attention-heads", "query-groups")
     )
@@ -44,6 +44,32 @@ def test_sizes_shrink_and_the_layout_stays():
     assert lost["--bf16"] == "precision" and lost["--tp-comm-overlap"] == "needs a GPU"
     assert ("--hidden-size", "4096", value(small, "--hidden-size")[0]) in small.changes
     assert not small.ours
+
+
+def microbatches(text, number, world=2):
+    small = shrink(f"{text} --num-layers 8 --global-batch-size {number}", world=world)
+    return value(small, "--global-batch-size"), [flag for flag, _ in small.lost]
+
+
+def test_microbatches_are_more_than_a_round_and_divide_as_the_commands_do():
+    pp = "--pipeline-model-parallel-size 2"
+    assert microbatches(pp, 64) == (["6"], [])
+    assert microbatches(pp, 63) == (["5"], [])
+    assert microbatches(pp, 3) == (["3"], []) and microbatches(pp, 1) == (["1"], [])
+    # Stock has no such batch with virtual stages.
+    virtual = f"{pp} --num-layers-per-virtual-pipeline-stage 2"
+    assert microbatches(virtual, 63) == (["6"], ["63 microbatches"])
+
+
+def test_schedules_of_rates_and_batches_are_listed_as_lost():
+    given = "--lr-decay-style cosine --lr-warmup-iters 5 --rampup-batch-size 8 8 100"
+    small = shrink(f"--num-layers 4 {given} --end-weight-decay 0.1 --log-interval 5")
+    assert [flag for flag, _ in small.lost] == [
+        *("--lr-decay-style cosine", "--lr-warmup-iters 5"),
+        *("--rampup-batch-size 8 8 100", "--end-weight-decay 0.1"),
+    ]
+    assert value(small, "--lr-decay-style") == ["constant"]
+    assert not shrink("--num-layers 4 --lr-decay-style constant --lr 1").lost
 
 
 def test_a_reference_has_the_model_and_no_layout():

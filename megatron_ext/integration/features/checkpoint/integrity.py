@@ -42,7 +42,7 @@ def from_rank_0(compute: Callable[[], T]) -> T:
 def require_complete(load_dir: Any, args: MegatronArgs) -> dict[str, Any]:
     """Rank 0 looks at the folder for all; called by every rank before Megatron reads anything.
 
-    An unfinished save newer than the iteration to load is only mentioned: Megatron names an
+    A save newer than the iteration to load, complete or not, is only mentioned: Megatron names an
     iteration in its tracker file when all of it is written, and the next save replaces it.
 
     Args:
@@ -105,7 +105,9 @@ def look(root: Path, step: int | None, metadata: dict[str, Any]) -> str | None:
         raise ConfigError(
             f"iteration {wanted} in {root} is incomplete ({what}); {_advice(root, found, wanted)}"
         )
-    newer = _interrupted(found, wanted) if step is None and isinstance(wanted, int) else None
+    if step is not None or not isinstance(wanted, int):
+        return None
+    newer = saved.newer(root, found, wanted) or _interrupted(found, wanted)
     return None if newer is None else f"{newer}; training continues from {wanted}"
 
 
