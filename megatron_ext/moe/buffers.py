@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..offload.arena import HostArena, padded
-from ..offload.blocks import Block, Kept, place
+from ..offload.blocks import Block, Kept
 from ..offload.device import Device, Event, device_for
 from ..offload.engine import Engine, Ticket
 from ..offload.errors import OffloadConfigError
@@ -148,9 +148,6 @@ class Departures:
 class Memory:
     """The memory that all MoE layers of one rank share: ring buffers, host arena, copy streams.
 
-    ``parameter`` finds the parameter that autograd hands back, without its attributes, to a
-    function whose saved tensors went through hooks.
-
     Args:
         device: of the layers.
         min_bytes: storages smaller than this are not worth a copy and stay on the device.
@@ -171,7 +168,6 @@ class Memory:
         self.ring = ring or Ring(device)
         self.engine = Engine(device, HostArena(device.torch_device), "dual")
         self.departures = Departures(self.engine)
-        self.parameters: dict[Any, torch.Tensor] = {}
         self.stayed = self.wanted_bytes = self._staying = 0
         self._planned: int | None = None
 
@@ -217,15 +213,6 @@ class Memory:
         """A chunk whose tensors stayed on the device, with so many bytes, is over."""
         self._staying -= staying
 
-    def know(self, parameters: Iterable[torch.Tensor]) -> set[int]:
-        """Let ``parameter`` find these; the identities of their storages, which outlive a chunk."""
-        self.parameters |= {_identity(p): p for p in parameters}
-        return {p.untyped_storage()._cdata for p in parameters}
-
-    def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The experts' parameter that ``tensor`` is, or itself."""
-        return self.parameters.get(_identity(tensor), tensor) if self.parameters else tensor
-
     @classmethod
     def on(cls, device: torch.device, **options: Any) -> Memory:
         """For layers with tensors on ``device``."""
@@ -236,7 +223,6 @@ class Memory:
         self.departures.flush()
         self.engine.close()
         self.ring.clear()
-        self.parameters.clear()
 
 
 @dataclass(frozen=True)
@@ -296,7 +282,7 @@ class Record:
 
         Args:
             slot: what ``input_slot`` gave.
-            residents: what ``Memory.know`` gave.
+                residents: identities of the parameters' storages, which outlive a chunk.
             linears: of the experts, for what is computed again.
 
         Yields:
@@ -466,7 +452,3 @@ def _without_checkpoint() -> contextlib.AbstractContextManager[Any]:
     if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(Kept, lambda handle: handle.tensor)
-
-
-def _identity(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage()._cdata, *place(tensor)

@@ -78,10 +78,10 @@ class Region:
         self._residents: tuple[Any, set[int]] = None, set()
 
     def residents(self) -> set[int]:
-        """Identities of the parameters' storages, which the memory then knows too."""
+        """Identities of the parameters' storages."""
         ends = [p.data_ptr() for p in (*self.parameters[:1], *self.parameters[-1:])]
         if self._residents[0] != ends:  # also where Megatron has moved them to one buffer
-            self._residents = ends, self.memory.know(self.parameters)
+            self._residents = ends, {p.untyped_storage()._cdata for p in self.parameters}
         return self._residents[1]
 
     def __call__(

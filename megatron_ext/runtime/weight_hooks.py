@@ -24,6 +24,9 @@ _Hooks = weakref.WeakValueDictionary[int, Any]
 _AFTER: _Hooks = weakref.WeakValueDictionary()
 _BEFORE: _Hooks = weakref.WeakValueDictionary()
 
+# By identity of a parameter: tensor hooks that ``without_tensor_hooks`` has taken for the moment.
+_SILENCED: dict[int, Any] = {}
+
 
 def known(hook: _Hook) -> _Hook:
     """Mark a hook of our own, which knows that gradients may come later."""
@@ -40,7 +43,7 @@ def foreign_hooks(parameter: Any) -> tuple[str, ...]:
     if not parameter.requires_grad:
         return ()
     found = []
-    if _foreign(parameter._backward_hooks):
+    if _foreign(_SILENCED.get(id(parameter), parameter._backward_hooks)):
         found.append("tensor hook")
     if _foreign(parameter._post_accumulate_grad_hooks):
         found.append("post-accumulate-grad hook")
@@ -52,18 +55,20 @@ def foreign_hooks(parameter: Any) -> tuple[str, ...]:
 @contextlib.contextmanager
 def without_tensor_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Inside, no tensor hook of ``parameters`` is called: ``torch.autograd.grad`` would, with what
-    may be a part of the gradient, and autograd calls it again where the gradient is returned."""
-    silenced: list[tuple[Any, Any]] = []
+    may be a part of the gradient, and autograd calls it again where the gradient is returned.
+    ``foreign_hooks`` still knows of them."""
+    silenced: list[tuple[int, Any]] = []
     for parameter in parameters:
         hooks: Any = parameter._backward_hooks
         if hooks:
-            silenced.append((hooks, dict(hooks)))
+            silenced.append((id(parameter), hooks))
+            _SILENCED[id(parameter)] = dict(hooks)
             hooks.clear()
     try:
         yield
     finally:
-        for hooks, before in silenced:
-            hooks.update(before)
+        for key, hooks in silenced:
+            hooks.update(_SILENCED.pop(key))
 
 
 def _foreign(hooks: Any) -> bool:

@@ -76,6 +76,51 @@ def test_which_hooks_are_the_users(weight: Any) -> None:
     before.remove()
 
 
+def test_hooks_that_are_not_called_count(weight: Any) -> None:
+    """Experts in chunks ask in a backward pass of their own, in which no tensor hook is called."""
+    from megatron_ext.runtime.weight_hooks import foreign_hooks, without_tensor_hooks
+
+    calls: list[Any] = []
+    weight.register_hook(calls.append)
+    with without_tensor_hooks([weight]):
+        weight.sum().backward()
+        assert foreign_hooks(weight) == ("tensor hook",) and calls == []
+    assert foreign_hooks(weight) == ("tensor hook",)
+    weight.sum().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_saved_tensors_are_parameters_only_where_they_are_saved_as_such(
+    weight: Any, moved: bool
+) -> None:
+    """Not what lies where a weight has been, of a model that was moved meanwhile."""
+    import torch
+
+    from megatron_ext.integration.saved_parameters import parameter_of
+
+    before = weight.data
+    if moved:
+        weight.data = before.clone()
+    seen: list[Any] = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any) -> Any:
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            seen.extend(map(parameter_of, ctx.saved_tensors))
+            return grad, grad
+
+    with torch.autograd.graph.save_on_cpu():
+        y = Product.apply(before, weight)
+    y.sum().backward()
+    assert seen[1] is weight and seen[0] is not weight
+
+
 def test_what_is_known_of_hooks_goes_with_the_graph(weight: Any) -> None:
     """A new accumulator, in which nobody has put a hook, is asked again."""
     from megatron_ext.runtime import weight_hooks

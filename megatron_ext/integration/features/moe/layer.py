@@ -168,11 +168,8 @@ class PipelinedMoE(Callback):
                 "what MoE layers keep together would be unknown",
             ),
             *self._weights.hooks(),
-            *saved_parameters.hooks(self._parameter),
+            *saved_parameters.hooks(saved_parameters.parameter_of),
         )
-
-    def _parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.memory is None else self.memory.parameter(tensor)
 
     def close(self) -> None:
         self._policy.close()
