@@ -127,7 +127,8 @@ def test_arguments_and_the_environment_count(tmp_path, monkeypatch):
         from_text("{}", arguments)
 
 
-def test_slurm_directives_give_their_variables():
+def test_slurm_directives_give_their_variables(monkeypatch):
+    monkeypatch.delenv("N", raising=False)
     script = "srun python pretrain_gpt.py --tp $SLURM_GPUS_PER_NODE --pp $SLURM_NNODES"
     command = from_text(HEAD + script)
     assert command.flags == ["--tp", "4", "--pp", "4"] and command.world == 16
