@@ -36,7 +36,8 @@ ENVIRONMENT = {
     "MEGATRON_EXT_VERBOSE": "1: the log names every function that is replaced, and all details",
     "MEGATRON_EXT_TRACE": "1: every action is printed when it starts, for a run that hangs",
     "MEGATRON_EXT_WATCHDOG_SECONDS": "a rank without progress for this time reports and exits "
-    "with status 75; default: `--distributed-timeout-minutes`",
+    "with status 75; default: `--distributed-timeout-minutes`, in a "
+    "library the time limit of the process groups",
     "MEGATRON_EXT_AGREEMENT_SECONDS": "how long ranks wait for each other's settings before "
     "training; default 120",
     "MEGATRON_EXT_OFFLOAD_MIN_BYTES": "smaller tensors are never offloaded; default 65536, "
