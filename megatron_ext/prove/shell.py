@@ -32,6 +32,7 @@ _WORD = (
 )
 _DECLARED = re.compile(r"^(?:export|local|declare|readonly|typeset)\s+(?:-\w+\s+)*")
 _ASSIGNED = re.compile(rf"([A-Za-z_]\w*)(\+?)=(?:\((.*?)\)\s*$|({_WORD})(?:\s+|$))", re.S)
+_COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
 _FUNCTION = re.compile(r"(?:function\s+([\w-]+)\s*(?:\(\s*\))?|([\w-]+)\s*\(\s*\))\s*(\{.*)?", re.S)
 _PATTERN = re.compile(r"\(?\s*([^()]*?)\s*\)\s*(.*)", re.S)
 # Flags that one value follows which is dropped, or replaced whatever it is.
@@ -203,8 +204,8 @@ class _Script(Values):
             self._nested(statements_of(text[1:-1]), mode)
             return None
         if text.startswith(("((", "let ")):
-            for name in re.findall(r"[A-Za-z_]\w*", text):
-                self.poison(name, "arithmetic")
+            for before, after in _COUNTED.findall(text):
+                self.poison(before or after, "arithmetic")
             return None
         if text.startswith("! "):
             status = self._statement(text[2:].strip(), mode)
@@ -216,10 +217,12 @@ class _Script(Values):
         while found := _ASSIGNED.match(rest):
             assignments.append(found)
             rest = rest[found.end() :]
-        if assignments and (declared or not rest.strip()):
+        alone = declared or not rest.strip()
+        if assignments and (alone or rest.split()[0] in self._functions):
             for found in assignments:
                 self._assign(found, mode)
-            return True
+            if alone:
+                return True
         return self._run_command(rest, mode)
 
     def _run_command(self, text: str, mode: bool | None) -> bool | None:
@@ -243,7 +246,11 @@ class _Script(Values):
             held, self.arguments = self.arguments, words[1:]
             self._nested(self._functions[name], mode)
             self.arguments = held
-        elif name in ("unset", "read", "mapfile", "readarray", "shift", "set"):
+        elif name == "eval":
+            self._nested(statements_of(" ".join(words[1:]).replace(DOLLAR, "$")), mode)
+        elif name in ("unset", "read", "mapfile", "readarray", "shift", "set") or (
+            name == "printf" and words[1:2] == ["-v"]
+        ):
             self._changed(name, words[1:], mode)
         elif name not in ("echo", "printf"):
             words = without_redirections(words)

@@ -36,6 +36,9 @@ READ = {
     f"  TP=4\nfi\n{RUN} --tp $TP",
     "quotes": f"L='Et|t|L'\n{RUN} --layout \"$L\" --name 'a b' --cost \\$5 --hash a#b # --no",
     "assignment before": f"OMP_NUM_THREADS=1 A='x y' {RUN} --tp 4",
+    "eval of an assignment": f"TP=1\neval 'TP=4'\n{RUN} --tp $TP",
+    "assignment before a function": f"TP=1\nrun() {{\n{RUN} --tp $TP\n}}\nTP=4 run",
+    "comparison": f"TP=4\nif (( TP > 1 )); then echo many; fi\n{RUN} --tp $TP",
     "output": f"{RUN} --tp 4 2>&1 | tee log",
     "words in text": f'A=("--tp 4" --x)\n{RUN} ${{A[@]}} ${{TP:+--pp 2}} --end',
     "several at once": f"export TP=4 PP=2; declare -a A=(--bf16)\n{RUN} --tp $TP --pp $PP "
@@ -72,6 +75,7 @@ UNKNOWN = {
     "flags of a dropped switch": (f"{RUN} --finetune $MORE", "MORE is not set"),
     "substring": (f"T=TP4\n{RUN} --tp ${{T#TP}}", r"line 5: \$\{T#TP\} is not evaluated"),
     "arithmetic command": (f"TP=2\n(( TP *= 2 ))\n{RUN} --tp $TP", "line 5: TP is set in arith"),
+    "printf": (f"TP=2\nprintf -v TP 4\n{RUN} --tp $TP", "line 5: TP is set in `printf`"),
     "read": (f"TP=2\nread TP < x\n{RUN} --tp $TP", "line 5: TP is set in `read`"),
 }
 # What nobody needs to know.
