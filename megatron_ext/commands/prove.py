@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _EXAMPLES = """examples:
   megatron-ext prove -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
   megatron-ext prove --from-args train.sbatch --page report.html
-  megatron-ext prove --from-args train.sh -- ARGUMENTS OF THE SCRIPT
   megatron-ext prove --races 5 -- pretrain_gpt.py ... --pp-schedule v-half
 """
 
