@@ -122,7 +122,7 @@ def missing(folder: Path, files: Mapping[str, int]) -> str | None:
         elif size < least:
             wrong.append(f"{name} has {size} of {least} bytes")
         elif _zeros(path, least):
-            wrong.append(f"{name} holds zeros, as a machine leaves it that went down while saving")
+            wrong.append(f"{name} holds zeros, as after a crash of the machine during the save")
     more = f", and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
     return "; ".join(wrong[:_LISTED]) + more if wrong else None
 

@@ -317,15 +317,15 @@ class _Script(Values):
         if any(one != flags[0] for one in flags):
             lines = " and ".join(str(one.line) for one in found)
             raise ValueError(
-                f"the commands on lines {lines} train: give the command line of one after --, in "
-                "place of the file"
+                f"the commands on lines {lines} train: give the command line of one in place "
+                "of the file"
             )
         if unknown := [self.marks[n] for n in _deciding_marks(flags[0])]:
             why = list(dict.fromkeys(mark.why for mark in unknown))
             more = f"; and {len(why) - _LISTED} more" * (len(why) > _LISTED)
             raise ValueError(
                 f"{'; '.join(why[:_LISTED])}{more}. The command on line {found[0].line} needs it: "
-                f"{_fixes(unknown)}give the command line itself after --, in place of the file"
+                f"{_fixes(unknown)}give the command line itself in place of the file"
             )
         return [self.shown(word) for word in commands[0]]
 
@@ -335,9 +335,7 @@ def _fixes(marks: Sequence[Mark]) -> str:
     names = list(dict.fromkeys(mark.variable for mark in marks if mark.variable))
     fixes = ""
     if names:
-        fixes = (
-            f"set {', '.join(names)} in the environment ({names[0]}=... megatron-ext prove), or "
-        )
+        fixes = f"set {', '.join(names)} in the environment ({names[0]}=... megatron-ext ...), or "
     if any(mark.argument for mark in marks):
         fixes += "give the script's arguments after --, or "
     return fixes

@@ -56,7 +56,7 @@ def foreign_hooks(parameter: Any) -> tuple[str, ...]:
 def without_tensor_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Inside, no tensor hook of ``parameters`` is called: ``torch.autograd.grad`` would, with what
     may be a part of the gradient, and autograd calls it again where the gradient is returned.
-    ``foreign_hooks`` still knows of them."""
+    ``foreign_hooks`` still finds them."""
     silenced: list[tuple[int, Any]] = []
     for parameter in parameters:
         hooks: Any = parameter._backward_hooks

@@ -32,7 +32,6 @@ from megatron.core.pipeline_parallel import (  # noqa: E402
     p2p_communication,
     schedules,
 )
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from megatron_ext.integration.utils import unwrapped  # noqa: E402
 from megatron_ext.schedule import generate  # noqa: E402
@@ -204,11 +203,7 @@ def trained(
     logging.getLogger("megatron_ext").addHandler(logging.StreamHandler(log))
     if "schedule" in case:
         megatron_ext.enable(schedule, **case.get("options", {}))
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=case["pp"],
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-    )
-    model_parallel_cuda_manual_seed(1)
+    gpt_cases.initialize(case["pp"], chunks)
     models = {name: build(case, hidden) for name, hidden in models_of.items()}
     step, last = get_forward_backward_func(), parallel_state.is_pipeline_last_stage()
     more: dict[str, Any] = {}
@@ -434,21 +429,14 @@ def refusals_of_models(case: dict[str, Any]) -> dict[str, Any]:
     ) -> str:
         one = {"pp": 2, "chunks": chunks, "lengths": True, **(model_case or {})}
 
-        def initialize() -> None:
-            parallel_state.initialize_model_parallel(
-                pipeline_model_parallel_size=2,
-                virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            )
-
         def do() -> None:
             opened = None
             if initialized_first:
-                initialize()
+                gpt_cases.initialize(2, chunks)
             if enabled_first:
                 opened = getattr(megatron_ext, door)(schedule)
             if not initialized_first:
-                initialize()
-            model_parallel_cuda_manual_seed(1)
+                gpt_cases.initialize(2, chunks)
             config = gpt_cases.config_of(one)
             vars(config).update(settings or {})
             models, _ = gpt_cases.build(one, config)

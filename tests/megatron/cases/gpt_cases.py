@@ -118,6 +118,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def initialize(pp: int, chunks: int, **parallel: Any) -> None:
+    """Megatron's groups and seeds."""
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        **parallel,
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
 def config_of(case: dict[str, Any]) -> TransformerConfig:
     """Megatron's configuration of the model in ``case``."""
     chunks = case.get("chunks", 1)
@@ -310,12 +320,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         version = installation.hooks.version
         installation.start(Run(args, version, training=False, schedule=choice, chunks=chunks))
     try:
-        parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=case["pp"],
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            **case.get("parallel", {}),
-        )
-        model_parallel_cuda_manual_seed(1)
+        initialize(case["pp"], chunks, **case.get("parallel", {}))
         models, bare = build(case, config_of(case))
         step = dropped_in or schedules.get_forward_backward_func()
 

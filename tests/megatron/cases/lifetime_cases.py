@@ -5,7 +5,6 @@ A result is a list of what each rank found; see ``test_lifetime.py``.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import gc
@@ -14,7 +13,6 @@ import io
 import logging
 import os
 import pickle
-import signal
 import sys
 import threading
 import types
@@ -33,7 +31,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from megatron_ext.integration import utils  # noqa: E402
 from megatron_ext.integration.feature import Run  # noqa: E402
@@ -42,7 +39,7 @@ from megatron_ext.runtime import communicators, edges, watchdog  # noqa: E402
 from megatron_ext.runtime.wgrad import WeightGradStore  # noqa: E402
 from tests.megatron.cases import gpt_cases  # noqa: E402
 from tests.megatron.cases.gpt_cases import BATCH, SEQUENCE, to_bytes  # noqa: E402
-from tests.megatron.cases.hook_cases import megatron_symbols  # noqa: E402
+from tests.megatron.cases.process_state import differences, holders, process  # noqa: E402
 from tests.support.case_server import serve  # noqa: E402
 from tests.support.stand_ins import megatron_args  # noqa: E402
 
@@ -75,11 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def initialize(chunks: int = 1) -> None:
     """Megatron's groups of two pipeline ranks."""
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-    )
-    model_parallel_cuda_manual_seed(1)
+    gpt_cases.initialize(2, chunks)
 
 
 def build(chunks: int = 1, config: dict[str, Any] | None = None) -> list[Any]:
@@ -115,90 +108,6 @@ def step(
     )
 
 
-# --- what a process has ---
-
-_at_exit: list[str] = []  # functions of ours that are called at exit
-_register, _unregister = atexit.register, atexit.unregister
-
-
-def _noted_register(function: Any, *args: Any, **kwargs: Any) -> Any:
-    if str(getattr(function, "__module__", "")).startswith("megatron_ext"):
-        _at_exit.append(function.__qualname__)
-    return _register(function, *args, **kwargs)
-
-
-def _noted_unregister(function: Any) -> None:
-    _at_exit[:] = [name for name in _at_exit if name != getattr(function, "__qualname__", "")]
-    _unregister(function)
-
-
-atexit.register, atexit.unregister = _noted_register, _noted_unregister
-
-
-def _is_code(value: Any) -> bool:
-    """Not the data of Megatron's modules, which change by themselves."""
-    return callable(value) or isinstance(value, (classmethod, property))
-
-
-def process() -> dict[str, Any]:
-    """All that a run of ours may change in a process, but memory."""
-    wakeup = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(wakeup)
-    log = logging.getLogger("megatron_ext")
-    torchs = {
-        f"{name}:{key}": id(value)
-        for name in ("torch.distributed", "torch.distributed.distributed_c10d", "signal", "os")
-        for key, value in vars(sys.modules[name]).items()
-        if _is_code(value)
-    }
-    return {
-        "symbols": megatron_symbols(_is_code) | torchs,
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-        "handlers": {one: repr(signal.getsignal(one)) for one in signal.valid_signals()},
-        "wakeup": wakeup,
-        "environment": dict(os.environ),
-        "log": (list(log.handlers), log.level, log.propagate),
-        "exit": sorted(_at_exit),
-        "communicators": [len(kept) for kept in communicators.PerGroup.every],
-    }
-
-
-_METHODS = (staticmethod, classmethod)
-
-
-def holders() -> list[str]:
-    """Globals and class attributes of other modules that are ours."""
-    found = []
-    for name, module in list(sys.modules.items()):
-        if (
-            name.split(".")[0] in ("megatron_ext", "tests", "__main__", "__mp_main__")
-            or module is None
-        ):
-            continue
-        for key, value in list(getattr(module, "__dict__", {}).items()):
-            inner = vars(value).items() if issubclass(type(value), type) else ()
-            for label, one in ((key, value), *((f"{key}.{k}", v) for k, v in inner)):
-                one = one.__func__ if type(one) in _METHODS else one
-                of = one.__code__.co_filename if type(one) is types.FunctionType else ""
-                module_of = str(one.__module__) if issubclass(type(one), type) else ""
-                if "/megatron_ext/integration/" in of or module_of.startswith("megatron_ext.integ"):
-                    found.append(f"{name}:{label}")
-    return found
-
-
-def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What is not as before; modules may have been loaded meanwhile."""
-    found = [
-        f"symbol {key}"
-        for key, value in before["symbols"].items()
-        if after["symbols"].get(key) != value
-    ]
-    for name in before.keys() - {"symbols"}:
-        if before[name] != after[name]:
-            found.append(f"{name}: {before[name]} -> {after[name]}")
-    return found
-
-
 def failed(case: dict[str, Any]) -> Any:
     """The same where opening has failed halfway."""
     initialize()
@@ -223,15 +132,12 @@ def failed(case: dict[str, Any]) -> Any:
 
 # --- every door, and what goes on behind it ---
 
+_HALF = {"offload": "half", "offload_time": "0.1"}
 _RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 DOORS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     # Number of chunks, options, the model's configuration.
     "split backward": (1, {"schedule": "zb-h1"}, {}),
-    "V placement, offload": (
-        2,
-        {"schedule": "v-half", "offload": "half", "offload_time": "0.1"},
-        {},
-    ),
+    "V placement, offload": (2, {"schedule": "v-half", **_HALF}, {}),
     "messages": (2, {"schedule": "interleaved", "p2p": "edge,buffers"}, {}),
     "trace": (1, {"schedule": "1f1b", "trace": "traces"}, {}),
     "recompute": (1, {"schedule": "zb-h2"}, _RECOMPUTED),
@@ -262,8 +168,7 @@ def given_back(case: dict[str, Any]) -> Any:
         changed = round_trip(chunks, functools.partial(megatron_ext.enable, **options), config)
         found[name] = differences(before, process()) + holders() + changed
     before = process()
-    half = {"offload": "half", "offload_time": "0.1"}
-    changed = round_trip(1, None, {}, megatron_ext.forward_backward_func("zb-h1", **half))
+    changed = round_trip(1, None, {}, megatron_ext.forward_backward_func("zb-h1", **_HALF))
     communicators.close()  # they end with their group
     found["function"] = differences(before, process()) + holders() + changed
     for name, flags in _FLAGS.items():
@@ -300,8 +205,10 @@ def round_trip(
 
 
 # What Megatron sets in a step; and its hooks, made again for gradients outside of autograd.
-_OF_A_STEP = {"current_microbatch", "input_layernorm_checkpoint", "pre_mlp_norm_checkpoint"}
-_OF_A_STEP.add("_megatron_ext_grad_hooks")
+_OF_A_STEP = {
+    *("current_microbatch", "input_layernorm_checkpoint", "pre_mlp_norm_checkpoint"),
+    "_megatron_ext_grad_hooks",
+}
 
 
 def _state(models: list[Any]) -> dict[str, str]:
@@ -416,8 +323,8 @@ def beside(case: dict[str, Any]) -> Any:
 
 def models(case: dict[str, Any]) -> Any:
     """How many models are alive that were trained, wrapped in Megatron's DDP, and deleted."""
-    found, half = {}, {"offload": "half", "offload_time": "0.1"}
-    for schedule, chunks, options in (("zb-h1", 1, {}), ("v-half", 2, {}), ("zb-h1", 1, half)):
+    found = {}
+    for schedule, chunks, options in (("zb-h1", 1, {}), ("v-half", 2, {}), ("zb-h1", 1, _HALF)):
         megatron_ext.enable(schedule, **options)
         initialize(chunks)
         alive = []

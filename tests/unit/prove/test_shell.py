@@ -53,7 +53,7 @@ READ = {
 }
 # What decides the run and is not known: (script, words of the error).
 UNKNOWN = {
-    "variable": (f"{RUN} --tp $TP", r"line 4: TP is not set.*TP=\.\.\. megatron-ext prove"),
+    "variable": (f"{RUN} --tp $TP", r"line 4: TP is not set.*TP=\.\.\. megatron-ext"),
     "argument": (f"TP=$1\n{RUN} --tp $TP", r"line 4: \$1: the arguments.*line 5.*arguments after"),
     "all arguments": (f'{RUN} "$@"', r"line 4: \$@"),
     "command": (f"TP=$(nproc)\n{RUN} --tp $TP", r"line 4: \$\(nproc\) is not evaluated"),

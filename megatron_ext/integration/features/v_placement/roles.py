@@ -20,10 +20,9 @@ _SLIME = "slime.backends.megatron_utils"
 
 # True while a trainer asks for the rank that has the returned values, and rank 0 needs them too.
 _results_on_both = False
-# True in a forward pass: "the last rank" is asked for by itself there, for labels and the loss.
-_in_forward = False
-# True once a call has returned: from then on it is asked for the rank that has the values.
-_has_returned = False
+# "The last rank", asked for by itself, is that of labels and the loss while models are built and
+# run; after a call it is the rank that has the returned values.
+_running = True
 
 
 def pp_rank() -> int:
@@ -71,10 +70,9 @@ def _is_pp_last_stage(original: Callable[..., bool]) -> Callable[..., bool]:
     def is_pp_last_stage(pp_group: Any) -> bool:
         from megatron.core.pipeline_parallel.utils import is_pp_first_stage
 
-        # While models are built and run, joined with ``is_vp_last_stage``, which is true on rank 0
-        # alone.
-        ends = _in_forward or _results_on_both or not _has_returned
-        return original(pp_group) or (ends and is_pp_first_stage(pp_group))
+        # Joined with ``is_vp_last_stage``, which is true on rank 0 alone, or by itself.
+        both = _running or _results_on_both
+        return original(pp_group) or (both and is_pp_first_stage(pp_group))
 
     return is_pp_last_stage
 
@@ -88,26 +86,15 @@ def _is_vp_last_stage(original: Callable[..., bool]) -> Callable[..., bool]:
     return is_vp_last_stage
 
 
-def _forward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    global _in_forward
-    _in_forward = True
-    try:
-        return original(*args, **kwargs)
-    finally:
-        _in_forward = False
+def set_running(running: bool) -> None:
+    """Models are built, or run, from now on; else a call has returned."""
+    global _running
+    _running = running
 
 
-def keeps_results() -> bool:
-    """A call has ended. True if the rank of the loss needs the values, beside the last rank."""
-    global _has_returned
-    _has_returned = True
+def results_on_both() -> bool:
+    """Whether the rank of the loss needs what the loss function returned, too."""
     return _results_on_both
-
-
-def forget() -> None:
-    """No V is in force any more."""
-    global _has_returned
-    _has_returned = False
 
 
 def _with_results_on_both(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,12 +134,6 @@ _HOOKS = (
         "an output layer, or labels, on the last rank too, for callers with process groups",
     ),
 )
-_FORWARD_HOOK = Hook(
-    ("megatron.core.pipeline_parallel.schedules:forward_step",),
-    around(_forward_step),
-    ("forward_step_func",),
-    "no labels where the loss is computed, for callers with process groups",
-)
 # megatron-core's wheel had no training package before 0.17.
 _TRAINING_HOOKS = (
     Hook(
@@ -191,7 +172,6 @@ def role_hooks(training: bool) -> Sequence[Hook]:
     slime = _SLIME in sys.modules
     return (
         *_HOOKS,
-        _FORWARD_HOOK,
         *(_TRAINING_HOOKS if training else ()),
         *(_SLIME_HOOKS if slime else ()),
     )

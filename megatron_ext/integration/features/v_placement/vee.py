@@ -24,7 +24,15 @@ from ...layout import LayerPattern, vee_layout
 from ...model_classes import hybrid_model_has_chunks, require_placed
 from ...utils import has_second_embedding, tied_embeddings, unwrapped
 from .relay import Relay
-from .roles import CHUNKS, forget, is_first_stage, is_last_stage, keeps_results, pp_rank, role_hooks
+from .roles import (
+    CHUNKS,
+    is_first_stage,
+    is_last_stage,
+    pp_rank,
+    results_on_both,
+    role_hooks,
+    set_running,
+)
 
 _PLACED = "_megatron_ext_placed"  # attribute of a model chunk that was built for a V
 
@@ -274,6 +282,7 @@ class VeeCallback(Callback):
 
     def begin(self, step: Step) -> None:
         self._require_placed(step.call.iteration.models)
+        set_running(True)
 
     def passes_done(self, step: Step, watchdog: Watchdog) -> None:
         self._relay.start(
@@ -288,10 +297,10 @@ class VeeCallback(Callback):
 
     def returning(self, step: Step) -> None:
         losses = self._relay.losses()
-        keeps = keeps_results()
+        set_running(False)
         if losses is not None:
             step.losses = losses
-        elif step.rank != step.call.group.size() - 1 and not keeps:
+        elif step.rank != step.call.group.size() - 1 and not results_on_both():
             step.losses = []  # as in stock, so that a sum over the pipeline has them once
 
     def gradients_reduced(self, step: Step) -> None:
@@ -303,4 +312,4 @@ class VeeCallback(Callback):
 
     def close(self) -> None:
         self._relay.finish()
-        forget()
+        set_running(True)
