@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.schedule.generators.request import EFFORT
 from tests.support import ROOT, orders
 from tests.support.checkouts import MAIN_TAG, Serve, missing, start_servers
 
@@ -41,6 +42,7 @@ FOLDERS = {
     "unit": "unit",
 }
 TIERS = ("campaign", "matrix", *list(FOLDERS.values())[1:])
+QUICK = "0.1"  # seconds of search in default runs; orders are searched in full at night
 NOT_BY_DEFAULT = ("matrix", "campaign")
 NEEDS = {"campaigns": "megatron", "checkout": "megatron", "megatron": "megatron",
          "ranks": "torch", "gpu": "torch"}  # fmt: skip
@@ -49,13 +51,16 @@ _left_out: Counter[str] = Counter()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make a folder for orders that are searched once in this run, for its workers too."""
+    """Make a folder for orders that are searched once in this run, for its workers too; and let
+    searches end sooner than a user's, but for the tests that ask for ``full_effort``."""
     if orders.FOLDER not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="orders-")
         os.environ[orders.FOLDER] = folder.name
         config.add_cleanup(folder.cleanup)
         config.add_cleanup(lambda: os.environ.pop(orders.FOLDER))
     orders.share()
+    if not config.getoption("--all"):
+        os.environ.setdefault(EFFORT, QUICK)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -167,6 +172,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for reason, count in _left_out.items():
         how_many = f"{count} tests" if count else "all tests"
         terminalreporter.write_line(f"left out {how_many}: {reason}", yellow=True)
+
+
+@pytest.fixture
+def full_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches take as long as a user's by default, for what is said of their quality."""
+    monkeypatch.setenv(EFFORT, "1")
 
 
 @pytest.fixture(scope="session")

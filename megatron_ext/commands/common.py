@@ -27,6 +27,7 @@ from ..schedule import (
     select,
 )
 from ..schedule.costs import number_to_json
+from ..schedule.generators import default_effort
 from ..schedule.generators.registry import takers
 from ..schedule.io import load as load_file
 from ..schedule.link import DEFAULT_POLICY, POLICIES
@@ -149,7 +150,6 @@ def add_shape_options(group: argparse._ActionsContainer, cap_use: str, group_use
     group.add_argument(
         "--effort",
         type=seconds,
-        default=1,
         metavar="SECONDS",
         help="approximate search time of a V schedule at unequal costs, on one core (default 1); "
         "counted in passes tried, so every machine finds the same order",
@@ -278,6 +278,8 @@ def spec_of(args: argparse.Namespace) -> ScheduleSpec:
 
 def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
     """``name`` with the sizes, costs, cap and objective that the options have."""
+    with user_input():
+        effort = default_effort() if args.effort is None else args.effort
     return ScheduleSpec(
         name,
         args.pp,
@@ -287,7 +289,7 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         memory_cap(args),
         args.group_size,
         objective=args.objective or "makespan",
-        effort=args.effort,
+        effort=effort,
         jitter=getattr(args, "jitter", None) or Fraction(0),
         barriers=0 if args.vocabulary is None else args.vocabulary_barriers or 1,
         overlap=args.overlap,

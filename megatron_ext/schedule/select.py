@@ -6,13 +6,21 @@ The command line, training, the planner and re-planning for measured costs all c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, cached_property
 
 from .costs import Costs
 from .effects import peak_sets
-from .generators import GENERATORS, NAMES, Objective, add_pairs, check_sizes, generate
+from .generators import (
+    GENERATORS,
+    NAMES,
+    Objective,
+    add_pairs,
+    check_sizes,
+    default_effort,
+    generate,
+)
 from .generators.cap import v_cap_limits
 from .generators.vocabulary import add_vocabulary
 from .jitter import jitter
@@ -91,7 +99,7 @@ class ScheduleSpec:
     names: tuple[str, ...] = NAMES
     order: Schedule | None = None
     times: Costs | None = None
-    effort: float = 1
+    effort: float = field(default_factory=default_effort)
     jitter: Fraction = Fraction(0)
     barriers: int = 0
     overlap: bool = False

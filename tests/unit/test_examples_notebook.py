@@ -62,6 +62,7 @@ def text_of(output: dict[str, Any]) -> str:
     return "".join(output["data"]["image/svg+xml"])[:5]
 
 
+@pytest.mark.usefixtures("full_effort")
 def test_cells_print_what_is_stored() -> None:
     notebook = json.loads(NOTEBOOK.read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

@@ -9,7 +9,7 @@ from .cap import v_cap_limits
 from .forward import forward_only
 from .pairs import add_pairs
 from .registry import GENERATORS, NAMES, Generator
-from .request import Objective, Request
+from .request import MOST_EFFORT, Objective, Request, default_effort
 from .steadier import steadier
 
 __all__ = [
@@ -21,12 +21,12 @@ __all__ = [
     "Request",
     "add_pairs",
     "check_sizes",
+    "default_effort",
     "forward_only",
     "generate",
     "steadier",
 ]
 
-MOST_EFFORT = 3600  # seconds
 # Of all ranks. Beyond, making an order takes minutes and gigabytes.
 MOST_SETS = 1 << 22
 
@@ -43,7 +43,7 @@ def generate(
     group_size: int | None = None,
     memory_cap: int | None = None,
     objective: Objective = "makespan",
-    effort: float = 1,
+    effort: float | None = None,
     sets_grow: bool = False,
 ) -> Schedule:
     """The schedule ``name`` for one pipeline and number of microbatches.
@@ -84,7 +84,7 @@ def generate(
     durations = costs.durations(placement).reduced()  # per-stage costs must fit the stages
     request = Request(
         *(placement, microbatches, durations, objective, group_size, memory_cap),
-        effort=effort,
+        effort=default_effort() if effort is None else effort,
         sets_grow=sets_grow,
         every_microbatch=costs.vocabulary is not None,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
@@ -12,11 +13,32 @@ from ..actions import RankActions
 from ..costs import Durations
 from ..event_loop import Program, run, time_of
 from ..placement import Placement
+from ..schedule import ScheduleError
 from .list_scheduler import MinGap, list_schedule
 
 Objective = Literal["makespan", "span"]
+MOST_EFFORT = 3600  # seconds
+EFFORT = "MEGATRON_EXT_EFFORT"  # a variable, for where no option gives it
 Make = Callable[["Request"], RankActions]
 _Way = tuple[Make, Sequence[MinGap] | None]  # with the gaps of a list schedule
+
+
+def default_effort() -> float:
+    """Seconds of search where none are asked for: the variable's, else 1.
+
+    Raises:
+        ScheduleError: the variable holds something else.
+    """
+    text = os.environ.get(EFFORT, "").strip() or "1"
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0
+    if not 0 < found <= MOST_EFFORT:
+        raise ScheduleError(
+            f"{EFFORT} must be more than 0 and at most {MOST_EFFORT} seconds, got {text!r}"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -44,7 +66,7 @@ class Request:
     objective: Objective = "makespan"
     group_size: int | None = None
     memory_cap: int | None = None
-    effort: float = 1
+    effort: float = field(default_factory=default_effort)
     sets_grow: bool = False
     every_microbatch: bool = False
 

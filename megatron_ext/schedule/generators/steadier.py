@@ -10,7 +10,7 @@ from ..effects import peak_sets
 from ..jitter import jitter
 from ..schedule import Schedule
 from .annealing import Order, room_of
-from .request import Request
+from .request import Request, default_effort
 
 _RUNS = 16  # that orders are compared by; all have the same pass times
 _WORK = 400_000  # passes replayed at effort 1, in one to two seconds
@@ -18,7 +18,7 @@ _MOST = 60  # orders compared at effort 1
 _SHARE = 20  # of all passes, one moves from order to order
 
 
-def steadier(schedule: Schedule, spread: Fraction | float, effort: float = 1) -> Schedule:
+def steadier(schedule: Schedule, spread: Fraction | float, effort: float | None = None) -> Schedule:
     """An order as fast and as small as ``schedule``, with a smaller mean makespan under ``jitter``.
 
     Single passes move at random, as long as the makespan does not grow; of two orders the one with
@@ -44,6 +44,7 @@ def steadier(schedule: Schedule, spread: Fraction | float, effort: float = 1) ->
     every = 3 * schedule.placement.num_stages * schedule.microbatches
     if not passes == every == sum(map(len, schedule.ranks)):
         return schedule
+    effort = default_effort() if effort is None else effort
     tries = int(effort * min(_MOST, _WORK / (passes * _RUNS)))
     durations = schedule.costs.durations(schedule.placement).reduced()
     request = Request(schedule.placement, schedule.microbatches, durations)

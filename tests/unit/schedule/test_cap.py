@@ -165,6 +165,7 @@ def test_random_requests_are_valid_and_fit() -> None:
         assert simulate(schedule).makespan >= m * work + ahead
 
 
+@pytest.mark.usefixtures("full_effort")
 def test_long_runs_repeat_the_steady_state() -> None:
     for cap in (4, 6, 8):
         run = simulate(generate("v-cap", 4, 300, memory_cap=cap))
@@ -306,6 +307,7 @@ def test_annealed_orders_take_no_more_bytes() -> None:
         assert most_bytes(found, growth) <= most_bytes(orders, growth)
 
 
+@pytest.mark.usefixtures("full_effort")
 @pytest.mark.parametrize(("name", "cap"), [("v-half", None), ("v-cap", 12)])
 def test_searched_orders_take_no_more_bytes(name: str, cap: int | None) -> None:
     """Without the limit list schedules delay W's: twice as many sets wait for them."""

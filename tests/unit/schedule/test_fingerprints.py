@@ -80,6 +80,7 @@ LARGEST = {AUTO: 2, "v-cap": 2, "v-min": 3, "v-half": 3, "v-zb": 3, "interleaved
 CHEAP = [(name, pp) for name, pp in CASES if pp <= LARGEST.get(name, 4)]
 
 
+@pytest.mark.usefixtures("full_effort")
 @pytest.mark.parametrize(("name", "pp"), sampled(CASES, CHEAP))
 def test_no_action_has_changed(name: str, pp: int) -> None:
     key, found = f"{name} p={pp}", fingerprints(name, pp)

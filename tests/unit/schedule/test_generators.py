@@ -234,6 +234,7 @@ AGAINST_TORCH = [
 ]
 
 
+@pytest.mark.usefixtures("full_effort")
 @pytest.mark.parametrize(
     ("pp", "m", "cost", "hop", "loop", "vee", "torch_loop", "torch_vee"),
     sampled(AGAINST_TORCH, [row for row in AGAINST_TORCH if row[0] == 4]),

@@ -112,6 +112,7 @@ def test_bad_input(spread: float, runs: int) -> None:
         jitter(generate("1f1b", 2, 2), spread, runs)
 
 
+@pytest.mark.usefixtures("full_effort")
 @pytest.mark.parametrize(("name", "most"), [("v-half", 0.9975), ("zb-h1", 0.9995)])
 def test_steadier_orders_are_as_fast_and_as_small(name: str, most: float) -> None:
     """Better with pass times, and with a deviation, that the search did not see."""
@@ -126,6 +127,7 @@ def test_steadier_orders_are_as_fast_and_as_small(name: str, most: float) -> Non
     assert steadier(schedule, 0.1, effort=0) is schedule
 
 
+@pytest.mark.usefixtures("full_effort")
 @pytest.mark.parametrize("stages", [[(0, 1), (2, 3)], [(2, 3), (0, 1)], [(0, 2, 3), (1, 4, 5)]])
 def test_steadier_takes_any_placement(stages: list[tuple[int, ...]]) -> None:
     """Also where the first stage of rank r is not stage r."""

@@ -28,7 +28,7 @@ from ....schedule import (
     load,
     select,
 )
-from ....schedule.generators import MOST_EFFORT, Objective
+from ....schedule.generators import MOST_EFFORT, Objective, default_effort
 from ....schedule.memory_cap import Cap, ShareCap, parse_cap
 from ....schedule.select import CapExceeded, placed_alike
 from ....schedule.training import TrainingOrder
@@ -66,7 +66,7 @@ class ScheduleRequest:
     group_size: int | None = None
     offload: OffloadRequest | None = None
     objective: Objective = "makespan"
-    effort: float = 1
+    effort: float = field(default_factory=default_effort)
     file: Schedule | None = None
     profile: Profile | None = None
     splits: Splits | None = None
@@ -86,7 +86,7 @@ class ScheduleRequest:
         group_size: int | None = None,
         offloading: OffloadRequest | None = None,
         objective: Objective = "makespan",
-        effort: float = 1,
+        effort: float | None = None,
     ) -> ScheduleRequest:
         """The request of the flags' values.
 
@@ -98,17 +98,18 @@ class ScheduleRequest:
             group_size: for schedules in groups.
             offloading: what is offloaded, or None.
             objective: what the order makes short, as ``generate``.
-            effort: seconds of search, about; > 0.
+            effort: seconds of search, about; > 0. None: the default.
 
         Raises:
             ConfigError: unknown name, an unreadable or invalid file, or options that do not fit.
         """
         size, cap = None, None
-        if not 0 < effort <= MOST_EFFORT:
+        if effort is not None and not 0 < effort <= MOST_EFFORT:
             raise ConfigError(
                 f"--pp-effort must be more than 0 and at most {MOST_EFFORT} seconds, got {effort:g}"
             )
         try:
+            seconds = default_effort() if effort is None else effort
             costs = None if cost is None else Costs.parse(cost)
             if memory_cap is not None and re.search("B$", memory_cap.strip()):
                 size = parse_bytes(memory_cap)
@@ -116,7 +117,7 @@ class ScheduleRequest:
                 cap = ShareCap(parse_cap(memory_cap))
         except ValueError as error:
             raise ConfigError(f"--pp-schedule {text}: {error}") from None
-        request = cls(text, costs, cap, size, group_size, offloading, objective, effort)
+        request = cls(text, costs, cap, size, group_size, offloading, objective, seconds)
         if text in GENERATORS:
             _require_cap(text, memory_cap, size, offloading)
         elif text == AUTO:

@@ -38,7 +38,7 @@ def prepare(run: Run) -> None:
         args.pp_group_size,
         OffloadRequest.of(args),
         "makespan" if args.pp_post_validation is None else "span",
-        1 if args.pp_effort is None else args.pp_effort,
+        args.pp_effort,
     )
 
 
