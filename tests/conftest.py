@@ -51,12 +51,16 @@ _left_out: Counter[str] = Counter()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make a folder for orders that are searched once in this run, for its workers too; and let
+    """Make a folder for orders that are searched once, for the run's workers too; and let
     searches end sooner than a user's, but for the tests that ask for ``full_effort``."""
     if orders.FOLDER not in os.environ:
-        folder = tempfile.TemporaryDirectory(prefix="orders-")
-        os.environ[orders.FOLDER] = folder.name
-        config.add_cleanup(folder.cleanup)
+        cache = None if config.getoption("--all") else getattr(config, "cache", None)
+        if cache is not None:
+            os.environ[orders.FOLDER] = str(orders.kept_folder(cache.mkdir("orders")))
+        else:
+            folder = tempfile.TemporaryDirectory(prefix="orders-")
+            os.environ[orders.FOLDER] = folder.name
+            config.add_cleanup(folder.cleanup)
         config.add_cleanup(lambda: os.environ.pop(orders.FOLDER))
     orders.share()
     if not config.getoption("--all"):

@@ -1,4 +1,4 @@
-"""Searched orders, shared by all processes of a test run.
+"""Searched orders, shared by all processes of a test run, and by runs of the same sources.
 
 Four ranks, several workers and many cases ask for the same few orders, and a search takes as long
 as a small model's training. Command lines and training scripts that a test starts as a user would
@@ -11,12 +11,28 @@ import functools
 import hashlib
 import os
 import pickle
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.schedule.generators import cap, registry
 
+_ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "MEGATRON_EXT_TESTS_ORDERS"  # the variable that names one
+
+
+def kept_folder(parent: Path) -> Path:
+    """In ``parent``, that of the sources as they are now; those of others are removed."""
+    digest = hashlib.sha256(sys.version.encode())
+    for path in sorted((_ROOT / "megatron_ext" / "schedule").rglob("*.py")):
+        digest.update(path.read_bytes())
+    folder = parent / digest.hexdigest()[:16]
+    for other in parent.iterdir():
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def share() -> None:
