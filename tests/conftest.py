@@ -8,7 +8,6 @@ parameters (``matrix``: other Megatron versions and full grids). A plain run has
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 import sys
@@ -21,8 +20,15 @@ from typing import Any
 import pytest
 
 from megatron_ext.schedule.generators.request import EFFORT
-from tests.support import ROOT, orders
-from tests.support.checkouts import MAIN_TAG, Serve, missing, start_servers
+from tests.support import ROOT, orders, workers
+from tests.support.checkouts import (
+    MAIN_TAG,
+    Serve,
+    has,
+    missing,
+    start_servers,
+    warm_interpreters,
+)
 
 # Threads of torch that wait for each other spin, and take the cores that other workers and ranks
 # need. Before anything loads torch; every process that a test starts inherits it.
@@ -65,11 +71,15 @@ def pytest_configure(config: pytest.Config) -> None:
     orders.share()
     if not config.getoption("--all"):
         os.environ.setdefault(EFFORT, QUICK)
+    if config.getoption("--workers"):
+        workers.plugin(config, config.getoption("--workers"))
+        config.add_cleanup(warm_interpreters())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--all``."""
+    """``--all`` and ``--workers``."""
     parser.addoption("--all", action="store_true", help="all tiers, matrix and campaigns too")
+    parser.addoption("--workers", type=int, default=0, help="processes that run the tests")
 
 
 @functools.cache
@@ -92,13 +102,6 @@ def _selected(config: pytest.Config, tier: str) -> bool:
     return tier not in NOT_BY_DEFAULT or config.getoption("--all") or tier in words
 
 
-def _has(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Folders that this run does not select, or whose packages are missing."""
     folder = _folder(collection_path)
@@ -107,7 +110,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     ):
         return True
     needed = NEEDS.get(folder)
-    if needed and not _has("megatron.core" if needed == "megatron" else needed):
+    if needed and not has("megatron.core" if needed == "megatron" else needed):
         _left_out[f"tests/{folder}: needs {needed}; ./scripts/test.sh installs it"] = 0
         return True
     return None
@@ -154,21 +157,6 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist hands on what it left out."""
-    output = getattr(session.config, "workeroutput", None)
-    if output is not None:
-        output["left_out"] = dict(_left_out)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: object) -> None:
-    """Every worker leaves out the same."""
-    if hasattr(node, "workeroutput"):
-        for reason, count in node.workeroutput["left_out"].items():
-            _left_out[reason] = max(_left_out[reason], count)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

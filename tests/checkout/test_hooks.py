@@ -16,7 +16,7 @@ from tests.support.checkouts import nightly, result, version
 @pytest.fixture(scope="module", params=[nightly("installed"), *map(version, TAGS)])
 def hooks(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What hook_cases.py found on the installed megatron-core, and on each stock checkout."""
-    return result("megatron.cases.hook_cases", tag=request.param)
+    return result("megatron.cases.hook_cases", tag=request.param, fresh=True)
 
 
 class TestOnMegatron:

@@ -56,7 +56,7 @@ TRAINED = ["ddp-fp32", "ddp-bf16", "ddp-fusion", "ddp-reduce-in-bf16"]
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-2}
 
 
-results = case_results("megatron.cases.moe_cases")
+results = case_results("megatron.cases.moe_cases", first=True)
 
 
 def _ways(rank: dict[Any, Any]) -> list[tuple[int, str]]:
@@ -323,7 +323,7 @@ def test_ring_is_as_large_as_the_worst_chunk_of_any_rank(results: Cases, strateg
                 assert least == 0
 
 
-scheduled = case_results("megatron.cases.moe_schedule_cases")
+scheduled = case_results("megatron.cases.moe_schedule_cases", first=True)
 
 
 SCHEDULED = [

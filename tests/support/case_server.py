@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.prove.preload import keep_writing_here, preload
+from tests.support import warm
 from tests.support.checkouts import environment, python_path
 from tests.support.ranks import on_ranks
 from tests.support.waiting import PATIENCE
@@ -34,12 +35,19 @@ class Cases(Mapping[str, Any]):
         module: below ``tests``, e.g. ``megatron.cases.gpt_cases``.
         folder: an empty one, for logs and results.
         environment: of the process.
+        python: its interpreter.
     """
 
-    def __init__(self, module: str, folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        module: str,
+        folder: Path,
+        environment: Mapping[str, str],
+        python: str = sys.executable,
+    ) -> None:
         self._folder, self._results = folder, dict[str, Any]()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"tests.{module}", str(folder)],
+            [python, "-m", f"tests.{module}", str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(folder / "log").open("w"),
@@ -90,11 +98,12 @@ class Cases(Mapping[str, Any]):
         return answer["value"]
 
 
-def case_results(module: str, *versions: Any) -> Any:
+def case_results(module: str, *versions: Any, first: bool = False) -> Any:
     """A fixture that gives the ``Cases`` of ``tests.MODULE`` to one test file.
 
     Args:
         versions: of Megatron, each a parameter; default: the installed one, without parameter.
+        first: the module puts stand-ins where Megatron looks once, when it is imported.
     """
 
     @pytest.fixture(scope="module", params=versions or None)
@@ -103,7 +112,8 @@ def case_results(module: str, *versions: Any) -> Any:
     ) -> Iterator[Cases]:
         tag = request.param if versions else "installed"
         variables = {**environment(), "PYTHONPATH": python_path(tag)}
-        cases = Cases(module, tmp_path_factory.mktemp("cases"), variables)
+        folder = tmp_path_factory.mktemp("cases")
+        cases = Cases(module, folder, variables, warm.python("" if first else tag))
         yield cases
         cases.close()
 

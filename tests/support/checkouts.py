@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 
 from megatron_ext.prove.server import ScriptServer
 from megatron_ext.releases import NEWEST, RELEASES
-from tests.support import ROOT
+from tests.support import ROOT, warm
 from tests.support.waiting import PATIENCE
 
 MAIN_TAG = NEWEST.tag
@@ -74,6 +76,14 @@ def missing(tag: str) -> str:
     return ""
 
 
+def has(package: str) -> bool:
+    """Whether this Python can import it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def python_path(tag: str) -> str:
     """$PYTHONPATH for a process that imports Megatron of ``tag``, or the ``installed`` one."""
     path = [] if tag == INSTALLED else [str(existing(tag))]
@@ -111,24 +121,52 @@ def run(command: list[str], **more_env: str) -> subprocess.CompletedProcess[str]
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
-def run_cases(module: str, *arguments: str, **more_env: str) -> str:
-    """Run ``tests.MODULE`` in a process of its own; fails the test unless it ends well.
+def run_cases(module: str, *arguments: str, tag: str = INSTALLED, fresh: bool = False) -> str:
+    """Run ``tests.MODULE`` on Megatron of ``tag`` in a process of its own; fails the test unless
+    it ends well.
+
+    Args:
+        fresh: nothing is imported before.
 
     Returns:
         What it printed.
     """
-    done = run([sys.executable, "-m", f"tests.{module}", *arguments], **more_env)
+    python = sys.executable if fresh else warm.python(tag)
+    done = run([python, "-m", f"tests.{module}", *arguments], PYTHONPATH=python_path(tag))
     assert done.returncode == 0, done.stdout[-8000:]
     return done.stdout
 
 
-def result(module: str, *arguments: str, tag: str = INSTALLED) -> dict[str, Any]:
-    """The JSON object behind ``RESULT`` in what ``tests.MODULE`` prints on Megatron of ``tag``."""
-    printed = run_cases(module, *arguments, PYTHONPATH=python_path(tag))
+def result(
+    module: str, *arguments: str, tag: str = INSTALLED, fresh: bool = False
+) -> dict[str, Any]:
+    """The JSON object behind ``RESULT`` in what ``tests.MODULE`` prints (see ``run_cases``)."""
+    printed = run_cases(module, *arguments, tag=tag, fresh=fresh)
     lines = [line for line in printed.splitlines() if line.startswith("RESULT ")]
     assert lines, printed[-5000:]
     loaded: dict[str, Any] = json.loads(lines[-1][7:])
     return loaded
+
+
+def warm_interpreters() -> Callable[[], None]:
+    """Start interpreters that have imported torch and the installed Megatron, or the newest
+    checkout's, for ``warm.python``. Returns what ends them."""
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    os.environ[warm.VARIABLE] = folder.name
+    tags = (tag for tag in (INSTALLED, MAIN_TAG) if has("megatron.core") and not missing(tag))
+    processes = []
+    for tag in ("", *tags) if has("torch") else ():
+        variables = {**environment(), "PYTHONPATH": python_path(tag or INSTALLED)}
+        processes.append(warm.start(Path(folder.name), tag, variables))
+
+    def end() -> None:
+        for process in processes:
+            process.kill()
+            process.wait()
+        del os.environ[warm.VARIABLE]
+        folder.cleanup()
+
+    return end
 
 
 Serve = Callable[[str], ScriptServer]
@@ -143,7 +181,7 @@ def start_servers() -> Iterator[Serve]:
         if tag not in servers:
             installed = ROOT / "scripts" / "pretrain_gpt_minimal.py"
             script = installed if tag == INSTALLED else existing(tag) / "pretrain_gpt.py"
-            servers[tag] = ScriptServer(script, modules=["tests.support"])
+            servers[tag] = ScriptServer(script, warm.python(tag), modules=["tests.support"])
         return servers[tag]
 
     yield serve

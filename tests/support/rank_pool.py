@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import ROOT, warm
 from tests.support.waiting import PATIENCE, wait_until
 
 POOL_SIZE = 4
@@ -45,7 +45,7 @@ class Zygote:
             environment["GLOO_SOCKET_IFNAME"] = "lo"
         self._log = folder / "zygote.log"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.rank_pool", str(listener.address), cases],
+            [warm.python(""), "-m", "tests.support.rank_pool", str(listener.address), cases],
             stdout=self._log.open("w"),
             stderr=subprocess.STDOUT,
             env=environment,

@@ -87,5 +87,6 @@ def test_no_action_has_changed(name: str, pp: int) -> None:
     every = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {}
     if os.environ.get("UPDATE_GOLDEN"):
         every[key] = found
-        GOLDEN.write_text(json.dumps(every, indent=0, sort_keys=True) + "\n")
+        lines = (f"{json.dumps(k)}: {json.dumps(every[k], sort_keys=True)}" for k in sorted(every))
+        GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     assert found == every[key]
