@@ -3,6 +3,7 @@
 #
 #   scripts/test.sh                        style, types and all tests but the slow tiers
 #   scripts/test.sh --all                  the slow tiers too: other Megatron versions, campaigns
+#   scripts/test.sh --processor-budget=N   the default run, at fault if it takes more than N s
 #   scripts/test.sh tests/ranks -k launch  other arguments go to pytest
 #
 # The first run makes a virtual environment beside the repository (see scripts/lib.sh) and fetches
@@ -53,10 +54,9 @@ check shellcheck --external-sources scripts/*.sh scripts/slurm/* .ci/run
 
 # All of it in several processes: most tests wait for ranks or for imports. A file stays in one
 # process, so what its tests share is made once; the slowest tiers come first.
-if [[ $# -eq 0 || "$*" == --all ]]; then
+if [[ $# -eq 0 || "$*" == --all || "$*" == --processor-budget=* ]]; then
     workers=$(($(getconf _NPROCESSORS_ONLN) + 2))
-    set -- "$@" -n $((workers < 6 ? workers : 6)) --dist loadfile --no-loadscope-reorder \
-        --durations=25
+    set -- "$@" --workers $((workers < 6 ? workers : 6)) --durations=25
 fi
 
 say "pytest $*"

@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ NEEDS = {"campaigns": "megatron", "checkout": "megatron", "megatron": "megatron"
          "ranks": "torch", "gpu": "torch"}  # fmt: skip
 
 _left_out: Counter[str] = Counter()
+_RUN, _PROCESSOR = pytest.StashKey[workers.Workers](), pytest.StashKey[str]()
+_END_WARM = pytest.StashKey[Callable[[], None]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,14 +74,22 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--all"):
         os.environ.setdefault(EFFORT, QUICK)
     if config.getoption("--workers"):
-        workers.plugin(config, config.getoption("--workers"))
-        config.add_cleanup(warm_interpreters())
+        config.stash[_RUN] = workers.plugin(config, config.getoption("--workers"))
+        config.stash[_END_WARM] = end = warm_interpreters()
+        config.add_cleanup(end)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--all`` and ``--workers``."""
     parser.addoption("--all", action="store_true", help="all tiers, matrix and campaigns too")
     parser.addoption("--workers", type=int, default=0, help="processes that run the tests")
+    parser.addoption(
+        "--processor-budget",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="fail if the run takes more processor time; with --workers",
+    )
 
 
 @functools.cache
@@ -159,8 +169,29 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keep how long every test took, and look whether the run fits its budget."""
+    config = session.config
+    run = config.stash.get(_RUN, None)
+    if run is None:
+        return
+    config.stash[_END_WARM]()
+    slowest = sorted(run.seconds.items(), key=lambda test: -test[1])
+    cache = getattr(config, "cache", None)
+    if cache is not None:
+        cache.set("megatron_ext/seconds", dict(slowest))
+    budget, taken = config.getoption("--processor-budget"), workers.processor_seconds()
+    config.stash[_PROCESSOR] = f"{taken:.0f} s of processor time"
+    if budget and taken > budget:
+        config.stash[_PROCESSOR] += f", more than the budget of {budget:g} s"
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What was left out, and by which command it is added."""
+    """What was left out, and by which command it is added; the processor time."""
+    taken = terminalreporter.config.stash.get(_PROCESSOR, "")
+    if taken:
+        terminalreporter.write_line(taken, red="budget" in taken)
     for reason, count in _left_out.items():
         how_many = f"{count} tests" if count else "all tests"
         terminalreporter.write_line(f"left out {how_many}: {reason}", yellow=True)

@@ -160,10 +160,11 @@ def warm_interpreters() -> Callable[[], None]:
         processes.append(warm.start(Path(folder.name), tag, variables))
 
     def end() -> None:
-        for process in processes:
-            process.kill()
+        while processes:
+            process = processes.pop()
+            process.terminate()
             process.wait()
-        del os.environ[warm.VARIABLE]
+        os.environ.pop(warm.VARIABLE, None)
         folder.cleanup()
 
     return end

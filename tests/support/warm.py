@@ -10,7 +10,9 @@ fork with all of its group. For modules that would import the same under the sam
 from __future__ import annotations
 
 import array
+import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -49,6 +51,8 @@ def start(folder: Path, tag: str, environment: Mapping[str, str]) -> subprocess.
         env={**environment, "LOCAL_WORLD_SIZE": "32", "PYTHONUNBUFFERED": ""},
         pass_fds=[listener.fileno()],
         stdin=subprocess.DEVNULL,
+        stdout=(folder / f"{tag}.log").open("w"),
+        stderr=subprocess.STDOUT,
     )
 
 
@@ -79,37 +83,40 @@ def _serve(listener: socket.socket) -> None:
     woken.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     forks: dict[int, socket.socket] = {}
-    parent = os.getppid()
-    while os.getppid() == parent:
-        ready, _, _ = select.select([listener, wake, *forks.values()], [], [], 5)
-        if listener in ready:
-            _fork(listener, [wake, woken], forks)
-        if wake in ready:
-            wake.recv(4096)
-        for process, end in list(forks.items()):
-            if end in ready:  # the program was killed
+    parent, here = os.getppid(), os.getpid()
+    try:
+        while os.getppid() == parent:
+            ready, _, _ = select.select([listener, wake, *forks.values()], [], [], 5)
+            if listener in ready:
+                _fork(listener, [wake, woken], forks)
+            if wake in ready:
+                wake.recv(4096)
+            for process, end in forks.items():
+                if end in ready:  # the program was killed
+                    _kill(process)
+            _collect(forks)
+    finally:
+        if os.getpid() == here:
+            for process in forks:
                 _kill(process)
-        while forks:
-            process, status = os.waitpid(-1, os.WNOHANG)
-            if not process:
-                break
-            end = forks.pop(process)
-            try:
-                end.sendall(f"{os.waitstatus_to_exitcode(status) % 256}\n".encode())
-            except OSError:
-                pass  # killed before
-            end.close()
-    for process in forks:
-        _kill(process)
+
+
+def _collect(forks: dict[int, socket.socket]) -> None:
+    """Hand the programs of forks that have ended their exit statuses."""
+    while forks:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if not process:
+            return
+        with forks.pop(process) as end, contextlib.suppress(OSError):  # killed before
+            end.sendall(f"{os.waitstatus_to_exitcode(status) % 256}\n".encode())
 
 
 def _kill(process: int) -> None:
     for kill in (os.killpg, os.kill):
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, or has no group yet
             kill(process, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it has ended, or has no group yet
 
 
 def _fork(
@@ -131,7 +138,8 @@ def _fork(
     status = 1
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         for other in (listener, end, *others, *forks.values()):
             other.close()
         os.setsid()
@@ -176,8 +184,6 @@ def _main(number: str, tag: str) -> None:
         from megatron_ext import cpu
 
         cpu.install()
-        import megatron.core.models.gpt
-        import megatron.training
 
         from megatron_ext.prove.preload import preload
 

@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 import warnings
 from collections import deque
 from multiprocessing import Pipe
@@ -22,18 +23,26 @@ from typing import Any
 import pytest
 
 
-def plugin(config: pytest.Config, count: int) -> None:
+def plugin(config: pytest.Config, count: int) -> Workers:
     """Let ``count`` processes run what ``config`` collects."""
-    config.pluginmanager.register(_Workers(count), "forked workers")
+    workers = Workers(count)
+    config.pluginmanager.register(workers, "forked workers")
+    return workers
 
 
-class _Workers:
+def processor_seconds() -> float:
+    """Of this process and of all that it has waited for, and these in turn."""
+    return sum(os.times()[:4])
+
+
+class Workers:
     """The end of the process that collects: it gives out files and prints what comes back."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._numbers = itertools.count()
         self._running: dict[Connection, _Worker] = {}
+        self.seconds: dict[str, float] = {}  # that each test took, with its fixtures
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -108,8 +117,9 @@ class _Workers:
         elif kind == "warning":
             hook.pytest_warning_recorded.call_historic(kwargs=value)
         elif kind == "done":
-            assert value == worker.left.popleft()
-            item = session.items[value]
+            number, self.seconds[session.items[number].nodeid] = value
+            assert number == worker.left.popleft()
+            item = session.items[number]
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
     @staticmethod
@@ -164,8 +174,9 @@ def _work(session: pytest.Session, end: Connection, folder: Any) -> None:
             end.send(("next", None))
             job.extend(end.recv())
         following = session.items[job[0]] if job else None
+        before = time.monotonic()
         config.hook.pytest_runtest_protocol(item=session.items[number], nextitem=following)
-        end.send(("done", number))
+        end.send(("done", (number, round(time.monotonic() - before, 3))))
 
 
 class _Sender:

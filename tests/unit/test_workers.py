@@ -71,7 +71,7 @@ def _run(folder: Path, tests: dict[str, str], *options: str) -> subprocess.Compl
 
 def test_everything_comes_back(tmp_path: Path) -> None:
     """Outcomes, output, warnings, errors of fixtures; fixtures end once in every worker."""
-    done = _run(tmp_path, {name: TESTS for name in "abcde"})
+    done = _run(tmp_path, dict.fromkeys("abcde", TESTS))
     assert done.returncode == 1
     assert re.search(r"5 failed, 20 passed, 5 skipped, 5 warnings, 5 errors in", done.stdout)
     for word in ("printed by it", "a warning of it", "ValueError: in its fixture", "left out"):
