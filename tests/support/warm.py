@@ -184,7 +184,8 @@ def _main(number: str, tag: str) -> None:
         from megatron_ext import cpu
 
         cpu.install()
-
+        for module in ("megatron.core.models.gpt", "megatron.training"):
+            importlib.import_module(module)
         from megatron_ext.prove.preload import preload
 
         preload()
