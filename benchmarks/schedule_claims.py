@@ -16,8 +16,8 @@ from benchmarks.schedule_scope import ATTENTION, PROFILED, SKEWED, UNIT, Cost, S
 from benchmarks.schedule_sweep import Row, describe
 from megatron_ext.schedule import AUTO, Costs, Placement, Schedule, Simulation, generate, simulate
 from megatron_ext.schedule.generators import NAMES
+from megatron_ext.schedule.generators.blocks import gis_peak, grouped_block
 from megatron_ext.schedule.generators.cap import unit_bound, v_cap_limits
-from megatron_ext.schedule.generators.grouped import gis, gis_peak
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def grouped(scope: Scope) -> list[Claim]:
                 for g in range(-(-p // 2), p + 1):
                     m = g * (-(-2 * p // g))
                     name = f"p={p} g={g} m={m} v={chunks} {','.join(cost)}"
-                    ranks = tuple(map(tuple, gis(p, m, chunks, g)))
+                    ranks = tuple(map(tuple, grouped_block(p, chunks, g, "next").stamp(m)))
                     fixed = simulate(Schedule("gis", Placement.loop(p, chunks), m, ranks, costs))
                     expected = _gis_bubble(p, g, chunks, costs)
                     work = m * _work(costs)

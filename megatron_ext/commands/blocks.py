@@ -13,8 +13,8 @@ from ..schedule import Costs, Schedule
 from ..schedule.block_file import block_to_json, load_block
 from ..schedule.costs import number_to_json
 from ..schedule.generators import MOST_SETS
+from ..schedule.generators.blocks import PERIODIC, named_block
 from ..schedule.generators.building_block import Block
-from ..schedule.generators.periodic import PERIODIC, named_block
 from ..schedule.lifespan import Lifespans, lifespans, reordered
 from ..view.table import columns
 from .common import InputError, costs_of, refuse_large, refuse_options, short, user_input

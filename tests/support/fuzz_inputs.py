@@ -41,7 +41,7 @@ from megatron_ext.schedule import (
 )
 from megatron_ext.schedule.block_file import block_to_json, load_block
 from megatron_ext.schedule.generators import MOST_SETS
-from megatron_ext.schedule.generators.periodic import named_block
+from megatron_ext.schedule.generators.blocks import named_block
 from megatron_ext.schedule.io import from_json, load, to_csv
 from megatron_ext.schedule.lifespan import lifespans
 from megatron_ext.schedule.memory_cap import cap_sets, parse_cap

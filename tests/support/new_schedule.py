@@ -16,11 +16,11 @@ REGISTRY = "megatron_ext/schedule/generators/registry.py"
 # it where it is as fast as v-zb, whose order it has.
 MODULE = '''"""A stand-in for a new schedule."""
 
-from .vee import v_zb
+from .blocks import VEES
 
 
 def stand_in(request):
-    return v_zb(request.pp, request.microbatches)
+    return VEES["v-zb"].order(request.pp, request.microbatches)
 '''
 IMPORT = "from .stand_in import stand_in\n"
 ENTRY = '    "stand-in": Generator(stand_in, "vee", 2, False, True, "as v-zb"),\n'
@@ -34,7 +34,7 @@ def copy_with_stand_in(folder: Path) -> Run:
     shutil.copytree(ROOT / "megatron_ext", folder / "megatron_ext", ignore=ignore)
     (folder / REGISTRY).with_name("stand_in.py").write_text(MODULE)
     text = (folder / REGISTRY).read_text()
-    for mark, added in (("from .vee", IMPORT), ('    "1f1b": Generator', ENTRY)):
+    for mark, added in (("from .request", IMPORT), ('    "1f1b": Generator', ENTRY)):
         assert text.count(mark) == 1
         text = text.replace(mark, added + mark)
     (folder / REGISTRY).write_text(text)

@@ -20,13 +20,13 @@ from ..bounds import makespan_bound
 from ..costs import Costs
 from ..effects import peak_sets
 from .annealing import fits, room_of
+from .blocks import VEES
 from .building_block import INTERVAL, Block, vee_block
 from .chain import steady_states
 from .list_scheduler import list_schedule
 from .longer import PERIODS, Longer, longer
 from .request import Request
 from .search import START_GAPS, Search
-from .vee import v_half, v_half_block, v_half_cap, v_min, v_min_block, v_min_cap, v_zb, v_zb_block
 
 _STEPS = (2, 3, 6, 4, 5)  # down and up of one hop, together
 _TURNS = range(1, INTERVAL)
@@ -50,7 +50,7 @@ _REPEATED = 2  # longer orders that are timed in full
 
 def v_cap_limits(pp: int) -> tuple[int, int]:
     """Least and largest cap, in activation sets: V-Min's and 1F1B's memory."""
-    return v_min_cap(pp), 2 * pp
+    return VEES["v-min"].cap(pp), 2 * pp
 
 
 def v_cap(request: Request) -> RankActions:
@@ -271,7 +271,7 @@ def _at_equal_costs(request: Request) -> Request:
 
 def _named(pp: int) -> list[tuple[Callable[[int, int], RankActions], int]]:
     """The named V orders, and their caps."""
-    return [(v_min, v_min_cap(pp)), (v_half, v_half_cap(pp)), (v_zb, 2 * pp)]
+    return [(vee.order, vee.cap(pp)) for vee in VEES.values()]
 
 
 def _bound(request: Request, cap: int) -> Fraction:
@@ -355,9 +355,7 @@ def _unit_plan(request: Request, cap: int) -> RankActions:
 
 def _named_block(pp: int, cap: int) -> Block:
     """The block of the largest named V order that fits."""
-    if cap >= 2 * pp:
-        return v_zb_block(pp)
-    return v_half_block(pp) if cap >= v_half_cap(pp) else v_min_block(pp)
+    return [vee for vee in VEES.values() if vee.cap(pp) <= cap][-1].block(pp)
 
 
 def _each_block(pp: int, cap: int) -> Iterator[Block]:
@@ -375,7 +373,7 @@ def _blocks(pp: int, cap: int) -> list[Block]:
     down and up matters, and here it changes once along the ranks (CM, appendix A).
     """
     first = [_named_block(pp, cap)]
-    if cap == v_min_cap(pp) + 1:
+    if cap == v_cap_limits(pp)[0] + 1:
         # One set more than V-Min's: the last hop of the B's takes 2, and W waits.
         ones, last = (1,) * (pp - 1), (1,) * (pp - 2) + (2,)
         first += _block(pp, cap, (ones, ones, last, last), (1, 1, 1), True)

@@ -1,13 +1,11 @@
-"""Loop placement with split backward: GIS, GIS-H, PO (PipeOffload) and interleaved zero bubble.
+"""Interleaved zero bubble, for any number of microbatches.
 
-"PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization"
-(arXiv 2503.01328), sections 3.2 and 3.3. Microbatches go through the chunks in groups: a group's
-forwards of chunk 0, then of chunk 1, and so on.
+Microbatches go through the chunks in groups, which may differ in size: a group's forwards of chunk
+0, then of chunk 1, and so on.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,35 +14,8 @@ from ..actions import Action, Op, RankActions
 _Unit = tuple[int, int]  # (chunk, microbatch) of a forward; backwards count chunks from the last
 
 
-def gis(pp: int, microbatches: int, chunks: int, group: int) -> RankActions:
-    """GIS(g): interleaved 1F1B with split backward, W right after its B, and a short warm-up.
-
-    In units of one chunk's costs f, b, w, if g divides m: bubble (p-1)(f+b) + (v-1)[(p-g)f +
-    max(0, p*b - g(b+w))]. Peak of rank i: min(mv, min(g,m)(v-1)+p-i) activation sets, exact if g
-    divides m or m < g, else at most that.
-
-    Args:
-        pp, microbatches, chunks: p, m and v.
-        group: microbatches that pass one chunk in a row, ceil(p/2)..p. p is GIS, ceil(p/2) GIS-H.
-    """
-    # Other m take the order of the next multiple without the surplus microbatches.
-    units = _units([group] * -(-microbatches // group), chunks)
-    ranks: RankActions = []
-    for rank in range(pp):
-        ahead = group * (chunks - 1) + pp - 1 - rank
-        row = _row(rank, pp, chunks, units, ahead, ahead)
-        ranks.append([a for a in row if a.microbatch < microbatches])
-    return ranks
-
-
-def gis_peak(pp: int, microbatches: int, chunks: int, group: int) -> list[int]:
-    """Activation sets that GIS(g) may hold, per rank (PipeOffload, section 3.2)."""
-    inner = min(group, microbatches) * (chunks - 1)
-    return [min(microbatches * chunks, inner + pp - rank) for rank in range(pp)]
-
-
 def interleaved_zb(pp: int, microbatches: int, chunks: int) -> RankActions:
-    """GIS with W delayed, as in ZB-H1, so that every rank holds 1F1B's p*v activation sets.
+    """gis with W delayed, as in zb-h1, so that every rank holds 1F1B's p*v activation sets.
 
     At F=B=W, without hops and for m >= 2p: makespan m(F+B+W) + (p-1)F/v if p divides m; for other
     m the list schedule of this order reaches it.
@@ -99,34 +70,6 @@ def _groups(pp: int, microbatches: int) -> list[int]:
         return [pp, rest]  # the first group has to be whole: nothing hides the ring before it
     inner = max(-(-(2 * pp - 1) // 3), -(-tail // 2))
     return [pp] * (whole - 1) + [inner, tail - inner]
-
-
-def po(pp: int, microbatches: int, chunks: int) -> RankActions:
-    """PO: the block of GIS-H repeated uniformly, a microbatch every 3v slots.
-
-    The lifespans of a rank's chunks then add to the memory evenly in time, which is what offload
-    wants (PipeOffload, section 3.3). Not reordered: a reordered PO is not uniform. Peak of rank i
-    for m >= 2p: min(mv, G(v-1)+p-i) activation sets with G(c) = K*c + floor(c*gcd(v,K)/v) and
-    K = ceil(p/2), about half of interleaved 1F1B's.
-    """
-    half = -(-pp // 2)
-    # Chunk c starts K*c microbatches after chunk 0. Where that makes two chunks meet in the same
-    # slot of the period (v slots for v chunks), the later one moves on by one slot.
-    cycle = chunks // math.gcd(chunks, half)
-    start = [half * c + c // cycle for c in range(chunks)]
-    ranks: RankActions = []
-    for rank in range(pp):
-        first_b = start[-1] + pp - 1 - rank
-        slots = []
-        for chunk in range(chunks):
-            low, high = chunk * pp + rank, (chunks - 1 - chunk) * pp + rank
-            for j in range(microbatches):
-                at = start[chunk] + chunks * j
-                slots.append((at, 0, Action(Op.F, low, j)))
-                slots.append((first_b + at, 1, Action(Op.B, high, j)))
-                slots.append((first_b + at, 2, Action(Op.W, high, j)))
-        ranks.append([action for _, _, action in sorted(slots)])
-    return ranks
 
 
 def _units(groups: Sequence[int], chunks: int) -> list[_Unit]:

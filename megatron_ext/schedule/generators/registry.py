@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..actions import AnyAction, RankActions
+from .blocks import VEES, gis_peak, grouped_block, named_block
 from .cap import named_order, v_cap
 from .dualpipev import dualpipev
-from .grouped import gis, gis_peak, interleaved_zb, interleaved_zb_small, po
-from .plain import interleaved, one_f_one_b, zb_h1, zb_h2
+from .grouped import interleaved_zb, interleaved_zb_small
 from .request import Make, Request
-from .vee import v_half, v_half_cap, v_min, v_min_cap, v_zb
 
 
 @dataclass(frozen=True)
@@ -43,20 +42,17 @@ class Generator:
     fixed: bool = False
 
 
-def _one_f_one_b(request: Request) -> RankActions:
-    return one_f_one_b(request.pp, request.microbatches)
-
-
-def _interleaved(request: Request) -> RankActions:
-    return interleaved(request.pp, request.microbatches, request.chunks)
+def _fixed(name: str) -> Make:
+    """The repeated block of ``name``, as it is."""
+    return lambda r: named_block(name, r.pp, r.microbatches, r.chunks).stamp(r.microbatches)
 
 
 def _zb_h1(request: Request) -> RankActions:
-    return request.shaped([lambda r: zb_h1(r.pp, r.microbatches)], request.pp)
+    return request.shaped([_fixed("zb-h1")], request.pp)
 
 
 def _zb_h2(request: Request) -> RankActions:
-    return request.shaped([lambda r: zb_h2(r.pp, r.microbatches)], 2 * request.pp - 1)
+    return request.shaped([_fixed("zb-h2")], 2 * request.pp - 1)
 
 
 def _interleaved_zb(request: Request) -> RankActions:
@@ -74,16 +70,9 @@ def _interleaved_zb_fixed(request: Request) -> RankActions:
     return request.fastest([fixed, request.reordered_at_unit_times(fixed, pp * chunks)])
 
 
-def _v_min(request: Request) -> RankActions:
-    return named_order(request, v_min, v_min_cap(request.pp))
-
-
-def _v_half(request: Request) -> RankActions:
-    return named_order(request, v_half, v_half_cap(request.pp))
-
-
-def _v_zb(request: Request) -> RankActions:
-    return named_order(request, v_zb, 2 * request.pp)
+def _vee(name: str) -> Make:
+    vee = VEES[name]
+    return lambda request: named_order(request, vee.order, vee.cap(request.pp))
 
 
 def _gis(request: Request) -> RankActions:
@@ -95,17 +84,16 @@ def _gis_h(request: Request) -> RankActions:
 
 
 def _grouped(request: Request, group: int) -> RankActions:
+    def fixed(r: Request) -> RankActions:
+        return grouped_block(r.pp, r.chunks, group, "next").stamp(r.microbatches)
+
     peak = gis_peak(request.pp, request.microbatches, request.chunks, group)
-    shaped = request.shaped([lambda r: gis(r.pp, r.microbatches, r.chunks, group)], peak)
+    shaped = request.shaped([fixed], peak)
     if not request.microbatches % group:
         return shaped
     # An incomplete last group leaves holes in the fixed order.
-    fixed = gis(request.pp, request.microbatches, request.chunks, group)
-    return request.fastest([fixed, request.reordered_at_unit_times(fixed, peak), shaped])
-
-
-def _po(request: Request) -> RankActions:
-    return po(request.pp, request.microbatches, request.chunks)
+    whole = fixed(request)
+    return request.fastest([whole, request.reordered_at_unit_times(whole, peak), shaped])
 
 
 def _dualpipev(request: Request) -> list[list[AnyAction]]:
@@ -116,10 +104,22 @@ def _dualpipev(request: Request) -> list[list[AnyAction]]:
 # searched orders. Of equally fast schedules ``auto`` takes the first.
 GENERATORS: dict[str, Generator] = {
     "1f1b": Generator(
-        _one_f_one_b, "loop", 1, False, False, "one forward, one backward; the default", fixed=True
+        _fixed("1f1b"),
+        "loop",
+        1,
+        False,
+        False,
+        "one forward, one backward; the default",
+        fixed=True,
     ),
     "interleaved": Generator(
-        _interleaved, "loop", 2, True, False, "1F1B over several chunks; more memory", fixed=True
+        _fixed("interleaved"),
+        "loop",
+        2,
+        True,
+        False,
+        "1F1B over several chunks; more memory",
+        fixed=True,
     ),
     "zb-h1": Generator(
         _zb_h1, "loop", 1, False, True, "split backward at 1F1B's memory; a third of its bubble"
@@ -135,16 +135,37 @@ GENERATORS: dict[str, Generator] = {
     ),
     "gis": Generator(_gis, "loop", 2, True, True, "interleaved in groups of --pp-group-size", True),
     "po": Generator(
-        _po, "loop", 2, True, True, "gis-h's block repeated uniformly, made for offload", fixed=True
+        _fixed("po"),
+        "loop",
+        2,
+        True,
+        True,
+        "gis-h's block repeated uniformly, made for offload",
+        fixed=True,
     ),
     "v-zb": Generator(
-        _v_zb, "vee", 2, False, True, "split backward, V placement: 1F1B's memory, least bubble"
+        _vee("v-zb"),
+        "vee",
+        2,
+        False,
+        True,
+        "split backward, V placement: 1F1B's memory, least bubble",
     ),
     "v-half": Generator(
-        _v_half, "vee", 2, False, True, "split backward, V placement: about half of 1F1B's memory"
+        _vee("v-half"),
+        "vee",
+        2,
+        False,
+        True,
+        "split backward, V placement: about half of 1F1B's memory",
     ),
     "v-min": Generator(
-        _v_min, "vee", 2, False, True, "split backward, V placement: about a third of the memory"
+        _vee("v-min"),
+        "vee",
+        2,
+        False,
+        True,
+        "split backward, V placement: about a third of the memory",
     ),
     "dualpipev": Generator(
         _dualpipev, "vee", 2, False, True, "V placement, joint F and B; one set more", fixed=True

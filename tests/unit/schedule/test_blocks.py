@@ -8,25 +8,42 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_ext.schedule import NAMES, Schedule, block_file, check, generate, simulate
+from megatron_ext.schedule import NAMES, Action, Op, Schedule, block_file, check, generate, simulate
 from megatron_ext.schedule.block_file import block_from_json, block_to_json
 from megatron_ext.schedule.effects import peak_sets
-from megatron_ext.schedule.generators import grouped, plain
+from megatron_ext.schedule.generators.blocks import PERIODIC, named_block
 from megatron_ext.schedule.generators.building_block import Block
-from megatron_ext.schedule.generators.periodic import PERIODIC, named_block
 from megatron_ext.schedule.lifespan import lifespans
 from tests.support import ROOT
 
+# The published orders, rank r of p with v chunks: the group of microbatches that passes a chunk in
+# a row; how many passes of a unit's B, and of its W, come after its F.
 FIXED = {
-    "1f1b": lambda p, v, m: plain.one_f_one_b(p, m),
-    "interleaved": lambda p, v, m: plain.interleaved(p, m, v),
-    "zb-h1": lambda p, v, m: plain.zb_h1(p, m),
-    "zb-h2": lambda p, v, m: plain.zb_h2(p, m),
-    "interleaved-zb": lambda p, v, m: grouped.interleaved_zb(p, m, v),
-    "gis": lambda p, v, m: grouped.gis(p, m, v, p),
-    "gis-h": lambda p, v, m: grouped.gis(p, m, v, -(-p // 2)),
-    "po": lambda p, v, m: grouped.po(p, m, v),
+    "1f1b": lambda r, p, v: (1, p - 1 - r, None),
+    "interleaved": lambda r, p, v: (p, 2 * (p - 1 - r) + (v - 1) * p, None),
+    "zb-h1": lambda r, p, v: (1, p - 1 - r, p - 1),
+    "zb-h2": lambda r, p, v: (1, 2 * (p - 1 - r), 2 * (p - 1)),
+    "interleaved-zb": lambda r, p, v: (p, p * (v - 1) + p - 1 - r, p * (v - 1) + p - 1),
+    "gis": lambda r, p, v: (p, p * (v - 1) + p - 1 - r, p * (v - 1) + p - 1 - r),
+    "gis-h": lambda r, p, v: (h := -(-p // 2), h * (v - 1) + p - 1 - r, h * (v - 1) + p - 1 - r),
 }
+
+
+def published(name: str, rank: int, p: int, v: int, m: int) -> list[Action]:
+    """A rank's passes, written without a block."""
+    group, b_late, w_late = FIXED[name](rank, p, v)
+    whole = range(-(-m // group))
+    units = [(c, g * group + i) for g in whole for c in range(v) for i in range(group)]
+    row = []
+    for x in range(len(units) + max(b_late, w_late or 0)):
+        for op, late in (Op.F, 0), (Op.BW if w_late is None else Op.B, b_late), (Op.W, w_late):
+            if late is not None and 0 <= x - late < len(units):
+                chunk, microbatch = units[x - late]
+                chunk = chunk if op is Op.F else v - 1 - chunk
+                row.append(Action(op, chunk * p + rank, microbatch))
+    return [action for action in row if action.microbatch < m]
+
+
 WAVE = {  # two V's, one after the other: Hanayo's placement
     "format": "megatron-ext-block/1",
     "placement": [[0, 3, 4, 7], [1, 2, 5, 6]],
@@ -63,8 +80,9 @@ def test_every_block_can_be_executed_and_repeated(name: str) -> None:
 @pytest.mark.parametrize("name", FIXED)
 def test_a_repeated_block_is_the_schedule_of_its_name(name: str) -> None:
     for p, v in sizes(name):
-        m = 3 * -(-p // 2) * 2 if name == "gis-h" else 3 * p
-        assert named_block(name, p, m, v).stamp(m) == FIXED[name](p, v, m), (p, v)
+        for m in (1, p, 2 * p + 1, 3 * p):
+            expected = [published(name, rank, p, v, m) for rank in range(p)]
+            assert named_block(name, p, m, v).stamp(m) == expected, (p, v, m)
 
 
 @pytest.mark.parametrize("name", [name for name in PERIODIC if name != "gpipe"])

@@ -26,9 +26,9 @@ from megatron_ext.schedule import (
 )
 from megatron_ext.schedule.generators import building_block as blocks
 from megatron_ext.schedule.generators import cap
+from megatron_ext.schedule.generators.blocks import v_half_block, v_zb_block
 from megatron_ext.schedule.generators.building_block import vee_block
 from megatron_ext.schedule.generators.list_scheduler import list_schedule
-from megatron_ext.schedule.generators.vee import v_half_block, v_zb_block
 from tests.support import ROOT
 from tests.support.grids import RANKS, sampled
 from tests.support.work import counted

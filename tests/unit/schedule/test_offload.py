@@ -29,7 +29,7 @@ from megatron_ext.schedule import (
     simulate,
 )
 from megatron_ext.schedule.effects import passes, peak_calls, peak_sets
-from megatron_ext.schedule.generators.grouped import gis_peak
+from megatron_ext.schedule.generators.blocks import gis_peak
 from megatron_ext.schedule.io import from_json, load, save
 from megatron_ext.schedule.link import POLICIES
 from megatron_ext.schedule.passes.offload import FULL, SHORT, SPARE, offload, wanted_chunks

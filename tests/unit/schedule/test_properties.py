@@ -20,8 +20,8 @@ from megatron_ext.schedule import (
 )
 from megatron_ext.schedule.bounds import makespan_bound
 from megatron_ext.schedule.generators import Objective
+from megatron_ext.schedule.generators.blocks import gis_peak
 from megatron_ext.schedule.generators.cap import v_cap_limits
-from megatron_ext.schedule.generators.grouped import gis_peak
 from tests.support.grids import sampled
 from tests.support.schedules import made
 
