@@ -262,7 +262,8 @@ class Rank:
             False,
             None,
         )
-        step = _OneRank(Call(iteration, self._group, self.size.shape, (0, 0)))
+        groups = (self._group,)
+        step = _OneRank(Call(iteration, self._group, self.size.shape, (0, 0), groups))
         step.plan, step.emulated = self.plan, self.rank
         if self.offloading is not None:
             self.offloading.before_plan(step)

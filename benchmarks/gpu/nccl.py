@@ -10,7 +10,6 @@ the CPU the same code runs over gloo.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -20,15 +19,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu import model
+from benchmarks.gpu.keep import keep, kept
 from benchmarks.gpu.model import CUDA, Rank, Size, release, synchronize
-from benchmarks.gpu.shared import digests, learn, together
+from benchmarks.gpu.shared import FAILED, exact, together, trained
 from megatron_ext.integration.utils import gather
 from megatron_ext.runtime.channel import Channel
 from megatron_ext.runtime.edges import MessageOptions, connected
 from megatron_ext.schedule import Placement, generate
 
-WORLD, STEPS, MANY = 2, 3, 200
-SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("v-half", 2), ("v-zb", 2))
+WORLD, MANY = 2, 200
+SCHEDULES = (("1f1b", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("v-half", 2), ("v-zb", 2))
 WAYS = (
     "edge", "edge,priority=normal", "edge,ctas=1", "edge,ctas=4", "edge,announce", "edge,buffers",
     "pipeline",
@@ -39,8 +39,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Both processes; why not, where there is one GPU."""
     if CUDA and torch.cuda.device_count() < WORLD:
         return {"skipped": f"{torch.cuda.device_count()} GPU; NCCL needs one a process"}
-    found: dict[str, Any] = together("benchmarks.gpu.nccl", WORLD, args, rank_main)
-    return found
+    good = together("benchmarks.gpu.nccl", WORLD, args, rank_main)
+    found = kept(args.into)
+    return found if good else {**found, "unfinished" if found else "failed": FAILED}
 
 
 def channel(group: Any, shape: tuple[int, ...], way: str) -> Channel:
@@ -69,7 +70,7 @@ def rank_main(args: argparse.Namespace) -> None:
         result[name] = part()
         if args.rank == 0:
             print(f"nccl: {name}: {result[name]}", flush=True)
-            (Path(args.folder) / "rows.json").write_text(json.dumps(result))
+            keep(args.into, result)
     dist.barrier(group)
 
 
@@ -82,22 +83,18 @@ def row(found: dict[str, float], way: str) -> dict[str, Any]:
 def schedules(rank: int, group: Any, size: Size) -> list[dict[str, Any]]:
     """Losses and weights of some steps under every schedule, and their times."""
     rows: list[dict[str, Any]] = []
-    first: tuple[Any, Any] | None = None
+    first: dict[str, Any] = {}
     for name, chunks in SCHEDULES:
         plan = generate(name, size.pp, size.microbatches, chunks)
         one = Rank(size, plan, rank, group, channel(group, size.shape, "edge"))
-        losses, times = [], []
-        for _ in range(STEPS):
-            times.append(max(gather(one.step()["took"])))
-            losses.append(max(gather([loss.hex() for loss in one.losses]), key=len))
-            learn(one)
-        weights: dict[int, str] = {}
-        for part in gather(digests(one)):
-            weights.update(part)
+        with exact() as deterministic:
+            found = trained(one)
         one.close()
-        first = first or (losses, weights)
-        equal = (losses, weights) == first
-        rows.append({"schedule": name, "equal": equal, "step_ms": 1e3 * min(times[1:])})
+        first = first or found
+        equal = all(found[key] == first[key] for key in ("losses", "weights"))
+        rows.append({"schedule": name, "control": len(rows) == 1, "equal": equal,
+                     "deterministic": deterministic,
+                     "step_ms": 1e3 * found["seconds"]})  # fmt: skip
     return rows
 
 
@@ -223,6 +220,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int)
     parser.add_argument("--folder", required=True)
+    parser.add_argument("--into", type=Path, required=True)
     rank_main(parser.parse_args())
 
 

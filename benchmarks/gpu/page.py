@@ -27,7 +27,8 @@ def page(parts: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
         lines += ["", "**Wrong**:", "", *(f"- {problem}" for problem in problems)]
     for name, result in parts.items():
         title, tables = SECTIONS[name]
-        lines += ["", f"## {title}", "", f"{result['seconds']} s.", ""]
+        on = f", {result['device']}" if result.get("device") not in (None, about["gpu"]) else ""
+        lines += ["", f"## {title}", "", f"{result['seconds']} s{on}.", ""]
         if "failed" in result:
             lines.append(f"**Failed**: {result['failed']}.")
         else:
@@ -44,30 +45,39 @@ def wrong(parts: dict[str, dict[str, Any]]) -> list[str]:
         for key in ("failed", "unfinished")
         if key in part
     ]
-    for row in parts.get("replay", {}).get("rows", ()):
-        what = f"replay, h {row['size']['hidden']}: {row['schedule']}"
-        if "failed" in row:
-            found.append(f"{what}: {row['failed']}")
-        elif row["peak_sets"] != row["planned_sets"]:
-            found.append(f"{what}: {row['peak_sets']} sets, planned {row['planned_sets']}")
+    found += [f"tests: {failure}" for failure in parts.get("tests", {}).get("failures", ())]
+    for part in ("replay", "wide"):
+        for row in parts.get(part, {}).get("rows", ()):
+            what = f"{part}, h {row['size']['hidden']}: {row['schedule']}"
+            if "failed" in row:
+                found.append(f"{what}: {row['failed']}")
+            elif row["peak_sets"] != row["planned_sets"]:
+                found.append(f"{what}: {row['peak_sets']} sets, planned {row['planned_sets']}")
     nccl = parts.get("nccl", {})
-    found += [
-        f"nccl: {row['schedule']} differs from 1f1b"
-        for row in nccl.get("schedules", ())
-        if not row["equal"]
-    ]
+    found += unequal("nccl", nccl.get("schedules", ()))
     memory = nccl.get("memory", {})
     if memory and (memory["retries"] or memory["peak"] > 1.01 * memory["peak_early"]):
         found.append(f"nccl: memory grows: {memory}")
     for world, result in parts.get("shared", {}).get("worlds", {}).items():
-        if "failed" in result:
-            found.append(f"shared, {world} processes: {result['failed']}")
-            continue
-        different = [row["schedule"] for row in result["rows"] if not row["equal"]]
-        found += [f"shared, {world} processes: {name} differs from 1f1b" for name in different]
-        if not result["learns"]:
-            found.append(f"shared, {world} processes: the loss never changed")
+        where = f"shared, {world} processes"
+        found += [f"{where}: {result[key]}" for key in ("failed", "unfinished") if key in result]
+        found += unequal(where, result.get("rows", ()))
+        if not result.get("learns", True):
+            found.append(f"{where}: the loss never changed")
     return found
+
+
+def unequal(where: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Schedules whose results are others than 1F1B's; only the control, if that is one: then the
+    machine or the model does not compute the same twice, whatever the schedule."""
+    found = []
+    if not all(row.get("deterministic", True) for row in rows):
+        found.append(f"{where}: torch was not asked for deterministic kernels")
+    if any(row.get("control") and not row["equal"] for row in rows):
+        text = "1f1b differs from itself, so nothing follows for the other schedules"
+        return [*found, f"{where}: {text}"]
+    names = (row["schedule"] for row in rows if not row["equal"])
+    return [*found, *(f"{where}: {name} differs from 1f1b" for name in names)]
 
 
 def _table(head: str, rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -112,15 +122,23 @@ def _replay(result: dict[str, Any], _: Any) -> list[str]:
 def _shared(result: dict[str, Any], _: Any) -> list[str]:
     rows = []
     for world, found in result["worlds"].items():
-        if "failed" in found:
-            rows.append((f"{world} processes", f"failed: {found['failed']}", "", ""))
-            continue
-        for row in found["rows"]:
+        if why := found.get("failed") or found.get("unfinished"):
+            rows.append((f"{world} processes", why, "", ""))
+        for row in found.get("rows", ()):
             same = "equal" if row["equal"] else "**different**"
-            rows.append((f"{world}: {row['schedule']}", same, row["moved_sets"],
-                         f"{row['step_ms']:.0f}"))  # fmt: skip
+            name = row["schedule"] + (" again" if row["control"] else "")
+            rows.append((f"{world}: {name}", same, row["moved_sets"], f"{row['step_ms']:.0f}"))
     lines = ["Losses of three steps and weights after them, bit for bit against `1f1b`.", ""]
     return lines + _table("schedule | losses and weights | sets moved a step | step ms", rows)
+
+
+def _tests(result: dict[str, Any], _: Any) -> list[str]:
+    if "skipped_all" in result:
+        return [f"Not run: {result['skipped_all']}."]
+    lines = [f"{result['passed']} passed, {len(result['failures'])} failed, "
+             f"{result['skipped']} skipped."]  # fmt: skip
+    lines += [f"- {failure}" for failure in result["failures"]]
+    return lines + [f"- {name}: {value}" for name, value in result["shown"].items()]
 
 
 def _rates(result: dict[str, Any], parts: dict[str, dict[str, Any]]) -> list[str]:
@@ -135,13 +153,15 @@ def _rates(result: dict[str, Any], parts: dict[str, dict[str, Any]]) -> list[str
         shown = "" if rate is None else f"{rate:.1f}"
         rows.append((row["case"], f"{row['ms']:.1f}", f"{row['tflops']:.1f}", shown))
     lines += ["", *_table("matrix products | ms | TFLOP/s | GB/s each way", rows)]
-    replay = parts.get("replay", {})
-    measured = [r for r in replay.get("rows", ()) if r["schedule"] == "1f1b" and "failed" not in r]
     rows = []
-    for row in measured:
-        k = k_of(row, replay["to_host"], replay["to_device"])
-        rows.append((f"h {row['size']['hidden']}", f"{k['measured']:.2f}", f"{k['formula']:.2f}",
-                     f"{k['bytes']:.1f}", f"{k['tflops']:.0f}"))  # fmt: skip
+    for part in (parts[name] for name in ("replay", "wide") if "rows" in parts.get(name, {})):
+        for row in part["rows"]:
+            if row["schedule"] != "1f1b" or "failed" in row:
+                continue
+            k = k_of(row, part["to_host"], part["to_device"])
+            rows.append((f"h {row['size']['hidden']}", f"{k['measured']:.2f}",
+                         f"{k['formula']:.2f}", f"{k['bytes']:.1f}",
+                         f"{k['tflops']:.0f}"))  # fmt: skip
     if rows:
         lines += [
             "",
@@ -195,7 +215,10 @@ def _overhead(result: dict[str, Any], _: Any) -> list[str]:
 
 def _moe(result: dict[str, Any], _: Any) -> list[str]:
     messages = "by NCCL" if result["ranks"] > 1 else "emulated, on one multiprocessor"
-    products = "grouped (Transformer Engine)" if result["grouped"] else "one expert after the other"
+    products = "grouped (Transformer Engine)" if result["grouped"] else (
+        "one expert after the other, and stock's permutation waits for the host: without "
+        "Transformer Engine a speed-up is not what training has"
+    )  # fmt: skip
     lines = [
         f"{result['tokens']} tokens a rank; messages {messages}; products {products}. Forward and "
         "backward of one layer; peak bytes beside parameters and gradients with two calls in "
@@ -243,10 +266,12 @@ def _nccl(result: dict[str, Any], _: Any) -> list[str]:
 
 
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any], Any], list[str]]]] = {
-    "replay": ("One rank of a pipeline", _replay),
+    "tests": ("Tests", _tests),
     "shared": ("Processes that share the GPU", _shared),
-    "nccl": ("Messages by NCCL", _nccl),
+    "replay": ("One rank of a pipeline", _replay),
     "rates": ("Transfers", _rates),
     "overhead": ("Executor overhead with real kernels", _overhead),
     "moe": ("MoE layers", _moe),
+    "wide": ("One rank of a pipeline of wide layers", _replay),
+    "nccl": ("Messages by NCCL", _nccl),
 }
