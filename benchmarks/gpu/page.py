@@ -45,6 +45,9 @@ def wrong(parts: dict[str, dict[str, Any]]) -> list[str]:
         for key in ("failed", "unfinished")
         if key in part
     ]
+    for row in parts.get("overhead", {}).get("graphs", ()):
+        if "failed" in row or not row.get("equal", True):
+            found.append(f"overhead, {row['way']}: {row.get('failed', 'other losses')}")
     found += [f"tests: {failure}" for failure in parts.get("tests", {}).get("failures", ())]
     for part in ("replay", "wide"):
         for row in parts.get(part, {}).get("rows", ()):
@@ -210,7 +213,20 @@ def _overhead(result: dict[str, Any], _: Any) -> list[str]:
                      *(f"{row[k]:.0f}" for k in ("host_us", "cpu_us", "alone_us", "device_us")),
                      keeps_up, bound))  # fmt: skip
     head = "schedule | actions | host | of it CPU | alone | device | keeps up | bound by launching"
-    return lines + _table(head, rows)
+    lines += _table(head, rows)
+    rows = []
+    for row in result.get("graphs", ()):
+        if why := row.get("skipped") or row.get("failed"):
+            rows.append((row["way"], why, "", ""))
+            continue
+        same = "equal" if row["equal"] else "**different**"
+        rows.append((row["way"], f"{row['host_us']:.0f}", f"{row['step_us']:.0f}", same))
+    if not rows:
+        return lines
+    text = (
+        "`1f1b` at the small size, microseconds an action: issuing, and until the device is done."
+    )
+    return [*lines, "", text, "", *_table("way | host | step | losses", rows)]
 
 
 def _moe(result: dict[str, Any], _: Any) -> list[str]:

@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         try:
             row = measure(size, (name, chunks, offload), (to_host, to_device), known, group)
         except Exception as error:
-            row = {"failed": f"{type(error).__name__}: {error}"}
+            why = str(error).partition("\n")[0]
+            row = {"failed": f"{type(error).__name__}: {why}"}
             # Its frames hold the failed rank's memory.
             error.__traceback__ = None
             del error

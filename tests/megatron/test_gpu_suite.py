@@ -95,6 +95,10 @@ def test_all_parts_end_from_a_wheel(whole: Path) -> None:
     assert ways[:2] == ["stock", "recompute"] and len(ways) == len(set(ways)) >= 10
     assert {row["strategy"] for row in parts["moe"]["rows"]} >= {"none", "s1", "s2", "s3", "s4"}
     assert parts["rates"]["gb_per_s"]["to_host"] > 0
+    assert parts["overhead"]["graphs"] == [
+        {"way": "local CUDA graphs", "skipped": "no CUDA device"}
+    ]
+    assert "| local CUDA graphs | no CUDA device |" in (whole / "gpu.md").read_text()
     nccl = parts["nccl"]
     assert [row["schedule"] for row in nccl["schedules"]] == [
         "1f1b", "1f1b", "interleaved", "zb-h1", "v-half", "v-zb"
@@ -265,4 +269,6 @@ def test_the_page_says_what_is_wrong() -> None:
         "shared, 2 processes: the loss never changed",
         "shared, 4 processes: died",
     ]
+    graphs = {"way": "graphs", "equal": False}
+    assert wrong({"overhead": {"graphs": [graphs]}}) == ["overhead, graphs: other losses"]
     assert wrong({"tests": {"failures": ["test_a: no"]}}) == ["tests: test_a: no"]
