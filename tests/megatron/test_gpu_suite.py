@@ -105,7 +105,8 @@ def test_all_parts_end_from_a_wheel(whole: Path) -> None:
     ]  # fmt: skip
     assert all(row["equal"] and row["deterministic"] for row in nccl["schedules"])
     assert nccl["backend"] == "gloo" and len(nccl["messages"]) == len(nccl["computing"]) == 7
-    assert nccl["memory"]["steps"] == 3
+    assert [row["messages"] for row in nccl["held"]] == [0.0] * 6  # no allocator of a GPU
+    assert [row["steps"] for row in nccl["memory"]] == [3]
     assert "**No GPU figure exists yet.**" in (whole / "gpu.md").read_text()
 
 
@@ -207,8 +208,8 @@ print(run.run_part("broken", args)["failed"])
 endless = run.run_part("endless", args)
 print(endless["unfinished"], endless["rows"])
 nccl.SCHEDULES, nccl.WAYS = nccl.SCHEDULES[:2], nccl.WAYS[:1]
-def memory(*_): raise ValueError("broken")
-nccl.memory = memory
+def held(*_): raise ValueError("broken")
+nccl.held = held
 found = run.run_part("nccl", args)
 print(*found)
 print(*wrong({{"nccl": found}}))
