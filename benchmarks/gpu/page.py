@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.gpu.row import beside, figures
+from megatron_ext.plan.gpu import gpu_called
+
 
 def page(parts: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
     """Markdown."""
@@ -102,7 +105,8 @@ def _replay(result: dict[str, Any], _: Any) -> list[str]:
         "device was done, without a peer to wait for. *Pipeline*: the whole step simulated from "
         "these passes, messages left out, and its speed against `1f1b`. *Copies*: a set to the "
         "host and back, at the rates measured before. Bytes in GiB: the "
-        "allocator's peak above weights and gradients holds temporaries of a pass too.",
+        "allocator's peak above weights and gradients, which holds temporaries of a pass too; "
+        "planned: the sets alone.",
         "",
     ]
     rows = []
@@ -114,14 +118,25 @@ def _replay(result: dict[str, Any], _: Any) -> list[str]:
             continue
         times = ", ".join(f"{key} {value:.2f}" for key, value in row["passes_ms"].items())
         sets = f"{row['peak_sets']} ({row['planned_sets']})"
-        memory = _gib(row["allocator_bytes"]), _gib(row["counted_bytes"])
+        planned = row["planned_sets"] * row["set_bytes"]
+        memory = _gib(row["allocator_bytes"]), _gib(planned)
         copies = " + ".join(f"{ms:.2f}" for ms in row["copy_ms"])
         speed = "" if row["speed"] is None else f"{row['speed']:.3f}"
         times_ms = (f"{row[key]:.1f}" for key in ("work_ms", "step_ms"))
         whole = f"{row['pipeline_ms']:.1f}"
         rows.append((name, times, copies, *times_ms, sets, *memory, whole, speed))
     head = "schedule | passes ms | copies ms | work ms | step ms | sets (planned) | allocator | "
-    return lines + _table(head + "counted | pipeline ms | speed", rows)
+    lines += _table(head + "planned | pipeline ms | speed", rows)
+    measured = figures({"replay": result}, "")
+    gpu = gpu_called(result.get("device") or "")
+    predicted = [] if gpu is None else [ours for *_, ours in beside(gpu, measured)]
+    rows = []
+    for each in measured:
+        for quantity, ms in each["published"].items():
+            rows.append((each["what"], quantity, f"{ms:.3f}",
+                         f"{predicted.pop(0):.3f}" if predicted else ""))  # fmt: skip
+    text = "Milliseconds a layer, and what `megatron-ext plan` predicts for this device."
+    return [*lines, "", text, "", *_table("layer | pass | measured | predicted", rows)]
 
 
 def _shared(result: dict[str, Any], _: Any) -> list[str]:
