@@ -29,6 +29,7 @@ test:
 
 nightly:
 	scripts/test.sh --all
+	scripts/gpu_suite.sh
 
 # Docstrings and signatures as HTML, in build/api/index.html: pip install -e '.[docs]', and torch.
 INTERNAL := __main__ launch integration runtime cpu prove commands reproduce checkpoints

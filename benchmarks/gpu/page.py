@@ -16,7 +16,8 @@ def page(parts: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
         "# One GPU",
         "",
         f"`python -m benchmarks.gpu.run`, {about['date']}: {where}; Python {about['python']}, "
-        f"torch {about['torch']}, megatron-core {about['megatron']}, {about['machine']}.",
+        f"torch {about['torch']}{'' if about.get('compiled', True) else ' without its compiler'}, "
+        f"megatron-core {about['megatron']}, {about['machine']}.",
     ]
     if about["tiny"]:
         lines += [

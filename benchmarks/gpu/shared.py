@@ -79,9 +79,11 @@ def together(
 def exact() -> Iterator[bool]:
     """Inside, torch chooses kernels that compute the same every time, or raises.
 
-    With ``warn_only`` it would not: flash attention's backward pass stays as it is then.
+    With ``warn_only`` it would not: flash attention's backward pass stays as it is then. Memory is
+    not filled, as in training: a fill on this stream could come after a copy on another.
     """
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield not torch.is_deterministic_algorithms_warn_only_enabled()
     finally:

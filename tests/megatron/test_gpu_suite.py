@@ -189,12 +189,16 @@ def test_a_killed_run_keeps_what_it_has(repo_root: Path, tmp_path: Path) -> None
     assert part["worlds"]["2"]["rows"][0]["equal"]
 
 
-def test_a_failure_ends_one_part_only(repo_root: Path, tmp_path: Path) -> None:
-    """A part that dies, or takes too long, is a line, with what it had; NCCL's parts stay."""
+@pytest.fixture(scope="module")
+def broken_parts(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What parts give that are broken on purpose, and what is wrong with them."""
+    out = str(tmp_path_factory.mktemp("broken"))
     code = f"""
-import argparse, pathlib, sys, time
-from benchmarks.gpu import nccl, run
+import argparse, json, pathlib, random, sys, time
+from benchmarks.gpu import nccl, run, shared
 from benchmarks.gpu.page import wrong
+import torch
+run.device = lambda: {{"gpu": None}}  # forks, to which all of this holds
 class Broken:
     def run(args): raise ValueError("broken")
 class Endless:
@@ -202,51 +206,42 @@ class Endless:
         args.keep({{"rows": [1]}})
         time.sleep(1000)
 sys.modules["broken"], sys.modules["endless"] = Broken, Endless
-run.PARTS.update(broken=("broken", 60), endless=("endless", 10))
-run.device = lambda: {{"gpu": None}}  # forks, to which the above holds
-args = argparse.Namespace(tiny=True, output=pathlib.Path({str(tmp_path)!r}), date="{DATE}")
-print(run.run_part("broken", args)["failed"])
-endless = run.run_part("endless", args)
-print(endless["unfinished"], endless["rows"])
+run.PARTS.update(broken=("broken", 60), endless=("endless", 1))
 nccl.SCHEDULES, nccl.WAYS = nccl.SCHEDULES[:2], nccl.WAYS[:1]
-def held(*_): raise ValueError("broken")
-nccl.held = held
-found = run.run_part("nccl", args)
-print(*found)
-print(*wrong({{"nccl": found}}))
-"""
-    done = _run(repo_root, "-c", code)
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("nccl: {")]
-    lines = [line for line in lines if not line.startswith(("nccl: sch", "nccl: mes", "nccl: com"))]
-    assert lines == [
-        "exit status 1",
-        "not done after 10 s [1]",
-        "backend size torch schedules messages computing unfinished seconds",
-        "nccl: a process failed; its traceback is in the output",
-    ], done.stderr[-2000:]
-
-
-def test_chance_is_not_blamed_on_a_schedule(repo_root: Path, tmp_path: Path) -> None:
-    """A model that computes something else every time: its control says so, and that alone."""
-    code = f"""
-import argparse, pathlib, random
-from benchmarks.gpu import run, shared
-from benchmarks.gpu.page import wrong
-import torch
-run.device = lambda: {{"gpu": None}}
+nccl.held = Broken.run
 def chance(rank, learn=shared.learn):
     learn(rank)
     with torch.no_grad():
         next(rank.chunks[0].parameters()).add_(random.SystemRandom().random())
 shared.learn, shared.CASES = chance, shared.CASES[:4]
-args = argparse.Namespace(tiny=True, output=pathlib.Path({str(tmp_path)!r}), date="{DATE}")
-print(wrong({{"shared": run.run_part("shared", args)}}))
+args = argparse.Namespace(tiny=True, output=pathlib.Path({out!r}), date="{DATE}")
+found = {{name: run.run_part(name, args) for name in ("broken", "endless", "nccl", "shared")}}
+found["wrong"] = wrong(found)
+pathlib.Path({out!r}, "found.json").write_text(json.dumps(found))
 """
     done = _run(repo_root, "-c", code)
-    assert done.stdout.splitlines()[-1:] == [
-        "['shared, 2 processes: 1f1b differs from itself, so nothing follows for the other "
-        "schedules']"
-    ], done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(Path(out, "found.json").read_text())
+    return found
+
+
+def test_a_failure_ends_one_part_only(broken_parts: dict[str, Any]) -> None:
+    """A part that dies, or takes too long, is a line, with what it had; NCCL's rows stay."""
+    assert broken_parts["broken"]["failed"] == "exit status 1"
+    assert broken_parts["endless"]["unfinished"] == "not done after 10 s"
+    assert broken_parts["endless"]["rows"] == [1]
+    nccl = broken_parts["nccl"]
+    assert [len(nccl[part]) for part in ("schedules", "messages", "computing")] == [2, 1, 1]
+    assert "nccl: a process failed; its traceback is in the output" in broken_parts["wrong"]
+
+
+def test_chance_is_not_blamed_on_a_schedule(broken_parts: dict[str, Any]) -> None:
+    """A model that computes something else every time: its control says so, and that alone."""
+    rows = broken_parts["shared"]["worlds"]["2"]["rows"]
+    assert [row["equal"] for row in rows] == [True, False, False, False]
+    assert [text for text in broken_parts["wrong"] if text.startswith("shared")] == [
+        "shared, 2 processes: 1f1b differs from itself, so nothing follows for the other schedules"
+    ]
 
 
 def test_the_page_says_what_is_wrong() -> None:
