@@ -204,9 +204,6 @@ set_environment() {
     # Transfers between ranks need a few multiprocessors, which persistent norm kernels would hold.
     export NVTE_FWD_LAYERNORM_SM_MARGIN=${NVTE_FWD_LAYERNORM_SM_MARGIN:-16}
     export NVTE_BWD_LAYERNORM_SM_MARGIN=${NVTE_BWD_LAYERNORM_SM_MARGIN:-16}
-    # Memory of collectives is free when the stream has waited for them. Not of messages between
-    # stages, on which it has no effect: see docs/reference/messages.md.
-    export TORCH_NCCL_AVOID_RECORD_STREAMS=${TORCH_NCCL_AVOID_RECORD_STREAMS:-1}
     # Activations are megabytes: larger pieces for point-to-point messages over the network.
     export NCCL_P2P_NET_CHUNKSIZE=${NCCL_P2P_NET_CHUNKSIZE:-2097152}
     export NCCL_DEBUG=${NCCL_DEBUG:-WARN}

@@ -21,6 +21,7 @@ if not CUDA:
 import torch.distributed as dist  # noqa: E402
 from megatron.core import package_info, parallel_state  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.transformer import cuda_graphs  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -122,8 +123,9 @@ def _layer(config: Any, number: int) -> torch.nn.Module:
     return layer
 
 
-def config(size: Size) -> TransformerConfig:
-    """Megatron's configuration of such layers. It knows no pipeline: layers are numbered here."""
+def config(size: Size, graphs: bool = False) -> TransformerConfig:
+    """Megatron's configuration of such layers, with its local CUDA graphs or without. It knows no
+    pipeline: layers are numbered here."""
     return TransformerConfig(
         num_layers=size.layers * size.pp,
         hidden_size=size.hidden,
@@ -139,7 +141,10 @@ def config(size: Size) -> TransformerConfig:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
-        deallocate_pipeline_outputs=True,
+        # A layer's output is in the graphs' memory (see features/cuda_graphs.py).
+        deallocate_pipeline_outputs=not graphs,
+        cuda_graph_impl="local" if graphs else "none",
+        cuda_graph_modules=[],
     )
 
 
@@ -222,17 +227,23 @@ class Rank:
         rank: which one's list is run.
         channel: its messages; None: peers are emulated.
         group: the process group, for offloading and the runner.
+        graphs: layers are captured in the first step, as Megatron's own CUDA graphs.
     """
 
-    def __init__(self, size: Size, plan: Schedule, rank: int, group: Any, channel: Any) -> None:
+    def __init__(
+        self, size: Size, plan: Schedule, rank: int, group: Any, channel: Any, graphs: bool = False
+    ) -> None:
         self.size, self.rank = size, rank
         self.plan = lower(plan)
         self.report = check(self.plan)
         self._group = group
-        self._config = config(size)
+        self._config, self._graphs = config(size, graphs), graphs
         per_chunk = size.layers // plan.chunks
         stages = plan.placement.stages[rank]
         self.chunks = [Chunk(self._config, stage * per_chunk, per_chunk) for stage in stages]
+        for module in self._captured():
+            # Several microbatches are in flight, whatever Megatron's pipeline group says.
+            module.reuse_cudagraphs = False
         self._channel = channel or AtHome(size.shape)
         self.store = WeightGradStore()
         self.offloading = None
@@ -262,7 +273,8 @@ class Rank:
             False,
             None,
         )
-        step = _OneRank(Call(iteration, self._group, self.size.shape, (0, 0)))
+        groups = (self._group,)
+        step = _OneRank(Call(iteration, self._group, self.size.shape, (0, 0), groups))
         step.plan, step.emulated = self.plan, self.rank
         if self.offloading is not None:
             self.offloading.before_plan(step)
@@ -275,6 +287,8 @@ class Rank:
                 self.plan, self.rank, runner, self._channel, self._watchdog, self.recorder
             )
             executor.run()
+        if self._graphs:
+            cuda_graphs.create_cudagraphs()  # after the first step; then does nothing
         issued, cpu = time.perf_counter() - started, time.process_time() - cpu
         synchronize()
         took = time.perf_counter() - started
@@ -283,6 +297,11 @@ class Rank:
             self.offloading.end(step)
         self.losses = [float(entry["loss"]) for entry in runner.losses]
         return {"issued": issued, "cpu": cpu, "took": took}
+
+    def _captured(self) -> list[Any]:
+        """The managers of graphs of all layers."""
+        modules = (module for chunk in self.chunks for module in chunk.modules())
+        return [one for one in modules if isinstance(one, cuda_graphs.CudaGraphManager)]
 
     def passes(self) -> dict[tuple[int, Op], float]:
         """Median seconds of a pass in the last step, by (chunk, operation)."""
@@ -302,6 +321,9 @@ class Rank:
             return
         self._done = True
         self._hooks.revert()
+        if self._graphs:
+            cuda_graphs.delete_cuda_graphs()
+            torch.cuda.set_stream(torch.cuda.default_stream())  # as before the first manager
         if self.offloading is not None:
             self.offloading.close()
         self.chunks, self._channel = [], None

@@ -69,7 +69,8 @@ class Mirror:
 
     def __init__(self) -> None:
         self.seconds_per_byte = 0.0
-        self._stream = torch.cuda.Stream() if CUDA else None
+        # High, as training gives the messages of experts.
+        self._stream = torch.cuda.Stream(priority=-1) if CUDA else None
         self._free = 0.0
         self._cycles_per_second = _cycles() if CUDA else 0.0
 

@@ -2,17 +2,18 @@
 
 In the order in which they matter: does every schedule train to the same weights bit for bit; what
 a message costs under each ``--pp-p2p``, and whether two ways pass each other; how far a matrix
-product slows down while a posted receive waits; whether the allocator's peak stays as it is over
-many steps. With one GPU the two processes would share it, which NCCL refuses: the part says so. On
-the CPU the same code runs over gloo.
+product slows down while a posted receive waits; how long received messages stay allocated; whether
+the allocator's peak stays as it is over many steps. Every row is kept as soon as it is there. With
+one GPU the two processes would share it, which NCCL refuses: the part says so. On the CPU the same
+code runs over gloo.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu import model
+from benchmarks.gpu.keep import keep, kept
 from benchmarks.gpu.model import CUDA, Rank, Size, release, synchronize
-from benchmarks.gpu.shared import digests, learn, together
+from benchmarks.gpu.shared import FAILED, exact, together, trained
 from megatron_ext.integration.utils import gather
 from megatron_ext.runtime.channel import Channel
 from megatron_ext.runtime.edges import MessageOptions, connected
 from megatron_ext.schedule import Placement, generate
 
-WORLD, STEPS, MANY = 2, 3, 200
-SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("v-half", 2), ("v-zb", 2))
+WORLD, MANY = 2, 200
+SCHEDULES = (("1f1b", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("v-half", 2), ("v-zb", 2))
 WAYS = (
     "edge", "edge,priority=normal", "edge,ctas=1", "edge,ctas=4", "edge,announce", "edge,buffers",
     "pipeline",
@@ -39,8 +41,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Both processes; why not, where there is one GPU."""
     if CUDA and torch.cuda.device_count() < WORLD:
         return {"skipped": f"{torch.cuda.device_count()} GPU; NCCL needs one a process"}
-    found: dict[str, Any] = together("benchmarks.gpu.nccl", WORLD, args, rank_main)
-    return found
+    good = together("benchmarks.gpu.nccl", WORLD, args, rank_main)
+    found = kept(args.into)
+    return found if good else {**found, "unfinished" if found else "failed": FAILED}
 
 
 def channel(group: Any, shape: tuple[int, ...], way: str) -> Channel:
@@ -58,18 +61,20 @@ def rank_main(args: argparse.Namespace) -> None:
     group = model.start(args.rank, WORLD, f"{args.folder}/store", backend)
     size = Size(64, 16, 4, WORLD, 4) if args.tiny else Size(4096, 4096, 4, WORLD, 16)
     result: dict[str, Any] = {"backend": backend, "size": str(size), "torch": torch.__version__}
-    rounds = 2 if args.tiny else 50
-    parts = {
-        "schedules": lambda: schedules(args.rank, group, size),
-        "messages": lambda: [row(messages(group, size, way, rounds), way) for way in WAYS],
-        "computing": lambda: [row(computing(group, size, way, rounds), way) for way in WAYS],
-        "memory": lambda: memory(args.rank, group, size, 3 if args.tiny else MANY),
+    rounds, steps = (2, 3) if args.tiny else (50, MANY)
+    parts: dict[str, Iterator[dict[str, Any]]] = {
+        "schedules": schedules(args.rank, group, size),
+        "messages": (row(messages(group, size, way, rounds), way) for way in WAYS),
+        "computing": (row(computing(group, size, way, rounds), way) for way in WAYS),
+        "held": (row(held(group, size, way), way) for way in WAYS if way != "pipeline"),
+        "memory": memory(args.rank, group, size, steps),
     }
     for name, part in parts.items():
-        result[name] = part()
-        if args.rank == 0:
-            print(f"nccl: {name}: {result[name]}", flush=True)
-            (Path(args.folder) / "rows.json").write_text(json.dumps(result))
+        for found in part:
+            result.setdefault(name, []).append(found)
+            if args.rank == 0:
+                print(f"nccl: {name}: {found}", flush=True)
+                keep(args.into, result)
     dist.barrier(group)
 
 
@@ -79,26 +84,19 @@ def row(found: dict[str, float], way: str) -> dict[str, Any]:
     return {"way": way, **{key: max(one[key] for one in every) for key in found}}
 
 
-def schedules(rank: int, group: Any, size: Size) -> list[dict[str, Any]]:
+def schedules(rank: int, group: Any, size: Size) -> Iterator[dict[str, Any]]:
     """Losses and weights of some steps under every schedule, and their times."""
-    rows: list[dict[str, Any]] = []
-    first: tuple[Any, Any] | None = None
-    for name, chunks in SCHEDULES:
+    first: dict[str, Any] = {}
+    for number, (name, chunks) in enumerate(SCHEDULES):
         plan = generate(name, size.pp, size.microbatches, chunks)
         one = Rank(size, plan, rank, group, channel(group, size.shape, "edge"))
-        losses, times = [], []
-        for _ in range(STEPS):
-            times.append(max(gather(one.step()["took"])))
-            losses.append(max(gather([loss.hex() for loss in one.losses]), key=len))
-            learn(one)
-        weights: dict[int, str] = {}
-        for part in gather(digests(one)):
-            weights.update(part)
+        with exact() as deterministic:
+            found = trained(one)
         one.close()
-        first = first or (losses, weights)
-        equal = (losses, weights) == first
-        rows.append({"schedule": name, "equal": equal, "step_ms": 1e3 * min(times[1:])})
-    return rows
+        first = first or found
+        equal = all(found[key] == first[key] for key in ("losses", "weights"))
+        yield {"schedule": name, "control": number == 1, "equal": equal,
+               "deterministic": deterministic, "step_ms": 1e3 * found["seconds"]}  # fmt: skip
 
 
 def messages(group: Any, size: Size, way: str, rounds: int) -> dict[str, float]:
@@ -169,10 +167,43 @@ def computing(group: Any, size: Size, way: str, rounds: int) -> dict[str, float]
         synchronize()
         pipe.finish()
     dist.destroy_process_group(hosts)
-    return {
-        "alone_ms": 1e3 * statistics.median(alone) if rank == 0 else 0.0,
-        "beside_receive_ms": 1e3 * statistics.median(beside) if beside else 0.0,
-    }
+    if rank != 0:
+        return {"alone_ms": 0.0, "beside_receive_ms": 0.0, "slower_percent": float("-inf")}
+    one, other = statistics.median(alone), statistics.median(beside)
+    slower = 100 * (other / one - 1)
+    return {"alone_ms": 1e3 * one, "beside_receive_ms": 1e3 * other, "slower_percent": slower}
+
+
+def held(group: Any, size: Size, way: str) -> dict[str, float]:
+    """How many received messages stay allocated when nothing uses them any more, while the next
+    receive waits for its peer: freed memory that the allocator cannot give out."""
+    pipe, rank = channel(group, size.shape, way), group.rank()
+    hosts = dist.new_group(backend="gloo")
+    message = torch.ones(size.shape, dtype=torch.bfloat16, device=model.DEVICE)
+    found = 0.0
+    for number in (0, 2):  # the second time with all buffers made
+        receipts = [pipe.receive(1, number + ahead) for ahead in (0, 1)] if rank == 0 else []
+        dist.barrier(hosts)
+        if rank == 1:
+            pipe.send(message, 0, number)
+        else:
+            receipts.pop(0).wait()  # and is dropped
+            synchronize_compute()
+            torch.empty_like(message)  # makes the allocator look what is free
+            if CUDA:
+                stats = torch.cuda.memory_stats()
+                kinds = (stats[f"{kind}_bytes.all.current"] for kind in ("active", "allocated"))
+                active, allocated = kinds
+                found = (active - allocated) / message.nbytes
+        dist.barrier(hosts)
+        if rank == 1:
+            pipe.send(message, 0, number + 1)
+        for receipt in receipts:
+            receipt.wait()
+        synchronize()
+        pipe.finish()
+    dist.destroy_process_group(hosts)
+    return {"messages": found}
 
 
 def products(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -190,7 +221,7 @@ def synchronize_compute() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def memory(rank: int, group: Any, size: Size, steps: int) -> dict[str, Any]:
+def memory(rank: int, group: Any, size: Size, steps: int) -> Iterator[dict[str, Any]]:
     """The allocator's peak of early and of all steps, its reserve, and how often it had to retry;
     ``v-half``. Nothing may grow: the host is ahead of the device by another number of passes in
     every step."""
@@ -212,8 +243,7 @@ def memory(rank: int, group: Any, size: Size, steps: int) -> dict[str, Any]:
         "reserved": stats.get("reserved_bytes.all.peak", 0),
         "retries": stats.get("num_alloc_retries", 0),
     }
-    worst: dict[str, Any] = max(gather(mine), key=lambda found: found["peak"])
-    return worst
+    yield max(gather(mine), key=lambda found: found["peak"])
 
 
 def main() -> None:
@@ -223,6 +253,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int)
     parser.add_argument("--folder", required=True)
+    parser.add_argument("--into", type=Path, required=True)
     rank_main(parser.parse_args())
 
 

@@ -3,10 +3,12 @@
 Launching depends neither on the sequence nor on the hidden size, and is measured with both so small
 that the device keeps up: at hidden 4096 it would read and write weights for longer than the host
 launches, and the host would wait for room in the launch queue. It is compared with the device's
-time at a real size: where it is longer, a run would be bound by launching (CUDA graphs are off).
+time at a real size: where it is longer, a run would be bound by launching without CUDA graphs.
 
 Autograd runs backward passes in a thread of its own on CUDA, so processor time is that of the
 process. Schedules with W are compared with a plain loop whose backward passes are split, too.
+
+Last, so that a failed capture costs nothing else: ``1f1b`` with Megatron's local CUDA graphs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.model import Rank, Size, inputs, release, start, synchronize
+from benchmarks.gpu.model import CUDA, AtHome, Rank, Size, inputs, release, start, synchronize
 from megatron_ext.schedule import generate
 
 CASES = (("1f1b", 1), ("interleaved", 2), ("v-half", 2), ("v-zb", 2))
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows, rounds = [], 1 if args.tiny else ROUNDS
     for size in sizes:
         short = Size(min(size.hidden, NARROW), SHORT, size.layers, size.pp, size.microbatches)
-        for name, chunks in CASES:
+        for name, chunks in CASES[::3] if args.tiny else CASES:
             plan = generate(name, size.pp, size.microbatches, chunks)
             rank = Rank(short, plan, 0, group, None)
             rank.step()
@@ -59,7 +61,36 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             rows.append(row)
             print(row, flush=True)
             args.keep({"rows": rows})
-    return {"rows": rows}
+    return {"rows": rows, "graphs": graphs(sizes[0], group, rounds)}
+
+
+def graphs(size: Size, group: Any, rounds: int) -> list[dict[str, Any]]:
+    """``1f1b`` on the last rank, whose losses are compared, without CUDA graphs and with them."""
+    if not CUDA:
+        return [{"way": "local CUDA graphs", "skipped": "no CUDA device"}]
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    short = Size(min(size.hidden, NARROW), SHORT, size.layers, size.pp, size.microbatches)
+    plan = generate("1f1b", size.pp, size.microbatches, 1)
+    model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
+    rows: list[dict[str, Any]] = []
+    for way, on in (("no graphs", False), ("local CUDA graphs", True)):
+        torch.manual_seed(1)  # of the messages
+        try:
+            rank = Rank(short, plan, size.pp - 1, group, AtHome(short.shape), on)
+            rank.step(timed=False)
+            steps = [rank.step(timed=False) for _ in range(rounds + 1)][1:]
+            losses, count = [loss.hex() for loss in rank.losses], len(rank.actions())
+            rank.close()
+            row = {key: 1e6 * statistics.median(step[name] for step in steps) / count
+                   for key, name in (("host_us", "issued"), ("step_us", "took"))}  # fmt: skip
+            equal = losses == (rows[0]["losses"] if rows and "losses" in rows[0] else losses)
+            rows.append({"way": way, **row, "equal": equal, "losses": losses})
+        except Exception as error:
+            why = str(error).partition("\n")[0]
+            rows.append({"way": way, "failed": f"{type(error).__name__}: {why}"})
+        print(rows[-1], flush=True)
+    return rows
 
 
 def direct(rank: Rank) -> float:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.gpu.row import beside, figures
+from megatron_ext.plan.gpu import gpu_called
+
 
 def page(parts: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
     """Markdown."""
@@ -13,7 +16,8 @@ def page(parts: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
         "# One GPU",
         "",
         f"`python -m benchmarks.gpu.run`, {about['date']}: {where}; Python {about['python']}, "
-        f"torch {about['torch']}, megatron-core {about['megatron']}, {about['machine']}.",
+        f"torch {about['torch']}{'' if about.get('compiled', True) else ' without its compiler'}, "
+        f"megatron-core {about['megatron']}, {about['machine']}.",
     ]
     if about["tiny"]:
         lines += [
@@ -27,7 +31,8 @@ def page(parts: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
         lines += ["", "**Wrong**:", "", *(f"- {problem}" for problem in problems)]
     for name, result in parts.items():
         title, tables = SECTIONS[name]
-        lines += ["", f"## {title}", "", f"{result['seconds']} s.", ""]
+        on = f", {result['device']}" if result.get("device") not in (None, about["gpu"]) else ""
+        lines += ["", f"## {title}", "", f"{result['seconds']} s{on}.", ""]
         if "failed" in result:
             lines.append(f"**Failed**: {result['failed']}.")
         else:
@@ -44,30 +49,44 @@ def wrong(parts: dict[str, dict[str, Any]]) -> list[str]:
         for key in ("failed", "unfinished")
         if key in part
     ]
-    for row in parts.get("replay", {}).get("rows", ()):
-        what = f"replay, h {row['size']['hidden']}: {row['schedule']}"
-        if "failed" in row:
-            found.append(f"{what}: {row['failed']}")
-        elif row["peak_sets"] != row["planned_sets"]:
-            found.append(f"{what}: {row['peak_sets']} sets, planned {row['planned_sets']}")
+    for row in parts.get("overhead", {}).get("graphs", ()):
+        if "failed" in row or not row.get("equal", True):
+            found.append(f"overhead, {row['way']}: {row.get('failed', 'other losses')}")
+    found += [f"tests: {failure}" for failure in parts.get("tests", {}).get("failures", ())]
+    for part in ("replay", "wide"):
+        for row in parts.get(part, {}).get("rows", ()):
+            what = f"{part}, h {row['size']['hidden']}: {row['schedule']}"
+            if "failed" in row:
+                found.append(f"{what}: {row['failed']}")
+            elif row["peak_sets"] != row["planned_sets"]:
+                found.append(f"{what}: {row['peak_sets']} sets, planned {row['planned_sets']}")
     nccl = parts.get("nccl", {})
+    found += unequal("nccl", nccl.get("schedules", ()))
     found += [
-        f"nccl: {row['schedule']} differs from 1f1b"
-        for row in nccl.get("schedules", ())
-        if not row["equal"]
+        f"nccl: memory grows: {memory}"
+        for memory in nccl.get("memory", ())
+        if memory["retries"] or memory["peak"] > 1.01 * memory["peak_early"]
     ]
-    memory = nccl.get("memory", {})
-    if memory and (memory["retries"] or memory["peak"] > 1.01 * memory["peak_early"]):
-        found.append(f"nccl: memory grows: {memory}")
     for world, result in parts.get("shared", {}).get("worlds", {}).items():
-        if "failed" in result:
-            found.append(f"shared, {world} processes: {result['failed']}")
-            continue
-        different = [row["schedule"] for row in result["rows"] if not row["equal"]]
-        found += [f"shared, {world} processes: {name} differs from 1f1b" for name in different]
-        if not result["learns"]:
-            found.append(f"shared, {world} processes: the loss never changed")
+        where = f"shared, {world} processes"
+        found += [f"{where}: {result[key]}" for key in ("failed", "unfinished") if key in result]
+        found += unequal(where, result.get("rows", ()))
+        if not result.get("learns", True):
+            found.append(f"{where}: the loss never changed")
     return found
+
+
+def unequal(where: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Schedules whose results are others than 1F1B's; only the control, if that is one: then the
+    machine or the model does not compute the same twice, whatever the schedule."""
+    found = []
+    if not all(row.get("deterministic", True) for row in rows):
+        found.append(f"{where}: torch was not asked for deterministic kernels")
+    if any(row.get("control") and not row["equal"] for row in rows):
+        text = "1f1b differs from itself, so nothing follows for the other schedules"
+        return [*found, f"{where}: {text}"]
+    names = (row["schedule"] for row in rows if not row["equal"])
+    return [*found, *(f"{where}: {name} differs from 1f1b" for name in names)]
 
 
 def _table(head: str, rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -87,7 +106,8 @@ def _replay(result: dict[str, Any], _: Any) -> list[str]:
         "device was done, without a peer to wait for. *Pipeline*: the whole step simulated from "
         "these passes, messages left out, and its speed against `1f1b`. *Copies*: a set to the "
         "host and back, at the rates measured before. Bytes in GiB: the "
-        "allocator's peak above weights and gradients holds temporaries of a pass too.",
+        "allocator's peak above weights and gradients, which holds temporaries of a pass too; "
+        "planned: the sets alone.",
         "",
     ]
     rows = []
@@ -99,28 +119,47 @@ def _replay(result: dict[str, Any], _: Any) -> list[str]:
             continue
         times = ", ".join(f"{key} {value:.2f}" for key, value in row["passes_ms"].items())
         sets = f"{row['peak_sets']} ({row['planned_sets']})"
-        memory = _gib(row["allocator_bytes"]), _gib(row["counted_bytes"])
+        planned = row["planned_sets"] * row["set_bytes"]
+        memory = _gib(row["allocator_bytes"]), _gib(planned)
         copies = " + ".join(f"{ms:.2f}" for ms in row["copy_ms"])
         speed = "" if row["speed"] is None else f"{row['speed']:.3f}"
         times_ms = (f"{row[key]:.1f}" for key in ("work_ms", "step_ms"))
         whole = f"{row['pipeline_ms']:.1f}"
         rows.append((name, times, copies, *times_ms, sets, *memory, whole, speed))
     head = "schedule | passes ms | copies ms | work ms | step ms | sets (planned) | allocator | "
-    return lines + _table(head + "counted | pipeline ms | speed", rows)
+    lines += _table(head + "planned | pipeline ms | speed", rows)
+    measured = figures({"replay": result}, "")
+    gpu = gpu_called(result.get("device") or "")
+    predicted = [] if gpu is None else [ours for *_, ours in beside(gpu, measured)]
+    rows = []
+    for each in measured:
+        for quantity, ms in each["published"].items():
+            rows.append((each["what"], quantity, f"{ms:.3f}",
+                         f"{predicted.pop(0):.3f}" if predicted else ""))  # fmt: skip
+    text = "Milliseconds a layer, and what `megatron-ext plan` predicts for this device."
+    return [*lines, "", text, "", *_table("layer | pass | measured | predicted", rows)]
 
 
 def _shared(result: dict[str, Any], _: Any) -> list[str]:
     rows = []
     for world, found in result["worlds"].items():
-        if "failed" in found:
-            rows.append((f"{world} processes", f"failed: {found['failed']}", "", ""))
-            continue
-        for row in found["rows"]:
+        if why := found.get("failed") or found.get("unfinished"):
+            rows.append((f"{world} processes", why, "", ""))
+        for row in found.get("rows", ()):
             same = "equal" if row["equal"] else "**different**"
-            rows.append((f"{world}: {row['schedule']}", same, row["moved_sets"],
-                         f"{row['step_ms']:.0f}"))  # fmt: skip
+            name = row["schedule"] + (" again" if row["control"] else "")
+            rows.append((f"{world}: {name}", same, row["moved_sets"], f"{row['step_ms']:.0f}"))
     lines = ["Losses of three steps and weights after them, bit for bit against `1f1b`.", ""]
     return lines + _table("schedule | losses and weights | sets moved a step | step ms", rows)
+
+
+def _tests(result: dict[str, Any], _: Any) -> list[str]:
+    if "skipped_all" in result:
+        return [f"Not run: {result['skipped_all']}."]
+    lines = [f"{result['passed']} passed, {len(result['failures'])} failed, "
+             f"{result['skipped']} skipped."]  # fmt: skip
+    lines += [f"- {failure}" for failure in result["failures"]]
+    return lines + [f"- {name}: {value}" for name, value in result["shown"].items()]
 
 
 def _rates(result: dict[str, Any], parts: dict[str, dict[str, Any]]) -> list[str]:
@@ -135,13 +174,15 @@ def _rates(result: dict[str, Any], parts: dict[str, dict[str, Any]]) -> list[str
         shown = "" if rate is None else f"{rate:.1f}"
         rows.append((row["case"], f"{row['ms']:.1f}", f"{row['tflops']:.1f}", shown))
     lines += ["", *_table("matrix products | ms | TFLOP/s | GB/s each way", rows)]
-    replay = parts.get("replay", {})
-    measured = [r for r in replay.get("rows", ()) if r["schedule"] == "1f1b" and "failed" not in r]
     rows = []
-    for row in measured:
-        k = k_of(row, replay["to_host"], replay["to_device"])
-        rows.append((f"h {row['size']['hidden']}", f"{k['measured']:.2f}", f"{k['formula']:.2f}",
-                     f"{k['bytes']:.1f}", f"{k['tflops']:.0f}"))  # fmt: skip
+    for part in (parts[name] for name in ("replay", "wide") if "rows" in parts.get(name, {})):
+        for row in part["rows"]:
+            if row["schedule"] != "1f1b" or "failed" in row:
+                continue
+            k = k_of(row, part["to_host"], part["to_device"])
+            rows.append((f"h {row['size']['hidden']}", f"{k['measured']:.2f}",
+                         f"{k['formula']:.2f}", f"{k['bytes']:.1f}",
+                         f"{k['tflops']:.0f}"))  # fmt: skip
     if rows:
         lines += [
             "",
@@ -190,12 +231,28 @@ def _overhead(result: dict[str, Any], _: Any) -> list[str]:
                      *(f"{row[k]:.0f}" for k in ("host_us", "cpu_us", "alone_us", "device_us")),
                      keeps_up, bound))  # fmt: skip
     head = "schedule | actions | host | of it CPU | alone | device | keeps up | bound by launching"
-    return lines + _table(head, rows)
+    lines += _table(head, rows)
+    rows = []
+    for row in result.get("graphs", ()):
+        if why := row.get("skipped") or row.get("failed"):
+            rows.append((row["way"], why, "", ""))
+            continue
+        same = "equal" if row["equal"] else "**different**"
+        rows.append((row["way"], f"{row['host_us']:.0f}", f"{row['step_us']:.0f}", same))
+    if not rows:
+        return lines
+    text = (
+        "`1f1b` at the small size, microseconds an action: issuing, and until the device is done."
+    )
+    return [*lines, "", text, "", *_table("way | host | step | losses", rows)]
 
 
 def _moe(result: dict[str, Any], _: Any) -> list[str]:
     messages = "by NCCL" if result["ranks"] > 1 else "emulated, on one multiprocessor"
-    products = "grouped (Transformer Engine)" if result["grouped"] else "one expert after the other"
+    products = "grouped (Transformer Engine)" if result["grouped"] else (
+        "one expert after the other, and stock's permutation waits for the host: without "
+        "Transformer Engine a speed-up is not what training has"
+    )  # fmt: skip
     lines = [
         f"{result['tokens']} tokens a rank; messages {messages}; products {products}. Forward and "
         "backward of one layer; peak bytes beside parameters and gradients with two calls in "
@@ -222,7 +279,10 @@ _SHOWN = {
     "messages": "CPU ranks: two ways pass each other with a communicator for each (simulated: a "
     "shared one costs up to a third of the step). A GPU shows what a message and `ctas` cost.",
     "computing": "CPU ranks show nothing of this. A GPU shows how many multiprocessors a posted "
-    "receive takes from matrix products while it waits for its peer.",
+    "receive takes from matrix products while it waits for its peer. Where `edge` takes more than "
+    "2 % within a node and `edge,ctas=4` does not, give `--pp-p2p edge,ctas=4`.",
+    "held": "CPU ranks show nothing of this. How many received messages stay allocated, used by "
+    "nothing any more, until the next one of their sender comes.",
     "memory": "CPU ranks: messages are released where the schedule proves receipt. A GPU shows "
     "that the allocator's peak stays as it is while the host runs ahead.",
 }
@@ -236,17 +296,18 @@ def _nccl(result: dict[str, Any], _: Any) -> list[str]:
         rows = result.get(name)
         if rows is None:
             continue
-        rows = [rows] if isinstance(rows, dict) else rows
         cells = [[f"{v:.3f}" if isinstance(v, float) else v for v in row.values()] for row in rows]
         lines += ["", f"### {name.capitalize()}", "", text, "", *_table(" | ".join(rows[0]), cells)]
     return lines
 
 
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any], Any], list[str]]]] = {
-    "replay": ("One rank of a pipeline", _replay),
+    "tests": ("Tests", _tests),
     "shared": ("Processes that share the GPU", _shared),
-    "nccl": ("Messages by NCCL", _nccl),
+    "replay": ("One rank of a pipeline", _replay),
     "rates": ("Transfers", _rates),
     "overhead": ("Executor overhead with real kernels", _overhead),
     "moe": ("MoE layers", _moe),
+    "wide": ("One rank of a pipeline of wide layers", _replay),
+    "nccl": ("Messages by NCCL", _nccl),
 }

@@ -34,30 +34,32 @@ CASES = (
     ("po", 4, "half"),
     ("po", 4, "full"),
 )
-FULL = (Size(4096, 4096, 4, 8, 16), Size(8192, 4096, 4, 8, 16))
-TINY = (Size(64, 32, 4, 2, 4),)
+FULL = {"replay": Size(4096, 4096, 4, 8, 16), "wide": Size(8192, 4096, 4, 8, 16)}
+TINY = {"replay": Size(64, 32, 4, 2, 4), "wide": Size(128, 32, 4, 2, 4)}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All sizes and cases, each on its own: what one cannot do is a row that says so."""
+    """All cases at the part's size, each on its own: what one cannot do is a row that says so."""
     group = start()
     to_host, to_device = rates_of(args.tiny)
+    size = (TINY if args.tiny else FULL)[args.name]
+    cases = CASES[:2] if args.tiny and args.name == "wide" else CASES
     rows = []
-    for size in TINY if args.tiny else FULL:
-        known: dict[str, float] = {}
-        for name, chunks, offload in CASES:
-            what = name if offload is None else f"{name}, offload {offload}"
-            try:
-                row = measure(size, (name, chunks, offload), (to_host, to_device), known, group)
-            except Exception as error:
-                row = {"failed": f"{type(error).__name__}: {error}"}
-                # Its frames hold the failed rank's memory.
-                error.__traceback__ = None
-                del error
-            release()
-            rows.append({"size": dataclasses.asdict(size), "schedule": what, **row})
-            print(f"{size}: {what}: {row}", flush=True)
-            args.keep({"rows": rows, "to_host": to_host, "to_device": to_device})
+    known: dict[str, float] = {}
+    for name, chunks, offload in cases:
+        what = name if offload is None else f"{name}, offload {offload}"
+        try:
+            row = measure(size, (name, chunks, offload), (to_host, to_device), known, group)
+        except Exception as error:
+            why = str(error).partition("\n")[0]
+            row = {"failed": f"{type(error).__name__}: {why}"}
+            # Its frames hold the failed rank's memory.
+            error.__traceback__ = None
+            del error
+        release()
+        rows.append({"size": dataclasses.asdict(size), "schedule": what, **row})
+        print(f"{size}: {what}: {row}", flush=True)
+        args.keep({"rows": rows, "to_host": to_host, "to_device": to_device})
     return {"rows": rows, "to_host": to_host, "to_device": to_device}
 
 

@@ -1,25 +1,27 @@
 """(b) Two and four processes share the device: real messages, streams and pinned copies.
 
 Messages go through the host by gloo. Every schedule, and offloading on and off, must give the same
-losses and weights bit for bit over a few steps of training.
+losses and weights bit for bit over a few steps of training. The first runs twice: if it differs
+from itself, nothing follows for the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.keep import keep, kept
 from benchmarks.gpu.model import CUDA, Rank, Size, Staged, start, synchronize
 from megatron_ext.integration.utils import gather
 from megatron_ext.schedule import Link, generate, offload_pass
@@ -27,6 +29,7 @@ from tests.support.ranks import on_ranks
 
 # (schedule, chunks, offload); the first is what the others are compared with.
 CASES = (
+    ("1f1b", 1, None),
     ("1f1b", 1, None),
     ("interleaved", 2, None),
     ("zb-h1", 1, None),
@@ -45,35 +48,46 @@ WAY = "0.25"
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Both numbers of processes; each in processes of its own."""
-    found = {}
     for world in (2,) if args.tiny else (2, 4):
-        found[str(world)] = _world(world, args)
-        args.keep({"worlds": found})
-    return {"worlds": found}
+        if not together(__name__, world, args, rank_main):
+            found = kept(args.into).get("worlds", {}).get(str(world), {})
+            found["unfinished" if found else "failed"] = FAILED
+            keep(args.into, found, "worlds", str(world))
+    return kept(args.into)
 
 
-def _world(world: int, args: argparse.Namespace) -> Any:
-    return together(__name__, world, args, rank_main)
+FAILED = "a process failed; its traceback is in the output"
 
 
 def together(
     module: str, world: int, args: argparse.Namespace, task: Callable[[argparse.Namespace], None]
-) -> Any:
-    """What the ``task`` of ``module`` writes to rows.json, run in ``world`` processes."""
+) -> bool:
+    """Run the ``task`` of ``module`` in ``world`` processes; rank 0 writes ``args.into``.
+
+    Returns:
+        Whether all ended well.
+    """
     with tempfile.TemporaryDirectory() as folder:
         if CUDA:
-            good = _processes(module, world, args, folder)
-        else:
-            # Forked: nothing to import again. A GPU's state cannot be forked.
-            good = on_ranks(
-                world,
-                lambda rank: task(
-                    argparse.Namespace(tiny=args.tiny, rank=rank, world=world, folder=folder)
-                ),
-            )
-        if not good:
-            return {"failed": "a process failed; its traceback is in the output"}
-        return json.loads((Path(folder) / "rows.json").read_text())
+            return _processes(module, world, args, folder)
+        # Forked: nothing to import again. A GPU's state cannot be forked.
+        about = {"tiny": args.tiny, "world": world, "folder": folder, "into": args.into}
+        return on_ranks(world, lambda rank: task(argparse.Namespace(rank=rank, **about)))
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[bool]:
+    """Inside, torch chooses kernels that compute the same every time, or raises.
+
+    With ``warn_only`` it would not: flash attention's backward pass stays as it is then. Memory is
+    not filled, as in training: a fill on this stream could come after a copy on another.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _processes(module: str, world: int, args: argparse.Namespace, folder: str) -> bool:
@@ -86,6 +100,8 @@ def _processes(module: str, world: int, args: argparse.Namespace, folder: str) -
         str(world),
         "--folder",
         folder,
+        "--into",
+        str(args.into),
     ]
     command += ["--tiny"] if args.tiny else []
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
@@ -106,42 +122,51 @@ def _processes(module: str, world: int, args: argparse.Namespace, folder: str) -
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """One of the processes; rank 0 writes what came out."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """One of the processes; rank 0 writes what came out, after every case."""
     group = start(args.rank, args.world, f"{args.folder}/store")
     p = args.world
     size = Size(64, 16, 4, p, 2 * p) if args.tiny else Size(1024, 1024, 4, p, 4 * p)
     rows: list[dict[str, Any]] = []
+    first: dict[str, Any] = {}
     for name, chunks, offload in CASES:
         plan = generate(name, p, size.microbatches, chunks)
         if offload is not None:
             plan = offload_pass(plan, Link.of(p, WAY), offload).schedule
         rank = Rank(size, plan, args.rank, group, Staged(group, size.shape))
-        losses, seconds = [], 0.0
-        for _ in range(STEPS):
-            seconds = max(gather(rank.step()["took"]))
-            losses.append(max(gather([loss.hex() for loss in rank.losses]), key=len))
-            learn(rank)
-        weights: dict[int, str] = {}
-        for part in gather(digests(rank)):
-            weights.update(part)
+        with exact() as deterministic:
+            found = trained(rank)
         moved = sum(rank.report.offloaded_sets) if offload else 0
-        row = {"schedule": name if offload is None else f"{name}, offload {offload}",
-               "losses": losses, "weights": weights, "step_ms": 1e3 * seconds,
-               "moved_sets": moved}  # fmt: skip
-        rows.append(row)
         rank.close()
-    first = rows[0]
-    for row in rows:
-        row["equal"] = row["losses"] == first["losses"] and row["weights"] == first["weights"]
-    changed = first["losses"][0] != first["losses"][-1]
-    if args.rank == 0:
-        for row in rows:
-            row["losses"] = [step[0] for step in row["losses"]]  # enough to look at
-            row["weights"] = len(row["weights"])
-            print(f"{p} processes: {row}", flush=True)
-        text = json.dumps({"size": str(size), "rows": rows, "learns": changed})
-        (Path(args.folder) / "rows.json").write_text(text)
+        rows.append({
+            "schedule": name if offload is None else f"{name}, offload {offload}",
+            "control": len(rows) == 1,
+            "equal": not first or all(found[key] == first[key] for key in ("losses", "weights")),
+            "deterministic": deterministic,
+            "losses": [step[0] for step in found["losses"]],  # enough to look at
+            "weights": len(found["weights"]),
+            "step_ms": 1e3 * found["seconds"],
+            "moved_sets": moved,
+        })  # fmt: skip
+        first = first or found
+        if args.rank == 0:
+            print(f"{p} processes: {rows[-1]}", flush=True)
+            learns = first["losses"][0] != first["losses"][-1]
+            result = {"size": str(size), "rows": rows, "learns": learns}
+            keep(args.into, result, "worlds", str(p))
+
+
+def trained(rank: Rank) -> dict[str, Any]:
+    """Some steps of training: the losses of each, in hex, the digests of the weights after them by
+    layer, and the seconds of the last step."""
+    losses, seconds = [], 0.0
+    for _ in range(STEPS):
+        seconds = max(gather(rank.step()["took"]))
+        losses.append(max(gather([loss.hex() for loss in rank.losses]), key=len))
+        learn(rank)
+    weights: dict[int, str] = {}
+    for part in gather(digests(rank)):
+        weights.update(part)
+    return {"losses": losses, "weights": weights, "seconds": seconds}
 
 
 def learn(rank: Rank) -> None:
@@ -173,5 +198,6 @@ if __name__ == "__main__":
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--folder", required=True)
+    parser.add_argument("--into", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")
     rank_main(parser.parse_args())

@@ -90,7 +90,7 @@ container_options() {
     # An image's own values would win over these without --container-env.
     local names=PYTHONPATH,CUDA_DEVICE_MAX_CONNECTIONS,PYTORCH_CUDA_ALLOC_CONF,OMP_NUM_THREADS
     names+=,NVTE_FWD_LAYERNORM_SM_MARGIN,NVTE_BWD_LAYERNORM_SM_MARGIN
-    names+=,TORCH_NCCL_AVOID_RECORD_STREAMS,NCCL_P2P_NET_CHUNKSIZE,NCCL_DEBUG
+    names+=,NCCL_P2P_NET_CHUNKSIZE,NCCL_DEBUG
     names+=,TORCH_ELASTIC_SHUTDOWN_TIMEOUT,MASTER_ADDR,MASTER_PORT,TOKENIZERS_PARALLELISM,PYTHONUNBUFFERED
     if [[ -n ${MEGATRON_LM:-} ]]; then names+=,MEGATRON_LM; fi
     # A Megatron checkout compiles its dataset helpers at first start, enroot's images are read-only.

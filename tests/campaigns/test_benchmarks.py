@@ -9,8 +9,6 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.waiting import PATIENCE
 
 BARE = (sys.executable, "-E", "-s", "-S")  # no package, no environment
@@ -147,102 +145,6 @@ def test_executor_overhead(repo_root: Path, tmp_path: Path) -> None:
     assert all(row["thread"] > 0 for row in data["rows"])
     assert {row["name"] for row in data["making"]} >= {"ours v-half", "torch ZBVZeroBubble"}
     assert "## Making a schedule" in (tmp_path / "executor_overhead.md").read_text()
-
-
-def test_gpu_suite_on_the_cpu(repo_root: Path, tmp_path: Path) -> None:
-    """All its parts run to their ends; what is exact is exact there, too."""
-    run(repo_root, tmp_path, "gpu.run", "--tiny")
-    parts = results(repo_root, tmp_path, "gpu-tiny")["rows"]
-    assert not any("failed" in part for part in parts.values())
-    replay = parts["replay"]["rows"]
-    assert not [row for row in replay if "failed" in row]
-    assert all(row["peak_sets"] == row["planned_sets"] for row in replay)
-    assert [row["moved_sets"] > 0 for row in replay] == [False] * 6 + [True] * 2
-    for world in parts["shared"]["worlds"].values():
-        assert world["learns"]
-        assert all(row["equal"] for row in world["rows"])
-        assert sum(row["moved_sets"] > 0 for row in world["rows"]) == 3
-    ways = [row["way"] for row in parts["moe"]["rows"]]
-    assert ways[:2] == ["stock", "recompute"] and len(ways) == len(set(ways)) >= 10
-    assert {row["strategy"] for row in parts["moe"]["rows"]} >= {"none", "s1", "s2", "s3", "s4"}
-    assert parts["rates"]["gb_per_s"]["to_host"] > 0
-    nccl = parts["nccl"]
-    assert [row["schedule"] for row in nccl["schedules"]] == [
-        "1f1b", "interleaved", "zb-h1", "v-half", "v-zb"
-    ] and all(row["equal"] for row in nccl["schedules"])  # fmt: skip
-    assert nccl["backend"] == "gloo" and len(nccl["messages"]) == len(nccl["computing"]) == 7
-    assert nccl["memory"]["steps"] == 3
-    text = (tmp_path / "gpu.md").read_text()
-    assert "**No GPU figure exists yet.**" in text
-
-
-def test_gpu_suite_says_what_is_wrong(repo_root: Path) -> None:
-    """Each kind of wrong result is found; a good one is not."""
-    code = """
-import json, sys
-from benchmarks.gpu.page import wrong
-size = {"hidden": 64}
-good = {"size": size, "schedule": "po", "peak_sets": 2, "planned_sets": 2}
-equal = {"schedule": "po", "equal": True}
-print(json.dumps([
-    wrong({"replay": {"rows": [good]},
-           "shared": {"worlds": {"2": {"rows": [equal], "learns": True}}}}),
-    wrong({"moe": {"unfinished": "exit status 1"}, "replay": {"rows": [{**good, "peak_sets": 3}]}}),
-    wrong({"replay": {"rows": [{"size": size, "schedule": "po", "failed": "no memory"}]}}),
-    wrong({"shared": {"worlds": {
-        "2": {"rows": [{**equal, "equal": False}], "learns": False}, "4": {"failed": "died"}}}}),
-]))
-"""
-    done = subprocess.run(
-        [*BARE, "-c", code], cwd=repo_root, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [
-        [],
-        ["moe: exit status 1", "replay, h 64: po: 3 sets, planned 2"],
-        ["replay, h 64: po: no memory"],
-        [
-            "shared, 2 processes: po differs from 1f1b",
-            "shared, 2 processes: the loss never changed",
-            "shared, 4 processes: died",
-        ],
-    ]
-
-
-def test_gpu_suite_goes_on_after_a_failure(repo_root: Path, tmp_path: Path) -> None:
-    """A part that dies, or takes too long, is a line; the exit status tells."""
-    code = """
-import argparse, sys
-from benchmarks.gpu import run
-class Broken:
-    def run(args): raise ValueError("broken")
-class Endless:
-    def run(args):
-        args.keep({"rows": [1]})
-        while True: pass
-sys.modules["broken"], sys.modules["endless"] = Broken, Endless
-run.PARTS.update(broken=("broken", 60), endless=("endless", 10))
-print(run.run_part("broken", argparse.Namespace(tiny=True))["failed"])
-endless = run.run_part("endless", argparse.Namespace(tiny=True))
-print(endless["unfinished"], endless["rows"])
-"""
-    if _has_gpu():
-        pytest.skip("its processes are not forked where there is a GPU")
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=repo_root,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.stdout.splitlines() == ["exit status 1", "not done after 10 s [1]"], done.stderr[
-        -2000:
-    ]
-
-
-def _has_gpu() -> bool:
-    code = "import sys, torch; sys.exit(torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 1
 
 
 def test_offload(repo_root: Path, tmp_path: Path) -> None:

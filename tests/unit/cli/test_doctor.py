@@ -15,6 +15,7 @@ import pytest
 from megatron_ext.commands import doctor
 from megatron_ext.commands.doctor import findings, machine
 from megatron_ext.offload.host_memory import stated_host_bytes
+from tests.support import ROOT
 from tests.support.doctor import compare, errors, normal, run, without_gpu
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -116,6 +117,14 @@ def test_variables_that_work_against_a_schedule() -> None:
     good = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_LAUNCH_BLOCKING": "0", "HOME": "1"}
     assert {name.split("=")[0] for name, _, _ in machine.conflicts(bad)} == set(bad)
     assert machine.conflicts(good) == []
+
+
+def test_scripts_export_nothing_that_torch_warns_of() -> None:
+    """Every rank of torch from 2.8 on would say that it is deprecated."""
+    scripts = [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts" / "slurm").glob("*.sh")]
+    assert len(scripts) > 5
+    named = [path.name for path in scripts if "AVOID_RECORD_STREAMS" in path.read_text()]
+    assert named == []
 
 
 ENGINES = {

@@ -10,6 +10,7 @@ from ...callbacks import Callback
 from ...errors import ConfigError
 from ...feature import Feature, Flag, Run
 from .log_line import LogLine
+from .memory_line import MemoryLine
 from .summary import Summary
 from .traces import Traces
 
@@ -47,6 +48,7 @@ class Telemetry(Feature):
         trace, summary = run.args.pp_trace, Summary(run.training)
         return (
             summary,
+            MemoryLine(run),
             *(() if trace is None else (Traces(trace),)),
             *((LogLine(summary),) if run.training else ()),
         )
