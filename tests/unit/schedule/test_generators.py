@@ -25,9 +25,8 @@ from megatron_ext.schedule import (
     simulate,
 )
 from megatron_ext.schedule.generators import building_block as blocks
-from megatron_ext.schedule.generators import cap
+from megatron_ext.schedule.generators import cap, grouped
 from megatron_ext.schedule.generators.building_block import vee_block
-from megatron_ext.schedule.generators.grouped import _groups
 from megatron_ext.schedule.generators.list_scheduler import list_schedule
 from megatron_ext.schedule.generators.vee import v_half_block, v_zb_block
 from tests.support import ROOT
@@ -147,9 +146,8 @@ def test_interleaved_zb(pp: int, chunks: int) -> None:
 
 def test_groups_of_interleaved_zb_shrink_at_the_end_only_as_far_as_the_ring_allows() -> None:
     """On the groups themselves: what is generated is the fastest of several candidates."""
-    assert _groups(4, 10) == [4, 4, 2], "half of p is enough for the cool-down"
-    assert _groups(7, 15) == [7, 5, 3], "(2p-1)/3 hides the way around the ring, half of 8 does not"
-    assert _groups(5, 12) == [5, 4, 3], "half of 7 is more than that"
+    assert grouped._groups(4, 10) == [4, 4, 2], "half of p is enough for the cool-down"
+    assert grouped._groups(7, 15) == [7, 5, 3], "the ring takes (2p-1)/3, not half of 8"
 
 
 def test_a_long_run_takes_what_is_fastest_for_fewer_microbatches() -> None:
