@@ -108,6 +108,7 @@ def test_tensors_over_places_are_kept_for_equal_sets(make_engine, monkeypatch):
     assert arena.allocate(2048).views(forms) is first
     other = arena.allocate(2048).views(forms)
     assert other is not first and other[0].data_ptr() == first[0].data_ptr() + 2048
+    assert slot.views(forms) is first  # Four views are within the bound.
     for length in range(1, 5):
         slot.views((form_of((length,), (1,), torch.uint8),))
     assert slot.views(forms) is not first  # Not without bound.
