@@ -53,6 +53,14 @@ def test_views(make_engine, monkeypatch, name, coverage):
         assert store.engine.counters.bytes_to_host == store.engine.counters.bytes_to_device
 
 
+@pytest.mark.parametrize(("columns", "travels"), [(7, False), (9, True)])
+def test_memory_of_which_less_than_half_is_needed_stays(make_engine, columns, travels):
+    """Two factors, columns of wider tensors, and what ``compare`` squares: their product."""
+    store = compare(make_engine, lambda x: (x * 2)[:, :columns] * (x * 3)[:, :columns])
+    product, factor = ROWS * columns * 4, ((ROWS - 1) * HIDDEN + columns) * 4
+    assert store.engine.counters.bytes_to_host == product + 2 * factor * travels
+
+
 @pytest.mark.parametrize(
     "tensor, dense",
     [
