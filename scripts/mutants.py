@@ -145,9 +145,11 @@ def fitting(root: Path, file: str) -> list[str]:
     """Groups of tests for a file, that which is likely to notice first."""
     path = Path(file).with_suffix("")
     folder = next((str(p) for p in path.parents if str(p) in FITTING), "megatron_ext")
-    parent = re.escape(".".join(path.parts[:-1]))
-    named = re.compile(rf"\b{parent}(\.{path.stem}\b| import .*\b{path.stem}\b)")
-    name = path.parts[3] if "features" in path.parts[:-1] else path.stem
+    if "features" in path.parts:  # tests name a feature, not its modules
+        path = Path(*path.parts[: path.parts.index("features") + 2])
+    path = path.parent if path.name == "__init__" else path
+    parent, name = re.escape(".".join(path.parts[:-1])), path.name
+    named = re.compile(rf"\b{parent}(\.{name}\b| import .*\b{name}\b)")
     tests = {t for f in " ".join(FITTING[folder]).split() for t in (root / f).rglob("test_*.py")}
     first = [t for t in tests if name in t.stem or named.search(t.read_text())]
     first.sort(key=lambda t: (t.stat().st_size, t))  # few tests are quick tests
