@@ -42,7 +42,10 @@ FITTING = {
     "megatron_ext": ("tests/unit",),
     "megatron_ext/schedule": ("tests/unit/schedule", "tests/unit/plan tests/unit/cli"),
     "megatron_ext/plan": ("tests/unit/plan", "tests/unit/cli"),
-    "megatron_ext/runtime": ("tests/ranks/runtime", "tests/megatron/test_against_megatron.py"),
+    "megatron_ext/runtime": (
+        "tests/ranks/runtime",
+        "tests/megatron/test_against_megatron.py tests/megatron/test_wgrad_split.py",
+    ),
     "megatron_ext/offload": ("tests/ranks/offload", "tests/megatron/test_offload.py"),
     "megatron_ext/moe": ("tests/unit/moe tests/ranks/moe", "tests/megatron/test_moe.py"),
     "megatron_ext/integration": ("tests/megatron", "tests/checkout"),
