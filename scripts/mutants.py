@@ -209,12 +209,16 @@ class Runner:
         pid = os.fork()
         if pid == 0:
             self._child(group.split())
-        while not (done := os.waitpid(pid, os.WNOHANG))[0]:
-            if time.monotonic() > ends:
+        done = 0, 0
+        try:
+            while not (done := os.waitpid(pid, os.WNOHANG))[0]:
+                if time.monotonic() > ends:
+                    return None
+                time.sleep(0.05)
+        finally:
+            if not done[0]:  # also where this process is ended
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-                return None
-            time.sleep(0.05)
         status = os.waitstatus_to_exitcode(done[1])
         if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
             raise RuntimeError(f"no tests in {group}:\n{self._log.read_text()}")
@@ -224,6 +228,7 @@ class Runner:
         status = 1
         try:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             output = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -294,6 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in HEAVY if re.search("tests/(ranks|megatron|checkout)", text) else ():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end what runs
     left = _judged(root, groups, given.limit)
     print(f"\n{len(groups) - len(left)} of {len(groups)} changes caught", *left, sep="\n")
     return bool(left)
