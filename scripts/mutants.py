@@ -40,7 +40,11 @@ FOLDERS = [f"megatron_ext/{x}" for x in ("schedule", "runtime", "offload", "moe"
 # Tests that run together, one such group after the other.
 FITTING = {
     "megatron_ext": ("tests/unit",),
-    "megatron_ext/schedule": ("tests/unit/schedule", "tests/unit/plan tests/unit/cli"),
+    "megatron_ext/schedule": (
+        "tests/unit/schedule",
+        "tests/ranks/schedule tests/ranks/runtime tests/ranks/offload",
+        "tests/unit/plan tests/unit/cli",
+    ),
     "megatron_ext/plan": ("tests/unit/plan", "tests/unit/cli"),
     "megatron_ext/runtime": (
         "tests/ranks/runtime",
