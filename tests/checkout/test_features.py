@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -242,9 +243,11 @@ def machine() -> str:
     """What the last bits depend on."""
     import torch
 
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    about = Path("/proc/cpuinfo")
+    text = about.read_text() if about.is_file() else ""
+    cpu = re.findall(r"model name\s*: (.*)", text)[:1] or [platform.platform()]
     kernels = torch.backends.cpu.get_cpu_capability()
-    return f"{MAIN_TAG}, torch {torch.__version__}, {cpu[1] if cpu else '?'}, {kernels}"
+    return f"{MAIN_TAG}, torch {torch.__version__}, {cpu[0]}, {kernels}"
 
 
 def compare_with_record(name: str, losses: list[dict[str, Any]]) -> None:
