@@ -245,9 +245,9 @@ def machine() -> str:
 
     about = Path("/proc/cpuinfo")
     text = about.read_text() if about.is_file() else ""
-    cpu = re.findall(r"model name\s*: (.*)", text)[:1] or [platform.platform()]
-    kernels = torch.backends.cpu.get_cpu_capability()
-    return f"{MAIN_TAG}, torch {torch.__version__}, {cpu[0]}, {kernels}"
+    cpu = re.findall(r"^(?:model|model name|stepping)\s*: (.*)", text, re.M)[:3]
+    cpu = [*(cpu or [platform.platform()]), torch.backends.cpu.get_cpu_capability()]
+    return f"{MAIN_TAG}, torch {torch.__version__}, {', '.join(cpu)}"
 
 
 def compare_with_record(name: str, losses: list[dict[str, Any]]) -> None:
