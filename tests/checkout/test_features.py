@@ -257,7 +257,9 @@ def compare_with_record(name: str, losses: list[dict[str, Any]]) -> None:
         if record["machine"] != machine():
             record = {"machine": machine(), "runs": {}}
         record["runs"][name] = losses
-        RECORD.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
+        runs = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(record["runs"].items())]
+        text = json.dumps({"machine": record["machine"], "runs": {}})
+        RECORD.write_text(text[:-2] + "\n" + ",\n".join(runs) + "\n}}\n")
     elif record["machine"] == machine():
         assert record["runs"].get(name, losses) == losses, name
 
