@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Run
@@ -173,3 +175,24 @@ def test_a_model_that_cannot_be_described_has_equal_costs(
 def test_such_a_model_takes_no_cap_in_bytes(on: Any) -> None:
     with pytest.raises(ConfigError, match="layers of different sizes .* as a fraction"):
         run_of("auto", pp_memory_cap="4GiB", heterogeneous_layers_config_path="x")
+
+
+def test_a_librarys_order_is_for_its_first_ranks_device_and_sizes(
+    monkeypatch: pytest.MonkeyPatch, on: Any
+) -> None:
+    own = torch.nn.Linear(1, 1)
+    own.config = SimpleNamespace(variable_seq_lengths=False)  # type: ignore[assignment]
+    ranks = [(H100, 4096, 2, [3], [False]), *[(A100, 512, 1, [4], [False])] * 2]
+    ranks.append((A100, 512, 1, [5], [True]))
+    on(A100)
+    monkeypatch.setattr(module, "gather", lambda mine, group: ranks)
+    monkeypatch.setattr(module, "placed_models", lambda: torch.nn.Linear)
+    run = run_of("zb-h1", rank=3)
+    run.models = [own]
+    module.estimate_model(run)
+    assert run.request is not None and run.request.estimate is not None
+    estimate = run.request.estimate
+    assert estimate.job is not None and estimate.device == H100
+    assert (estimate.job.seq_length, estimate.job.micro_batch_size) == (4096, 2)
+    split = estimate.splits(4)
+    assert split is not None and (split.counts, split.predicts) == ((3, 4, 4, 5), 3)

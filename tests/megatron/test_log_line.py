@@ -123,3 +123,23 @@ def test_only_the_last_iterations_are_held(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == []
     assert meter.read() == (0.0, 19)
     assert asked == list(range(12, 20))
+
+
+def test_the_note_of_a_new_order_is_logged_once_it_is_made_for_measured_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron_ext.integration.callbacks import PlanInputs
+    from megatron_ext.integration.features.profile import profiler
+    from megatron_ext.runtime.wgrad import WeightGradStore
+
+    said: list[str] = []
+    monkeypatch.setattr(profiler.logger, "info", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(profiler.dist, "get_rank", lambda: 0)
+    inputs, plan = PlanInputs(), SimpleNamespace(note="made for measured times")
+    one = profiler.Profiler(inputs, WeightGradStore(), steps=2)
+    one.planned(plan)  # type: ignore[arg-type]
+    inputs.profile = object()  # type: ignore[assignment]
+    one.planned(SimpleNamespace(note=""))  # type: ignore[arg-type]
+    assert said == []
+    one.planned(plan)  # type: ignore[arg-type]
+    assert said == [plan.note]

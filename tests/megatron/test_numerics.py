@@ -41,6 +41,7 @@ EQUAL = {
     "interleaved-graphs": "stock-interleaved",
     "zb-h1-lengths": "stock-lengths",
     "v-half-lengths": "stock-lengths",
+    "v-half-tokens": "stock-tokens",
     "zb-h1-enabled": "stock",
     "interleaved-zb-enabled": "stock",
     "v-half-tied-enabled": "stock-tied",

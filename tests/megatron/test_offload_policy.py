@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Run
-from megatron_ext.integration.features.offload import Offload
+from megatron_ext.integration.features.offload import Offload, sets
 from megatron_ext.integration.features.offload.policy import (
     OffloadPolicy,
     PolicyFilter,
@@ -27,6 +27,7 @@ from megatron_ext.offload.arena import HostArena
 from megatron_ext.offload.blocks import release_storage
 from megatron_ext.offload.device import CpuDevice
 from megatron_ext.offload.engine import Engine
+from megatron_ext.offload.errors import OffloadConfigError
 from megatron_ext.offload.store import ActivationStore
 from megatron_ext.prove.faulty_device import Faults, FaultyDevice
 from tests.support.stand_ins import megatron_args
@@ -286,3 +287,35 @@ def test_no_host_memory_is_required_before_a_policy_was_asked() -> None:
     shape = (64, 2, 128)
     assert least_bytes([layers], config, shape, keep_nothing) == 64 * 2 * 128 * 2
     assert least_bytes([layers], config, shape, keep_attention_inputs) == 0
+
+
+def test_an_arena_that_sets_have_outgrown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger by an eighth more than is needed, where sets stayed and it is not that large yet."""
+    said: list[str] = []
+    monkeypatch.setattr(sets.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(sets.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(sets.memory, "host_bytes", lambda *unused: 800)
+
+    class Arena:
+        capacity_bytes, most = 100, 10**9
+
+        def resize(self, nbytes: int) -> None:
+            if nbytes > self.most:
+                raise OffloadConfigError("the host has no more")
+            self.capacity_bytes = nbytes
+            resized.append(nbytes)
+
+    arena, counters, resized = Arena(), SimpleNamespace(refused=0), []  # type: ignore[var-annotated]
+    engine = SimpleNamespace(arena=arena, counters=counters, synchronize=lambda: None)
+    rank: Any = SimpleNamespace(store=SimpleNamespace(engine=engine), _refused=0, footprints={})
+
+    def enlarge(refused: int, capacity: int) -> list[int]:
+        counters.refused, arena.capacity_bytes = refused, capacity
+        resized.clear()
+        sets.RankSets.enlarge(rank, None, 0)  # type: ignore[arg-type]
+        return [*resized]
+
+    assert enlarge(0, 100) == enlarge(1, 900) == enlarge(1, 100) == [] == said
+    assert enlarge(2, 899) == [900] and "rank 3: activation sets have outgrown" in said.pop()
+    arena.most = 500
+    assert enlarge(3, 100) == [100] and said[0].endswith("doing so, because the host has no more")

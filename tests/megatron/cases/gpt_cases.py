@@ -85,6 +85,14 @@ CASES: dict[str, dict[str, Any]] = {
     "stock-lengths": {"pp": 4, "lengths": True},
     "zb-h1-lengths": {"pp": 4, "schedule": "zb-h1", "lengths": True},
     "v-half-lengths": {"pp": 4, "schedule": "v-half", "chunks": 2, "lengths": True},
+    "stock-tokens": {"pp": 4, "lengths": True, "config": {"calculate_per_token_loss": True}},
+    "v-half-tokens": {
+        "pp": 4,
+        "schedule": "v-half",
+        "chunks": 2,
+        "lengths": True,
+        "config": {"calculate_per_token_loss": True},
+    },
     # Through the library's doors.
     "zb-h1-enabled": {"pp": 4, "schedule": "zb-h1", "door": "enable"},
     "interleaved-zb-enabled": {
@@ -266,6 +274,9 @@ def forward_step(iterator: Any, model: Any) -> Any:
     losses = model(tokens, positions, mask, labels=labels)
 
     def loss_func(output: torch.Tensor) -> Any:
+        if model.config.calculate_per_token_loss:
+            loss, count = output.float().sum(), torch.tensor(output.numel(), dtype=torch.int)
+            return loss, count, {"lm loss": loss.detach().clone()}
         loss = output.float().mean()
         return loss, {"lm loss": loss.detach().clone()}
 

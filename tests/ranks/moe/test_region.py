@@ -24,6 +24,7 @@ from megatron_ext.moe.plan import (
     weight_gradient_bytes,
 )
 from megatron_ext.moe.region import Region
+from megatron_ext.offload.device import CpuDevice
 from megatron_ext.prove.faulty_device import Faults, FaultyDevice
 from tests.ranks.moe.regions import (
     EXPERTS,
@@ -284,6 +285,45 @@ def test_nothing_is_kept_without_gradients(make: Callable[..., Region]) -> None:
         out = region(hidden, probs, chosen, LayerPlan.of(3, "s1"))
     assert region.memory.engine.counters.offloads == 0
     torch.testing.assert_close(out, dense(region, hidden, probs).detach(), rtol=1e-4, atol=1e-4)
+
+
+class Counting(CpuDevice):
+    """Adds up what is allocated."""
+
+    allocated = 0
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self.allocated += nbytes
+        return super().allocate(nbytes)
+
+
+def test_evaluation_holds_slots_of_the_ring_whatever_the_strategy(
+    make: Callable[..., Region],
+) -> None:
+    """All chunks share them; nothing is allocated for one chunk."""
+    sizes = set()
+    for strategy in Strategy:
+        device = Counting()
+        region = make(Memory(device, min_bytes=1))
+        hidden, probs, chosen = batch()
+        with torch.no_grad():
+            region(hidden, probs, chosen, LayerPlan(4, strategy))
+        assert region.memory.ring.nbytes == device.allocated, strategy
+        sizes.add(device.allocated)
+    assert len(sizes) == 1 and sizes != {0}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_experts_are_called_for_chunks_with_rows_only(
+    make: Callable[..., Region], grad: bool
+) -> None:
+    module, sizes = Experts(), []
+    module.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    hidden, probs, chosen = batch()
+    chosen[: TOKENS // 4] = False
+    with torch.set_grad_enabled(grad):
+        make(module=module)(hidden, probs * chosen, chosen, LayerPlan(4, Strategy.NONE))
+    assert sizes == [TOKENS // 2] * 3
 
 
 def test_no_tokens_at_all(make: Callable[..., Region]) -> None:

@@ -188,6 +188,19 @@ def test_only_waits_of_the_device_are_counted(make_engine, late):
     assert (counters.waited_seconds > 0) is late
 
 
+def test_a_set_that_two_streams_use_is_waited_for_once(make_engine):
+    bench = _bench(make_engine, "dual", eager=())
+    ticket = bench.leave(1)
+    buffer = bench.back(ticket)
+    for stream in (COMPUTE, "other"):
+        with bench.device.on(stream):
+            bench.engine.use(ticket)
+            bench.backward(buffer, 1)
+    for _, reached, _ in bench.engine._waits:
+        reached.synchronize()  # both streams, before the copy
+    assert bench.right() and bench.engine.counters.waited_uses == 1
+
+
 def test_no_room_means_no_transfer(make_engine):
     bench = _bench(make_engine)
     first, block = bench.forward(1)

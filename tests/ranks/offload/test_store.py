@@ -53,6 +53,14 @@ def test_views(make_engine, monkeypatch, name, coverage):
         assert store.engine.counters.bytes_to_host == store.engine.counters.bytes_to_device
 
 
+@pytest.mark.parametrize(("columns", "travels"), [(7, False), (9, True)])
+def test_memory_of_which_less_than_half_is_needed_stays(make_engine, columns, travels):
+    """Two factors, columns of wider tensors, and what ``compare`` squares: their product."""
+    store = compare(make_engine, lambda x: (x * 2)[:, :columns] * (x * 3)[:, :columns])
+    product, factor = ROWS * columns * 4, ((ROWS - 1) * HIDDEN + columns) * 4
+    assert store.engine.counters.bytes_to_host == product + 2 * factor * travels
+
+
 @pytest.mark.parametrize(
     "tensor, dense",
     [
@@ -108,6 +116,7 @@ def test_tensors_over_places_are_kept_for_equal_sets(make_engine, monkeypatch):
     assert arena.allocate(2048).views(forms) is first
     other = arena.allocate(2048).views(forms)
     assert other is not first and other[0].data_ptr() == first[0].data_ptr() + 2048
+    assert slot.views(forms) is first  # Four views are within the bound.
     for length in range(1, 5):
         slot.views((form_of((length,), (1,), torch.uint8),))
     assert slot.views(forms) is not first  # Not without bound.

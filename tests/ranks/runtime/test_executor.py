@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from megatron_ext.schedule import generate, simulate
+from megatron_ext.runtime.executor import Executor, _find_received
+from megatron_ext.schedule import Action, Op, generate, lower, simulate
 from megatron_ext.schedule.generators import NAMES
 from tests.support.grids import KINDS, sampled
 
@@ -126,6 +129,35 @@ def test_messages_of_varying_shapes_do_not_pile_up(pool, name):
         pool.run("sent_memory", 4, name=name, microbatches=m, varying=True) for m in (8, 24)
     )
     assert max(many) <= max(few) <= 4 * 4, (few, many)
+
+
+def test_what_an_input_proves_of_the_peers_receives():
+    """A wrong count blocks NCCL, or holds messages too long. Receives that may be posted late are
+    there only when a pass needed one of them or of those behind it."""
+    plan = lower(generate("1f1b", 2, 3))
+    assert [" ".join(map(str, row)) for row in plan.ranks] == [
+        "F0.0 SEND_F0.0 F0.1 SEND_F0.1 RECV_B0.0 BW0.0 RECV_B0.1 F0.2 SEND_F0.2 BW0.1 RECV_B0.2 "
+        "BW0.2",
+        "RECV_F1.0 RECV_F1.1 F1.0 BW1.0 SEND_B1.0 F1.1 BW1.1 SEND_B1.1 RECV_F1.2 F1.2 BW1.2 "
+        "SEND_B1.2",
+    ]
+    for late, counts in ((False, [[2, 2, 3], [0, 0, 2]]), (True, [[1, 2, 3], [0, 0, 1]])):
+        for rank, op in enumerate((Op.B, Op.F)):
+            proven = {Action(op, rank, j): (1 - rank, n) for j, n in enumerate(counts[rank])}
+            assert _find_received(plan, rank, late) == proven
+
+
+def test_every_message_has_a_tag_of_its_own():
+    """So that gloo delivers right data in a wrong order too."""
+    plan = lower(generate("interleaved", 2, 3))
+    tags = [
+        Executor._tag(SimpleNamespace(microbatches=3), op, stage, j)
+        for row in plan.ranks
+        for received, stage, j in row
+        for op, kind in ((Op.F, Op.RECV_F), (Op.B, Op.RECV_B))
+        if received is kind
+    ]
+    assert len(tags) == len(set(tags)) == 2 * 3 * 3
 
 
 def test_left_over_messages_are_an_error(pool):

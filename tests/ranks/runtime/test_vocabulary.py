@@ -22,6 +22,8 @@ def test_equal_to_one_process(pool, name, pp, chunks):
     assert sum(one["losses"] for one in found) == 7
     for one in found:
         assert one["loss"] < 1e-12 and one["gradient"] < 1e-12 and one["left"] == 0
+    # Token ids once each, and in order; ahead of their microbatch, but not of what there is.
+    assert [one["asked"] for one in found if one["asked"]] == [list(range(7))]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,7 @@ def test_evaluation(pool, name, depths):
     found = pool.run("vocabulary", 4, **given)
     assert sorted(one["losses"] for one in found) == [0, 0, 0, 5]
     assert all(one["loss"] < 1e-12 and one["left"] == 0 for one in found)
+    assert [one["asked"] for one in found if one["asked"]] == [list(range(5))]
 
 
 # bfloat16 keeps 8 bits; a gradient is a sum of a few terms, each rounded once or twice.

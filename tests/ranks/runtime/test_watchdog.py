@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_ext.runtime import watchdog
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.trace import Recorder
 from megatron_ext.runtime.watchdog import Watchdog
@@ -58,6 +59,18 @@ def test_what_the_device_waits_for(capsys):
         raise RuntimeError("a collective timed out")
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "  the device has not ended F1.0"
+
+
+def test_the_process_watchdog_may_be_closed_at_any_time(monkeypatch):
+    monkeypatch.setattr(watchdog, "_process", None)
+    watchdog.close_process_watchdog()
+    process = watchdog.process_watchdog()
+    assert watchdog.process_watchdog() is process
+    with process.armed("for nothing"):
+        thread = process._thread
+        assert thread.is_alive()
+    watchdog.close_process_watchdog()
+    assert not thread.is_alive()
 
 
 def test_the_executor_asks_recorder_and_channel():

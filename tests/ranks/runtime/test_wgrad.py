@@ -1,11 +1,13 @@
-"""The weight-gradient store, alone: it needs neither torch nor ranks."""
+"""The weight-gradient store, alone: it needs no ranks."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 
 import pytest
+import torch
 
 from megatron_ext.runtime.wgrad import WeightGradStore
 
@@ -293,3 +295,14 @@ def test_a_failed_b_pass_fills_nothing_later(store):
     with store.collect(1):
         store.fill()
     assert "run a" not in log
+
+
+def test_what_postponed_work_keeps_alive(store):
+    x, y, z = (torch.ones(n) for n in (1, 2, 3))
+    with store.collect(0):
+        store.put(Weight(), functools.partial(max, x, key=[y]), rows=(z,))
+    assert sorted(map(len, store.tensors(0))) == [1, 2, 3]
+    with store.collect(1):
+        store.put(Weight(), lambda: x.sum())
+    assert store.tensors(1) is None, "a function of its surroundings does not say"
+    assert store.tensors(2) == []

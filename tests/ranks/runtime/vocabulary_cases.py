@@ -80,11 +80,13 @@ class Runner(toy.ToyRunner):
     gradients: dict[str, torch.Tensor]
     depths = 0
     likely: dict[int, torch.Tensor]
+    asked: list[int]
 
     def begin(self) -> None:
         """Nothing to wait for."""
 
     def token_ids(self, microbatch: int) -> torch.Tensor:
+        self.asked.append(microbatch)
         return rolled(tokens(100 + microbatch), self.depths)
 
     def output_gradient(self, microbatch: int, operands: Any) -> None:
@@ -215,6 +217,7 @@ def vocabulary(
     embedding, output = (matrix[first : first + rows] for matrix in matrices())
     runner.gradients = {k: torch.zeros_like(output) for k in ("embedding", "output")}
     runner.depths, runner.likely, samples = depths, {}, (1 + depths) * BATCH
+    runner.asked = []
     hidden = SEQUENCE, samples, toy.HIDDEN
     runner.passes = VocabularyPasses(
         plan,
@@ -239,7 +242,7 @@ def vocabulary(
     found = {k: torch.frombuffer(bytearray(v), dtype=WIDE).item() for k, v in runner.losses.items()}
     worst = max((abs(found[j] - right["losses"][j]) for j in found), default=0.0)
     result = {"losses": len(found), "loss": worst, "left": len(runner.live)}
-    result["tokens with logits"] = logits.most
+    result["tokens with logits"], result["asked"] = logits.most, runner.asked
     result["predicted"] = sum(
         (found != right["likely"][j]).sum().item() == 0 for j, found in runner.likely.items()
     )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from megatron_ext.schedule.generators.annealing import Order, anneal, room_of
 from megatron_ext.schedule.generators.cap import (
     _at_equal_times,
     _named,
+    _same,
     unit_bound,
     v_cap_limits,
 )
@@ -420,3 +422,10 @@ def test_caches_of_orders_keep_no_programs() -> None:
     for microbatches in range(5, 17):
         generate("v-half", 2, microbatches, costs=Costs.of(10, 11, 8), effort=0.01)
     assert programs() - before <= 4
+
+
+def test_a_named_order_is_that_for_equal_times_only_of_many_microbatches() -> None:
+    """Of more than 16 ranks, which have time for few orders, it is not made twice."""
+    sizes = (16, 40), (17, 33), (17, 34)
+    same = [_same(SimpleNamespace(pp=pp, microbatches=m)) for pp, m in sizes]
+    assert same == [False, False, True]

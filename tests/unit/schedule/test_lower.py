@@ -56,6 +56,13 @@ def test_small_case() -> None:
     ]
 
 
+def test_edges_are_between_ranks_of_successive_stages() -> None:
+    """A communicator each; where the V turns there is none."""
+    ring = {(0, 1), (1, 2), (2, 0)}
+    assert Placement.loop(3, 2).edges == ring | {(b, a) for a, b in ring}
+    assert Placement.vee(3).edges == {(0, 1), (1, 2), (1, 0), (2, 1)}
+
+
 def test_v_turn_and_ends_need_no_transfer() -> None:
     lowered = lower(generate("v-zb", 3, 4))
     actions = {action for _, _, action in lowered.actions()}

@@ -282,6 +282,19 @@ def test_memory_cap_counts_what_stays() -> None:
     assert max(plan_of(base, "0.25", most_sets=1).peak_sets) > 1  # says what is left, never raises
 
 
+def test_of_shares_with_equal_peaks_most_sets_leave() -> None:
+    """Chunk 0 of each rank brings the peaks as low as it and most of chunk 1 do."""
+    base = generate("po", 2, 4)
+    few, more, auto = (plan_of(base, "0.25", chunks) for chunks in (1, Fraction(7, 4), "auto"))
+    assert few.peak_sets == more.peak_sets == auto.peak_sets and not auto.stall
+    assert sum(map(sum, few.moved)) < sum(map(sum, more.moved)) == sum(map(sum, auto.moved))
+
+
+def test_a_cap_that_nothing_meets_is_exceeded_least() -> None:
+    base = generate("v-half", 4, 8)
+    assert max(plan_of(base, "0.25", most_sets=1).peak_sets) == max(plan_of(base, "0.25").peak_sets)
+
+
 def test_host_holds_what_left() -> None:
     base = generate("1f1b", 4, 8)
     report = check(plan_of(base, "0.1").schedule)

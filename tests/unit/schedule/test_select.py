@@ -23,7 +23,13 @@ from megatron_ext.schedule import (
 )
 from megatron_ext.schedule.memory_cap import ShareCap, cap_sets
 from megatron_ext.schedule.passes.offload import offload
-from megatron_ext.schedule.select import CapExceeded, by_name, placed_alike
+from megatron_ext.schedule.select import (
+    ANY_CHUNKS,
+    ONE_CHUNK,
+    CapExceeded,
+    by_name,
+    placed_alike,
+)
 from tests.support.grids import sampled
 
 QUARTER = Fraction(1, 4)
@@ -204,3 +210,9 @@ def test_schedules_that_one_model_is_placed_for() -> None:
     assert placed_alike(request("zb-h1", 4, 8)) == ("zb-h1", "zb-h2")
     several = placed_alike(request("po", 4, 8, chunks=3))
     assert several == ("interleaved-zb", "gis-h", "gis", "po")
+
+
+def test_names_that_keep_megatrons_placement() -> None:
+    loops = [name for name in NAMES if GENERATORS[name].placement == "loop"]
+    one = tuple(name for name in loops if generate(name, 4, 8).chunks == 1)
+    assert one == ONE_CHUNK and {*loops} - {*one} == {*ANY_CHUNKS}
