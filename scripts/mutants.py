@@ -23,6 +23,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -215,7 +216,7 @@ class Runner:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            self._child(group.split())
+            self._child(shlex.split(group))
         done = 0, 0
         try:
             while not (done := os.waitpid(pid, os.WNOHANG))[0]:
@@ -294,13 +295,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     root = given.root.resolve()
     if given.again is None:
-        found = chosen(root, given.paths, given.count, given.seed)
-    else:
-        lines = [
-            json.loads(line) for line in given.again.read_text().splitlines() if line[:1] == "{"
-        ]
-        found = [Change(**{k: x[k] for k in Change._fields if k in x}) for x in lines]
-    groups = {c: [given.tests] if given.tests else fitting(root, c.file) for c in found}
+        found = dict.fromkeys(chosen(root, given.paths, given.count, given.seed))
+    else:  # a line may name its tests
+        words = [json.loads(x) for x in given.again.read_text().splitlines() if x[:1] == "{"]
+        found = {
+            Change(**{k: x[k] for k in Change._fields if k in x}): x.get("tests") for x in words
+        }
+    asked = {c: given.tests or tests for c, tests in found.items()}
+    groups = {c: [tests] if tests else fitting(root, c.file) for c, tests in asked.items()}
     os.environ["OMP_NUM_THREADS"] = "1"  # see tests/conftest.py
     text = " ".join(test for some in groups.values() for test in some)
     for name in HEAVY if re.search("tests/(ranks|megatron|checkout)", text) else ():
