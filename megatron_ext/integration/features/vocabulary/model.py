@@ -28,7 +28,15 @@ from ....runtime.weight_hooks import foreign_hooks
 from ...errors import ConfigError
 from ...hooks import Hook, around
 from ...utils import unwrapped
-from .ends import FLAG, GPT, HiddenStates, SharedEmbedding, end_hooks, losses_of
+from .ends import (
+    FLAG,
+    GPT,
+    HiddenStates,
+    SharedEmbedding,
+    end_hooks,
+    losses_of,
+    with_hooks_of,
+)
 
 _BUILDERS = "megatron.training.models.dist_utils"
 _SHARD = "vocabulary"  # the shard's name in a rank's first chunk
@@ -329,11 +337,12 @@ def _share_out(first: Any, last: Any, tied: bool, rows: int, place: _Pipeline) -
     first.add_module(_SHARD, VocabularyShard(embedding, output, place.index, place.parts, frozen))
     for embedding in ends:
         whole = embedding.word_embeddings
-        embedding.word_embeddings = SharedEmbedding(whole.tp_group, whole.reduce_scatter_embeddings)
+        shared = SharedEmbedding(whole.tp_group, whole.reduce_scatter_embeddings)
+        embedding.word_embeddings = with_hooks_of(whole, shared)
     # Multi-token prediction runs; what Megatron does with a second embedding does not.
     last.mtp_process = False
     if layer is not None:
-        last.output_layer = HiddenStates()
+        last.output_layer = with_hooks_of(layer, HiddenStates())  # the first step refuses them
         last.compute_language_model_loss = losses_of
         last.fuse_linear_cross_entropy = False  # 0.16.0 fuses it into the output layer
 
