@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ....runtime.weight_hooks import foreign_hooks
+from ...building import Building
 from ...errors import ConfigError
 from ...hooks import Hook, around
 from ...utils import unwrapped
@@ -38,7 +38,6 @@ from .ends import (
     with_hooks_of,
 )
 
-_BUILDERS = "megatron.training.models.dist_utils"
 _SHARD = "vocabulary"  # the shard's name in a rank's first chunk
 # Names in checkpoints, and in Megatron's own model.
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -156,23 +155,7 @@ def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
         training: Megatron's training package is in use.
     """
     loaded = "a model without shards would be loaded before it is refused"
-    script = [
-        Hook(
-            ("megatron.training.training:get_model",),
-            around(_get_model),
-            ("model_provider_func",),
-            loaded,
-        )
-    ]
-    if training and importlib.util.find_spec(_BUILDERS) is not None:  # from 0.19 on
-        script.append(
-            Hook(
-                (f"{_BUILDERS}:unimodal_build_distributed_models",),
-                around(_build_models),
-                ("pre_wrap_hook",),
-                loaded,
-            )
-        )
+    script = Building(loaded, finished=whole_until_called, built=shard_of).hooks
     return (
         Hook(
             (f"{GPT}.__init__",),
@@ -196,7 +179,7 @@ def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
             ("self",),
             loaded,
         ),
-        *(script if training else ()),
+        *(script() if training else ()),
     )
 
 
@@ -377,36 +360,3 @@ def _other_model(model: Any) -> ConfigError:
         f"{FLAG} shards the vocabulary of megatron.core's GPTModel, but this model is a "
         f"{type(model).__name__}; drop it"
     )
-
-
-def _build_models(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(original).bind(*args, **kwargs)
-    scripts = given.arguments.get("pre_wrap_hook")
-    with whole_until_called() as share_out:
-
-        def before_wrapping(models: list[Any]) -> list[Any]:
-            found = (None if scripts is None else scripts(models)) or models
-            share_out()
-            return found
-
-        given.arguments["pre_wrap_hook"] = before_wrapping
-        models = original(*given.args, **given.kwargs)
-    shard_of(models)
-    return models
-
-
-def _get_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(original).bind(*args, **kwargs)
-    provider = given.arguments["model_provider_func"]
-
-    @functools.wraps(provider)
-    def built(*args: Any, **kwargs: Any) -> Any:
-        with whole_until_called() as share_out:
-            model = provider(*args, **kwargs)
-            share_out()
-        return model
-
-    given.arguments["model_provider_func"] = built
-    models = original(*given.args, **given.kwargs)
-    shard_of(models)
-    return models
