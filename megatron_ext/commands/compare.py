@@ -246,7 +246,8 @@ def _table(
         "",
         f"above bound: {_what(args)} over the least of any order at that placement and memory; "
         "a longer search gains at most that",
-        "peak: activations on the worst rank, in microbatches; 1F1B's is the number of ranks",
+        "peak: activations on the worst rank, in microbatches, and as a share of the number of "
+        "ranks, which is 1F1B's peak where a step has as many microbatches or more",
     ]
     if span:
         lines.append("span bubble: idle share of the longest rank's span, first to last pass")

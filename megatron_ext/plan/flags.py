@@ -75,6 +75,7 @@ NOT_MODELLED = {
     "--use-megatron-fsdp": "shards parameters in another way",
     "--use-torch-fsdp2": "shards parameters in another way",
     "--use-legacy-models": "is another model",
+    "--cpu-offloading": "moves activations to the host (Megatron: without a pipeline only)",
     "--enable-hyper-connections": "widens every message and residual",
 }
 

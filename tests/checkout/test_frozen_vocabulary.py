@@ -65,12 +65,22 @@ def test_what_is_frozen_stays(train: Train, frozen: list[str], tied: bool) -> No
     assert ours[1:] != pytest.approx(trained[1:], rel=1e-3)
 
 
+def test_a_hook_on_the_embedding_module_is_called(train: Train) -> None:
+    doubled = ["embedding.word_embeddings"]
+    stock, ours = (numbers(train(flags, doubled=doubled)) for flags in ("", OURS))
+    assert ours == pytest.approx(stock, rel=1e-5)
+    assert ours != pytest.approx(numbers(train(OURS)), rel=1e-3)
+
+
 def test_what_the_parts_cannot_follow_is_refused(train: Train) -> None:
     for value, text in (
         ({"hooked": [OUTPUT]}, "has registered hooks on the whole matrices"),
         ({"frozen": [EMBEDDING], "tied": True}, "has frozen 1 of 2 copies"),
+        ({"doubled": ["output_layer"]}, "hook _double on output_layer, which would get hidden"),
+        ({"doubled": [""]}, "hook _double on GPTModel, which would get hidden states in place of"),
     ):
         outcome = train(OURS, **value)
         assert outcome.status == "failed"
-        said = [line for line in outcome.log(0).splitlines() if text in line]
+        said = [x for rank in (0, 1) for x in outcome.log(rank).splitlines() if text in x]
+        said = list(dict.fromkeys(said))  # of a matrix by both ranks, of the output layer by one
         assert len(said) == 1 and said[0].startswith("[megatron_ext] error: ")

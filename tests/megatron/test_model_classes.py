@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -134,31 +136,72 @@ def test_several_chunks_of_a_script_with_one(
     before_megatron(arguments(), ScheduleRequest.of("zb-h1"))
 
 
-def hooked(callback: Any, original: Any) -> Any:
-    """``original`` with the callback's hook on ``get_model``."""
-    (hook,) = (h for h in callback.hooks() if h.targets[0].endswith(":get_model"))
-    return hook.make(original)
+def by_get_model(hook: Callable[[str], Any], original: Any, provider: Any) -> Any:
+    def get_model(model_provider_func: Any, model_type: Any = None) -> Any:
+        return original(model_provider_func)
+
+    return hook("get_model").make(get_model)(provider, "model type")
 
 
-def test_a_provider_of_another_name_is_asked_before_it_builds() -> None:
+def by_a_builder(hook: Callable[[str], Any], original: Any, provider: Any) -> Any:
+    """As ``GPTModelBuilder.build_distributed_models`` calls it from 0.18 on."""
+
+    def build(build_model_func: Any, config: Any, pre_wrap_hook: Any = None) -> Any:
+        models = original(build_model_func)
+        return models if pre_wrap_hook is None else pre_wrap_hook(models)
+
+    found = hook("unimodal_build_distributed_models").make(build)
+    return found(provider, "config", pre_wrap_hook=None)
+
+
+@pytest.fixture(params=[by_get_model, by_a_builder])
+def building(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Builds by each way of Megatron's scripts, with a callback's hook on it."""
+
+    def run(callback: Any, original: Any, provider: Any) -> Any:
+        def hook(name: str) -> Any:
+            (found,) = (h for h in callback.hooks() if h.targets[0].endswith(f":{name}"))
+            return found
+
+        return request.param(hook, original, provider)
+
+    return run
+
+
+@pytest.fixture
+def builders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's package of builders, which the installed megatron-core may lack."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None))
+
+
+@pytest.mark.usefixtures("builders")
+def test_a_provider_of_another_name_is_asked_before_it_builds(
+    building: Callable[..., Any],
+) -> None:
     built = []
     pipeline: Any = SimpleNamespace(watched=None)
-    get_model = hooked(Entry(pipeline, True, "v-half", 2), lambda *a, **k: built.append(a))
+    entry = Entry(pipeline, True, "v-half", 2)
+
+    def original(provider: Any) -> Any:
+        built.append(inspect.unwrap(provider))
+        return [None]
+
     with pytest.raises(ConfigError, match="--pp-schedule v-half has 2 model chunks"):
-        get_model(vlm, "model type")
+        building(entry, original, vlm)
     assert not built
-    get_model(gpt, "model type")
-    assert built == [(gpt, "model type")]
+    building(entry, original, gpt)
+    assert built == [gpt]
     require_chunks(vlm, "zb-h1", 1)
     require_chunks(None, "v-half", 2)
 
 
-def test_a_model_is_refused_where_it_was_built() -> None:
+@pytest.mark.usefixtures("builders")
+def test_a_model_is_refused_where_it_was_built(building: Callable[..., Any]) -> None:
     """Not when it is loaded or run: its stages hold other things than those of a V."""
     callback = VeeCallback(True, "v-half")
     chunks: list[Any] = [object.__new__(BertModel), object.__new__(BertModel)]
     with pytest.raises(ConfigError, match="--pp-schedule v-half .* this model is a BertModel; use"):
-        hooked(callback, lambda *a, **k: chunks)(bert, "model type")
+        building(callback, lambda provider: chunks, bert)
     # Evaluation first: its plan has another name, which nobody gave.
     step: Any = SimpleNamespace(
         call=SimpleNamespace(iteration=SimpleNamespace(models=chunks)),

@@ -261,6 +261,24 @@ def test_report_counts_split_and_fused_parameters(te: Any) -> None:
     assert hooked.fused_modules == {"Linear": 128, "LayerNormLinear with hooks": 128}
 
 
+def test_report_counts_frozen_matrices(te: Any) -> None:
+    """Their W passes are empty, which an order for equal costs does not know."""
+    import torch
+
+    from megatron_ext.integration.features.split_backward.report import wgrad_report
+
+    layers = [te.Linear(8, 8, bias=False) for _ in range(4)]
+    for layer in layers[1:]:
+        layer.weight.requires_grad_(False)
+    report = wgrad_report([torch.nn.ModuleList(layers)])
+    assert (report.split, report.fused, report.frozen) == (64, 0, 3 * 64)
+    assert report.costs(1, 1, 1) == pytest.approx((1, 1, 1 / 4))
+    assert "75 % of the matrices are frozen" in report.text("zb-h1")
+    assert report.text("zb-h1").endswith("so plan with --pp-cost 1,1,0.25")
+    layers[0].weight.requires_grad_(False)
+    assert wgrad_report([torch.nn.ModuleList(layers)]).text("zb-h1").endswith("without W passes")
+
+
 # --- Transformer Engine's real source ------------------------------------------------------------
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 
 def prepare(value: dict[str, Any], rank: int, folder: Path) -> None:
-    """Freeze ``value["frozen"]`` and hook ``value["hooked"]``, names of parameters, where they are.
+    """Freeze ``value["frozen"]`` and hook ``value["hooked"]``, names of parameters, where they are;
+    double what the modules ``value["doubled"]`` return ("": that of the model).
 
     See ``ScriptServer.run``.
     """
@@ -21,6 +22,9 @@ def prepare(value: dict[str, Any], rank: int, folder: Path) -> None:
                 parameter.requires_grad_(False)
             if name in value.get("hooked", ()):
                 parameter.register_hook(lambda grad: grad * 0)
+        for name, module in (pair for model in models for pair in model.named_modules()):
+            if name in value.get("doubled", ()):
+                module.register_forward_hook(_double)
         return models
 
     def pretrain(config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -28,3 +32,7 @@ def prepare(value: dict[str, Any], rank: int, folder: Path) -> None:
         return original(config, *args, **kwargs)
 
     megatron.training.pretrain = pretrain
+
+
+def _double(module: Any, given: Any, output: Any) -> Any:
+    return (output[0] * 2, *output[1:]) if isinstance(output, tuple) else output * 2

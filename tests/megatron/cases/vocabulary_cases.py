@@ -223,7 +223,9 @@ def provider(case: dict[str, Any]) -> dict[str, Any]:
         return model
 
     with megatron(case, ours=True):
-        shard = vocabulary.shard_of(vocabulary._get_model(get_model, provide))
+        hooks = vocabulary.hooks(vee=False, training=True)
+        (building,) = (h.make for h in hooks if h.targets[0].endswith(":get_model"))
+        shard = vocabulary.shard_of(building(get_model)(provide))
         learns = [p.requires_grad for p in (shard.embedding, shard.output)]
         return {"ranks": gathered((learns, bool((shard.output == 3).all())))}
 

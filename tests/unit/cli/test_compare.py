@@ -98,6 +98,15 @@ def test_compare_table(run):
     assert row == ["1f1b", "1", "27.27", "%", "33", "0.00", "%", "4", "100.0", "%"]
 
 
+def test_compare_says_what_peaks_are_a_share_of(run):
+    """With fewer microbatches than ranks 1F1B itself has less than that."""
+    out = run("compare", "--pp", 8, "--microbatches", 5)[1].splitlines()
+    row = next(line for line in out if line.startswith("1f1b")).split()
+    assert row[-3:] == ["5", "62.5", "%"]
+    said = next(line for line in out if line.startswith("peak: "))
+    assert "of the number of ranks, which is 1F1B's peak where" in said
+
+
 OFFLOAD = ["--offload", "auto", "--offload-time", 0.25]
 
 

@@ -240,6 +240,10 @@ def test_a_v_has_both_ends_on_rank_0():
     ("flags", "words"),
     [
         ("--use-megatron-fsdp", "does not model"),
+        (
+            "--cpu-offloading --cpu-offloading-num-layers 2",
+            "without a pipeline only.* does not model",
+        ),
         ("--bf16 --fp16", "exclude each other"),
         ("--num-query-groups 7 --group-query-attention", "no multiple of 7"),
         ("--tensor-model-parallel-size 3", "cannot be divided by 3"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ....runtime import communicators
+from ...building import Building
 from ...callbacks import Callback
 from ...hooks import Hook, around
 from ...model_classes import require_chunks
@@ -40,24 +41,12 @@ class Entry(Callback):
                     ("forward_step_func", "optimizer"),
                     "a rank that waits before or behind its passes would not be watched",
                 ),
-                Hook(
-                    ("megatron.training.training:get_model",),
-                    self._checked,
-                    ("model_provider_func",),
+                *Building(
                     "a script that cannot build model chunks would end in a TypeError",
-                ),
+                    before=lambda provider: require_chunks(provider, self._name, self._chunks),
+                ).hooks(),
             ]
         return hooks
-
-    def _checked(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        name, chunks = self._name, self._chunks
-
-        @functools.wraps(original)
-        def get_model(model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            require_chunks(model_provider_func, name, chunks)
-            return original(model_provider_func, *args, **kwargs)
-
-        return get_model
 
 
 def entry_hooks(pipeline: Callable[..., Any], in_force: Callable[[], bool]) -> list[Hook]:

@@ -26,6 +26,7 @@ class WgradReport:
             work which could be postponed: their module does not know how, or what would wait for W
             is too large (the output layer's logits).
         kept: all others (biases, norms, embeddings): too little work to be worth a pass of its own.
+        frozen: those in matrices that do not learn: neither B nor W has work for their gradients.
         fused_modules: class name, or "output layer" -> number of its parameters among ``fused``;
             "with hooks" behind the name of modules that are fused for these only.
     """
@@ -33,6 +34,7 @@ class WgradReport:
     split: int = 0
     fused: int = 0
     kept: int = 0
+    frozen: int = 0
     fused_modules: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -45,20 +47,25 @@ class WgradReport:
     @property
     def advises(self) -> bool:
         """True if the order should be made for other costs than equal ones."""
-        return bool(self.fused) and self.share <= _NEARLY_ALL
+        total = self.split + self.fused + self.frozen
+        return self.split < total and self.split <= _NEARLY_ALL * total
 
     def __add__(self, other: WgradReport) -> WgradReport:
         return WgradReport(
             self.split + other.split,
             self.fused + other.fused,
             self.kept + other.kept,
+            self.frozen + other.frozen,
             self.fused_modules + other.fused_modules,
         )
 
     def costs(self, forward: float, backward_input: float, weight: float) -> tuple[float, ...]:
         """(F, B, W) as they really are, when ``weight`` is the cost of all weight gradients."""
-        moved = weight * self.share
-        return forward, backward_input + weight - moved, moved
+        total = self.split + self.fused + self.frozen
+        moved, stays = (
+            weight * part / total if total else 0.0 for part in (self.split, self.fused)
+        )
+        return forward, backward_input + stays, moved
 
     def as_dict(self) -> dict[str, Any]:
         """For the trace file."""
@@ -66,22 +73,29 @@ class WgradReport:
             "split_parameters": self.split,
             "fused_parameters": self.fused,
             "other_parameters": self.kept,
+            "frozen_parameters": self.frozen,
             "fused_modules": dict(self.fused_modules),
         }
 
     def text(self, schedule: str) -> str:
         """The log's line, with what to plan with."""
-        if not self.fused:
-            return f"{schedule}: W passes compute all weight gradients of matrices"
-        names = ", ".join(f"{name} ({n})" for name, n in self.fused_modules.most_common())
-        said = (
-            f"{schedule}: W passes compute {100 * self.share:.3g} % of the weight gradients; those "
-            f"of {names} are computed in B (parameters in parentheses)"
-        )
+        said = f"{schedule}: W passes compute all weight gradients of matrices"
+        if self.fused:
+            names = ", ".join(f"{name} ({n})" for name, n in self.fused_modules.most_common())
+            said = (
+                f"{schedule}: W passes compute {100 * self.share:.3g} % of the weight gradients; "
+                f"those of {names} are computed in B (parameters in parentheses)"
+            )
+        if self.frozen:
+            part = self.frozen / (self.split + self.fused + self.frozen)
+            said += (
+                f"; {100 * part:.3g} % of the matrices are frozen and have none, though the "
+                "planned bubble is that of W passes for them too"
+            )
         if not self.advises:
             return said
         cost = ",".join(f"{x:.3g}" for x in self.costs(1, 1, 1))
-        advice = "--pp-cost " + cost if self.share else "a schedule without W passes"
+        advice = "--pp-cost " + cost if self.split else "a schedule without W passes"
         return f"{said}, so plan with {advice}"
 
 
@@ -123,9 +137,13 @@ def _of_chunk(chunk: torch.nn.Module, fused_experts: bool) -> WgradReport:
             if foreign_hooks(module.weight):
                 hooked.add(id(module.weight))
         for parameter in module.parameters(recurse=False):
-            if id(parameter) in seen or not parameter.requires_grad:
+            if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
+            if not parameter.requires_grad:
+                matrix = parameter.dim() >= 2 and not isinstance(module, embeddings)
+                report.frozen += matrix * parameter.numel()
+                continue
             own = id(parameter) in split and id(parameter) not in fused
             if own and id(parameter) not in hooked:
                 report.split += parameter.numel()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ....runtime.watchdog import Watchdog
 from ....schedule.placement import Placement
+from ...building import Building
 from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...hooks import Hook, around
@@ -254,20 +255,9 @@ class VeeCallback(Callback):
         found = [*HOOKS, *(SEGMENT_HOOKS if hybrid_model_has_chunks() else ())]
         found += role_hooks(self._training)
         if self._training:
-            found.append(
-                Hook(
-                    ("megatron.training.training:get_model",),
-                    around(self._checked),
-                    ("model_provider_func",),
-                    "a model that cannot be placed as a V would be loaded before it is refused",
-                )
-            )
+            why = "a model that cannot be placed as a V would be loaded before it is refused"
+            found += Building(why, built=self._require_placed).hooks()
         return found
-
-    def _checked(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        models = original(*args, **kwargs)
-        self._require_placed(models)
-        return models
 
     def _require_placed(self, models: Sequence[Any]) -> None:
         chunks = [unwrapped(m) for m in models]

@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ...gradients import require_gradient_hooks
 from ...hooks import Hook
 from ...utils import LastModels, unwrapped
-from .ends import FLAG, depths_of
+from .ends import FLAG, depths_of, require_no_hooks
 from .model import shard_of
 from .run import VocabularyRunner
 
@@ -39,6 +39,7 @@ class ShardedVocabulary(Callback):
         if not self._checked.are(models):
             require_gradient_hooks(models)
             self._checked.set(models)
+        require_no_hooks(models)  # in every step: they cost microseconds, and hooks may come late
         step.runner_type = functools.partial(
             VocabularyRunner,
             passes=functools.partial(_passes, step, self._messages, self._chunks),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ FLAG = "--pp-vocab-parallel"
 GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
 _MTP = "megatron.core.transformer.multi_token_prediction"
 _ACCEPTANCE = "_compute_mtp_acceptance_counts"  # from 0.19 on
+# Of a module: attributes in which PyTorch keeps the hooks of its passes, or what it knows of them.
+_BEFORE_PASSES = "_forward_pre_hooks"
+_PASSES = (_BEFORE_PASSES, "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Arguments that the end of the model needs behind the output layer.
 _KEPT = ("labels", "loss_mask", "packed_seq_params", "input_ids", "runtime_gather_output")
 
@@ -170,6 +173,50 @@ def hidden_of(models: Sequence[Any]) -> HiddenStates | None:
     """What hands hidden states out of the last stage; None on ranks without that stage."""
     layer = getattr(unwrapped(models[-1]), "output_layer", None)
     return layer if isinstance(layer, HiddenStates) else None
+
+
+def with_hooks_of(whole: torch.nn.Module, part: torch.nn.Module) -> torch.nn.Module:
+    """``part``, which takes the place of ``whole`` and gets the hooks of its passes."""
+    for name, held in vars(whole).items():
+        if name.startswith((*_PASSES, "_is_full_backward_hook")):
+            setattr(part, name, held)  # the same mapping, so that a handle removes it here too
+    return part
+
+
+def require_no_hooks(models: Sequence[Any]) -> None:
+    """No hook of the script may wait for logits, or for the losses of a forward pass.
+
+    Raises:
+        ConfigError: one is on the output layer, or behind the forward pass of the last stage.
+    """
+    layer = hidden_of(models)
+    if layer is None:
+        return
+    for name, hook in _foreign_hooks(layer, _PASSES):
+        raise _hooked("output_layer", name, hook, "logits")
+    module: Any = models[-1]
+    while module is not None:  # wrappers first
+        for name, hook in _foreign_hooks(module, [x for x in _PASSES if x != _BEFORE_PASSES]):
+            raise _hooked(type(module).__name__, name, hook, "losses of a forward pass")
+        module = getattr(module, "module", None)
+
+
+def _foreign_hooks(module: torch.nn.Module, kinds: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for kind in kinds:
+        for hook in vars(module).get(kind, {}).values():
+            function = hook.func if isinstance(hook, functools.partial) else hook
+            if not str(getattr(function, "__module__", "")).startswith("megatron_ext."):
+                yield kind, function
+
+
+def _hooked(module: str, kind: str, hook: Any, wanted: str) -> ConfigError:
+    name = getattr(hook, "__qualname__", type(hook).__name__)
+    kind = kind.strip("_").removesuffix("s").replace("_", " ")
+    return ConfigError(
+        f"{FLAG} computes logits and losses in passes of all ranks, but the script has put the "
+        f"{kind} {name} on {module}, which would get hidden states in place of {wanted}; remove "
+        f"the hook, or drop {FLAG}"
+    )
 
 
 def end_hooks() -> tuple[Hook, ...]:

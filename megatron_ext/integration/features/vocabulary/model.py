@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +24,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ....runtime.weight_hooks import foreign_hooks
+from ...building import Building
 from ...errors import ConfigError
 from ...hooks import Hook, around
 from ...utils import unwrapped
-from .ends import FLAG, GPT, HiddenStates, SharedEmbedding, end_hooks, losses_of
+from .ends import (
+    FLAG,
+    GPT,
+    HiddenStates,
+    SharedEmbedding,
+    end_hooks,
+    losses_of,
+    with_hooks_of,
+)
 
-_BUILDERS = "megatron.training.models.dist_utils"
 _SHARD = "vocabulary"  # the shard's name in a rank's first chunk
 # Names in checkpoints, and in Megatron's own model.
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -148,23 +155,7 @@ def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
         training: Megatron's training package is in use.
     """
     loaded = "a model without shards would be loaded before it is refused"
-    script = [
-        Hook(
-            ("megatron.training.training:get_model",),
-            around(_get_model),
-            ("model_provider_func",),
-            loaded,
-        )
-    ]
-    if training and importlib.util.find_spec(_BUILDERS) is not None:  # from 0.19 on
-        script.append(
-            Hook(
-                (f"{_BUILDERS}:unimodal_build_distributed_models",),
-                around(_build_models),
-                ("pre_wrap_hook",),
-                loaded,
-            )
-        )
+    script = Building(loaded, finished=whole_until_called, built=shard_of).hooks
     return (
         Hook(
             (f"{GPT}.__init__",),
@@ -188,7 +179,7 @@ def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
             ("self",),
             loaded,
         ),
-        *(script if training else ()),
+        *(script() if training else ()),
     )
 
 
@@ -329,11 +320,12 @@ def _share_out(first: Any, last: Any, tied: bool, rows: int, place: _Pipeline) -
     first.add_module(_SHARD, VocabularyShard(embedding, output, place.index, place.parts, frozen))
     for embedding in ends:
         whole = embedding.word_embeddings
-        embedding.word_embeddings = SharedEmbedding(whole.tp_group, whole.reduce_scatter_embeddings)
+        shared = SharedEmbedding(whole.tp_group, whole.reduce_scatter_embeddings)
+        embedding.word_embeddings = with_hooks_of(whole, shared)
     # Multi-token prediction runs; what Megatron does with a second embedding does not.
     last.mtp_process = False
     if layer is not None:
-        last.output_layer = HiddenStates()
+        last.output_layer = with_hooks_of(layer, HiddenStates())  # the first step refuses them
         last.compute_language_model_loss = losses_of
         last.fuse_linear_cross_entropy = False  # 0.16.0 fuses it into the output layer
 
@@ -368,36 +360,3 @@ def _other_model(model: Any) -> ConfigError:
         f"{FLAG} shards the vocabulary of megatron.core's GPTModel, but this model is a "
         f"{type(model).__name__}; drop it"
     )
-
-
-def _build_models(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(original).bind(*args, **kwargs)
-    scripts = given.arguments.get("pre_wrap_hook")
-    with whole_until_called() as share_out:
-
-        def before_wrapping(models: list[Any]) -> list[Any]:
-            found = (None if scripts is None else scripts(models)) or models
-            share_out()
-            return found
-
-        given.arguments["pre_wrap_hook"] = before_wrapping
-        models = original(*given.args, **given.kwargs)
-    shard_of(models)
-    return models
-
-
-def _get_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(original).bind(*args, **kwargs)
-    provider = given.arguments["model_provider_func"]
-
-    @functools.wraps(provider)
-    def built(*args: Any, **kwargs: Any) -> Any:
-        with whole_until_called() as share_out:
-            model = provider(*args, **kwargs)
-            share_out()
-        return model
-
-    given.arguments["model_provider_func"] = built
-    models = original(*given.args, **given.kwargs)
-    shard_of(models)
-    return models
