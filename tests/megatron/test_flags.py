@@ -222,7 +222,7 @@ def test_documentation_has_the_conflicts() -> None:
     ("schedule", "options", "text"),
     [
         ("v-cap", {}, "--pp-memory-cap 0.6"),
-        ("v-cap", {"memory_cap": "0.3"}, "takes a memory cap from 4"),
+        ("v-cap", {"memory_cap": "0.2"}, "takes a memory cap from 2"),
         ("v-cap", {"memory_cap": "much"}, "got 'much'"),
         ("v-half", {"memory_cap": "0.5"}, "takes no memory cap"),
         ("v-half", {"group_size": 2}, "has no group size"),

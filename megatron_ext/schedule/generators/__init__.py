@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..costs import Costs
 from ..placement import Placement
 from ..schedule import Schedule
-from .cap import v_cap_limits
 from .forward import forward_only
+from .low import LEAST_CAP
 from .pairs import add_pairs
 from .registry import GENERATORS, NAMES, Generator
 from .request import MOST_EFFORT, Objective, Request, default_effort
@@ -59,7 +59,7 @@ def generate(
         costs: of the passes and hops; kept in the schedule, for simulation and lowering.
         group_size: of ``gis``, ceil(p/2)..p microbatches; default p.
         memory_cap: most activation sets (one chunk's for one microbatch) on any rank, for
-            ``v-cap``: V-Min's to 1F1B's 2p, the default.
+            ``v-cap``: 2 to 1F1B's 2p, the default.
         objective: what is made short: ``makespan``, the whole iteration, or ``span``, the longest
             single rank's own (what counts with optimizer post-validation).
         effort: seconds that a search may take, about (``Request``); more rarely gives a slower
@@ -157,10 +157,11 @@ def _check_options(
             "sets; use v-cap or auto for a cap"
         )
     if memory_cap is not None:
-        low, high = v_cap_limits(pp)
+        low, high = LEAST_CAP, 2 * pp
         if not low <= memory_cap <= high:
             raise ValueError(
-                f"{name} at pp={pp} takes a memory cap from {low} (v-min's) to {high} (1F1B's) "
-                f"activation sets of half a microbatch per rank, which is {low / high:.4g} to 1 of "
-                f"1F1B's peak, got {memory_cap} sets ({memory_cap / high:.4g})"
+                f"{name} at pp={pp} takes a memory cap from {low} (one microbatch's) to {high} "
+                f"(1F1B's) activation sets of half a microbatch per rank, which is "
+                f"{low / high:.4g} to 1 of 1F1B's peak, got {memory_cap} sets "
+                f"({memory_cap / high:.4g})"
             )

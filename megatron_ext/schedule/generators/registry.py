@@ -27,7 +27,7 @@ class Generator:
         split_backward: uses B and W, so the runtime must be able to delay weight gradients.
         description: one line for people.
         takes_group_size, takes_memory_cap: which options it has; a group of ceil(p/2)+1 to p
-            microbatches, a cap of ``v_cap_limits``.
+            microbatches, a cap of 2 to 2p sets.
         fixed: its order is the same at all costs.
     """
 

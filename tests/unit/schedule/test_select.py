@@ -187,7 +187,7 @@ def test_a_cap_that_cannot_be_kept() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (request("v-cap", 4, 8, QUARTER), "v-cap at pp=4 takes a memory cap from 4"),
+        (request("v-cap", 4, 8, Fraction(1, 8)), "v-cap at pp=4 takes a memory cap from 2"),
         (request("v-half", 4, 8, QUARTER), "memory of v-half is fixed and takes no memory cap"),
         (request("po", 4, 8, offload=over(4, 3)), "cannot offload 3 chunks of a rank that has 2"),
         (request("po", 4, 8, Fraction(1, 10), offload=over(4)), "give at least 0.125, one set"),

@@ -1,0 +1,157 @@
+"""One table of an iteration's passes: what each waits for, how long it takes, what it holds.
+
+A *unit* is one slice of one microbatch; where microbatches are whole, it is a microbatch. Units are
+numbered through: those of microbatch 0 in the order of its tokens, then those of microbatch 1. An
+order is made, timed and checked from this table (``engine``), which alone knows that F follows F.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .actions import Action, Op
+from .costs import Durations
+from .placement import Placement
+
+OPS = (Op.F, Op.B, Op.W)
+
+
+class UnitCosts(NamedTuple):
+    """Of one unit, as shares of a whole microbatch's.
+
+    Attributes:
+        forward, backward_input, backward_weight: factors of the passes' durations, integers.
+        size: of its activation set, an integer in the unit of the caps.
+    """
+
+    forward: int = 1
+    backward_input: int = 1
+    backward_weight: int = 1
+    size: int = 1
+
+
+class Tasks:
+    """All F, B and W of one iteration, by number.
+
+    Args:
+        placement: rank and chunk of every stage.
+        durations: of the passes of a unit with factors 1, and of a hop.
+        microbatches: of each its units, in the order of its tokens; a number: so many whole ones.
+
+    Attributes:
+        units, stages: how many.
+        microbatch: of every unit.
+        rank, lane, duration, take, give: by task. A lane's tasks run in the order of
+            ``lane_order``; ``take`` is what its start takes of its rank's memory, ``give`` what its
+            end gives back.
+        needs: by task, (other task, lag): it may start ``lag`` after the end of the other.
+        feeds: the same the other way round.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        durations: Durations,
+        microbatches: int | Sequence[Sequence[UnitCosts]],
+    ) -> None:
+        if isinstance(microbatches, int):
+            microbatches = [[UnitCosts()]] * microbatches
+        self.placement, self._hop = placement, durations.hop
+        units = [unit for one in microbatches for unit in one]
+        self.units, self.stages = len(units), placement.num_stages
+        self.microbatch = [j for j, one in enumerate(microbatches) for _ in one]
+        self._order = _backward_order(microbatches)
+        self.rank = [
+            r for _ in OPS for r in map(placement.rank_of, range(self.stages)) for _ in units
+        ]
+        self.lane = [i // max(self.units, 1) for i in range(len(self.rank))]
+        rows = (durations.forward, durations.backward_input, durations.backward_weight)
+        self.duration = [
+            row[s] * u[k] for k, row in enumerate(rows) for s in range(self.stages) for u in units
+        ]
+        sizes = [unit.size for unit in units]
+        nothing = [0] * (self.stages * self.units)
+        self.take = sizes * self.stages + nothing * 2
+        self.give = nothing * 2 + sizes * self.stages
+        self.needs = [tuple(self._needs(task)) for task in range(len(self.rank))]
+        feeds: list[list[tuple[int, int]]] = [[] for _ in self.rank]
+        for task, edges in enumerate(self.needs):
+            for other, lag in edges:
+                feeds[other].append((task, lag))
+        self.feeds = [tuple(edges) for edges in feeds]
+
+    def number(self, op: Op, stage: int, unit: int) -> int:
+        """Of one pass."""
+        return (OPS.index(op) * self.stages + stage) * self.units + unit
+
+    def name(self, task: int) -> tuple[Op, int, int]:
+        """(op, stage, unit)."""
+        lane, unit = divmod(task, self.units)
+        return (OPS[lane // self.stages], lane % self.stages, unit)
+
+    def _needs(self, task: int) -> Iterator[tuple[int, int]]:
+        op, stage, unit = self.name(task)
+        if op is Op.W:
+            yield self.number(Op.B, stage, unit), 0
+        elif op is Op.F:
+            if stage:
+                yield self.number(Op.F, stage - 1, unit), self._lag(stage, stage - 1)
+            if (
+                unit and self.microbatch[unit - 1] == self.microbatch[unit]
+            ):  # keys and values of the slice before
+                yield self.number(Op.F, stage, unit - 1), 0
+        else:
+            yield self.number(Op.F, stage, unit), 0
+            if stage < self.stages - 1:
+                yield self.number(Op.B, stage + 1, unit), self._lag(stage, stage + 1)
+            if self.microbatch[unit : unit + 2] == [self.microbatch[unit]] * 2:  # their gradients
+                yield self.number(Op.B, stage, unit + 1), 0
+
+    def _lag(self, stage: int, other: int) -> int:
+        same = self.placement.rank_of(stage) == self.placement.rank_of(other)
+        return 0 if same else self._hop
+
+    def lane_order(self, lane: int) -> list[int]:
+        """Its tasks: microbatches rise; the units of one rise in F, and fall in B and W."""
+        order = range(self.units) if lane < self.stages else self._order
+        return [lane * self.units + unit for unit in order]
+
+    def rows(self, orders: Sequence[Sequence[Action]]) -> list[list[int]]:
+        """Tasks of every rank's actions, whose microbatches are units; no BW."""
+        return [[self.number(a.op, a.stage, a.microbatch) for a in row] for row in orders]  # type: ignore[arg-type]
+
+    def actions(self, rows: Sequence[Sequence[int]]) -> list[list[Action]]:
+        """The reverse of ``rows``."""
+        return [[Action(*self.name(task)) for task in row] for row in rows]
+
+    def backward(self) -> Tasks:
+        """The same in reversed time: what was needed is fed, what was given back is taken."""
+        other = copy.copy(self)
+        other.needs, other.feeds, other.take, other.give = (
+            self.feeds,
+            self.needs,
+            self.give,
+            self.take,
+        )
+        return other
+
+    def peaks(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        """The most that each rank holds at once."""
+        found = []
+        for row in rows:
+            held = most = 0
+            for task in row:
+                held += self.take[task]
+                most = max(most, held)
+                held -= self.give[task]
+            found.append(most)
+        return found
+
+
+def _backward_order(microbatches: Sequence[Sequence[UnitCosts]]) -> list[int]:
+    order: list[int] = []
+    for one in microbatches:
+        order += range(len(order) + len(one) - 1, len(order) - 1, -1)
+    return order

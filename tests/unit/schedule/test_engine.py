@@ -1,0 +1,158 @@
+"""The table of tasks and the engine over it: equal to the simulator, safe for any table."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from megatron_ext.schedule import Costs, Placement, Schedule, check, generate, simulate
+from megatron_ext.schedule.costs import Durations
+from megatron_ext.schedule.engine import Rows, list_schedule, one_by_one, replay
+from megatron_ext.schedule.generators.blocks import VEES
+from megatron_ext.schedule.generators.low import LEAST_CAP, low_order
+from megatron_ext.schedule.generators.request import Request
+from megatron_ext.schedule.simulate import run_times
+from megatron_ext.schedule.tasks import Tasks, UnitCosts
+from tests.support.grids import sampled
+
+GAPS = (Fraction(0), Fraction(1, 3), Fraction(3, 4), Fraction(1), Fraction(3))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "gis", "v-min", "v-half", "v-zb"])
+@pytest.mark.parametrize("costs", [Costs(), Costs.of(1, "1.3", "0.8", "0.25")])
+def test_a_replay_is_the_simulated_run(name: str, costs: Costs) -> None:
+    """The two say for themselves what a pass waits for."""
+    for pp, m in ((2, 3), (4, 9), (5, 5)):
+        schedule = generate(name, pp, m, costs=costs)
+        durations = costs.durations(schedule.placement)
+        tasks = Tasks(schedule.placement, durations, m)
+        rows = tasks.rows(schedule.ranks)
+        ends = replay(tasks, rows)
+        assert ends is not None
+        assert [[ends[task] for task in row] for row in rows] == run_times(schedule, durations)[1]
+        assert tasks.peaks(rows) == simulate(schedule).peak_sets
+        assert tasks.actions(rows) == [list(row) for row in schedule.ranks]
+
+
+@pytest.mark.parametrize("name", VEES)
+def test_a_stamped_block_becomes_the_named_order(name: str) -> None:
+    """One list schedule, no search: as fast, and in no more memory."""
+    for pp in (2, 3, 4, 5, 7, 8):
+        for m in (1, pp, 2 * pp + 1):
+            vee, placement = VEES[name], Placement.vee(pp)
+            tasks = Tasks(placement, Durations.unit(placement), m)
+            stamped = tasks.rows(vee.block(pp).stamp(m))
+            ends = replay(tasks, list_schedule(tasks, stamped, [vee.cap(pp)] * pp))
+            assert ends is not None
+            assert max(ends) == 2 * simulate(generate(name, pp, m)).makespan
+
+
+def test_slices_pass_keys_and_their_gradients_on() -> None:
+    """By hand: two ranks, one microbatch of two slices, F 1 and 2, B 2 and 3, W 1, hop 1."""
+    units = [UnitCosts(1, 2, 1, 1), UnitCosts(2, 3, 1, 2)]
+    placement = Placement.loop(2, 1)
+    tasks = Tasks(placement, Durations.unit(placement)._replace(hop=1), [units])
+    rows = one_by_one(tasks)
+    names = [[f"{op.value}{unit}" for op, _, unit in map(tasks.name, row)] for row in rows]
+    assert [name for name in names[1] if name[0] != "W"] == ["F0", "F1", "B1", "B0"]
+    ends = replay(
+        tasks, [sorted(row, key=lambda task: tasks.name(task)[0].value == "W") for row in rows]
+    )
+    assert ends is not None
+    found = {
+        f"{op.value}{s}.{u}": ends[tasks.number(op, s, u)]
+        for op, s, u in map(tasks.name, range(12))
+    }
+    # Rank 1 has F1 at 3 + 1 to 6; then B of the later slice first, and that of slice 0 after it.
+    assert [found[x] for x in ("F0.0", "F0.1", "F1.0", "F1.1")] == [1, 3, 3, 6]
+    assert [found[x] for x in ("B1.1", "B1.0", "B0.1", "B0.0")] == [9, 11, 13, 15]
+    assert tasks.peaks(rows) == [3, 3]
+
+
+def test_orders_that_wait_in_a_circle_have_no_end() -> None:
+    placement = Placement.loop(2, 1)
+    tasks = Tasks(placement, Durations.unit(placement), 1)
+    rows = one_by_one(tasks)
+    assert replay(tasks, [row[::-1] for row in rows]) is None
+
+
+def test_a_base_that_does_not_fit_is_refused() -> None:
+    placement = Placement.vee(2)
+    tasks = Tasks(placement, Durations.unit(placement), 2)
+    with pytest.raises(ValueError, match="rank 0: the base holds 2, more than the cap of 1"):
+        list_schedule(tasks, one_by_one(tasks), [1, 2])
+
+
+def random_tasks(rng: random.Random) -> Tasks:
+    pp, chunks = rng.randint(2, 6), rng.choice((1, 2, 2, 3))
+    placement = (
+        Placement.vee(pp) if chunks == 2 and rng.random() < 0.6 else Placement.loop(pp, chunks)
+    )
+    stages = range(placement.num_stages)
+
+    def factors(most: int) -> tuple[int, ...]:
+        return tuple(rng.randint(1, most) for _ in range(3))
+
+    times = [tuple(rng.choice((1, 1, 2, 5)) for _ in stages) for _ in range(3)]
+    durations = Durations(*times, hop=rng.choice((0, rng.randint(1, 500))), scale=1)
+    microbatches = [
+        [UnitCosts(*factors(400), rng.randint(1, 5)) for _ in range(rng.randint(1, 3))]
+        for _ in range(rng.randint(1, 8))
+    ]
+    return Tasks(placement, durations, microbatches)
+
+
+def shuffled(rng: random.Random, rows: Rows) -> Rows:
+    return [rng.sample(row, len(row)) for row in rows]
+
+
+@pytest.mark.parametrize("seed", sampled(range(170), (0,)))
+def test_no_list_schedule_waits_for_ever_or_holds_more(seed: int) -> None:
+    """Slices, sizes, hops, tight caps, any preferences and gaps, both directions of time: 60
+    tables a seed."""
+    rng = random.Random(seed)
+    for _ in range(60):
+        tasks = random_tasks(rng)
+        base = one_by_one(tasks)
+        caps = [peak + rng.choice((0, 0, rng.randint(0, 20))) for peak in tasks.peaks(base)]
+        for _ in range(2):
+            rows = list_schedule(
+                tasks,
+                base,
+                caps,
+                gap=rng.choice((rng.choice(GAPS), [rng.choice(GAPS) for _ in base])),
+                order=rng.choice((None, shuffled(rng, base))),
+                backward=rng.random() < 0.5,
+            )
+            assert sorted(task for row in rows for task in row) == list(range(len(tasks.rank)))
+            assert all(peak <= cap for peak, cap in zip(tasks.peaks(rows), caps))
+            assert replay(tasks, rows) is not None
+            base = rows  # what it gives is a base again
+
+
+@pytest.mark.parametrize("costs", [Costs(), Costs.of(1, "1.3", "0.8", "0.1")])
+def test_caps_below_v_mins(costs: Costs) -> None:
+    """Down to one microbatch's two sets; less memory is never faster."""
+    for pp, m in ((4, 8), (5, 3), (8, 16)):
+        made = [
+            generate("v-cap", pp, m, memory_cap=cap, costs=costs) for cap in range(2, 2 * pp + 1)
+        ]
+        for cap, schedule in zip(range(2, 2 * pp + 1), made):
+            check(schedule)
+            assert max(simulate(schedule).peak_sets) <= cap
+        times = [simulate(schedule).makespan for schedule in made]
+        assert times == sorted(times, reverse=True)
+
+
+def test_makespans_below_v_mins() -> None:
+    """Pinned, in chunk units at equal costs; V-Min, with eight sets, takes 119."""
+    request = Request(Placement.vee(8), 16, Durations.unit(Placement.vee(8)))
+    orders = {cap: low_order(request, cap) for cap in range(LEAST_CAP, 8)}
+    times = {cap: request.time_of(order) for cap, order in orders.items()}
+    assert times == {2: 333, 3: 309, 4: 183, 5: 172, 6: 137, 7: 130}
+    quick = Request(Placement.vee(8), 16, Durations.unit(Placement.vee(8)), effort=0)
+    assert request.time_of(low_order(quick, 6)) == 137
+    ranks = tuple(map(tuple, orders[2]))
+    assert check(Schedule("v-cap", Placement.vee(8), 16, ranks)) is None
