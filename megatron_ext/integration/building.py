@@ -40,7 +40,7 @@ class Building:
     finished: Callable[[], AbstractContextManager[Callable[[], None]]] = lambda: (
         contextlib.nullcontext(lambda: None)
     )
-    built: Callable[[Sequence[Any]], None] = _nothing
+    built: Callable[[Sequence[Any]], object] = _nothing
 
     def hooks(self) -> list[Hook]:
         """On every way that this Megatron has."""

@@ -154,25 +154,67 @@ class _Run:
         return [rank.row for rank in ranks]
 
 
+class _Memory:
+    """What one rank holds, and what it has still to hold in the order of its base."""
+
+    def __init__(self, tasks: Tasks, base: list[int], cap: int) -> None:
+        self._tasks, self._base, self._cap = tasks, base, cap
+        self._place = {task: k for k, task in enumerate(base)}
+        self._left, self._first = [True] * len(base), 0  # of the base: what has not started
+        self._held = 0  # once what runs has ended
+        self._growing = sum(tasks.take[task] > tasks.give[task] for task in base)
+
+    @property
+    def grows(self) -> bool:
+        """True while there is a task that takes more than it gives back."""
+        return self._growing > 0
+
+    def has_room(self, task: int) -> bool:
+        """True if it fits, and what stands before it in the base fits behind it."""
+        take, give, cap = self._tasks.take, self._tasks.give, self._cap
+        if self._held + take[task] > cap:
+            return False
+        held = self._held + take[task] - give[task]
+        if held <= self._held:
+            return True
+        for k in range(self._first, self._place[task]):
+            if self._left[k]:
+                other = self._base[k]
+                held += take[other]
+                if held > cap:
+                    return False
+                held -= give[other]
+        return True
+
+    def start(self, task: int) -> None:
+        """Take it from the base."""
+        self._left[self._place[task]] = False
+        while self._first < len(self._left) and not self._left[self._first]:
+            self._first += 1
+        net = self._tasks.take[task] - self._tasks.give[task]
+        self._growing -= net > 0
+        self._held += net
+
+
 class _Rank:
     """One rank of a run.
 
     Args:
         run: what it shares.
         base, cap, gap, order: its own.
+
+    Attributes:
+        clock: when it is free.
+        row: what it has started.
     """
 
     def __init__(
         self, run: _Run, base: list[int], cap: int, gap: Fraction, order: Iterable[int]
     ) -> None:
         tasks = run.tasks
-        self._run, self._base, self._cap = run, base, cap
-        self._gap, self._per = gap.as_integer_ratio()
-        self._place = {task: k for k, task in enumerate(base)}
+        self._run, self._memory = run, _Memory(tasks, base, cap)
+        self._gap = gap.as_integer_ratio()
         self._prefer = {task: k for k, task in enumerate(order)}
-        self._left, self._first = [True] * len(base), 0  # of the base: what has not started
-        self._held = 0  # once what runs has ended
-        self._growing = sum(tasks.take[task] > tasks.give[task] for task in base)
         self._lanes: dict[int, list[int]] = {}
         for task in reversed(base):
             self._lanes.setdefault(tasks.lane[task], []).append(task)
@@ -182,21 +224,21 @@ class _Rank:
 
     def choose(self, now: int, patient: bool) -> int | None:
         """What it starts now, if anything."""
-        run, tasks = self._run, self._run.tasks
+        run, memory = self._run, self._memory
         soonest: int | None = None  # when one that is preferred may be ready
         spare: int | None = None
         for _, task in self._heads:
             if run.missing[task] or run.ready[task] > now:
-                if patient and self._gap:
+                if patient and self._gap[0]:
                     expected = self._expected(task, now)
-                    if (soonest is None or expected < soonest) and self._room(task):
+                    if (soonest is None or expected < soonest) and memory.has_room(task):
                         soonest = expected
                 continue
             if soonest is not None and self._waits(soonest - now, task):
                 continue
-            if not self._room(task):
+            if not memory.has_room(task):
                 continue
-            if self._growing or tasks.feeds[task]:
+            if memory.grows or run.tasks.feeds[task]:
                 return task
             if spare is None:  # nobody waits for it, and its memory is of no use any more
                 spare = task
@@ -205,7 +247,8 @@ class _Rank:
         return spare
 
     def _waits(self, time: int, task: int) -> bool:
-        return time * self._per < self._gap * self._run.tasks.duration[task]
+        share, whole = self._gap
+        return time * whole < share * self._run.tasks.duration[task]
 
     def _expected(self, task: int, now: int) -> int:
         """The earliest time at which it may be ready, as far as its own inputs say."""
@@ -213,34 +256,12 @@ class _Rank:
         missing = [now + tasks.duration[x] + lag for x, lag in tasks.needs[task] if run.ends[x] < 0]
         return max(run.ready[task], *missing) if missing else run.ready[task]
 
-    def _room(self, task: int) -> bool:
-        """True if it fits, and what stands before it in the base fits behind it."""
-        tasks, cap = self._run.tasks, self._cap
-        if self._held + tasks.take[task] > cap:
-            return False
-        held = self._held + tasks.take[task] - tasks.give[task]
-        if held <= self._held:
-            return True
-        for k in range(self._first, self._place[task]):
-            if self._left[k]:
-                other = self._base[k]
-                held += tasks.take[other]
-                if held > cap:
-                    return False
-                held -= tasks.give[other]
-        return True
-
     def start(self, task: int) -> None:
         """Take it from its lane and from the base."""
-        tasks = self._run.tasks
         self.row.append(task)
+        self._memory.start(task)
         self._heads.remove((self._prefer[task], task))
-        lane = self._lanes[tasks.lane[task]]
+        lane = self._lanes[self._run.tasks.lane[task]]
         lane.pop()
         if lane:
             insort(self._heads, (self._prefer[lane[-1]], lane[-1]))
-        self._left[self._place[task]] = False
-        while self._first < len(self._left) and not self._left[self._first]:
-            self._first += 1
-        self._growing -= tasks.take[task] > tasks.give[task]
-        self._held += tasks.take[task] - tasks.give[task]

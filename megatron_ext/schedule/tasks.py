@@ -1,6 +1,6 @@
 """One table of an iteration's passes: what each waits for, how long it takes, what it holds.
 
-A *unit* is one slice of one microbatch; where microbatches are whole, it is a microbatch. Units are
+A *unit* is one slice of one microbatch; without slices it is a microbatch. Units are
 numbered through: those of microbatch 0 in the order of its tokens, then those of microbatch 1. An
 order is made, timed and checked from this table (``engine``), which alone knows that F follows F.
 """
@@ -41,7 +41,6 @@ class Tasks:
         microbatches: of each its units, in the order of its tokens; a number: so many whole ones.
 
     Attributes:
-        units, stages: how many.
         microbatch: of every unit.
         rank, lane, duration, take, give: by task. A lane's tasks run in the order of
             ``lane_order``; ``take`` is what its start takes of its rank's memory, ``give`` what its
@@ -60,7 +59,6 @@ class Tasks:
             microbatches = [[UnitCosts()]] * microbatches
         self.placement, self._hop = placement, durations.hop
         units = [unit for one in microbatches for unit in one]
-        self.units, self.stages = len(units), placement.num_stages
         self.microbatch = [j for j, one in enumerate(microbatches) for _ in one]
         self._order = _backward_order(microbatches)
         self.rank = [
@@ -81,6 +79,16 @@ class Tasks:
             for other, lag in edges:
                 feeds[other].append((task, lag))
         self.feeds = [tuple(edges) for edges in feeds]
+
+    @property
+    def units(self) -> int:
+        """How many."""
+        return len(self.microbatch)
+
+    @property
+    def stages(self) -> int:
+        """How many."""
+        return self.placement.num_stages
 
     def number(self, op: Op, stage: int, unit: int) -> int:
         """Of one pass."""

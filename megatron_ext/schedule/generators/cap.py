@@ -1,4 +1,4 @@
-"""v-cap: V placement at any memory cap up to 1F1B's.
+"""v-cap: V placement at any memory cap from V-Min's to 1F1B's.
 
 A cap's orders come from searches (``search``) for more and more microbatches, each of which begins
 with the last one's orders made longer (``longer``); at equal costs without hops they come from the
@@ -25,7 +25,6 @@ from .building_block import INTERVAL, Block, vee_block
 from .chain import steady_states
 from .list_scheduler import list_schedule
 from .longer import PERIODS, Longer, longer
-from .low import low_order
 from .request import Request
 from .search import START_GAPS, Search
 
@@ -64,8 +63,6 @@ def v_cap(request: Request) -> RankActions:
     """
     cap = 2 * request.pp if request.memory_cap is None else request.memory_cap
     plain = replace(request, memory_cap=None)
-    if cap < v_cap_limits(request.pp)[0]:
-        return low_order(plain, cap)
     if not request.effort:
         make, own = max(
             (one for one in _named(request.pp) if one[1] <= cap), key=lambda one: one[1]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..actions import AnyAction, RankActions
 from .blocks import VEES, gis_peak, grouped_block, named_block
-from .cap import named_order, v_cap
+from .cap import named_order, v_cap, v_cap_limits
 from .dualpipev import dualpipev
 from .grouped import interleaved_zb, interleaved_zb_small
+from .low import low_order
 from .request import Make, Request
 
 
@@ -96,6 +97,13 @@ def _grouped(request: Request, group: int) -> RankActions:
     return request.fastest([whole, request.reordered_at_unit_times(whole, peak), shaped])
 
 
+def _v_cap(request: Request) -> RankActions:
+    cap = request.memory_cap
+    if cap is None or cap >= v_cap_limits(request.pp)[0]:
+        return v_cap(request)
+    return low_order(replace(request, memory_cap=None), cap)
+
+
 def _dualpipev(request: Request) -> list[list[AnyAction]]:
     return dualpipev(request.pp, request.microbatches)
 
@@ -171,7 +179,7 @@ GENERATORS: dict[str, Generator] = {
         _dualpipev, "vee", 2, False, True, "V placement, joint F and B; one set more", fixed=True
     ),
     "v-cap": Generator(
-        v_cap, "vee", 2, False, True, "V placement at any cap", takes_memory_cap=True
+        _v_cap, "vee", 2, False, True, "V placement at any cap", takes_memory_cap=True
     ),
 }
 
