@@ -132,13 +132,17 @@ def test_a_wheel_is_needed(repo_root: Path, tmp_path: Path) -> None:
 
 
 def test_parts_start_where_there_is_a_gpu(repo_root: Path, tmp_path: Path) -> None:
-    """There they are no forks but new processes, which must find the suite."""
+    """There they are no forks but new processes, and so are their ranks: all find the suite."""
     code = f"""
 import argparse, pathlib
 from benchmarks.gpu import run
 run.device = lambda: {{"gpu": "one that a test made up"}}
 args = argparse.Namespace(tiny=True, output=pathlib.Path({str(tmp_path)!r}), date="{DATE}")
 assert run.run_part("rates", args)["gb_per_s"]["to_host"] > 0
+from benchmarks.gpu import keep, shared
+args.into = args.output / "ranks"
+assert shared._processes("benchmarks.gpu.shared", 2, args, {str(tmp_path)!r})
+assert len(keep.kept(args.into)["worlds"]["2"]["rows"]) == len(shared.CASES)
 """
     done = _run(repo_root, "-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
