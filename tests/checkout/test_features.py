@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -262,6 +263,8 @@ def compare_with_record(name: str, losses: list[dict[str, Any]]) -> None:
         RECORD.write_text(text[:-2] + "\n" + ",\n".join(runs) + "\n}}\n")
     elif record["machine"] == machine():
         assert record["runs"].get(name, losses) == losses, name
+    else:
+        warnings.warn(f"{RECORD.name} is of another machine: its losses are not compared")
 
 
 LOGGED = re.compile(
