@@ -32,7 +32,7 @@ def train(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Train:
         words = [*MODEL.split(), *flags.split()]
         words += [] if tied else ["--untie-embeddings-and-output-weights"]
         folder: Path = tmp_path_factory.mktemp("run")
-        return server.run(words, 2, folder, prelude=prelude, value=value)
+        return server.run(words, 2, folder, prelude=prelude, value=value, grace=1)
 
     return run
 
