@@ -264,7 +264,8 @@ def compare_with_record(name: str, losses: list[dict[str, Any]]) -> None:
     elif record["machine"] == machine():
         assert record["runs"].get(name, losses) == losses, name
     else:
-        warnings.warn(f"{RECORD.name} is of another machine: its losses are not compared")
+        text = f"{RECORD.name} is of another machine: its losses are not compared"
+        warnings.warn(text, stacklevel=2)
 
 
 LOGGED = re.compile(

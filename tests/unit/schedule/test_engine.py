@@ -11,6 +11,7 @@ from megatron_ext.schedule import Costs, Placement, check, generate, simulate
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.engine import Rows, list_schedule, one_by_one, replay
 from megatron_ext.schedule.generators.blocks import VEES
+from megatron_ext.schedule.generators.cap import v_cap_limits
 from megatron_ext.schedule.generators.low import LEAST_CAP, low_order
 from megatron_ext.schedule.generators.request import Request
 from megatron_ext.schedule.simulate import run_times
@@ -136,10 +137,9 @@ def test_no_list_schedule_waits_for_ever_or_holds_more(seed: int) -> None:
 def test_caps_below_v_mins(costs: Costs) -> None:
     """Down to one microbatch's two sets; less memory is never faster."""
     for pp, m in ((4, 8), (5, 3), (8, 16)):
-        made = [
-            generate("v-cap", pp, m, memory_cap=cap, costs=costs) for cap in range(2, 2 * pp + 1)
-        ]
-        for cap, schedule in zip(range(2, 2 * pp + 1), made):
+        caps = range(LEAST_CAP, v_cap_limits(pp)[0] + 1)
+        made = [generate("v-cap", pp, m, memory_cap=cap, costs=costs) for cap in caps]
+        for cap, schedule in zip(caps, made):
             check(schedule)
             assert max(simulate(schedule).peak_sets) <= cap
         times = [simulate(schedule).makespan for schedule in made]
