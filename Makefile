@@ -29,7 +29,7 @@ test:
 
 # The default run first, within the processor time that it may take: searches of the second are full.
 nightly:
-	scripts/test.sh --processor-budget=1500
+	scripts/test.sh --processor-budget=1800
 	scripts/test.sh --all
 	scripts/gpu_suite.sh
 
