@@ -51,7 +51,7 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("frozen"):
         layer.experts.local_experts[0].requires_grad_(False)
     if case.get("hooked"):
-        for parameter in layer.experts.parameters():
+        for parameter in filter(lambda one: one.requires_grad, layer.experts.parameters()):
             parameter.register_hook(lambda grad: grad * 3 - 1)  # of a sum not the sum
     x, dy = data(case, config)
     if case.get("skew"):
@@ -384,6 +384,16 @@ CASES: dict[str, dict[str, Any]] = {
         "dtype": torch.bfloat16,
         "ways": [(2, "none")],
         "config": {**_FLEX, **_RECOMPUTED},
+    },
+    "flex-unusual": {
+        "world": 2,
+        "ep": 2,
+        "dtype": torch.bfloat16,
+        "ways": [(2, "none")],
+        "config": _FLEX,
+        "frozen": True,
+        "hooked": True,
+        "skew": True,
     },
     "precision": {
         "world": 2,
