@@ -108,7 +108,9 @@ def main() -> int:
     data = json.loads(args.results.read_text())
     gpu = gpu_called(data["gpu"] or "")
     if gpu is None or data["tiny"]:
-        print(f"{args.results} has no figures of a device of the table", file=sys.stderr)
+        what = "from --tiny" if data["tiny"] else f"of {data['gpu']}, which is not in the table"
+        print(f"{args.results} is {what}; give a run on a GPU of megatron_ext/plan/gpus",
+              file=sys.stderr)  # fmt: skip
         return 2
     found = figures(data["rows"], source(data))
     print(json.dumps({"gpu": gpu.name, "numbers": numbers(data), "figures": found}, indent=1))

@@ -1,8 +1,8 @@
 """One table of an iteration's passes: what each waits for, how long it takes, what it holds.
 
-A *unit* is one slice of one microbatch; without slices it is a microbatch. Units are
-numbered through: those of microbatch 0 in the order of its tokens, then those of microbatch 1. An
-order is made, timed and checked from this table (``engine``), which alone knows that F follows F.
+A *unit* is one slice of one microbatch; without slices it is a microbatch. Units are numbered
+through: those of microbatch 0 in the order of its tokens, then those of microbatch 1. Needs between
+stages are those of ``effects.inputs``; slices add needs within a stage.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from .actions import Action, Op
 from .costs import Durations
+from .effects import KINDS, inputs, peak
 from .placement import Placement
-
-OPS = (Op.F, Op.B, Op.W)
 
 
 class UnitCosts(NamedTuple):
@@ -60,11 +59,10 @@ class Tasks:
         self.placement, self._hop = placement, durations.hop
         units = [unit for one in microbatches for unit in one]
         self.microbatch = [j for j, one in enumerate(microbatches) for _ in one]
-        self._order = _backward_order(microbatches)
         self.rank = [
-            r for _ in OPS for r in map(placement.rank_of, range(self.stages)) for _ in units
+            r for _ in KINDS for r in map(placement.rank_of, range(self.stages)) for _ in units
         ]
-        self.lane = [i // max(self.units, 1) for i in range(len(self.rank))]
+        self.lane = [i // self.units for i in range(len(self.rank))]
         rows = (durations.forward, durations.backward_input, durations.backward_weight)
         self.duration = [
             row[s] * u[k] for k, row in enumerate(rows) for s in range(self.stages) for u in units
@@ -92,30 +90,21 @@ class Tasks:
 
     def number(self, op: Op, stage: int, unit: int) -> int:
         """Of one pass."""
-        return (OPS.index(op) * self.stages + stage) * self.units + unit
+        return (KINDS.index(op) * self.stages + stage) * self.units + unit
 
     def name(self, task: int) -> tuple[Op, int, int]:
         """(op, stage, unit)."""
         lane, unit = divmod(task, self.units)
-        return (OPS[lane // self.stages], lane % self.stages, unit)
+        return (KINDS[lane // self.stages], lane % self.stages, unit)
 
     def _needs(self, task: int) -> Iterator[tuple[int, int]]:
         op, stage, unit = self.name(task)
-        if op is Op.W:
-            yield self.number(Op.B, stage, unit), 0
-        elif op is Op.F:
-            if stage:
-                yield self.number(Op.F, stage - 1, unit), self._lag(stage, stage - 1)
-            if (
-                unit and self.microbatch[unit - 1] == self.microbatch[unit]
-            ):  # keys and values of the slice before
-                yield self.number(Op.F, stage, unit - 1), 0
-        else:
-            yield self.number(Op.F, stage, unit), 0
-            if stage < self.stages - 1:
-                yield self.number(Op.B, stage + 1, unit), self._lag(stage, stage + 1)
-            if self.microbatch[unit : unit + 2] == [self.microbatch[unit]] * 2:  # their gradients
-                yield self.number(Op.B, stage, unit + 1), 0
+        for kind, other in inputs(op, stage, self.stages):
+            yield self.number(KINDS[kind], other, unit), self._lag(stage, other)
+        # F needs the keys and values of the slice before, B their gradients from the one behind.
+        beside = {Op.F: unit - 1, Op.B: unit + 1}.get(op, -1)
+        if 0 <= beside < self.units and self.microbatch[beside] == self.microbatch[unit]:
+            yield self.number(op, stage, beside), 0
 
     def _lag(self, stage: int, other: int) -> int:
         same = self.placement.rank_of(stage) == self.placement.rank_of(other)
@@ -123,7 +112,8 @@ class Tasks:
 
     def lane_order(self, lane: int) -> list[int]:
         """Its tasks: microbatches rise; the units of one rise in F, and fall in B and W."""
-        order = range(self.units) if lane < self.stages else self._order
+        sign = 1 if lane < self.stages else -1
+        order = sorted(range(self.units), key=lambda unit: (self.microbatch[unit], sign * unit))
         return [lane * self.units + unit for unit in order]
 
     def rows(self, orders: Sequence[Sequence[Action]]) -> list[list[int]]:
@@ -137,29 +127,12 @@ class Tasks:
     def backward(self) -> Tasks:
         """The same in reversed time: what was needed is fed, what was given back is taken."""
         other = copy.copy(self)
-        other.needs, other.feeds, other.take, other.give = (
-            self.feeds,
-            self.needs,
-            self.give,
-            self.take,
-        )
+        other.needs, other.feeds = self.feeds, self.needs
+        other.take, other.give = self.give, self.take
         return other
 
     def peaks(self, rows: Sequence[Sequence[int]]) -> list[int]:
         """The most that each rank holds at once."""
-        found = []
-        for row in rows:
-            held = most = 0
-            for task in row:
-                held += self.take[task]
-                most = max(most, held)
-                held -= self.give[task]
-            found.append(most)
-        return found
-
-
-def _backward_order(microbatches: Sequence[Sequence[UnitCosts]]) -> list[int]:
-    order: list[int] = []
-    for one in microbatches:
-        order += range(len(order) + len(one) - 1, len(order) - 1, -1)
-    return order
+        return [
+            peak(x for task in row for x in (self.take[task], -self.give[task])) for row in rows
+        ]

@@ -104,7 +104,7 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _collect(forks: dict[int, socket.socket]) -> None:
-    """Hand the programs of forks that have ended their exit statuses."""
+    """Send the exit status of every fork that has ended to its program."""
     while forks:
         process, status = os.waitpid(-1, os.WNOHANG)
         if not process:

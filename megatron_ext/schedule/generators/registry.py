@@ -48,6 +48,9 @@ def _fixed(name: str) -> Make:
     return lambda r: named_block(name, r.pp, r.microbatches, r.chunks).stamp(r.microbatches)
 
 
+_one_f_one_b, _interleaved, _po = map(_fixed, ("1f1b", "interleaved", "po"))
+
+
 def _zb_h1(request: Request) -> RankActions:
     return request.shaped([_fixed("zb-h1")], request.pp)
 
@@ -74,6 +77,9 @@ def _interleaved_zb_fixed(request: Request) -> RankActions:
 def _vee(name: str) -> Make:
     vee = VEES[name]
     return lambda request: named_order(request, vee.order, vee.cap(request.pp))
+
+
+_v_zb, _v_half, _v_min = map(_vee, ("v-zb", "v-half", "v-min"))
 
 
 def _gis(request: Request) -> RankActions:
@@ -112,22 +118,10 @@ def _dualpipev(request: Request) -> list[list[AnyAction]]:
 # searched orders. Of equally fast schedules ``auto`` takes the first.
 GENERATORS: dict[str, Generator] = {
     "1f1b": Generator(
-        _fixed("1f1b"),
-        "loop",
-        1,
-        False,
-        False,
-        "one forward, one backward; the default",
-        fixed=True,
+        _one_f_one_b, "loop", 1, False, False, "one forward, one backward; the default", fixed=True
     ),
     "interleaved": Generator(
-        _fixed("interleaved"),
-        "loop",
-        2,
-        True,
-        False,
-        "1F1B over several chunks; more memory",
-        fixed=True,
+        _interleaved, "loop", 2, True, False, "1F1B over several chunks; more memory", fixed=True
     ),
     "zb-h1": Generator(
         _zb_h1, "loop", 1, False, True, "split backward at 1F1B's memory; a third of its bubble"
@@ -143,37 +137,16 @@ GENERATORS: dict[str, Generator] = {
     ),
     "gis": Generator(_gis, "loop", 2, True, True, "interleaved in groups of --pp-group-size", True),
     "po": Generator(
-        _fixed("po"),
-        "loop",
-        2,
-        True,
-        True,
-        "gis-h's block repeated uniformly, made for offload",
-        fixed=True,
+        _po, "loop", 2, True, True, "gis-h's block repeated uniformly, made for offload", fixed=True
     ),
     "v-zb": Generator(
-        _vee("v-zb"),
-        "vee",
-        2,
-        False,
-        True,
-        "split backward, V placement: 1F1B's memory, least bubble",
+        _v_zb, "vee", 2, False, True, "split backward, V placement: 1F1B's memory, least bubble"
     ),
     "v-half": Generator(
-        _vee("v-half"),
-        "vee",
-        2,
-        False,
-        True,
-        "split backward, V placement: about half of 1F1B's memory",
+        _v_half, "vee", 2, False, True, "split backward, V placement: about half of 1F1B's memory"
     ),
     "v-min": Generator(
-        _vee("v-min"),
-        "vee",
-        2,
-        False,
-        True,
-        "split backward, V placement: about a third of the memory",
+        _v_min, "vee", 2, False, True, "split backward, V placement: about a third of the memory"
     ),
     "dualpipev": Generator(
         _dualpipev, "vee", 2, False, True, "V placement, joint F and B; one set more", fixed=True

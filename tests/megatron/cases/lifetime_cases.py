@@ -5,7 +5,6 @@ A result is a list of what each rank found; see ``test_lifetime.py``.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
@@ -39,7 +38,12 @@ from megatron_ext.runtime import communicators, edges, watchdog  # noqa: E402
 from megatron_ext.runtime.wgrad import WeightGradStore  # noqa: E402
 from tests.megatron.cases import gpt_cases  # noqa: E402
 from tests.megatron.cases.gpt_cases import BATCH, SEQUENCE, to_bytes  # noqa: E402
-from tests.megatron.cases.process_state import differences, holders, process  # noqa: E402
+from tests.megatron.cases.process_state import (  # noqa: E402
+    differences,
+    holders,
+    noted_waits,
+    process,
+)
 from tests.support.case_server import serve  # noqa: E402
 from tests.support.stand_ins import megatron_args  # noqa: E402
 
@@ -418,37 +422,6 @@ def groups(case: dict[str, Any]) -> Any:
 
 # --- waits ---
 
-_WAITS = (
-    "all_gather_object",
-    "all_reduce",
-    "barrier",
-    "broadcast_object_list",
-    "new_group",
-    "scatter",
-)
-
-
-@contextlib.contextmanager
-def noted(seen: list[tuple[str, int, bool]]) -> Iterator[None]:
-    """Note every wait for other ranks that our integration asks for: how many ranks, watched."""
-    with contextlib.ExitStack() as stack:
-        for name in _WAITS:
-            original = getattr(dist, name)
-
-            def noting(*args: Any, original: Any = original, **kwargs: Any) -> Any:
-                frame = sys._getframe(1)
-                if "/megatron_ext/integration/" in frame.f_code.co_filename:
-                    bound = [
-                        a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)
-                    ]
-                    size = bound[0].size() if bound else dist.get_world_size()
-                    seen.append((original.__name__, size, watchdog.process_watchdog()._armed))
-                return original(*args, **kwargs)
-
-            setattr(dist, name, noting)
-            stack.callback(setattr, dist, name, original)
-        yield
-
 
 def replicas(case: dict[str, Any]) -> Any:
     """Two data replicas with other numbers of microbatches, and what they wait for."""
@@ -456,7 +429,7 @@ def replicas(case: dict[str, Any]) -> Any:
     log = io.StringIO()
     logging.getLogger("megatron_ext").addHandler(logging.StreamHandler(log))
     returned = {}
-    with noted(seen):
+    with noted_waits(seen):
         for name, options, config in (
             ("offloaded, measured", {"offload": "half"}, {}),
             ("experts", {"moe_pipeline_chunks": 1, "moe_memory_reuse": "s3"}, EXPERTS),

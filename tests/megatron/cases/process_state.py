@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from typing import Any
 
-from megatron_ext.runtime import communicators
+import torch.distributed as dist
+
+from megatron_ext.runtime import communicators, watchdog
 from tests.megatron.cases.hook_cases import megatron_symbols
 
 _at_exit: list[str] = []  # functions of ours that are called at exit
@@ -94,3 +98,35 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         if before[name] != after[name]:
             found.append(f"{name}: {before[name]} -> {after[name]}")
     return found
+
+
+_WAITS = (
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast_object_list",
+    "new_group",
+    "scatter",
+)
+
+
+@contextlib.contextmanager
+def noted_waits(seen: list[tuple[str, int, bool]]) -> Iterator[None]:
+    """Note every wait for other ranks that our integration asks for: how many ranks, watched."""
+    with contextlib.ExitStack() as stack:
+        for name in _WAITS:
+            original = getattr(dist, name)
+
+            def noting(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+                frame = sys._getframe(1)
+                if "/megatron_ext/integration/" in frame.f_code.co_filename:
+                    bound = [
+                        a for a in (*args, *kwargs.values()) if isinstance(a, dist.ProcessGroup)
+                    ]
+                    size = bound[0].size() if bound else dist.get_world_size()
+                    seen.append((original.__name__, size, watchdog.process_watchdog()._armed))
+                return original(*args, **kwargs)
+
+            setattr(dist, name, noting)
+            stack.callback(setattr, dist, name, original)
+        yield

@@ -11,6 +11,7 @@ import pytest
 from megatron_ext.schedule import NAMES, Action, Op, Schedule, block_file, check, generate, simulate
 from megatron_ext.schedule.block_file import block_from_json, block_to_json
 from megatron_ext.schedule.effects import peak_sets
+from megatron_ext.schedule.generators import grouped
 from megatron_ext.schedule.generators.blocks import PERIODIC, named_block
 from megatron_ext.schedule.generators.building_block import Block
 from megatron_ext.schedule.lifespan import lifespans
@@ -83,6 +84,12 @@ def test_a_repeated_block_is_the_schedule_of_its_name(name: str) -> None:
         for m in (1, p, 2 * p + 1, 3 * p):
             expected = [published(name, rank, p, v, m) for rank in range(p)]
             assert named_block(name, p, m, v).stamp(m) == expected, (p, v, m)
+
+
+def test_groups_of_interleaved_zb_shrink_at_the_end_only_as_far_as_the_ring_allows() -> None:
+    """On the groups themselves: what is generated is the fastest of several candidates."""
+    assert grouped._groups(4, 10) == [4, 4, 2], "half of p is enough for the cool-down"
+    assert grouped._groups(7, 15) == [7, 5, 3], "the ring takes (2p-1)/3, not half of 8"
 
 
 @pytest.mark.parametrize("name", [name for name in PERIODIC if name != "gpipe"])

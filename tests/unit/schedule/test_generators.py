@@ -25,7 +25,7 @@ from megatron_ext.schedule import (
     simulate,
 )
 from megatron_ext.schedule.generators import building_block as blocks
-from megatron_ext.schedule.generators import cap, grouped
+from megatron_ext.schedule.generators import cap
 from megatron_ext.schedule.generators.blocks import v_half_block, v_zb_block
 from megatron_ext.schedule.generators.building_block import vee_block
 from megatron_ext.schedule.generators.list_scheduler import list_schedule
@@ -142,12 +142,6 @@ def test_interleaved_zb(pp: int, chunks: int) -> None:
         run = simulate(generate("interleaved-zb", pp, m, chunks))
         assert run.makespan == 3 * m + Fraction(pp - 1, chunks)
         assert max(run.peak_activation) == pp
-
-
-def test_groups_of_interleaved_zb_shrink_at_the_end_only_as_far_as_the_ring_allows() -> None:
-    """On the groups themselves: what is generated is the fastest of several candidates."""
-    assert grouped._groups(4, 10) == [4, 4, 2], "half of p is enough for the cool-down"
-    assert grouped._groups(7, 15) == [7, 5, 3], "the ring takes (2p-1)/3, not half of 8"
 
 
 def test_a_long_run_takes_what_is_fastest_for_fewer_microbatches() -> None:
