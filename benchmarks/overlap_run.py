@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace, server: ScriptServer, folder: Path) -> lis
         run = folder / str(len(rows))
         outcome = server.run(words, 2 * args.pp, run, 600.0, prelude=CLOCK, value=value)
         if outcome.status != "ok":
-            raise RuntimeError(f"{title}: {outcome.log(0)[-3000:]}")
+            raise RuntimeError(f"{title}: {outcome.report}")
         ranks = [json.loads((run / f"steps{r}.json").read_text()) for r in range(2 * args.pp)]
         # The first step starts everything.
         steps = [max(times) for times in zip(*ranks)][1:]

@@ -105,7 +105,7 @@ class Trainer:
             flags.split(), pp, self.folder / "run", 600.0, prelude=probe, value=value
         )
         if outcome.status != "ok":
-            raise SystemExit(f"{name} {outcome.status}:\n{outcome.log(0)[-4000:]}")
+            raise SystemExit(f"{name} {outcome.status}:\n{outcome.report}")
         ranks = [
             [json.loads(line) for line in (outcome.folder / f"rank{r}.state").open()]
             for r in range(pp)

@@ -42,6 +42,7 @@ HOME = Path(__file__).resolve().parents[2]  # of the package
 PATIENCE = 400.0  # seconds
 MOST_RANKS = 32  # of the largest layout that shrinking can leave
 MOST_SAMPLE_BYTES = 1 << 30
+_END = 3000  # characters of a rank's log that a report shows
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Outcome:
         folder: with logs and losses.
         exits: exit status by rank, minus the signal that killed it.
         orphans: how many ranks left processes behind that were still there when all had ended.
+        first: the rank that ended first of those with another status than 0; -1: none did.
     """
 
     status: str
@@ -61,6 +63,14 @@ class Outcome:
     folder: Path
     exits: tuple[int, ...] = ()
     orphans: int = 0
+    first: int = -1
+
+    @property
+    def report(self) -> str:
+        """How every rank ended, and the end of what it printed; the first to fail comes first."""
+        ranks = sorted(range(len(self.exits)), key=lambda rank: rank != self.first)
+        ends = [f"rank {rank}: exit {self.exits[rank]}\n{self.log(rank)[-_END:]}" for rank in ranks]
+        return "\n".join([f"{self.status} after {self.seconds:.1f} s", *ends])
 
     def log(self, rank: int) -> str:
         """What a rank printed."""
@@ -170,9 +180,8 @@ class ScriptServer:
         answer = self._ask(job)
         if answer["status"] != "ok":
             self._forget_samples()  # It may have ended while it wrote them.
-        return Outcome(
-            answer["status"], answer["seconds"], folder, tuple(answer["exits"]), answer["orphans"]
-        )
+        answer["exits"] = tuple(answer["exits"])
+        return Outcome(folder=folder, **answer)
 
     def flags(self) -> list[str]:
         """The names of all flags that the script knows, ours too.
@@ -285,15 +294,17 @@ def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         running[pid] = rank
-    status, ranks, exits = "ok", list(running), [0] * job["world"]
+    status, ranks, exits, first = "ok", list(running), [0] * job["world"], -1
     stopped: set[int] = set()
     while running:
         pid, code = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
         if pid in running and os.WIFSTOPPED(code):
             stopped.add(pid)
         elif pid in running:
-            exits[running.pop(pid)] = os.waitstatus_to_exitcode(code)
+            rank = running.pop(pid)
+            exits[rank] = os.waitstatus_to_exitcode(code)
             if code != 0 and status == "ok":
+                first = rank
                 # As torchrun: one rank's failure ends the others, after they could report.
                 slowdown = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
                 end = time.monotonic() - start + job["grace"] * slowdown
@@ -312,7 +323,10 @@ def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:
             time.sleep(0.01)
     seconds = time.monotonic() - start
     orphans = sum(_left_behind(rank) for rank in ranks)
-    return {"status": status, "seconds": seconds, "exits": exits, "orphans": orphans}
+    return {
+        **{"status": status, "seconds": seconds, "exits": exits},
+        **{"orphans": orphans, "first": first},
+    }
 
 
 def _left_behind(rank: int) -> bool:

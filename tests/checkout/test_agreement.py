@@ -33,7 +33,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> Callable[..
 
 def _said(outcome: Outcome) -> str:
     """What all ranks ended with, before any step."""
-    assert outcome.status == "failed", outcome.log(0)[-3000:]
+    assert outcome.status == "failed", outcome.report
     assert not outcome.losses()
     found = [re.findall(r"^\[megatron_ext\] error: (.*)", outcome.log(r), re.M) for r in range(4)]
     last = {lines[-1] for lines in found if lines}
@@ -52,7 +52,7 @@ class TestOnRanks:
             own[rank] += ["--pp-trace", str(tmp_path / f"traces{rank}")]
             own[rank] += ["--merge-file", str(tmp_path / f"{rank}.txt")]
         outcome = start(more=own)
-        assert outcome.status == "ok", outcome.log(0)[-3000:]
+        assert outcome.status == "ok", outcome.report
         assert len(outcome.losses()) == 1
 
     def test_other_devices_follow_the_first_ranks(
@@ -68,7 +68,7 @@ class TestOnRanks:
         )
         names = ["NVIDIA H100 80GB HBM3"] * 2 + ["NVIDIA A100-SXM4-80GB"] * 2
         outcome = start("--pp-schedule", "v-half", prelude=named, value=names)
-        assert outcome.status == "ok", outcome.log(0)[-3000:]
+        assert outcome.status == "ok", outcome.report
         assert len(outcome.losses()) == 1
         line = f"{MODEL} --transformer-impl local"
         command = ["plan", "--from-args", line, "--pp", "4", "--gpu", "H100", "--json"]

@@ -60,17 +60,17 @@ class Runs:
     def good(self, name: str, pp: int, *flags: str, world: int | None = None) -> list[float]:
         """Losses of a run that must end well."""
         outcome = self.train(name, pp, *flags, world=world)
-        assert outcome.status == "ok", outcome.log(0)[-4000:]
+        assert outcome.status == "ok", outcome.report
         return losses(outcome)
 
     def refused(self, name: str, pp: int, *flags: str, world: int | None = None) -> str:
         """The one sentence with which a run is refused before its first step."""
         outcome = self.train(name, pp, "--nosave", *flags, world=world)
-        assert outcome.status == "failed", outcome.log(0)[-4000:]
+        assert outcome.status == "failed", outcome.report
         assert outcome.losses() == []
         lines = outcome.log(0).strip().splitlines()
         found = [x for x in lines if x.startswith("[megatron_ext] error: ")]
-        assert found and lines[-1] == found[-1], outcome.log(0)[-4000:]
+        assert found and lines[-1] == found[-1], outcome.report
         return found[-1]
 
 

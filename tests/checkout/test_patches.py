@@ -251,7 +251,7 @@ def patched(folder: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[list[A
 def served(serve: Serve, folder: Path, *flags: str, ranks: int) -> tuple[list[Any], str]:
     """The same by the launcher, on the unmodified checkout."""
     outcome = serve(MAIN_TAG).run([*MODEL.split(), *flags], ranks, folder)
-    assert outcome.status == "ok", outcome.log(0)[-6000:]
+    assert outcome.status == "ok", outcome.report
     return read("".join(map(outcome.log, range(ranks))))
 
 

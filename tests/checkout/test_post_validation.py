@@ -75,7 +75,7 @@ class TestOneRun:
             self.run(serve, tmp_path / name, flags + more, [CLIPPED], batches)
             for name, more in (("usual", ""), ("ahead", " --pp-post-validation 0"))
         ]
-        assert [run.status for run in runs] == ["ok", "ok"], runs[1].log(0)[-4000:]
+        assert [run.status for run in runs] == ["ok", "ok"], runs[1].report
         usual, ahead = (script.computed(run) for run in runs)
         assert usual == ahead and len(ahead[1]) == 8
         assert "post-validation rolled back" in runs[1].log(0)
@@ -91,7 +91,7 @@ class TestOneRun:
             "--train-iters 12 --pp-post-validation 0 --dist-ckpt-optim-fully-reshardable"
         )
         whole = self.run(serve, tmp_path / "whole", flags, [CLIPPED])
-        assert whole.status == "ok", whole.log(0)[-4000:]
+        assert whole.status == "ok", whole.report
         saving = f"{flags} --save {tmp_path / 'saved'} --load {tmp_path / 'saved'}"
         # Nothing foretells this one: iteration 4 has begun when its checkpoint is written.
         told = self.run(
@@ -100,7 +100,7 @@ class TestOneRun:
             f"{saving} --save-interval 100 --exit-signal-handler",
             [CLIPPED, {"iteration": 3, "rank": 0, "signal": 15}],
         )
-        assert told.status == "ok" and len(told.losses()) == 4, told.log(0)[-4000:]
+        assert told.status == "ok" and len(told.losses()) == 4, told.report
         killed = self.run(
             serve,
             tmp_path / "killed",
@@ -109,7 +109,7 @@ class TestOneRun:
         )
         assert killed.status == "failed"
         resumed = self.run(serve, tmp_path / "resumed", f"{saving} --save-interval 3", [CLIPPED])
-        assert resumed.status == "ok", resumed.log(0)[-4000:]
+        assert resumed.status == "ok", resumed.report
         parts = [(told, 0, 4), (killed, 4, 8), (resumed, 6, 12)]
         expected = script.computed(whole)
         for run, begin, end in parts:

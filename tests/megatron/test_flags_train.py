@@ -25,7 +25,7 @@ TRAINING = (
 def train(server, flags, folder):
     """Exact losses of two steps on two ranks."""
     outcome = server.run([*shlex.split(f"{MODEL} {TRAINING}"), *flags], 2, folder)
-    assert outcome.status == "ok", outcome.log(0)[-5000:]
+    assert outcome.status == "ok", outcome.report
     return [line["losses"] for line in outcome.losses()]
 
 
