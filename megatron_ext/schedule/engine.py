@@ -125,8 +125,9 @@ class _Run:
 
     def rows(self) -> Rows:
         """Of every rank, as they started."""
-        tasks, ranks = self.tasks, self.ranks
-        todo, now = len(tasks.rank), 0
+        ranks, rank_of, feeds = self.ranks, self.tasks.rank, self.tasks.feeds
+        missing, ready = self.missing, self.ready
+        todo, now = len(rank_of), 0
         wakes = [(0, rank) for rank in range(len(ranks))]
         patient = True
         while todo:
@@ -140,17 +141,23 @@ class _Run:
             if now < rank.clock:
                 continue
             task = rank.choose(now, patient)
-            if task is None:
-                continue
-            patient, todo = True, todo - 1
-            rank.start(task)
-            self.ends[task] = rank.clock = end = now + tasks.duration[task]
-            for other, lag in tasks.feeds[task]:
-                self.missing[other] -= 1
-                self.ready[other] = max(self.ready[other], end + lag)
-                if tasks.rank[other] != number or lag:
-                    heappush(wakes, (end + lag, tasks.rank[other]))
-            heappush(wakes, (end, number))
+            while task is not None:
+                patient, todo = True, todo - 1
+                end = rank.start(task, now)
+                for other, lag in feeds[task]:
+                    missing[other] -= 1
+                    time = end + lag
+                    if time > ready[other]:
+                        ready[other] = time
+                    fed = rank_of[other]
+                    if (fed != number or lag) and ranks[fed].clock <= time:
+                        heappush(wakes, (time, fed))
+                if not wakes or wakes[0][0] > end:  # nothing happens until then
+                    now = end
+                    task = rank.choose(now, patient)
+                else:
+                    heappush(wakes, (end, number))
+                    break
         return [rank.row for rank in ranks]
 
 
@@ -162,24 +169,21 @@ class _Memory:
         self._place = {task: k for k, task in enumerate(base)}
         self._left, self._first = [True] * len(base), 0  # of the base: what has not started
         self._held = 0  # once what runs has ended
-        self._growing = sum(tasks.take[task] > tasks.give[task] for task in base)
-
-    @property
-    def grows(self) -> bool:
-        """True while there is a task that takes more than it gives back."""
-        return self._growing > 0
+        self.growing = sum(tasks.take[task] > tasks.give[task] for task in base)
 
     def has_room(self, task: int) -> bool:
         """True if it fits, and what stands before it in the base fits behind it."""
-        take, give, cap = self._tasks.take, self._tasks.give, self._cap
-        if self._held + take[task] > cap:
+        take, give, cap, held = self._tasks.take, self._tasks.give, self._cap, self._held
+        held += take[task]
+        if held > cap:
             return False
-        held = self._held + take[task] - give[task]
+        held -= give[task]
         if held <= self._held:
             return True
+        left, base = self._left, self._base
         for k in range(self._first, self._place[task]):
-            if self._left[k]:
-                other = self._base[k]
+            if left[k]:
+                other = base[k]
                 held += take[other]
                 if held > cap:
                     return False
@@ -188,11 +192,13 @@ class _Memory:
 
     def start(self, task: int) -> None:
         """Take it from the base."""
-        self._left[self._place[task]] = False
-        while self._first < len(self._left) and not self._left[self._first]:
-            self._first += 1
+        left, first, most = self._left, self._first, len(self._left)
+        left[self._place[task]] = False
+        while first < most and not left[first]:
+            first += 1
+        self._first = first
         net = self._tasks.take[task] - self._tasks.give[task]
-        self._growing -= net > 0
+        self.growing -= net > 0
         self._held += net
 
 
@@ -211,13 +217,12 @@ class _Rank:
     def __init__(
         self, run: _Run, base: list[int], cap: int, gap: Fraction, order: Iterable[int]
     ) -> None:
-        tasks = run.tasks
-        self._run, self._memory = run, _Memory(tasks, base, cap)
+        self._run, self._memory = run, _Memory(run.tasks, base, cap)
         self._gap = gap.as_integer_ratio()
         self._prefer = {task: k for k, task in enumerate(order)}
         self._lanes: dict[int, list[int]] = {}
         for task in reversed(base):
-            self._lanes.setdefault(tasks.lane[task], []).append(task)
+            self._lanes.setdefault(run.tasks.lane[task], []).append(task)
         # The next task of every lane, those that are preferred first.
         self._heads = sorted((self._prefer[lane[-1]], lane[-1]) for lane in self._lanes.values())
         self.clock, self.row = 0, list[int]()
@@ -225,43 +230,45 @@ class _Rank:
     def choose(self, now: int, patient: bool) -> int | None:
         """What it starts now, if anything."""
         run, memory = self._run, self._memory
-        soonest: int | None = None  # when one that is preferred may be ready
+        missing, ready, tasks = run.missing, run.ready, run.tasks
+        share, whole = self._gap
+        soonest = -1  # when one that is preferred may be ready; negative: there is none
         spare: int | None = None
         for _, task in self._heads:
-            if run.missing[task] or run.ready[task] > now:
-                if patient and self._gap[0]:
+            if missing[task] or ready[task] > now:
+                if share and patient:
                     expected = self._expected(task, now)
-                    if (soonest is None or expected < soonest) and memory.has_room(task):
+                    if (soonest < 0 or expected < soonest) and memory.has_room(task):
                         soonest = expected
-                continue
-            if soonest is not None and self._waits(soonest - now, task):
-                continue
-            if not memory.has_room(task):
-                continue
-            if memory.grows or run.tasks.feeds[task]:
-                return task
-            if spare is None:  # nobody waits for it, and its memory is of no use any more
-                spare = task
-        if spare is not None and soonest is not None and self._waits(soonest - now, spare):
-            return None
-        return spare
-
-    def _waits(self, time: int, task: int) -> bool:
-        share, whole = self._gap
-        return time * whole < share * self._run.tasks.duration[task]
+            elif (
+                soonest < 0 or (soonest - now) * whole >= share * tasks.duration[task]
+            ) and memory.has_room(task):
+                if memory.growing or tasks.feeds[task]:
+                    return task
+                if spare is None:  # nobody waits for it, and its memory is of no use any more
+                    spare = task
+        if spare is None or soonest < 0:
+            return spare
+        return spare if (soonest - now) * whole >= share * tasks.duration[spare] else None
 
     def _expected(self, task: int, now: int) -> int:
         """The earliest time at which it may be ready, as far as its own inputs say."""
-        run, tasks = self._run, self._run.tasks
-        missing = [now + tasks.duration[x] + lag for x, lag in tasks.needs[task] if run.ends[x] < 0]
-        return max(run.ready[task], *missing) if missing else run.ready[task]
+        run, time = self._run, self._run.ready[task]
+        ends, took = run.ends, run.tasks.duration
+        for other, lag in run.tasks.needs[task]:
+            if ends[other] < 0 and now + took[other] + lag > time:
+                time = now + took[other] + lag
+        return time
 
-    def start(self, task: int) -> None:
-        """Take it from its lane and from the base."""
+    def start(self, task: int, now: int) -> int:
+        """Take it from its lane and from the base; when it ends."""
+        tasks = self._run.tasks
         self.row.append(task)
         self._memory.start(task)
         self._heads.remove((self._prefer[task], task))
-        lane = self._lanes[self._run.tasks.lane[task]]
+        lane = self._lanes[tasks.lane[task]]
         lane.pop()
         if lane:
             insort(self._heads, (self._prefer[lane[-1]], lane[-1]))
+        self._run.ends[task] = self.clock = end = now + tasks.duration[task]
+        return end

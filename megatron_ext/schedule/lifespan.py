@@ -14,7 +14,8 @@ from .costs import Durations
 from .effects import peak_sets
 from .event_loop import Program, time_of
 from .generators.building_block import Block
-from .generators.list_scheduler import list_schedule
+from .search import Search
+from .tasks import Tasks
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,9 @@ def _balance(block: Block, life: list[int], wait: list[int]) -> tuple[str, str]:
 
 def reordered(block: Block, microbatches: int, durations: Durations) -> RankActions:
     """The fastest of the repeated block's order and its list schedules, with no more memory."""
-    orders = block.stamp(microbatches)
-    caps = peak_sets(orders)
-    found = [orders]
-    found += [list_schedule(orders, block.placement, caps, durations, gap) for gap in (1, 0)]
-    program = Program(block.placement, durations, microbatches)
-    return min(found, key=lambda each: time_of(each, program) or 0)
+    fused = {stage for op, stage in block.offsets if op is Op.BW}
+    tasks = Tasks(block.placement, durations, microbatches, fused=fused)
+    rows = tasks.rows(block.stamp(microbatches))
+    search = Search(tasks, tasks.peaks(rows))
+    search.start(rows, [Fraction(1), Fraction(0)])
+    return tasks.actions(search.pool[0].rows)

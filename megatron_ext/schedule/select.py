@@ -6,6 +6,7 @@ The command line, training, the planner and re-planning for measured costs all c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, cached_property
@@ -271,6 +272,10 @@ def _named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
         if isinstance(found, Selected):
             return found
         failed = found
+    if spec.offload is not None and spec.effort and spec.order is None:
+        # Fewer sets may leave the device in a searched order than in one that repeats a block.
+        with suppress(ValueError):
+            return _named(replace(spec, effort=0), chosen=chosen)
     raise failed
 
 

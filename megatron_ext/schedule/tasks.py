@@ -8,13 +8,14 @@ stages are those of ``effects.inputs``; slices add needs within a stage.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from .actions import Action, Op
+from .actions import Action, Op, Operation
 from .costs import Durations
-from .effects import KINDS, inputs, peak
+from .effects import DEVICE, KINDS, inputs, peak
 from .placement import Placement
+from .vocabulary import Vocabulary
 
 
 class UnitCosts(NamedTuple):
@@ -31,16 +32,27 @@ class UnitCosts(NamedTuple):
     size: int = 1
 
 
+class _Rest(NamedTuple):
+    """What else a table is made from."""
+
+    durations: Durations
+    fused: Collection[int]
+    vocabulary: Vocabulary | None
+
+
 class Tasks:
-    """All F, B and W of one iteration, by number.
+    """All passes of one iteration, by number; those of an operation and stage are a *lane*.
 
     Args:
         placement: rank and chunk of every stage.
-        durations: of the passes of a unit with factors 1, and of a hop.
+        durations: of the passes of a unit with factors 1, of a hop, and of a collective.
         microbatches: of each its units, in the order of its tokens; a number: so many whole ones.
+        fused: stages whose B and W are one pass, BW.
+        vocabulary: passes of a sharded one; None: it is not sharded.
 
     Attributes:
         microbatch: of every unit.
+        lanes: (operation, stage).
         rank, lane, duration, take, give: by task. A lane's tasks run in the order of
             ``lane_order``; ``take`` is what its start takes of its rank's memory, ``give`` what its
             end gives back.
@@ -53,76 +65,133 @@ class Tasks:
         placement: Placement,
         durations: Durations,
         microbatches: int | Sequence[Sequence[UnitCosts]],
+        *,
+        fused: Collection[int] = (),
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         if isinstance(microbatches, int):
             microbatches = [[UnitCosts()]] * microbatches
-        self.placement, self._hop = placement, durations.hop
+        self.placement, self._rest = placement, _Rest(durations, fused, vocabulary)
         units = [unit for one in microbatches for unit in one]
         self.microbatch = [j for j, one in enumerate(microbatches) for _ in one]
-        self.rank = [
-            r for _ in KINDS for r in map(placement.rank_of, range(self.stages)) for _ in units
-        ]
-        self.lane = [i // self.units for i in range(len(self.rank))]
-        rows = (durations.forward, durations.backward_input, durations.backward_weight)
-        self.duration = [
-            row[s] * u[k] for k, row in enumerate(rows) for s in range(self.stages) for u in units
-        ]
-        sizes = [unit.size for unit in units]
-        nothing = [0] * (self.stages * self.units)
-        self.take = sizes * self.stages + nothing * 2
-        self.give = nothing * 2 + sizes * self.stages
-        self.needs = [tuple(self._needs(task)) for task in range(len(self.rank))]
+        self.lanes = list(self._lanes())
+        self._numbers = {name: k * len(units) for k, name in enumerate(self.lanes)}
+        self.lane = [k for k, _ in enumerate(self.lanes) for _ in units]
+        self.rank = [placement.rank_of(self.lanes[lane][1]) for lane in self.lane]
+        sizes, nothing = [unit.size for unit in units], [0] * len(units)
+        self.duration, self.take, self.give = list[int](), list[int](), list[int]()
+        for op, stage in self.lanes:
+            self.duration += self._times(op, stage, units)
+            change = DEVICE.get(op, 0)
+            self.take += sizes if change > 0 else nothing
+            self.give += sizes if change < 0 else nothing
+        self.needs = list[tuple[tuple[int, int], ...]]()
+        for lane in range(len(self.lanes)):
+            self.needs += self._needs(lane)
         feeds: list[list[tuple[int, int]]] = [[] for _ in self.rank]
         for task, edges in enumerate(self.needs):
             for other, lag in edges:
                 feeds[other].append((task, lag))
         self.feeds = [tuple(edges) for edges in feeds]
 
+    def _lanes(self) -> Iterator[tuple[Operation, int]]:
+        stages = range(self.placement.num_stages)
+        yield from ((Op.F, stage) for stage in stages)
+        yield from ((Op.BW if stage in self._rest.fused else Op.B, stage) for stage in stages)
+        yield from ((Op.W, stage) for stage in stages if stage not in self._rest.fused)
+        if self._rest.vocabulary is not None:
+            for op in self._rest.vocabulary.passes:
+                yield from ((op, stage) for stage in self._rest.vocabulary.stages)
+
+    def _times(self, op: Operation, stage: int, units: Sequence[UnitCosts]) -> Iterator[int]:
+        if op is Op.BW:
+            parts = (self._times(part, stage, units) for part in (Op.B, Op.W))
+            return map(int.__add__, *parts)
+        whole = self._rest.durations.of(op, stage)
+        place = KINDS.index(op) if op in KINDS else None
+        return (whole * (1 if place is None else unit[place]) for unit in units)
+
     @property
     def units(self) -> int:
         """How many."""
         return len(self.microbatch)
 
-    @property
-    def stages(self) -> int:
-        """How many."""
-        return self.placement.num_stages
+    def like(self, microbatches: int) -> Tasks:
+        """The same pipeline with another number of whole microbatches."""
+        durations, fused, vocabulary = self._rest
+        return Tasks(self.placement, durations, microbatches, fused=fused, vocabulary=vocabulary)
 
-    def number(self, op: Op, stage: int, unit: int) -> int:
-        """Of one pass."""
-        return (KINDS.index(op) * self.stages + stage) * self.units + unit
+    def number(self, op: Operation, stage: int, unit: int) -> int:
+        """Of one pass; of a BW also by its B or W."""
+        if stage in self._rest.fused and op in (Op.B, Op.W):
+            op = Op.BW
+        return self._numbers[op, stage] + unit
 
-    def name(self, task: int) -> tuple[Op, int, int]:
-        """(op, stage, unit)."""
+    def name(self, task: int) -> tuple[Operation, int, int]:
+        """(operation, stage, unit)."""
         lane, unit = divmod(task, self.units)
-        return (KINDS[lane // self.stages], lane % self.stages, unit)
+        return (*self.lanes[lane], unit)
 
-    def _needs(self, task: int) -> Iterator[tuple[int, int]]:
-        op, stage, unit = self.name(task)
-        for kind, other in inputs(op, stage, self.stages):
-            yield self.number(KINDS[kind], other, unit), self._lag(stage, other)
+    def _needs(self, lane: int) -> list[tuple[tuple[int, int], ...]]:
+        """Of every task of a lane."""
+        op, stage = self.lanes[lane]
+        sources = [(source, other, self._lag(stage, other)) for source, other in self._inputs(lane)]
+        if self._rest.vocabulary is not None:
+            collective, lag = (
+                self._rest.vocabulary.before(op, stage),
+                self._rest.durations.collective,
+            )
+            found = [] if collective is None else self._rest.vocabulary.sources[collective]
+            sources += [(source, other, lag) for source, other in found]
+        units = range(self.units)
+        needs = [
+            [(first + unit, lag) for unit in units]
+            for first, lag in [(self.number(op, s, 0), lag) for op, s, lag in sources]
+        ]
+        rows: list[tuple[tuple[int, int], ...]] = list(zip(*needs)) if needs else [()] * self.units
         # F needs the keys and values of the slice before, B their gradients from the one behind.
-        beside = {Op.F: unit - 1, Op.B: unit + 1}.get(op, -1)
-        if 0 <= beside < self.units and self.microbatch[beside] == self.microbatch[unit]:
-            yield self.number(op, stage, beside), 0
+        step, first = (-1 if op is Op.F else 1), self.number(op, stage, 0)
+        if op in (Op.F, Op.B, Op.BW):
+            for unit in units:
+                other = unit + step
+                if 0 <= other < self.units and self.microbatch[other] == self.microbatch[unit]:
+                    rows[unit] = (*rows[unit], (first + other, 0))
+        return rows
+
+    def _inputs(self, lane: int) -> Iterator[tuple[Operation, int]]:
+        op, stage = self.lanes[lane]
+        if isinstance(op, Op):
+            for kind, other in inputs(op, stage, self.placement.num_stages):
+                yield KINDS[kind], other
 
     def _lag(self, stage: int, other: int) -> int:
         same = self.placement.rank_of(stage) == self.placement.rank_of(other)
-        return 0 if same else self._hop
+        return 0 if same else self._rest.durations.hop
 
     def lane_order(self, lane: int) -> list[int]:
-        """Its tasks: microbatches rise; the units of one rise in F, and fall in B and W."""
-        sign = 1 if lane < self.stages else -1
+        """Its tasks: microbatches rise; the units of one fall in backward passes."""
+        sign = -1 if self.lanes[lane][0] in (Op.B, Op.W, Op.BW) else 1
         order = sorted(range(self.units), key=lambda unit: (self.microbatch[unit], sign * unit))
         return [lane * self.units + unit for unit in order]
 
-    def rows(self, orders: Sequence[Sequence[Action]]) -> list[list[int]]:
-        """Tasks of every rank's actions, whose microbatches are units; no BW."""
-        return [[self.number(a.op, a.stage, a.microbatch) for a in row] for row in orders]  # type: ignore[arg-type]
+    def rows(self, orders: Iterable[Iterable[Action]]) -> list[list[int]]:
+        """Tasks of every rank's actions, whose microbatches are units."""
+        numbers = self._numbers
+        return [[numbers[op, stage] + unit for op, stage, unit in row] for row in orders]
 
     def actions(self, rows: Sequence[Sequence[int]]) -> list[list[Action]]:
         """The reverse of ``rows``."""
-        return [[Action(*self.name(task)) for task in row] for row in rows]
+        lanes, units = self.lanes, self.units
+        return [[Action(*lanes[task // units], task % units) for task in row] for row in rows]
+
+    def growing(self) -> list[int]:
+        """By task, the change of what its rank holds between B and W."""
+        change: list[int] = []
+        for op, stage in self.lanes:
+            sign = 1 if op is Op.B else -1 if op is Op.W else 0
+            freed = self._numbers[Op.W, stage] if sign else 0
+            change += [sign * size for size in self.give[freed : freed + self.units]]
+        return change
 
     def backward(self) -> Tasks:
         """The same in reversed time: what was needed is fed, what was given back is taken."""

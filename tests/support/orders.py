@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.generators import cap, registry
+from megatron_ext.schedule.generators import cap
 
 _ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "MEGATRON_EXT_TESTS_ORDERS"  # the variable that names one
@@ -39,7 +39,7 @@ def share() -> None:
     """Keep what is searched in the folder, if one is named, and look it up there first."""
     named = os.environ.get(FOLDER)
     if named and not isinstance(cap.searched, _Shared):
-        cap.searched = registry.searched = _Shared(cap.searched, Path(named))
+        cap.searched = _Shared(cap.searched, Path(named))
 
 
 class _Shared:

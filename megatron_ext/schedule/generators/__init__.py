@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..costs import Costs
 from ..placement import Placement
 from ..schedule import Schedule
+from .cap import LEAST_CAP
 from .forward import forward_only
-from .low import LEAST_CAP
 from .pairs import add_pairs
 from .registry import GENERATORS, NAMES, Generator
 from .request import MOST_EFFORT, Objective, Request, default_effort

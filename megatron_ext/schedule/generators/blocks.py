@@ -22,12 +22,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal
 
 from ..actions import Op, RankActions
+from ..costs import Durations
+from ..engine import list_schedule
 from ..placement import Placement
+from ..tasks import Tasks
 from .building_block import Block, vee_block
-from .list_scheduler import list_schedule
 
 _SLOT = 3  # F, B and W (or F and BW) of one chunk
 
@@ -132,8 +135,15 @@ class Vee:
 
     def order(self, pp: int, microbatches: int) -> RankActions:
         """The published order at equal costs."""
-        block = self.block(pp)
-        return list_schedule(block.stamp(microbatches), block.placement, cap=self.cap(pp))
+        return _order(self, pp, microbatches)
+
+
+@lru_cache(maxsize=8)  # a search for a cap and one for its name begin with the same ones
+def _order(vee: Vee, pp: int, microbatches: int) -> RankActions:
+    block = vee.block(pp)
+    tasks = Tasks(block.placement, Durations.unit(block.placement), microbatches)
+    rows = tasks.rows(block.stamp(microbatches))
+    return tasks.actions(list_schedule(tasks, rows, [vee.cap(pp)] * pp))
 
 
 # From the least memory to the most: about a third of 1F1B's, half, all of it.

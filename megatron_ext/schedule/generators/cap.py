@@ -1,10 +1,13 @@
-"""v-cap: V placement at any memory cap from V-Min's to 1F1B's.
+"""v-cap: V placement at any memory cap, from one microbatch's to 1F1B's.
 
 A cap's orders come from searches (``search``) for more and more microbatches, each of which begins
 with the last one's orders made longer (``longer``); at equal costs without hops they come from the
-first building blocks that fit it, which meet the bound or miss it by one pass. Whatever a smaller
-cap gives is a candidate for a larger one, so a larger cap is never slower; so is what a named V
-schedule of that memory gives.
+first building blocks that fit it, which meet the bound or miss it by one pass. From V-Min's memory
+on, whatever a smaller cap gives is a candidate for a larger one, so a larger cap is never slower;
+so is what a named V schedule of that memory gives.
+
+Below it no order can be near V-Min's makespan: by Little's law p ranks with k sets have k/2
+microbatches a rank on their way, each for the time of all stages.
 """
 
 from __future__ import annotations
@@ -17,16 +20,15 @@ from itertools import islice, product
 
 from ..actions import RankActions
 from ..bounds import makespan_bound
-from ..costs import Costs
+from ..costs import Costs, Durations
 from ..effects import peak_sets
-from .annealing import fits, room_of
+from ..engine import Rows
+from ..moves import Room, room_of, states
+from ..search import GAPS, Search
 from .blocks import VEES
 from .building_block import INTERVAL, Block, vee_block
-from .chain import steady_states
-from .list_scheduler import list_schedule
-from .longer import PERIODS, Longer, longer
+from .longer import PERIODS, longer
 from .request import Request
-from .search import START_GAPS, Search
 
 _STEPS = (2, 3, 6, 4, 5)  # down and up of one hop, together
 _TURNS = range(1, INTERVAL)
@@ -35,21 +37,21 @@ _TRIES = 24  # blocks scheduled at equal costs; the bound is nearly always met w
 # of a few caps takes 1 s at p=4, half of that at p=8, about 1 s for more ranks.
 _WORK = 4_800_000  # over p^2, with p from 4 to 8
 _MANY = 150_000  # for more ranks
-_NAMED = 0.25  # share of the effort that a named schedule's search takes
+_NAMED = 0.5  # share of the effort that a named schedule's search takes
 _SHORT = 3  # microbatches a rank; for more, a steady state is repeated
-_MUCH = 25  # work, times the passes
-_STAGE = 300  # least work of a search, times the passes
-_BEST = 6  # orders that are lengthened
+_STAGE = 600  # least work of a search, times the passes
 _STARTS = 24  # orders of a search that a search for more microbatches begins with
-_FEW = 5  # ranks; for more, no steady states are sought
 _SMALL = 16  # ranks; for more, every order takes long to make
 _WHOLE = 2048  # microbatches times ranks; more of them take long to schedule
 _CUT_WORK = 60_000  # passes placed to find where an order for equal times is cut
 _REPEATED = 2  # longer orders that are timed in full
 
 
+LEAST_CAP = 2  # activation sets: those of one microbatch, of both chunks of a rank
+
+
 def v_cap_limits(pp: int) -> tuple[int, int]:
-    """Least and largest cap that are searched, in activation sets: V-Min's and 1F1B's memory."""
+    """V-Min's and 1F1B's memory, in activation sets."""
     return VEES["v-min"].cap(pp), 2 * pp
 
 
@@ -63,11 +65,14 @@ def v_cap(request: Request) -> RankActions:
     """
     cap = 2 * request.pp if request.memory_cap is None else request.memory_cap
     plain = replace(request, memory_cap=None)
+    if cap < v_cap_limits(request.pp)[0]:
+        return searched(plain, cap) if request.effort else _quick(plain, _base(plain, cap), cap)
     if not request.effort:
         make, own = max(
             (one for one in _named(request.pp) if one[1] <= cap), key=lambda one: one[1]
         )
-        return _quick(plain, make, own if request.sets_grow else cap)
+        orders = make(request.pp, request.microbatches)
+        return _quick(plain, orders, own if request.sets_grow else cap)
     if not request.at_unit_times or request.objective == "span":
         return _of_searches(plain, cap)
     best = _at_unit_times(plain, cap)
@@ -117,48 +122,37 @@ def named_order(request: Request, make: Callable[[int, int], RankActions], cap: 
     if request.at_unit_times:
         return make(request.pp, request.microbatches)
     own = replace(request, effort=request.effort * _NAMED, sets_grow=True)
-    return searched(own, cap) if request.effort else _quick(own, make, cap)
+    if request.effort:
+        return searched(own, cap)
+    return _quick(own, make(request.pp, request.microbatches), cap)
 
 
-def _quick(request: Request, make: Callable[[int, int], RankActions], cap: int) -> RankActions:
-    """The published order, or the fastest of a few list schedules of it under ``cap``; if sets
-    grow, of those that take no more bytes than the published ones."""
-    pp, m = request.pp, request.microbatches
-    orders = make(pp, m)
-    # Fewer microbatches than 2p may need less than the name stands for.
-    model = [*orders, *(make(pp, 2 * pp) if m < 2 * pp else [])]
-    room = room_of(model, cap) if request.sets_grow else None
-    gaps = START_GAPS[:1] if request.is_long else START_GAPS
-    listed = (list_schedule(orders, request.placement, cap, request.durations, gap) for gap in gaps)
-    return request.fastest([orders, *(one for one in listed if room is None or fits(one, room))])
+def _quick(request: Request, orders: RankActions, cap: int) -> RankActions:
+    """These orders, or the fastest of a few list schedules of them under ``cap``; if sets grow, of
+    those that take no more bytes than the orders that the cap stands for."""
+    gaps = GAPS[:1] if request.is_long else GAPS
+    search = request.search(cap, room=_room(request, cap))
+    search.start(request.tasks.rows(orders), gaps)
+    return request.tasks.actions(search.pool[0].rows)
 
 
 @lru_cache(maxsize=64)
 def searched(request: Request, cap: int) -> RankActions:
     """The fastest order found for this cap alone; not slower than a named V order for equal costs.
 
-    Every search begins with the orders of the one before, for fewer microbatches, made longer. For
-    more than ``_SHORT`` microbatches a rank the steady state is repeated (``_whole``).
+    For more than ``_SHORT`` microbatches a rank the steady state of fewer is repeated (``_whole``).
     """
     pp, m = request.pp, request.microbatches
-    work = int(_work(pp) * request.effort)
-    last = m if m <= _SHORT * pp else _steady(request, work)
+    work = int((_MANY if pp > 8 else _WORK // max(pp, 4) ** 2) * request.effort)
+    last = m if m <= _SHORT * pp else min(m, 3 * pp + 1 + (m - 3 * pp - 1) % PERIODS[-1])
+    search: Search | None = None
     sizes = _sizes(pp, last, work)
-    search = _search(replace(request, microbatches=sizes[0]), cap, work // len(sizes))
-    for size in sizes[1:]:
-        part = replace(request, microbatches=size)
-        search = _search(part, cap, work // len(sizes), search)
-    return _whole(request, cap, search, work) if last < m else search.pool[0].orders
-
-
-def _steady(request: Request, work: int) -> int:
-    """Microbatches of an order whose steady state is repeated for more; any period fits in then."""
-    pp, m = request.pp, request.microbatches
-    # In little time a steady state is found only where it is long; at equal times the best orders
-    # for few microbatches have none.
-    short = work >= _MUCH * 6 * pp * (2 * pp + 1) and not request.at_unit_times
-    least = 2 * pp + 1 if short else 3 * pp + 1
-    return min(m, least + (m - least) % PERIODS[-1])
+    for size in sizes:
+        search = _search(replace(request, microbatches=size), cap, work // len(sizes), search)
+    assert search is not None  # there is one size at least
+    if last < m:
+        search = _whole(request, cap, search, work)
+    return request.tasks.actions(search.pool[0].rows)
 
 
 def _sizes(pp: int, last: int, work: int) -> list[int]:
@@ -168,105 +162,78 @@ def _sizes(pp: int, last: int, work: int) -> list[int]:
     return list(range(last, pp, -step))[::-1] if step > 0 else [last]
 
 
-def _search(request: Request, cap: int, work: int, short: Search | None = None) -> Search:
+def _search(request: Request, cap: int, work: int, short: Search | None) -> Search:
     """A search that has ended; ``short``: one for fewer microbatches."""
-    pp, m = request.pp, request.microbatches
-    starts = list(_fixed(request, cap))
-    if short is None and pp <= _FEW:
-        states = steady_states(_blocks(pp, cap), request.durations, cap)
-        starts += [pattern.stamp(m) for pattern in states]
-    model: RankActions | None = None
-    if request.sets_grow:
-        # Fewer microbatches than 2p may need less than the cap stands for.
-        full = replace(request, microbatches=max(m, 2 * pp))
-        model = [*_published(request, cap), *_published(full, cap)]
-    others = _reordered(request, cap)
-    search = Search(
-        request, cap, starts, lambda: _blocks(pp, cap), others, _bound(request, cap), model
-    )
+    tasks = request.tasks
+    search = request.search(cap, _bound(request, cap), _room(request, cap))
     if short is not None:
-        ways = _longer(short, m, work)
-        search.add(way.made() for way in ways[:_STARTS])
-    search.search(work)
+        for rows in islice(longer(short, tasks, work, _longest(request)), _STARTS):
+            search.add(rows)
+    blocks = _blocks(request.pp, cap) if cap >= v_cap_limits(request.pp)[0] else []
+    stamped = (tasks.rows(block.stamp(request.microbatches)) for block in blocks)
+    search.run(_fixed(request, cap), work, stamped)
     return search
 
 
-def _longer(short: Search, microbatches: int, work: int) -> list[Longer]:
-    pool = [found.orders for found in short.pool[:_BEST]]
-    if short.request.at_unit_times:
-        # All have the same steady state.
-        pool = [found.orders for found in short.pool if found.time == short.pool[0].time]
-    more = microbatches - short.request.microbatches
-    longest = 1 if short.request.every_microbatch else PERIODS[-1]
-    return longer(short.request, pool, more, short.cap, work, longest)
+def _whole(request: Request, cap: int, short: Search, work: int) -> Search:
+    """Orders for many microbatches, from a search for fewer."""
+    search = request.search(cap, _bound(request, cap), short.room)
+    for rows in islice(longer(short, request.tasks, work, _longest(request)), _REPEATED):
+        search.add(rows)
+    for rows in _fixed(request, cap):
+        search.add(rows)
+    if request.microbatches * request.pp <= _WHOLE:
+        # What a list schedule gains in a steady state may have no period to repeat.
+        for found in list(search.pool):
+            search.start(found.rows)
+        # Vocabulary passes fit badly into annealed orders.
+        if not request.every_microbatch and request.objective == "makespan":
+            search.anneal(search.pool[0].rows, work)
+    return search
 
 
-def _whole(request: Request, cap: int, short: Search, work: int) -> RankActions:
-    """The fastest order for many microbatches, from a search for fewer."""
-    m, pp = request.microbatches, request.pp
-    ways = _longer(short, m, work)[:_REPEATED]
-    # What is repeated leaves a rank's memory as it was.
-    candidates = [way.made() for way in ways if short.fits(way._replace(times=1).made())]
-    candidates += filter(short.fits, _fixed(request, cap))
-    if m * pp > _WHOLE:
-        return request.fastest(candidates)
-    # What a list schedule gains in a steady state may have no period to repeat.
-    candidates += [
-        list_schedule(orders, request.placement, cap, request.durations, gap)
-        for orders in list(candidates)
-        for gap in START_GAPS
-    ]
-    fastest = request.fastest(filter(short.fits, candidates))
-    # Vocabulary passes fit badly into annealed orders.
-    return fastest if request.every_microbatch else short.annealed(request, fastest, work)
+def _longest(request: Request) -> int:
+    """Period that is repeated, in microbatches."""
+    return 1 if request.every_microbatch else PERIODS[-1]
 
 
-def _work(pp: int) -> int:
-    return _MANY if pp > 8 else _WORK // max(pp, 4) ** 2
+def _room(request: Request, cap: int) -> Room | None:
+    """Of every rank, if sets grow: no more bytes than the orders that the cap stands for."""
+    if not request.sets_grow:
+        return None
+    found: list[tuple[int, int]] = []
+    # Fewer microbatches than 2p may need less than the cap stands for.
+    for m in {request.microbatches, max(request.microbatches, 2 * request.pp)}:
+        one = replace(request, microbatches=m)
+        orders = [make(one.pp, m) for make, own in _named(one.pp) if own == cap]
+        for order in orders or [_base(one, cap)]:
+            found += [state for row in one.tasks.rows(order) for state in states(one.tasks, row)]
+    return room_of(found, cap)
 
 
-def _fixed(request: Request, cap: int) -> Iterator[RankActions]:
-    """The named V order of this cap, and the one for this cap at equal times."""
+def _fixed(request: Request, cap: int) -> Iterator[Rows]:
+    """The order for this cap at equal times, and the named V orders of no more memory."""
     pp, m = request.pp, request.microbatches
-    yield _at_equal_times(_at_equal_costs(request), cap)
+    first = _base(request, cap)
+    yield request.tasks.rows(first)
     for make, own in _named(pp):
         # With few microbatches an order may keep less than its name stands for.
-        few = m < 2 * pp
-        if (own == cap and not _same(request)) or (few and max(peak_sets(make(pp, m))) <= cap):
-            yield make(pp, m)
+        if own == cap or (m < 2 * pp and max(peak_sets(make(pp, m))) <= cap):
+            orders = make(pp, m)
+            if orders != first:
+                yield request.tasks.rows(orders)
 
 
-def _published(request: Request, cap: int) -> RankActions:
-    """Every rank's passes in the named V orders of this cap, else in that for equal times."""
-    orders = [_as_named(request, make, cap) for make, own in _named(request.pp) if own == cap]
-    orders = orders or [_at_equal_times(_at_equal_costs(request), cap)]
-    return [row for each in orders for row in each]
-
-
-def _reordered(request: Request, cap: int) -> Iterator[RankActions]:
-    """The named V order of this cap with other gaps on some ranks."""
-    for make, own in _named(request.pp):
-        if own == cap:
-            orders = _as_named(request, make, cap)
-            # The first two are a start's with equal gaps.
-            skip = 2 if request.pp > _SMALL else 0
-            yield from request.reordered(orders, cap, skip)
-
-
-def _as_named(request: Request, make: Callable[[int, int], RankActions], cap: int) -> RankActions:
-    """What ``make`` makes."""
-    if _same(request):
-        return _at_equal_times(_at_equal_costs(request), cap)
-    return make(request.pp, request.microbatches)
-
-
-def _same(request: Request) -> bool:
-    """True if a named order is the first one that is tried for equal times, which is there."""
-    return request.pp > _SMALL and request.microbatches >= 2 * request.pp
-
-
-def _at_equal_costs(request: Request) -> Request:
-    return replace(request, durations=request.durations.unit(request.placement))
+def _base(request: Request, cap: int) -> RankActions:
+    """An order that fits the cap: the best at equal times, or below V-Min's memory its block,
+    repeated slowly enough."""
+    pp, m = request.pp, request.microbatches
+    if cap >= v_cap_limits(pp)[0]:
+        return _at_equal_times(replace(request, durations=Durations.unit(request.placement)), cap)
+    block = VEES["v-min"].block(pp)
+    while block.peak() > cap:
+        block = replace(block, interval=block.interval + 1)
+    return block.stamp(m)
 
 
 def _named(pp: int) -> list[tuple[Callable[[int, int], RankActions], int]]:
@@ -327,11 +294,11 @@ def _at_equal_times(request: Request, cap: int) -> RankActions:
     """The list-scheduled block that takes least at equal times."""
     more = request.microbatches - 3 * request.pp
     if more > (request.pp if request.pp <= _SMALL else 0):
-        short = _unit_plan(replace(request, microbatches=3 * request.pp), cap)
         first = replace(request, microbatches=3 * request.pp)
-        ways = longer(first, [short], more, cap, _CUT_WORK, longest=1)
-        if ways:
-            return ways[0].made()
+        short = first.search(cap, 0)
+        short.add(first.tasks.rows(_unit_plan(first, cap)))
+        for rows in longer(short, request.tasks, _CUT_WORK, longest=1):
+            return request.tasks.actions(rows)
     return _unit_plan(request, cap)
 
 
@@ -339,12 +306,16 @@ def _at_equal_times(request: Request, cap: int) -> RankActions:
 def _unit_plan(request: Request, cap: int) -> RankActions:
     """The fastest of the first blocks at equal times; stops at the bound, and one above it after a
     few more tries."""
-    one = request.durations.forward[0]
-    bound = unit_bound(request.pp, request.microbatches, cap) * one
+    one, m = request.durations.forward[0], request.microbatches
+    bound = unit_bound(request.pp, m, cap) * one
     best: RankActions = []
     least = 0
+    named = {vee.cap(request.pp): vee for vee in VEES.values()}
     for tried, block in enumerate(islice(_each_block(request.pp, cap), _TRIES)):
-        orders = list_schedule(block.stamp(request.microbatches), block.placement, cap)
+        if not tried and cap in named:
+            orders = named[cap].order(request.pp, m)
+        else:
+            orders = request.listed(block.stamp(m), cap)
         taken = _time(request, orders)
         if not best or taken < least:
             best, least = orders, taken

@@ -1,129 +1,106 @@
-"""Orders for more microbatches from orders for fewer: a few microbatches' passes are repeated.
+"""Orders for more microbatches from orders for fewer: a few microbatches' tasks are repeated.
 
-An order is cut at one moment: the passes that start before it stay, and before the others come the
-last ``period`` passes of every operation and stage once more, as often as needed. What a pass needs
-starts before it, so the longer order can run as the shorter one can.
+An order is cut at one moment: the tasks that start before it stay, and before the others come the
+last ``period`` microbatches of every lane once more, as often as needed. What a task needs starts
+before it, so the longer order can run as the shorter one can.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from fractions import Fraction
-from typing import NamedTuple
 
-from ..actions import Action, Op, RankActions
-from ..effects import peak_sets
-from .request import Request
+from ..engine import Rows, replay
+from ..search import Search
+from ..tasks import Tasks
 
 PERIODS = range(1, 7)  # microbatches
 _CUTS = 40  # of one order for one period, at most
 _ENOUGH = 2  # cuts of an order for one period, before there are more orders and periods
 
-Cut = tuple[int, ...]  # how many passes of every rank start before a moment
+Cut = tuple[int, ...]  # how many tasks of every rank start before a moment
 
 
-class Longer(NamedTuple):
-    """One way to lengthen an order.
-
-    Attributes:
-        time: what the longer order takes; an estimate if it has far more than p microbatches more.
-        orders: for fewer microbatches.
-        cut: behind what is repeated.
-        period: of it, in microbatches.
-        times: how often it is repeated.
-    """
-
-    time: Fraction | int
-    orders: RankActions
-    cut: Cut
-    period: int
-    times: int
-
-    def made(self) -> RankActions:
-        """The longer order."""
-        return lengthened(self.orders, self.cut, self.period, self.times)
-
-
-def longer(
-    short: Request,
-    pool: Sequence[RankActions],
-    more: int,
-    cap: int,
-    work: int,
-    longest: int = PERIODS[-1],
-) -> list[Longer]:
-    """Ways to lengthen the orders of ``pool`` by ``more`` microbatches, the likely fastest first.
+def longer(short: Search, tasks: Tasks, work: int, longest: int = PERIODS[-1]) -> Iterator[Rows]:
+    """Orders of ``tasks`` within the caps, the likely fastest first, from those of ``short``.
 
     Args:
-        short: the request that the orders are for.
-        pool: orders of F, B and W.
-        cap: most activation sets on a rank.
-        work: passes placed, about.
+        short: of the same pipeline, for fewer microbatches with units alike.
+        tasks: the table for more.
+        work: tasks placed, about.
         longest: period, in microbatches.
     """
-    ways: list[Longer] = []
+    few = short.tasks.units
+    more = tasks.units - few
     periods = [period for period in PERIODS if period <= longest and more % period == 0]
-    tries = work // sum(map(len, pool[0])) // 2  # cuts, each timed twice at most
+    tries = work // len(short.tasks.rank) // 2  # cuts, each timed twice at most
     # A long period repeats shorter ones that divide it.
     periods = periods[-max(2, tries // _ENOUGH) :]
-    pool = pool[: max(1, tries // (_ENOUGH * len(periods)))]
-    least = 1 if longest == 1 else _ENOUGH
-    most = max(least, min(_CUTS, tries // (len(pool) * len(periods))))
+    pool = short.pool[: max(1, tries // (_ENOUGH * len(periods)))]
+    most = max(1 if longest == 1 else _ENOUGH, min(_CUTS, tries // (len(pool) * len(periods))))
+    ways: list[tuple[Fraction, int, Rows, Cut, int]] = []
     for period in periods:
         times = more // period
-        far = min(times, 1 + -(-short.pp // period))  # then the steady state is settled
-        counts = [far] if far == times else [1, far]
-        requests = [replace(short, microbatches=short.microbatches + n * period) for n in counts]
-        for orders in pool:
-            for cut in cuts(short, orders, period, most):
-                taken = []
-                for n, request in zip(counts, requests):
-                    tried = lengthened(orders, cut, period, n)
-                    if max(peak_sets(tried)) > cap:
-                        break
-                    time = request.time_of(tried)
-                    assert time is not None  # only with a limit
-                    taken.append(time)
-                else:
+        far = min(times, 1 + -(-tasks.placement.pp // period))  # then the steady state is settled
+        tables = [tasks.like(few + n * period) for n in sorted({1, far})]
+        for found in pool:
+            for cut in cuts(short.tasks, found.rows, period, most):
+                taken = _taken(short, found.rows, cut, period, tables)
+                if taken:
                     rate = Fraction(taken[-1] - taken[0], max(1, far - 1))
                     estimate = taken[-1] + rate * (times - far)
-                    ways.append(Longer(estimate, orders, cut, period, times))
-    return sorted(ways, key=lambda way: way.time)
+                    ways.append((estimate, len(ways), found.rows, cut, period))
+    for _, _, rows, cut, period in sorted(ways):
+        yield lengthened(short.tasks, rows, cut, period, tasks)
 
 
-def lengthened(orders: RankActions, cut: Cut, period: int, times: int) -> RankActions:
-    """``orders`` for period * times microbatches more; cut where every operation and stage has run
-    ``period`` times or more."""
-    made: RankActions = []
-    for row, end in zip(orders, cut):
-        first, rest = row[:end], row[end:]
-        ran = {(op, stage): j + 1 for op, stage, j in first}
-        again = [a for a in first if a.microbatch >= ran[a.op, a.stage] - period]
-        middle = [
-            Action(op, stage, j + n * period) for n in range(1, times + 1) for op, stage, j in again
-        ]
-        tail = [Action(op, stage, j + times * period) for op, stage, j in rest]
-        made.append([*first, *middle, *tail])
+def _taken(short: Search, rows: Rows, cut: Cut, period: int, tables: Sequence[Tasks]) -> list[int]:
+    """Time of one way to lengthen an order, for every table; empty if it does not keep the caps."""
+    taken = []
+    for table in tables:
+        longer_rows = lengthened(short.tasks, rows, cut, period, table)
+        if any(peak > cap for peak, cap in zip(table.peaks(longer_rows), short.caps)):
+            return []
+        taken.append(max(replay(table, longer_rows) or [0]))
+    return taken
+
+
+def lengthened(tasks: Tasks, rows: Rows, cut: Cut, period: int, more: Tasks) -> Rows:
+    """``rows`` for the microbatches of ``more``; every lane has run ``period`` before the cut."""
+    place = {}
+    for lane in range(tasks.lane[-1] + 1):
+        place.update({task: (lane, k) for k, task in enumerate(tasks.lane_order(lane))})
+    order = [more.lane_order(lane) for lane in range(tasks.lane[-1] + 1)]
+    later = more.units - tasks.units
+    made: Rows = []
+    for row, end in zip(rows, cut):
+        first, rest = [place[task] for task in row[:end]], [place[task] for task in row[end:]]
+        ran = {lane: k + 1 for lane, k in first}
+        again = [(lane, k) for lane, k in first if k >= ran[lane] - period]
+        middle = [order[lane][k + n] for n in range(period, later + 1, period) for lane, k in again]
+        tail = [order[lane][k + later] for lane, k in rest]
+        made.append([*(order[lane][k] for lane, k in first), *middle, *tail])
     return made
 
 
-def cuts(request: Request, orders: RankActions, period: int, most: int) -> Iterator[Cut]:
+def cuts(tasks: Tasks, rows: Rows, period: int, most: int) -> Iterator[Cut]:
     """Cuts of the steady state, at most so many; if it has none, those of all that follows.
 
     Args:
-        request: that ``orders`` are for.
-        orders: of F, B and W.
-        period: microbatches that every operation and stage has run before the cut, at least.
+        tasks: the table.
+        rows: all of it.
+        period: microbatches that every lane has run before the cut, at least.
         most: how many.
     """
-    if request.microbatches < period:
+    if tasks.units < period:
         return
-    starts = request.starts(orders)
-    timed = [pair for row, times in zip(orders, starts) for pair in zip(row, times)]
-    begin = max(start for action, start in timed if action.microbatch == period - 1)
-    end = max(start for action, start in timed if action.op is Op.F)
+    ends = replay(tasks, rows)
+    assert ends is not None, "the order cannot run"
+    starts = [[ends[task] - tasks.duration[task] for task in row] for row in rows]
+    timed = [pair for row, times in zip(rows, starts) for pair in zip(row, times)]
+    begin = max(start for task, start in timed if task % tasks.units == period - 1)
+    end = max(start for task, start in timed if tasks.take[task])
     moments = sorted({start for _, start in timed if start > begin})
     steady = moments[: bisect_left(moments, end)] or moments
     number = min(most, len(steady))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from ..actions import AnyAction, RankActions
+from ..effects import peak_sets
 from .blocks import VEES, gis_peak, grouped_block, named_block
-from .cap import named_order, v_cap, v_cap_limits
+from .cap import named_order, v_cap
 from .dualpipev import dualpipev
 from .grouped import interleaved_zb, interleaved_zb_small
-from .low import low_order
 from .request import Make, Request
 
 
@@ -71,7 +71,7 @@ def _interleaved_zb_fixed(request: Request) -> RankActions:
     fixed = interleaved_zb(pp, request.microbatches, chunks)
     if not request.microbatches % pp:
         return fixed
-    return request.fastest([fixed, request.reordered_at_unit_times(fixed, pp * chunks)])
+    return request.fastest([fixed, request.listed_at_unit_times(fixed, pp * chunks)])
 
 
 def _vee(name: str) -> Make:
@@ -95,19 +95,14 @@ def _grouped(request: Request, group: int) -> RankActions:
         return grouped_block(r.pp, r.chunks, group, "next").stamp(r.microbatches)
 
     peak = gis_peak(request.pp, request.microbatches, request.chunks, group)
-    shaped = request.shaped([fixed], peak)
     if not request.microbatches % group:
-        return shaped
-    # An incomplete last group leaves holes in the fixed order.
+        return request.shaped([fixed], peak)
+    # An incomplete last group leaves holes in the fixed order, and less in memory.
     whole = fixed(request)
-    return request.fastest([whole, request.reordered_at_unit_times(whole, peak), shaped])
-
-
-def _v_cap(request: Request) -> RankActions:
-    cap = request.memory_cap
-    if cap is None or cap >= v_cap_limits(request.pp)[0]:
-        return v_cap(request)
-    return low_order(replace(request, memory_cap=None), cap)
+    most = max(peak_sets(whole))
+    caps = [min(sets, most) for sets in peak]
+    listed = request.listed_at_unit_times(whole, caps)
+    return request.fastest([whole, listed, request.shaped([fixed], caps)])
 
 
 def _dualpipev(request: Request) -> list[list[AnyAction]]:
@@ -152,7 +147,7 @@ GENERATORS: dict[str, Generator] = {
         _dualpipev, "vee", 2, False, True, "V placement, joint F and B; one set more", fixed=True
     ),
     "v-cap": Generator(
-        _v_cap, "vee", 2, False, True, "V placement at any cap", takes_memory_cap=True
+        v_cap, "vee", 2, False, True, "V placement at any cap", takes_memory_cap=True
     ),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -11,16 +11,18 @@ from typing import Literal
 
 from ..actions import RankActions
 from ..costs import Durations
-from ..event_loop import Program, run, time_of
+from ..engine import list_schedule
+from ..event_loop import Program, time_of
+from ..moves import Room
 from ..placement import Placement
 from ..schedule import ScheduleError
-from .list_scheduler import MinGap, list_schedule
+from ..search import FINE, GAPS, Search
+from ..tasks import Tasks
 
 Objective = Literal["makespan", "span"]
 MOST_EFFORT = 3600  # seconds
 EFFORT = "MEGATRON_EXT_EFFORT"  # a variable, for where no option gives it
 Make = Callable[["Request"], RankActions]
-_Way = tuple[Make, Sequence[MinGap] | None]  # with the gaps of a list schedule
 
 
 def default_effort() -> float:
@@ -97,17 +99,38 @@ class Request:
         """True if there are so many of them that few ways are tried."""
         return self.passes > LONG
 
+    @property
+    def tasks(self) -> Tasks:
+        """The table of its passes, for searches: durations are multiples of ``FINE``."""
+        return _tasks(self.placement, self.durations, self.microbatches)
+
+    def search(
+        self, cap: int | Sequence[int], enough: Fraction | int = 0, room: Room | None = None
+    ) -> Search:
+        """A search for orders.
+
+        Args:
+            cap: activation sets, of all ranks or of each.
+            enough: a time that no order beats, in units of the durations.
+            room: more that a rank keeps (``room_of``).
+        """
+        span = self.objective == "span"
+        return Search(self.tasks, self._caps(cap), enough * FINE, room, span=span)
+
+    def listed(
+        self, orders: RankActions, cap: int | Sequence[int], gap: Fraction = Fraction(1)
+    ) -> RankActions:
+        """The list schedule of an order that fits the cap."""
+        tasks = self.tasks
+        return tasks.actions(list_schedule(tasks, tasks.rows(orders), self._caps(cap), gap=gap))
+
+    def _caps(self, cap: int | Sequence[int]) -> Sequence[int]:
+        return [cap] * self.pp if isinstance(cap, int) else cap
+
     def time_of(self, orders: RankActions, limit: int | None = None) -> int | None:
         """How long ``orders`` take under this request's durations and objective; None if more
         than ``limit``."""
         return time_of(orders, self._program, span=self.objective == "span", limit=limit)
-
-    def starts(self, orders: RankActions) -> list[list[int]]:
-        """When every rank's passes start, in their order."""
-        rows = [self._program.row(row) for row in orders]
-        done = run(rows, self._program.pass_slots)
-        assert done is not None  # only with slack
-        return [[done.ends[lane.gives + j] - lane.took for lane, j in row] for row in rows]
 
     @property
     def _program(self) -> Program:
@@ -129,105 +152,47 @@ class Request:
             raise ValueError("no candidate order")
         return best
 
-    def reordered_at_unit_times(self, orders: RankActions, cap: int | Sequence[int]) -> RankActions:
-        """``list_schedule`` at equal times: the published way, blind to the costs."""
-        return list_schedule(orders, self.placement, cap, Durations.unit(self.placement))
-
-    def reordered(
-        self, orders: RankActions, cap: int | Sequence[int], skip: int = 0
-    ) -> Iterator[RankActions]:
-        """``list_schedule`` for the costs, with as many kinds of gaps as there is time for.
-
-        Nothing if the costs are equal and hops free: ``reordered_at_unit_times`` is the same then.
-
-        Args:
-            orders: as for ``list_schedule``.
-            cap: as for ``list_schedule``.
-            skip: how many of the kinds to leave out.
-        """
-        for gap in self._gaps[skip:]:
-            yield list_schedule(orders, self.placement, cap, self.durations, gap)
+    def listed_at_unit_times(self, orders: RankActions, cap: int | Sequence[int]) -> RankActions:
+        """The list schedule at equal times: the published way, blind to the costs."""
+        return replace(self, durations=Durations.unit(self.placement)).listed(orders, cap)
 
     def shaped(self, makes: Sequence[Make], cap: int | Sequence[int]) -> RankActions:
-        """The fastest of the first of ``makes``' orders and of list schedules of any of them.
+        """The fastest order found from those of ``makes``, all under the cap; at equal times the
+        first of them as it is.
 
-        A long run tries two ways only, the first order and the fastest way for 4p microbatches: to
-        make all ways in full takes seconds.
+        A long run tries two orders only: the first one, and its list schedule with the gap that is
+        the best for 4p microbatches.
         """
-        makes = [lru_cache(make) for make in (makes if self.effort else makes[:1])]
-        ways: list[_Way] = [(makes[0], None)]
-        ways += [(make, gap) for make in makes for gap in self._gaps]
-        short = replace(self, microbatches=4 * self.pp + self.microbatches % self.pp)
-        if self.is_long and short.microbatches < self.microbatches and len(ways) > 1:
-            best = min(ways, key=lambda way: short.time_of(short._ordered(way, cap)) or 0)
-            ways = ways[:1] if best is ways[0] else [ways[0], best]
-        return self.fastest(self._ordered(way, cap) for way in ways)
-
-    def _ordered(self, way: _Way, cap: int | Sequence[int]) -> RankActions:
-        make, gap = way
-        if gap is None:
-            return make(self)
-        return list_schedule(make(self), self.placement, cap, self.durations, gap)
-
-    @property
-    def _gaps(self) -> list[list[MinGap]]:
+        first = makes[0](self)
         if self.at_unit_times:
-            return []
-        # To wait gains nothing over the given order in the longest runs.
-        first = 1 if self.passes > 2 * LONG else 0
-        return min_gaps(self.pp)[first : 2 + bool(self.effort) * _THOROUGH // self.passes]
+            return first
+        if self.is_long:
+            few = 4 * self.pp + self.microbatches % self.pp
+            short = replace(self, microbatches=min(few, self.microbatches))
+            bases = [make(short) for make in (makes if self.effort else makes[:1])]
+            ways = [(number, gap) for number, _ in enumerate(bases) for gap in GAPS]
+            number, gap = min(
+                ways, key=lambda way: short.time_of(short.listed(bases[way[0]], cap, way[1])) or 0
+            )
+            return self.fastest([first, self.listed(makes[number](self), cap, gap)])
+        search = self.search(cap)
+        if self.effort:
+            bases = [first, *(make(self) for make in makes[1:])]
+            work = int(_THOROUGH * min(1, 3 * self.effort))
+            search.run(map(self.tasks.rows, bases), work)
+        else:
+            search.start(self.tasks.rows(first), GAPS[-2:])
+        return self.tasks.actions(search.pool[0].rows)
 
 
 # Not an attribute of requests: caches of orders keep these, and would keep all programs' nodes.
 _program = lru_cache(maxsize=4)(Program)
 
 
-def min_gaps(pp: int) -> list[list[MinGap]]:
-    """Least gaps to fill, rank by rank; the first two are 1 and 0 everywhere, the others the
-    likely best first.
-
-    A W in a gap shorter than itself delays the B that the rank waits for, and then all ranks
-    that B goes to. That pays where it is the rank's own idle time that the makespan consists of,
-    and costs where others wait; which of them it is depends on hop and costs. So both are tried,
-    on the first ranks, on the last ones, for the whole run and for the cool-down alone.
-    """
-    ways: list[list[MinGap]] = [[(1, 1)] * pp, [(0, 0)] * pp]
-    for last_ranks, quarters, share in _WAYS:
-        # Four quarters are all ranks but one.
-        count = pp - 1 if quarters == 4 else pp * quarters // 4
-        whole: list[MinGap] = [(1, 1)] * (count if last_ranks else pp - max(1, count))
-        other = [share] * (pp - len(whole))
-        ways.append(whole + other if last_ranks else other + whole)
-    return [way for number, way in enumerate(ways) if way not in ways[:number]]
+@lru_cache(maxsize=4)
+def _tasks(placement: Placement, durations: Durations, microbatches: int) -> Tasks:
+    return Tasks(placement, durations.times(FINE, durations.scale), microbatches)
 
 
-_QUARTER, _HALF = Fraction(1, 4), Fraction(1, 2)
-# The ranks with a least gap below 1: from so many quarters of them on, or those before; and that
-# gap. In the order of how often each was the best over costs, hops, p and m.
-_WAYS: tuple[tuple[bool, int, MinGap], ...] = (
-    (True, 0, (1, 0)),
-    (True, 3, (_QUARTER, _QUARTER)),
-    (True, 2, (1, 0)),
-    (False, 1, (1, 0)),
-    (True, 4, (0, 0)),
-    (True, 3, (1, 0)),
-    (True, 2, (_QUARTER, _QUARTER)),
-    (False, 2, (1, 0)),
-    (True, 3, (_HALF, _HALF)),
-    (True, 3, (1, _QUARTER)),
-    (False, 2, (1, _QUARTER)),
-    (True, 1, (1, 0)),
-    (True, 4, (_QUARTER, _QUARTER)),
-    (True, 2, (_HALF, _HALF)),
-    (True, 0, (1, _QUARTER)),
-    (True, 0, (1, _HALF)),
-    (True, 0, (_HALF, _HALF)),
-    (False, 1, (1, _QUARTER)),
-    (True, 2, (0, 0)),
-    (False, 3, (1, 0)),
-    (True, 2, (1, _QUARTER)),
-    (True, 4, (1, 0)),
-    (False, 3, (1, _HALF)),
-)
 LONG = 30_000  # passes of an order that few ways are tried for
-_THOROUGH = 30_000  # passes of all ways after the first two
+_THOROUGH = 15_000  # passes that a search for a name with a fixed order places

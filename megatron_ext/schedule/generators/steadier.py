@@ -8,9 +8,10 @@ from random import Random
 from ..actions import Action, Op
 from ..effects import peak_sets
 from ..jitter import jitter
+from ..moves import Order, room_of, states
 from ..schedule import Schedule
-from .annealing import Order, room_of
-from .request import Request, default_effort
+from ..tasks import Tasks
+from .request import default_effort
 
 _RUNS = 16  # that orders are compared by; all have the same pass times
 _WORK = 400_000  # passes replayed at effort 1, in one to two seconds
@@ -47,18 +48,19 @@ def steadier(schedule: Schedule, spread: Fraction | float, effort: float | None 
     effort = default_effort() if effort is None else effort
     tries = int(effort * min(_MOST, _WORK / (passes * _RUNS)))
     durations = schedule.costs.durations(schedule.placement).reduced()
-    request = Request(schedule.placement, schedule.microbatches, durations)
+    tasks = Tasks(schedule.placement, durations, schedule.microbatches)
+    rows = tasks.rows(orders)
     best, least = schedule, jitter(schedule, spread, _RUNS).mean
     cap, random = max(peak_sets(schedule.ranks)), Random(5).random
-    room = room_of(orders, cap)
+    room = room_of((state for row in rows for state in states(tasks, row)), cap)
     for _ in range(tries):
-        order = Order(request, cap, orders, room)
+        order = Order(tasks, rows, [cap] * schedule.pp, room)
         most, moved = order.time, 0
         while moved < passes // _SHARE + 1 and order.work < 4 * passes:
             moved += order.move(random, most - order.time)
         tried = order.present
-        found = schedule.with_ranks(tried)
+        found = schedule.with_ranks(tasks.actions(tried))
         mean = jitter(found, spread, _RUNS).mean
         if mean < least:
-            best, least, orders = found, mean, tried
+            best, least, rows = found, mean, tried
     return best

@@ -13,13 +13,14 @@ from dataclasses import replace
 from fractions import Fraction
 
 from ..actions import Action, AnyAction, Op, Operation, RankActions
-from ..effects import peak_sets
+from ..effects import passes, peak_sets
+from ..engine import list_schedule
 from ..event_loop import Program, time_of
 from ..schedule import Schedule, ScheduleError
 from ..simulate import simulate
+from ..tasks import Tasks
 from ..vocabulary import AHEAD, E, G, S, T, Vocabulary, peak_held
-from .list_scheduler import MinGap, list_schedule
-from .request import LONG, min_gaps
+from .request import LONG
 
 
 def add_vocabulary(
@@ -62,17 +63,21 @@ def add_vocabulary(
     fixed = [scored(delayed.orders(s, t)) for s in shares for t in shares]
     fixed.sort(key=lambda one: one[0])
     found = fixed[:1]
-    waits, hurried = min_gaps(schedule.pp)[:2]
-    ways: list[_Listing] = [(waits, ()), (hurried, ()), (hurried, (T,)), (hurried, (S,))]
+    fused = {action.stage for row in schedule.ranks for action in passes(row) if action.op is Op.BW}
+    tasks = Tasks(placement, durations, schedule.microbatches, fused=fused, vocabulary=output)
+    ways: list[tuple[int, Operation | None]] = [(1, None), (0, None), (0, T), (0, S)]
     for _, orders in fixed[: 2 if sum(map(len, schedule.ranks)) <= LONG else 1]:
+        base = tasks.rows(orders)
         for gap, urgent in ways[: 1 if quick else None]:
-            again = list_schedule(orders, placement, caps, durations, gap, output, urgent)
-            found.append(scored(again))
+            order = [
+                sorted(row, key=lambda task: tasks.name(task)[0] is not urgent) for row in base
+            ]
+            listed = list_schedule(tasks, base, caps, gap=Fraction(gap), order=order)
+            found.append(scored(tasks.actions(listed)))
     best = min(found, key=lambda one: one[0])[1]
     return _with_embeddings(replace(schedule.with_ranks(best), barriers=barriers))
 
 
-_Listing = tuple[Sequence[MinGap], Sequence[Operation]]  # gaps, and what is urgent
 _Scored = tuple[tuple[int, ...], RankActions]  # time, then peaks of what S keeps for T; less first
 # Where S and T begin behind what they wait for, in quarters of a period.
 _SHARES = range(4)

@@ -6,30 +6,24 @@ import gc
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_ext.schedule import AUTO, Costs, Placement, Schedule, check, generate, lower, simulate
-from megatron_ext.schedule.actions import Action, AnyAction, Op, Operation, RankActions
+from megatron_ext.schedule import AUTO, Costs, Placement, check, generate, lower, simulate
+from megatron_ext.schedule.actions import AnyAction, Op, Operation
 from megatron_ext.schedule.costs import Durations
-from megatron_ext.schedule.effects import peak, peak_sets, steps
+from megatron_ext.schedule.effects import peak, steps
 from megatron_ext.schedule.event_loop import Program
 from megatron_ext.schedule.generators import NAMES
-from megatron_ext.schedule.generators.annealing import Order, anneal, room_of
 from megatron_ext.schedule.generators.cap import (
     _at_equal_times,
     _named,
-    _same,
     unit_bound,
     v_cap_limits,
 )
-from megatron_ext.schedule.generators.flips import with_flips
-from megatron_ext.schedule.generators.longer import cuts, lengthened, longer
 from megatron_ext.schedule.generators.request import Request
 from tests.support.grids import sampled
 from tests.support.schedules import made
@@ -177,65 +171,6 @@ def test_long_runs_repeat_the_steady_state() -> None:
     assert 2 * run.makespan == unit_bound(12, 96, 13)
 
 
-def test_a_steady_state_is_repeated() -> None:
-    start = generate("v-half", 4, 12)
-    orders = [list(row) for row in start.ranks]
-    request = Request(start.placement, 12, Durations.unit(start.placement))
-    found = list(cuts(request, orders, 1, 5))
-    assert len(found) == 5
-    times = []
-    for cut in found:
-        made = Schedule("made", start.placement, 17, rows_of(lengthened(orders, cut, 1, 5)))
-        assert max(check(made).peak_sets) == 6
-        times.append(simulate(made).makespan)
-    assert times[2] == min(times) == simulate(generate("v-half", 4, 17)).makespan
-
-
-@pytest.mark.parametrize("m", [1, 2, 7])
-def test_orders_without_a_steady_state_are_lengthened_too(m: int) -> None:
-    start = generate("v-cap", 3, m, costs=UNEQUAL, memory_cap=5)
-    orders = [list(row) for row in start.ranks]
-    request = Request(start.placement, m, UNEQUAL.durations(start.placement))
-    for period in (1, 2, 3):
-        found = list(cuts(request, orders, period, 40))
-        assert found or m < 7
-        for cut in found:
-            more = m + 2 * period
-            made = Schedule(
-                "made", start.placement, more, rows_of(lengthened(orders, cut, period, 2))
-            )
-            check(made)
-
-
-def test_ways_to_lengthen_an_order_are_timed() -> None:
-    """Exactly for up to p microbatches more; none exceeds the cap."""
-    start = generate("v-half", 4, 8, costs=UNEQUAL)
-    orders = [list(row) for row in start.ranks]
-    request = Request(start.placement, 8, UNEQUAL.durations(start.placement))
-    for more in (1, 2, 6, 12):
-        ways = longer(request, [orders], more, 6, 1 << 20)
-        periods = {way.period for way in ways}
-        assert 1 in periods and all(more % period == 0 for period in periods)
-        for way in ways[:10]:
-            made = way.made()
-            assert max(peak_sets(made)) <= 6
-            time = replace(request, microbatches=8 + more).time_of(made)
-            assert time == way.time or more > 4
-        assert [way.time for way in ways] == sorted(way.time for way in ways)
-
-
-def test_flips_shorten_an_order_within_its_memory() -> None:
-    start = generate("v-half", 4, 8)
-    request = Request(start.placement, 8, UNEQUAL.durations(start.placement))
-    orders = [list(row) for row in start.ranks]
-    room = room_of(orders, 6)
-    found = with_flips(request, 6, orders, 60_000, Fraction(0), random.Random(1).random, room)
-    assert (request.time_of(found) or 0) < (request.time_of(orders) or 0)
-    assert max(check(Schedule("made", start.placement, 8, rows_of(found))).peak_sets) <= 6
-    for growth in (1, 2, 5, 100):
-        assert most_bytes(found, growth) <= most_bytes(orders, growth)
-
-
 ONE_LESS = [(32, "113.25"), (35, "122.75")]
 
 
@@ -269,44 +204,10 @@ def test_near_the_optimum_of_small_cases(case: dict[str, Any]) -> None:
     assert least <= simulate(found).makespan <= least * Fraction("1.006")
 
 
-@pytest.mark.parametrize("pp", [2, 3, 4])
-def test_times_change_with_moves(pp: int) -> None:
-    rng = random.Random(pp)
-    start = generate("v-half", pp, 5)
-    request = Request(start.placement, 5, UNEQUAL.durations(start.placement))
-    cap = max(check(start).peak_sets)
-    order = Order(request, cap, [list(row) for row in start.ranks])
-    for _ in range(40):
-        # Far worse orders now and then, so that the best one is a new one each time.
-        order.best_time = 1 << 60
-        while not order.move(rng.random, 400) or order.best_time == 1 << 60:
-            pass
-        made = Schedule("made", start.placement, 5, tuple(map(tuple, order.best)))
-        assert max(check(made).peak_sets) <= cap
-        assert request.time_of(order.best) == order.best_time == order.time
-
-
-def rows_of(orders: RankActions) -> tuple[tuple[Action, ...], ...]:
-    return tuple(map(tuple, orders))
-
-
 def most_bytes(orders: Sequence[Sequence[AnyAction]], growth: int) -> int:
     """Of the rank with most, if a set takes 1, and ``growth`` between B and W."""
     table: dict[Operation, int] = {Op.F: 1, Op.B: growth - 1, Op.W: -growth}
     return max(peak(steps(row, table)) for row in orders)
-
-
-def test_annealed_orders_take_no_more_bytes() -> None:
-    """Sets may be larger between B and W, by a factor that the search does not know."""
-    start = generate("v-half", 4, 8)
-    request = Request(start.placement, 8, UNEQUAL.durations(start.placement))
-    orders = [list(row) for row in start.ranks]
-    room = room_of(orders, 8)
-    found = anneal(request, 8, orders, 20_000, 0.3, Fraction(0), random.Random(1).random, room)
-    least = request.time_of(orders)
-    assert least is not None and (request.time_of(found) or least) < least
-    for growth in (1, 2, 5, 100):
-        assert most_bytes(found, growth) <= most_bytes(orders, growth)
 
 
 @pytest.mark.usefixtures("full_effort")
@@ -319,33 +220,6 @@ def test_searched_orders_take_no_more_bytes(name: str, cap: int | None) -> None:
     assert simulate(found).makespan < simulate(equal, costs).makespan
     for growth in (1, 2, 5, 100):
         assert most_bytes(found.ranks, growth) <= most_bytes(equal.ranks, growth)
-
-
-def test_moves_that_cannot_run_end_at_once() -> None:
-    """Passes that wait for each other a short time, and a limit that is 2^64 times as long."""
-    start = generate("v-half", 3, 4)
-    durations = Costs.of(1, 2**64, "0.5").durations(start.placement)
-    order = Order(Request(start.placement, 4, durations), 6, [list(row) for row in start.ranks])
-    rng = random.Random(1)
-    for _ in range(2000):
-        order.move(rng.random, 2**64)
-    assert order.work < 2000 * 10
-
-
-def test_annealing_is_the_same_in_other_units() -> None:
-    start = generate("v-min", 4, 6)
-    orders = [list(row) for row in start.ranks]
-    durations = UNEQUAL.durations(start.placement)
-    f, b, w = (tuple(3 * time for time in row) for row in durations[:3])
-    thrice = Durations(f, b, w, 3 * durations.hop, 3 * durations.scale)
-    found = []
-    for times in (durations, thrice):
-        request = Request(start.placement, 6, times)
-        found.append(anneal(request, 5, orders, 20_000, 0.3, Fraction(0), random.Random(1).random))
-    assert found[0] == found[1]
-    assert simulate(start, UNEQUAL).makespan > Fraction(
-        Request(start.placement, 6, durations).time_of(found[0]) or 0, durations.scale
-    )
 
 
 @pytest.mark.parametrize("cap", [0, 1, 9])
@@ -422,10 +296,3 @@ def test_caches_of_orders_keep_no_programs() -> None:
     for microbatches in range(5, 17):
         generate("v-half", 2, microbatches, costs=Costs.of(10, 11, 8), effort=0.01)
     assert programs() - before <= 4
-
-
-def test_a_named_order_is_that_for_equal_times_only_of_many_microbatches() -> None:
-    """Of more than 16 ranks, which have time for few orders, it is not made twice."""
-    sizes = (16, 40), (17, 33), (17, 34)
-    same = [_same(SimpleNamespace(pp=pp, microbatches=m)) for pp, m in sizes]
-    assert same == [False, False, True]

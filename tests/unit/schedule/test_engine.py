@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
-from megatron_ext.schedule import Costs, Placement, check, generate, simulate
+from megatron_ext.schedule import Costs, Placement, check, engine, generate, simulate
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.engine import Rows, list_schedule, one_by_one, replay
 from megatron_ext.schedule.generators.blocks import VEES
-from megatron_ext.schedule.generators.cap import v_cap_limits
-from megatron_ext.schedule.generators.low import LEAST_CAP, low_order
-from megatron_ext.schedule.generators.request import Request
+from megatron_ext.schedule.generators.cap import LEAST_CAP, v_cap_limits
 from megatron_ext.schedule.simulate import run_times
 from megatron_ext.schedule.tasks import Tasks, UnitCosts
 from tests.support.grids import sampled
+from tests.support.tables import random_tasks
 
 GAPS = (Fraction(0), Fraction(1, 3), Fraction(3, 4), Fraction(1), Fraction(3))
 
@@ -86,25 +87,6 @@ def test_a_base_that_does_not_fit_is_refused() -> None:
         list_schedule(tasks, one_by_one(tasks), [1, 2])
 
 
-def random_tasks(rng: random.Random) -> Tasks:
-    pp, chunks = rng.randint(2, 6), rng.choice((1, 2, 2, 3))
-    placement = (
-        Placement.vee(pp) if chunks == 2 and rng.random() < 0.6 else Placement.loop(pp, chunks)
-    )
-    stages = range(placement.num_stages)
-
-    def factors(most: int) -> tuple[int, ...]:
-        return tuple(rng.randint(1, most) for _ in range(3))
-
-    times = [tuple(rng.choice((1, 1, 2, 5)) for _ in stages) for _ in range(3)]
-    durations = Durations(*times, hop=rng.choice((0, rng.randint(1, 500))), scale=1)
-    microbatches = [
-        [UnitCosts(*factors(400), rng.randint(1, 5)) for _ in range(rng.randint(1, 3))]
-        for _ in range(rng.randint(1, 8))
-    ]
-    return Tasks(placement, durations, microbatches)
-
-
 def shuffled(rng: random.Random, rows: Rows) -> Rows:
     return [rng.sample(row, len(row)) for row in rows]
 
@@ -148,9 +130,28 @@ def test_caps_below_v_mins(costs: Costs) -> None:
 
 def test_makespans_below_v_mins() -> None:
     """Pinned, in chunk units at equal costs; V-Min, with eight sets, takes 119."""
-    request = Request(Placement.vee(8), 16, Durations.unit(Placement.vee(8)))
-    orders = {cap: low_order(request, cap) for cap in range(LEAST_CAP, 8)}
-    times = {cap: request.time_of(order) for cap, order in orders.items()}
-    assert times == {2: 333, 3: 309, 4: 183, 5: 172, 6: 137, 7: 130}
-    quick = Request(Placement.vee(8), 16, Durations.unit(Placement.vee(8)), effort=0)
-    assert request.time_of(low_order(quick, 6)) == 143
+    times = {}
+    for cap in (2, 3, 5, 6, 7):
+        times[cap] = 2 * simulate(generate("v-cap", 8, 16, memory_cap=cap, effort=0.1)).makespan
+    assert times == {2: 333, 3: 309, 5: 173, 6: 137, 7: 132}
+    quick = generate("v-cap", 8, 16, memory_cap=6, effort=0)
+    assert 2 * simulate(quick).makespan == 143
+
+
+def test_a_rank_looks_again_when_something_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Very unequal passes: to look again after each of the shortest takes minutes."""
+    looks, choose = Counter[str](), engine._Rank.choose
+
+    def counted(rank: Any, now: int, patient: bool) -> int | None:
+        looks["at ranks"] += 1
+        return choose(rank, now, patient)
+
+    monkeypatch.setattr(engine._Rank, "choose", counted)
+    rows = (1, 2, 1), (2**31, 2, 1), (1, 2, 1), (1, 2002, 10**9)
+    costs = Costs(stages=tuple((Fraction(f), Fraction(b), Fraction(w)) for f, b, w in rows))
+    start = generate("zb-h1", 4, 3)
+    tasks = Tasks(start.placement, costs.durations(start.placement), 3)
+    base = tasks.rows(start.ranks)
+    list_schedule(tasks, base, tasks.peaks(base))
+    # Once at the start, and when a pass ends: its own rank, and one that it feeds.
+    assert looks["at ranks"] <= len(base) + 2 * len(tasks.rank)

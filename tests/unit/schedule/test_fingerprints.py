@@ -1,6 +1,6 @@
 """Every schedule's exact actions against a golden file: a refactoring changes none of them.
 
-UPDATE_GOLDEN=1 writes the file anew; a change of it needs a reason in CHANGELOG.md.
+UPDATE_GOLDEN=1 writes the file anew, in one process (--workers 1); a change of it needs a reason in CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ LARGEST = {AUTO: 2, "v-cap": 2, "v-min": 3, "v-half": 3, "v-zb": 3, "interleaved
 CHEAP = [(name, pp) for name, pp in CASES if pp <= LARGEST.get(name, 4)]
 
 
-@pytest.mark.usefixtures("full_effort")
 @pytest.mark.parametrize(("name", "pp"), sampled(CASES, CHEAP))
 def test_no_action_has_changed(name: str, pp: int) -> None:
     key, found = f"{name} p={pp}", fingerprints(name, pp)

@@ -21,11 +21,13 @@ from megatron_ext.schedule import (
     offload_pass,
     simulate,
 )
+from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.generators import steadier
-from megatron_ext.schedule.generators.annealing import fits, room_of
 from megatron_ext.schedule.jitter import jitter
+from megatron_ext.schedule.moves import fits, room_of, states
 from megatron_ext.schedule.network import Network
 from megatron_ext.schedule.select import ScheduleSpec, select
+from megatron_ext.schedule.tasks import Tasks
 
 REAL = Costs.parse("1,1.1,0.8,0.05")
 
@@ -113,7 +115,7 @@ def test_bad_input(spread: float, runs: int) -> None:
 
 
 @pytest.mark.usefixtures("full_effort")
-@pytest.mark.parametrize(("name", "most"), [("v-half", 0.9975), ("zb-h1", 0.9995)])
+@pytest.mark.parametrize(("name", "most"), [("v-half", 0.9997), ("zb-h1", 0.9995)])
 def test_steadier_orders_are_as_fast_and_as_small(name: str, most: float) -> None:
     """Better with pass times, and with a deviation, that the search did not see."""
     schedule = generate(name, 4, 8, costs=REAL)
@@ -159,5 +161,7 @@ def test_steadier_keeps_bytes_of_sets_that_grow() -> None:
     schedule = generate("v-half", 4, 12, costs=REAL, sets_grow=True)
     found = steadier(schedule, 0.1)
     assert found is not schedule
-    before, after = ([list(row) for row in one.ranks] for one in (schedule, found))
-    assert fits(after, room_of(before, max(check(schedule).peak_sets)))
+    tasks = Tasks(schedule.placement, Durations.unit(schedule.placement), 12)
+    before, after = (tasks.rows(one.compute().ranks) for one in (schedule, found))
+    held = (state for row in before for state in states(tasks, row))
+    assert fits(tasks, after, room_of(held, max(check(schedule).peak_sets)))
