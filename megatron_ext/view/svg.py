@@ -28,7 +28,16 @@ from .palette import (
     shades,
     theme_style,
 )
-from .timeline import Box, Timeline, decimal, names_of, reference_peak, result_text
+from .timeline import (
+    Box,
+    Timeline,
+    decimal,
+    is_pair,
+    names_of,
+    on_one_axis,
+    reference_peak,
+    result_text,
+)
 
 _DIGIT = 0.6  # width of a digit in em, on the safe side
 _READABLE = 6.5  # smallest font size that is still drawn, px
@@ -69,10 +78,8 @@ def render(*runs: Timeline, theme: str = "auto") -> str:
             of its fullest rank.
         theme: ``auto`` follows the reader's dark mode, ``light`` and ``dark`` are fixed.
     """
-    pair = len(runs) == 2 and runs[1].label == "measured"
-    if pair:
-        runs = (runs[0].scaled_to(runs[1]), runs[1])
-    stacked = len(runs) > 1 and not pair
+    stacked = len(runs) > 1 and not is_pair(runs)
+    runs = on_one_axis(runs)
     layout = _layout(runs)
     u = layout.unit
     out = Drawing()
@@ -211,7 +218,7 @@ def _rows(out: Drawing, layout: _Layout, run: Timeline, y: float) -> float:
                 chunk, top = chunk_of(part.stage), y + i * height
                 kind = f"{part.op.value}{chunk}{suffix}"
                 _box(out, layout, box, top, height, kind, tooltips)
-                numbers.append(_number(layout, box, top, height, part.microbatch, chunk))
+                numbers.append(_number(layout, box, top, height, run.label_of(part), chunk))
         if any(numbers):
             out.parts.append(
                 f'<g class="n" font-size="{short(layout.font)}">{"".join(numbers)}</g>'
@@ -266,8 +273,7 @@ def bar(
     out.rect(x + inset, y, max(width - 2 * inset, 0.3), height, kind, title)
 
 
-def _number(layout: _Layout, box: Box, y: float, height: float, microbatch: int, chunk: int) -> str:
-    text = str(microbatch)
+def _number(layout: _Layout, box: Box, y: float, height: float, text: str, chunk: int) -> str:
     room = layout.plot * (box.end - box.start) / layout.span
     if not layout.font or len(text) * _DIGIT * layout.font > room or layout.font > height:
         return ""

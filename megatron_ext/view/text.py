@@ -94,10 +94,12 @@ def _header(timeline: Timeline, note: str) -> list[str]:
 def _numbered(timeline: Timeline) -> tuple[list[str], list[str]]:
     """Every pass with its microbatch; the shortest pass relative to its text sets the scale."""
     boxes = [box for row in timeline.boxes for box in row if box.end > box.start]
-    scale = max(((len(_label(box)) + 1) / (box.end - box.start) for box in boxes), default=0.0)
+    scale = max(
+        ((len(_label(timeline, box)) + 1) / (box.end - box.start) for box in boxes), default=0.0
+    )
 
     def fill(timeline: Timeline, box: Box, columns: int) -> str:
-        text = "+".join(_cased(timeline, box, _label(box).split("+")))
+        text = "+".join(_cased(timeline, box, _label(timeline, box).split("+")))
         return text.ljust(columns - 1, "-")[:columns].ljust(columns)
 
     return _draw(timeline, scale, fill), _draw(timeline, scale, _kind)
@@ -146,8 +148,8 @@ def _copies(timeline: Timeline, total: int) -> list[str]:
     return rows
 
 
-def _label(box: Box) -> str:
-    return "+".join(f"{part.op.value}{part.microbatch}" for part in box.action.parts)
+def _label(timeline: Timeline, box: Box) -> str:
+    return "+".join(f"{part.op.value}{timeline.label_of(part)}" for part in box.action.parts)
 
 
 def _cased(timeline: Timeline, box: Box, texts: Sequence[str]) -> list[str]:
