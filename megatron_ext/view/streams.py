@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from .drawing import Drawing, short
 from .palette import IDLE, SOFT, theme_style
 from .svg import _WIDTHS, _axis, _Layout, bar
+from .text import row_of
 from .timeline import decimal
 from .trace import named, spanning
 
@@ -96,12 +97,8 @@ def render_text(streams: Streams, width: int = 0) -> str:
     for one in streams.passes:
         lines += ["", streams.text(one)]
         for lane in one.lanes:
-            row = ""
-            for span in lane.spans:
-                begin, end = round(span.start * scale), round(span.end * scale)
-                row += "." * (begin - len(row))
-                row += span.name.ljust(end - begin, "-")[: max(end - len(row), 0)]
-            lines.append(f"{lane.name.ljust(margin)}|{row.ljust(columns, '.')}|")
+            row = row_of(lane.spans, scale, columns, lambda s, wide: s.name.ljust(wide, "-")[:wide])
+            lines.append(f"{lane.name.ljust(margin)}|{row}|")
     known = [f"{letter} {meaning}" for letter, meaning in streams.meanings().items()]
     return "\n".join([*lines, "", "; ".join([*known, "dots: idle"])]) + "\n"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
+from typing import Any
 
 from .._terminal import colored, paint
 from ..schedule.actions import Op
@@ -165,11 +167,18 @@ def _draw(timeline: Timeline, scale: float, fill: Callable[[Timeline, Box, int],
     """Rows of equal length, ``scale`` columns a unit of time, less where that is too long."""
     scale = min(scale, _COLUMNS / timeline.makespan) if timeline.makespan else 0.0
     total = round(timeline.makespan * scale)
-    rows = []
-    for boxes in timeline.boxes:
-        row = ""
-        for box in boxes:
-            row += _IDLE * (round(box.start * scale) - len(row))
-            row += fill(timeline, box, max(round(box.end * scale) - len(row), 0))
-        rows.append(row + _IDLE * (total - len(row)))
-    return rows
+    return [row_of(row, scale, total, partial(fill, timeline)) for row in timeline.boxes]
+
+
+def row_of(boxes: Sequence[Any], scale: float, total: int, fill: Callable[[Any, int], str]) -> str:
+    """``total`` columns with boxes by start time, ``scale`` columns a unit of time.
+
+    Args:
+        boxes: of any picture, with ``start`` and ``end``.
+        fill: the text of a box, for so many columns.
+    """
+    row = ""
+    for box in boxes:
+        row += _IDLE * (round(box.start * scale) - len(row))
+        row += fill(box, max(round(box.end * scale) - len(row), 0))
+    return row.ljust(total, _IDLE)
