@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .data import view_data
-from .timeline import Timeline, names_of
+from .timeline import Timeline, names_of, on_one_axis
 from .web import document
 
 
@@ -12,8 +12,7 @@ def render(*runs: Timeline) -> str:
 
     Nothing is loaded from elsewhere.
     """
-    if len(runs) == 2 and runs[1].label == "measured":
-        runs = (runs[0].scaled_to(runs[1]), runs[1])
+    runs = on_one_axis(runs)
     return document(
         names_of(runs),
         '<main id="timeline"></main>',

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .palette import GRID, GROUND, INK, SOFT, theme_style
+from .drawing import Drawing, round_step
+from .palette import GRID, GROUND, SOFT, theme_style
 
-Points = tuple[tuple[float, float], ...]
+Point = tuple[float, float]
+Points = tuple[Point, ...]
 
-_WIDTH, _PLOT, _HEIGHT, _TOP, _LEFT = 820, 560, 380, 48, 64
 _COLORS = (
     *("#2e6bb0", "#c96a12", "#2a8c67", "#7a4fa3", "#b5483a", "#5b7f95", "#8a5a44", "#16202a"),
 )
@@ -32,16 +32,66 @@ class Series(NamedTuple):
     under: Points = ()
 
 
-class _Axes(NamedTuple):
-    left: float
-    right: float
-    top: float
-    low: float
+class Axes(Drawing):
+    """A plane of ``width`` times ``height`` px with its upper left corner at ``left``, ``top``.
 
-    def at(self, point: tuple[float, float]) -> tuple[float, float]:
-        x = _LEFT + _PLOT * (point[0] - self.left) / (self.right - self.left)
-        y = _TOP + _HEIGHT * (1 - (point[1] - self.low) / (self.top - self.low))
-        return x, y
+    Args:
+        x, y: the values at the ends of each axis.
+    """
+
+    number = staticmethod("{:.1f}".format)
+    ink, weight, space = "", "normal", ""
+
+    def __init__(
+        self, left: int, top: int, width: int, height: int, x: tuple[float, float], y: Point
+    ) -> None:
+        super().__init__()
+        self.left, self.top, self.width, self.height = left, top, width, height
+        self._x, self._y = x, y
+
+    @property
+    def right(self) -> int:
+        """Where the plane ends."""
+        return self.left + self.width
+
+    @property
+    def bottom(self) -> int:
+        """Where the plane ends."""
+        return self.top + self.height
+
+    def at(self, point: Point) -> Point:
+        """Where values stand, in px."""
+        (low_x, high_x), (low_y, high_y) = self._x, self._y
+        x = self.left + self.width * (point[0] - low_x) / (high_x - low_x)
+        return x, self.top + self.height * (1 - (point[1] - low_y) / (high_y - low_y))
+
+    def grid(self, xs: Iterable[tuple[float, str]], ys: Iterable[tuple[float, str]]) -> None:
+        """Lines at values with their labels."""
+        for value, label in xs:
+            x, _ = self.at((value, self._y[0]))
+            self.add("path", d=f"M{x:.1f} {self.top}v{self.height}", stroke=GRID)
+            self.text(x, self.bottom + 18, label, 11, "middle", SOFT)
+        for value, label in ys:
+            _, y = self.at((self._x[0], value))
+            self.add("path", d=f"M{self.left} {y:.1f}h{self.width}", stroke=GRID)
+            self.text(self.left - 8, y + 4, label, 11, "end", SOFT)
+
+    def path(
+        self, points: Iterable[Point], color: str, dashes: str = "", width: str = "1.6"
+    ) -> None:
+        """A line through places in px."""
+        steps = "".join(f"{'L' if i else 'M'}{x:.1f} {y:.1f}" for i, (x, y) in enumerate(points))
+        line = {"stroke": color, "stroke_width": width, "stroke_dasharray": dashes}
+        self.add("path", d=steps, fill="none", **line)
+
+    def dot(self, place: Point, radius: str, color: str, edge: str = "") -> None:
+        """A point at a place in px."""
+        x, y = map(self.number, place)
+        self.add("circle", cx=x, cy=y, r=radius, fill=color, stroke=edge)
+
+    def file(self, title: str, width: float, height: float) -> str:
+        """The SVG text."""
+        return self.document(title, width, height, theme_style("auto"))
 
 
 def plot(title: str, x: str, y: str, series: Sequence[Series], *, diagonal: bool = False) -> str:
@@ -56,95 +106,43 @@ def plot(title: str, x: str, y: str, series: Sequence[Series], *, diagonal: bool
     xs, ys = [p[0] for p in every], [p[1] for p in every]
     if diagonal:
         xs = ys = [*xs, *ys]
-    (left, right, x_step), (low, top, y_step) = _range(xs), _range(ys)
-    axes = _Axes(left, right, top, low)
-    parts = [text(_LEFT, 26, title, 15, weight="bold")]
-    for value in _ticks(left, right, x_step):
-        at = axes.at((value, low))
-        parts.append(f'<path d="M{at[0]:.1f} {_TOP}v{_HEIGHT}" stroke="{GRID}"/>')
-        parts.append(text(at[0], at[1] + 18, f"{value:g}", 11, anchor="middle", fill=SOFT))
-    for value in _ticks(low, top, y_step):
-        at = axes.at((left, value))
-        parts.append(f'<path d="M{_LEFT} {at[1]:.1f}h{_PLOT}" stroke="{GRID}"/>')
-        parts.append(text(_LEFT - 8, at[1] + 4, f"{value:g}", 11, anchor="end", fill=SOFT))
+    x_ticks, y_ticks = _ticks(xs), _ticks(ys)
+    (left, right), (low, top) = ((ticks[0], ticks[-1]) for ticks in (x_ticks, y_ticks))
+    axes = Axes(64, 48, 560, 380, (left, right), (low, top))
+    axes.text(axes.left, 26, title, 15, weight="bold")
+    axes.grid(*([(value, f"{value:g}") for value in ticks] for ticks in (x_ticks, y_ticks)))
     if diagonal:
-        parts.append(_path([axes.at((left, left)), axes.at((right, right))], SOFT, "2 3"))
-    parts.append(text(_LEFT + _PLOT / 2, _TOP + _HEIGHT + 38, x, 12, anchor="middle"))
-    parts.append(text(_LEFT, _TOP - 8, y, 12))
+        axes.path([axes.at((left, left)), axes.at((right, right))], SOFT, "2 3")
+    axes.text(axes.left + axes.width / 2, axes.bottom + 38, x, 12, "middle")
+    axes.text(axes.left, axes.top - 8, y, 12)
     for number, one in enumerate(series):
-        parts += _draw(axes, one, _COLORS[number % len(_COLORS)], _TOP + 8 + 18 * number)
+        _draw(axes, one, _COLORS[number % len(_COLORS)], axes.top + 8 + 18 * number)
     if any(one.under for one in series):
-        legend = _TOP + 20 + 18 * len(series)
-        parts.append(text(_LEFT + _PLOT + 24, legend, "hollow, dashed: published", 11, fill=SOFT))
-    return document(title, _WIDTH, _TOP + _HEIGHT + 54, parts)
+        note, below = "hollow, dashed: published", axes.top + 20 + 18 * len(series)
+        axes.text(axes.right + 24, below, note, 11, fill=SOFT)
+    return axes.file(title, 820, axes.bottom + 54)
 
 
-def _draw(axes: _Axes, one: Series, color: str, y: float) -> list[str]:
-    parts = []
+def _draw(axes: Axes, one: Series, color: str, legend: float) -> None:
     under, over = [axes.at(p) for p in one.under], [axes.at(p) for p in one.points]
     if len(under) > 1:
-        parts.append(_path(under, color, "5 4"))
+        axes.path(under, color, "5 4")
     if one.line and len(over) > 1:
-        parts.append(_path(over, color))
-    parts += [
-        f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{GROUND}" stroke="{color}"/>'
-        for a, b in under
-    ]
-    parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{color}"/>' for a, b in over]
-    x = _LEFT + _PLOT + 28
-    parts.append(f'<circle cx="{x}" cy="{y:.1f}" r="4" fill="{color}"/>')
-    parts.append(text(x + 10, y + 4, one.name, 11.5))
-    return parts
+        axes.path(over, color)
+    for place in under:
+        axes.dot(place, "4", GROUND, color)
+    for place in over:
+        axes.dot(place, "4", color)
+    x = axes.right + 28
+    axes.add("circle", cx=x, cy=f"{legend:.1f}", r="4", fill=color)
+    axes.text(x + 10, legend + 4, one.name, 11.5)
 
 
-def _path(points: Sequence[tuple[float, float]], color: str, dashes: str = "") -> str:
-    steps = "".join(f"{'L' if i else 'M'}{a:.1f} {b:.1f}" for i, (a, b) in enumerate(points))
-    dash = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return f'<path d="{steps}" fill="none" stroke="{color}" stroke-width="1.6"{dash}/>'
-
-
-def _range(values: Sequence[float]) -> tuple[float, float, float]:
-    """Ends and steps of an axis: round numbers, from 0 where that wastes less than half of it."""
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Round numbers around all values, from 0 where that wastes less than half of the axis."""
     low, high = min(values), max(values)
     if 0 < low < high / 2:
         low = 0.0
-    rough = (high - low or 1.0) / 6
-    power: float = 10 ** math.floor(math.log10(rough))
-    step = next(power * n for n in (1, 2, 5, 10) if power * n >= rough)
-    return math.floor(low / step) * step, math.ceil(high / step) * step, step
-
-
-def _ticks(low: float, high: float, step: float) -> list[float]:
-    return [round(low + i * step, 10) for i in range(round((high - low) / step) + 1)]
-
-
-def document(title: str, width: float, height: float, parts: Sequence[str]) -> str:
-    """One SVG file on white."""
-    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
-            f"<title>{html.escape(title)}</title>",
-            "<style>text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif}"
-            f"{theme_style('auto')}</style>",
-            f'<rect width="{width:.0f}" height="{height:.0f}" fill="{GROUND}"/>',
-            *parts,
-            "</svg>\n",
-        ]
-    )
-
-
-def text(
-    x: float,
-    y: float,
-    words: str,
-    size: float,
-    anchor: str = "start",
-    fill: str = INK,
-    weight: str = "normal",
-) -> str:
-    """One line of text."""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{fill}" '
-        f'font-weight="{weight}">{html.escape(words)}</text>'
-    )
+    step = round_step(high - low or 1.0, 6)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [round(step * i, 10) for i in range(first, max(last, first + 1) + 1)]

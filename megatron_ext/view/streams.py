@@ -7,11 +7,13 @@ and in the backward pass. The look is that of schedules (``svg``, ``text``, ``tr
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from .drawing import Drawing, short
 from .palette import IDLE, SOFT, theme_style
-from .svg import _WIDTHS, _axis, _file, _Layout, _n, _rect, _text
+from .svg import _WIDTHS, _axis, _Layout, bar
+from .text import row_of
 from .timeline import decimal
 from .trace import named, spanning
 
@@ -95,12 +97,8 @@ def render_text(streams: Streams, width: int = 0) -> str:
     for one in streams.passes:
         lines += ["", streams.text(one)]
         for lane in one.lanes:
-            row = ""
-            for span in lane.spans:
-                begin, end = round(span.start * scale), round(span.end * scale)
-                row += "." * (begin - len(row))
-                row += span.name.ljust(end - begin, "-")[: max(end - len(row), 0)]
-            lines.append(f"{lane.name.ljust(margin)}|{row.ljust(columns, '.')}|")
+            row = row_of(lane.spans, scale, columns, lambda s, wide: s.name.ljust(wide, "-")[:wide])
+            lines.append(f"{lane.name.ljust(margin)}|{row}|")
     known = [f"{letter} {meaning}" for letter, meaning in streams.meanings().items()]
     return "\n".join([*lines, "", "; ".join([*known, "dots: idle"])]) + "\n"
 
@@ -109,52 +107,48 @@ def render_svg(streams: Streams) -> str:
     """One self-contained SVG."""
     plot, left = float(_WIDTHS[0]), 92.0
     layout = _Layout(1.0, plot, left, 24.0, _ROW, 0.0, _GAP, _FONT, streams.span, 1)
-    parts = [_text(left, 24, streams.title, 14, weight="bold")]
-    y = _legend(parts, layout, streams.meanings(), 38.0)
+    out = Drawing()
+    out.text(left, 24, streams.title, 14, weight="bold")
+    y = _legend(out, layout, streams.meanings(), 38.0)
     for one in streams.passes:
-        parts.append(_text(left, y + 12, streams.text(one), 12, weight="bold"))
+        out.text(left, y + 12, streams.text(one), 12, weight="bold")
         y += 20
         for lane in one.lanes:
-            middle = y + _ROW / 2 + 4
-            parts.append(_text(left - 8, middle, lane.name, 12, "end"))
-            parts.append(_rect(left, y, layout.x(one.end) - left, _ROW, "idle"))
-            parts += _spans(layout, lane.spans, y)
+            out.text(left - 8, y + _ROW / 2 + 4, lane.name, 12, "end")
+            out.rect(left, y, layout.x(one.end) - left, _ROW, "idle")
+            _spans(out, layout, lane.spans, y)
             y += _ROW + _GAP
         y += 6
-    y = _axis(parts, layout, streams.unit, y) + 12
+    y = _axis(out, layout, streams.unit, y) + 12
     fills = "".join(
         f".k{letter}{{fill:{_COLORS.get(letter, _OTHER)}}}" for letter in streams.meanings()
     )
-    style = (
-        "text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif}.n{fill:#fff;text-anchor:middle}"
-        f".idle{{fill:{IDLE}}}{fills}{theme_style('auto')}"
-    )
-    return _file(streams.title, layout.width, y, style, parts)
+    style = f".n{{fill:#fff;text-anchor:middle}}.idle{{fill:{IDLE}}}{fills}{theme_style('auto')}"
+    return out.document(streams.title, layout.width, y, style)
 
 
-def _legend(parts: list[str], layout: _Layout, meanings: dict[str, str], y: float) -> float:
+def _legend(out: Drawing, layout: _Layout, meanings: dict[str, str], y: float) -> float:
     x = layout.left
     for letter, meaning in meanings.items():
         text = f"{letter} {meaning}"
         wide = 28 + 6.0 * len(text)
         if x + wide > layout.left + layout.plot:
             x, y = layout.left, y + 17
-        parts.append(_rect(x, y, 14, 12, f"k{letter}"))
-        parts.append(_text(x + 19, y + 10, text, 11, fill=SOFT))
+        out.rect(x, y, 14, 12, f"k{letter}")
+        out.text(x + 19, y + 10, text, 11, fill=SOFT)
         x += wide
     return y + 26
 
 
-def _spans(layout: _Layout, spans: Sequence[Span], y: float) -> Iterator[str]:
+def _spans(out: Drawing, layout: _Layout, spans: Sequence[Span], y: float) -> None:
     for span in spans:
-        x, wide = layout.x(span.start), layout.plot * (span.end - span.start) / layout.span
         title = f"{span.name}, {span.meaning}: {decimal(span.start)} to {decimal(span.end)}"
-        inset = 0.5 if wide > 4 else 0.0
-        size = max(wide - 2 * inset, 0.3)
-        yield _rect(x + inset, y, size, _ROW, f"k{span.name[0]}", title)
+        bar(out, layout, (span.start, span.end), y, _ROW, f"k{span.name[0]}", title)
+        wide = layout.plot * (span.end - span.start) / layout.span
         if wide > 0.7 * _FONT * len(span.name):
-            place = f'x="{_n(x + wide / 2)}" y="{_n(y + _ROW / 2 + 4)}" font-size="{_n(_FONT)}"'
-            yield f'<text class="n" {place}>{html.escape(span.name)}</text>'
+            x = short(layout.x(span.start) + wide / 2)
+            place = {"x": x, "y": short(y + _ROW / 2 + 4), "font_size": short(_FONT)}
+            out.add("text", html.escape(span.name), class_="n", **place)
 
 
 def to_trace(streams: Streams, unit_us: float = 1000.0) -> dict[str, Any]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..schedule.actions import Op
+from .drawing import Drawing, round_step, short
 from .palette import (
     AREA,
     COPIES,
     COPY_MEANING,
     DARK,
-    GROUND,
     IDLE,
     INK,
     LINE,
@@ -28,7 +28,16 @@ from .palette import (
     shades,
     theme_style,
 )
-from .timeline import Box, Timeline, decimal, names_of, reference_peak, result_text
+from .timeline import (
+    Box,
+    Timeline,
+    decimal,
+    is_pair,
+    names_of,
+    on_one_axis,
+    reference_peak,
+    result_text,
+)
 
 _DIGIT = 0.6  # width of a digit in em, on the safe side
 _READABLE = 6.5  # smallest font size that is still drawn, px
@@ -69,31 +78,29 @@ def render(*runs: Timeline, theme: str = "auto") -> str:
             of its fullest rank.
         theme: ``auto`` follows the reader's dark mode, ``light`` and ``dark`` are fixed.
     """
-    pair = len(runs) == 2 and runs[1].label == "measured"
-    if pair:
-        runs = (runs[0].scaled_to(runs[1]), runs[1])
-    stacked = len(runs) > 1 and not pair
+    stacked = len(runs) > 1 and not is_pair(runs)
+    runs = on_one_axis(runs)
     layout = _layout(runs)
     u = layout.unit
-    parts: list[str] = []
-    y = _header(parts, layout, runs, 30 * u, titled=not stacked)
+    out = Drawing()
+    y = _header(out, layout, runs, 30 * u, titled=not stacked)
     for run in runs:
         if len(runs) > 1:
             label = f"{run.schedule.name if stacked else run.label}: {result_text(run)}"
-            parts.append(_text(layout.left, y + 12 * u, label, 12 * u, weight="bold"))
+            out.text(layout.left, y + 12 * u, label, 12 * u, weight="bold")
             y += 20 * u
         top = y
-        y = _rows(parts, layout, run, y) + 6 * u
+        y = _rows(out, layout, run, y) + 6 * u
         if stacked:
-            _saved(parts, layout, run, top, y - 6 * u)
-            y = _fullest(parts, layout, run, y) + 14 * u
-    y = _axis(parts, layout, runs[0].unit, y - 4 * u) + (14 if stacked else 30) * u
+            _saved(out, layout, run, top, y - 6 * u)
+            y = _fullest(out, layout, run, y) + 14 * u
+    y = _axis(out, layout, runs[0].unit, y - 4 * u) + (14 if stacked else 30) * u
     if not stacked:
-        y = _memory(parts, layout, runs, y) + 14 * u
-    return _document(parts, layout.width, y, runs, theme)
+        y = _memory(out, layout, runs, y) + 14 * u
+    return _document(out, layout.width, y, runs, theme)
 
 
-def _saved(parts: list[str], layout: _Layout, run: Timeline, top: float, bottom: float) -> None:
+def _saved(out: Drawing, layout: _Layout, run: Timeline, top: float, bottom: float) -> None:
     """Beside a run that ends earlier than the longest one: by how much, if there is room."""
     start, end, u = layout.x(run.makespan), layout.left + layout.plot, layout.unit
     text = f"{decimal(100 * (1 - run.makespan / layout.span), 1)} % less time"
@@ -101,23 +108,23 @@ def _saved(parts: list[str], layout: _Layout, run: Timeline, top: float, bottom:
     if size < _READABLE:
         return
     middle = (top + bottom) / 2
-    ends = f"M{_n(start)} {_n(top)}V{_n(bottom)}M{_n(end)} {_n(top)}V{_n(bottom)}"
-    between = f"M{_n(start)} {_n(middle + size * 0.5)}H{_n(end)}"
-    parts.append(
+    ends = f"M{short(start)} {short(top)}V{short(bottom)}M{short(end)} {short(top)}V{short(bottom)}"
+    between = f"M{short(start)} {short(middle + size * 0.5)}H{short(end)}"
+    out.parts.append(
         f'<path class="axis" d="{ends}{between}" fill="none" stroke="{SOFT}" '
-        f'stroke-width="{_n(0.8 * u)}"/>'
+        f'stroke-width="{short(0.8 * u)}"/>'
     )
-    parts.append(_text((start + end) / 2, middle, text, size, "middle", weight="bold"))
+    out.text((start + end) / 2, middle, text, size, "middle", weight="bold")
 
 
-def _fullest(parts: list[str], layout: _Layout, run: Timeline, y: float) -> float:
+def _fullest(out: Drawing, layout: _Layout, run: Timeline, y: float) -> float:
     """A strip of the rank that holds most, and the peak of 1F1B as a dashed line."""
     u, peaks = layout.unit, run.peak_activation
     rank = peaks.index(max(peaks))
     note = "activations of the fullest rank, in microbatches   ·   dashed: peak of 1F1B, "
     note += str(reference_peak(run.schedule))
-    parts.append(_text(layout.left, y + 8 * u, note, 11 * u, fill=SOFT))
-    return _strip(parts, layout, [run], rank, y + 14 * u, 1.5 * layout.strip)
+    out.text(layout.left, y + 8 * u, note, 11 * u, fill=SOFT)
+    return _strip(out, layout, [run], rank, y + 14 * u, 1.5 * layout.strip)
 
 
 def _layout(runs: Sequence[Timeline]) -> _Layout:
@@ -151,7 +158,7 @@ def _layout(runs: Sequence[Timeline]) -> _Layout:
 
 
 def _header(
-    parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: float, titled: bool
+    out: Drawing, layout: _Layout, runs: Sequence[Timeline], y: float, titled: bool
 ) -> float:
     """Title and legend; without ``titled`` every run has a title of its own."""
     u, schedule = layout.unit, max((run.schedule for run in runs), key=lambda one: one.chunks)
@@ -167,36 +174,33 @@ def _header(
         if titled
         else " above ".join(html.escape(run.schedule.name) for run in runs)
     )
-    parts.append(
-        f'<text x="{_n(layout.left)}" y="{_n(y)}" font-size="{_n(15 * u)}" xml:space="preserve">'
-        f'<tspan font-weight="bold">{name}</tspan>   {html.escape(facts)}</text>'
-    )
+    place = {"x": short(layout.left), "y": short(y), "font_size": short(15 * u)}
+    words = f'<tspan font-weight="bold">{name}</tspan>   {html.escape(facts)}'
+    out.add("text", words, **place, **{"xml:space": out.space})
     y += 14 * u
     x = layout.left
     used = {part.op for run in runs for row in run.boxes for b in row for part in b.action.parts}
     for op in (op for op in DARK if op in used):
         for chunk in range(schedule.chunks):
-            parts.append(_rect(x, y, 14 * u, 12 * u, f"{op.value}{chunk}"))
+            out.rect(x, y, 14 * u, 12 * u, f"{op.value}{chunk}")
             x += 15 * u
-        parts.append(_text(x + 4 * u, y + 10 * u, MEANING[op], 11 * u, fill=SOFT))
+        out.text(x + 4 * u, y + 10 * u, MEANING[op], 11 * u, fill=SOFT)
         x += (26 + 6.1 * len(MEANING[op])) * u
     if any(run.copies for run in runs):
         for op, text in COPY_MEANING.items():
-            parts.append(_rect(x, y, 14 * u, 12 * u, op.value))
-            parts.append(_text(x + 19 * u, y + 10 * u, text, 11 * u, fill=SOFT))
+            out.rect(x, y, 14 * u, 12 * u, op.value)
+            out.text(x + 19 * u, y + 10 * u, text, 11 * u, fill=SOFT)
             x += (41 + 6.1 * len(text)) * u
-    parts.append(_rect(x, y, 14 * u, 12 * u, "idle"))
-    parts.append(_text(x + 19 * u, y + 10 * u, "idle", 11 * u, fill=SOFT))
+    out.rect(x, y, 14 * u, 12 * u, "idle")
+    out.text(x + 19 * u, y + 10 * u, "idle", 11 * u, fill=SOFT)
     if schedule.chunks > 1:
         note = f"dark to light: chunk 0 to {schedule.chunks - 1}"
-        parts.append(_text(x + 58 * u, y + 10 * u, note, 11 * u, fill=SOFT))
-    parts.append(
-        _text(layout.width - 12 * u, y + 10 * u, "idle", 11 * u, "end", SOFT, kind="right")
-    )
+        out.text(x + 58 * u, y + 10 * u, note, 11 * u, fill=SOFT)
+    out.text(layout.width - 12 * u, y + 10 * u, "idle", 11 * u, "end", SOFT, kind="right")
     return y + 20 * u
 
 
-def _rows(parts: list[str], layout: _Layout, run: Timeline, y: float) -> float:
+def _rows(out: Drawing, layout: _Layout, run: Timeline, y: float) -> float:
     """One row a rank: the grey of idle time, the boxes on it, the idle share at the right."""
     u, chunk_of = layout.unit, run.schedule.placement.chunk_of
     suffix = "" if run.schedule.chunks == layout.chunks else f"of{run.schedule.chunks}"
@@ -204,10 +208,8 @@ def _rows(parts: list[str], layout: _Layout, run: Timeline, y: float) -> float:
     label = min(12 * u, layout.row * 0.8)
     for rank, row in enumerate(run.boxes):
         base = y + layout.row / 2 + label * 0.36
-        parts.append(_text(layout.left - 8 * u, base, f"rank {rank}", label, "end", kind="left"))
-        parts.append(
-            _rect(layout.left, y, layout.x(run.makespan) - layout.left, layout.row, "idle row")
-        )
+        out.text(layout.left - 8 * u, base, f"rank {rank}", label, "end", kind="left")
+        out.rect(layout.left, y, layout.x(run.makespan) - layout.left, layout.row, "idle row")
         numbers = []
         for box in row:
             # The passes of a joint action share its time, one above the other.
@@ -215,17 +217,19 @@ def _rows(parts: list[str], layout: _Layout, run: Timeline, y: float) -> float:
             for i, part in enumerate(box.action.parts):
                 chunk, top = chunk_of(part.stage), y + i * height
                 kind = f"{part.op.value}{chunk}{suffix}"
-                parts.append(_box(layout, box, top, height, kind, tooltips))
-                numbers.append(_number(layout, box, top, height, part.microbatch, chunk))
+                _box(out, layout, box, top, height, kind, tooltips)
+                numbers.append(_number(layout, box, top, height, run.label_of(part), chunk))
         if any(numbers):
-            parts.append(f'<g class="n" font-size="{_n(layout.font)}">{"".join(numbers)}</g>')
+            out.parts.append(
+                f'<g class="n" font-size="{short(layout.font)}">{"".join(numbers)}</g>'
+            )
         busy = math.fsum(box.end - box.start for box in row)
         idle = f"{decimal(100 * (1 - busy / run.makespan), 1)} %" if run.makespan else ""
         size = label * 0.92
-        parts.append(_text(layout.width - 12 * u, base, idle, size, "end", SOFT, kind="right"))
+        out.text(layout.width - 12 * u, base, idle, size, "end", SOFT, kind="right")
         y += layout.row
         if run.copies:
-            parts += _copies(layout, run.copies[rank], y, tooltips)
+            _copies(out, layout, run.copies[rank], y, tooltips)
             y += layout.row * _LANES
         y += layout.gap
     return y
@@ -234,7 +238,7 @@ def _rows(parts: list[str], layout: _Layout, run: Timeline, y: float) -> float:
 _LANES = 0.4  # height of both lanes of copies, in rows
 
 
-def _copies(layout: _Layout, boxes: Sequence[Box], y: float, tooltips: bool) -> Iterator[str]:
+def _copies(out: Drawing, layout: _Layout, boxes: Sequence[Box], y: float, tooltips: bool) -> None:
     """To the host on the upper lane, to the device on the lower one."""
     height = layout.row * _LANES / 2
     for action, start, end in boxes:
@@ -243,51 +247,61 @@ def _copies(layout: _Layout, boxes: Sequence[Box], y: float, tooltips: bool) -> 
         title = f"{action}: {decimal(start)} to {decimal(end)}" if tooltips else ""
         width = max(layout.plot * (end - start) / layout.span, 0.3)
         kind = f"copy {op.value}"
-        yield _rect(layout.x(start), y + lane * height, width, height, kind, title)
+        out.rect(layout.x(start), y + lane * height, width, height, kind, title)
 
 
-def _box(layout: _Layout, box: Box, y: float, height: float, kind: str, tooltip: bool) -> str:
-    x, width = layout.x(box.start), layout.plot * (box.end - box.start) / layout.span
+def _box(
+    out: Drawing, layout: _Layout, box: Box, y: float, height: float, kind: str, tooltip: bool
+) -> None:
+    title = f"{box.action}: {decimal(box.start)} to {decimal(box.end)}" if tooltip else ""
+    bar(out, layout, (box.start, box.end), y, height, f"box {kind}", title)
+
+
+def bar(
+    out: Drawing,
+    layout: _Layout,
+    times: tuple[float, float],
+    y: float,
+    height: float,
+    kind: str,
+    title: str = "",
+) -> None:
+    """A box from one time to another."""
+    x, width = layout.x(times[0]), layout.plot * (times[1] - times[0]) / layout.span
     # A hairline between boxes, left out where it would eat the box.
     inset = 0.5 if width > 4 else 0.0
-    title = f"{box.action}: {decimal(box.start)} to {decimal(box.end)}" if tooltip else ""
-    return _rect(x + inset, y, max(width - 2 * inset, 0.3), height, f"box {kind}", title)
+    out.rect(x + inset, y, max(width - 2 * inset, 0.3), height, kind, title)
 
 
-def _number(layout: _Layout, box: Box, y: float, height: float, microbatch: int, chunk: int) -> str:
-    text = str(microbatch)
+def _number(layout: _Layout, box: Box, y: float, height: float, text: str, chunk: int) -> str:
     room = layout.plot * (box.end - box.start) / layout.span
     if not layout.font or len(text) * _DIGIT * layout.font > room or layout.font > height:
         return ""
     x = layout.x((box.start + box.end) / 2)
     kind = ' class="l"' if chunk else ""
-    return f'<text x="{_n(x)}" y="{_n(y + height / 2 + layout.font * 0.36)}"{kind}>{text}</text>'
+    return (
+        f'<text x="{short(x)}" y="{short(y + height / 2 + layout.font * 0.36)}"{kind}>{text}</text>'
+    )
 
 
-def _axis(parts: list[str], layout: _Layout, unit: str, y: float) -> float:
+def _axis(out: Drawing, layout: _Layout, unit: str, y: float) -> float:
     u = layout.unit
-    step = _tick(layout.span)
-    lines = [f"M{_n(layout.left)} {_n(y)}h{_n(layout.plot)}"]
+    step = round_step(layout.span, 12)
+    lines = [f"M{short(layout.left)} {short(y)}h{short(layout.plot)}"]
     for i in range(math.floor(layout.span / step + 1e-9) + 1):
         x = layout.x(i * step)
-        lines.append(f"M{_n(x)} {_n(y)}v{_n(4 * u)}")
-        parts.append(_text(x, y + 16 * u, decimal(i * step), 11 * u, "middle", SOFT, kind="tick"))
-    parts.append(
+        lines.append(f"M{short(x)} {short(y)}v{short(4 * u)}")
+        out.text(x, y + 16 * u, decimal(i * step), 11 * u, "middle", SOFT, kind="tick")
+    out.parts.append(
         f'<path class="axis" d="{"".join(lines)}" fill="none" stroke="{SOFT}" '
-        f'stroke-width="{_n(u)}"/>'
+        f'stroke-width="{short(u)}"/>'
     )
     name = unit or "time"
-    parts.append(_text(layout.width - 12 * u, y + 16 * u, name, 11 * u, "end", SOFT, kind="right"))
+    out.text(layout.width - 12 * u, y + 16 * u, name, 11 * u, "end", SOFT, kind="right")
     return y + 16 * u
 
 
-def _tick(span: float) -> float:
-    """A step of 1, 2 or 5 times a power of ten that gives about ten ticks."""
-    power = 10.0 ** math.floor(math.log10(span / 10))
-    return next(power * k for k in (1, 2, 5, 10) if span / (power * k) <= 12)
-
-
-def _memory(parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: float) -> float:
+def _memory(out: Drawing, layout: _Layout, runs: Sequence[Timeline], y: float) -> float:
     """A strip a rank: resident activations over time, and the peak of 1F1B as a dashed line."""
     u, schedule = layout.unit, runs[0].schedule
     reference = reference_peak(schedule)
@@ -295,16 +309,16 @@ def _memory(parts: list[str], layout: _Layout, runs: Sequence[Timeline], y: floa
     note += str(reference)
     if len(runs) > 1:
         note += "   ·   area planned, line measured"
-    parts.append(_text(layout.left, y, note, 12 * u, fill=INK))
-    parts.append(_text(layout.width - 12 * u, y, "peak", 11 * u, "end", SOFT, kind="right"))
+    out.text(layout.left, y, note, 12 * u, fill=INK)
+    out.text(layout.width - 12 * u, y, "peak", 11 * u, "end", SOFT, kind="right")
     y += 9 * u
     for rank in range(schedule.pp):
-        y = _strip(parts, layout, runs, rank, y, layout.strip) + layout.gap
+        y = _strip(out, layout, runs, rank, y, layout.strip) + layout.gap
     return y
 
 
 def _strip(
-    parts: list[str],
+    out: Drawing,
     layout: _Layout,
     runs: Sequence[Timeline],
     rank: int,
@@ -317,31 +331,33 @@ def _strip(
     scale = height / (top * chunks)  # px a set
     label = min(12 * u, height * 0.8)
     base, floor = y + height / 2 + label * 0.36, y + height
-    parts.append(_text(layout.left - 8 * u, base, f"rank {rank}", label, "end", kind="left"))
-    parts.append(_rect(layout.left, y, layout.plot, height, "strip"))
+    out.text(layout.left - 8 * u, base, f"rank {rank}", label, "end", kind="left")
+    out.rect(layout.left, y, layout.plot, height, "strip")
     steps = _steps(layout, runs[0], rank, floor, scale)
     edge = layout.x(runs[0].makespan)
-    area = f"M{_n(layout.left)} {_n(floor)}{steps}H{_n(edge)}V{_n(floor)}Z"
-    parts.append(f'<path class="area" d="{area}"/>')
+    area = f"M{short(layout.left)} {short(floor)}{steps}H{short(edge)}V{short(floor)}Z"
+    out.parts.append(f'<path class="area" d="{area}"/>')
     for run in runs[1:]:
-        line = f"M{_n(layout.left)} {_n(floor)}{_steps(layout, run, rank, floor, scale)}"
-        parts.append(f'<path class="line" d="{line}"/>')
-    dashed = _n(floor - reference * chunks * scale)
-    parts.append(f'<path class="peak" d="M{_n(layout.left)} {dashed}h{_n(layout.plot)}"/>')
+        line = f"M{short(layout.left)} {short(floor)}{_steps(layout, run, rank, floor, scale)}"
+        out.parts.append(f'<path class="line" d="{line}"/>')
+    dashed = short(floor - reference * chunks * scale)
+    out.parts.append(
+        f'<path class="peak" d="M{short(layout.left)} {dashed}h{short(layout.plot)}"/>'
+    )
     peak = decimal(runs[-1].peak_activation[rank])
     right = layout.width - 12 * u
-    parts.append(_text(right, base, peak, label, "end", weight="bold", kind="right"))
+    out.text(right, base, peak, label, "end", weight="bold", kind="right")
     return floor
 
 
 def _steps(layout: _Layout, run: Timeline, rank: int, floor: float, scale: float) -> str:
     return "".join(
-        f"H{_n(layout.x(time))}V{_n(floor - sets * scale)}" for time, sets in run.memory[rank]
+        f"H{short(layout.x(time))}V{short(floor - sets * scale)}" for time, sets in run.memory[rank]
     )
 
 
 def _document(
-    parts: list[str], width: float, height: float, runs: Sequence[Timeline], theme: str
+    out: Drawing, width: float, height: float, runs: Sequence[Timeline], theme: str
 ) -> str:
     u = width / _WIDTHS[0]
     most = max(run.schedule.chunks for run in runs)
@@ -355,55 +371,11 @@ def _document(
     if any(run.copies for run in runs):
         copies = "".join(f".{op.value}{{fill:{color}}}" for op, color in COPIES.items())
     style = (
-        "text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif}"
         ".n text{fill:#fff;text-anchor:middle}.n .l{fill:#16202a}"
         f"{copies}.idle{{fill:{IDLE}}}.strip{{fill:{STRIP}}}.area{{fill:{AREA};stroke:{LINE};"
-        f"stroke-width:{_n(0.8 * u)}}}.line{{fill:none;stroke:{MEASURED};"
-        f"stroke-width:{_n(1.2 * u)}}}.peak{{fill:none;stroke:{INK};stroke-width:{_n(0.9 * u)};"
-        f"stroke-dasharray:{_n(5 * u)} {_n(3 * u)}}}" + "".join(fills) + theme_style(theme)
+        f"stroke-width:{short(0.8 * u)}}}.line{{fill:none;stroke:{MEASURED};"
+        f"stroke-width:{short(1.2 * u)}}}.peak{{fill:none;stroke:{INK};"
+        f"stroke-width:{short(0.9 * u)};"
+        f"stroke-dasharray:{short(5 * u)} {short(3 * u)}}}" + "".join(fills) + theme_style(theme)
     )
-    return _file(f"Pipeline timeline of {names_of(runs)}", width, height, style, parts)
-
-
-def _file(title: str, width: float, height: float, style: str, parts: Sequence[str]) -> str:
-    """One SVG file; empty parts are left out."""
-    size = f'width="{_n(width)}" height="{_n(height)}" viewBox="0 0 {_n(width)} {_n(height)}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} fill="{INK}" role="img">',
-            f"<title>{html.escape(title)}</title>",
-            f"<style>{style}</style>",
-            f'<rect width="{_n(width)}" height="{_n(height)}" fill="{GROUND}"/>',
-            *filter(None, parts),
-            "</svg>\n",
-        ]
-    )
-
-
-def _rect(x: float, y: float, width: float, height: float, kind: str, title: str = "") -> str:
-    body = f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
-    return f"{body}><title>{html.escape(title)}</title></rect>" if title else f"{body}/>"
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    size: float,
-    anchor: str = "start",
-    fill: str = INK,
-    weight: str = "",
-    kind: str = "",
-) -> str:
-    style = f' font-weight="{weight}"' if weight else ""
-    if kind:  # what the page's script moves when it zooms
-        style += f' class="{kind}"'
-    return (
-        f'<text x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}" text-anchor="{anchor}" '
-        f'fill="{fill}"{style} xml:space="preserve">{html.escape(text)}</text>'
-    )
-
-
-def _n(value: float) -> str:
-    """A coordinate, short: two decimals at most."""
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+    return out.document(f"Pipeline timeline of {names_of(runs)}", width, height, style)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
+from typing import Any
 
 from .._terminal import colored, paint
 from ..schedule.actions import Op
@@ -94,10 +96,12 @@ def _header(timeline: Timeline, note: str) -> list[str]:
 def _numbered(timeline: Timeline) -> tuple[list[str], list[str]]:
     """Every pass with its microbatch; the shortest pass relative to its text sets the scale."""
     boxes = [box for row in timeline.boxes for box in row if box.end > box.start]
-    scale = max(((len(_label(box)) + 1) / (box.end - box.start) for box in boxes), default=0.0)
+    scale = max(
+        ((len(_label(timeline, box)) + 1) / (box.end - box.start) for box in boxes), default=0.0
+    )
 
     def fill(timeline: Timeline, box: Box, columns: int) -> str:
-        text = "+".join(_cased(timeline, box, _label(box).split("+")))
+        text = "+".join(_cased(timeline, box, _label(timeline, box).split("+")))
         return text.ljust(columns - 1, "-")[:columns].ljust(columns)
 
     return _draw(timeline, scale, fill), _draw(timeline, scale, _kind)
@@ -146,8 +150,8 @@ def _copies(timeline: Timeline, total: int) -> list[str]:
     return rows
 
 
-def _label(box: Box) -> str:
-    return "+".join(f"{part.op.value}{part.microbatch}" for part in box.action.parts)
+def _label(timeline: Timeline, box: Box) -> str:
+    return "+".join(f"{part.op.value}{timeline.label_of(part)}" for part in box.action.parts)
 
 
 def _cased(timeline: Timeline, box: Box, texts: Sequence[str]) -> list[str]:
@@ -163,11 +167,18 @@ def _draw(timeline: Timeline, scale: float, fill: Callable[[Timeline, Box, int],
     """Rows of equal length, ``scale`` columns a unit of time, less where that is too long."""
     scale = min(scale, _COLUMNS / timeline.makespan) if timeline.makespan else 0.0
     total = round(timeline.makespan * scale)
-    rows = []
-    for boxes in timeline.boxes:
-        row = ""
-        for box in boxes:
-            row += _IDLE * (round(box.start * scale) - len(row))
-            row += fill(timeline, box, max(round(box.end * scale) - len(row), 0))
-        rows.append(row + _IDLE * (total - len(row)))
-    return rows
+    return [row_of(row, scale, total, partial(fill, timeline)) for row in timeline.boxes]
+
+
+def row_of(boxes: Sequence[Any], scale: float, total: int, fill: Callable[[Any, int], str]) -> str:
+    """``total`` columns with boxes by start time, ``scale`` columns a unit of time.
+
+    Args:
+        boxes: of any picture, with ``start`` and ``end``.
+        fill: the text of a box, for so many columns.
+    """
+    row = ""
+    for box in boxes:
+        row += _IDLE * (round(box.start * scale) - len(row))
+        row += fill(box, max(round(box.end * scale) - len(row), 0))
+    return row.ljust(total, _IDLE)

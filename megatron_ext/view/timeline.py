@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .._input import shown
-from ..schedule.actions import AnyAction, Op, parse
+from ..schedule.actions import Action, AnyAction, Op, parse
 from ..schedule.effects import DEVICE, FREES, curve
 from ..schedule.generators.building_block import Block, took
 from ..schedule.schedule import Schedule
@@ -72,6 +72,10 @@ class Timeline:
         """Most resident activations of each rank, in microbatches (sets / chunks)."""
         chunks = self.schedule.chunks
         return [max((sets for _, sets in row), default=0) / chunks for row in self.memory]
+
+    def label_of(self, part: Action) -> str:
+        """What every picture writes into a pass's box, besides its operation."""
+        return str(part.microbatch)
 
     def scaled_to(self, other: Timeline) -> Timeline:
         """This run in ``other``'s unit, stretched so that both spend equally long computing.
@@ -193,6 +197,16 @@ def _memory(
         if action.parts[0].op in (Op.RELEASE, Op.PREPARE):
             steps.append((last, DEVICE[action.parts[0].op]))
     return tuple(curve(sorted(steps)))
+
+
+def is_pair(runs: Sequence[Timeline]) -> bool:
+    """True for a planned run and its measured one."""
+    return len(runs) == 2 and runs[1].label == "measured"
+
+
+def on_one_axis(runs: Sequence[Timeline]) -> tuple[Timeline, ...]:
+    """Runs as they are drawn together: a plan is stretched to the measured run under it."""
+    return (runs[0].scaled_to(runs[1]), runs[1]) if is_pair(runs) else tuple(runs)
 
 
 def names_of(runs: Sequence[Timeline]) -> str:
