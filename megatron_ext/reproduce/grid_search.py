@@ -15,10 +15,8 @@ from ..plan.point import evaluate
 from ..plan.space import Workload
 from ..schedule import ScheduleSpec, generate
 from ..schedule.bounds import makespan_bound
-from .jobs import BUDGET, SCHEDULES, Model, mfu, request
-from .rows import Cell, published
-
-_NAMES = ("1F1B", "1F1B-R", "ZB-1P", "V-Half", "V-Min", "V-ZB")
+from .jobs import BUDGET, SCHEDULES, Model, mfu, request, with_dropout
+from .rows import Cell
 
 
 class _Layout(NamedTuple):
@@ -75,35 +73,31 @@ def _layouts(name: str, model: Model, world: int, batch: int) -> Iterator[_Layou
 
 
 @cache
-def _best(sequence: int, batch: int) -> dict[str, tuple[float, str]]:
-    """MFU in per cent and the layout, for every schedule that fits somewhere."""
-    layers, hidden, heads, world = published()["controllable-memory"]["models"]["98.5B"]
-    scores = " --attention-backend unfused" * (sequence == 1024)  # kept
-    more = f"--hidden-dropout 0.1 --attention-dropout 0.1{scores}"
-    model = Model(layers, hidden, heads, sequence, more=more)
-    best: dict[str, tuple[float, str]] = {}
-    for name in _NAMES:
-        # What may be fastest first: then little else needs an order.
-        layouts = _layouts(name, model, world, batch)
-        for layout in sorted(layouts, key=_Layout.ideal, reverse=True):
-            least = best[name][0] if name in best else 0.0
-            if layout.ideal() > least and (found := layout.mfu()) > least:
-                best[name] = found, str(layout)
-    return best
+def _best(name: str, sequence: int, batch: int) -> tuple[float, str]:
+    """MFU in per cent and the layout of a schedule; no text if it fits nowhere."""
+    model, world = with_dropout("98.5B", sequence)
+    best, text = 0.0, ""
+    # What may be fastest first: then little else needs an order.
+    layouts = _layouts(name, model, world, batch)
+    for layout in sorted(layouts, key=_Layout.ideal, reverse=True):
+        if layout.ideal() > best and (found := layout.mfu()) > best:
+            best, text = found, str(layout)
+    return best, text
 
 
-def _mfu(data: dict[str, Any]) -> Iterator[Cell]:
+def _grid_search(data: dict[str, Any]) -> Iterator[Cell]:
     for sequence, values in data["rows"].items():
-        best = _best(int(sequence), values["batch"])
         for name, value in values.items():
-            if name in best:
-                found, layout = best[name]
+            if name == "batch":
+                continue
+            found, layout = _best(name, int(sequence), values["batch"])
+            if layout:
                 yield Cell(f"s={sequence}, {name}", value, found, note=layout)
 
 
-def _layout(data: dict[str, Any]) -> Iterator[Cell]:
-    best = _best(1024, data["rows"]["1024"]["batch"])
-    yield Cell("s=1024, 1F1B", data["layout"], best["1F1B"][1].rpartition(", ")[0])
+def _best_layout(data: dict[str, Any]) -> Iterator[Cell]:
+    layout = _best("1F1B", 1024, data["rows"]["1024"]["batch"])[1]
+    yield Cell("s=1024, 1F1B", data["layout"], layout.rpartition(", ")[0])
 
 
-CELLS = {"grid search": _mfu, "best layout": _layout}
+CELLS = (_grid_search, _best_layout)

@@ -144,16 +144,12 @@ def activation_gib(point: Point) -> float:
     return max(rank.kept + rank.passing for rank in point.ranks) / GIB
 
 
-def layer_flops(job: Job) -> float:
-    """Of F, B and W of one layer and microbatch, as the papers count them."""
+def mfu(job: Job, microbatches: int, time_us: float) -> float:
+    """In per cent, of an iteration that takes so long, by the FLOPs that the papers count."""
     h, s = job.hidden_size, job.seq_length
     per = 1 + job.num_query_groups / job.num_attention_heads + s / h + 4
-    return 12 * job.micro_batch_size * s * h**2 * per
-
-
-def mfu(job: Job, microbatches: int, time_us: float) -> float:
-    """In per cent, of an iteration that takes so long."""
-    return _share(job, layer_flops(job) * job.num_layers * microbatches, time_us)
+    layer = 12 * job.micro_batch_size * s * h**2 * per
+    return _share(job, layer * job.num_layers * microbatches, time_us)
 
 
 def _share(job: Job, flops: float, time_us: float) -> float:
@@ -200,17 +196,14 @@ def _k(data: dict[str, Any]) -> Iterator[Cell]:
 
 
 def _recompute(data: dict[str, Any]) -> Iterator[Cell]:
-    less = data["values"] == "reduction"
+    of_bytes = data["values"] == "reduction"
     for hidden, values in data[data["values"]].items():
         for sequence, value in zip(data["sequences"], values):
-            size, time = (
-                cheap / stock
-                for cheap, stock in zip(
-                    *(_layer(int(hidden), sequence, 8, more) for more in (_CHEAP, _NO_DROPOUT))
-                )
+            stock, cheap = (
+                _layer(int(hidden), sequence, 8, more) for more in (_NO_DROPOUT, _CHEAP)
             )
-            ours = 100 * (1 - size if less else time - 1)
-            yield Cell(f"h={hidden}, s={sequence}", value, ours)
+            ours = 1 - cheap[0] / stock[0] if of_bytes else cheap[1] / stock[1] - 1
+            yield Cell(f"h={hidden}, s={sequence}", value, 100 * ours)
 
 
 @cache
@@ -241,46 +234,41 @@ def _models(data: dict[str, Any]) -> Iterator[Cell]:
 def _against_tensor_parallel(data: dict[str, Any]) -> Iterator[Cell]:
     low, high = data["gain"]
     for name, sequence in data["rows"].items():
-        layers, _, hidden, heads, microbatches, pp = data["models"][name]
-        model = Model(layers, hidden, heads, sequence, 8, more=_CHEAP)
-        flat = _point_mfu(simulated(model._replace(tensor=8), "1F1B-I", 4, microbatches, 16))
-        k = published_k(hidden, sequence)
-        fast = max(
-            _point_mfu(simulated(model, schedule, pp, microbatches, 2, k=k))
-            for schedule in _OFFLOAD
-        )
+        layers, _, hidden, heads, microbatches, _ = data["models"][name]
+        model = Model(layers, hidden, heads, sequence, 8, tensor=8, more=_CHEAP)
+        flat = _point_mfu(simulated(model, "1F1B-I", 4, microbatches, 16))
+        fast = max(_point_mfu(_offloaded(name, sequence, schedule)) for schedule in _OFFLOAD)
         row = f"{name}, s={sequence}: PO over 1F1B-I"
         yield Cell(row, (low, high), 100 * (fast / flat - 1))
 
 
-_DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
-_SCORES = f"{_DROPOUT} --attention-backend unfused"  # kept at 1,024 tokens
+def with_dropout(name: str, sequence: int) -> tuple[Model, int]:
+    """A model of Controllable Memory, which keeps attention scores at 1,024 tokens; its ranks."""
+    layers, hidden, heads, ranks = published()["controllable-memory"]["models"][name]
+    scores = " --attention-backend unfused" * (sequence == 1024)
+    more = f"--hidden-dropout 0.1 --attention-dropout 0.1{scores}"
+    return Model(layers, hidden, heads, sequence, more=more), ranks
 
 
 @cache
-def _pure(name: str, schedule: str, microbatches: int, size: int) -> Point:
-    """Of Controllable Memory's figure 7."""
-    layers, hidden, heads, pp = published()["controllable-memory"]["models"][name]
-    model = Model(layers, hidden, heads, 1024, more=_SCORES)
-    return simulated(model, schedule, pp, microbatches, 2, size)
+def _pipeline(name: str, schedule: str, microbatches: int | None) -> Point:
+    model, pp = with_dropout(name, 1024)
+    size = {"9.6B": 2, "38.5B": 1}[name]
+    return simulated(model, schedule, pp, microbatches or 4 * pp, 2, size)
 
 
-def _figure_7(data: dict[str, Any]) -> Iterator[Cell]:
-    quantity, sizes = data["quantity"], {"9.6B": 2, "38.5B": 1}  # samples a microbatch
+def _pipelines(data: dict[str, Any]) -> Iterator[Cell]:
+    """Controllable Memory's pure pipelines; four microbatches a rank, if no number is given."""
+    quantity, m = data["quantity"], data.get("microbatches")
     for name, cells in data["rows"].items():
+        setup = f"{name}, m={m}" if m else name
         for schedule, values in cells.items():
-            point = _pure(name, schedule, 4 * data["models"][name][3], sizes[name])
             value = values[("mfu", "gib").index(quantity)]
-            yield Cell(f"{name}, {schedule}", value, _OF[quantity](point))
+            ours = _OF[quantity](_pipeline(name, schedule, m))
+            yield Cell(f"{setup}, {schedule}", value, ours)
 
 
-def _table_4(data: dict[str, Any]) -> Iterator[Cell]:
-    for schedule, value in data["rows"].items():
-        ours = _point_mfu(_pure("38.5B", schedule, 512, 1))
-        yield Cell(f"38.5B, m=512, {schedule}", value, ours)
-
-
-def _single(data: dict[str, Any]) -> Iterator[Cell]:
+def _single_passes(data: dict[str, Any]) -> Iterator[Cell]:
     """Passes of one layer, from the figures that the planner's times are compared with."""
     quantity = data["quantity"]
     scale = 100 if quantity == "MFU" else 1
@@ -321,13 +309,4 @@ def _sharded(data: dict[str, Any]) -> Iterator[Cell]:
                 yield Cell(row, value, _OF[quantity](point))
 
 
-CELLS = {
-    "k": _k,
-    "recompute": _recompute,
-    "models": _models,
-    "against tensor parallel": _against_tensor_parallel,
-    "figure 7": _figure_7,
-    "table 4": _table_4,
-    "single passes": _single,
-    "sharded": _sharded,
-}
+CELLS = (_k, _recompute, _models, _against_tensor_parallel, _pipelines, _single_passes, _sharded)

@@ -241,11 +241,4 @@ def _choices(data: dict[str, Any]) -> Iterator[Cell]:
         yield Cell(f"{what}, at worst", max(papers), max(ours))
 
 
-CELLS = {
-    "work": _work,
-    "limits": _limits,
-    "saving": _saving,
-    "chunks": _chunks,
-    "overlap": _overlap,
-    "choices": _choices,
-}
+CELLS = (_work, _limits, _saving, _chunks, _overlap, _choices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 from ..schedule import (
@@ -19,7 +20,7 @@ from ..schedule import (
 )
 from ..schedule.generators import Objective
 from ..schedule.memory_cap import ShareCap
-from .quantities import EQUAL, closed_forms, run
+from .quantities import run
 from .rows import Cell, published
 
 
@@ -206,34 +207,26 @@ def _busy(found: Simulation) -> Fraction:
     return Fraction(min(each), durations.scale)
 
 
-def _devices(data: dict[str, Any]) -> Iterator[tuple[str, Device]]:
-    for stages in (8, 16):
-        for exchange in (Fraction(0), Fraction(1, 2), Fraction(1)):
-            for method in data["rows"]:
-                row = f"PP={stages}, exchange {float(exchange):g}, {method}"
-                if method != "DualPipe":
-                    yield row, Device(method, stages, exchange, False)
-                if method.startswith("DualPipe") and exchange:
-                    paired = Device(method, stages, exchange, True)
-                    yield f"{row}: our pairs on as many devices", paired
-
-
-def _idle_devices(data: dict[str, Any]) -> Iterator[Cell]:
-    for row, device in _devices(data):
-        yield Cell(row, device.bubble(), device.idle())
-
-
-def _held(data: dict[str, Any]) -> Iterator[Cell]:
-    for row, device in _devices(data):
-        held = float(device.own * max(device.simulated.peak_activation))
-        yield Cell(row, device.stages + data["rows"][device.method]["more_sets"], held)
-
-
-def _parameters(data: dict[str, Any]) -> Iterator[Cell]:
-    for row, device in _devices(data):
-        # Every stage is on one rank, and ranks have equally many.
-        ranks = device.simulated.schedule.pp
-        yield Cell(row, data["rows"][device.method]["parameters"], device.stages / ranks)
+def _devices(data: dict[str, Any]) -> Iterator[Cell]:
+    every = product((8, 16), (0, 0.5, 1), data["rows"], (False, True))
+    for stages, exchange, method, paired in every:
+        # DualPipe itself is not made here; without an exchange pairs gain nothing.
+        if method == "DualPipe" and not paired:
+            continue
+        if paired and not (exchange and method.startswith("DualPipe")):
+            continue
+        one = Device(method, stages, Fraction(exchange), paired)
+        value: float
+        if data["quantity"] == "bubble":
+            value, ours = one.bubble(), one.idle()
+        elif data["quantity"] == "activations":
+            value = stages + data["rows"][method]["more_sets"]
+            ours = float(one.own * max(one.simulated.peak_activation))
+        else:
+            # Every stage is on one rank, and ranks have equally many.
+            value, ours = data["rows"][method]["parameters"], stages / one.simulated.schedule.pp
+        row = f"PP={stages}, exchange {float(one.exchange):g}, {method}"
+        yield Cell(row + ": our pairs on as many devices" * paired, value, ours)
 
 
 class Recipe(NamedTuple):
@@ -267,7 +260,7 @@ class Recipe(NamedTuple):
         elif name == "zero-bubble":
             name = "interleaved-zb" if self.chunks > 2 else "v-zb"
         chunks = self.chunks if name.startswith("interleaved") else None
-        return run(name, self.pp, self.microbatches, chunks, EQUAL)
+        return run(name, self.pp, self.microbatches, chunks)
 
     def memory(self, name: str) -> float:
         """The worst rank's peak as a fraction of 1F1B's."""
@@ -292,17 +285,14 @@ def _recipes(data: dict[str, Any]) -> Iterator[Cell]:
         yield Cell(one.row, one.published, one.idle(name), 3, note=note)
 
 
-CELLS = {
-    "closed forms": closed_forms,
-    "periods": _periods,
-    "caps": _caps,
-    "throughput": _throughput,
-    "rates": _rates,
-    "slowdown": _slowdown,
-    "selective": _selective,
-    "constant": _constant,
-    "idle devices": _idle_devices,
-    "held": _held,
-    "parameters": _parameters,
-    "recipes": _recipes,
-}
+CELLS = (
+    _periods,
+    _caps,
+    _throughput,
+    _rates,
+    _slowdown,
+    _selective,
+    _constant,
+    _devices,
+    _recipes,
+)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from . import grid_search, jobs, moe, orders
 from .plots import DRAWN
-from .quantities import DERIVED
+from .quantities import DERIVED, closed_forms
 from .rows import Cell, Kind, Paper, Row, Table, judged, published
 
 
@@ -19,18 +19,15 @@ def _measured(data: dict[str, Any]) -> Iterator[Cell]:
     return (Cell(row, value, None) for row, value in data["rows"].items())
 
 
-_CELLS: dict[str, Callable[[dict[str, Any]], Iterator[Cell]]] = {
-    **orders.CELLS,
-    **jobs.CELLS,
-    **grid_search.CELLS,
-    **moe.CELLS,
-    "measured": _measured,
-}
+_MAKERS = (*orders.CELLS, *jobs.CELLS, *grid_search.CELLS, *moe.CELLS, closed_forms, _measured)
+_CELLS = {make.__name__.strip("_"): make for make in _MAKERS}
 
 
-def _cells(data: dict[str, Any]) -> Iterator[Cell]:
-    """By what ``data`` names: ``cells``, ``derived``, and ``reasons`` of rows with such a part."""
-    cells = _CELLS[data["cells"]](data)
+def _cells(
+    make: Callable[[dict[str, Any]], Iterator[Cell]], data: dict[str, Any]
+) -> Iterator[Cell]:
+    """What ``data`` derives of them, with its ``reasons`` for rows that have such a part."""
+    cells = make(data)
     if "derived" in data:
         cells = DERIVED[data["derived"]](cells, data.get("base", ""))
     for cell in cells:
@@ -49,7 +46,7 @@ def _table(paper: dict[str, Any], key: str, name: str, given: dict[str, Any]) ->
         key,
         Kind[given["kind"].upper()],
         given.get("unit", ""),
-        partial(_cells, data),
+        partial(_cells, _CELLS[given["cells"]], data),
         tuple(text for several in texts for text in several),
         given.get("above", ""),
         given.get("below", ""),

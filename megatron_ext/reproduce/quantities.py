@@ -12,7 +12,7 @@ from ..schedule import Costs, Simulation, generate, simulate
 from ..schedule.generators import Objective
 from .rows import Cell
 
-EQUAL = Costs.of(1, 1, 1)
+_EQUAL = Costs.of(1, 1, 1)
 
 
 @cache
@@ -21,7 +21,7 @@ def run(
     p: int,
     m: int,
     v: int | None = None,
-    costs: Costs = EQUAL,
+    costs: Costs = _EQUAL,
     objective: Objective = "makespan",
 ) -> Simulation:
     """Of a generated schedule: p ranks, m microbatches, v chunks a rank."""
@@ -94,7 +94,7 @@ def _gis_bubble(s: Setting) -> float:
     return ((s.p - 1) * (s.f + s.b) + (v - 1) * late) / v
 
 
-# As the papers print them, for ``published.json`` says where; none calls what it is compared with.
+# As the papers print them (``published.json``: where). None calls what it is compared with.
 FORMS: dict[str, Callable[[Setting], float]] = {
     "peak of V schedules": _v_peak,
     "time of V schedules": _v_time,

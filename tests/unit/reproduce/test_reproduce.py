@@ -17,7 +17,7 @@ from megatron_ext.reproduce import render
 from megatron_ext.reproduce.jobs import sharded, vocabulary_mfu
 from megatron_ext.reproduce.orders import Device, Recipe
 from megatron_ext.reproduce.papers import PAPERS, Section, sections, wanted
-from megatron_ext.reproduce.quantities import pairs_in_order
+from megatron_ext.reproduce.quantities import gain, in_order, over, pairs_in_order
 from megatron_ext.reproduce.rows import (
     UNEXPLAINED,
     Cell,
@@ -85,6 +85,19 @@ def test_differences_are_relative_or_in_points() -> None:
 def test_pairs_in_order() -> None:
     assert pairs_in_order([(1, 10), (2, 20), (2, 30), (3, 25)]) == (4, 5)
     assert pairs_in_order([(1, 5), (2, 5)]) == (0, 1), "a tie is not in order"
+
+
+def test_rows_are_derived_of_those_of_their_setup() -> None:
+    cells = [Cell("a, x", 2, 3), Cell("b, x", 1, 1), Cell("a, y", 4, 9), Cell("b, y", 1, 2)]
+    assert list(over(cells, "x")) == [Cell("a, y", 2, 3), Cell("b, y", 1, 2)]
+    assert list(gain(cells, "x")) == [Cell("a: y over x", 100, 200), Cell("b: x over x", 0, 0)]
+    assert list(in_order(cells, "x")) == [Cell("a", 1, 1)], "of b no pair has an order"
+
+
+def test_what_several_tables_say_is_written_once() -> None:
+    text = (ROOT / "megatron_ext/reproduce/compared.json").read_text()
+    for name in json.loads(text)["texts"]:
+        assert text.count(f'{{"same": "{name}"}}') > 1, name
 
 
 def every() -> Iterator[tuple[Paper, Table]]:
