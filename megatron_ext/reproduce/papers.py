@@ -55,7 +55,7 @@ def _table(paper: dict[str, Any], key: str, name: str, given: dict[str, Any]) ->
 
 
 def _papers() -> Iterator[Paper]:
-    """An entry is a table, or has several; what stands beside these is of all that do not differ.
+    """An entry is a table, or has several and what these have alike.
 
     ``{"same": NAME}`` stands for a text that several tables have.
     """
