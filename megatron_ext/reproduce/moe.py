@@ -206,9 +206,9 @@ def _saving(data: dict[str, Any]) -> Iterator[Cell]:
 
 def _layer_ms(data: dict[str, Any], name: str, tokens: int, chunks: int = 1) -> float:
     """F and B of one layer without reuse, in 32 bits, for ``tokens`` on each device."""
-    (hidden, ffn), rows = data["models"][name], tokens / chunks
-    exchange = data["latency_ms"] + 1e3 * rows * hidden * 4 / data["network_bytes_s"]
-    compute = 1e3 * 2 * 2 * rows * hidden * ffn / data["flops_s"]
+    (hidden, ffn), rates, rows = data["models"][name], data["rates"], tokens / chunks
+    exchange = rates["latency_ms"] + 1e3 * rows * hidden * 4 / rates["network_bytes_s"]
+    compute = 1e3 * 2 * 2 * rows * hidden * ffn / rates["flops_s"]
     return sum(closed_form_ms(chunks, exchange, times * compute, exchange) for times in (1, 2))
 
 

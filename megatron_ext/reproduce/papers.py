@@ -57,13 +57,13 @@ def _table(paper: dict[str, Any], key: str, name: str, given: dict[str, Any]) ->
 def _papers() -> Iterator[Paper]:
     """An entry is a table, or has several and what these have alike.
 
-    ``{"same": NAME}`` stands for a text that several tables have.
+    ``{"same": NAME}`` stands for what several tables share.
     """
     file = Path(__file__).with_name("compared.json").read_text(encoding="utf-8")
-    texts = json.loads(file)["texts"]
+    shared = json.loads(file)["shared"]
 
     def same(one: dict[str, Any]) -> Any:
-        return texts[one["same"]] if "same" in one else one
+        return shared[one["same"]] if "same" in one else one
 
     for name, entries in json.loads(file, object_hook=same)["papers"].items():
         tables = []

@@ -96,7 +96,7 @@ def test_rows_are_derived_of_those_of_their_setup() -> None:
 
 def test_what_several_tables_say_is_written_once() -> None:
     text = (ROOT / "megatron_ext/reproduce/compared.json").read_text()
-    for name in json.loads(text)["texts"]:
+    for name in json.loads(text)["shared"]:
         assert text.count(f'{{"same": "{name}"}}') > 1, name
 
 
