@@ -52,3 +52,6 @@ def lines_by(key: str, x: str, y: str) -> Draw:
         return plot(title, x, y, series)
 
     return draw
+
+
+DRAWN: dict[str, Callable[..., Draw]] = {"against": against, "lines": lines_by}

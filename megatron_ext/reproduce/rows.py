@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +79,7 @@ class Table(NamedTuple):
         key: of the published values in the data file.
         kind: of all its quantities.
         unit: of its numbers; empty for none.
-        cells: makes them from the published values; a generator, since some take seconds.
+        cells: makes them; a generator, since some take seconds.
         assumptions: what ours assume.
         above, below: why ours may be larger, or smaller, than the published value. A difference in
             a direction without a reason is reported as unexplained.
@@ -91,7 +91,7 @@ class Table(NamedTuple):
     key: str
     kind: Kind
     unit: str
-    cells: Callable[[dict[str, Any]], Iterable[Cell]]
+    cells: Callable[[], Iterable[Cell]]
     assumptions: tuple[str, ...] = ()
     above: str = ""
     below: str = ""
@@ -170,26 +170,3 @@ def _reproduces(kind: Kind, value: float, ours: float, digits: int) -> bool:
 
 def _differs(reason: str) -> str:
     return f"differs because {reason}" if reason else UNEXPLAINED
-
-
-def gpu_table(name: str) -> Table:
-    """Published values that only a run can be compared with."""
-
-    def cells(data: dict[str, Any]) -> Iterator[Cell]:
-        return (Cell(row, value, None) for row, value in data["rows"].items())
-
-    return Table(name, "What only a GPU can tell", "gpu", Kind.MEASURED, "", cells)
-
-
-def pairs_in_order(values: Sequence[tuple[float, float]]) -> tuple[int, int]:
-    """How many pairs (published, ours) are in the published order, and of how many.
-
-    Equal published values are no pair.
-    """
-    good = total = 0
-    for i, (a, x) in enumerate(values):
-        for b, y in values[i + 1 :]:
-            if a != b:
-                total += 1
-                good += (a - b) * (x - y) > 0
-    return good, total

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.reproduce import large_scale
+from megatron_ext.reproduce.orders import Recipe
 from megatron_ext.reproduce.rows import published
 from megatron_ext.schedule import Simulation, generate, simulate
 from scripts import reference_pages
@@ -33,19 +33,18 @@ def rows(text: str, start: str) -> list[list[str]]:
 
 def test_the_readme_begins_with_the_large_scale_settings() -> None:
     expected = []
-    for one in large_scale.settings(published()["large-scale"]["tables"]["settings"]):
-        best, half = one.run(one.zero_bubble), one.run("v-half")
+    for one in (Recipe(*row) for row in published()["large-scale"]["tables"]["settings"]["rows"]):
         expected.append(
             [
                 one.row,
-                f"{large_scale.idle(one.stock):.1f} %",
-                f"{large_scale.idle(best):.1f} %",
-                f"{one.limit(best):.2f}x",
-                f"{large_scale.idle(half):.1f} %",
-                f"{one.memory(half):.2f}",
+                f"{one.idle('stock'):.1f} %",
+                f"{one.idle('zero-bubble'):.1f} %",
+                f"{one.limit('zero-bubble'):.2f}x",
+                f"{one.idle('v-half'):.1f} %",
+                f"{one.memory('v-half'):.2f}",
             ]
         )
-        assert one.memory(best) == 1
+        assert one.memory("zero-bubble") == 1
     assert rows(README, "| recipe of Megatron-Bridge") == expected
     first, last = round(float(expected[-1][1][:-2])), round(float(expected[0][1][:-2]))
     assert f"idles {first} to {last} %" in README

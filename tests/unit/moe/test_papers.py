@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_ext.reproduce.moe_equations import choose_strategy, closed_form_ms, savings
-from megatron_ext.reproduce.moe_search import (
+from megatron_ext.reproduce.moe import (
     IntervalSearch,
+    choose_strategy,
+    closed_form_ms,
+    savings,
     search_regrets,
     strategy_regrets,
     wave_ms,

@@ -22,7 +22,7 @@ from megatron_ext.moe.plan import (
     saved_bytes,
     simplest_first,
 )
-from megatron_ext.reproduce.moe_equations import WORK
+from megatron_ext.reproduce.moe import WORK
 
 MODULES = ["plan", "autotune", "cost_file"]
 RESTORING = [strategy for strategy in Strategy if strategy is not Strategy.NONE]

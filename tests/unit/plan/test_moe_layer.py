@@ -16,7 +16,7 @@ from megatron_ext.plan.moe_layer import (
     run_layer,
     simulate_streams,
 )
-from megatron_ext.reproduce.moe_equations import WORK, closed_form_ms
+from megatron_ext.reproduce.moe import WORK, closed_form_ms
 
 PLANS = [LayerPlan.of(n, s, a) for n in (1, 2, 3, 8) for s in Strategy for a in (1, 2, 3, 8)]
 

@@ -14,9 +14,10 @@ import pytest
 from megatron_ext.cli import main
 from megatron_ext.commands.reproduce import write_page
 from megatron_ext.reproduce import render
-from megatron_ext.reproduce.dualpipe import _idle, _of
-from megatron_ext.reproduce.large_scale import settings
+from megatron_ext.reproduce.jobs import sharded, vocabulary_mfu
+from megatron_ext.reproduce.orders import Device, Recipe
 from megatron_ext.reproduce.papers import PAPERS, Section, sections, wanted
+from megatron_ext.reproduce.quantities import gain, in_order, over, pairs_in_order
 from megatron_ext.reproduce.rows import (
     UNEXPLAINED,
     Cell,
@@ -24,10 +25,8 @@ from megatron_ext.reproduce.rows import (
     Paper,
     Table,
     judged,
-    pairs_in_order,
     published,
 )
-from megatron_ext.reproduce.vocabulary_parallelism import _mfu, _simulated
 from tests.support import ROOT
 
 PAGE = ROOT / "docs" / "reference/papers.md"
@@ -39,7 +38,7 @@ FIELDS = {"paper", "table", "row", "published", "ours", "unit", "verdict", "sour
 
 def judge(kind: Kind, value: Any, ours: Any, digits: int = 0) -> str:
     """The verdict on one cell of a table with a reason upwards only."""
-    table = Table("k", "", "k", kind, "", lambda data: [], above="of the weather")
+    table = Table("k", "", "k", kind, "", lambda: [], above="of the weather")
     return judged(PAPERS[0], table, Cell("row", value, ours, digits)).verdict
 
 
@@ -74,7 +73,7 @@ def test_a_verdict_follows_from_the_kind(kind: Kind, value: Any, ours: Any, verd
 
 def test_differences_are_relative_or_in_points() -> None:
     def of(kind: Kind, value: Any, ours: float) -> float | None:
-        table = Table("k", "", "k", kind, "", lambda data: [])
+        table = Table("k", "", "k", kind, "", lambda: [])
         return judged(PAPERS[0], table, Cell("row", value, ours)).difference
 
     assert of(Kind.TIME, 50, 55) == pytest.approx(10)
@@ -86,6 +85,19 @@ def test_differences_are_relative_or_in_points() -> None:
 def test_pairs_in_order() -> None:
     assert pairs_in_order([(1, 10), (2, 20), (2, 30), (3, 25)]) == (4, 5)
     assert pairs_in_order([(1, 5), (2, 5)]) == (0, 1), "a tie is not in order"
+
+
+def test_rows_are_derived_of_those_of_their_setup() -> None:
+    cells = [Cell("a, x", 2, 3), Cell("b, x", 1, 1), Cell("a, y", 4, 9), Cell("b, y", 1, 2)]
+    assert list(over(cells, "x")) == [Cell("a, y", 2, 3), Cell("b, y", 1, 2)]
+    assert list(gain(cells, "x")) == [Cell("a: y over x", 100, 200), Cell("b: x over x", 0, 0)]
+    assert list(in_order(cells, "x")) == [Cell("a", 1, 1)], "of b no pair has an order"
+
+
+def test_what_several_tables_say_is_written_once() -> None:
+    text = (ROOT / "megatron_ext/reproduce/compared.json").read_text()
+    for name in json.loads(text)["shared"]:
+        assert text.count(f'{{"same": "{name}"}}') > 1, name
 
 
 def every() -> Iterator[tuple[Paper, Table]]:
@@ -118,12 +130,12 @@ def test_tables_of_vocabulary_parallelism() -> None:
     assert len(rows) == 4 * 4 + 2 * 2 and {len(values) for values in rows} == {8}
     largest = tables["table5"]["rows"]["8x2048"]
     assert largest["Vocab-2"][3] / largest["Baseline"][3] == pytest.approx(1.97, abs=0.01)
-    found = {m: _simulated("1f1b", 8, 2048, 256, m) for m in ("Baseline", "Vocab-1", "Vocab-2")}
+    found = {m: sharded("1f1b", 8, 2048, 256, m) for m in ("Baseline", "Vocab-1", "Vocab-2")}
     for method, point in found.items():
         assert point.worst.total / 2**30 == pytest.approx(largest[method][7], rel=0.1)
     # Two barriers keep a microbatch more.
     assert found["Vocab-2"].worst.total < found["Vocab-1"].worst.total
-    assert 1.9 * _mfu(found["Baseline"]) < _mfu(found["Vocab-2"]) < 100
+    assert 1.9 * vocabulary_mfu(found["Baseline"]) < vocabulary_mfu(found["Vocab-2"]) < 100
     with_shards = found["Vocab-2"].workload.job
     assert with_shards.vocab_parallel and found["Vocab-2"].spec.barriers == 1
 
@@ -133,14 +145,14 @@ def test_dualpipe() -> None:
     rows = published()["dualpipe"]["tables"]["comparison"]["rows"]
     assert [rows[name]["parameters"] for name in ("ZB1P", "DualPipe", "DualPipeV")] == [1, 2, 2]
     none, half = Fraction(0), Fraction(1, 2)
-    assert _idle("1F1B", 8, none, paired=False) == 7 * 3
-    assert _idle("ZB1P", 8, none, paired=False) == 7 * 1
-    assert _idle("DualPipeV", 8, none, paired=False) == 3 * (3 + 2 - 3)
+    assert Device("1F1B", 8, none, paired=False).idle() == 7 * 3
+    assert Device("ZB1P", 8, none, paired=False).idle() == 7 * 1
+    assert Device("DualPipeV", 8, none, paired=False).idle() == 3 * (3 + 2 - 3)
     # With half a pass of communication F&B takes as long as its computation.
-    assert _idle("DualPipeV", 8, half, paired=False) == 3 * (3 + 2.5 - 3)
-    assert 0 < _idle("DualPipeV", 8, half, paired=True) < 7.5
-    run = _of("DualPipeV", 8, half, paired=True)
-    assert run.schedule.has_pairs and max(run.peak_sets) <= 9
+    assert Device("DualPipeV", 8, half, paired=False).idle() == 3 * (3 + 2.5 - 3)
+    ours = Device("DualPipeV", 8, half, paired=True)
+    assert 0 < ours.idle() < 7.5
+    assert ours.simulated.schedule.has_pairs and max(ours.simulated.peak_sets) <= 9
 
 
 def text_of(section: Section) -> str:
@@ -251,12 +263,11 @@ def test_a_page_with_a_plot(tmp_path: Path) -> None:
 
 def test_large_scale_settings() -> None:
     """Ours is never slower at 1F1B's memory, and V-Half's memory is less than stock's."""
-    data = published()["large-scale"]["tables"]["settings"]
-    found = settings(data)
+    found = [Recipe(*row) for row in published()["large-scale"]["tables"]["settings"]["rows"]]
     assert [round(one.published, 1) for one in found] == sorted(
         (round(one.published, 1) for one in found), reverse=True
     )
     for one in found:
-        ours, half = one.run(one.zero_bubble), one.run("v-half")
-        assert one.limit(ours) > 1 and one.memory(ours) <= one.memory(one.stock), one.row
-        assert one.memory(half) < one.memory(one.stock), one.row
+        assert one.limit("zero-bubble") > 1, one.row
+        assert one.memory("zero-bubble") <= one.memory("stock"), one.row
+        assert one.memory("v-half") < one.memory("stock"), one.row
