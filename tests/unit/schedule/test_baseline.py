@@ -29,6 +29,17 @@ def test_the_stages_of_a_rank_become_one():
     assert sum(map(sum, rows)) == sum(made.costs.per_rank_work(made.placement))
 
 
+def test_costs_of_fewer_stages():
+    costs = Costs.of(stages=[[s + 1, 2, 3] for s in range(8)]).with_exchange([[1, 1]])
+    four = costs.merged(4)
+    assert four is not None and four.stages == tuple((4 * r + 3, 4, 6) for r in range(4))
+    assert four.exchange == costs.exchange and four.merged(1) == costs.merged(1)
+    assert costs.merged(8) is costs and costs.merged(3) is None
+    by_stage = Costs.of().with_exchange([[1, 0], [2, 1]]).merged(1)  # the stages themselves equal
+    assert by_stage is not None and by_stage.exchange == ((3, 1),)
+    assert Costs.of(1, 2, 3).merged(5) == Costs.of(1, 2, 3)
+
+
 def test_a_promise_is_what_simulate_says():
     plan = generate("v-half", 4, 8)
     made = promise(lower(plan))
