@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from ..actions import AnyAction, Op, Operation
 from ..costs import Costs, Durations
-from ..effects import F, inputs, peak, peak_sets, steps
+from ..effects import F, inputs, peak_sets
 from ..link import Link, LinkTimes
 from ..schedule import Schedule
 from ..simulate import run_times, simulate
@@ -141,7 +141,6 @@ class _Planner:
         margin = max((item.h2d for item in items if item.travels), default=0)
         self.passes = _late_forwards(base, self.passes, times.durations, margin)
         self.sets = [self._sets_of(rank) for rank in range(base.pp)]
-        self.resident = [_resident(row) for row in base.ranks]
         groups: dict[int, list[int]] = {}
         for rank in range(base.pp):
             groups.setdefault(link.group(rank), []).append(rank)
@@ -272,7 +271,7 @@ class _Planner:
 
     def _score(self, group: Sequence[int], placing: Placing) -> tuple[int, int, int]:
         """Lower is better: the highest peak of the group, all its peaks, then more sets."""
-        peaks = [placing.peak(rank, self.resident[rank]) for rank in group]
+        peaks = peak_sets([self.row(rank, placing) for rank in group])
         return max(peaks), sum(peaks), -len(placing.placed)
 
     def _load(self, group: Sequence[int], chunks: Fraction) -> Fraction:
@@ -325,16 +324,6 @@ class _Planner:
         return OffloadPlan(schedule, moved, kept, stall, run.peak_sets)
 
 
-def _resident(row: Row) -> list[int]:
-    """Sets on the device during each pass, without offload."""
-    counts, sets = [], 0
-    for action in row:
-        changes = list(steps([action]))
-        counts.append(peak(changes, sets))
-        sets += sum(changes)
-    return counts
-
-
 def _late_forwards(
     base: Schedule, run: Sequence[Passes], durations: Durations, margin: int
 ) -> list[Passes]:
@@ -351,8 +340,8 @@ def _late_forwards(
         parts = base.ranks[rank][i].parts
         op, stage, j = parts[0]
         if op is Op.F and len(parts) == 1:
-            until = due.get((F, stage, j), run[rank].end[i])
-            late[rank][i] = at = min(until, *late[rank][i + 1 : i + 2]) - durations.forward[stage]
+            until = [due.get((F, stage, j), run[rank].end[i]), *late[rank][i + 1 : i + 2]]
+            late[rank][i] = at = min(until) - durations.forward[stage]
         for op, stage, j in parts:
             for kind, other, lag in _inputs(base, durations, op, stage):
                 due[kind, other, j] = min(at - lag, due.get((kind, other, j), at))
