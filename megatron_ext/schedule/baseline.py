@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from .costs import merged
 from .generators import generate
 from .schedule import Schedule
 from .simulate import simulate
@@ -46,6 +47,6 @@ def stock(schedule: Schedule) -> Schedule | None:
     """
     if schedule.barriers or schedule.costs.vocabulary is not None:
         return None
-    costs = schedule.costs.merged(schedule.pp)
+    costs = merged(schedule.costs, schedule.pp)
     assert costs is not None  # a rank has whole stages
     return generate("1f1b", schedule.pp, schedule.microbatches, costs=costs)

@@ -233,26 +233,6 @@ class Costs:
             rows.append((f, b))
         return replace(self, exchange=tuple(rows))
 
-    def merged(self, stages: int) -> Costs | None:
-        """The same for fewer stages, each the sum of neighbours in model order.
-
-        None where the costs are given for a number of stages that is no multiple of ``stages``.
-        """
-        given = len(self.stages or self.exchange or ())
-        if given <= 1 or given == stages:
-            return self
-        if given % stages:
-            return None
-        size = given // stages
-
-        def sums(rows: Sequence[tuple[Fraction, ...]] | None) -> Any:
-            if rows is None or len(rows) == 1:
-                return rows
-            parts = (rows[at : at + size] for at in range(0, len(rows), size))
-            return tuple(tuple(map(sum, zip(*part))) for part in parts)
-
-        return replace(self, stages=sums(self.stages), exchange=sums(self.exchange))
-
     def computation(self) -> Costs:
         """The same without communication in passes; given per stage, as ``stages`` are."""
         if self.exchange is None or self.stages is None:
@@ -374,6 +354,27 @@ class Costs:
         if not isinstance(exchange, list) or not all(isinstance(row, list) for row in exchange):
             raise ValueError(f'"exchange" of "cost" must be a list of rows, got {shown(exchange)}')
         return costs.with_exchange(exchange)
+
+
+def merged(costs: Costs, stages: int) -> Costs | None:
+    """Costs of fewer stages, each the sum of neighbours in model order.
+
+    None where the costs are given for a number of stages that is no multiple of ``stages``.
+    """
+    given = len(costs.stages or costs.exchange or ())
+    if given <= 1 or given == stages:
+        return costs
+    if given % stages:
+        return None
+    size = given // stages
+
+    def sums(rows: Sequence[tuple[Fraction, ...]] | None) -> Any:
+        if rows is None or len(rows) == 1:
+            return rows
+        parts = (rows[at : at + size] for at in range(0, len(rows), size))
+        return tuple(tuple(map(sum, zip(*part))) for part in parts)
+
+    return replace(costs, stages=sums(costs.stages), exchange=sums(costs.exchange))
 
 
 def number_to_json(value: Fraction) -> int | float:

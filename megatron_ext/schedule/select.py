@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, cached_property
 
-from .costs import Costs
+from .costs import Costs, merged
 from .effects import peak_sets
 from .generators import (
     GENERATORS,
@@ -216,7 +216,7 @@ def by_name(spec: ScheduleSpec, name: str) -> ScheduleSpec:
     """``spec`` for one schedule, with the chunks and the costs of that schedule's stages."""
     made = GENERATORS[name]
     chunks = (spec.chunks or made.default_chunks) if made.any_chunks else made.default_chunks
-    costs = spec.costs.merged(spec.pp * chunks) or spec.costs
+    costs = merged(spec.costs, spec.pp * chunks) or spec.costs
     return replace(spec, name=name, chunks=chunks, costs=costs)
 
 

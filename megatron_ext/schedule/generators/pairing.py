@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
@@ -30,12 +30,54 @@ class Rule(Protocol):
         """True if nothing is left to choose."""
 
 
-class Machine:
-    """One run of all ranks.
+class _Times:
+    """When inputs are there, as far as passes have been started, and what pairs take.
 
     Args:
         tasks: of the iteration; its units are whole microbatches.
         durations: of the passes, with their communication.
+    """
+
+    def __init__(self, tasks: Tasks, durations: Durations) -> None:
+        self.placement, self.microbatches, self.durations = tasks.placement, tasks.units, durations
+        self._tasks, self._missing = tasks, [len(needs) for needs in tasks.needs]
+        self._ready = [0] * len(tasks.needs)
+        self._joint: dict[tuple[int, int, Operation], int] = {}
+
+    def ready(self, op: Op, stage: int, microbatch: int) -> int:
+        """When an F or a B has its inputs; ``NEVER`` if that is not known yet."""
+        task = self._tasks.number(op, stage, microbatch)
+        return NEVER if self._missing[task] else self._ready[task]
+
+    def _ended(self, op: Op, stage: int, microbatch: int, time: int) -> Iterator[tuple[int, int]]:
+        """A pass ends then: (time, rank) of every pass elsewhere that has all its inputs now."""
+        rank, task = self._tasks.rank, self._tasks.number(op, stage, microbatch)
+        for other, lag in self._tasks.feeds[task]:
+            self._missing[other] -= 1
+            self._ready[other] = max(self._ready[other], time + lag)
+            if not self._missing[other] and rank[other] != rank[task]:
+                yield self._ready[other], rank[other]
+
+    def pair(self, forward: Action, backward: Action) -> int:
+        """Duration of a joint F and backward pass."""
+        key = forward.stage, backward.stage, backward.op
+        if key not in self._joint:
+            parts = [(Op.F, forward.stage), (backward.op, backward.stage)]
+            self._joint[key] = self.durations.joint(parts)
+        return self._joint[key]
+
+    def saved(self, forward: Action, backward: Action) -> int:
+        """What a pair takes less than its passes one by one."""
+        d = self.durations
+        alone = d.of(Op.F, forward.stage) + d.of(backward.op, backward.stage)
+        return alone - self.pair(forward, backward)
+
+
+class Machine(_Times):
+    """One run of all ranks.
+
+    Args:
+        tasks, durations: as above.
         cap: most activation sets on a rank, from F's start to W's (or BW's) end.
         fused: backward passes are BW.
         gap: share of a W's duration that a rank must be going to wait for W to run.
@@ -49,13 +91,10 @@ class Machine:
     def __init__(
         self, tasks: Tasks, durations: Durations, cap: int, fused: bool, gap: Fraction
     ) -> None:
-        self.placement, self.microbatches, self.durations = tasks.placement, tasks.units, durations
+        super().__init__(tasks, durations)
         self.cap, self.backward, self._gap = cap, Op.BW if fused else Op.B, gap
         n, pp = tasks.stages, self.placement.pp
         self.f, self.b, self.sets = [0] * n, [0] * n, [0] * n
-        self._tasks, self._missing = tasks, [len(needs) for needs in tasks.needs]
-        self._ready = [0] * len(tasks.needs)  # as far as passes have been started
-        self._joint: dict[tuple[int, int, Operation], int] = {}
         self._weights: list[deque[Action]] = [deque() for _ in range(pp)]
         self._clock, self._wakes = [0] * pp, list(range(pp))  # a heap of time * pp + rank
         self.ranks: list[list[AnyAction]] = [[] for _ in range(pp)]
@@ -84,25 +123,6 @@ class Machine:
     def held(self, rank: int) -> int:
         """Resident sets of a rank."""
         return sum(self.sets[s] for s in self.placement.stages[rank])
-
-    def ready(self, op: Op, stage: int, microbatch: int) -> int:
-        """When an F or a B has its inputs; ``NEVER`` if that is not known yet."""
-        task = self._tasks.number(op, stage, microbatch)
-        return NEVER if self._missing[task] else self._ready[task]
-
-    def pair(self, forward: Action, backward: Action) -> int:
-        """Duration of a joint F and backward pass."""
-        key = forward.stage, backward.stage, backward.op
-        if key not in self._joint:
-            parts = [(Op.F, forward.stage), (backward.op, backward.stage)]
-            self._joint[key] = self.durations.joint(parts)
-        return self._joint[key]
-
-    def saved(self, forward: Action, backward: Action) -> int:
-        """What a pair takes less than its passes one by one."""
-        d = self.durations
-        alone = d.of(Op.F, forward.stage) + d.of(backward.op, backward.stage)
-        return alone - self.pair(forward, backward)
 
     def owes(self, rank: int, stage: int | None = None) -> bool:
         """True if a rank has a W, of one of its stages or any, that it has not started."""
@@ -135,21 +155,11 @@ class Machine:
             if op is Op.W:
                 continue
             self.b[stage] += op is not Op.F
-            self._give(Op.F if op is Op.F else Op.B, stage, microbatch, end)
+            for at, to in self._ended(Op.F if op is Op.F else Op.B, stage, microbatch, end):
+                heapq.heappush(self._wakes, at * pp + to)
         self.ranks[rank].append(action)
         self._clock[rank] = end
         heapq.heappush(self._wakes, end * pp + rank)
-
-    def _give(self, op: Op, stage: int, microbatch: int, end: int) -> None:
-        """A pass ends then: other ranks that have all their inputs by that wake."""
-        tasks = self._tasks
-        task = tasks.number(op, stage, microbatch)
-        for other, lag in tasks.feeds[task]:
-            self._missing[other] -= 1
-            self._ready[other] = max(self._ready[other], end + lag)
-            if not self._missing[other] and tasks.rank[other] != tasks.rank[task]:
-                wake = self._ready[other] * self.placement.pp + tasks.rank[other]
-                heapq.heappush(self._wakes, wake)
 
 
 class Item(NamedTuple):

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ext.schedule import Costs, generate, lower, simulate
 from megatron_ext.schedule.baseline import promise, stock
+from megatron_ext.schedule.costs import merged
 
 
 @pytest.mark.parametrize("name", ["v-half", "zb-h1", "interleaved"])
@@ -31,13 +32,13 @@ def test_the_stages_of_a_rank_become_one():
 
 def test_costs_of_fewer_stages():
     costs = Costs.of(stages=[[s + 1, 2, 3] for s in range(8)]).with_exchange([[1, 1]])
-    four = costs.merged(4)
+    four = merged(costs, 4)
     assert four is not None and four.stages == tuple((4 * r + 3, 4, 6) for r in range(4))
-    assert four.exchange == costs.exchange and four.merged(1) == costs.merged(1)
-    assert costs.merged(8) is costs and costs.merged(3) is None
-    by_stage = Costs.of().with_exchange([[1, 0], [2, 1]]).merged(1)  # the stages themselves equal
+    assert four.exchange == costs.exchange and merged(four, 1) == merged(costs, 1)
+    assert merged(costs, 8) is costs and merged(costs, 3) is None
+    by_stage = merged(Costs.of().with_exchange([[1, 0], [2, 1]]), 1)
     assert by_stage is not None and by_stage.exchange == ((3, 1),)
-    assert Costs.of(1, 2, 3).merged(5) == Costs.of(1, 2, 3)
+    assert merged(Costs.of(1, 2, 3), 5) == Costs.of(1, 2, 3)
 
 
 def test_a_promise_is_what_simulate_says():
