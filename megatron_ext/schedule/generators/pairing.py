@@ -34,7 +34,7 @@ class _Times:
     """When inputs are there, as far as passes have been started, and what pairs take.
 
     Args:
-        tasks: of the iteration; its units are whole microbatches.
+        tasks: of the iteration; a unit is a microbatch.
         durations: of the passes, with their communication.
     """
 
