@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..schedule.costs import Costs
+from ..schedule.costs import Costs, merged
 from .gpu import Gpu
 from .kinds import embedding, last_norm, layer, loss, prediction_layer
 from .layout import Split
@@ -256,7 +256,7 @@ _PARTS = 64
 
 def mean_costs(costs: Costs, pp: int) -> Costs:
     """One F, B and W for all ranks: the mean work of a rank, in whole units."""
-    assert costs.stages is not None
-    sums = [sum((row[i] for row in costs.stages), Fraction(0)) for i in range(3)]
-    f, b, w = (max(1, round(total / pp)) for total in sums)
+    whole = merged(costs, 1)
+    assert whole is not None and whole.stages is not None
+    f, b, w = (max(1, round(total / pp)) for total in whole.stages[0])
     return Costs.of(f, b, w, costs.hop, vocabulary=costs.vocabulary)

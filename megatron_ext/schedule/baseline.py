@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
-from .costs import Costs
+from .costs import merged
 from .generators import generate
 from .schedule import Schedule
 from .simulate import simulate
@@ -48,19 +47,6 @@ def stock(schedule: Schedule) -> Schedule | None:
     """
     if schedule.barriers or schedule.costs.vocabulary is not None:
         return None
-    costs = _in_one_chunk(schedule.costs, schedule.chunks)
+    costs = merged(schedule.costs, schedule.pp)
+    assert costs is not None  # a rank has whole stages
     return generate("1f1b", schedule.pp, schedule.microbatches, costs=costs)
-
-
-def _in_one_chunk(costs: Costs, chunks: int) -> Costs:
-    """The costs of as many successive stages as a rank has chunks, as those of one stage."""
-
-    def merged(
-        rows: Sequence[tuple[Fraction, ...]] | None,
-    ) -> tuple[tuple[Fraction, ...], ...] | None:
-        if rows is None or len(rows) == 1:
-            return None if rows is None else tuple(rows)
-        parts = (rows[at : at + chunks] for at in range(0, len(rows), chunks))
-        return tuple(tuple(map(sum, zip(*part))) for part in parts)  # type: ignore[arg-type]
-
-    return replace(costs, stages=merged(costs.stages), exchange=merged(costs.exchange))  # type: ignore[arg-type]

@@ -356,6 +356,27 @@ class Costs:
         return costs.with_exchange(exchange)
 
 
+def merged(costs: Costs, stages: int) -> Costs | None:
+    """Costs of fewer stages, each the sum of neighbours in model order.
+
+    None where the costs are given for a number of stages that is no multiple of ``stages``.
+    """
+    given = len(costs.stages or costs.exchange or ())
+    if given <= 1 or given == stages:
+        return costs
+    if given % stages:
+        return None
+    size = given // stages
+
+    def sums(rows: Sequence[tuple[Fraction, ...]] | None) -> Any:
+        if rows is None or len(rows) == 1:
+            return rows
+        parts = (rows[at : at + size] for at in range(0, len(rows), size))
+        return tuple(tuple(map(sum, zip(*part))) for part in parts)
+
+    return replace(costs, stages=sums(costs.stages), exchange=sums(costs.exchange))
+
+
 def number_to_json(value: Fraction) -> int | float:
     """An int where the value is an integer, else the nearest float."""
     return int(value) if value.denominator == 1 else float(value)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, cached_property
 
-from .costs import Costs
+from .costs import Costs, merged
 from .effects import peak_sets
 from .generators import (
     GENERATORS,
@@ -217,28 +217,8 @@ def by_name(spec: ScheduleSpec, name: str) -> ScheduleSpec:
     """``spec`` for one schedule, with the chunks and the costs of that schedule's stages."""
     made = GENERATORS[name]
     chunks = (spec.chunks or made.default_chunks) if made.any_chunks else made.default_chunks
-    costs = costs_for(spec.costs, spec.pp * chunks) or spec.costs
+    costs = merged(spec.costs, spec.pp * chunks) or spec.costs
     return replace(spec, name=name, chunks=chunks, costs=costs)
-
-
-def costs_for(costs: Costs, stages: int) -> Costs | None:
-    """``costs`` for another number of stages: neighbours are summed. None if that cannot be."""
-    if costs.stages is None or len(costs.stages) == stages:
-        return costs
-    if len(costs.stages) % stages:
-        return None
-    size = len(costs.stages) // stages
-    rows = [costs.stages[i : i + size] for i in range(0, len(costs.stages), size)]
-    merged = tuple((sum(f), sum(b), sum(w)) for f, b, w in (zip(*row) for row in rows))
-    exchange = costs.exchange
-    if exchange is not None and len(exchange) > 1:
-        parts = [exchange[i : i + size] for i in range(0, len(exchange), size)]
-        exchange = tuple((Fraction(sum(f)), Fraction(sum(b))) for f, b in (zip(*x) for x in parts))
-    return replace(
-        costs,
-        stages=tuple((Fraction(f), Fraction(b), Fraction(w)) for f, b, w in merged),
-        exchange=exchange,
-    )
 
 
 def _named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:

@@ -6,7 +6,8 @@ https://github.com/deepseek-ai/DualPipe, here for p ranks of two chunks.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 
 from ..actions import Action, AnyAction, Joint, Op
 
@@ -23,7 +24,7 @@ def dualpipev(pp: int, microbatches: int) -> list[list[AnyAction]]:
     min(2m, m+1+i, 2p+1) activation sets at any costs.
     """
     most = max(microbatches, 2 * pp)
-    ranks = [_Rank(pp, rank, most).actions for rank in range(pp)]
+    ranks = [_row(_words(pp, rank, most), (rank, 2 * pp - 1 - rank)) for rank in range(pp)]
     if most == microbatches:
         return ranks
     return [[kept for a in row for kept in _without_surplus(a, microbatches)] for row in ranks]
@@ -34,71 +35,42 @@ def _without_surplus(action: AnyAction, microbatches: int) -> list[AnyAction]:
     return [action] if len(kept) == len(action.parts) else list(kept)
 
 
-class _Rank:
-    """One rank's list, built in eight steps.
+def _words(pp: int, rank: int, microbatches: int) -> list[str]:
+    """One rank's passes with their chunks, in eight steps; of W's, those before the last B."""
+    after = pp - rank - 1  # ranks behind this one
+    steady = ["F0+BW1", "F1+BW0"] * (microbatches - 2 * pp + rank + 1)
+    if not after:
+        # On the last rank the first F feeds the B beside it: together they would wait.
+        steady[:1] = ["F0", "BW1"]
+    # The second half of these splits its backward passes, so that other ranks wait less.
+    last = ["BW1", "BW0"] * (rank + 1)
+    last[rank + 1 :] = [word.replace("BW", "B") for word in last[rank + 1 :]]
+    return [
+        *["F0"] * (2 * after),
+        *["F0", "F1"] * (rank + 1),
+        *["B1", "W", "F1"] * after,
+        *steady,
+        *["BW1", "F1+BW0"] * after,
+        *last,
+        *["W", "B0"] * after,
+    ]
 
-    Attributes:
-        actions: the list.
-    """
 
-    def __init__(self, pp: int, rank: int, microbatches: int) -> None:
-        self.actions: list[AnyAction] = []
-        self._stages = (rank, 2 * pp - 1 - rank)
-        self._next: dict[tuple[Op, int], int] = {}  # microbatch by (F or B, chunk)
-        self._weights: deque[Action] = deque()
-        after = pp - rank - 1  # ranks behind this one
-        for _ in range(2 * after):
-            self._add(self._forward(0))
-        for _ in range(rank + 1):
-            self._add(self._forward(0), self._forward(1))
-        for _ in range(after):
-            self._split_backward(1)
-            self._weight()
-            self._add(self._forward(1))
-        for i in range(microbatches - 2 * pp + rank + 1):
-            if i == 0 and not after:
-                # On the last rank the first F feeds the B beside it: together they would wait.
-                self._add(self._forward(0), self._backward(1))
-            else:
-                self._joint(0, 1)
-            self._joint(1, 0)
-        for _ in range(after):
-            self._add(self._backward(1))
-            self._joint(1, 0)
-        # The second half of these splits its backward passes, so that other ranks wait less.
-        for i in range(2 * rank + 2):
-            if i <= rank:
-                self._add(self._backward((i + 1) % 2))
-            else:
-                self._split_backward((i + 1) % 2)
-        for _ in range(after):
-            self._weight()
-            self._split_backward(0)
-        while self._weights:
-            self._weight()
-
-    def _add(self, *actions: AnyAction) -> None:
-        self.actions += actions
-
-    def _pass(self, op: Op, chunk: int) -> Action:
-        kind = Op.F if op is Op.F else Op.B
-        microbatch = self._next.get((kind, chunk), 0)
-        self._next[kind, chunk] = microbatch + 1
-        return Action(op, self._stages[chunk], microbatch)
-
-    def _forward(self, chunk: int) -> Action:
-        return self._pass(Op.F, chunk)
-
-    def _backward(self, chunk: int) -> Action:
-        return self._pass(Op.BW, chunk)
-
-    def _joint(self, forward: int, backward: int) -> None:
-        self._add(Joint(self._forward(forward), self._backward(backward)))
-
-    def _split_backward(self, chunk: int) -> None:
-        self._add(self._pass(Op.B, chunk))
-        _, stage, microbatch = self.actions[-1].parts[0]
-        self._weights.append(Action(Op.W, stage, microbatch))
-
-    def _weight(self) -> None:
-        self._add(self._weights.popleft())
+def _row(words: Sequence[str], stages: tuple[int, int]) -> list[AnyAction]:
+    """The same as actions: every chunk's passes in microbatch order, W's in that of their B's."""
+    row: list[AnyAction] = []
+    following: Counter[tuple[bool, int]] = Counter()  # microbatches, of (is F, chunk)
+    weights: deque[Action] = deque()
+    for word in words:
+        if word == "W":
+            row.append(weights.popleft())
+            continue
+        parts = []
+        for one in word.split("+"):
+            op, chunk = Op(one[:-1]), int(one[-1])
+            parts.append(Action(op, stages[chunk], following[op is Op.F, chunk]))
+            following[op is Op.F, chunk] += 1
+        row.append(Joint(*parts) if len(parts) > 1 else parts[0])
+        if parts[0].op is Op.B:
+            weights.append(parts[0]._replace(op=Op.W))
+    return [*row, *weights]

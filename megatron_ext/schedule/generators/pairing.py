@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 from ..actions import Action, AnyAction, Joint, Op, Operation
 from ..costs import Durations
-from ..placement import Placement
+from ..tasks import Tasks
 
 NEVER = 1 << 200
 Choice = tuple[AnyAction | None, int]  # what starts now; else when that may be, as far as is known
@@ -31,39 +31,32 @@ class Rule(Protocol):
 
 
 class _Times:
-    """When inputs are there, as far as passes have been started.
+    """When inputs are there, as far as passes have been started, and what pairs take.
 
     Args:
-        placement: rank and chunk of every stage.
-        microbatches: of the iteration.
+        tasks: of the iteration; a unit is a microbatch.
         durations: of the passes, with their communication.
     """
 
-    def __init__(self, placement: Placement, microbatches: int, durations: Durations) -> None:
-        self.placement, self.microbatches, self.durations = placement, microbatches, durations
-        n = placement.num_stages
-        self._f_ends: list[list[int]] = [[-1] * microbatches for _ in range(n)]
-        self._b_ends: list[list[int]] = [[-1] * microbatches for _ in range(n)]
-        self._rank_of = [placement.rank_of(s) for s in range(n)]
-        self._hops = [
-            durations.hop * (a != b) for a, b in zip(self._rank_of, [*self._rank_of[1:], -1])
-        ]
+    def __init__(self, tasks: Tasks, durations: Durations) -> None:
+        self.placement, self.microbatches, self.durations = tasks.placement, tasks.units, durations
+        self._tasks, self._missing = tasks, [len(needs) for needs in tasks.needs]
+        self._ready = [0] * len(tasks.needs)
         self._joint: dict[tuple[int, int, Operation], int] = {}
 
-    def forward_at(self, stage: int, microbatch: int) -> int:
-        """When an F has its input; ``NEVER`` if that is not known yet."""
-        if stage == 0:
-            return 0
-        end = self._f_ends[stage - 1][microbatch]
-        return NEVER if end < 0 else end + self._hops[stage - 1]
+    def ready(self, op: Op, stage: int, microbatch: int) -> int:
+        """When an F or a B has its inputs; ``NEVER`` if that is not known yet."""
+        task = self._tasks.number(op, stage, microbatch)
+        return NEVER if self._missing[task] else self._ready[task]
 
-    def backward_at(self, stage: int, microbatch: int) -> int:
-        """The same of a backward pass."""
-        own = self._f_ends[stage][microbatch]
-        if own < 0 or stage == self.placement.num_stages - 1:
-            return NEVER if own < 0 else own
-        end = self._b_ends[stage + 1][microbatch]
-        return NEVER if end < 0 else max(own, end + self._hops[stage])
+    def _ended(self, op: Op, stage: int, microbatch: int, time: int) -> Iterator[tuple[int, int]]:
+        """A pass ends then: (time, rank) of every pass elsewhere that has all its inputs now."""
+        rank, task = self._tasks.rank, self._tasks.number(op, stage, microbatch)
+        for other, lag in self._tasks.feeds[task]:
+            self._missing[other] -= 1
+            self._ready[other] = max(self._ready[other], time + lag)
+            if not self._missing[other] and rank[other] != rank[task]:
+                yield self._ready[other], rank[other]
 
     def pair(self, forward: Action, backward: Action) -> int:
         """Duration of a joint F and backward pass."""
@@ -79,25 +72,12 @@ class _Times:
         alone = d.of(Op.F, forward.stage) + d.of(backward.op, backward.stage)
         return alone - self.pair(forward, backward)
 
-    def _ended(self, action: Action, end: int) -> tuple[int, int] | None:
-        """A pass ends then: the rank that gets its result, and when; None if none does."""
-        op, stage, microbatch = action
-        if op is Op.F:
-            self._f_ends[stage][microbatch] = end
-            to, hop = stage + 1, stage
-        else:
-            self._b_ends[stage][microbatch] = end
-            to = hop = stage - 1
-        if not 0 <= to < len(self._rank_of):
-            return None
-        return self._rank_of[to], end + self._hops[hop]
-
 
 class Machine(_Times):
     """One run of all ranks.
 
     Args:
-        placement, microbatches, durations: as above.
+        tasks, durations: as above.
         cap: most activation sets on a rank, from F's start to W's (or BW's) end.
         fused: backward passes are BW.
         gap: share of a W's duration that a rank must be going to wait for W to run.
@@ -109,17 +89,11 @@ class Machine(_Times):
     """
 
     def __init__(
-        self,
-        placement: Placement,
-        microbatches: int,
-        durations: Durations,
-        cap: int,
-        fused: bool,
-        gap: Fraction,
+        self, tasks: Tasks, durations: Durations, cap: int, fused: bool, gap: Fraction
     ) -> None:
-        super().__init__(placement, microbatches, durations)
+        super().__init__(tasks, durations)
         self.cap, self.backward, self._gap = cap, Op.BW if fused else Op.B, gap
-        n, pp = placement.num_stages, placement.pp
+        n, pp = tasks.stages, self.placement.pp
         self.f, self.b, self.sets = [0] * n, [0] * n, [0] * n
         self._weights: list[deque[Action]] = [deque() for _ in range(pp)]
         self._clock, self._wakes = [0] * pp, list(range(pp))  # a heap of time * pp + rank
@@ -181,9 +155,8 @@ class Machine(_Times):
             if op is Op.W:
                 continue
             self.b[stage] += op is not Op.F
-            to = self._ended(part, end)
-            if to is not None:
-                heapq.heappush(self._wakes, to[1] * pp + to[0])
+            for at, to in self._ended(Op.F if op is Op.F else Op.B, stage, microbatch, end):
+                heapq.heappush(self._wakes, at * pp + to)
         self.ranks[rank].append(action)
         self._clock[rank] = end
         heapq.heappush(self._wakes, end * pp + rank)
@@ -222,8 +195,8 @@ class Listed(Rule):
                 return None, time  # a W makes room
             at = next((i for i in range(len(row) - 1, -1, -1) if row[i].backward), None)
             return (None, NEVER) if at is None else self._alone(machine, row, at, time)
-        f = 0 if forward is None else machine.forward_at(*forward[1:])
-        b = 0 if backward is None else machine.backward_at(*backward[1:])
+        f = 0 if forward is None else machine.ready(Op.F, *forward[1:])
+        b = 0 if backward is None else machine.ready(Op.B, *backward[1:])
         wait = max(f, b) - time
         if wait <= 0:
             row.pop()
@@ -241,7 +214,7 @@ class Listed(Rule):
         """The backward pass of one place, without the F of a pair."""
         forward, backward = row[at]
         assert backward is not None
-        ready = machine.backward_at(*backward[1:])
+        ready = machine.ready(Op.B, *backward[1:])
         if ready > time:
             return None, ready
         if forward is None:
@@ -330,7 +303,7 @@ class Greedy(Rule):
         if machine.held(rank) < machine.cap:
             return False
         return any(
-            (j := machine.f[s]) < machine.microbatches and machine.forward_at(s, j) <= time
+            (j := machine.f[s]) < machine.microbatches and machine.ready(Op.F, s, j) <= time
             for s in machine.placement.stages[rank]
         )
 
@@ -348,7 +321,7 @@ class Greedy(Rule):
                 way = 2 * (machine.placement.num_stages - stage)
                 most = min(most, reserve + max(1, int(way * policy.ahead)))
             if j < machine.microbatches and before + reserve < most:
-                at = machine.forward_at(stage, j)
+                at = machine.ready(Op.F, stage, j)
                 if at < NEVER:
                     found.append((at, Action(Op.F, stage, j)))
         return found
@@ -358,7 +331,7 @@ class Greedy(Rule):
         for stage in machine.placement.stages[rank]:
             j = machine.b[stage]
             if j < machine.microbatches:
-                at = machine.backward_at(stage, j)
+                at = machine.ready(Op.B, stage, j)
                 if at < NEVER:
                     found.append((at, Action(machine.backward, stage, j)))
         return found

@@ -24,6 +24,7 @@ from ..costs import Durations
 from ..effects import passes, peak_sets
 from ..schedule import Schedule, ScheduleError
 from ..simulate import run_times
+from ..tasks import Tasks
 from .dualpipev import dualpipev
 from .pairing import NEVER, Greedy, Item, Listed, Machine, Policy, Rule
 
@@ -246,6 +247,7 @@ class _Search:
         self.given, self._durations, self._cap = given, durations, cap
         self._short = min(given.microbatches, _SHORT * given.pp)
         self._times: dict[_Way, int] = {}
+        self._tasks: dict[int, Tasks] = {}  # by microbatches
         placed = 3 * self._short * given.placement.num_stages
         self._left = max(_LEAST, _WORK // placed)  # orders that may be made
 
@@ -314,8 +316,9 @@ class _Search:
 
     def _made(self, way: _Way, m: int) -> Machine | None:
         """The run of one way; None if it comes to no order."""
-        d, placement = self._durations, self.given.placement
-        machine = Machine(placement, m, d, self._cap, way.fused, way.gap)
+        if m not in self._tasks:
+            self._tasks[m] = Tasks(self.given.placement, self._durations, m)
+        machine = Machine(self._tasks[m], self._durations, self._cap, way.fused, way.gap)
         return machine if machine.run(way.rule(self, m)) else None
 
     def _ways(self) -> Iterator[_Way]:

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from ..actions import AnyAction, Op
-from ..costs import Costs
-from ..effects import CALLS, peak_sets, steps
+from ..actions import AnyAction, Op, Operation
+from ..costs import Costs, Durations
+from ..effects import F, inputs, peak_sets
 from ..link import Link, LinkTimes
 from ..schedule import Schedule
 from ..simulate import run_times, simulate
-from ..vocabulary import S
+from ..vocabulary import KIND
 from .placing import ActivationSet, Passes, Placing
 
 Row = tuple[AnyAction, ...]
@@ -134,10 +134,13 @@ class _Planner:
 
     def __init__(self, base: Schedule, link: Link, times: LinkTimes) -> None:
         self.base, self.link, self.times = base, link, times
-        start, end = _late_forwards(base, times, *run_times(base, times.durations))
-        self.passes = [Passes(s, e) for s, e in zip(start, end)]
+        self.passes = list(map(Passes, *run_times(base, times.durations)))
+        # A set that comes back between an F and a B needs the time between them. Those of the last
+        # stage have not the time to travel, and their logits may take long.
+        items = (item for rank in range(base.pp) for item in self._sets_of(rank))
+        margin = max((item.h2d for item in items if item.travels), default=0)
+        self.passes = _late_forwards(base, self.passes, times.durations, margin)
         self.sets = [self._sets_of(rank) for rank in range(base.pp)]
-        self.resident = [_resident(row) for row in base.ranks]
         groups: dict[int, list[int]] = {}
         for rank in range(base.pp):
             groups.setdefault(link.group(rank), []).append(rank)
@@ -268,7 +271,7 @@ class _Planner:
 
     def _score(self, group: Sequence[int], placing: Placing) -> tuple[int, int, int]:
         """Lower is better: the highest peak of the group, all its peaks, then more sets."""
-        peaks = [placing.peak(rank, self.resident[rank]) for rank in group]
+        peaks = peak_sets([self.row(rank, placing) for rank in group])
         return max(peaks), sum(peaks), -len(placing.placed)
 
     def _load(self, group: Sequence[int], chunks: Fraction) -> Fraction:
@@ -321,81 +324,47 @@ class _Planner:
         return OffloadPlan(schedule, moved, kept, stall, run.peak_sets)
 
 
-def _resident(row: Row) -> list[int]:
-    """Sets on the device during each pass, without offload."""
-    counts, sets = [], 0
-    for action in row:
-        changes = list(steps([action]))
-        counts.append(sets + max(*changes, 0))
-        sets += sum(changes)
-    return counts
-
-
 def _late_forwards(
-    base: Schedule, times: LinkTimes, start: list[list[int]], end: list[list[int]]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """The same run, every F as late as keeps all other passes where they are, less one copy back.
+    base: Schedule, run: Sequence[Passes], durations: Durations, margin: int
+) -> list[Passes]:
+    """The same run, every F as late as keeps all other passes where they are, less ``margin``.
 
     In the warm-up F passes run faster than their sets can leave, and then the rank waits. Copies
     planned for the later times make it wait between them instead, which costs nothing: whatever
-    is planned for a run in which every pass has its time can only happen earlier. Less one copy,
-    because a set that comes back between an F and a B needs the time between them; of the copies of
-    sets that have the time to travel, which those of the last stage have not.
+    is planned for a run in which every pass has its time can only happen earlier.
     """
-    n, rank_of, durations = base.placement.num_stages, base.placement.rank_of, times.durations
-    margin = max((times.to_device[s] for s in _travelling(base, times, start, end)), default=0)
-    late = [list(row) for row in start]
-    begins: dict[tuple[bool, int, int], int] = {}  # (is F, stage, microbatch) -> latest start
-    logits: dict[int, int] = {}  # microbatch -> first start of S, which waits for the last F
-    order = sorted(
-        ((at, rank, i) for rank, row in enumerate(start) for i, at in enumerate(row)), reverse=True
-    )
-    for at, rank, i in order:
-        action = base.ranks[rank][i]
-        op, stage, j = action.parts[0]
-        if op is Op.F and len(action.parts) == 1:
-            follows = [begins[k] for k in ((False, stage, j),) if k in begins]
-            if i + 1 < len(late[rank]):
-                follows.append(late[rank][i + 1])
-            if stage + 1 < n:
-                hop = durations.hop if rank_of(stage + 1) != rank else 0
-                follows.append(begins[True, stage + 1, j] - hop)
-            elif j in logits:
-                follows.append(logits[j] - durations.collective)
-            at = min(follows, default=end[rank][i]) - durations.forward[stage]
-            late[rank][i] = at
-        for op, stage, j in action.parts:
-            if op is S:
-                logits[j] = at
-            elif op in CALLS:
-                begins[op is Op.F, stage, j] = at
+    late = [list(row.start) for row in run]
+    due: dict[tuple[int, int, int], int] = {}  # (kind, stage, microbatch) of a result: latest end
+    order = ((at, rank, i) for rank, row in enumerate(run) for i, at in enumerate(row.start))
+    for at, rank, i in sorted(order, reverse=True):
+        parts = base.ranks[rank][i].parts
+        op, stage, j = parts[0]
+        if op is Op.F and len(parts) == 1:
+            until = [due.get((F, stage, j), run[rank].end[i]), *late[rank][i + 1 : i + 2]]
+            late[rank][i] = at = min(until) - durations.forward[stage]
+        for op, stage, j in parts:
+            for kind, other, lag in _inputs(base, durations, op, stage):
+                due[kind, other, j] = min(at - lag, due.get((kind, other, j), at))
     # Taking the later of two times that keep all dependencies keeps them.
-    for rank, row in enumerate(base.ranks):
-        for i in range(len(row)):
-            late[rank][i] = max(start[rank][i], late[rank][i] - margin)
-    ends = [
-        [at + (e - s) for at, s, e in zip(row, starts, stops)]
-        for row, starts, stops in zip(late, start, end)
-    ]
-    return late, ends
-
-
-def _travelling(
-    base: Schedule, times: LinkTimes, start: list[list[int]], end: list[list[int]]
-) -> set[int]:
-    """The stages of which some set has the time to go to the host and back."""
-    saved: dict[tuple[int, int], int] = {}
-    found: set[int] = set()
-    for row, starts, ends in zip(base.ranks, start, end):
-        for action, at, until in zip(row, starts, ends):
-            for op, stage, j in action.parts:
-                if op is Op.F:
-                    saved[stage, j] = until
-                elif op in CALLS and (stage, j) in saved and stage not in found:
-                    gap = at - saved[stage, j]
-                    if gap >= times.to_host[stage] + times.to_device[stage]:
-                        found.add(stage)
+    found = []
+    for row, times in zip(run, late):
+        start = [max(one, at - margin) for one, at in zip(row.start, times)]
+        found.append(Passes(start, [x + e - s for x, s, e in zip(start, row.start, row.end)]))
     return found
+
+
+def _inputs(
+    base: Schedule, durations: Durations, op: Operation, stage: int
+) -> Iterator[tuple[int, int, int]]:
+    """(kind, stage, time on the way) of all results that a pass needs."""
+    rank_of = base.placement.rank_of
+    if op not in KIND:
+        for kind, other in inputs(op, stage, base.placement.num_stages):
+            yield kind, other, durations.hop if rank_of(other) != rank_of(stage) else 0
+    collective = base.vocabulary.before(op, stage) if base.vocabulary else None
+    if base.vocabulary and collective:
+        for kind, other in base.vocabulary.parts(collective):
+            yield kind, other, durations.collective
 
 
 def _count(share: Fraction, microbatches: int) -> int:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import add
 from typing import NamedTuple
 
 from ..actions import Action, Op
@@ -135,18 +133,6 @@ class Placing:
         if evicted_at > h2d or release >= prepare:
             return None
         return Placed(item, d2h, h2d, release, prepare)
-
-    def peak(self, rank: int, resident: Sequence[int]) -> int:
-        """Most sets on the device during one pass, given how many there are without offload.
-
-        What is released and prepared between the same two passes can add one or two in between.
-        """
-        change = [0] * (len(resident) + 1)
-        for item, _, _, release, prepare in self.placed:
-            if item.rank == rank:
-                change[release] -= 1
-                change[prepare] += 1
-        return max(map(add, resident, accumulate(change)), default=0)
 
     def actions(self, rank: int) -> list[tuple[int, Action]]:
         """(position, offload action) of one rank: before the pass at that position, in order."""

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ext.schedule import Costs, generate, lower, simulate
 from megatron_ext.schedule.baseline import promise, stock
+from megatron_ext.schedule.costs import merged
 
 
 @pytest.mark.parametrize("name", ["v-half", "zb-h1", "interleaved"])
@@ -27,6 +28,17 @@ def test_the_stages_of_a_rank_become_one():
     assert made.costs.stages == tuple((4 * r + 3, 8 * r + 4, 2) for r in range(4))
     assert made.costs.exchange == ((0, 2),) * 4
     assert sum(map(sum, rows)) == sum(made.costs.per_rank_work(made.placement))
+
+
+def test_costs_of_fewer_stages():
+    costs = Costs.of(stages=[[s + 1, 2, 3] for s in range(8)]).with_exchange([[1, 1]])
+    four = merged(costs, 4)
+    assert four is not None and four.stages == tuple((4 * r + 3, 4, 6) for r in range(4))
+    assert four.exchange == costs.exchange and merged(four, 1) == merged(costs, 1)
+    assert merged(costs, 8) is costs and merged(costs, 3) is None
+    by_stage = merged(Costs.of().with_exchange([[1, 0], [2, 1]]), 1)
+    assert by_stage is not None and by_stage.exchange == ((3, 1),)
+    assert merged(Costs.of(1, 2, 3), 5) == Costs.of(1, 2, 3)
 
 
 def test_a_promise_is_what_simulate_says():

@@ -32,6 +32,7 @@ from megatron_ext.schedule.effects import passes, peak_calls, peak_sets
 from megatron_ext.schedule.generators.blocks import gis_peak
 from megatron_ext.schedule.io import from_json, load, save
 from megatron_ext.schedule.link import POLICIES
+from megatron_ext.schedule.passes import placing
 from megatron_ext.schedule.passes.offload import FULL, SHORT, SPARE, offload, wanted_chunks
 from tests.support.grids import sampled
 
@@ -442,6 +443,21 @@ def test_the_last_stages_time_does_not_bind_the_others() -> None:
     assert (own.stall, own.peak_sets) == (0, even.peak_sets) and own.moved == even.moved
     assert worst.stall > 0
     assert max(worst.peak_sets) > max(own.peak_sets)
+
+
+@pytest.mark.parametrize(("name", "policy"), [("po", "paired"), ("interleaved", "single")])
+def test_a_full_link_needs_the_grid(
+    name: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where copies take all of the link's time, gaps that hold none of them cost a set."""
+    stages = [["1", "1.2", "0.8"]] * (16 if name == "po" else 8)
+    stages[0], stages[-1] = ["1.1", "1.1", "0.9"], ["1.6", "1.9", "1.2"]
+    costs = Costs.of(hop="0.05", stages=stages)
+    base = generate(name, 4, 8, len(stages) // 4, costs=costs)
+    aligned = plan_of(base, "0.5", "full", policy)
+    assert_good(aligned, base)
+    monkeypatch.setattr(placing, "_grid", lambda items: None)
+    assert max(aligned.peak_sets) < max(plan_of(base, "0.5", "full", policy).peak_sets)
 
 
 def test_pairs_that_share_a_switch() -> None:

@@ -226,6 +226,14 @@ class TestOrders:
             assert max(peak_sets(ours.ranks)) == max(peak_sets(published.ranks)) == 9
             assert simulate(ours).makespan <= simulate(published).makespan
 
+    def test_no_other_way_finds_what_travels_together(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With hops, where the published order is slow."""
+        ours = paired("v-zb", 4, 8, HOPS)
+        monkeypatch.setattr(pairs._Search, "_patterns", lambda self, fused: ())
+        assert simulate(ours).makespan < simulate(paired("v-zb", 4, 8, HOPS)).makespan
+
     def test_what_has_pairs_stays(self) -> None:
         made = paired("v-zb", 2, 6, EXCHANGE)
         assert made.has_pairs and add_pairs(made) is made
