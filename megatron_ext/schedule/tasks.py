@@ -2,7 +2,7 @@
 
 A *unit* is one slice of one microbatch; without slices it is a microbatch. Units are numbered
 through: those of microbatch 0 in the order of its tokens, then those of microbatch 1. Needs between
-stages are those of ``effects.inputs``; slices add needs within a stage.
+stages are those of ``effects.inputs``; between slices those of ``effects.beside``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .actions import Action, Op
 from .costs import Durations
-from .effects import KINDS, inputs, peak
+from .effects import KINDS, beside, inputs, peak
 from .placement import Placement
 
 
@@ -101,10 +101,11 @@ class Tasks:
         op, stage, unit = self.name(task)
         for kind, other in inputs(op, stage, self.stages):
             yield self.number(KINDS[kind], other, unit), self._lag(stage, other)
-        # F needs the keys and values of the slice before, B their gradients from the one behind.
-        beside = {Op.F: unit - 1, Op.B: unit + 1}.get(op, -1)
-        if 0 <= beside < self.units and self.microbatch[beside] == self.microbatch[unit]:
-            yield self.number(op, stage, beside), 0
+        near = beside(op, unit)
+        if near is None or not 0 <= near < self.units:
+            return
+        if self.microbatch[near] == self.microbatch[unit]:
+            yield self.number(op, stage, near), 0
 
     def _lag(self, stage: int, other: int) -> int:
         same = self.placement.rank_of(stage) == self.placement.rank_of(other)
