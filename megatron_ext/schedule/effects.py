@@ -43,6 +43,16 @@ def inputs(op: Operation, stage: int, num_stages: int) -> tuple[tuple[int, int],
     return ((F, stage), (B, stage + 1)) if stage + 1 < num_stages else ((F, stage),)
 
 
+def beside(op: Operation, unit: int) -> int | None:
+    """The unit whose pass of the same op and stage a pass needs, if both are of one microbatch.
+
+    F needs the keys and values of the slice before, B their gradients from the slice behind.
+    """
+    if op is Op.F:
+        return unit - 1
+    return unit + 1 if op in (Op.B, Op.BW) else None
+
+
 def passes(row: Iterable[AnyAction]) -> Iterator[Action]:
     """A rank's actions with the two passes of a joint action one after the other."""
     for action in row:

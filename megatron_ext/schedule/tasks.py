@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .actions import Action, Op, Operation
 from .costs import Durations
-from .effects import DEVICE, KINDS, inputs, peak
+from .effects import DEVICE, KINDS, beside, inputs, peak
 from .placement import Placement
 from .vocabulary import Vocabulary
 
@@ -137,10 +137,8 @@ class Tasks:
         op, stage = self.lanes[lane]
         sources = [(source, other, self._lag(stage, other)) for source, other in self._inputs(lane)]
         if self._rest.vocabulary is not None:
-            collective, lag = (
-                self._rest.vocabulary.before(op, stage),
-                self._rest.durations.collective,
-            )
+            collective = self._rest.vocabulary.before(op, stage)
+            lag = self._rest.durations.collective
             found = [] if collective is None else self._rest.vocabulary.sources[collective]
             sources += [(source, other, lag) for source, other in found]
         units = range(self.units)
@@ -149,13 +147,13 @@ class Tasks:
             for first, lag in [(self.number(op, s, 0), lag) for op, s, lag in sources]
         ]
         rows: list[tuple[tuple[int, int], ...]] = list(zip(*needs)) if needs else [()] * self.units
-        # F needs the keys and values of the slice before, B their gradients from the one behind.
-        step, first = (-1 if op is Op.F else 1), self.number(op, stage, 0)
-        if op in (Op.F, Op.B, Op.BW):
-            for unit in units:
-                other = unit + step
-                if 0 <= other < self.units and self.microbatch[other] == self.microbatch[unit]:
-                    rows[unit] = (*rows[unit], (first + other, 0))
+        first = self.number(op, stage, 0)
+        for unit in units:
+            other = beside(op, unit)
+            if other is None:
+                break
+            if 0 <= other < self.units and self.microbatch[other] == self.microbatch[unit]:
+                rows[unit] = (*rows[unit], (first + other, 0))
         return rows
 
     def _inputs(self, lane: int) -> Iterator[tuple[Operation, int]]:
