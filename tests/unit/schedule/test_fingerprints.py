@@ -1,6 +1,7 @@
 """Every schedule's exact actions against a golden file: a refactoring changes none of them.
 
-UPDATE_GOLDEN=1 writes the file anew, in one process (--workers 1); a change of it needs a reason in CHANGELOG.md.
+UPDATE_GOLDEN=1 writes the file anew, in one process (--workers 1); a change of it needs a reason in
+CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 from megatron_ext.schedule import AUTO, NAMES, Costs, Link, Schedule, lower, offload_pass
 from megatron_ext.schedule.generators import GENERATORS
 from megatron_ext.schedule.generators.cap import v_cap_limits
+from megatron_ext.schedule.generators.request import EFFORT
 from tests.support.grids import sampled
 from tests.support.schedules import made
 
@@ -81,7 +83,9 @@ CHEAP = [(name, pp) for name, pp in CASES if pp <= LARGEST.get(name, 4)]
 
 
 @pytest.mark.parametrize(("name", "pp"), sampled(CASES, CHEAP))
-def test_no_action_has_changed(name: str, pp: int) -> None:
+def test_no_action_has_changed(name: str, pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are searched for, with little effort."""
+    monkeypatch.setenv(EFFORT, "0.1")
     key, found = f"{name} p={pp}", fingerprints(name, pp)
     every = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {}
     if os.environ.get("UPDATE_GOLDEN"):
