@@ -22,7 +22,7 @@ from .generators import (
     default_effort,
     generate,
 )
-from .generators.cap import v_cap_limits
+from .generators.cap import LEAST_CAP, v_cap_limits
 from .generators.vocabulary import add_vocabulary
 from .jitter import jitter
 from .link import Link
@@ -288,6 +288,8 @@ def _options(spec: ScheduleSpec, chosen: bool) -> list[dict[str, int | None]]:
     if not generator.takes_memory_cap or cap is None:
         return [{"group_size": spec.group_size}]
     low, high = v_cap_limits(pp)
+    if spec.offload is None and not spec.barriers:
+        low = LEAST_CAP  # slow, but all that fits there
     most = cap.most_sets(spec.placement)
     if chosen and spec.offload is None and isinstance(cap, ShareCap) and cap.growth == 1:
         return [{"memory_cap": most}]  # as the user gives it, or an error

@@ -39,6 +39,7 @@ _WORK = 4_800_000  # over p^2, with p from 4 to 8
 _MANY = 150_000  # for more ranks
 _NAMED = 0.5  # share of the effort that a named schedule's search takes
 _SHORT = 3  # microbatches a rank; for more, a steady state is repeated
+_MUCH = 25  # work, times the passes
 _STAGE = 600  # least work of a search, times the passes
 _STARTS = 24  # orders of a search that a search for more microbatches begins with
 _SMALL = 16  # ranks; for more, every order takes long to make
@@ -144,7 +145,7 @@ def searched(request: Request, cap: int) -> RankActions:
     """
     pp, m = request.pp, request.microbatches
     work = int((_MANY if pp > 8 else _WORK // max(pp, 4) ** 2) * request.effort)
-    last = m if m <= _SHORT * pp else min(m, 3 * pp + 1 + (m - 3 * pp - 1) % PERIODS[-1])
+    last = m if m <= _SHORT * pp else _steady(request, work)
     search: Search | None = None
     sizes = _sizes(pp, last, work)
     for size in sizes:
@@ -153,6 +154,16 @@ def searched(request: Request, cap: int) -> RankActions:
     if last < m:
         search = _whole(request, cap, search, work)
     return request.tasks.actions(search.pool[0].rows)
+
+
+def _steady(request: Request, work: int) -> int:
+    """Microbatches of an order whose steady state is repeated for more; any period fits in then."""
+    pp, m = request.pp, request.microbatches
+    # In little time a steady state is found only where it is long; at equal times the best orders
+    # for few microbatches have none.
+    short = work >= _MUCH * 6 * pp * (2 * pp + 1) and not request.at_unit_times
+    least = 2 * pp + 1 if short else 3 * pp + 1
+    return min(m, least + (m - least) % PERIODS[-1])
 
 
 def _sizes(pp: int, last: int, work: int) -> list[int]:

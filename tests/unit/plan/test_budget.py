@@ -19,7 +19,7 @@ from megatron_ext.plan.times import PassTimes
 from megatron_ext.schedule import AUTO, Costs, Link, OffloadSpec, ScheduleSpec, select
 from megatron_ext.schedule.effects import peak_sets
 from megatron_ext.schedule.generators import GENERATORS, NAMES, generate
-from megatron_ext.schedule.generators.cap import v_cap_limits
+from megatron_ext.schedule.generators.cap import LEAST_CAP
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.select import CapExceeded
 from megatron_ext.schedule.simulate import simulate
@@ -48,13 +48,12 @@ def fastest(cap, *names):
 def everything():
     """(bytes of the fullest rank, makespan, name, option) of all schedules, one by one."""
     found = []
-    low, high = v_cap_limits(P)
     for name in NAMES:
         options = [{}]
         if GENERATORS[name].takes_group_size:
             options = [{"group_size": g} for g in (3, 4)]
         if GENERATORS[name].takes_memory_cap:
-            options = [{"memory_cap": cap} for cap in range(low, high + 1)]
+            options = [{"memory_cap": cap} for cap in range(LEAST_CAP, 2 * P + 1)]
         for option in options:
             v = 2 if GENERATORS[name].any_chunks else GENERATORS[name].default_chunks
             schedule = generate(name, P, M, v, COSTS, **option)
@@ -90,7 +89,7 @@ def test_nothing_fits():
     with pytest.raises(CapExceeded) as error:
         fastest(budget(smallest - 1))
     text = str(error.value)
-    assert f"the least of all is {size_text(smallest)} (v-min), where rank" in text
+    assert f"the least of all is {size_text(smallest)} (v-cap), where rank" in text
     assert re.search(r"rank \d binds with .* of ", text)
     enough = parse_bytes(error.value.enough)
     assert enough < 1.01 * smallest

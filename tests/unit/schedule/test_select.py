@@ -144,11 +144,14 @@ def test_auto_with_offload_is_the_fastest_of_all(
 
 
 def test_auto_below_what_any_schedule_takes_alone() -> None:
-    """V-Min's 2 microbatches are the least; of 1F1B's 4, 1/4 is 1."""
-    with pytest.raises(CapExceeded, match="the least of all is 2 .v-min.; raise the cap to 0.5"):
-        select(request(AUTO, 4, 8, QUARTER, chunks=4))
+    """Of 1F1B's 4 microbatches, 1/4 is 1, the least of ``v-cap``; with offload it is faster."""
+    with pytest.raises(CapExceeded, match="the least of all is 1 .v-cap.; raise the cap to 0.25"):
+        select(request(AUTO, 4, 8, QUARTER / 2, chunks=4))
+    alone = select(request(AUTO, 4, 8, QUARTER, chunks=4))
     found = select(request(AUTO, 4, 8, QUARTER, chunks=4, offload=over(4, time="0.1")))
-    assert max(simulate(found.schedule).peak_activation) <= 1
+    for one in (alone, found):
+        assert max(simulate(one.schedule).peak_activation) <= 1
+    assert alone.schedule.name == "v-cap" and found.time < alone.time
 
 
 def test_auto_of_some_names_and_for_the_span() -> None:
