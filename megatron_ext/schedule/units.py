@@ -5,8 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import isqrt
+
+from .tasks import UnitCosts
+
+SHARE = 1 << 12  # a whole microbatch's F, and its size, in the costs of slices
 
 
 @dataclass(frozen=True)
@@ -66,3 +72,36 @@ class Units:
     def number(self, microbatch: int, slice_: int = 0) -> int:
         """The unit of a slice of a microbatch."""
         return self._first[microbatch] + slice_
+
+
+def slice_costs(
+    slices: int, attention: Fraction | int = 0, *, even: bool = False
+) -> list[UnitCosts]:
+    """Costs of a microbatch's slices under causal attention, as integer shares of ``SHARE``.
+
+    Of a whole microbatch F takes 1, B 1 + a and W 1 - a times a third of the work: attention has no
+    weights, and its backward pass takes twice as long as its forward one. A slice from x to y takes
+    (1 - a)(y - x) of an F for what grows with its length, and a(y^2 - x^2) for attention to its
+    prefix.
+
+    Args:
+        slices: 1 or more.
+        attention: a, the share of core attention in F, from 0 to 1.
+        even: cut into equal lengths; else F's take equally long.
+    """
+    a = Fraction(attention)
+    ends = [Fraction(k, slices) for k in range(slices + 1)]
+    if not even and a:
+        ends = [_cut(share, a) for share in ends]
+    found = []
+    for x, y in pairwise(ends):
+        linear, square = (1 - a) * (y - x), a * (y * y - x * x)
+        parts = (linear + square, linear + 2 * square, linear, y - x)
+        found.append(UnitCosts(*(max(1, round(part * SHARE)) for part in parts)))
+    return found
+
+
+def _cut(share: Fraction, a: Fraction) -> Fraction:
+    """Where the F of all tokens before has taken this share: (1 - a)x + a x^2."""
+    root = Fraction(isqrt(int(((1 - a) ** 2 + 4 * a * share) * SHARE**4)), SHARE**2)
+    return (root - (1 - a)) / (2 * a)

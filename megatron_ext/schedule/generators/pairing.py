@@ -93,7 +93,7 @@ class Machine(_Times):
     ) -> None:
         super().__init__(tasks, durations)
         self.cap, self.backward, self._gap = cap, Op.BW if fused else Op.B, gap
-        n, pp = tasks.stages, self.placement.pp
+        n, pp = self.placement.num_stages, self.placement.pp
         self.f, self.b, self.sets = [0] * n, [0] * n, [0] * n
         self._weights: list[deque[Action]] = [deque() for _ in range(pp)]
         self._clock, self._wakes = [0] * pp, list(range(pp))  # a heap of time * pp + rank
