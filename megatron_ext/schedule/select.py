@@ -6,7 +6,6 @@ The command line, training, the planner and re-planning for measured costs all c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, cached_property
@@ -231,9 +230,12 @@ def _named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
     options = _options(spec, chosen)
 
     @cache
-    def attempt(index: int, microbatches: int) -> Selected | ValueError:
+    def attempt(
+        index: int, microbatches: int, effort: float = spec.effort
+    ) -> Selected | ValueError:
         try:
-            return _made(replace(spec, microbatches=microbatches), options[index])
+            each = replace(spec, microbatches=microbatches, effort=effort)
+            return _made(each, options[index])
         except ValueError as error:
             return error
 
@@ -247,15 +249,18 @@ def _named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
     # Now and then a larger one is easier to offload, or holds fewer bytes with more microbatches.
     # There is no time to try all, but a few.
     tried = range(min(max(largest, 0) + _AHEAD, len(options) - 1), -1, -1)
+    plain: list[Selected] = []
     for index in tried if spec.effort else reversed(tried):
         found = attempt(index, spec.microbatches)
         if isinstance(found, Selected):
-            return found
+            return min([found, *plain], key=lambda one: one.time) if plain else found
         failed = found
-    if spec.offload is not None and spec.effort and spec.order is None:
-        # Fewer sets may leave the device in a searched order than in one that repeats a block.
-        with suppress(ValueError):
-            return _named(replace(spec, effort=0), chosen=chosen)
+        if spec.offload is not None and spec.effort and spec.order is None:
+            # Fewer sets may leave the device in a searched order than in one that repeats a block.
+            quick = attempt(index, spec.microbatches, 0)
+            plain += [quick] if isinstance(quick, Selected) else []
+    if plain:
+        return min(plain, key=lambda one: one.time)
     raise failed
 
 

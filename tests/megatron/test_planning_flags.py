@@ -71,7 +71,7 @@ class TestReplanning:
     def test_measured_bytes_for_which_nothing_fits_change_nothing(self) -> None:
         """Training has begun: it goes on, and the log says what would fit."""
         choice, budget = self.budgeted("v-cap", 1.0)
-        measured = measured_profile(budget, 3.0)
+        measured = measured_profile(budget, 30.0)
         costs = measured.costs(Split(measured.layers))
         plan = choice.plan(16, costs=costs, reorder=True, profile=measured)
         assert plan.ranks == choice.plan(16).ranks
