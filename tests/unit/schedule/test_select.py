@@ -47,20 +47,25 @@ def over(pp: int, wanted: str | int = "auto", time: Any = QUARTER) -> OffloadSpe
 @pytest.mark.parametrize("cap", sampled(["1/4", "1/3", "5/8", "3/4", "1"], ("1/3", "1")))
 def test_the_largest_that_can_be_brought_under_the_cap(cap: str) -> None:
     """Against trying all caps from V-Min's on; under 1/3 the third one fits, the second does
-    not."""
+    not, but an unsearched order of more memory is faster."""
     share, away = Fraction(cap), over(6)
     sets = cap_sets(share, 6, 2)
-    plans = [
-        offload(generate("v-cap", 6, 18, memory_cap=size), away.link, most_sets=sets)
-        for size in range(max(sets, 6), 13)
-    ]
-    fitting = [plan for plan in plans if max(plan.peak_sets) <= sets]
+    fitting, plain = (
+        [
+            plan
+            for size in range(max(sets, 6), 13)
+            for order in [generate("v-cap", 6, 18, memory_cap=size, effort=effort)]
+            if max((plan := offload(order, away.link, most_sets=sets)).peak_sets) <= sets
+        ]
+        for effort in (None, 0)
+    )
     if not fitting:
         with pytest.raises(CapExceeded):
             select(request("v-cap", 6, 18, share, offload=away))
         return
     found = select(request("v-cap", 6, 18, share, offload=away))
-    assert found.schedule.ranks == fitting[-1].schedule.ranks
+    assert found.schedule.ranks in [plan.schedule.ranks for plan in (fitting[-1], *plain)]
+    assert found.time <= simulate(fitting[-1].schedule).makespan
     assert found.plan is not None and found.plan.peak_sets == check(found.schedule).peak_sets
     assert found.schedule.note == found.plan.note
 
