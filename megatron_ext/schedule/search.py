@@ -22,9 +22,9 @@ _T = TypeVar("_T")
 GAPS = (Fraction(3, 4), Fraction(1, 2), Fraction(1), Fraction(0))  # the likely best first
 _MORE_GAPS = (*GAPS, Fraction(1, 3), Fraction(1, 4))
 _POOL = 6  # orders
-_TURNS = 1  # list schedules, each of the one before, for a base and a gap
-_WORTH = 60  # work for which these are made, times the tasks;
-_FEW = 1000  # always for so few tasks
+_TURNS = 1  # list schedules that follow that of a base and a gap, backward first
+_WORTH = 60  # least work for which these are made, times the tasks
+_FEW = 1000  # tasks; for no more they are always made
 _WALK = 24  # list schedules, each of the one before
 FINE = 64  # the durations of a table that is searched are multiples of this: noise stays exact
 _NOISES = (0, 2, 4, 8, 16)  # of 64: how far a walk's durations are varied
@@ -106,7 +106,7 @@ class Search:
                 self._anneal(work // rounds)
 
     def start(self, base: Rows, gaps: Sequence[Fraction] = GAPS, turns: int = 0) -> None:
-        """Add a base and its list schedules, each followed by so many backward and forward."""
+        """Add a base and its list schedules; ``turns`` more follow each, the first one backward."""
         self.add(base)
         for gap in gaps:
             rows = base

@@ -46,8 +46,6 @@ _SMALL = 16  # ranks; for more, every order takes long to make
 _WHOLE = 2048  # microbatches times ranks; more of them take long to schedule
 _CUT_WORK = 60_000  # passes placed to find where an order for equal times is cut
 _REPEATED = 2  # longer orders that are timed in full
-
-
 LEAST_CAP = 2  # activation sets: those of one microbatch, of both chunks of a rank
 
 
@@ -77,7 +75,7 @@ def v_cap(request: Request) -> RankActions:
     if not request.at_unit_times or request.objective == "span":
         return _of_searches(plain, cap)
     best = _at_unit_times(plain, cap)
-    if request.pp > 16 or _time(plain, best) <= _bound(plain, cap):
+    if request.pp > _SMALL or _time(plain, best) <= _bound(plain, cap):
         return best
     return request.fastest([best, _of_searches(plain, cap)])
 
@@ -89,7 +87,7 @@ def _of_searches(plain: Request, cap: int) -> RankActions:
     named = [own for _, own in _named(pp)]
     # Few caps for many ranks: each takes a search. The same ones for every request, so that what
     # a smaller cap was given is among a larger one's candidates.
-    step = max(1, pp // (8 if pp <= 16 else 4))
+    step = max(1, pp // (8 if pp <= _SMALL else 4))
     caps = [k for k in range(least, cap + 1) if not (k - least) % step or k in named]
     best = _at_cap(plain, caps.pop())
     for smaller in reversed(caps):
@@ -288,7 +286,7 @@ def _at_unit_times(request: Request, cap: int) -> RankActions:
         # The bound holds where memory binds: a rank has two sets a microbatch.
         if smaller < 2 * m and least <= unit_bound(request.pp, m, smaller) * one:
             break
-        if smaller >= 2 * m and request.pp > 16 and smaller % 8:
+        if smaller >= 2 * m and request.pp > _SMALL and smaller % 8:
             continue
         orders = _at_equal_times(request, smaller)
         taken = _time(request, orders)
@@ -306,7 +304,7 @@ def _at_equal_times(request: Request, cap: int) -> RankActions:
     more = request.microbatches - 3 * request.pp
     if more > (request.pp if request.pp <= _SMALL else 0):
         first = replace(request, microbatches=3 * request.pp)
-        short = first.search(cap, 0)
+        short = first.search(cap)
         short.add(first.tasks.rows(_unit_plan(first, cap)))
         for rows in longer(short, request.tasks, _CUT_WORK, longest=1):
             return request.tasks.actions(rows)

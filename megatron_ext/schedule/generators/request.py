@@ -22,6 +22,8 @@ from ..tasks import Tasks
 Objective = Literal["makespan", "span"]
 MOST_EFFORT = 3600  # seconds
 EFFORT = "MEGATRON_EXT_EFFORT"  # a variable, for where no option gives it
+LONG = 30_000  # passes of an order that few ways are tried for
+_THOROUGH = 15_000  # passes that a search for a name with a fixed order places
 Make = Callable[["Request"], RankActions]
 
 
@@ -192,7 +194,3 @@ _program = lru_cache(maxsize=4)(Program)
 @lru_cache(maxsize=4)
 def _tasks(placement: Placement, durations: Durations, microbatches: int) -> Tasks:
     return Tasks(placement, durations.times(FINE, durations.scale), microbatches)
-
-
-LONG = 30_000  # passes of an order that few ways are tried for
-_THOROUGH = 15_000  # passes that a search for a name with a fixed order places

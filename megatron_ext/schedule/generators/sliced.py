@@ -10,18 +10,23 @@ that many more of every chunk, each of the size of a slice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+from math import isqrt
 
 from ..actions import Op
-from ..engine import Rows
+from ..engine import Rows, one_by_one
 from ..search import Search
-from ..tasks import Tasks
+from ..tasks import Tasks, UnitCosts
 from .blocks import VEES
 from .building_block import Block
 
+SHARE = 1 << 12  # a whole microbatch's F, and its size, in the costs of slices
+
 
 def stamped(block: Block, tasks: Tasks) -> Rows:
-    """The repeated block's order of all units; one of the block's own passes at a time.
+    """The repeated block's order of all units.
 
     Args:
         block: of F, B and W, each microbatch an interval after the one before.
@@ -54,25 +59,46 @@ def capped_rows(tasks: Tasks, caps: Sequence[int], work: int) -> Rows:
     """The fastest order found under ``caps``, of every rank, in the unit of the units' sizes.
 
     Raises:
-        ValueError: no stamped block fits them.
+        ValueError: a rank cannot hold one microbatch.
     """
-    bases = [rows for rows in _stamps(tasks) if _fits(tasks, rows, caps)]
-    if not bases:
-        least = min(max(tasks.peaks(rows)) for rows in _stamps(tasks))
-        raise ValueError(f"no order is known that holds less than {least}, got a cap of {caps}")
-    return _searched(tasks, caps, bases, work)
-
-
-def _stamps(tasks: Tasks) -> Iterator[Rows]:
-    for vee in VEES.values():
-        yield stamped(vee.block(tasks.placement.pp), tasks)
-
-
-def _fits(tasks: Tasks, rows: Rows, caps: Sequence[int]) -> bool:
-    return all(peak <= cap for peak, cap in zip(tasks.peaks(rows), caps))
+    blocks = [stamped(vee.block(tasks.placement.pp), tasks) for vee in VEES.values()]
+    bases = [rows for rows in blocks if all(map(int.__le__, tasks.peaks(rows), caps))]
+    return _searched(tasks, caps, bases or [one_by_one(tasks)], work)
 
 
 def _searched(tasks: Tasks, caps: Sequence[int], bases: list[Rows], work: int) -> Rows:
     search = Search(tasks, caps)
     search.run(bases, work)
     return search.pool[0].rows
+
+
+def slice_costs(
+    slices: int, attention: Fraction | int = 0, *, even: bool = False
+) -> list[UnitCosts]:
+    """Costs of a microbatch's slices under causal attention, as integer shares of ``SHARE``.
+
+    A whole microbatch takes 1 for F, 1 + a for B and 1 - a for W: attention has no weights, and its
+    backward pass takes twice as long as its forward one. A slice from x to y takes (1 - a)(y - x)
+    of an F for what grows with its length, and a(y^2 - x^2) for attention to its prefix.
+
+    Args:
+        slices: 1 or more.
+        attention: a, the share of core attention in F, from 0 to 1.
+        even: cut into equal lengths; else F's take equally long.
+    """
+    a = Fraction(attention)
+    ends = [Fraction(k, slices) for k in range(slices + 1)]
+    if not even and a:
+        ends = [_cut(share, a) for share in ends]
+    found = []
+    for x, y in pairwise(ends):
+        linear, square = (1 - a) * (y - x), a * (y * y - x * x)
+        parts = (linear + square, linear + 2 * square, linear, y - x)
+        found.append(UnitCosts(*(max(1, round(part * SHARE)) for part in parts)))
+    return found
+
+
+def _cut(share: Fraction, a: Fraction) -> Fraction:
+    """Where the F of all tokens before has taken this share: (1 - a)x + a x^2."""
+    root = Fraction(isqrt(int(((1 - a) ** 2 + 4 * a * share) * SHARE**4)), SHARE**2)
+    return (root - (1 - a)) / (2 * a)

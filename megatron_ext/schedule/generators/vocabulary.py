@@ -63,21 +63,31 @@ def add_vocabulary(
     fixed = [scored(delayed.orders(s, t)) for s in shares for t in shares]
     fixed.sort(key=lambda one: one[0])
     found = fixed[:1]
-    fused = {action.stage for row in schedule.ranks for action in passes(row) if action.op is Op.BW}
-    tasks = Tasks(placement, durations, schedule.microbatches, fused=fused, vocabulary=output)
-    ways: list[tuple[int, Operation | None]] = [(1, None), (0, None), (0, T), (0, S)]
-    for _, orders in fixed[: 2 if sum(map(len, schedule.ranks)) <= LONG else 1]:
-        base = tasks.rows(orders)
-        for gap, urgent in ways[: 1 if quick else None]:
-            order = [
-                sorted(row, key=lambda task: tasks.name(task)[0] is not urgent) for row in base
-            ]
-            listed = list_schedule(tasks, base, caps, gap=Fraction(gap), order=order)
-            found.append(scored(tasks.actions(listed)))
+    fused, split = (
+        {action.stage for row in schedule.ranks for action in passes(row) if action.op is op}
+        for op in (Op.BW, Op.W)
+    )
+    if not fused & split:  # else a lane has no order of its own, and the shifted ones stay
+        tasks = Tasks(placement, durations, schedule.microbatches, fused=fused, vocabulary=output)
+        few = fixed[: 2 if sum(map(len, schedule.ranks)) <= LONG else 1]
+        for base in [tasks.rows(orders) for _, orders in few]:
+            for gap, urgent in _WAYS[: 1 if quick else None]:
+                order = [
+                    sorted(row, key=lambda task: tasks.name(task)[0] is not urgent) for row in base
+                ]
+                listed = list_schedule(tasks, base, caps, gap=gap, order=order)
+                found.append(scored(tasks.actions(listed)))
     best = min(found, key=lambda one: one[0])[1]
     return _with_embeddings(replace(schedule.with_ranks(best), barriers=barriers))
 
 
+# Gap of the list schedules, and what is preferred.
+_WAYS: tuple[tuple[Fraction, Operation | None], ...] = (
+    (Fraction(1), None),
+    (Fraction(0), None),
+    (Fraction(0), T),
+    (Fraction(0), S),
+)
 _Scored = tuple[tuple[int, ...], RankActions]  # time, then peaks of what S keeps for T; less first
 # Where S and T begin behind what they wait for, in quarters of a period.
 _SHARES = range(4)

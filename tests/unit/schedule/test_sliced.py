@@ -11,10 +11,15 @@ from megatron_ext.schedule import Placement
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.engine import Rows, replay
 from megatron_ext.schedule.generators.blocks import VEES, named_block
-from megatron_ext.schedule.generators.sliced import capped_rows, named_rows, stamped
+from megatron_ext.schedule.generators.sliced import (
+    SHARE,
+    capped_rows,
+    named_rows,
+    slice_costs,
+    stamped,
+)
 from megatron_ext.schedule.search import FINE
 from megatron_ext.schedule.tasks import Tasks, UnitCosts
-from megatron_ext.schedule.units import SHARE, slice_costs
 
 P = 8
 
@@ -74,16 +79,23 @@ def test_a_hop_of_a_hundredth() -> None:
     assert idle <= 0.051
 
 
-def test_less_memory_than_a_block_and_its_slices() -> None:
-    """V-Half's memory for v-cap: as fast as its name or faster; less than V-Min's is refused."""
+def test_any_memory_from_one_microbatch_on() -> None:
+    """In V-Half's, as fast as its name or faster; below V-Min's one microbatch after the other is
+    where the search starts."""
     tasks = table(8, [UnitCosts()] * 4)
     named = named_rows("v-half", tasks, 0)
     most = max(tasks.peaks(named))
     capped = capped_rows(tasks, [most] * P, 0)
     assert max(tasks.peaks(capped)) <= most
     assert max(replay(tasks, capped) or [0]) <= max(replay(tasks, named) or [0])
-    with pytest.raises(ValueError, match="no order is known that holds less than 14, got a cap"):
-        capped_rows(tasks, [13] * P, 0)
+    times = {}
+    for cap in (8, 13):
+        rows = capped_rows(tasks, [cap] * P, 0)
+        assert max(tasks.peaks(rows)) <= cap
+        times[cap] = max(replay(tasks, rows) or [0])
+    assert times[13] <= times[8]
+    with pytest.raises(ValueError, match="rank 0: the base holds 8, more than the cap of 7"):
+        capped_rows(tasks, [7] * P, 0)
 
 
 def test_stamped_blocks_run_at_any_number_of_slices() -> None:

@@ -379,3 +379,14 @@ def _out_of_order(row):
 
 def test_operations_have_names_of_their_own():
     assert {op.value for op in VocabularyOp}.isdisjoint(op.value for op in Op)
+
+
+def test_a_stage_with_split_and_whole_backward_passes() -> None:
+    """As a file may have it: the passes are inserted, whatever the list schedules cannot order."""
+    start = generate("zb-h1", 2, 4)
+    rows = [[a for a in row if str(a) != "W0.1"] for row in start.ranks]
+    rows[0] = [Action(Op.BW, 0, 1) if str(a) == "B0.1" else a for a in rows[0]]
+    costs = replace(start.costs, vocabulary=tuple(map(Fraction, (1, 1, 1, 1, 0))))
+    made = add_vocabulary(replace(start.with_ranks(rows), costs=costs))
+    check(made)
+    assert sum(a.op is S for row in made.ranks for a in row) == 2 * 4
