@@ -47,18 +47,20 @@ HEAD = 128
 
 @dataclass(frozen=True)
 class Size:
-    """One model and pipeline. ``layers`` are those of a rank, over all its chunks."""
+    """One model and pipeline. ``layers`` are those of a rank, over all its chunks; ``batch`` is
+    the samples of a microbatch."""
 
     hidden: int
     seq: int
     layers: int
     pp: int
     microbatches: int
+    batch: int = 1
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of a message: (sequence, microbatch, hidden)."""
-        return (self.seq, 1, self.hidden)
+        """Of a message: (sequence, samples, hidden)."""
+        return (self.seq, self.batch, self.hidden)
 
     def __str__(self) -> str:
         return (
@@ -79,7 +81,8 @@ class Sdpa(torch.nn.Module):
     ) -> torch.Tensor:
         """(sequence, batch, heads, width) each -> (sequence, batch, heads * width)."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -91,7 +94,7 @@ class Chunk(torch.nn.Module):
         self.config = config
         self.layers = torch.nn.ModuleList()
         for number in range(first_layer, first_layer + layers):
-            self.layers.append(_layer(config, number))
+            self.layers.append(layer_of(config, number))
         self._given: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
@@ -106,9 +109,9 @@ class Chunk(torch.nn.Module):
         return y
 
 
-def _layer(config: Any, number: int) -> torch.nn.Module:
+def layer_of(config: Any, number: int) -> torch.nn.Module:
     """Layer ``number``, from 0, with weights that depend on its number alone."""
-    spec = get_gpt_layer_local_spec()
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
     spec.submodules.self_attention.submodules.core_attention = Sdpa
     layer: torch.nn.Module = build_module(spec, config=config, layer_number=number + 1)
     layer.to(DEVICE, torch.bfloat16)
@@ -123,29 +126,30 @@ def _layer(config: Any, number: int) -> torch.nn.Module:
     return layer
 
 
-def config(size: Size, graphs: bool = False) -> TransformerConfig:
-    """Megatron's configuration of such layers, with its local CUDA graphs or without. It knows no
-    pipeline: layers are numbered here."""
-    return TransformerConfig(
-        num_layers=size.layers * size.pp,
-        hidden_size=size.hidden,
-        num_attention_heads=max(1, size.hidden // HEAD),
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+def config(size: Size, graphs: bool = False, **others: Any) -> TransformerConfig:
+    """Megatron's configuration of such layers, with its local CUDA graphs or without, and with
+    ``others`` of its fields. It knows no pipeline: layers are numbered here."""
+    fields: dict[str, Any] = {
+        "num_layers": size.layers * size.pp,
+        "hidden_size": size.hidden,
+        "num_attention_heads": max(1, size.hidden // HEAD),
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
         # Weights are made on the device, by _layer.
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        persist_layer_norm=False,
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "persist_layer_norm": False,
         # A layer's output is in the graphs' memory (see features/cuda_graphs.py).
-        deallocate_pipeline_outputs=not graphs,
-        cuda_graph_impl="local" if graphs else "none",
-        cuda_graph_modules=[],
-    )
+        "deallocate_pipeline_outputs": not graphs,
+        "cuda_graph_impl": "local" if graphs else "none",
+        "cuda_graph_modules": [],
+    }
+    return TransformerConfig(**(fields | others))
 
 
 class AtHome:
@@ -184,7 +188,7 @@ class Staged:
 
     def __init__(self, group: Any, shape: tuple[int, ...]) -> None:
         cpu = torch.device("cpu")
-        ways = Placement.loop(group.size()).edges  # a V's, too
+        ways = Placement.loop(group.size(), 2).edges  # a V's, too
         self._inner = Channel(connected(group, "passes", ways, cpu), shape, torch.bfloat16, cpu)
         self.settle, self.sending_to = self._inner.settle, self._inner.sending_to
         self.finish = self._inner.finish
@@ -244,6 +248,9 @@ class Rank:
         for module in self._captured():
             # Several microbatches are in flight, whatever Megatron's pipeline group says.
             module.reuse_cudagraphs = False
+        for parameter in self._parameters() if graphs else ():
+            # A captured backward pass adds to it, as to data parallelism's buffer.
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         self._channel = channel or AtHome(size.shape)
         self.store = WeightGradStore()
         self.offloading = None
@@ -302,6 +309,10 @@ class Rank:
         """The managers of graphs of all layers."""
         modules = (module for chunk in self.chunks for module in chunk.modules())
         return [one for one in modules if isinstance(one, cuda_graphs.CudaGraphManager)]
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        for chunk in self.chunks:
+            yield from chunk.parameters()
 
     def passes(self) -> dict[tuple[int, Op], float]:
         """Median seconds of a pass in the last step, by (chunk, operation)."""

@@ -257,14 +257,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     model_parallel_cuda_manual_seed(1)
     world = dist.get_world_size()
     tokens = 64 if args.tiny else TOKENS
-    found = []
+    found: list[dict[str, Any]] = []
+    about = {"rows": found, "tokens": tokens, "ranks": world, "grouped": TE}
     numbers = getattr(args, "shapes", None) or range(len(SHAPES))
     for shape in [SHAPES[i] for i in numbers][: 1 if args.tiny else None]:
         one = shape._replace(hidden=64, ffn=32, experts=16, ranks=8) if args.tiny else shape
         found += measure(one, tokens, 1 if args.tiny else ROUNDS)
         if hasattr(args, "keep"):
-            args.keep({"rows": found, "unfinished": "more shapes"})
-    return {"rows": found, "tokens": tokens, "ranks": world, "grouped": TE}
+            args.keep(about | {"unfinished": "more shapes"})
+    return about
 
 
 def main() -> None:

@@ -60,6 +60,16 @@ def wrong(parts: dict[str, dict[str, Any]]) -> list[str]:
                 found.append(f"{what}: {row['failed']}")
             elif row["peak_sets"] != row["planned_sets"]:
                 found.append(f"{what}: {row['peak_sets']} sets, planned {row['planned_sets']}")
+    found += [
+        f"slices: {row['tokens']} tokens, {row['slices']} {row['cut']}: other gradients"
+        for row in parts.get("slices", {}).get("rows", ())
+        if row["difference"] > 0.05
+    ]
+    found += [
+        f"layers: {row['what']}: {row['failed']}"
+        for row in parts.get("layers", {}).get("rows", ())
+        if "failed" in row
+    ]
     nccl = parts.get("nccl", {})
     found += unequal("nccl", nccl.get("schedules", ()))
     found += [
@@ -128,7 +138,11 @@ def _replay(result: dict[str, Any], _: Any) -> list[str]:
         rows.append((name, times, copies, *times_ms, sets, *memory, whole, speed))
     head = "schedule | passes ms | copies ms | work ms | step ms | sets (planned) | allocator | "
     lines += _table(head + "planned | pipeline ms | speed", rows)
-    measured = figures({"replay": result}, "")
+    return lines + _predicted(result, figures({"replay": result}, ""))
+
+
+def _predicted(result: dict[str, Any], measured: list[dict[str, Any]]) -> list[str]:
+    """Measured passes beside what the planner has for the device."""
     gpu = gpu_called(result.get("device") or "")
     predicted = [] if gpu is None else [ours for *_, ours in beside(gpu, measured)]
     rows = []
@@ -137,7 +151,18 @@ def _replay(result: dict[str, Any], _: Any) -> list[str]:
             rows.append((each["what"], quantity, f"{ms:.3f}",
                          f"{predicted.pop(0):.3f}" if predicted else ""))  # fmt: skip
     text = "Milliseconds a layer, and what `megatron-ext plan` predicts for this device."
-    return [*lines, "", text, "", *_table("layer | pass | measured | predicted", rows)]
+    return ["", text, "", *_table("layer | pass | measured | predicted", rows)]
+
+
+def _layers(result: dict[str, Any], _: Any) -> list[str]:
+    lines = [
+        "One layer, all launched before it begins; its weight gradients are added to a float32 "
+        "buffer. *Fused*: activations and dropout by Megatron's compiled functions.",
+    ]
+    lines += [
+        f"- {row['what']}: failed: {row['failed']}" for row in result["rows"] if "failed" in row
+    ]
+    return lines + _predicted(result, figures({"layers": result}, ""))
 
 
 def _shared(result: dict[str, Any], _: Any) -> list[str]:
@@ -215,12 +240,32 @@ def k_of(row: dict[str, Any], to_host: float, to_device: float) -> dict[str, flo
     }
 
 
+def _slices(result: dict[str, Any], _: Any) -> list[str]:
+    lines = [
+        "One layer, one microbatch, its slices one after the other; milliseconds of all together. "
+        "*Over whole*: F, B and W against the same microbatch in one slice with the same kernels. "
+        "*Difference*: of a weight's gradient to that of the whole, relative, the largest.",
+        "",
+    ]
+    rows, whole = [], 1.0
+    for row in result["rows"]:
+        sums = [sum(row["ms"][op]) for op in "FBW"]
+        if row["lengths"] == [row["tokens"]]:
+            whole = sum(sums) or 1.0
+        lengths = " to ".join(map(str, sorted({min(row["lengths"]), max(row["lengths"])})))
+        rows.append((f"h {row['hidden']}, {row['tokens']} tokens: {row['slices']} {row['cut']}",
+                     lengths, *(f"{each:.2f}" for each in sums), f"{sum(sums) / whole:.3f}",
+                     f"{row['difference']:.1e}"))  # fmt: skip
+    head = "slices | lengths | F | B | W | over whole | difference"
+    return lines + _table(head, rows)
+
+
 def _overhead(result: dict[str, Any], _: Any) -> list[str]:
     lines = [
         "Microseconds per action of a rank's list, messages included. *Host*: issuing a step of "
-        "16 tokens and hidden 256 under the executor; *of it CPU*: of all threads; *alone*: the "
-        "same passes in a plain loop; *keeps up*: the device was done at most half as much later; "
-        "*device*: the passes at the real size.",
+        "16 tokens and hidden 256 under the executor, the least of all rounds; *of it CPU*: of all "
+        "threads; *alone*: the same passes in a plain loop; *keeps up*: the device was done at "
+        "most half as much later; *device*: the passes at the real size.",
         "",
     ]
     rows = []
@@ -306,8 +351,10 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any], Any], list[str]]]] = {
     "shared": ("Processes that share the GPU", _shared),
     "replay": ("One rank of a pipeline", _replay),
     "rates": ("Transfers", _rates),
+    "slices": ("Slices of a sequence", _slices),
     "overhead": ("Executor overhead with real kernels", _overhead),
     "moe": ("MoE layers", _moe),
+    "layers": ("Layers of models that people train", _layers),
     "wide": ("One rank of a pipeline of wide layers", _replay),
     "nccl": ("Messages by NCCL", _nccl),
 }

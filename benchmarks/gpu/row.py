@@ -52,7 +52,13 @@ def source(data: dict[str, Any]) -> str:
 def figures(parts: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Passes of one layer in milliseconds, as ``published/NAME.json`` has them."""
     rows = [row for name in ("replay", "wide") for row in parts.get(name, {}).get("rows", ())]
-    return [
+    layers = [
+        {"source": where, "what": row["what"], "flags": row["flags"], "published": row["passes"],
+         "fitted": False}
+        for row in parts.get("layers", {}).get("rows", ())
+        if "failed" not in row
+    ]  # fmt: skip
+    return layers + [
         {"source": where, "what": f"h {row['size']['hidden']}, s {row['size']['seq']}, "
          f"{row['schedule']}", "flags": _flags(row["size"]), "published": dict(_layer(row)),
          "fitted": False}

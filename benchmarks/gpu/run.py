@@ -12,8 +12,10 @@ shared    two and four processes share the GPU: losses and weights bit for bit u
 replay    one rank's list of an 8-stage pipeline with real GPT layers, peers emulated: F, B, W
           and copy times, peak memory by the allocator and as planned; from them the whole step
 rates     copies alone, both ways, while computing; k measured against the formula
+slices    a layer's passes in 1 to 16 slices of a sequence
 overhead  the executor's host time per action with real kernels; Megatron's local CUDA graphs
 moe       MoE layers: Megatron's own, with --recompute-modules moe, ours; emulated all-to-alls
+layers    F, B and W of one layer of models that people train, for the planner's times
 wide      replay at hidden size 8192
 nccl      two processes with a GPU each, by NCCL: schedules bit for bit, the cost of messages
           under each --pp-p2p, what a waiting receive takes from computation, memory over 200 steps
@@ -55,9 +57,11 @@ PARTS = {
     "shared": ("benchmarks.gpu.shared", 100),
     "replay": ("benchmarks.gpu.replay", 75),
     "rates": ("benchmarks.gpu.transfers", 30),
+    "slices": ("benchmarks.gpu.slices", 80),
     "overhead": ("benchmarks.gpu.overhead", 75),
-    "moe": ("benchmarks.gpu.moe", 75),
-    "wide": ("benchmarks.gpu.replay", 200),
+    "moe": ("benchmarks.gpu.moe", 150),
+    "layers": ("benchmarks.gpu.layers", 120),
+    "wide": ("benchmarks.gpu.replay", 110),
     "nccl": ("benchmarks.gpu.nccl", 240),
 }
 
