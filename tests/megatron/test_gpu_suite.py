@@ -77,7 +77,7 @@ def test_all_parts_end_from_a_wheel(whole: Path) -> None:
     assert found["megatron"] == f"{version('megatron-core')}+wheel"
     parts = found["rows"]
     assert list(parts) == [
-        "tests", "shared", "replay", "rates", "overhead", "moe", "wide", "nccl"
+        "tests", "shared", "replay", "rates", "slices", "overhead", "moe", "layers", "wide", "nccl"
     ]  # fmt: skip
     assert not any("failed" in part for part in parts.values())
     assert parts["tests"]["passed"] + parts["tests"]["skipped"] > 20
@@ -96,6 +96,10 @@ def test_all_parts_end_from_a_wheel(whole: Path) -> None:
     assert ways[:2] == ["stock", "recompute"] and len(ways) == len(set(ways)) >= 10
     assert {row["strategy"] for row in parts["moe"]["rows"]} >= {"none", "s1", "s2", "s3", "s4"}
     assert parts["rates"]["gb_per_s"]["to_host"] > 0
+    slices = parts["slices"]["rows"]
+    assert [len(row["lengths"]) for row in slices] == [1, 1, 2, 2, 4, 4]
+    assert all(0 < row["difference"] < 0.02 for row in slices[2:])
+    assert list(parts["layers"]["rows"][0]["passes"]) == ["F", "B", "W"]
     assert parts["overhead"]["graphs"] == [
         {"way": "local CUDA graphs", "skipped": "no CUDA device"}
     ]
@@ -129,6 +133,16 @@ def test_a_second_run_does_the_rest(repo_root: Path, wheels: Path, whole: Path) 
 def test_a_wheel_is_needed(repo_root: Path, tmp_path: Path) -> None:
     done = _bare(repo_root, tmp_path, tmp_path)
     assert done.returncode == 2 and "has 0 wheels of megatron-core" in done.stderr
+
+
+def test_messages_through_the_host_know_every_way() -> None:
+    """Of every schedule of the part ``shared``, at four ranks too, which no other test here has."""
+    from benchmarks.gpu.shared import CASES
+    from megatron_ext.schedule import Placement, generate
+
+    ways = Placement.loop(4, 2).edges
+    for name, chunks, _ in CASES:
+        assert generate(name, 4, 8, chunks).placement.edges <= ways, name
 
 
 def test_parts_start_where_there_is_a_gpu(repo_root: Path, tmp_path: Path) -> None:
