@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.gpu.row import beside, figures
+from benchmarks.gpu.sliced import steps
 from megatron_ext.plan.gpu import gpu_called
 
 
@@ -257,7 +258,20 @@ def _slices(result: dict[str, Any], _: Any) -> list[str]:
                      lengths, *(f"{each:.2f}" for each in sums), f"{sum(sums) / whole:.3f}",
                      f"{row['difference']:.1e}"))  # fmt: skip
     head = "slices | lengths | F | B | W | over whole | difference"
-    return lines + _table(head, rows)
+    lines += _table(head, rows)
+    rows, base = [], dict[tuple[str, int], float]()
+    for what, name, m, step, peak in steps(result["rows"]):
+        first = base.setdefault((what.partition(":")[0], m), step)
+        rows.append((what, m, name, f"{step:.1f}", f"{first / step:.2f}", f"{peak:.2f}"))
+    if not rows:
+        return lines
+    text = (
+        "Whole steps of 8 ranks, simulated from these passes, each rank with one layer (half a "
+        "layer in each of two chunks), without messages. *Speed* is against `1f1b` of whole "
+        "microbatches with the same kernels; *peak* in whole microbatches."
+    )
+    head = "tokens: slices | microbatches | schedule | step ms | speed | peak"
+    return [*lines, "", text, "", *_table(head, rows)]
 
 
 def _overhead(result: dict[str, Any], _: Any) -> list[str]:

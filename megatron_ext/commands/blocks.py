@@ -17,7 +17,8 @@ from ..schedule.generators.blocks import PERIODIC, named_block
 from ..schedule.generators.building_block import Block
 from ..schedule.lifespan import Lifespans, lifespans, reordered
 from ..view.table import columns
-from .common import InputError, costs_of, refuse_large, refuse_options, short, user_input
+from .common import UNIT_OPTIONS, InputError, costs_of, refuse_large, refuse_options, user_input
+from .results import short
 
 
 def add_block_option(group: argparse._ActionsContainer, use: str) -> None:
@@ -86,7 +87,7 @@ def block_schedule(args: argparse.Namespace) -> Schedule:
 
 _NOT_FOR_SCHEDULES = (
     *("memory_cap", "group_size", "objective", "offload", "offload_time", "offload_transfer"),
-    "overlap",
+    *("overlap", *UNIT_OPTIONS),
 )
 
 

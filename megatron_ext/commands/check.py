@@ -8,7 +8,8 @@ from fractions import Fraction
 
 from ..schedule import ScheduleError
 from ..schedule.passes.lower import lower
-from .common import Parser, load, per_rank, user_input, verify
+from .common import Parser, load, user_input, verify
+from .results import per_rank, units_text
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -35,7 +36,7 @@ def _check(args: argparse.Namespace) -> int:
     kind = ", forward only" if schedule.is_forward_only else ""
     lines = [
         f"{args.file}: {schedule.name}, pp {schedule.pp}, chunks {schedule.chunks}, "
-        f"microbatches {schedule.microbatches}, {actions} actions{kind}: ok",
+        f"microbatches {schedule.microbatches}{units_text(schedule)}, {actions} actions{kind}: ok",
         "  every pass once, on the rank of its stage, in microbatch order, after what it needs",
     ]
     if schedule.is_lowered:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from .._input import flag_of, meant, shown
 from ..schedule import (
@@ -21,22 +20,23 @@ from ..schedule import (
     Link,
     OffloadSpec,
     Schedule,
+    ScheduleError,
     ScheduleSpec,
-    Simulation,
     check,
     select,
 )
-from ..schedule.costs import number_to_json
+from ..schedule.costs import with_stage_file
 from ..schedule.generators import default_effort
 from ..schedule.generators.registry import takers
 from ..schedule.io import load as load_file
 from ..schedule.link import DEFAULT_POLICY, POLICIES
 from ..schedule.memory_cap import ShareCap, parse_cap
 from ..schedule.select import CapExceeded
-from ..view import timeline
 from .parser import Parser as Parser
 from .parser import positive as positive
 from .parser import seconds as seconds
+from .units import UNIT_OPTIONS as UNIT_OPTIONS
+from .units import add_unit_options, units_asked
 
 
 class InputError(Exception):
@@ -84,6 +84,7 @@ def add_size_options(group: argparse._ActionsContainer, *, required: bool = Fals
         help="microbatches of one iteration",
     )
     group.add_argument("--chunks", type=positive, metavar="V", help="model chunks per rank")
+    add_unit_options(group)
     group.add_argument(
         "--cost", metavar="F,B,W[,HOP]", help="times per rank and microbatch (default 1,1,1,0)"
     )
@@ -224,7 +225,7 @@ def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
         elif args.hop is not None:
             base = replace(base, hop=Costs.of(hop=args.hop).hop)
         if args.stage_cost is not None:
-            base = base.with_stage_file(args.stage_cost)
+            base = with_stage_file(base, args.stage_cost)
         if args.exchange is not None:
             base = base.with_exchange([args.exchange.split(",")])
         elif args.overlap and base.exchange is None:
@@ -280,12 +281,13 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
     """``name`` with the sizes, costs, cap and objective that the options have."""
     with user_input():
         effort = default_effort() if args.effort is None else args.effort
+        slices, shares = units_asked(args, args.microbatches)
     return ScheduleSpec(
         name,
         args.pp,
         args.microbatches,
         args.chunks,
-        costs_of(args, Costs()),
+        replace(costs_of(args, Costs()), units=shares),
         memory_cap(args),
         args.group_size,
         objective=args.objective or "makespan",
@@ -293,6 +295,7 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         jitter=getattr(args, "jitter", None) or Fraction(0),
         barriers=0 if args.vocabulary is None else args.vocabulary_barriers or 1,
         overlap=args.overlap,
+        slices=slices,
     )
 
 
@@ -383,8 +386,14 @@ def _from_file(path: str, args: argparse.Namespace) -> Schedule:
                 f"{flag_of(option)} {getattr(args, option)} shapes a generated schedule, but the "
                 f"order in {path} is fixed; leave {flag_of(option)} out"
             )
-    schedule = replace(schedule, costs=costs_of(args, schedule.costs))
+    costs = costs_of(args, schedule.costs)
     with user_input(path):
+        asked = units_asked(args, schedule.microbatches, schedule.slices)
+        if asked.shares is not None:
+            costs = replace(costs, units=asked.shares)
+        if asked.slices != schedule.slices:
+            raise ScheduleError("the order is of whole microbatches; leave --slices out")
+        schedule = replace(schedule, costs=costs)
         verify(schedule)
     return schedule
 
@@ -412,88 +421,3 @@ def output(path: str) -> Iterator[str]:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
     finally:
         part.unlink(missing_ok=True)
-
-
-def short(value: Fraction) -> str:
-    """A number for people, three decimals at most."""
-    return timeline.decimal(float(value))
-
-
-def per_rank(values: Sequence[Fraction]) -> str:
-    """One number a rank for people."""
-    return " ".join(short(value) for value in values)
-
-
-def simulation_json(
-    simulation: Simulation, seconds: float, quality: dict[str, Any], offloads: bool = False
-) -> dict[str, Any]:
-    """The contract's object, with a ``note`` where ``auto`` or the offload pass says why.
-
-    ``quality`` has the fields that compare it with the best possible, and of its robustness.
-
-    ``generation_seconds`` of a file is its reading and checking. The fields of offload are there
-    if it was requested or a file has some, even if no set leaves.
-    """
-    schedule = simulation.schedule
-    peaks = simulation.peak_activation
-    return {
-        "schedule": schedule.name,
-        "pp": schedule.pp,
-        "chunks": schedule.chunks,
-        "microbatches": schedule.microbatches,
-        "cost": cost_json(schedule.costs),
-        "makespan": number_to_json(simulation.makespan),
-        "bubble": number_to_json(simulation.bubble),
-        "span_bubble": number_to_json(simulation.span_bubble),
-        "peak_activation": [number_to_json(peak) for peak in peaks],
-        "peak_activation_vs_1f1b": number_to_json(max(peaks) / schedule.pp),
-        **(
-            {"peak_vocabulary_microbatches": simulation.peak_vocabulary}
-            if schedule.barriers
-            else {}
-        ),
-        **_exchange_json(simulation),
-        "generation_seconds": round(seconds, 6),
-        **quality,
-        **(_offload_json(simulation) if offloads or simulation.transfers else {}),
-        **({"note": schedule.note} if schedule.note else {}),
-    }
-
-
-def _exchange_json(simulation: Simulation) -> dict[str, Any]:
-    hidden, steady = simulation.hidden_exchange, simulation.hidden_steady
-    if hidden is None:
-        return {}
-    return {
-        "exchange": [number_to_json(one.total) for one in simulation.exchange],
-        "exposed_exchange": [number_to_json(one.exposed) for one in simulation.exchange],
-        "hidden_exchange": number_to_json(hidden),
-        "hidden_exchange_steady": None if steady is None else number_to_json(steady),
-    }
-
-
-def _offload_json(simulation: Simulation) -> dict[str, Any]:
-    transfers = simulation.transfers
-    return {
-        "peak_host_activation": [number_to_json(x) for x in simulation.peak_host_activation],
-        "offloaded_sets": transfers.sets if transfers else 0,
-        "offload_stall": number_to_json(transfers.stall) if transfers else 0,
-    }
-
-
-def cost_json(costs: Costs) -> dict[str, Any]:
-    """The contract's ``cost``: times per rank and microbatch; per-stage costs are not repeated."""
-    data = costs.to_json()
-    data.pop("stages", None)
-    return data
-
-
-def costs_text(costs: Costs) -> str:
-    """The costs for people."""
-    passes = zip("FBW", (costs.forward, costs.backward_input, costs.backward_weight))
-    times = "per stage" if costs.stages else ", ".join(f"{op} {short(x)}" for op, x in passes)
-    exchange = ""
-    if costs.exchange and len(costs.exchange) == 1:
-        f, b = costs.exchange[0]
-        exchange = f", exchange {short(f)} of F, {short(b)} of B"
-    return f"costs {times}, hop {short(costs.hop)}{exchange}"

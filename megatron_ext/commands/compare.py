@@ -23,18 +23,15 @@ from .common import (
     add_offload_options,
     add_shape_options,
     add_size_options,
-    cost_json,
-    costs_text,
     memory_cap,
     offload_of,
     offloads,
     refuse_large,
-    short,
-    simulation_json,
     sizes_of,
 )
 from .network import add_network_options, network_json, network_of, network_text
 from .quality import Quality, add_jitter_options, jitter_of, percent, simulated
+from .results import cost_json, costs_text, short, simulation_json, units_json, units_text
 
 
 @dataclass(frozen=True)
@@ -190,6 +187,7 @@ def _json(
     head: dict[str, Any] = {
         "pp": args.pp,
         "microbatches": args.microbatches,
+        **units_json(rows[0].simulation.schedule),
         "cost": cost_json(asked.costs),
     }
     head |= network_json(network_of(args))
@@ -234,7 +232,8 @@ def _table(
     heads += ("hidden",) if asked.costs.exchange else ()
     cells = [heads, *(_cells(row, span) for row in rows)]
     lines = [
-        f"pp {args.pp}, microbatches {args.microbatches}; {costs_text(asked.costs)}{limit}",
+        f"pp {args.pp}, microbatches {args.microbatches}"
+        f"{units_text(rows[0].simulation.schedule)}; {costs_text(asked.costs)}{limit}",
         "",
     ]
     for number, line in enumerate(columns(cells)):

@@ -15,7 +15,7 @@ from ..plan.model import PlanError
 from ..plan.moe_layer import GivenCosts, scaled
 from ..plan.moe_times import allowed_plans, job_costs
 from ..plan.times import price_of
-from .common import InputError, output, positive, refuse_options, user_input
+from .common import UNIT_OPTIONS, InputError, output, positive, refuse_options, user_input
 from .moe_report import RENDERERS, Layer, drawn, picture_of, report_json, report_text
 from .plan_device import add_exchange_rate, exchange_rates
 from .plan_input import from_line
@@ -31,6 +31,7 @@ _NOT_OURS = (
     *("schedule", "pp", "microbatches", "chunks", "cost", "hop", "stage_cost", "memory_cap"),
     *("exchange", "overlap", "vocabulary", "vocabulary_barriers"),
     *("group_size", "objective", "offload", "offload_time", "offload_transfer", "jitter"),
+    *UNIT_OPTIONS,
 )
 
 

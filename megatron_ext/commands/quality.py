@@ -15,7 +15,8 @@ from ..schedule.network import Network
 from ..schedule.passes.lower import lower
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation, simulate
-from .common import InputError, Parser, memory_cap, positive, short
+from .common import InputError, Parser, memory_cap, positive
+from .results import short
 
 
 class Gap(NamedTuple):
@@ -62,9 +63,12 @@ def gap_of(simulation: Simulation, cap: Cap | None, objective: str | None) -> Ga
     """The gap at the cap, or at the schedule's own peak if that is more or there is no cap.
 
     With offload a rank may keep any number of sets, as if copies took no time. None for a schedule
-    without backward passes, and for the span beside vocabulary passes.
+    without backward passes, for the span beside vocabulary passes, and for slices or microbatches
+    of different costs, of which no bound is known.
     """
     schedule, span = simulation.schedule, objective == "span"
+    if schedule.has_units:
+        return None
     if schedule.barriers and span:
         return None  # whose rank's own span has vocabulary passes before its first F
     sets: int | None = max(simulation.peak_sets)

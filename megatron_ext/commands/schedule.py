@@ -9,14 +9,13 @@ from fractions import Fraction
 from typing import Any
 
 from .._terminal import Progress
-from ..schedule import AUTO, GENERATORS, Schedule
+from ..schedule import AUTO, GENERATORS, Schedule, lower
 from ..schedule.costs import number_to_json
 from ..schedule.generators import steadier
 from ..schedule.io import is_csv, save
 from ..schedule.memory_cap import ShareCap
 from ..schedule.optimize import Optimized, optimize
 from ..schedule.optimize_window import import_solver
-from ..schedule.passes.lower import lower
 from .blocks import add_block_option, block_schedule
 from .common import (
     InputError,
@@ -28,11 +27,10 @@ from .common import (
     output,
     schedule_of,
     seconds,
-    short,
-    simulation_json,
     user_input,
 )
 from .quality import add_jitter_options, jitter_of, simulated
+from .results import short, simulation_json
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:

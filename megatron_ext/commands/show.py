@@ -22,6 +22,7 @@ from .blocks import (
     print_blocks,
 )
 from .common import (
+    UNIT_OPTIONS,
     InputError,
     Parser,
     add_schedule_options,
@@ -216,6 +217,7 @@ def _block(args: argparse.Namespace, block: Block) -> timeline.Timeline:
 _NOT_FOR_BLOCKS = (
     *("cost", "hop", "stage_cost", "memory_cap", "group_size", "objective", "exchange"),
     *("measured", "iteration", "offload", "offload_time", "offload_transfer", "overlap"),
+    *UNIT_OPTIONS,
 )
 
 

@@ -9,21 +9,11 @@ import time
 from .._terminal import Progress
 from ..schedule.network import Network
 from ..schedule.simulate import Simulation
-from .common import (
-    InputError,
-    Parser,
-    add_schedule_options,
-    costs_text,
-    hint,
-    offloads,
-    per_rank,
-    schedule_of,
-    short,
-    simulation_json,
-)
+from .common import InputError, Parser, add_schedule_options, hint, offloads, schedule_of
 from .moe_layer import add_layer_options, refuse_layer_options, simulate_layer
 from .network import add_network_options, network_json, network_of, network_text
 from .quality import Quality, add_jitter_options, jitter_of, percent, simulated
+from .results import costs_text, per_rank, short, simulation_json, units_text
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -72,7 +62,8 @@ def _simulation_table(
     return "\n".join(
         [
             f"{schedule.name}: pp {schedule.pp}, chunks {schedule.chunks}, "
-            f"microbatches {schedule.microbatches}; {costs_text(schedule.costs)}"
+            f"microbatches {schedule.microbatches}{units_text(schedule)}; "
+            f"{costs_text(schedule.costs)}"
             f"{network_text(network)}",
             f"  makespan         {short(simulation.makespan)}",
             *quality.lines,

@@ -14,6 +14,7 @@ The stage is always the one that lies on the rank that runs the action:
   starts the copy back, for whose end ``B3.1`` waits (PipeOffload, section 4). All four are points
   in the order of the rank's computation; the copies themselves run beside it.
 - ``S3.1`` and others are passes of vocabulary layers that all ranks share (``vocabulary``).
+- ``F3.1/2`` is of slice 2 of microbatch 1, where that has several (``units``).
 - ``F3.1+B4.0`` is a joint action: a forward and a backward pass (B or BW) of the same rank that run
   as one, so that the communication inside one can hide behind the computation of the other. It
   starts when the inputs of both are there, and both results are there at its end.
@@ -22,6 +23,7 @@ The stage is always the one that lies on the rank that runs the action:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -98,11 +100,14 @@ _OTHER_END = {
 }
 OFFLOAD_OPS = frozenset({Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD})
 
-_TEXT = re.compile(r"([A-Z_]*[A-Z])(\d{1,9})\.(\d{1,9})", re.ASCII)
+_TEXT = re.compile(r"([A-Z_]*[A-Z])(\d{1,9})\.(\d{1,9}(?:/\d{1,9})?)", re.ASCII)
 
 
 class Action(NamedTuple):
-    """``op`` of ``stage`` for ``microbatch``; hashable, ordered, and as small as a tuple."""
+    """``op`` of ``stage`` for ``microbatch``; hashable, ordered, and as small as a tuple.
+
+    Where microbatches are cut into slices, ``microbatch`` is a unit's number (``units.Unit``).
+    """
 
     op: Operation
     stage: int
@@ -136,22 +141,45 @@ class Action(NamedTuple):
         return self.op.peer(self, placement)
 
     @classmethod
-    def parse(cls, text: str) -> Action:
+    def parse(cls, text: str, units: Mapping[str, int] | None = None) -> Action:
         """Reverse of ``str()``.
 
+        Args:
+            text: of an action.
+            units: by what each prints as, where microbatches are cut into slices.
+
         Raises:
-            ValueError: ``text`` is not of the form ``<OP><stage>.<microbatch>``.
+            ValueError: ``text`` is not of the form ``<OP><stage>.<microbatch>``, or names a unit
+                that is not there.
         """
         match = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
             raise ValueError(
                 f"not an action: {shown(text)}; expected e.g. 'F3.1' (op, stage.microbatch)"
             )
+        unit = _unit(match[3], text, units)
         for alphabet in Operation.__subclasses__():
             if match[1] in alphabet.__members__:
-                return cls(alphabet(match[1]), int(match[2]), int(match[3]))
+                return cls(alphabet(match[1]), int(match[2]), unit)
         known = ", ".join(op.value for alphabet in Operation.__subclasses__() for op in alphabet)
         raise ValueError(f"unknown operation {shown(match[1])} in {shown(text)}; known: {known}")
+
+
+def _unit(name: str, text: str, units: Mapping[str, int] | None) -> int:
+    if units is None:
+        if "/" in name:
+            raise ValueError(
+                f"{shown(text)} names a slice, but the microbatches are not cut; "
+                'give "slices", how many each has, or leave the slice out'
+            )
+        return int(name)
+    if name not in units:
+        last = list(units)[-1]
+        raise ValueError(
+            f"{shown(text)} names unit {name}, but units go from {next(iter(units))} to {last}; "
+            "a microbatch that is cut is written with its slice, as in F3.1/2, any other without"
+        )
+    return units[name]
 
 
 class Joint(NamedTuple):
@@ -188,15 +216,15 @@ AnyAction = Action | Joint
 RankActions = list[list[Action]]  # of every rank, in order; without joint actions
 
 
-def parse(text: str) -> AnyAction:
-    """The action or joint action of one text.
+def parse(text: str, units: Mapping[str, int] | None = None) -> AnyAction:
+    """The action or joint action of one text; ``units`` as ``Action.parse``.
 
     Raises:
         ValueError: it is neither; a joint action is an F and a B or BW, joined by ``+``.
     """
     if not isinstance(text, str) or "+" not in text:
-        return Action.parse(text)
-    forward, backward = map(Action.parse, text.split("+", 1))
+        return Action.parse(text, units)
+    forward, backward = (Action.parse(part, units) for part in text.split("+", 1))
     if forward.op is not Op.F or backward.op not in (Op.B, Op.BW):
         raise ValueError(
             f"not a joint action: {shown(text)}; expected an F and a B or BW, e.g. 'F3.1+B4.0'"

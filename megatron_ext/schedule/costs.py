@@ -122,7 +122,8 @@ class Costs:
     holds (F, B, W) of stage s itself. ``vocabulary``, of sharded vocabulary layers, are a rank's S,
     T, E and G, and the latency of a collective. ``exchange``, the all-to-all of experts on other
     ranks, is the part of F's and of B's time in which only the network is busy: one pair for all
-    stages, by the same rule as F and B, or one for each stage.
+    stages, by the same rule as F and B, or one for each stage. ``units`` are of every unit
+    (``units``) the shares that it takes of a whole microbatch's F, B and W, and of its set.
     """
 
     forward: Fraction = Fraction(1)
@@ -132,6 +133,7 @@ class Costs:
     stages: tuple[tuple[Fraction, Fraction, Fraction], ...] | None = None
     vocabulary: tuple[Fraction, ...] | None = None
     exchange: tuple[tuple[Fraction, Fraction], ...] | None = None
+    units: tuple[tuple[Fraction, ...], ...] | None = None
 
     @classmethod
     def of(
@@ -192,25 +194,6 @@ class Costs:
         last: Number = hop if hop is not None else (parts[3] if len(parts) == 4 else 0)
         return cls.of(parts[0], parts[1], parts[2], last)
 
-    def with_stage_file(self, path: str | Path) -> Costs:
-        """Costs per stage from a JSON file: ``{"stages": [[F, B, W], ...]}``, one row a stage;
-        with ``"exchange": [[F, B], ...]``, the communication in them. What the file has not, such
-        as times of vocabulary passes, stays.
-
-        Raises:
-            ValueError: the file cannot be read or is not of that form.
-        """
-        try:
-            data = parse_json(read_text(path))
-            stages = [list(row) for row in data["stages"]]
-            sent = [list(row) for row in data["exchange"]] if "exchange" in data else None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f'stage costs {path}: {reason(error)}; expected JSON {{"stages": [[F, B, W], ...]}}'
-            ) from None
-        costs = replace(self, stages=Costs.of(stages=stages).stages)
-        return costs if sent is None else costs.with_exchange(sent)
-
     def with_vocabulary(self, times: Sequence[Number]) -> Costs:
         """The same with times of vocabulary passes, S, T, E, G and the latency of a collective.
 
@@ -232,6 +215,24 @@ class Costs:
             f, b = (_number(x, f"{n} of the exchange", positive=False) for x, n in zip(row, "FB"))
             rows.append((f, b))
         return replace(self, exchange=tuple(rows))
+
+    def with_units(self, shares: Sequence[Sequence[Number]] | None) -> Costs:
+        """The same with shares F, B, W and size of every unit; None: equal ones.
+
+        Raises:
+            ValueError: not four numbers > 0 a unit.
+        """
+        if shares is None:
+            return replace(self, units=None)
+        rows = []
+        for u, row in enumerate(shares):
+            if isinstance(row, str) or len(row) != 4:
+                raise ValueError(f"unit {u} needs four shares F,B,W,size, got {shown(row)}")
+            names = ("F", "B", "W", "the set")
+            rows.append(
+                tuple(_number(x, f"{n} of unit {u}", positive=True) for x, n in zip(row, names))
+            )
+        return replace(self, units=tuple(rows))
 
     def computation(self) -> Costs:
         """The same without communication in passes; given per stage, as ``stages`` are."""
@@ -323,6 +324,8 @@ class Costs:
             data["vocabulary"] = [number_to_json(x) for x in self.vocabulary]
         if self.exchange is not None:
             data["exchange"] = [[number_to_json(x) for x in row] for row in self.exchange]
+        if self.units is not None:
+            data["units"] = [[_exact(x) for x in row] for row in self.units]
         return data
 
     @classmethod
@@ -340,7 +343,7 @@ class Costs:
         vocabulary = data.get("vocabulary")
         if vocabulary is not None and not isinstance(vocabulary, list):
             raise ValueError(f'"vocabulary" of "cost" must be a list, got {shown(vocabulary)}')
-        costs = cls.of(
+        costs: Costs = cls.of(
             data.get("forward", 1),
             data.get("backward_input", 1),
             data.get("backward_weight", 1),
@@ -348,12 +351,37 @@ class Costs:
             rows,
             vocabulary,
         )
+        units = data.get("units")
+        if units is not None:
+            if not isinstance(units, list) or not all(isinstance(row, list) for row in units):
+                raise ValueError(f'"units" of "cost" must be a list of rows, got {shown(units)}')
+            costs = costs.with_units(units)
         exchange = data.get("exchange")
         if exchange is None:
             return costs
         if not isinstance(exchange, list) or not all(isinstance(row, list) for row in exchange):
             raise ValueError(f'"exchange" of "cost" must be a list of rows, got {shown(exchange)}')
         return costs.with_exchange(exchange)
+
+
+def with_stage_file(costs: Costs, path: str | Path) -> Costs:
+    """``costs`` per stage from a JSON file: ``{"stages": [[F, B, W], ...]}``, one row a stage;
+    with ``"exchange": [[F, B], ...]``, the communication in them. What the file has not, such
+    as times of vocabulary passes, stays.
+
+    Raises:
+        ValueError: the file cannot be read or is not of that form.
+    """
+    try:
+        data = parse_json(read_text(path))
+        stages = [list(row) for row in data["stages"]]
+        sent = [list(row) for row in data["exchange"]] if "exchange" in data else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f'stage costs {path}: {reason(error)}; expected JSON {{"stages": [[F, B, W], ...]}}'
+        ) from None
+    costs = replace(costs, stages=Costs.of(stages=stages).stages)
+    return costs if sent is None else costs.with_exchange(sent)
 
 
 def merged(costs: Costs, stages: int) -> Costs | None:
@@ -375,6 +403,12 @@ def merged(costs: Costs, stages: int) -> Costs | None:
         return tuple(tuple(map(sum, zip(*part))) for part in parts)
 
     return replace(costs, stages=sums(costs.stages), exchange=sums(costs.exchange))
+
+
+def _exact(value: Fraction) -> int | float | str:
+    """As ``number_to_json`` where that can be read back, else the fraction as a text."""
+    number = number_to_json(value)
+    return number if fraction(number) == value else str(value)
 
 
 def number_to_json(value: Fraction) -> int | float:

@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol
 
 from .actions import Action, AnyAction, Op, Operation
 from .costs import Durations
-from .effects import inputs, results
+from .effects import KINDS, inputs, results
 from .placement import Placement
+from .units import UnitCosts
 from .vocabulary import ARRIVED, KIND, SLOT_KINDS, Vocabulary, VocabularyOp
 
 
@@ -231,7 +232,16 @@ class _Nodes(dict[tuple[Operation, int], Row]):
 
     def __missing__(self, key: tuple[Operation, int]) -> Row:
         lane = self._program.lanes[key]
-        row = self[key] = [(lane, j) for j in range(self._program.microbatches)]
+        units = self._program.units
+        if units is None:
+            row = self[key] = [(lane, j) for j in range(self._program.microbatches)]
+            return row
+        of = self._program.durations.of
+        op, stage = key
+        # A whole pass is the sum of its halves, whose factors differ.
+        parts = (Op.B, Op.W) if op is Op.BW else (op,)
+        took = [sum(of(part, stage) * unit[KINDS.index(part)] for part in parts) for unit in units]
+        row = self[key] = [(lane._replace(took=took[j]), j) for j, _ in enumerate(units)]
         return row
 
 
@@ -243,6 +253,7 @@ class Program:
         durations: of the passes and hops.
         microbatches: more than any action's microbatch.
         vocabulary: passes of a sharded one; None: it is not sharded.
+        units: of every unit what it takes of the durations; None: all of them.
 
     Attributes:
         lanes, nodes: of compute actions, by operation and stage.
@@ -254,7 +265,9 @@ class Program:
         durations: Durations,
         microbatches: int,
         vocabulary: Vocabulary | None = None,
+        units: Sequence[UnitCosts] | None = None,
     ) -> None:
+        self.units = units
         self.placement, self.durations, self.microbatches = placement, durations, microbatches
         self.vocabulary = vocabulary
         self._kind = placement.num_stages * microbatches
@@ -333,7 +346,10 @@ class Program:
         for action in actions:
             if type(action) is Action:
                 op, stage, microbatch = action
-                row.append((lanes[op, stage], microbatch))
+                if self.units is None:
+                    row.append((lanes[op, stage], microbatch))
+                else:
+                    row.append(self.nodes[op, stage][microbatch])
             else:
                 row.append((self._joint(action.parts), 0))
         return row

@@ -23,6 +23,7 @@ from .link import Link
 from .placement import Placement
 from .schedule import FILE_FORMAT, Schedule, ScheduleError
 from .simulate import run_times
+from .units import check_slices, units_of
 from .vocabulary import BARRIERS
 
 _LETTERS = {Op.F: "F", Op.B: "I", Op.W: "W", Op.BW: "B"}
@@ -95,10 +96,12 @@ def from_json(data: Any) -> Schedule:
         placement = Placement(
             [[whole(s, "a stage") for s in row] for row in _lists(data, "placement")]
         )
-        ranks = tuple(tuple(map(parse, row)) for row in _lists(data, "ranks"))
+        microbatches = whole(data["microbatches"], "microbatches", 1)
+        slices = _slices(data.get("slices", 1), microbatches)
+        units = {str(unit): unit for unit in units_of(slices)} if slices else None
+        ranks = tuple(tuple(parse(a, units) for a in row) for row in _lists(data, "ranks"))
         costs = Costs.from_json(data.get("cost", {}))
         barriers = whole(data.get("vocabulary_barriers", 0), "vocabulary_barriers", 0)
-        microbatches = whole(data["microbatches"], "microbatches", 1)
         sizes = [whole(data[key], key, 1) for key in ("pp", "chunks")]
         name = _name(data.get("name", "file"))
         offload = data.get("offload")
@@ -114,7 +117,19 @@ def from_json(data: Any) -> Schedule:
         raise ScheduleError(f"{len(ranks)} action lists for pp={placement.pp}; give one a rank")
     if barriers > max(BARRIERS):
         raise ScheduleError(f"vocabulary_barriers must be 1 or 2, got {barriers}")
-    return Schedule(name, placement, microbatches, ranks, costs, link=link, barriers=barriers)
+    made = Schedule(
+        name, placement, microbatches, ranks, costs, link=link, barriers=barriers, slices=slices
+    )
+    if barriers:
+        made.require_whole("a sharded vocabulary")
+    return made
+
+
+def _slices(value: object, microbatches: int) -> tuple[int, ...]:
+    """Of each microbatch; empty where none is cut."""
+    if isinstance(value, list):
+        return check_slices([whole(count, '"slices"', 1) for count in value], microbatches)
+    return check_slices(whole(value, '"slices"', 1), microbatches)
 
 
 def _lists(data: dict[str, Any], key: str) -> list[list[Any]]:
@@ -148,6 +163,7 @@ def to_csv(schedule: Schedule) -> str:
             "torch's CSV compute form has no transfers or offloads, but the schedule is lowered; "
             "write its compute actions only"
         )
+    schedule.require_whole("torch's CSV compute form")
     if schedule.barriers:
         raise ScheduleError("torch's CSV compute form has no vocabulary passes; write a .json")
     n = schedule.placement.num_stages

@@ -68,6 +68,7 @@ def jitter(
         ValueError: ``spread`` or ``runs`` is out of range.
         ScheduleError: as ``simulate``.
     """
+    schedule.require_whole("--jitter")
     if not 0 <= spread <= MOST:
         raise ValueError(
             f"a jitter must be from 0 to {MOST}, as a fraction of a pass's time, got {spread}"

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from .._input import fraction, shown
 from .actions import Op
-from .effects import DEVICE, peak, peak_sets, steps
+from .effects import DEVICE, peak, steps
 from .placement import Placement
 from .schedule import Schedule
 
-_NEAR = Fraction(1, 10**6)  # sets; 0.3333333 of 6 is meant as 2
+NEAR = Fraction(1, 10**6)  # sets; 0.3333333 of 6 is meant as 2
 
 
 class Cap(Protocol):
@@ -78,7 +78,7 @@ class ShareCap:
     def sets(self, placement: Placement, split_backward: bool) -> int:
         sets = cap_sets(self.share, placement.pp, placement.chunks)
         if self.growth > 1 and split_backward:
-            sets = int(self.share * placement.num_stages / self.growth + _NEAR)
+            sets = int(self.share * placement.num_stages / self.growth + NEAR)
         if sets < 1:
             raise ValueError(
                 f"a memory cap of {float(self.share):g} is less than one activation set, which "
@@ -92,7 +92,8 @@ class ShareCap:
 
     def needed(self, schedule: Schedule) -> Fraction:
         if self.growth == 1 or not schedule.splits_backward:
-            return Fraction(max(peak_sets(schedule.ranks)), schedule.chunks)
+            return max(schedule.peak_activation())
+        schedule.require_whole("a cap under which sets grow between B and W")
         top, bottom = self.growth.as_integer_ratio()
         table = {op: change * bottom for op, change in DEVICE.items()}
         table |= {Op.B: top - bottom, Op.W: -top}
@@ -102,7 +103,7 @@ class ShareCap:
 
     def fits(self, schedule: Schedule) -> bool:
         return self.needed(schedule) * schedule.chunks <= (
-            self.share * schedule.placement.num_stages + _NEAR
+            self.share * schedule.placement.num_stages + NEAR
         )
 
     def amount(self, pp: int) -> str:
@@ -151,7 +152,7 @@ def cap_sets(cap: Fraction, pp: int, chunks: int) -> int:
         ValueError: that is less than one set, so no pass could run.
     """
     exact = cap * pp * chunks
-    sets = int(exact + _NEAR)  # positive, so int() rounds down
+    sets = int(exact + NEAR)  # positive, so int() rounds down
     if sets < 1:
         raise ValueError(
             f"a memory cap of {float(cap):g} is {float(exact):g} of 1F1B's {pp * chunks} "

@@ -83,6 +83,7 @@ def optimize(
             of a sharded vocabulary, no backward passes, or more sets than ``cap``.
     """
     import_solver()
+    start.require_whole("a search by CP-SAT")
     _refuse(start, seconds)
     peak = max(peak_sets(start.ranks))
     if cap is not None and peak > cap:

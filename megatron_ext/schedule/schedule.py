@@ -6,15 +6,17 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
 from . import grid
 from .actions import Action, AnyAction, Op
 from .costs import Costs
-from .effects import passes
+from .effects import passes, peak_sets
 from .link import Link
 from .placement import Placement
+from .units import UnitCosts, even_costs, integers, peaks, units_of
 from .vocabulary import E, Vocabulary
 
 FILE_FORMAT = "megatron-ext-schedule/1"
@@ -38,6 +40,7 @@ class Schedule:
         link: transfer times of offloaded sets; None if there are none.
         barriers: between the last stage's F and B if the output layer is sharded over all ranks
             (``vocabulary``); 0: it is not.
+        slices: that each microbatch is cut into (``units``); empty: none is.
     """
 
     name: str
@@ -48,6 +51,62 @@ class Schedule:
     note: str = ""
     link: Link | None = None
     barriers: int = 0
+    slices: tuple[int, ...] = ()
+
+    @cached_property
+    def units(self) -> Sequence[int]:
+        """What stands in the place of the microbatch in actions, by its number."""
+        return units_of(self.slices) if self.slices else range(self.microbatches)
+
+    @property
+    def has_units(self) -> bool:
+        """True if microbatches are cut into slices, or differ in their costs."""
+        return bool(self.slices) or self.costs.units is not None
+
+    def unit_costs(self, costs: Costs | None = None) -> tuple[Sequence[UnitCosts], int]:
+        """What every unit takes of a whole microbatch, as integers, and the whole.
+
+        Args:
+            costs: default its own.
+
+        Raises:
+            ValueError: the costs are for another number of units.
+        """
+        shares = (self.costs if costs is None else costs).units
+        if shares is None:
+            return even_costs(self.slices or (1,) * self.microbatches)
+        if len(shares) != len(self.units):
+            raise ValueError(
+                f"costs are given for {len(shares)} units, but {self.microbatches} microbatches "
+                f"have {len(self.units)}; give one row F,B,W,size per unit"
+            )
+        return integers(shares)
+
+    def peak_activation(self) -> list[Fraction]:
+        """Most that each rank holds at once, in whole microbatches; depends on the order only.
+
+        0 everywhere if no rank has a backward action: a forward-only schedule keeps no sets.
+        """
+        if not self.has_units:
+            return [Fraction(sets, self.chunks) for sets in peak_sets(self.ranks)]
+        if self.is_forward_only:
+            return [Fraction(0)] * self.pp
+        costs, whole = self.unit_costs()
+        held = peaks(self.ranks, [unit.size for unit in costs])
+        return [Fraction(sizes, whole * self.chunks) for sizes in held]
+
+    def require_whole(self, what: str) -> None:
+        """Refuse slices and costs of single microbatches where ``what`` does not know them.
+
+        Raises:
+            ScheduleError: it has some.
+        """
+        if self.has_units:
+            raise ScheduleError(
+                f"{what} takes whole microbatches of equal costs, but {self.name} has "
+                f"{len(self.units)} units of {self.microbatches} microbatches; leave slices and "
+                "costs of single microbatches out"
+            )
 
     @property
     def pp(self) -> int:
@@ -151,5 +210,11 @@ class Schedule:
             "cost": self.costs.to_json(),
             **({} if self.link is None else {"offload": self.link.to_json()}),
             **({"vocabulary_barriers": self.barriers} if self.barriers else {}),
+            **({"slices": self.slices_json} if self.slices else {}),
             "ranks": [[str(action) for action in row] for row in self.ranks],
         }
+
+    @property
+    def slices_json(self) -> int | list[int]:
+        """Of every microbatch, if they are equal, else of each."""
+        return self.slices[0] if len(set(self.slices)) == 1 else list(self.slices)

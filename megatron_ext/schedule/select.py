@@ -6,11 +6,11 @@ The command line, training, the planner and re-planning for measured costs all c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property
+from typing import NamedTuple
 
-from .costs import Costs, merged
 from .effects import peak_sets
 from .generators import (
     GENERATORS,
@@ -18,22 +18,19 @@ from .generators import (
     Objective,
     add_pairs,
     check_sizes,
-    default_effort,
     generate,
 )
 from .generators.cap import LEAST_CAP, v_cap_limits
 from .generators.vocabulary import add_vocabulary
 from .jitter import jitter
-from .link import Link
 from .memory_cap import Cap, ShareCap, cap_sets, number_text
 from .passes.offload import OffloadPlan, offload
-from .placement import Placement
 from .schedule import Schedule
 from .simulate import Simulation, simulate
-
-AUTO = "auto"  # not a schedule of its own: the fastest that fits
-
-_EQUAL = Costs()
+from .spec import AUTO as AUTO
+from .spec import OffloadSpec as OffloadSpec
+from .spec import ScheduleSpec as ScheduleSpec
+from .spec import by_name as by_name
 
 # What a model is placed for: one chunk a rank, or any number of them in Megatron's own order.
 ONE_CHUNK: tuple[str, ...] = tuple(
@@ -42,88 +39,6 @@ ONE_CHUNK: tuple[str, ...] = tuple(
     if made.placement == "loop" and made.default_chunks == 1 and not made.any_chunks
 )
 ANY_CHUNKS: tuple[str, ...] = tuple(name for name, made in GENERATORS.items() if made.any_chunks)
-
-
-@dataclass(frozen=True)
-class OffloadSpec:
-    """Which activation sets leave the device, and how.
-
-    Attributes:
-        wanted: as ``offload``'s ``chunks``.
-        link: transfer times of every rank or stage.
-    """
-
-    wanted: str | int
-    link: Link
-
-
-@dataclass(frozen=True)
-class ScheduleSpec:
-    """A request for a schedule.
-
-    Attributes:
-        name: a schedule's, or ``auto``: the fastest of ``names`` that keeps ``cap``; of those
-            equally fast the first in the registry, or by ``jitter``.
-        pp: pipeline ranks, >= 2.
-        microbatches: of one iteration, >= 1.
-        chunks: model chunks a rank, for ``auto`` of the schedules that take any number (default
-            2); None: the schedule's own.
-        costs: that the order is made for. Per-stage costs given for more stages than a schedule
-            has are summed.
-        cap: on every rank. Without offload only ``auto`` and schedules at any cap take one; with
-            offload it is on what stays on the device. None: none, for ``auto`` 1F1B's peak.
-        group_size: of ``gis``.
-        offload: None: nothing leaves the device.
-        objective, effort: as ``generate``; at effort 0 passes do not run in pairs.
-        names: that ``auto`` may choose from.
-        order: what to offload, in place of a generated order (a schedule file).
-        times: costs of the passes as they will run, if the order is not made for those.
-        overlap: forward and backward passes run in pairs where that is faster (``add_pairs``), by
-            the communication that the costs have; in the memory of the cap, else with one set more
-            than without pairs. Not of a schedule file, which has its own.
-        barriers: of a vocabulary that is sharded over all ranks (``vocabulary``), whose passes'
-            times the costs have; 0: it is not sharded. The cap is of the whole schedule.
-        jitter: for ``auto``: of schedules equally fast the one with the least mean makespan under
-            random pass times of this relative standard deviation (``jitter``); 0: not asked for.
-    """
-
-    name: str
-    pp: int
-    microbatches: int
-    chunks: int | None = None
-    costs: Costs = _EQUAL
-    cap: Cap | None = None
-    group_size: int | None = None
-    offload: OffloadSpec | None = None
-    objective: Objective = "makespan"
-    names: tuple[str, ...] = NAMES
-    order: Schedule | None = None
-    times: Costs | None = None
-    effort: float = field(default_factory=default_effort)
-    jitter: Fraction = Fraction(0)
-    barriers: int = 0
-    overlap: bool = False
-
-    @property
-    def placement(self) -> Placement:
-        """Where the stages of the schedule named lie."""
-        if self.order is not None:
-            return self.order.placement
-        chunks = self.chunks or GENERATORS[self.name].default_chunks
-        vee = GENERATORS[self.name].placement == "vee"
-        return Placement.vee(self.pp) if vee else Placement.loop(self.pp, chunks)
-
-    @property
-    def splits_backward(self) -> bool:
-        """True if the schedule named has B and W passes of their own."""
-        if self.order is not None:
-            return self.order.splits_backward
-        return GENERATORS[self.name].split_backward
-
-    def order_alone(self) -> ScheduleSpec:
-        """The same without offload, and without a cap that only offload could keep."""
-        capped = self.order is None and GENERATORS[self.name].takes_memory_cap
-        return replace(self, offload=None, cap=self.cap if capped else None)
 
 
 @dataclass(frozen=True)
@@ -178,6 +93,8 @@ def select(spec: ScheduleSpec) -> Selected:
     if spec.overlap and (spec.offload is not None or spec.barriers):
         what = "a sharded vocabulary" if spec.offload is None else "offload"
         raise ValueError(f"passes do not run in pairs beside {what}; leave out one of them")
+    if spec.has_units:
+        _refuse_beside_units(spec)
     if spec.name == AUTO:
         return _auto(spec, spec.cap or ShareCap(Fraction(1)))
     found = _named(spec)
@@ -185,6 +102,21 @@ def select(spec: ScheduleSpec) -> Selected:
         return found
     notes = found.schedule.note, spec.cap.detail(found.schedule)
     return replace(found, schedule=replace(found.schedule, note="; ".join(filter(None, notes))))
+
+
+def _refuse_beside_units(spec: ScheduleSpec) -> None:
+    exchange = spec.costs.exchange is not None
+    for what, asked in (
+        ("offload", spec.offload is not None),
+        ("communication of experts in the costs", spec.overlap or exchange),
+        ("a sharded vocabulary", bool(spec.barriers)),
+        ("a jitter of pass times", bool(spec.jitter)),
+    ):
+        if asked:
+            raise ValueError(
+                f"{what} takes whole microbatches of equal costs; leave it out, or slices and "
+                "costs of single microbatches"
+            )
 
 
 def time_taken(run: Simulation, objective: Objective) -> Fraction:
@@ -212,14 +144,6 @@ def placed_alike(spec: ScheduleSpec) -> tuple[str, ...]:
     )
 
 
-def by_name(spec: ScheduleSpec, name: str) -> ScheduleSpec:
-    """``spec`` for one schedule, with the chunks and the costs of that schedule's stages."""
-    made = GENERATORS[name]
-    chunks = (spec.chunks or made.default_chunks) if made.any_chunks else made.default_chunks
-    costs = merged(spec.costs, spec.pp * chunks) or spec.costs
-    return replace(spec, name=name, chunks=chunks, costs=costs)
-
-
 def _named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
     """The schedule of this name, as large as the cap allows: more memory makes it faster.
 
@@ -244,7 +168,8 @@ def _named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
         largest = -1  # the smallest nearly always keeps the cap
     elif largest:
         # Few microbatches have the peaks of many; an offload plan is another with each.
-        few = spec.microbatches if spec.offload else min(spec.microbatches, 2 * spec.pp)
+        whole = spec.offload is not None or spec.has_units
+        few = spec.microbatches if whole else min(spec.microbatches, 2 * spec.pp)
         largest = _last(len(options), lambda index: isinstance(attempt(index, few), Selected))
     # Now and then a larger one is easier to offload, or holds fewer bytes with more microbatches.
     # There is no time to try all, but a few.
@@ -277,10 +202,17 @@ def _last(count: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _options(spec: ScheduleSpec, chosen: bool) -> list[dict[str, int | None]]:
+class _Option(NamedTuple):
+    """Of ``generate``."""
+
+    group_size: int | None = None
+    memory_cap: int | Fraction | None = None
+
+
+def _options(spec: ScheduleSpec, chosen: bool) -> list[_Option]:
     """Options of ``generate`` with which the schedule may keep the cap, smallest memory first."""
     if spec.order is not None:
-        return [{}]
+        return [_Option()]
     generator, pp, cap = GENERATORS[spec.name], spec.pp, spec.cap
     if chosen and cap is not None and not (generator.takes_memory_cap or spec.offload):
         raise ValueError(
@@ -289,27 +221,35 @@ def _options(spec: ScheduleSpec, chosen: bool) -> list[dict[str, int | None]]:
         )
     if generator.takes_group_size and cap is not None and spec.group_size is None:
         least = -(-pp // 2) + (not chosen)  # the least of all is gis-h, which auto tries too
-        return [{"group_size": size} for size in range(least, pp + 1)]
+        return [_Option(size) for size in range(least, pp + 1)]
     if not generator.takes_memory_cap or cap is None:
-        return [{"group_size": spec.group_size}]
+        return [_Option(spec.group_size)]
     low, high = v_cap_limits(pp)
     if spec.offload is None and not spec.barriers:
         low = LEAST_CAP  # slow, but all that fits there
+    if spec.has_units and isinstance(cap, ShareCap):
+        if cap.growth > 1:
+            raise ValueError(
+                f"{cap.amount(pp)} of sets that grow takes whole microbatches; leave slices and "
+                "costs of single microbatches out"
+            )
+        share = cap.share if chosen else min(cap.share, Fraction(1))
+        return [_Option(memory_cap=share * spec.placement.num_stages)]
     most = cap.most_sets(spec.placement)
     if chosen and spec.offload is None and isinstance(cap, ShareCap) and cap.growth == 1:
-        return [{"memory_cap": most}]  # as the user gives it, or an error
+        return [_Option(memory_cap=most)]  # as the user gives it, or an error
     try:
         least = cap.sets(spec.placement, generator.split_backward)
     except ValueError:
         least = low
     # An order need not hold its cap on every rank, so one more set may fit.
     least, most = (min(max(sets, low), high) for sets in (least, most + 1))
-    return [{"memory_cap": x} for x in range(least, (high if spec.offload else most) + 1)]
+    return [_Option(memory_cap=x) for x in range(least, (high if spec.offload else most) + 1)]
 
 
-def _generated(spec: ScheduleSpec, option: dict[str, int | None]) -> Schedule:
+def _generated(spec: ScheduleSpec, option: _Option) -> Schedule:
     """The order with these options, for the costs."""
-    cap, growth = option.get("memory_cap"), None
+    cap, growth = option.memory_cap, None
     if spec.barriers and cap is not None:
         # Vocabulary passes take what is between the generator's cap and the one asked for.
         base = max(v_cap_limits(spec.pp)[0], cap - spec.placement.chunks * spec.barriers)
@@ -320,17 +260,23 @@ def _generated(spec: ScheduleSpec, option: dict[str, int | None]) -> Schedule:
         spec.microbatches,
         spec.chunks,
         spec.costs,
-        group_size=option.get("group_size"),
+        group_size=option.group_size,
         memory_cap=cap,
         objective=spec.objective,
         effort=spec.effort,
         sets_grow=spec.cap is not None and spec.cap.sets_grow,
+        slices=spec.slices or 1,
     )
     if spec.overlap and spec.effort:
-        schedule = add_pairs(schedule, _pair_sets(spec, schedule, cap))
+        schedule = add_pairs(schedule, _pair_sets(spec, schedule, _sets(cap)))
     if not spec.barriers:
         return schedule
-    return add_vocabulary(schedule, spec.barriers, growth, quick=not spec.effort)
+    return add_vocabulary(schedule, spec.barriers, _sets(growth), quick=not spec.effort)
+
+
+def _sets(cap: int | Fraction | None) -> int | None:
+    """Of whole microbatches."""
+    return None if cap is None else int(cap)
 
 
 def _pair_sets(spec: ScheduleSpec, schedule: Schedule, cap: int | None) -> int | None:
@@ -341,7 +287,7 @@ def _pair_sets(spec: ScheduleSpec, schedule: Schedule, cap: int | None) -> int |
     return max(held, min(held + 1, spec.cap.most_sets(schedule.placement)))
 
 
-def _made(spec: ScheduleSpec, option: dict[str, int | None]) -> Selected:
+def _made(spec: ScheduleSpec, option: _Option) -> Selected:
     """The schedule with these options, and with its offload.
 
     Raises:
@@ -353,11 +299,11 @@ def _made(spec: ScheduleSpec, option: dict[str, int | None]) -> Selected:
     if spec.times is not None:
         schedule = replace(schedule, costs=spec.times)
     if spec.offload is None:
-        sets, own_cap = option.get("memory_cap"), None
+        sets, own_cap = option.memory_cap, None
         if sets is not None and cap is not None:
             share = Fraction(sets, schedule.placement.num_stages)
             own_cap = ShareCap(share, in_bytes=cap.sets_grow)
-        own = replace(spec, group_size=option.get("group_size"), cap=own_cap)
+        own = replace(spec, group_size=option.group_size, cap=own_cap)
         made = Selected(schedule, own)
         if cap is not None and spec.order is None and not cap.fits(schedule):
             what = f"{name} at pp={spec.pp} with {spec.microbatches} microbatches"

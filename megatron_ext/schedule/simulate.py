@@ -100,7 +100,8 @@ class Simulation:
             activations of one microbatch, resident from its F's start to its W's (or BW's) end,
             except from its RELEASE to its PREPARE if it is offloaded.
             A forward-only schedule keeps nothing for a backward pass: 0.
-        peak_activation: ``peak_sets`` in microbatches, i.e. divided by the chunks per rank.
+        peak_activation: the same in whole microbatches: sets, each of its size, divided by the
+            chunks per rank.
         transfers: of offloaded sets; None if none are.
         exchange: per rank, time of communication between experts, and as much of it as no
             computation goes on beside (``Exchange``).
@@ -140,22 +141,27 @@ class Simulation:
             return [Fraction(0)] * self.schedule.pp
         return [Fraction(n, self.schedule.chunks) for n in self.transfers.peak_host_sets]
 
-    def memory_curve(self, rank: int) -> list[tuple[int, int]]:
-        """Steps (time in 1/scale, resident sets from then on) of one rank, times increasing."""
+    def memory_curve(self, rank: int) -> list[tuple[int, Fraction | int]]:
+        """Steps (time in 1/scale, resident sets from then on) of one rank, times increasing; a
+        unit's set counts as its share of a whole microbatch's."""
         if not any(self.peak_sets):
             return [(0, 0)]
-        return curve(self._steps(rank))
+        if not self.schedule.has_units:
+            return [*curve(self._steps(rank))]
+        whole = self.schedule.unit_costs()[1]
+        return [(time, Fraction(held, whole)) for time, held in curve(self._steps(rank))]
 
     def _steps(self, rank: int) -> Iterable[tuple[int, int]]:
         passes = iter(zip(self.start[rank], self.end[rank]))
         moments = iter(() if self.transfers is None else self.transfers.moments[rank])
         row = (self.schedule if self.transfers is None else self.transfers).ranks[rank]
+        sizes = [unit.size for unit in self.schedule.unit_costs()[0]]
         for action in row:
             start, end = next(passes) if action.is_compute else (next(moments),) * 2
             for part in action.parts:
                 step = DEVICE.get(part.op, 0)
                 if step:
-                    yield (start if step > 0 else end), step
+                    yield (start if step > 0 else end), step * sizes[part.microbatch]
 
 
 def simulate(
@@ -186,7 +192,7 @@ def simulate(
     """
     compute = schedule.compute()
     durations = (schedule.costs if costs is None else costs).durations(schedule.placement)
-    replay = Replay(schedule, durations, network)
+    replay = Replay(schedule, durations, network, costs)
     durations = replay.durations
     done, copies = replay.run()
     start, end = _times(replay, done)
@@ -208,7 +214,7 @@ def simulate(
         bubble=1 - Fraction(work, compute.pp * last) if last else Fraction(0),
         span_bubble=1 - Fraction(work, compute.pp * span) if span else Fraction(0),
         peak_sets=sets,
-        peak_activation=[Fraction(count, compute.chunks) for count in sets],
+        peak_activation=schedule.peak_activation(),
         transfers=transfers,
         exchange=[Exchange.of(row, durations) for row in compute.ranks]
         if durations.exchange_forward
@@ -226,6 +232,7 @@ class Replay:
         schedule: as for ``simulate``.
         durations: of the passes and hops.
         network: how messages wait for each other; None: not at all.
+        costs: whose shares the units take; None: the schedule's.
 
     Attributes:
         plain: its compute actions, and its offload actions if it has a link for them.
@@ -240,8 +247,19 @@ class Replay:
     """
 
     def __init__(
-        self, schedule: Schedule, durations: Durations, network: Network | None = None
+        self,
+        schedule: Schedule,
+        durations: Durations,
+        network: Network | None = None,
+        costs: Costs | None = None,
     ) -> None:
+        for what, there in (
+            ("offload", schedule.has_offload),
+            ("a sharded vocabulary", bool(schedule.barriers)),
+            ("an order with passes in pairs", schedule.has_pairs),
+        ):
+            if there:
+                schedule.require_whole(what)
         if network is not None and not schedule.is_lowered and schedule.pp > 1:
             raise ScheduleError("messages are simulated from lowered lists; lower the schedule")
         self._lists, self._network = schedule.ranks, network
@@ -258,7 +276,13 @@ class Replay:
         found = (part.microbatch for row in self.plain.ranks for a in row for part in a.parts)
         kind = Program if network is None else NetworkProgram
         most = 1 + max(found, default=0)
-        self.program = kind(schedule.placement, durations, most, schedule.vocabulary)
+        units = None
+        if schedule.slices or (costs or schedule.costs).units is not None:
+            units, whole = schedule.unit_costs(costs)
+            # Passes are products of their durations and the units' shares.
+            hop, scale = durations.hop * whole, durations.scale * whole
+            self.durations = durations = durations._replace(hop=hop, scale=scale)
+        self.program = kind(schedule.placement, durations, most, schedule.vocabulary, units)
         self.rows: list[Row] = []
         for rank, row in enumerate(self.plain.ranks):
             try:

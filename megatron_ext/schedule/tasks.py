@@ -1,8 +1,6 @@
 """One table of an iteration's passes: what each waits for, how long it takes, what it holds.
 
-A *unit* is one slice of one microbatch; without slices it is a microbatch. Units are numbered
-through: those of microbatch 0 in the order of its tokens, then those of microbatch 1. Needs between
-stages are those of ``effects.inputs``; slices add needs within a stage.
+Needs between stages are those of ``effects.inputs``; slices add needs within a stage.
 """
 
 from __future__ import annotations
@@ -15,21 +13,8 @@ from .actions import Action, Op, Operation
 from .costs import Durations
 from .effects import DEVICE, KINDS, beside, inputs, peak
 from .placement import Placement
+from .units import UnitCosts
 from .vocabulary import Vocabulary
-
-
-class UnitCosts(NamedTuple):
-    """Of one unit, as shares of a whole microbatch's.
-
-    Attributes:
-        forward, backward_input, backward_weight: factors of the passes' durations, integers.
-        size: of its activation set, an integer in the unit of the caps.
-    """
-
-    forward: int = 1
-    backward_input: int = 1
-    backward_weight: int = 1
-    size: int = 1
 
 
 class _Rest(NamedTuple):

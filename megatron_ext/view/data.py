@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .palette import COPIES, COPY_MEANING, MEANING, shades
-from .timeline import Box, Timeline, decimal, reference_peak, result_text
+from .timeline import Box, Timeline, decimal, reference_peak, result_text, slices_text
 
 
 def view_data(runs: Sequence[Timeline]) -> dict[str, Any]:
@@ -23,13 +23,14 @@ def run_data(run: Timeline) -> dict[str, Any]:
     """One run. Times are in its unit, memory in microbatches.
 
     ``rows[rank]`` has a list a pass: start, end, and for each of its parts (one, or the passes of a
-    joint action) operation, stage and microbatch. ``memory[rank]`` has steps (time, microbatches
-    from then on), ``copies[rank]`` start, end and operation of each copy.
+    joint action) operation, stage and microbatch; of slices the unit, whose name is in ``units``.
+    ``memory[rank]`` has steps (time, microbatches from then on), ``copies[rank]`` start, end and
+    operation of each copy.
     """
     schedule = run.schedule
     facts = f"p = {schedule.pp}, "
     facts += f"v = {schedule.chunks}, " if schedule.chunks > 1 else ""
-    facts += f"m = {schedule.microbatches}: {result_text(run)}"
+    facts += f"m = {schedule.microbatches}{slices_text(schedule, ', K = ')}: {result_text(run)}"
     used = {part.op for row in run.boxes for box in row for part in box.action.parts}
     ops = [op for op in MEANING if op in used]
     moved = [op for op in COPIES if any(run.copies)]
@@ -41,6 +42,7 @@ def run_data(run: Timeline) -> dict[str, Any]:
         "brief": f"m = {schedule.microbatches}: bubble {decimal(100 * run.bubble, 1)} %, "
         f"peak {decimal(max(run.peak_activation))} (1F1B {reference_peak(schedule)})",
         "microbatches": schedule.microbatches,
+        "units": [str(unit) for unit in schedule.units] if schedule.slices else [],
         "pp": schedule.pp,
         "chunks": schedule.chunks,
         "unit": run.unit,

@@ -37,6 +37,7 @@ from .timeline import (
     on_one_axis,
     reference_peak,
     result_text,
+    slices_text,
 )
 
 _DIGIT = 0.6  # width of a digit in em, on the safe side
@@ -129,7 +130,7 @@ def _fullest(out: Drawing, layout: _Layout, run: Timeline, y: float) -> float:
 
 def _layout(runs: Sequence[Timeline]) -> _Layout:
     pp = max(run.schedule.pp for run in runs)
-    digits = len(str(max(1, *(run.schedule.microbatches - 1 for run in runs))))
+    digits = max(run.longest_label for run in runs)
     span = max(run.makespan for run in runs) or 1.0
     widths = sorted(box.end - box.start for run in runs for row in run.boxes for box in row)
     # Not the narrowest box of all: one cheap stage must not decide how everything looks.
@@ -162,13 +163,14 @@ def _header(
 ) -> float:
     """Title and legend; without ``titled`` every run has a title of its own."""
     u, schedule = layout.unit, max((run.schedule for run in runs), key=lambda one: one.chunks)
-    facts = f"p = {schedule.pp}   m = {schedule.microbatches}"
+    cut = slices_text(schedule, "   K = ")
+    facts = f"p = {schedule.pp}   m = {schedule.microbatches}{cut}"
     if schedule.chunks > 1:
-        facts = f"p = {schedule.pp}   v = {schedule.chunks}   m = {schedule.microbatches}"
+        facts = f"p = {schedule.pp}   v = {schedule.chunks}   m = {schedule.microbatches}{cut}"
     if len(runs) == 1:
         facts += f"   ·   {result_text(runs[0])}"
     if not titled:
-        facts = f"p = {schedule.pp}   m = {schedule.microbatches}"
+        facts = f"p = {schedule.pp}   m = {schedule.microbatches}{cut}"
     name = (
         html.escape(schedule.name)
         if titled

@@ -11,7 +11,7 @@ from typing import Any
 from .._terminal import colored, paint
 from ..schedule.actions import Op
 from ..schedule.vocabulary import E, G
-from .timeline import Box, Timeline, decimal, reference_peak
+from .timeline import Box, Timeline, decimal, reference_peak, slices_text
 
 _BLOCKS = 4  # a picture is wrapped into at most so many blocks of rows
 _IDLE = "."
@@ -86,7 +86,7 @@ def _header(timeline: Timeline, note: str) -> list[str]:
     )
     return [
         f"{schedule.name} ({timeline.label}): pp {schedule.pp}, chunks {schedule.chunks}, "
-        f"microbatches {schedule.microbatches}, {result}",
+        f"microbatches {schedule.microbatches}{slices_text(schedule, ', slices ')}, {result}",
         f"peak activation per rank, in microbatches (1F1B: {reference_peak(schedule)}): {peaks}",
         f"{note}{case}; dots = idle",
         "",

@@ -41,7 +41,7 @@ class Timeline:
     label: str
     schedule: Schedule
     boxes: tuple[tuple[Box, ...], ...]
-    memory: tuple[tuple[tuple[float, int], ...], ...]
+    memory: tuple[tuple[tuple[float, float], ...], ...]
     unit: str = ""
     facts: str = ""
     machine: str = ""
@@ -77,6 +77,11 @@ class Timeline:
         """What every picture writes into a pass's box, besides its operation."""
         return str(part.microbatch)
 
+    @property
+    def longest_label(self) -> int:
+        """Characters of the longest one."""
+        return max(len(str(unit)) for unit in self.schedule.units)
+
     def scaled_to(self, other: Timeline) -> Timeline:
         """This run in ``other``'s unit, stretched so that both spend equally long computing.
 
@@ -102,7 +107,10 @@ def planned(simulation: Simulation) -> Timeline:
             tuple(Box(action, s / scale, e / scale) for action, s, e in zip(*row)) for row in rows
         ),
         memory=tuple(
-            tuple((time / scale, sets) for time, sets in simulation.memory_curve(rank))
+            tuple(
+                (time / scale, sets if isinstance(sets, int) else float(sets))
+                for time, sets in simulation.memory_curve(rank)
+            )
             for rank in range(simulation.schedule.pp)
         ),
         copies=tuple(
@@ -212,9 +220,18 @@ def on_one_axis(runs: Sequence[Timeline]) -> tuple[Timeline, ...]:
 def names_of(runs: Sequence[Timeline]) -> str:
     """Every schedule once, with its sizes."""
     texts = (
-        f"{s.name}, pp {s.pp}, microbatches {s.microbatches}" for s in (r.schedule for r in runs)
+        f"{s.name}, pp {s.pp}, microbatches {s.microbatches}{slices_text(s, ', slices ')}"
+        for s in (r.schedule for r in runs)
     )
     return " and ".join(dict.fromkeys(texts))
+
+
+def slices_text(schedule: Schedule, name: str) -> str:
+    """How many slices each microbatch has, behind ``name``; empty where none is cut."""
+    if not schedule.slices:
+        return ""
+    least, most = min(schedule.slices), max(schedule.slices)
+    return f"{name}{least}" if least == most else f"{name}{least} to {most}"
 
 
 def reference_peak(schedule: Schedule) -> int:

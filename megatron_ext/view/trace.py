@@ -39,6 +39,8 @@ def to_trace(timelines: Sequence[Timeline], unit_us: float = 1000.0) -> dict[str
         events += _arrows(timeline, track, factor)
     schedule = timelines[0].schedule
     about = {"schedule": schedule.name, "pp": schedule.pp, "microbatches": schedule.microbatches}
+    if schedule.slices:
+        about["slices"] = schedule.slices_json
     if any(not timeline.unit for timeline in timelines):
         about["unit_us"] = unit_us
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}

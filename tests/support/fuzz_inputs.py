@@ -40,6 +40,7 @@ from megatron_ext.schedule import (
     simulate,
 )
 from megatron_ext.schedule.block_file import block_to_json, load_block
+from megatron_ext.schedule.costs import with_stage_file
 from megatron_ext.schedule.generators import MOST_SETS
 from megatron_ext.schedule.generators.blocks import named_block
 from megatron_ext.schedule.io import from_json, load, to_csv
@@ -136,7 +137,7 @@ def _csv(data: bytes) -> None:
 
 
 def _stage_costs(data: bytes) -> None:
-    costs = Costs().with_stage_file(_file("costs.json", data))
+    costs = with_stage_file(Costs(), _file("costs.json", data))
     if costs.stages is not None and len(costs.stages) == 4:
         simulate(generate("zb-h1", 4, 3, costs=costs))
 

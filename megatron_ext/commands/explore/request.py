@@ -10,10 +10,11 @@ from ..._input import shown
 from ...schedule import GENERATORS, Schedule, Simulation
 from ...schedule.costs import number_to_json
 from ...schedule.memory_cap import ShareCap
-from ..common import InputError, Parser, offloads, refuse_large, simulation_json
+from ..common import InputError, Parser, offloads, refuse_large
 from ..compare import add_options, asked_of, fitted, refuse_sizes
 from ..network import network_of
 from ..quality import Quality, jitter_of, simulated
+from ..results import simulation_json
 
 MOST_PASSES = 1 << 15  # of one chunk a rank: microbatches times ranks
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
+
 from ..costs import Costs
 from ..placement import Placement
 from ..schedule import Schedule
+from ..units import check_slices
 from .cap import LEAST_CAP
 from .forward import forward_only
 from .pairs import add_pairs
 from .registry import GENERATORS, NAMES, Generator
 from .request import MOST_EFFORT, Objective, Request, default_effort
+from .sliced import sliced
 from .steadier import steadier
 
 __all__ = [
@@ -41,10 +46,11 @@ def generate(
     costs: Costs = _EQUAL,
     *,
     group_size: int | None = None,
-    memory_cap: int | None = None,
+    memory_cap: int | Fraction | None = None,
     objective: Objective = "makespan",
     effort: float | None = None,
     sets_grow: bool = False,
+    slices: int | Sequence[int] = 1,
 ) -> Schedule:
     """The schedule ``name`` for one pipeline and number of microbatches.
 
@@ -58,8 +64,8 @@ def generate(
         chunks: model chunks per rank; default what the schedule uses.
         costs: of the passes and hops; kept in the schedule, for simulation and lowering.
         group_size: of ``gis``, ceil(p/2)..p microbatches; default p.
-        memory_cap: most activation sets (one chunk's for one microbatch) on any rank, for
-            ``v-cap``: 2 to 1F1B's 2p, the default.
+        memory_cap: most activation sets (one chunk's for one whole microbatch) on any rank, for
+            ``v-cap``: 2 to 1F1B's 2p, the default. With slices it need not be a whole number.
         objective: what is made short: ``makespan``, the whole iteration, or ``span``, the longest
             single rank's own (what counts with optimizer post-validation).
         effort: seconds that a search may take, about (``Request``); more rarely gives a slower
@@ -67,6 +73,8 @@ def generate(
         sets_grow: a set may be larger between B and W than before B, by a factor that need not be
             known: annealing delays no W at the price of more bytes. So it is for V-Min, V-Half and
             V-ZB, whose names fix the memory.
+        slices: that every microbatch is cut into, or of each (``units``). With slices, and with
+            costs of every unit, a name keeps the memory of its repeated block.
 
     Returns:
         Compute actions only; see ``lower`` for transfers.
@@ -75,6 +83,7 @@ def generate(
         ValueError: unknown name, or numbers the schedule does not exist for.
     """
     check_sizes(name, pp, microbatches, chunks, objective)
+    effort = default_effort() if effort is None else effort
     generator = GENERATORS[name]
     chunks = generator.default_chunks if chunks is None else chunks
     _check_chunks(name, generator, chunks)
@@ -82,9 +91,21 @@ def generate(
     vee = generator.placement == "vee"
     placement = Placement.vee(pp) if vee else Placement.loop(pp, chunks)
     durations = costs.durations(placement).reduced()  # per-stage costs must fit the stages
+    cut = check_slices(slices, microbatches)
+    if cut or costs.units is not None:
+        if sets_grow:
+            raise ValueError(f"{name} with slices has no cap under which sets grow; leave it out")
+        asked = Schedule(
+            *(name, placement, microbatches, (), costs),
+            slices=cut,
+        )
+        return asked.with_ranks(sliced(asked, generator, group_size, memory_cap, objective, effort))
+    if memory_cap is not None and memory_cap != int(memory_cap):
+        raise ValueError(f"{name} takes whole sets, got a memory cap of {float(memory_cap):g}")
     request = Request(
-        *(placement, microbatches, durations, objective, group_size, memory_cap),
-        effort=default_effort() if effort is None else effort,
+        *(placement, microbatches, durations, objective, group_size),
+        None if memory_cap is None else int(memory_cap),
+        effort=effort,
         sets_grow=sets_grow,
         every_microbatch=costs.vocabulary is not None,
     )
@@ -140,7 +161,11 @@ def _check_chunks(name: str, generator: Generator, chunks: int) -> None:
 
 
 def _check_options(
-    name: str, generator: Generator, pp: int, group_size: int | None, memory_cap: int | None
+    name: str,
+    generator: Generator,
+    pp: int,
+    group_size: int | None,
+    memory_cap: int | Fraction | None,
 ) -> None:
     if group_size is not None:
         least = -(-pp // 2)
@@ -162,6 +187,6 @@ def _check_options(
             raise ValueError(
                 f"{name} at pp={pp} takes a memory cap from {low} (one microbatch's) to {high} "
                 f"(1F1B's) activation sets of half a microbatch per rank, which is "
-                f"{low / high:.4g} to 1 of 1F1B's peak, got {memory_cap} sets "
-                f"({memory_cap / high:.4g})"
+                f"{low / high:.4g} to 1 of 1F1B's peak, got {float(memory_cap):.4g} sets "
+                f"({float(memory_cap / high):.4g})"
             )

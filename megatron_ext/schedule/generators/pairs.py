@@ -65,6 +65,7 @@ def add_pairs(schedule: Schedule, most_sets: int | None = None) -> Schedule:
     Raises:
         ScheduleError: offload actions, or those of a sharded vocabulary.
     """
+    schedule.require_whole("an order with passes in pairs")
     if schedule.has_offload or schedule.vocabulary is not None:
         raise ScheduleError(
             f"{schedule.name} has offload actions or passes of a sharded vocabulary, which run "

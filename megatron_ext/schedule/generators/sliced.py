@@ -1,10 +1,10 @@
-"""Orders whose microbatches are cut into slices of their sequence.
+"""Orders whose microbatches are cut into slices of their sequence, or differ in their costs.
 
-A building block is repeated for every slice, an interval apart. F of slice s needs the keys and
-values of the slices before it, B their gradients from the slices behind it, so the B's of a
-microbatch run in reverse, and all of them later by the most slices of a microbatch less one: then
-no F stands behind its own B, for any number of slices of each. A rank holds the block's sets and
-that many more of every chunk, each of the size of a slice.
+A building block is repeated for every unit. F of a slice needs the keys and values of the slices
+before it, B their gradients from the slices behind it, so the B's of a microbatch run in reverse,
+and all of them later by as long as its last slice begins behind its first: then no F stands behind
+its own B, for any number of slices of each. A rank holds the block's sets and that many more of
+every chunk, each of the size of a slice.
 """
 
 from __future__ import annotations
@@ -12,93 +12,119 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise
-from math import isqrt
+from typing import TYPE_CHECKING
 
-from ..actions import Op
+from ..actions import AnyAction, Op
 from ..engine import Rows, one_by_one
-from ..search import Search
-from ..tasks import Tasks, UnitCosts
-from .blocks import VEES
+from ..memory_cap import NEAR
+from ..schedule import Schedule
+from ..search import FINE, GAPS, Search
+from ..tasks import Tasks
+from ..units import named
+from .blocks import PERIODIC, VEES, grouped_block, named_block
 from .building_block import Block
 
-SHARE = 1 << 12  # a whole microbatch's F, and its size, in the costs of slices
+if TYPE_CHECKING:
+    from .registry import Generator
+    from .request import Objective
+
+_WORK = 15_000  # tasks that a search places in a third of a second, about
+
+
+def sliced(
+    asked: Schedule,
+    generator: Generator,
+    group_size: int | None,
+    memory_cap: int | Fraction | None,
+    objective: Objective,
+    effort: float,
+) -> list[list[AnyAction]]:
+    """The order of a named schedule for its units.
+
+    Args:
+        asked: name, placement, microbatches, slices and costs.
+        generator, group_size, memory_cap, objective, effort: as ``generate``.
+
+    Raises:
+        ValueError: the schedule has no such order, or the cap holds no microbatch.
+    """
+    pp = asked.pp
+    block = _block(asked, group_size)
+    tasks, whole = tasks_of(asked, block)
+    base = stamped(block, tasks)
+    if not generator.fixed:
+        work = int(_WORK * 3 * effort)
+        caps, bases = [max(tasks.peaks(base))] * pp, [base]
+        if memory_cap is not None:
+            caps = [int(memory_cap * whole + NEAR * whole)] * pp
+            bases = _under(tasks, caps)
+        elif not effort:
+            bases = [base]
+        base = _searched(tasks, caps, bases, work, span=objective == "span")
+    return named(tasks.actions(base), asked.units)
+
+
+def tasks_of(asked: Schedule, block: Block) -> tuple[Tasks, int]:
+    """The table of all passes, for searches, and the size of a whole microbatch's set in it."""
+    costs, whole = asked.unit_costs()
+    fused = {stage for op, stage in block.offsets if op is Op.BW}
+    durations = asked.costs.durations(asked.placement)
+    fine = durations.times(FINE, durations.scale)
+    fine = fine._replace(hop=fine.hop * whole)
+    given = iter(costs)
+    counts = asked.slices or (1,) * asked.microbatches
+    rows = [[next(given) for _ in range(count)] for count in counts]
+    return Tasks(asked.placement, fine, rows, fused=fused), whole
+
+
+def _block(asked: Schedule, group_size: int | None) -> Block:
+    name = asked.name
+    if name == "v-cap":
+        return VEES["v-zb"].block(asked.pp)
+    if name not in PERIODIC:
+        raise ValueError(
+            f"{name} runs passes in pairs, which slices of a sequence and costs of single "
+            "microbatches do not have; use v-zb"
+        )
+    if group_size is not None:
+        return grouped_block(asked.pp, asked.chunks, group_size, "next")
+    return named_block(name, asked.pp, len(asked.units), asked.chunks)
 
 
 def stamped(block: Block, tasks: Tasks) -> Rows:
     """The repeated block's order of all units.
 
     Args:
-        block: of F, B and W, each microbatch an interval after the one before.
+        block: of F, and B and W or BW.
         tasks: on the block's placement, of any units.
     """
-    late = max(Counter(tasks.microbatch).values()) - 1
+    most = max(Counter(tasks.microbatch).values()) - 1
+    begins = [block.begin(place) for place in range(tasks.units + most)]
+    late = max(behind - own for own, behind in zip(begins, begins[most:]))
     timed: list[list[tuple[int, int]]] = [[] for _ in range(tasks.placement.pp)]
     for lane, (op, stage) in enumerate(tasks.lanes):
         assert isinstance(op, Op)  # a block has no vocabulary passes
-        first = block.offsets[op, stage] + (0 if op is Op.F else late * block.interval)
-        for place, task in enumerate(tasks.lane_order(lane)):
-            timed[tasks.rank[task]].append((first + place * block.interval, task))
+        first = block.offsets[op, stage] + (0 if op is Op.F else late)
+        for begin, task in zip(begins, tasks.lane_order(lane)):
+            timed[tasks.rank[task]].append((first + begin, task))
     return [[task for _, task in sorted(row)] for row in timed]
 
 
-def named_rows(name: str, tasks: Tasks, work: int) -> Rows:
-    """The fastest order found in the memory of a V schedule's stamped block.
-
-    Args:
-        name: ``v-min``, ``v-half`` or ``v-zb``.
-        tasks: of units on the V placement; durations are multiples of ``search.FINE``.
-        work: tasks placed, about.
-    """
-    base = stamped(VEES[name].block(tasks.placement.pp), tasks)
-    most = max(tasks.peaks(base))
-    return _searched(tasks, [most] * tasks.placement.pp, [base], work)
-
-
-def capped_rows(tasks: Tasks, caps: Sequence[int], work: int) -> Rows:
-    """The fastest order found under ``caps``, of every rank, in the unit of the units' sizes.
-
-    Raises:
-        ValueError: a rank cannot hold one microbatch.
-    """
+def _under(tasks: Tasks, caps: Sequence[int]) -> list[Rows]:
+    """The V blocks that fit ``caps``; where none does, one microbatch after the other."""
     blocks = [stamped(vee.block(tasks.placement.pp), tasks) for vee in VEES.values()]
-    bases = [rows for rows in blocks if all(map(int.__le__, tasks.peaks(rows), caps))]
-    return _searched(tasks, caps, bases or [one_by_one(tasks)], work)
+    fit = [rows for rows in blocks if all(map(int.__le__, tasks.peaks(rows), caps))]
+    return fit or [one_by_one(tasks)]
 
 
-def _searched(tasks: Tasks, caps: Sequence[int], bases: list[Rows], work: int) -> Rows:
-    search = Search(tasks, caps)
-    search.run(bases, work)
+def _searched(
+    tasks: Tasks, caps: Sequence[int], bases: list[Rows], work: int, *, span: bool = False
+) -> Rows:
+    """The fastest order found under ``caps`` by placing ``work`` tasks, about; 0: few ways."""
+    search = Search(tasks, caps, span=span)
+    if work:
+        search.run(bases, work)
+    else:
+        for base in bases:
+            search.start(base, GAPS[:2])
     return search.pool[0].rows
-
-
-def slice_costs(
-    slices: int, attention: Fraction | int = 0, *, even: bool = False
-) -> list[UnitCosts]:
-    """Costs of a microbatch's slices under causal attention, as integer shares of ``SHARE``.
-
-    A whole microbatch takes 1 for F, 1 + a for B and 1 - a for W: attention has no weights, and its
-    backward pass takes twice as long as its forward one. A slice from x to y takes (1 - a)(y - x)
-    of an F for what grows with its length, and a(y^2 - x^2) for attention to its prefix.
-
-    Args:
-        slices: 1 or more.
-        attention: a, the share of core attention in F, from 0 to 1.
-        even: cut into equal lengths; else F's take equally long.
-    """
-    a = Fraction(attention)
-    ends = [Fraction(k, slices) for k in range(slices + 1)]
-    if not even and a:
-        ends = [_cut(share, a) for share in ends]
-    found = []
-    for x, y in pairwise(ends):
-        linear, square = (1 - a) * (y - x), a * (y * y - x * x)
-        parts = (linear + square, linear + 2 * square, linear, y - x)
-        found.append(UnitCosts(*(max(1, round(part * SHARE)) for part in parts)))
-    return found
-
-
-def _cut(share: Fraction, a: Fraction) -> Fraction:
-    """Where the F of all tokens before has taken this share: (1 - a)x + a x^2."""
-    root = Fraction(isqrt(int(((1 - a) ** 2 + 4 * a * share) * SHARE**4)), SHARE**2)
-    return (root - (1 - a)) / (2 * a)

@@ -34,7 +34,8 @@ def steadier(schedule: Schedule, spread: Fraction | float, effort: float | None 
 
     Returns:
         ``schedule`` itself if nothing better is found, or not every backward pass is split into B
-        and W, or passes are joint, or the vocabulary is sharded, or sets are offloaded.
+        and W, or passes are joint, or the vocabulary is sharded, or sets are offloaded, or
+        microbatches are cut or differ in their costs.
 
     Raises:
         ValueError: ``spread`` is out of range.
@@ -43,7 +44,7 @@ def steadier(schedule: Schedule, spread: Fraction | float, effort: float | None 
     orders = [[action for action in row if isinstance(action, Action)] for row in schedule.ranks]
     passes = sum(action.op in (Op.F, Op.B, Op.W) for row in orders for action in row)
     every = 3 * schedule.placement.num_stages * schedule.microbatches
-    if not passes == every == sum(map(len, schedule.ranks)):
+    if schedule.has_units or not passes == every == sum(map(len, schedule.ranks)):
         return schedule
     effort = default_effort() if effort is None else effort
     tries = int(effort * min(_MOST, _WORK / (passes * _RUNS)))

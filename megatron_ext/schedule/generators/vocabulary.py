@@ -40,6 +40,7 @@ def add_vocabulary(
         ScheduleError: joint, offload or vocabulary actions, or costs without vocabulary passes.
         ValueError: ``barriers`` is neither 1 nor 2.
     """
+    schedule.require_whole("a sharded vocabulary")
     if schedule.costs.vocabulary is None:
         raise ScheduleError("the costs have no times of vocabulary passes")
     for rank, row in enumerate(schedule.ranks):

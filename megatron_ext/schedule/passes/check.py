@@ -13,6 +13,7 @@ from ..effects import inputs, passes, peak_sets
 from ..post_validation import check_post_validation
 from ..schedule import Schedule, ScheduleError
 from ..simulate import Simulation, Transfers, simulate
+from ..units import place_in_lane
 from .check_vocabulary import check_collectives, check_passes
 
 
@@ -22,7 +23,7 @@ class CheckReport:
 
     Attributes:
         peak_sets: per rank, the most activation sets resident at once (see ``simulate``).
-        peak_activation: the same in microbatches, i.e. divided by the chunks per rank.
+        peak_activation: the same in whole microbatches.
         peak_host_sets: per rank, the most sets with a copy on the host at once; empty if the
             schedule offloads none.
         offloaded_sets: how many sets are offloaded, per rank; empty if none are.
@@ -38,7 +39,8 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     """Verify that ``schedule`` can be executed and leaves nothing out.
 
     Checked: every F, and B and W or one BW, exactly once and on the rank of its stage; F, B and W
-    of each chunk, and a rank's vocabulary passes, in microbatch order; W after its B; the data
+    of each chunk, and a rank's vocabulary passes, in microbatch order (slices: F rising, B and W
+    falling); W after its B; the data
     dependencies can be met in this order. For a lowered schedule also: exactly the transfers
     needed, on the right ranks, each SEND after its producer, each RECV before its consumer,
     messages between one ordered pair of ranks sent and received in the same order, and an execution
@@ -62,7 +64,7 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
     _check_chunk_order(schedule)
     _check_weight_after_backward(schedule, where)
     _check_offload(schedule, where)
-    simulate(schedule, Costs())
+    simulate(schedule, Costs(units=schedule.costs.units))
     if schedule.is_lowered:
         _check_transfers(schedule, where)
         if schedule.is_extended:
@@ -70,8 +72,7 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
         _check_message_order(schedule)
         check_collectives(schedule, where)
         _check_rendezvous(schedule)
-    sets = peak_sets(schedule.ranks)
-    peaks = [Fraction(count, schedule.chunks) for count in sets]
+    sets, peaks = peak_sets(schedule.ranks), schedule.peak_activation()
     if not schedule.has_offload:
         return CheckReport(sets, peaks)
     transfers = _check_copies(simulate(schedule))
@@ -93,8 +94,8 @@ def _collect(schedule: Schedule) -> _Where:
             last = placement.num_stages - 1
             text = f"{action} names stage {action.stage}, but stages go from 0 to {last}"
             raise schedule.fault(rank, position, text)
-        if not 0 <= action.microbatch < schedule.microbatches:
-            last = schedule.microbatches - 1
+        if not 0 <= action.microbatch < len(schedule.units):
+            last = schedule.units[-1]
             text = f"{action} names microbatch {action.microbatch}, but they go from 0 to {last}"
             raise schedule.fault(rank, position, text)
         owner = placement.rank_of(action.stage)
@@ -111,7 +112,7 @@ def _collect(schedule: Schedule) -> _Where:
 def _check_complete(schedule: Schedule, where: _Where, forward_only: bool) -> None:
     for rank, row in enumerate(schedule.placement.stages):
         for stage in row:
-            for microbatch in range(schedule.microbatches):
+            for microbatch in schedule.units:
                 f, b, w, bw = (Action(op, stage, microbatch) for op in (Op.F, Op.B, Op.W, Op.BW))
                 if f not in where:
                     raise _missing(schedule, rank, f)
@@ -147,24 +148,31 @@ def _missing(schedule: Schedule, rank: int, action: Action) -> ScheduleError:
         for part in a.parts
         if part.stage == action.stage and part.op in (action.op, Op.BW)
     ]
-    before = [i for i, microbatch in same if microbatch < action.microbatch]
+    own = place_in_lane(action.op, action.microbatch)
+    before = [i for i, microbatch in same if place_in_lane(action.op, microbatch) < own]
     position = before[-1] + 1 if before else (same[0][0] if same else len(row))
     return schedule.fault(rank, position, f"{action} is missing; {rule} exactly once")
 
 
 def _check_chunk_order(schedule: Schedule) -> None:
     """Gradients accumulate in microbatch order, and transfers match in order, only if each
-    chunk's passes come in microbatch order. BW counts as a B and as a W."""
+    chunk's passes come in microbatch order. BW counts as a B and as a W. Slices of a microbatch
+    rise in F, which needs the keys of those before, and fall in B and W: B needs the gradients
+    that the next slice leaves on its keys."""
     last: dict[tuple[str, int], Action] = {}
     for rank, position, action in schedule.actions():
         if action.is_compute:
             for kind in action.op.value:
                 before = last.get((kind, action.stage))
-                if before is not None and before.microbatch > action.microbatch:
+                own = place_in_lane(action.op, action.microbatch)
+                if before is not None and place_in_lane(action.op, before.microbatch) > own:
                     text = (
                         f"{action} comes after {before}; the {kind} passes of one chunk must run "
                         f"in microbatch order"
                     )
+                    if schedule.slices:
+                        falls = "the last slice of each first" if kind != "F" else "slices in order"
+                        text += f", {falls}"
                     raise schedule.fault(rank, position, text)
                 last[kind, action.stage] = action
 

@@ -108,6 +108,7 @@ def offload(
         ValueError: ``chunks`` out of range, or the link is for another number of ranks or stages.
         ScheduleError: the order of the passes cannot progress.
     """
+    schedule.require_whole("offload")
     base = schedule.compute()
     if costs is not None:
         base = replace(base, costs=costs)

@@ -192,7 +192,8 @@ class Viewer {
 
   paintRows(pen, block) {
     const {run, row} = block, until = this.from + this.span;
-    const digits = String(Math.max(1, run.microbatches - 1)).length;
+    const names = run.units || [];
+    const digits = Math.max(String(Math.max(1, run.microbatches - 1)).length, ...names.map((n) => n.length));
     const micro = this.hover && this.hover.microbatch;
     for (let rank = 0; rank < run.pp; rank++) {
       const y = block.rows + rank * block.step, passes = run.rows[rank];
@@ -210,7 +211,7 @@ class Viewer {
           pen.globalAlpha = micro === null || micro === undefined || micro === microbatch ? 1 : 0.35;
           pen.fillStyle = run.colors[op][chunk];
           pen.fillRect(x + inset, top, wide - 2 * inset, high - (parts > 1 ? 0.5 : 0));
-          this.number(pen, microbatch, digits, x, wide, top, high, chunk);
+          this.number(pen, names.length ? names[microbatch] : microbatch, digits, x, wide, top, high, chunk);
         }
       }
       pen.globalAlpha = 1;
@@ -351,7 +352,8 @@ class Viewer {
         const [op, stage, microbatch] = pass.slice(2 + 3 * part, 5 + 3 * part);
         const chunk = run.chunks > 1 ? `, chunk ${run.chunk[stage]}` : "";
         const where = stage < run.chunk.length ? `stage ${stage}${chunk}` : "";
-        return {x, microbatch, text: `${this.meanings[op]}, microbatch ${microbatch}\n`
+        const name = (run.units || []).length ? run.units[microbatch] : microbatch;
+        return {x, microbatch, text: `${this.meanings[op]}, microbatch ${name}\n`
           + `${where}, rank ${rank}\n${shortened(pass[0])} to ${shortened(pass[1])}${unit}\n${held}`};
       }
       const i = memory ? Math.floor((y - memory) / (strip + 3)) : -1;

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron_ext.cli import main
 from megatron_ext.moe import cost_file
 from megatron_ext.plan.profile import Profile
 from megatron_ext.schedule import NAMES, Costs, ScheduleError, check, generate
+from megatron_ext.schedule.costs import with_stage_file
 from megatron_ext.schedule.io import load, save
 from tests.support.fuzz_checks import (
     FAST,
@@ -83,7 +85,7 @@ def _valid() -> dict[str, Any]:
         (load, json.dumps({**_valid(), "cost": {"hop": "1e999999999"}})),
         (Profile.load, '{"format": "megatron-ext-profile/1", "micro_batch_size": 1e400}'),
         (cost_file.load, '{"format": "megatron-ext-moe-costs/1", "message": [1e308, 1, 1]}'),
-        (Costs().with_stage_file, '{"stages": [["1e-999999999", 1, 1]]}'),
+        (partial(with_stage_file, Costs()), '{"stages": [["1e-999999999", 1, 1]]}'),
     ],
 )  # fmt: skip
 def test_huge_claims_cost_nothing(read: Callable[[str], Any], text: str, tmp_path: Path) -> None:

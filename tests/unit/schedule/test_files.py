@@ -21,6 +21,7 @@ from megatron_ext.schedule import (
     generate,
     lower,
 )
+from megatron_ext.schedule.costs import with_stage_file
 from megatron_ext.schedule.io import load, save
 
 
@@ -161,7 +162,7 @@ def test_costs_become_integers() -> None:
 def test_costs_per_stage(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text('{"stages": [[1, 1, 1], [2, 2, 2.5]]}')
-    costs = Costs.of(hop="0.1").with_stage_file(path)
+    costs = with_stage_file(Costs.of(hop="0.1"), path)
     assert costs.per_rank_work(Placement.loop(2)) == [3, Fraction(13, 2)]
     assert Costs.from_json(json.loads(json.dumps(costs.to_json()))) == costs
     with pytest.raises(ValueError, match="given for 2 stages but pp=2 x chunks=2 has 4"):
@@ -171,12 +172,12 @@ def test_costs_per_stage(tmp_path: Path) -> None:
     for text in ("[]", "{}", '{"stages": 3}', "nonsense"):
         path.write_text(text)
         with pytest.raises(ValueError, match="expected JSON"):
-            Costs().with_stage_file(path)
+            with_stage_file(Costs(), path)
 
 
 def test_a_missing_costs_file_is_said_in_words(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="stage costs .*none.json: No such file or directory; "):
-        Costs().with_stage_file(tmp_path / "none.json")
+        with_stage_file(Costs(), tmp_path / "none.json")
 
 
 def test_costs_per_stage_leave_the_rest(tmp_path: Path) -> None:
@@ -185,6 +186,6 @@ def test_costs_per_stage_leave_the_rest(tmp_path: Path) -> None:
     path.write_text('{"stages": [[2, 2, 2]]}')
     before = Costs.of(hop=1, vocabulary=(1, 2, 3, 4)).with_exchange([(1, 2)])
     stages = Costs.of(stages=[(2, 2, 2)]).stages
-    assert before.with_stage_file(path) == replace(before, stages=stages)
+    assert with_stage_file(before, path) == replace(before, stages=stages)
     path.write_text('{"stages": [[2, 2, 2]], "exchange": [[0, 1]]}')
-    assert before.with_stage_file(path).exchange == ((0, 1),)
+    assert with_stage_file(before, path).exchange == ((0, 1),)

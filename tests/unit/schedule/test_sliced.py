@@ -1,41 +1,48 @@
-"""Orders of slices: idle time and memory, safety at any number of slices, costs of cuts."""
+"""Slices of a sequence, and costs of single microbatches: orders, memory, files, checks, costs."""
 
 from __future__ import annotations
 
+import pickle
 import random
+from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedule import Placement
-from megatron_ext.schedule.costs import Durations
-from megatron_ext.schedule.engine import Rows, replay
-from megatron_ext.schedule.generators.blocks import VEES, named_block
-from megatron_ext.schedule.generators.sliced import (
-    SHARE,
-    capped_rows,
-    named_rows,
-    slice_costs,
-    stamped,
+from megatron_ext.schedule import (
+    NAMES,
+    Costs,
+    Link,
+    Schedule,
+    ScheduleError,
+    check,
+    generate,
+    load,
+    lower,
+    offload_pass,
+    save,
+    simulate,
 )
-from megatron_ext.schedule.search import FINE
-from megatron_ext.schedule.tasks import Tasks, UnitCosts
+from megatron_ext.schedule.costs import Durations
+from megatron_ext.schedule.engine import replay
+from megatron_ext.schedule.generators.blocks import VEES, named_block
+from megatron_ext.schedule.generators.sliced import stamped
+from megatron_ext.schedule.io import from_json, to_csv
+from megatron_ext.schedule.jitter import jitter
+from megatron_ext.schedule.network import Network
+from megatron_ext.schedule.tasks import Tasks
+from megatron_ext.schedule.units import SHARE, UnitCosts, shares_of, slice_costs, units_of
 
 P = 8
+SLICED = [name for name in NAMES if name != "dualpipev"]
 
 
-def table(m: int, units: list[UnitCosts], hop: int = 0) -> Tasks:
-    placement = Placement.vee(P)
-    durations = Durations.unit(placement).times(FINE, 1)._replace(hop=hop)
-    return Tasks(placement, durations, [units] * m)
-
-
-def idle_and_memory(tasks: Tasks, rows: Rows, size: int) -> tuple[float, float]:
-    """Shares of the makespan, and of p microbatches, each of ``size`` a chunk."""
-    ends = replay(tasks, rows)
-    assert ends is not None
-    idle = 1 - sum(tasks.duration) / P / max(ends)
-    return idle, max(tasks.peaks(rows)) / (2 * P * size)
+def idle_and_memory(schedule: Schedule) -> tuple[float, float]:
+    """Shares of the makespan, and of p microbatches; the order is valid, lowered too."""
+    check(lower(schedule))
+    run = simulate(schedule)
+    return float(run.bubble), float(max(run.peak_activation)) / schedule.pp
 
 
 # (name, m, K): most idle time, memory. 1F1B of whole microbatches idles 46.7 % at m=8.
@@ -47,6 +54,8 @@ EQUAL = [
     ("v-zb", 1, 8, 0.3044, 0.125),
     ("v-half", 8, 4, 0.065, 0.25),
     ("v-min", 8, 4, 0.084, 0.219),
+    ("1f1b", 8, 4, 0.1795, 0.344),
+    ("gis-h", 8, 4, 0.0681, 0.297),
 ]
 
 
@@ -54,66 +63,118 @@ EQUAL = [
 def test_idle_time_at_equal_costs(
     name: str, m: int, slices: int, idle: float, memory: float
 ) -> None:
-    tasks = table(m, [UnitCosts()] * slices)
-    found = idle_and_memory(tasks, named_rows(name, tasks, 0), slices)
+    found = idle_and_memory(generate(name, P, m, slices=slices, effort=0))
     assert found[0] <= idle and found[1] <= memory
+
+
+def causal(attention: Fraction, m: int, slices: int, *, even: bool = False) -> Costs:
+    """A layer's at this share of attention, cut into slices."""
+    costs = Costs.of(1, 1 + attention, 1 - attention)
+    return costs.with_units(shares_of((slices,) * m, attention, even, None))
 
 
 @pytest.mark.parametrize(
     ("attention", "idle", "memory"),
-    [("0.1", 0.042, 0.35), ("0.3", 0.053, 0.362), ("0.6", 0.072, 0.38)],
+    [("0.1", 0.044, 0.35), ("0.3", 0.054, 0.362), ("0.6", 0.072, 0.38)],
 )
 def test_balanced_cuts_of_causal_attention(attention: str, idle: float, memory: float) -> None:
     """Even cuts of the same number leave more idle, for the last slice takes longest."""
-    found = {}
-    for even in (False, True):
-        tasks = table(8, slice_costs(4, Fraction(attention), even=even))
-        found[even] = idle_and_memory(tasks, named_rows("v-zb", tasks, 0), SHARE)
+    found = {
+        even: idle_and_memory(
+            generate("v-zb", P, 8, costs=causal(Fraction(attention), 8, 4, even=even), slices=4)
+        )
+        for even in (False, True)
+    }
     assert found[False][0] <= idle and found[False][1] <= memory
     assert found[True][0] > found[False][0]
 
 
 def test_a_hop_of_a_hundredth() -> None:
-    tasks = table(8, [UnitCosts()] * 4, hop=FINE * 4 * 2 // 100)
-    idle, _ = idle_and_memory(tasks, named_rows("v-zb", tasks, 50_000), 4)
-    assert idle <= 0.051
+    schedule = generate("v-zb", P, 8, costs=Costs.of(hop=Fraction(1, 100)), slices=4)
+    assert idle_and_memory(schedule)[0] <= 0.051
+    lowered = lower(schedule)
+    assert simulate(lowered, network=Network("edge")).makespan >= simulate(schedule).makespan
 
 
 def test_any_memory_from_one_microbatch_on() -> None:
     """In V-Half's, as fast as its name or faster; below V-Min's one microbatch after the other is
-    where the search starts."""
-    tasks = table(8, [UnitCosts()] * 4)
-    named = named_rows("v-half", tasks, 0)
-    most = max(tasks.peaks(named))
-    capped = capped_rows(tasks, [most] * P, 0)
-    assert max(tasks.peaks(capped)) <= most
-    assert max(replay(tasks, capped) or [0]) <= max(replay(tasks, named) or [0])
+    where the search starts. A cap need not be whole sets."""
+    half = generate("v-half", P, 8, slices=4, effort=0)
     times = {}
-    for cap in (8, 13):
-        rows = capped_rows(tasks, [cap] * P, 0)
-        assert max(tasks.peaks(rows)) <= cap
-        times[cap] = max(replay(tasks, rows) or [0])
-    assert times[13] <= times[8]
-    with pytest.raises(ValueError, match="rank 0: the base holds 8, more than the cap of 7"):
-        capped_rows(tasks, [7] * P, 0)
+    for cap in (Fraction(2), Fraction(13, 4), Fraction(4), Fraction(11, 2)):
+        capped = generate("v-cap", P, 8, slices=4, effort=0, memory_cap=cap)
+        assert max(check(capped).peak_activation) <= cap / 2
+        times[cap] = simulate(capped).makespan
+    assert list(times.values()) == sorted(times.values(), reverse=True)
+    assert times[Fraction(4)] <= simulate(half).makespan
+    with pytest.raises(ValueError, match="takes a memory cap from 2"):
+        generate("v-cap", P, 8, slices=4, memory_cap=Fraction(7, 4))
+    with pytest.raises(ValueError, match="takes whole sets, got a memory cap of 5.5"):
+        generate("v-cap", P, 8, memory_cap=Fraction(11, 2))
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_every_name_at_any_slices_and_costs(name: str) -> None:
+    """Slices and costs of each microbatch differ; files say the same, and times scale."""
+    rng = random.Random(name)
+    for _ in range(3):
+        pp, m = rng.randint(2, 5), rng.randint(1, 6)
+        counts = [rng.randint(1, 4) for _ in range(m)]
+        factors = [tuple(Fraction(rng.randint(1, 6), 2) for _ in range(3)) for _ in range(m)]
+        shares = shares_of(
+            counts, Fraction(rng.randint(0, 9), 10), bool(rng.randint(0, 1)), factors
+        )
+        costs = Costs.of(1, 2, 1, Fraction(1, 10)).with_units(shares)
+        schedule = generate(name, pp, m, costs=costs, slices=counts, effort=0)
+        assert sum(counts) == len(schedule.units)
+        idle_and_memory(schedule)
+        assert from_json(schedule.to_json()) == schedule
+        twice = replace(costs, **{f: 2 * getattr(costs, f) for f in FIELDS})
+        again = generate(name, pp, m, costs=twice, slices=counts, effort=0)
+        assert again.ranks == schedule.ranks
+        assert simulate(again).makespan == 2 * simulate(schedule).makespan
+        # Every F, B and W once: the work is that of the factors.
+        work = sum(f + 2 * b + w for f, b, w in factors) * pp
+        run = simulate(schedule)
+        assert run.makespan * pp * (1 - run.bubble) == work
+
+
+FIELDS = ("forward", "backward_input", "backward_weight", "hop")
+
+
+def test_costs_of_single_microbatches_without_slices() -> None:
+    """A long microbatch counts in time and memory; equal factors change neither."""
+    factors = [(Fraction(x),) * 3 for x in (1, 3, 1, 1)]
+    costs = Costs().with_units(shares_of((1,) * 4, Fraction(0), False, factors))
+    schedule = generate("v-zb", 4, 4, costs=costs, effort=0)
+    assert not schedule.slices and schedule.has_units
+    run = simulate(schedule)
+    assert run.makespan >= 3 * 6 and max(run.peak_activation) == 6
+    same = Costs().with_units(shares_of((1,) * 4, Fraction(0), False, [(Fraction(1),) * 3] * 4))
+    equal = generate("v-zb", 4, 4, costs=same, effort=0)
+    assert simulate(equal).makespan <= simulate(generate("v-zb", 4, 4, effort=0)).makespan
+    with pytest.raises(ValueError, match="costs are given for 4 units, but 5 microbatches have 5"):
+        generate("v-zb", 4, 5, costs=costs)
 
 
 def test_stamped_blocks_run_at_any_number_of_slices() -> None:
-    """K of each microbatch differs; V blocks and those of one chunk; the memory is the block's and
-    the slices' before the last."""
+    """K of each microbatch differs; of V blocks and those of one chunk the memory is the block's
+    and the slices' before the last; grouped blocks run too."""
     rng = random.Random(2)
-    for _ in range(40):
+    for _ in range(60):
         pp = rng.randint(2, 7)
-        name = rng.choice([*VEES, "zb-h1", "zb-h2"])
+        name = rng.choice([*VEES, "zb-h1", "zb-h2", "1f1b", "interleaved", "gis-h", "po"])
         block = named_block(name, pp, 4)
         counts = [rng.randint(1, 5) for _ in range(rng.randint(1, 6))]
         units = [[UnitCosts(*(rng.randint(1, 9) for _ in range(3)))] * count for count in counts]
         durations = Durations.unit(block.placement)._replace(hop=rng.randint(0, 3))
-        tasks = Tasks(block.placement, durations, units)
+        fused = {s for op, s in block.offsets if op.value == "BW"}
+        tasks = Tasks(block.placement, durations, units, fused=fused)
         rows = stamped(block, tasks)
         assert replay(tasks, rows) is not None
         chunks = block.placement.chunks
-        assert max(tasks.peaks(rows)) <= block.peak() + chunks * (max(counts) - 1)
+        if block.group == 1:
+            assert max(tasks.peaks(rows)) <= block.peak() + chunks * (max(counts) - 1)
 
 
 def test_costs_of_cuts_add_up() -> None:
@@ -126,3 +187,137 @@ def test_costs_of_cuts_add_up() -> None:
             assert abs(weight - (1 - attention) * SHARE) <= slices
             assert max(u.forward for u in units) - min(u.forward for u in units) <= 2
             assert [u.size for u in units] == sorted((u.size for u in units), reverse=True)
+
+
+class TestText:
+    def test_a_unit_prints_as_its_slice(self, tmp_path: Path) -> None:
+        """Only where a microbatch has several; a file keeps it, and numbers travel."""
+        schedule = generate("v-half", 4, 3, slices=[1, 2, 4], effort=0)
+        assert [str(a) for a in schedule.ranks[0][:4]] == ["F0.0", "F0.1/0", "F0.1/1", "F0.2/0"]
+        assert "SEND_F0.2/3" in map(str, lower(schedule).ranks[0])
+        path = tmp_path / "sliced.json"
+        save(schedule, path)
+        assert '"slices": [1, 2, 4]' in path.read_text()
+        back = load(path)
+        assert back == schedule and str(back.ranks[0][2]) == "F0.1/1"
+        assert pickle.loads(pickle.dumps(units_of([1, 2]))) == (0, 1, 2)
+        assert list(map(str, pickle.loads(pickle.dumps(units_of([1, 2]))))) == ["0", "1/0", "1/1"]
+        assert generate("v-zb", 2, 2, slices=3, effort=0).to_json()["slices"] == 3
+        assert "slices" not in generate("v-zb", 2, 2, effort=0).to_json()
+        assert schedule.fingerprint() != generate("v-half", 4, 7, effort=0).fingerprint()
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"slices": None}, "names a slice, but the microbatches are not cut"),
+            ({"slices": [2, 3]}, "'F0.0/2' names unit 0/2, but units go from 0/0 to 1/2"),
+            ({"slices": [3]}, "slices are given for 1 microbatches, but there are 2"),
+            ({"slices": 0}, '"slices" must be a whole number from 1'),
+            ({"slices": "3"}, '"slices" must be a whole number'),
+            ({"slices": [3, 10**6]}, "are more than 65536"),
+            ({"vocabulary_barriers": 1}, "a sharded vocabulary takes whole microbatches"),
+        ],
+    )
+    def test_a_file_that_contradicts_itself(self, change: dict[str, object], words: str) -> None:
+        data = generate("1f1b", 2, 2, slices=3, effort=0).to_json() | change
+        data = {key: value for key, value in data.items() if value is not None}
+        with pytest.raises(ScheduleError, match=words):
+            from_json(data)
+
+    def test_shares_are_exact_in_a_file(self) -> None:
+        costs = Costs().with_units([[Fraction(1, 3), 1, "0.1", 2]])
+        assert Costs.from_json(costs.to_json()) == costs
+        for rows in ([[1, 1, 1]], [[1, 1, 1, 0]], "x"):
+            with pytest.raises(ValueError, match=r"four shares|must be > 0|list of rows"):
+                Costs.from_json({"units": rows})
+
+
+class TestChecks:
+    """Orders that would wait for ever are refused, and the first reason is named."""
+
+    @staticmethod
+    def changed(rank: int, *order: str) -> Schedule:
+        """1F1B of one microbatch in two slices on two ranks, with another order on one rank."""
+        schedule = generate("1f1b", 2, 1, slices=2, effort=0)
+        data = schedule.to_json()
+        data["ranks"][rank] = list(order)
+        return from_json(data)
+
+    def test_as_it_is(self) -> None:
+        found = generate("1f1b", 2, 1, slices=2, effort=0)
+        assert [str(a) for a in found.ranks[1]] == ["F1.0/0", "F1.0/1", "BW1.0/1", "BW1.0/0"]
+        assert check(found).peak_activation == [1, 1]
+
+    def test_the_first_slice_goes_back_first(self) -> None:
+        rows = ("F1.0/0", "F1.0/1", "BW1.0/0", "BW1.0/1")
+        with pytest.raises(ScheduleError, match="BW1.0/1 comes after BW1.0/0.*the last slice of"):
+            check(self.changed(1, *rows))
+
+    def test_the_last_slice_goes_forward_first(self) -> None:
+        rows = ("F1.0/1", "F1.0/0", "BW1.0/1", "BW1.0/0")
+        with pytest.raises(ScheduleError, match="F1.0/0 comes after F1.0/1.*slices in order"):
+            check(self.changed(1, *rows))
+
+    def test_a_slice_goes_back_before_the_next_is_there(self) -> None:
+        rows = ("F0.0/0", "BW0.0/1", "F0.0/1", "BW0.0/0")
+        with pytest.raises(ScheduleError, match="BW0.0/1 waits for F0.0/1 of rank 0, which stands"):
+            check(self.changed(0, *rows))
+
+    def test_a_circle_is_named(self) -> None:
+        """Rank 0 ends microbatch 0 first, rank 1 wants a slice of the next before."""
+        data = generate("1f1b", 2, 2, slices=2, effort=0).to_json()
+        data["ranks"] = [
+            [f"{op}{r}.{u}" for op, u in (part.split() for part in row.split(", "))]
+            for r, row in enumerate(
+                (
+                    "F 0/0, F 0/1, BW 0/1, BW 0/0, F 1/0, F 1/1, BW 1/1, BW 1/0",
+                    "F 0/0, F 0/1, F 1/0, BW 0/1, BW 0/0, F 1/1, BW 1/1, BW 1/0",
+                )
+            )
+        ]
+        words = "BW0.0/1 waits for BW1.0/1 of rank 1; ranks 0, 1 wait for each other in a circle"
+        with pytest.raises(ScheduleError, match=words):
+            check(from_json(data))
+
+    def test_every_deadlock_of_random_orders_is_refused(self) -> None:
+        """Two passes of a rank exchanged: refused, or run without waiting for ever by the rules
+        that slices add."""
+        rng = random.Random(4)
+        refused = 0
+        for _ in range(300):
+            counts = [rng.randint(1, 3) for _ in range(rng.randint(1, 3))]
+            schedule = generate(
+                rng.choice(["v-zb", "zb-h1"]), 3, len(counts), slices=counts, effort=0
+            )
+            rows = [list(row) for row in schedule.ranks]
+            row = rows[rng.randrange(3)]
+            i, j = rng.sample(range(len(row)), 2)
+            row[i], row[j] = row[j], row[i]
+            tasks = Tasks(
+                schedule.placement,
+                Durations.unit(schedule.placement),
+                [[UnitCosts()] * count for count in counts],
+            )
+            runs = replay(tasks, tasks.rows(rows)) is not None
+            try:
+                check(schedule.with_ranks(rows))
+            except ScheduleError as error:
+                refused += 1
+                assert "rank" in str(error)
+            else:
+                assert runs
+        assert refused > 100
+
+
+def test_what_takes_whole_microbatches_says_so() -> None:
+    """Nothing is computed as if slices were microbatches."""
+    schedule = generate("v-zb", 2, 2, slices=2, effort=0)
+    for what in (
+        lambda: offload_pass(schedule, Link.of(2, "0.2"), "full"),
+        lambda: jitter(schedule, 0.1),
+        lambda: to_csv(schedule),
+    ):
+        with pytest.raises(ScheduleError, match="takes whole microbatches of equal costs"):
+            what()
+    with pytest.raises(ValueError, match="dualpipev runs passes in pairs"):
+        generate("dualpipev", 2, 2, slices=2)

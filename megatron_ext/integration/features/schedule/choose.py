@@ -442,6 +442,7 @@ def _load(path: str, offloading: OffloadRequest | None) -> Schedule:
         )
     try:
         schedule = load(path).unlowered()
+        schedule.require_whole("training")
         if schedule.has_offload and offloading is not None:
             raise ScheduleError(
                 f"{path} has its own offload actions; drop --pp-offload and the flags that "

@@ -1,0 +1,155 @@
+"""Options on slices of a sequence and on costs of single microbatches."""
+
+from __future__ import annotations
+
+import argparse
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from .._input import fraction, read_text, reason, shown
+from ..schedule.units import check_slices, shares_of
+
+_CUTS = ("attention_share", "slice_cut", "slice_overhead")
+UNIT_OPTIONS = ("slices", *_CUTS, "microbatch_cost")
+Factors = tuple[tuple[Fraction, Fraction, Fraction], ...]
+
+
+def add_unit_options(group: argparse._ActionsContainer) -> None:
+    """How microbatches are cut, and what each costs."""
+    group.add_argument(
+        "--slices",
+        metavar="K[,K...]",
+        help="cut the sequence of every microbatch into K slices, or into as many as its number "
+        "of the list",
+    )
+    group.add_argument(
+        "--attention-share",
+        type=_share,
+        metavar="A",
+        help="share of core attention in the F of a whole microbatch, 0 (default) to 1: the later "
+        "a slice, the more it attends to",
+    )
+    group.add_argument(
+        "--slice-cut",
+        choices=("balanced", "even"),
+        help="slices that take equally long (default), or that are equally long in tokens",
+    )
+    group.add_argument(
+        "--slice-overhead",
+        type=_share,
+        metavar="C",
+        help="share of a whole microbatch's W that the W of every slice takes however short it is, "
+        "as adding to the gradients does (default 0; measured on an H200 at hidden 4096: 0.17 of "
+        "8192 tokens, 0.05 of 32768)",
+    )
+    group.add_argument(
+        "--microbatch-cost",
+        metavar="W,W,...|FILE",
+        help="factors of the costs of each microbatch, and of its activations; a file has a line "
+        "for each, with one factor or with those of F, B and W",
+    )
+
+
+class Units(NamedTuple):
+    """What the options ask for.
+
+    Attributes:
+        slices: of each microbatch; empty: none is cut.
+        shares: of every unit (``Costs.units``); None: equal ones.
+    """
+
+    slices: tuple[int, ...] = ()
+    shares: tuple[tuple[Fraction, ...], ...] | None = None
+
+
+def units_asked(args: argparse.Namespace, microbatches: int, cut: tuple[int, ...] = ()) -> Units:
+    """The options' slices and shares.
+
+    Args:
+        args: parsed options.
+        microbatches: of one iteration.
+        cut: slices that a file's order has.
+
+    Raises:
+        ValueError: they contradict each other, the numbers or the file.
+    """
+    if not cut and all(getattr(args, option) is None for option in UNIT_OPTIONS):
+        return Units()
+    if args.slices is None:
+        slices = cut
+        for option in _CUTS:
+            if getattr(args, option) is not None and not cut:
+                flag = f"--{option.replace('_', '-')}"
+                raise ValueError(f"{flag} {getattr(args, option)} is for --slices; give both")
+    else:
+        slices = _slices(args.slices, microbatches)
+        if cut and slices != cut:
+            raise ValueError(f"--slices {args.slices} contradicts the file; leave --slices out")
+    factors = None
+    if args.microbatch_cost is not None:
+        factors = _factors(args.microbatch_cost)
+        if len(factors) != microbatches:
+            raise ValueError(
+                f"--microbatch-cost has {len(factors)} microbatches, but there are {microbatches}; "
+                "give one factor each"
+            )
+    attention, overhead = args.attention_share or Fraction(0), args.slice_overhead or Fraction(0)
+    counts, even = slices or (1,) * microbatches, args.slice_cut == "even"
+    return Units(slices, shares_of(counts, attention, even, factors, overhead))
+
+
+def _slices(text: str, microbatches: int) -> tuple[int, ...]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--slices must be one whole number or one a microbatch, such as 4, got {shown(text)}"
+        ) from None
+    return check_slices(counts[0] if len(counts) == 1 else counts, microbatches)
+
+
+def _factors(text: str) -> Factors:
+    """Of F, B and W of each microbatch."""
+    rows = [[part] for part in text.split(",")]
+    where = "--microbatch-cost"
+    if "," not in text and not _is_number(text):
+        where = f"--microbatch-cost {text}"
+        try:
+            lines = read_text(Path(text)).splitlines()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{where}: {reason(error)}") from None
+        rows = [line.split(",") for line in lines if line.strip()]
+    return tuple(_row(row, f"{where}, microbatch {j}") for j, row in enumerate(rows))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        fraction(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _row(row: list[str], where: str) -> tuple[Fraction, Fraction, Fraction]:
+    try:
+        numbers = [fraction(part.strip()) for part in row]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 3) or min(numbers) <= 0:
+        raise ValueError(
+            f"{where} must be one factor > 0 or three, F,B,W, got {shown(','.join(row))}"
+        )
+    f, b, w = numbers * 3 if len(numbers) == 1 else numbers
+    return f, b, w
+
+
+def _share(value: str) -> Fraction:
+    """From 0 to 1, as an argparse type."""
+    try:
+        number = fraction(value)
+    except ValueError:
+        number = Fraction(-1)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {shown(value)}")
+    return number

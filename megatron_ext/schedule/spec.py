@@ -1,0 +1,114 @@
+"""Requests for a schedule: what ``select`` is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from .costs import Costs, merged
+from .generators import GENERATORS, NAMES, Objective, default_effort
+from .link import Link
+from .memory_cap import Cap
+from .placement import Placement
+from .schedule import Schedule
+
+AUTO = "auto"  # not a schedule of its own: the fastest that fits
+
+_EQUAL = Costs()
+
+
+@dataclass(frozen=True)
+class OffloadSpec:
+    """Which activation sets leave the device, and how.
+
+    Attributes:
+        wanted: as ``offload``'s ``chunks``.
+        link: transfer times of every rank or stage.
+    """
+
+    wanted: str | int
+    link: Link
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """A request for a schedule.
+
+    Attributes:
+        name: a schedule's, or ``auto``: the fastest of ``names`` that keeps ``cap``; of those
+            equally fast the first in the registry, or by ``jitter``.
+        pp: pipeline ranks, >= 2.
+        microbatches: of one iteration, >= 1.
+        chunks: model chunks a rank, for ``auto`` of the schedules that take any number (default
+            2); None: the schedule's own.
+        costs: that the order is made for. Per-stage costs given for more stages than a schedule
+            has are summed.
+        cap: on every rank. Without offload only ``auto`` and schedules at any cap take one; with
+            offload it is on what stays on the device. None: none, for ``auto`` 1F1B's peak.
+        group_size: of ``gis``.
+        offload: None: nothing leaves the device.
+        objective, effort: as ``generate``; at effort 0 passes do not run in pairs.
+        names: that ``auto`` may choose from.
+        order: what to offload, in place of a generated order (a schedule file).
+        times: costs of the passes as they will run, if the order is not made for those.
+        overlap: forward and backward passes run in pairs where that is faster (``add_pairs``), by
+            the communication that the costs have; in the memory of the cap, else with one set more
+            than without pairs. Not of a schedule file, which has its own.
+        slices: that each microbatch is cut into; empty: none is.
+        barriers: of a vocabulary that is sharded over all ranks (``vocabulary``), whose passes'
+            times the costs have; 0: it is not sharded. The cap is of the whole schedule.
+        jitter: for ``auto``: of schedules equally fast the one with the least mean makespan under
+            random pass times of this relative standard deviation (``jitter``); 0: not asked for.
+    """
+
+    name: str
+    pp: int
+    microbatches: int
+    chunks: int | None = None
+    costs: Costs = _EQUAL
+    cap: Cap | None = None
+    group_size: int | None = None
+    offload: OffloadSpec | None = None
+    objective: Objective = "makespan"
+    names: tuple[str, ...] = NAMES
+    order: Schedule | None = None
+    times: Costs | None = None
+    effort: float = field(default_factory=default_effort)
+    jitter: Fraction = Fraction(0)
+    barriers: int = 0
+    overlap: bool = False
+    slices: tuple[int, ...] = ()
+
+    @property
+    def has_units(self) -> bool:
+        """True if microbatches are cut into slices, or differ in their costs."""
+        return bool(self.slices) or self.costs.units is not None
+
+    @property
+    def placement(self) -> Placement:
+        """Where the stages of the schedule named lie."""
+        if self.order is not None:
+            return self.order.placement
+        chunks = self.chunks or GENERATORS[self.name].default_chunks
+        vee = GENERATORS[self.name].placement == "vee"
+        return Placement.vee(self.pp) if vee else Placement.loop(self.pp, chunks)
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if the schedule named has B and W passes of their own."""
+        if self.order is not None:
+            return self.order.splits_backward
+        return GENERATORS[self.name].split_backward
+
+    def order_alone(self) -> ScheduleSpec:
+        """The same without offload, and without a cap that only offload could keep."""
+        capped = self.order is None and GENERATORS[self.name].takes_memory_cap
+        return replace(self, offload=None, cap=self.cap if capped else None)
+
+
+def by_name(spec: ScheduleSpec, name: str) -> ScheduleSpec:
+    """``spec`` for one schedule, with the chunks and the costs of that schedule's stages."""
+    made = GENERATORS[name]
+    chunks = (spec.chunks or made.default_chunks) if made.any_chunks else made.default_chunks
+    costs = merged(spec.costs, spec.pp * chunks) or spec.costs
+    return replace(spec, name=name, chunks=chunks, costs=costs)

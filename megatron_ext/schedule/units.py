@@ -1,0 +1,205 @@
+"""Units: slices of microbatches, numbered through, and what each costs.
+
+A *slice* is a run of consecutive tokens of a microbatch, a *unit* one slice of one microbatch. The
+units of microbatch 0 come first, in the order of its tokens, then those of microbatch 1. A unit's
+number stands in the place of the microbatch in every action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from math import isqrt, lcm
+from typing import NamedTuple
+
+from .actions import Action, AnyAction, Joint, Op, Operation
+from .effects import DEVICE, passes, peak
+
+SHARE = 1 << 12  # a whole microbatch's F, and its size, in the costs of slices
+MOST_UNITS = 1 << 16
+
+
+class UnitCosts(NamedTuple):
+    """Of one unit, in parts of a whole microbatch's.
+
+    Attributes:
+        forward, backward_input, backward_weight: factors of the passes' durations.
+        size: of its activation set, in the unit of the caps.
+    """
+
+    forward: int = 1
+    backward_input: int = 1
+    backward_weight: int = 1
+    size: int = 1
+
+
+class Unit(int):
+    """A unit's number, which prints as ``MICROBATCH/SLICE``.
+
+    Attributes:
+        microbatch, slice: which one it is.
+    """
+
+    microbatch: int
+    slice: int
+
+    def __new__(cls, number: int, microbatch: int, slice_: int) -> Unit:
+        """The slice of a microbatch that has several."""
+        unit = super().__new__(cls, number)
+        unit.microbatch, unit.slice = microbatch, slice_
+        return unit
+
+    def __str__(self) -> str:
+        return f"{self.microbatch}/{self.slice}"
+
+    def __reduce__(self) -> tuple[type[Unit], tuple[int, int, int]]:
+        return type(self), (int(self), self.microbatch, self.slice)
+
+
+class Whole(Unit):
+    """The only unit of its microbatch, which prints as that."""
+
+    def __str__(self) -> str:
+        return str(self.microbatch)
+
+
+def units_of(slices: Sequence[int]) -> tuple[Unit, ...]:
+    """All units.
+
+    Args:
+        slices: of every microbatch, 1 or more.
+    """
+    places = [(count, j, k) for j, count in enumerate(slices) for k in range(count)]
+    return tuple(
+        (Unit if count > 1 else Whole)(number, j, k) for number, (count, j, k) in enumerate(places)
+    )
+
+
+def check_slices(slices: int | Sequence[int], microbatches: int) -> tuple[int, ...]:
+    """``slices`` of every microbatch, given as one number or as one each; empty where none is cut.
+
+    Raises:
+        ValueError: not one number >= 1 each, or too many in all.
+    """
+    if isinstance(slices, int):
+        if slices == 1:
+            return ()
+        slices = (slices,) * min(microbatches, MOST_UNITS + 1)
+    elif len(slices) != microbatches:
+        raise ValueError(
+            f"slices are given for {len(slices)} microbatches, but there are {microbatches}; give "
+            "one number for all of them or one each"
+        )
+    if min(slices) < 1:
+        raise ValueError(f"a microbatch has 1 slice or more, got {min(slices)}")
+    if sum(slices) > MOST_UNITS:
+        raise ValueError(
+            f"{sum(slices)} slices in all are more than {MOST_UNITS}, the most that are made; "
+            "give fewer"
+        )
+    return tuple(slices) if max(slices) > 1 else ()
+
+
+def place_in_lane(op: Operation, unit: int) -> tuple[int, int]:
+    """Sorts the passes of one operation and stage: microbatches rise; slices rise in F and fall in
+    backward passes, each of which needs the gradients that the slice behind it leaves."""
+    if not isinstance(unit, Unit):
+        return unit, 0
+    return unit.microbatch, -unit.slice if op in (Op.B, Op.W, Op.BW) else unit.slice
+
+
+def named(rows: Iterable[Iterable[AnyAction]], units: Sequence[int]) -> list[list[AnyAction]]:
+    """The same actions with ``units`` in the place of their numbers."""
+
+    def one(action: Action) -> Action:
+        return Action(action.op, action.stage, units[action.microbatch])
+
+    return [[Joint(*map(one, a)) if isinstance(a, Joint) else one(a) for a in row] for row in rows]
+
+
+def integers(shares: Sequence[Sequence[Fraction]]) -> tuple[list[UnitCosts], int]:
+    """Shares of a whole microbatch as integers, and the whole."""
+    whole = lcm(*(x.denominator for row in shares for x in row))
+    return [UnitCosts(*(int(x * whole) for x in row)) for row in shares], whole
+
+
+def even_costs(slices: Sequence[int]) -> tuple[list[UnitCosts], int]:
+    """Of equal slices of equal microbatches, and the whole."""
+    whole = lcm(*slices)
+    return [UnitCosts(*(whole // k,) * 4) for k in slices for _ in range(k)], whole
+
+
+def peaks(ranks: Iterable[Iterable[AnyAction]], sizes: Sequence[int]) -> list[int]:
+    """Most that each rank holds at once of sets of these sizes, by unit."""
+    return [peak(_changes(row, sizes)) for row in ranks]
+
+
+def _changes(row: Iterable[AnyAction], sizes: Sequence[int]) -> Iterator[int]:
+    for op, _, unit in passes(row):
+        change = DEVICE.get(op, 0)
+        if change:
+            yield change * sizes[unit]
+
+
+def slice_costs(
+    slices: int, attention: Fraction | int = 0, *, even: bool = False
+) -> list[UnitCosts]:
+    """Costs of a microbatch's slices under causal attention, as integer shares of ``SHARE``.
+
+    A whole microbatch takes 1 for F, 1 + a for B and 1 - a for W: attention has no weights, and its
+    backward pass takes twice as long as its forward one. A slice from x to y takes (1 - a)(y - x)
+    of an F for what grows with its length, and a(y^2 - x^2) for attention to its prefix.
+
+    Args:
+        slices: 1 or more.
+        attention: a, the share of core attention in F, from 0 to 1.
+        even: cut into equal lengths; else F's take equally long.
+    """
+    a = Fraction(attention)
+    ends = [Fraction(k, slices) for k in range(slices + 1)]
+    if not even and a:
+        ends = [_cut(share, a) for share in ends]
+    found = []
+    for x, y in pairwise(ends):
+        linear, square = (1 - a) * (y - x), a * (y * y - x * x)
+        parts = (linear + square, linear + 2 * square, linear, y - x)
+        found.append(UnitCosts(*(max(1, round(part * SHARE)) for part in parts)))
+    return found
+
+
+def shares_of(
+    slices: Sequence[int],
+    attention: Fraction,
+    even: bool,
+    factors: Sequence[Sequence[Fraction]] | None,
+    overhead: Fraction = Fraction(0),
+) -> tuple[tuple[Fraction, ...], ...] | None:
+    """Of every unit, what it takes of a whole microbatch's F, B, W and set; None: equal slices.
+
+    Args:
+        slices: of every microbatch.
+        attention: the share of core attention in a whole F.
+        even: as ``slice_costs``.
+        factors: of each microbatch F, B and W; its set is as large as its W is long, since both
+            grow with its tokens alone. None: 1.
+        overhead: of a whole W, what the W of every slice takes however short it is.
+    """
+    if factors is None and (max(slices) == 1 or not (attention or overhead)):
+        return None
+    rows = []
+    for j, count in enumerate(slices):
+        costs = slice_costs(count, attention, even=even)
+        f, b, w = (Fraction(1),) * 3 if factors is None else factors[j]
+        sums = [sum(column) for column in zip(*costs)]
+        for one in costs:
+            forward, backward, weight, size = (Fraction(x, n) for x, n in zip(one, sums))
+            weight = (1 - overhead) * weight + overhead
+            rows.append((f * forward, b * backward, w * weight, w * size))
+    return tuple(rows)
+
+
+def _cut(share: Fraction, a: Fraction) -> Fraction:
+    """Where the F of all tokens before has taken this share: (1 - a)x + a x^2."""
+    root = Fraction(isqrt(int(((1 - a) ** 2 + 4 * a * share) * SHARE**4)), SHARE**2)
+    return (root - (1 - a)) / (2 * a)

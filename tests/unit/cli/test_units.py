@@ -1,0 +1,112 @@
+"""``--slices`` and ``--microbatch-cost`` through the commands that make or read a schedule."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from .conftest import FIELDS, options
+
+SLICED = [*options("v-zb", 4, 4), "--slices", "4"]
+
+
+def test_simulate(run):
+    status, out, err = run("simulate", *SLICED, "--json")
+    assert (status, err) == (0, "")
+    data = json.loads(out)
+    bounds = {"lower_bound", "bound_kind", "above_bound"}
+    expected = [field for field in FIELDS if field not in bounds]
+    expected.insert(expected.index("microbatches") + 1, "slices")
+    assert list(data) == expected
+    assert data["slices"] == 4 and data["bubble"] < 0.06
+    assert max(data["peak_activation"]) == 7 / 4
+    assert "microbatches 4, slices 4;" in run("simulate", *SLICED)[1]
+
+
+def test_causal_attention_and_its_cuts(run):
+    """Balanced is the default; slices cost what they cost in the measured sense."""
+    times = {}
+    for cut in ("balanced", "even"):
+        argv = ["simulate", *SLICED, "--attention-share", "0.5", "--slice-cut", cut, "--json"]
+        times[cut] = json.loads(run(*argv)[1])["makespan"]
+    assert times["balanced"] < times["even"]
+    assert times["balanced"] == json.loads(run(*argv[:-3], "--json")[1])["makespan"]
+    plain = json.loads(run("simulate", *SLICED, "--json")[1])["makespan"]
+    dear = json.loads(run("simulate", *SLICED, "--slice-overhead", "0.2", "--json")[1])["makespan"]
+    # Every slice of four but the first adds a fifth of a W.
+    assert dear > plain + 4 * 3 * 0.2 - 0.5
+
+
+def test_a_file_keeps_them(run, tmp_path):
+    path = str(tmp_path / "sliced.json")
+    argv = [*options("v-half", 4, 3), "--slices", "1,2,4", "--microbatch-cost", "1,2,3"]
+    assert run("schedule", *argv, "--output", path)[0] == 0
+    data = json.loads((tmp_path / "sliced.json").read_text())
+    assert data["slices"] == [1, 2, 4] and "F0.1/1" in data["ranks"][0]
+    status, out, _ = run("check", path)
+    assert status == 0 and "microbatches 3, slices 1 to 4, costs of each" in out
+    own = json.loads(run("simulate", "--schedule", path, "--json")[1])
+    assert own["slices"] == [1, 2, 4]
+    equal = ["simulate", "--schedule", path, "--microbatch-cost", "1,1,1", "--json"]
+    assert json.loads(run(*equal)[1])["makespan"] < own["makespan"]
+    assert run("check", str(tmp_path / "sliced.json"))[0] == 0
+    data["ranks"][3] = data["ranks"][3][::-1]
+    (tmp_path / "sliced.json").write_text(json.dumps(data))
+    assert run("check", path)[0] == 1
+
+
+def test_a_file_of_factors(run, tmp_path):
+    """A line a microbatch, one factor or three."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("1\n2\n0.5,0.25,0.5\n")
+    argv = ["simulate", *options("1f1b", 2, 3), "--json", "--microbatch-cost"]
+    whole = json.loads(run(*argv, str(path))[1])
+    assert "slices" not in whole
+    assert whole["makespan"] * 2 * (1 - whole["bubble"]) == pytest.approx(2 * (3 + 6 + 1.25))
+
+
+def test_compare_and_show(run):
+    sizes = ["--pp", "4", "--microbatches", "2", "--slices", "3"]
+    status, out, _ = run("compare", *sizes)
+    assert status == 0 and "microbatches 2, slices 3;" in out
+    assert "dualpipev runs passes in pairs" in out
+    data = json.loads(run("compare", *sizes, "--json")[1])
+    assert data["slices"] == 3 and len(data["schedules"]) == 12
+    out = run("show", "v-zb", *sizes, "--width", "200")[1]
+    assert "slices 3, makespan" in out and "F1/2" in out
+
+
+@pytest.mark.parametrize("suffix", ["svg", "json", "html"])
+def test_pictures_name_slices(run, tmp_path, suffix):
+    path = tmp_path / f"picture.{suffix}"
+    argv = ["show", "v-half", "--pp", "2", "--microbatches", "2", "--slices", "3"]
+    assert run(*argv, "--output", str(path))[0] == 0
+    text = path.read_text()
+    assert "1/2" in text
+    assert {"svg": "K = 3", "json": '"slices": 3', "html": "K = 3"}[suffix] in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--slices", "4,3"], "slices are given for 2 microbatches, but there are 4"),
+        (["--slices", "0"], "a microbatch has 1 slice or more, got 0"),
+        (["--slices", "x"], "--slices must be one whole number or one a microbatch"),
+        (["--slices", "100000"], "are more than 65536"),
+        (["--slice-cut", "even"], "--slice-cut even is for --slices; give both"),
+        (["--attention-share", "0.5"], "--attention-share 1/2 is for --slices; give both"),
+        (["--slices", "2", "--attention-share", "2"], "must be a number from 0 to 1"),
+        (["--microbatch-cost", "1,2"], "has 2 microbatches, but there are 4; give one factor"),
+        (["--microbatch-cost", "1,2,0,1"], "microbatch 2 must be one factor > 0"),
+        (["--microbatch-cost", "nowhere"], "--microbatch-cost nowhere: No such file"),
+        (["--slices", "2", "--offload", "full", "--offload-time", ".2"], "offload takes whole"),
+        (["--slices", "2", "--jitter", "0.1"], "a jitter of pass times takes whole microbatches"),
+        (["--slices", "2", "--vocabulary", "1,1,1,1"], "a sharded vocabulary takes whole"),
+        (["--slices", "2", "--exchange", ".1,.1"], "communication of experts in the costs takes"),
+    ],
+)
+def test_refused(run, argv, words):
+    status, out, err = run("simulate", *options("v-zb", 4, 4), *argv)
+    assert (status, out) == (2, "")
+    assert words in err and len(err.strip().splitlines()[-1]) < 300
