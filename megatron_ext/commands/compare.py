@@ -31,7 +31,7 @@ from .common import (
 )
 from .network import add_network_options, network_json, network_of, network_text
 from .quality import Quality, add_jitter_options, jitter_of, percent, simulated
-from .results import cost_json, costs_text, short, simulation_json, units_json, units_text
+from .results import cost_json, costs_text, short, simulation_json, units_text
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,13 @@ _GROUPED = " and ".join(takers("takes_group_size"))
 
 def _compare(args: argparse.Namespace) -> None:
     refuse_sizes(args)
-    asked = asked_of(args)
+    cuts = _cuts(args)
+    asked = asked_of(cuts[0])
     network, noise = network_of(args), jitter_of(args)
     rows: list[_Row] = []
     impossible: dict[str, str] = {}
 
-    def row_of(name: str) -> _Row:
+    def row_of(asked: ScheduleSpec, name: str) -> _Row:
         started = time.perf_counter()
         found, over_cap = fitted(asked, name)
         seconds = time.perf_counter() - started
@@ -98,16 +99,18 @@ def _compare(args: argparse.Namespace) -> None:
         return _Row(run, seconds, over_cap, before, quality)
 
     with Progress("compare") as progress:
-        for number, name in enumerate(GENERATORS):
-            progress(f"{name}, {number + 1} of {len(GENERATORS)} schedules")
+        ways = [(cut, name) for name in GENERATORS for cut in cuts]
+        for number, (cut, name) in enumerate(ways):
+            progress(f"{name}, {number + 1} of {len(ways)} schedules")
             try:
-                rows.append(row_of(name))
+                rows.append(row_of(asked_of(cut), name))
             except ValueError as error:
                 impossible[name] = str(error)
                 continue
             run = rows[-1].simulation
             peak = short(max(run.peak_activation))
-            progress.line(f"{name}: bubble {percent(run.bubble)}, peak {peak} microbatches")
+            text = f"{name}{units_text(run.schedule)}: bubble {percent(run.bubble)}"
+            progress.line(f"{text}, peak {peak} microbatches")
     if not rows:
         name, reason = next(iter(impossible.items()))
         raise InputError(f"no schedule is possible here; {name}, for one: {reason}")
@@ -117,6 +120,13 @@ def _compare(args: argparse.Namespace) -> None:
         print(json.dumps(_json(args, asked, rows, impossible)))
     else:
         print(_table(args, asked, rows, impossible))
+
+
+def _cuts(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """The options for each number of slices: here a list is rows, not one number a microbatch."""
+    if args.slices is None:
+        return [args]
+    return [argparse.Namespace(**{**vars(args), "slices": one}) for one in args.slices.split(",")]
 
 
 def _place(row: _Row, span: bool) -> tuple[bool, Fraction, Fraction]:
@@ -171,7 +181,7 @@ def _json(
     args: argparse.Namespace, asked: ScheduleSpec, rows: list[_Row], impossible: dict[str, str]
 ) -> dict[str, Any]:
     """``schedules``: what fits the cap first, fastest first, fields as of ``simulate``; with a cap
-    also ``over_cap``.
+    also ``over_cap``. ``slices`` of the whole are those asked for; a schedule's row has its own.
 
     With offload also ``peak_activation_without_offload``, of the worst rank in microbatches.
     ``memory_cap``, ``group_size``, ``objective`` and the offload options are there if given.
@@ -187,7 +197,7 @@ def _json(
     head: dict[str, Any] = {
         "pp": args.pp,
         "microbatches": args.microbatches,
-        **units_json(rows[0].simulation.schedule),
+        **({} if args.slices is None else {"slices": [int(n) for n in args.slices.split(",")]}),
         "cost": cost_json(asked.costs),
     }
     head |= network_json(network_of(args))
@@ -217,10 +227,13 @@ def _table(
         limit += f"; {_GROUPED} in groups of {args.group_size}"
     if args.objective is not None:
         limit += f"; objective {args.objective}"
+    if args.microbatch_cost is not None:
+        limit += "; a cost for every microbatch"
     limit += network_text(network_of(args))
     noise = jitter_of(args)
     span = args.objective == "span"
-    heads = (*_HEADS, *(("span bubble",) if span else ()), *_TIME_HEADS)
+    heads = (*_HEADS[:2], *(("slices",) if args.slices else ()), *_HEADS[2:])
+    heads = (*heads, *(("span bubble",) if span else ()), *_TIME_HEADS)
     heads += (*(() if noise is None else ("with jitter",)), *_MEMORY_HEADS)
     if noise is not None:
         limit += f"; pass times +- {percent(noise.spread)}, {noise.runs} runs, seed {noise.seed}"
@@ -230,10 +243,9 @@ def _table(
             limit += f", {args.offload_transfer}"
         heads += _OFFLOAD_HEADS
     heads += ("hidden",) if asked.costs.exchange else ()
-    cells = [heads, *(_cells(row, span) for row in rows)]
+    cells = [heads, *(_cells(row, span, bool(args.slices)) for row in rows)]
     lines = [
-        f"pp {args.pp}, microbatches {args.microbatches}"
-        f"{units_text(rows[0].simulation.schedule)}; {costs_text(asked.costs)}{limit}",
+        f"pp {args.pp}, microbatches {args.microbatches}; {costs_text(asked.costs)}{limit}",
         "",
     ]
     for number, line in enumerate(columns(cells)):
@@ -272,12 +284,13 @@ def _what(args: argparse.Namespace) -> str:
     return "the longest rank's span" if args.objective == "span" else "the makespan"
 
 
-def _cells(row: _Row, span: bool) -> tuple[str, ...]:
+def _cells(row: _Row, span: bool, slices: bool) -> tuple[str, ...]:
     run, (gap, _, spread) = row.simulation, row.quality
     peak = max(run.peak_activation)
     return (
         run.schedule.name,
         str(run.schedule.chunks),
+        *((str(max(run.schedule.slices, default=1)),) if slices else ()),
         f"{float(100 * run.bubble):.2f} %",
         *((f"{float(100 * run.span_bubble):.2f} %",) if span else ()),
         short(run.makespan),

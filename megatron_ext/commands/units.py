@@ -21,7 +21,7 @@ def add_unit_options(group: argparse._ActionsContainer) -> None:
         "--slices",
         metavar="K[,K...]",
         help="cut the sequence of every microbatch into K slices, or into as many as its number "
-        "of the list",
+        "of the list; compare has a row for each number of the list",
     )
     group.add_argument(
         "--attention-share",

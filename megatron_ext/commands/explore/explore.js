@@ -2,7 +2,7 @@
 "use strict";
 
 const find = id => document.getElementById(id);
-const SLIDERS = ["pp", "microbatches", "chunks", "f", "b", "w", "hop", "cap", "time"];
+const SLIDERS = ["pp", "microbatches", "slices", "chunks", "f", "b", "w", "hop", "cap", "time"];
 const NO_CAP = 2.05;  // the slider's right end
 let names = NAMES, rows = [], cap = null, viewer = null, asked = null, drawn = null;
 
@@ -11,6 +11,7 @@ let names = NAMES, rows = [], cap = null, viewer = null, asked = null, drawn = n
 function options() {
   const value = id => find(id).value;
   const words = ["--pp", value("pp"), "--microbatches", value("microbatches")];
+  if (value("slices") !== "1") words.push("--slices", value("slices"));
   if (value("chunks") !== "2") words.push("--chunks", value("chunks"));
   const costs = ["f", "b", "w"].map(value);
   if (costs.some(cost => Number(cost) !== 1)) words.push("--cost", costs.join(","));
@@ -23,7 +24,7 @@ function options() {
 // Put options into the controls; what has no control goes to the text field.
 function setOptions(text) {
   const words = text.split(/\s+/).filter(Boolean), more = [];
-  const places = {"--pp": "pp", "--microbatches": "microbatches", "--chunks": "chunks", "--hop": "hop",
+  const places = {"--pp": "pp", "--microbatches": "microbatches", "--slices": "slices", "--chunks": "chunks", "--hop": "hop",
     "--memory-cap": "cap", "--offload": "offload", "--offload-time": "time"};
   for (let i = 0; i < words.length; i++) {
     const place = places[words[i]], costs = (words[i + 1] || "").split(",");

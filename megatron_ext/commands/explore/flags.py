@@ -9,7 +9,8 @@ from ..common import offloads
 
 
 def training_flags(args: argparse.Namespace, name: str) -> str:
-    """Flags for Megatron's script: pipeline size, schedule, and what shapes it.
+    """Flags for Megatron's script: pipeline size, schedule, and what shapes it; empty where
+    training does not run it (slices, and costs of single microbatches).
 
     Without the batch: ``--microbatches`` is what global batch, micro batch and data parallel size
     make.
@@ -18,6 +19,8 @@ def training_flags(args: argparse.Namespace, name: str) -> str:
         args: options of ``compare``.
         name: a generated schedule.
     """
+    if args.slices not in (None, "1") or args.microbatch_cost is not None:
+        return ""
     made = GENERATORS[name]
     words = ["--pipeline-model-parallel-size", str(args.pp), "--pp-schedule", name]
     chunks = args.chunks or made.default_chunks

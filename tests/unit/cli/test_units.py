@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+from megatron_ext.commands.explore.flags import training_flags
+from megatron_ext.commands.explore.request import parse
+
 from .conftest import FIELDS, options
 
 SLICED = [*options("v-zb", 4, 4), "--slices", "4"]
@@ -69,10 +72,13 @@ def test_a_file_of_factors(run, tmp_path):
 def test_compare_and_show(run):
     sizes = ["--pp", "4", "--microbatches", "2", "--slices", "3"]
     status, out, _ = run("compare", *sizes)
-    assert status == 0 and "microbatches 2, slices 3;" in out
+    assert status == 0 and "schedule        chunks  slices" in out
     assert "dualpipev runs passes in pairs" in out
-    data = json.loads(run("compare", *sizes, "--json")[1])
-    assert data["slices"] == 3 and len(data["schedules"]) == 12
+    data = json.loads(run("compare", *sizes[:-1], "1,3", "--json")[1])
+    assert data["slices"] == [1, 3]
+    rows = {(row["schedule"], row.get("slices", 1)): row for row in data["schedules"]}
+    assert len(rows) == 12 + 13
+    assert rows["v-zb", 3]["makespan"] < rows["v-zb", 1]["makespan"]
     out = run("show", "v-zb", *sizes, "--width", "200")[1]
     assert "slices 3, makespan" in out and "F1/2" in out
 
@@ -110,3 +116,9 @@ def test_refused(run, argv, words):
     status, out, err = run("simulate", *options("v-zb", 4, 4), *argv)
     assert (status, out) == (2, "")
     assert words in err and len(err.strip().splitlines()[-1]) < 300
+
+
+def test_the_explorer_offers_no_flags_that_training_refuses():
+    for words, flags in (("--slices 4", False), ("--slices 1", True)):
+        args = parse(f"--pp 4 --microbatches 4 {words}")
+        assert bool(training_flags(args, "v-zb")) == flags
