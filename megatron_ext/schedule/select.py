@@ -5,12 +5,13 @@ The command line, training, the planner and re-planning for measured costs all c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property
 from typing import NamedTuple
 
+from .bounds import lower_bound
 from .effects import peak_sets
 from .generators import (
     GENERATORS,
@@ -20,6 +21,7 @@ from .generators import (
     check_sizes,
     generate,
 )
+from .generators.away import orders_for_offload
 from .generators.cap import LEAST_CAP, v_cap_limits
 from .generators.vocabulary import add_vocabulary
 from .jitter import jitter
@@ -145,12 +147,60 @@ def placed_alike(spec: ScheduleSpec) -> tuple[str, ...]:
 
 
 def _named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
-    """The schedule of this name, as large as the cap allows: more memory makes it faster.
+    """The schedule of this name, as large as the cap allows: more memory makes it faster. With
+    offload under a cap also one whose order was made for it, if that is faster.
 
     Args:
         spec: the request.
         chosen: the user named it; else it is one of those that ``auto`` tries.
     """
+    failed = None
+    found: list[Selected] = []
+    try:
+        found.append(_as_large(spec, chosen))
+    except ValueError as error:
+        failed = error
+    if _takes_orders_for_offload(spec):
+        found += _made_for_offload(spec)
+    if not found:
+        assert failed is not None
+        raise failed
+    return min(found, key=lambda one: one.time)
+
+
+# One of each placement, with the most memory: orders made for offload are the same for the others.
+_LARGEST = ("zb-h1", "interleaved-zb", "v-cap")
+
+
+def _takes_orders_for_offload(spec: ScheduleSpec) -> bool:
+    """True if ``_made_for_offload`` makes some."""
+    if spec.offload is None or spec.offload.wanted != "auto" or spec.order is not None:
+        return False
+    if spec.cap is None or spec.barriers or not spec.effort:
+        return False
+    return spec.name in _LARGEST
+
+
+def _made_for_offload(spec: ScheduleSpec) -> Iterator[Selected]:
+    """Orders made for as much offload as the cap asks for."""
+    assert spec.offload is not None and spec.cap is not None
+    try:
+        base = generate(
+            spec.name, spec.pp, spec.microbatches, spec.chunks, spec.costs,
+            group_size=spec.group_size, effort=0,
+        )  # fmt: skip
+        most = spec.cap.sets(spec.placement, True)
+    except ValueError:  # which the name's own order says
+        return
+    for order in orders_for_offload(base, spec.offload.link, most, spec.effort):
+        try:
+            yield _made(spec, _Option(), order)
+        except CapExceeded:
+            continue
+
+
+def _as_large(spec: ScheduleSpec, chosen: bool) -> Selected:
+    """The largest order of the name that keeps the cap, with its offload."""
     options = _options(spec, chosen)
 
     @cache
@@ -287,15 +337,16 @@ def _pair_sets(spec: ScheduleSpec, schedule: Schedule, cap: int | None) -> int |
     return max(held, min(held + 1, spec.cap.most_sets(schedule.placement)))
 
 
-def _made(spec: ScheduleSpec, option: _Option) -> Selected:
-    """The schedule with these options, and with its offload.
+def _made(spec: ScheduleSpec, option: _Option, order: Schedule | None = None) -> Selected:
+    """The schedule with these options, and with its offload; ``order``: in place of a generated
+    one.
 
     Raises:
         CapExceeded: it does not keep the cap.
         ValueError: it does not exist.
     """
     name, cap = spec.name, spec.cap
-    schedule = spec.order or _generated(spec, option)
+    schedule = spec.order or order or _generated(spec, option)
     if spec.times is not None:
         schedule = replace(schedule, costs=spec.times)
     if spec.offload is None:
@@ -377,8 +428,9 @@ def _steadiest(spec: ScheduleSpec, found: Sequence[Selected]) -> Selected:
 def _by_bound(spec: ScheduleSpec, failed: list[ValueError]) -> list[tuple[Fraction, str]]:
     """``spec.names`` with lower bounds of their times, least first, in the registry's order.
 
-    Offload makes no schedule faster, and plans take long: the first ones that keep the cap are all
-    there is to plan. Without offload there is no bound.
+    Offload makes no order faster, and plans take long: the first ones that keep the cap are all
+    there is to plan. Orders made for offload have the bound of their placement. Without offload
+    there is no bound.
     """
     names = sorted(spec.names, key=NAMES.index)
     if spec.offload is None:
@@ -387,8 +439,13 @@ def _by_bound(spec: ScheduleSpec, failed: list[ValueError]) -> list[tuple[Fracti
     for name in names:
         own = by_name(spec, name)
         try:
-            option = _options(own, False)[-1]
-            bounds.append((_made(replace(own, offload=None, cap=None), option).time, name))
+            if _takes_orders_for_offload(own):
+                span = own.objective == "span"
+                bound = lower_bound(own.placement, own.microbatches, own.costs, span=span).value
+            else:
+                option = _options(own, False)[-1]
+                bound = _made(replace(own, offload=None, cap=None), option).time
+            bounds.append((bound, name))
         except ValueError as error:
             failed.append(error)
     return sorted(bounds, key=lambda one: one[0])
