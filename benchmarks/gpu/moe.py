@@ -211,7 +211,11 @@ def layer_of(shape: Shape, groups: Any) -> Any:
         num_moe_experts=shape.experts, moe_router_topk=shape.top_k, moe_grouped_gemm=TE,
         moe_permute_fusion=TE, use_cpu_initialization=not CUDA, params_dtype=dtype, bf16=True,
     )  # fmt: skip
-    return layer.to(model.DEVICE).to(dtype)
+    layer = layer.to(model.DEVICE).to(dtype)
+    for parameter in layer.parameters():
+        # As data parallelism gives it: chunks add to it, in place of a sum of their own.
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    return layer
 
 
 def measure(shape: Shape, tokens: int, rounds: int) -> list[dict[str, Any]]:
