@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .._input import fraction, read_text, reason, shown
 from ..schedule.units import check_slices, shares_of
 
-_CUTS = ("attention_share", "slice_cut", "slice_overhead")
+_CUTS = ("attention_share", "slice_cut", "slice_overhead", "slice_weights")
 UNIT_OPTIONS = ("slices", *_CUTS, "microbatch_cost")
 Factors = tuple[tuple[Fraction, Fraction, Fraction], ...]
 
@@ -42,6 +42,12 @@ def add_unit_options(group: argparse._ActionsContainer) -> None:
         help="share of a whole microbatch's W that the W of every slice takes however short it is, "
         "as adding to the gradients does (default 0; measured on an H200 at hidden 4096: 0.17 of "
         "8192 tokens, 0.05 of 32768)",
+    )
+    group.add_argument(
+        "--slice-weights",
+        choices=("each", "joined"),
+        help="a W for each slice (default), or one for all slices of a microbatch: it pays "
+        "--slice-overhead once, and its slices stay in memory until all have gone back",
     )
     group.add_argument(
         "--microbatch-cost",
@@ -96,6 +102,8 @@ def units_asked(args: argparse.Namespace, microbatches: int, cut: tuple[int, ...
             )
     attention, overhead = args.attention_share or Fraction(0), args.slice_overhead or Fraction(0)
     counts, even = slices or (1,) * microbatches, args.slice_cut == "even"
+    if args.slice_weights == "joined":
+        overhead = Fraction(0)
     return Units(slices, shares_of(counts, attention, even, factors, overhead))
 
 

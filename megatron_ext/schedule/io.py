@@ -99,6 +99,9 @@ def from_json(data: Any) -> Schedule:
         microbatches = whole(data["microbatches"], "microbatches", 1)
         slices = _slices(data.get("slices", 1), microbatches)
         units = {str(unit): unit for unit in units_of(slices)} if slices else None
+        joined = data.get("joined", False)
+        if joined not in (True, False) or (joined and not slices):
+            raise ValueError(f'"joined" must be true or false, and is for slices, got {joined!r}')
         ranks = tuple(tuple(parse(a, units) for a in row) for row in _lists(data, "ranks"))
         costs = Costs.from_json(data.get("cost", {}))
         barriers = whole(data.get("vocabulary_barriers", 0), "vocabulary_barriers", 0)
@@ -118,7 +121,11 @@ def from_json(data: Any) -> Schedule:
     if barriers > max(BARRIERS):
         raise ScheduleError(f"vocabulary_barriers must be 1 or 2, got {barriers}")
     made = Schedule(
-        name, placement, microbatches, ranks, costs, link=link, barriers=barriers, slices=slices
+        *(name, placement, microbatches, ranks, costs),
+        link=link,
+        barriers=barriers,
+        slices=slices,
+        joined=joined,
     )
     if barriers:
         made.require_whole("a sharded vocabulary")

@@ -16,7 +16,7 @@ from .costs import Costs
 from .effects import passes, peak_sets
 from .link import Link
 from .placement import Placement
-from .units import UnitCosts, even_costs, integers, peaks, units_of
+from .units import UnitCosts, even_costs, integers, joined, peaks, units_of
 from .vocabulary import E, Vocabulary
 
 FILE_FORMAT = "megatron-ext-schedule/1"
@@ -41,6 +41,8 @@ class Schedule:
         barriers: between the last stage's F and B if the output layer is sharded over all ranks
             (``vocabulary``); 0: it is not.
         slices: that each microbatch is cut into (``units``); empty: none is.
+        joined: all slices of a microbatch have one W, named after the first slice, whose B is the
+            last.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Schedule:
     link: Link | None = None
     barriers: int = 0
     slices: tuple[int, ...] = ()
+    joined: bool = False
 
     @cached_property
     def units(self) -> Sequence[int]:
@@ -73,14 +76,17 @@ class Schedule:
             ValueError: the costs are for another number of units.
         """
         shares = (self.costs if costs is None else costs).units
+        counts = self.slices or (1,) * self.microbatches
         if shares is None:
-            return even_costs(self.slices or (1,) * self.microbatches)
+            found, whole = even_costs(counts)
+            return joined(found, counts) if self.joined else found, whole
         if len(shares) != len(self.units):
             raise ValueError(
                 f"costs are given for {len(shares)} units, but {self.microbatches} microbatches "
                 f"have {len(self.units)}; give one row F,B,W,size per unit"
             )
-        return integers(shares)
+        found, whole = integers(shares)
+        return joined(found, counts) if self.joined else found, whole
 
     def peak_activation(self) -> list[Fraction]:
         """Most that each rank holds at once, in whole microbatches; depends on the order only.
@@ -92,8 +98,14 @@ class Schedule:
         if self.is_forward_only:
             return [Fraction(0)] * self.pp
         costs, whole = self.unit_costs()
-        held = peaks(self.ranks, [unit.size for unit in costs])
+        held = peaks(self.ranks, costs)
         return [Fraction(sizes, whole * self.chunks) for sizes in held]
+
+    def peak_sets(self) -> list[int]:
+        """Most sets of each rank, one a unit and chunk; 0 everywhere as ``peak_activation``."""
+        if not self.joined or self.is_forward_only:
+            return peak_sets(self.ranks)
+        return peaks(self.ranks, joined([UnitCosts()] * len(self.units), self.slices))
 
     def require_whole(self, what: str) -> None:
         """Refuse slices and costs of single microbatches where ``what`` does not know them.
@@ -211,6 +223,7 @@ class Schedule:
             **({} if self.link is None else {"offload": self.link.to_json()}),
             **({"vocabulary_barriers": self.barriers} if self.barriers else {}),
             **({"slices": self.slices_json} if self.slices else {}),
+            **({"joined": True} if self.joined else {}),
             "ranks": [[str(action) for action in row] for row in self.ranks],
         }
 

@@ -316,6 +316,7 @@ def _generated(spec: ScheduleSpec, option: _Option) -> Schedule:
         effort=spec.effort,
         sets_grow=spec.cap is not None and spec.cap.sets_grow,
         slices=spec.slices or 1,
+        joined=spec.joined,
     )
     if spec.overlap and spec.effort:
         schedule = add_pairs(schedule, _pair_sets(spec, schedule, _sets(cap)))

@@ -10,11 +10,12 @@ from . import grid
 from .actions import Action, AnyAction, Op
 from .copies import Copies, Copy
 from .costs import Costs, Durations
-from .effects import DEVICE, KINDS, B, W, curve, peak_host_sets, peak_sets
+from .effects import KINDS, B, W, curve, peak_host_sets
 from .event_loop import Node, Program, RepeatedError, Row, Run, run
 from .link import Link, LinkTimes
 from .network import Network, NetworkProgram
 from .schedule import Schedule, ScheduleError
+from .units import step
 from .vocabulary import KIND, peak_held
 
 
@@ -155,13 +156,13 @@ class Simulation:
         passes = iter(zip(self.start[rank], self.end[rank]))
         moments = iter(() if self.transfers is None else self.transfers.moments[rank])
         row = (self.schedule if self.transfers is None else self.transfers).ranks[rank]
-        sizes = [unit.size for unit in self.schedule.unit_costs()[0]]
+        costs = self.schedule.unit_costs()[0]
         for action in row:
             start, end = next(passes) if action.is_compute else (next(moments),) * 2
             for part in action.parts:
-                step = DEVICE.get(part.op, 0)
-                if step:
-                    yield (start if step > 0 else end), step * sizes[part.microbatch]
+                change = step(part, costs)
+                if change:
+                    yield (start if change > 0 else end), change
 
 
 def simulate(
@@ -204,7 +205,7 @@ def simulate(
     last = _last(end)
     span = max((e[-1] - s[0] for s, e in zip(start, end) if s), default=0)
     work = sum(e - s for ss, ee in zip(start, end) for s, e in zip(ss, ee))
-    sets = peak_sets(schedule.ranks)
+    sets = schedule.peak_sets()
     return Simulation(
         schedule=compute,
         start=start,

@@ -55,6 +55,7 @@ class ScheduleSpec:
             the communication that the costs have; in the memory of the cap, else with one set more
             than without pairs. Not of a schedule file, which has its own.
         slices: that each microbatch is cut into; empty: none is.
+        joined: one W for all slices of a microbatch.
         barriers: of a vocabulary that is sharded over all ranks (``vocabulary``), whose passes'
             times the costs have; 0: it is not sharded. The cap is of the whole schedule.
         jitter: for ``auto``: of schedules equally fast the one with the least mean makespan under
@@ -78,6 +79,7 @@ class ScheduleSpec:
     barriers: int = 0
     overlap: bool = False
     slices: tuple[int, ...] = ()
+    joined: bool = False
 
     @property
     def has_units(self) -> bool:

@@ -64,12 +64,13 @@ class Tasks:
         self.lane = [k for k, _ in enumerate(self.lanes) for _ in units]
         self.rank = [placement.rank_of(self.lanes[lane][1]) for lane in self.lane]
         sizes, nothing = [unit.size for unit in units], [0] * len(units)
+        freed = [unit.size if unit.freed < 0 else unit.freed for unit in units]
         self.duration, self.take, self.give = list[int](), list[int](), list[int]()
         for op, stage in self.lanes:
             self.duration += self._times(op, stage, units)
             change = DEVICE.get(op, 0)
             self.take += sizes if change > 0 else nothing
-            self.give += sizes if change < 0 else nothing
+            self.give += freed if change < 0 else nothing
         self.needs = list[tuple[tuple[int, int], ...]]()
         for lane in range(len(self.lanes)):
             self.needs += self._needs(lane)

@@ -7,7 +7,7 @@ number stands in the place of the microbatch in every action.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from math import isqrt, lcm
@@ -26,12 +26,14 @@ class UnitCosts(NamedTuple):
     Attributes:
         forward, backward_input, backward_weight: factors of the passes' durations.
         size: of its activation set, in the unit of the caps.
+        freed: that its W (or BW) frees; less than 0: ``size``.
     """
 
     forward: int = 1
     backward_input: int = 1
     backward_weight: int = 1
     size: int = 1
+    freed: int = -1
 
 
 class Unit(int):
@@ -118,6 +120,20 @@ def named(rows: Iterable[Iterable[AnyAction]], units: Sequence[int]) -> list[lis
     return [[Joint(*map(one, a)) if isinstance(a, Joint) else one(a) for a in row] for row in rows]
 
 
+def joined(costs: Sequence[UnitCosts], slices: Sequence[int]) -> list[UnitCosts]:
+    """The same with one W a microbatch, in the place of that of its first slice, whose B is the
+    last; the other W's take no time and free nothing."""
+    found: list[UnitCosts] = []
+    given = iter(costs)
+    for count in slices:
+        own = [next(given) for _ in range(count)]
+        weight, size = (sum(one[field] for one in own) for field in (2, 3))
+        first, *others = own
+        found.append(first._replace(backward_weight=weight, freed=size))
+        found += [one._replace(backward_weight=0, freed=0) for one in others]
+    return found
+
+
 def integers(shares: Sequence[Sequence[Fraction]]) -> tuple[list[UnitCosts], int]:
     """Shares of a whole microbatch as integers, and the whole."""
     whole = lcm(*(x.denominator for row in shares for x in row))
@@ -130,16 +146,15 @@ def even_costs(slices: Sequence[int]) -> tuple[list[UnitCosts], int]:
     return [UnitCosts(*(whole // k,) * 4) for k in slices for _ in range(k)], whole
 
 
-def peaks(ranks: Iterable[Iterable[AnyAction]], sizes: Sequence[int]) -> list[int]:
-    """Most that each rank holds at once of sets of these sizes, by unit."""
-    return [peak(_changes(row, sizes)) for row in ranks]
+def peaks(ranks: Iterable[Iterable[AnyAction]], costs: Sequence[UnitCosts]) -> list[int]:
+    """Most that each rank holds at once of sets of these sizes."""
+    return [peak(step(action, costs) for action in passes(row)) for row in ranks]
 
 
-def _changes(row: Iterable[AnyAction], sizes: Sequence[int]) -> Iterator[int]:
-    for op, _, unit in passes(row):
-        change = DEVICE.get(op, 0)
-        if change:
-            yield change * sizes[unit]
+def step(action: Action, costs: Sequence[UnitCosts]) -> int:
+    """What an action takes of its rank's memory, or less than 0 if it frees some."""
+    change, unit = DEVICE.get(action.op, 0), costs[action.microbatch]
+    return change * (unit.size if change > 0 or unit.freed < 0 else unit.freed)
 
 
 def slice_costs(
@@ -189,7 +204,7 @@ def shares_of(
         return None
     rows = []
     for j, count in enumerate(slices):
-        costs = slice_costs(count, attention, even=even)
+        costs = [one[:4] for one in slice_costs(count, attention, even=even)]
         f, b, w = (Fraction(1),) * 3 if factors is None else factors[j]
         sums = [sum(column) for column in zip(*costs)]
         for one in costs:

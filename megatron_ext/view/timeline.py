@@ -13,6 +13,7 @@ from ..schedule.effects import DEVICE, FREES, curve
 from ..schedule.generators.building_block import Block, took
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
+from ..schedule.units import Unit
 
 
 class Box(NamedTuple):
@@ -75,6 +76,8 @@ class Timeline:
 
     def label_of(self, part: Action) -> str:
         """What every picture writes into a pass's box, besides its operation."""
+        if self.schedule.joined and part.op is Op.W and isinstance(part.microbatch, Unit):
+            return str(part.microbatch.microbatch)
         return str(part.microbatch)
 
     @property

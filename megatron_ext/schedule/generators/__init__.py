@@ -51,6 +51,7 @@ def generate(
     effort: float | None = None,
     sets_grow: bool = False,
     slices: int | Sequence[int] = 1,
+    joined: bool = False,
 ) -> Schedule:
     """The schedule ``name`` for one pipeline and number of microbatches.
 
@@ -75,6 +76,7 @@ def generate(
             V-ZB, whose names fix the memory.
         slices: that every microbatch is cut into, or of each (``units``). With slices, and with
             costs of every unit, a name keeps the memory of its repeated block.
+        joined: one W for all slices of a microbatch: fewer, longer products, and more memory.
 
     Returns:
         Compute actions only; see ``lower`` for transfers.
@@ -92,12 +94,15 @@ def generate(
     placement = Placement.vee(pp) if vee else Placement.loop(pp, chunks)
     durations = costs.durations(placement).reduced()  # per-stage costs must fit the stages
     cut = check_slices(slices, microbatches)
+    if joined and not cut:
+        raise ValueError(f"{name}: one W for all slices is for microbatches that are cut")
     if cut or costs.units is not None:
         if sets_grow:
             raise ValueError(f"{name} with slices has no cap under which sets grow; leave it out")
         asked = Schedule(
             *(name, placement, microbatches, (), costs),
             slices=cut,
+            joined=joined,
         )
         return asked.with_ranks(sliced(asked, generator, group_size, memory_cap, objective, effort))
     if memory_cap is not None and memory_cap != int(memory_cap):

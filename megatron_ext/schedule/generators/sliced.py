@@ -20,7 +20,7 @@ from ..memory_cap import NEAR
 from ..schedule import Schedule
 from ..search import FINE, GAPS, Search
 from ..tasks import Tasks
-from ..units import named
+from ..units import Unit, named
 from .blocks import PERIODIC, VEES, grouped_block, named_block
 from .building_block import Block
 
@@ -61,13 +61,21 @@ def sliced(
         elif not effort:
             bases = [base]
         base = _searched(tasks, caps, bases, work, span=objective == "span")
-    return named(tasks.actions(base), asked.units)
+    ranks = tasks.actions(base)
+    if asked.joined:
+        firsts = {unit for unit in asked.units if not (isinstance(unit, Unit) and unit.slice)}
+        ranks = [[a for a in row if a.op is not Op.W or a.microbatch in firsts] for row in ranks]
+    return named(ranks, asked.units)
 
 
 def tasks_of(asked: Schedule, block: Block) -> tuple[Tasks, int]:
     """The table of all passes, for searches, and the size of a whole microbatch's set in it."""
     costs, whole = asked.unit_costs()
     fused = {stage for op, stage in block.offsets if op is Op.BW}
+    if fused and asked.joined:
+        raise ValueError(
+            f"{asked.name} has no W passes of their own to join; leave it out, or use zb-h1 or v-zb"
+        )
     durations = asked.costs.durations(asked.placement)
     fine = durations.times(FINE, durations.scale)
     fine = fine._replace(hop=fine.hop * whole)

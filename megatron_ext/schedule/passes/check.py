@@ -9,11 +9,11 @@ from fractions import Fraction
 from .. import grid
 from ..actions import Action, AnyAction, Op
 from ..costs import Costs
-from ..effects import inputs, passes, peak_sets
+from ..effects import inputs, passes
 from ..post_validation import check_post_validation
 from ..schedule import Schedule, ScheduleError
 from ..simulate import Simulation, Transfers, simulate
-from ..units import place_in_lane
+from ..units import Unit, place_in_lane
 from .check_vocabulary import check_collectives, check_passes
 
 
@@ -72,7 +72,7 @@ def check(schedule: Schedule, *, forward_only: bool = False) -> CheckReport:
         _check_message_order(schedule)
         check_collectives(schedule, where)
         _check_rendezvous(schedule)
-    sets, peaks = peak_sets(schedule.ranks), schedule.peak_activation()
+    sets, peaks = schedule.peak_sets(), schedule.peak_activation()
     if not schedule.has_offload:
         return CheckReport(sets, peaks)
     transfers = _check_copies(simulate(schedule))
@@ -130,8 +130,16 @@ def _check_complete(schedule: Schedule, where: _Where, forward_only: bool) -> No
                             raise schedule.fault(*where[action], text)
                 elif b not in where:
                     raise _missing(schedule, rank, b)
-                elif w not in where:
-                    raise _missing(schedule, rank, w)
+                elif (w in where) != _has_w(schedule, microbatch):
+                    if w not in where:
+                        raise _missing(schedule, rank, w)
+                    text = f"{w} repeats the W of all slices, which is named after the first one"
+                    raise schedule.fault(*where[w], text)
+
+
+def _has_w(schedule: Schedule, unit: int) -> bool:
+    """Of joined W's, the first slice of each microbatch has one."""
+    return not (schedule.joined and isinstance(unit, Unit) and unit.slice)
 
 
 def _missing(schedule: Schedule, rank: int, action: Action) -> ScheduleError:

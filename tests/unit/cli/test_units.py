@@ -39,6 +39,10 @@ def test_causal_attention_and_its_cuts(run):
     dear = json.loads(run("simulate", *SLICED, "--slice-overhead", "0.2", "--json")[1])["makespan"]
     # Every slice of four but the first adds a fifth of a W.
     assert dear > plain + 4 * 3 * 0.2 - 0.5
+    joined = ["--slice-overhead", "0.2", "--slice-weights", "joined", "--json"]
+    assert json.loads(run("simulate", *SLICED, *joined)[1])["makespan"] < dear
+    status, _, err = run("simulate", *options("1f1b", 4, 4), "--slices", "4", *joined[2:])
+    assert status == 2 and "1f1b has no W passes of their own to join" in err
 
 
 def test_a_file_keeps_them(run, tmp_path):

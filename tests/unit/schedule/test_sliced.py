@@ -24,6 +24,7 @@ from megatron_ext.schedule import (
     save,
     simulate,
 )
+from megatron_ext.schedule.actions import Op
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.engine import replay
 from megatron_ext.schedule.generators.blocks import VEES, named_block
@@ -157,6 +158,49 @@ def test_costs_of_single_microbatches_without_slices() -> None:
         generate("v-zb", 4, 5, costs=costs)
 
 
+class TestJoined:
+    """One W for all slices of a microbatch."""
+
+    def test_fewer_passes_and_more_memory(self) -> None:
+        """The same work; W's overhead is paid once; a microbatch's sets stay until its W."""
+        for name in ("v-zb", "v-half", "zb-h1", "gis-h"):
+            each = generate(name, P, 8, slices=4, effort=0)
+            one = generate(name, P, 8, slices=4, effort=0, joined=True)
+            idle_and_memory(one)
+            ws = [sum(a.op is Op.W for row in x.ranks for a in row) for x in (each, one)]
+            assert ws[0] == 4 * ws[1]
+            runs = [simulate(x) for x in (each, one)]
+            work = [x.makespan * (1 - x.bubble) for x in runs]
+            assert work[0] == work[1]
+            assert max(runs[0].peak_activation) <= max(runs[1].peak_activation) <= 5
+            assert max(runs[1].peak_sets) == max(check(one).peak_sets)
+            assert runs[1].memory_curve(0)[-1][1] == 0
+
+    def test_overhead_is_paid_once(self) -> None:
+        shares = shares_of((8,) * 4, Fraction(0), False, None, Fraction(1, 5))
+        dear = generate("v-zb", P, 4, costs=Costs().with_units(shares), slices=8, effort=0)
+        one = generate("v-zb", P, 4, slices=8, effort=0, joined=True)
+        assert simulate(one).makespan < simulate(dear).makespan
+
+    def test_in_files_and_checks(self, tmp_path: Path) -> None:
+        one = generate("v-half", 2, 2, slices=[3, 1], effort=0, joined=True)
+        save(one, tmp_path / "x.json")
+        assert load(tmp_path / "x.json") == one
+        data = one.to_json()
+        assert data["joined"] and "W0.0/0" in data["ranks"][0] and "W0.0/1" not in data["ranks"][0]
+        data["ranks"][0].append("W0.0/1")
+        with pytest.raises(ScheduleError, match="W0.0/1 repeats the W of all slices"):
+            check(from_json(data))
+        data["ranks"][0] = [a for a in data["ranks"][0] if a not in ("W0.0/0", "W0.0/1")]
+        with pytest.raises(ScheduleError, match="W0.0/0 is missing"):
+            check(from_json(data))
+        with pytest.raises(ScheduleError, match='"joined" must be true or false'):
+            from_json(data | {"joined": 2})
+        for name, slices in (("1f1b", 2), ("v-zb", 1)):
+            with pytest.raises(ValueError, match="no W passes of their own|for microbatches that"):
+                generate(name, 2, 2, slices=slices, joined=True)
+
+
 def test_stamped_blocks_run_at_any_number_of_slices() -> None:
     """K of each microbatch differs; of V blocks and those of one chunk the memory is the block's
     and the slices' before the last; grouped blocks run too."""
@@ -181,7 +225,7 @@ def test_costs_of_cuts_add_up() -> None:
     for attention in (Fraction(0), Fraction(3, 10), Fraction(1)):
         for slices in (1, 3, 4, 8):
             units = slice_costs(slices, attention)
-            forward, backward, weight, size = (sum(row) for row in zip(*units))
+            forward, backward, weight, size = (sum(row) for row in zip(*(u[:4] for u in units)))
             assert abs(forward - SHARE) <= slices and abs(size - SHARE) <= slices
             assert abs(backward - (1 + attention) * SHARE) <= slices
             assert abs(weight - (1 - attention) * SHARE) <= slices
