@@ -103,6 +103,8 @@ class MegatronArgs(Protocol):
     pp_group_size: int | None
     pp_cost: str | None
     pp_effort: float | None
+    pp_slices: int | None
+    pp_slice_cut: str | None
     pp_profile_steps: int | None
     pp_profile: str | None
     pp_p2p: str | None

@@ -156,8 +156,8 @@ class MegatronRunner(StageRunner):
         found: Callable[..., Any] = self._it.forward_step_func
         return found
 
-    def live_sets(self) -> int:
-        """Activation sets on the device now."""
+    def live_sets(self) -> float:
+        """Activation sets on the device now, of whole microbatches."""
         return len(self._live) - (self._mover.sets_on_host() if self._mover else 0)
 
     def move(self, op: Op, chunk: int, microbatch: int) -> None:
@@ -187,11 +187,15 @@ class MegatronRunner(StageRunner):
             it.cp_size,
             collect_non_loss_data=it.collect_non_loss_data,
             is_first_microbatch=self.first_microbatch(microbatch),
-            current_microbatch=microbatch,
+            current_microbatch=self.number(microbatch),
             vp_stage=self.vp_stage(chunk),
             is_last_stage=self.computes_loss(self.placement.stages[self._rank][chunk]),
         )
         return result
+
+    def number(self, microbatch: int) -> int:
+        """Megatron's number of a microbatch."""
+        return microbatch
 
     def first_microbatch(self, microbatch: int) -> Any:
         """An argument of Megatron's forward step: weights may have changed before it."""

@@ -68,7 +68,7 @@ class StageRunner(Protocol):
     def move(self, op: Op, chunk: int, microbatch: int) -> None:
         """Run OFFLOAD, RELEASE, PREPARE or RELOAD of an activation set."""
 
-    def live_sets(self) -> int:
+    def live_sets(self) -> float:
         """Activation sets on the device at this moment."""
 
 
@@ -111,7 +111,7 @@ class Executor:
         extension: Extension | None = None,
     ) -> None:
         self.placement: Placement = schedule.placement
-        self.microbatches = schedule.microbatches
+        self.microbatches = len(schedule.units)
         self.rank, self.watchdog = rank, watchdog
         self.inbox: dict[Action, torch.Tensor | Receipt] = {}
         self.outbox: dict[Action, torch.Tensor] = {}

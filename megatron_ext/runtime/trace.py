@@ -45,7 +45,7 @@ class Recorder:
     not synchronise the device between passes.
 
     Attributes:
-        peak_sets: most activation sets held at once since ``reset``.
+        peak_sets: most activation sets held at once since ``reset``; slices count as their shares.
         machine: what the passes run on, for people.
     """
 
@@ -58,7 +58,7 @@ class Recorder:
 
     def reset(self) -> None:
         """Start a new iteration."""
-        self.peak_sets = 0
+        self.peak_sets: float = 0
         self._spans: list[tuple[AnyAction, Any, Any]] = []
         self._waits.seconds = 0.0
         self._zero_unix = 0.0
@@ -68,7 +68,7 @@ class Recorder:
         elif self._timed:
             self._zero_unix, self._zero = _both_clocks()
 
-    def resident(self, sets: int) -> None:
+    def resident(self, sets: float) -> None:
         """Note how many activation sets the rank holds now."""
         self.peak_sets = max(self.peak_sets, sets)
 

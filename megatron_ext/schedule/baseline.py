@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from .costs import merged
@@ -47,6 +47,6 @@ def stock(schedule: Schedule) -> Schedule | None:
     """
     if schedule.barriers or schedule.costs.vocabulary is not None:
         return None
-    costs = merged(schedule.costs, schedule.pp)
+    costs = merged(replace(schedule.costs, units=None), schedule.pp)
     assert costs is not None  # a rank has whole stages
     return generate("1f1b", schedule.pp, schedule.microbatches, costs=costs)

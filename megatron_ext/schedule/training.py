@@ -49,6 +49,8 @@ class TrainingOrder:
         generator, placement = GENERATORS[spec.name], spec.placement
         if generator.fixed:
             return True
+        if spec.has_units:
+            return False
         request = Request(placement, spec.microbatches, spec.costs.durations(placement).reduced())
         if request.at_unit_times:
             return not generator.takes_memory_cap

@@ -13,7 +13,7 @@ from ..schedule.effects import DEVICE, FREES, curve
 from ..schedule.generators.building_block import Block, took
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
-from ..schedule.units import Unit
+from ..schedule.units import Unit, UnitCosts, step
 
 
 class Box(NamedTuple):
@@ -163,8 +163,9 @@ def measured(schedule: Schedule, events: Sequence[Sequence[Mapping[str, Any]]]) 
     origin = min((row[0].start for row in rows if row), default=0.0)
     shifted = tuple(tuple(Box(a, s - origin, e - origin) for a, s, e in row) for row in rows)
     backward = any(p.op in FREES for row in shifted for box in row for p in box.action.parts)
+    costs, whole = schedule.unit_costs()
     memory = tuple(
-        _memory(row, planned) if backward else ((0.0, 0),)
+        _memory(row, planned, costs, whole) if backward else ((0.0, 0),)
         for row, planned in zip(shifted, schedule.ranks)
     )
     return Timeline("measured", schedule.compute(), shifted, memory, "ms")
@@ -172,9 +173,10 @@ def measured(schedule: Schedule, events: Sequence[Sequence[Mapping[str, Any]]]) 
 
 def _boxes(schedule: Schedule, rank: int, events: Sequence[Mapping[str, Any]]) -> list[Box]:
     boxes = []
+    units = {str(unit): unit for unit in schedule.units} if schedule.slices else None
     for event in events:
         try:
-            action = parse(event["action"])
+            action = parse(event["action"], units)
             start, end = float(event["start_us"]) / 1000, float(event["end_us"]) / 1000
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -193,21 +195,28 @@ def _boxes(schedule: Schedule, rank: int, events: Sequence[Mapping[str, Any]]) -
 
 
 def _memory(
-    boxes: Sequence[Box], planned: Sequence[AnyAction] = ()
-) -> tuple[tuple[float, int], ...]:
+    boxes: Sequence[Box],
+    planned: Sequence[AnyAction] = (),
+    costs: Sequence[UnitCosts] = (),
+    whole: int = 1,
+) -> tuple[tuple[float, float], ...]:
     """Resident sets over time: a set lives from its F's start to its W's (or BW's) end, less the
-    time between its RELEASE and PREPARE in the ``planned`` list."""
+    time between its RELEASE and PREPARE in the ``planned`` list. ``costs`` have the units' sizes,
+    as parts of ``whole``; empty: all are whole."""
     steps: list[tuple[float, int]] = []
     for box in boxes:
-        steps += [(box.start, 1) for part in box.action.parts if part.op is Op.F]
-        steps += [(box.end, -1) for part in box.action.parts if part.op in FREES]
+        for part in box.action.parts:
+            change = step(part, costs) if costs else DEVICE.get(part.op, 0)
+            if change:
+                steps.append((box.start if change > 0 else box.end, change))
     ends = {box.action: box.end for box in boxes}
     last = 0.0
     for action in planned:
         last = ends.get(action, last)
         if action.parts[0].op in (Op.RELEASE, Op.PREPARE):
             steps.append((last, DEVICE[action.parts[0].op]))
-    return tuple(curve(sorted(steps)))
+    found = curve(sorted(steps))
+    return tuple(found) if whole == 1 else tuple((time, held / whole) for time, held in found)
 
 
 def is_pair(runs: Sequence[Timeline]) -> bool:

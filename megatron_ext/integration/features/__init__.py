@@ -14,20 +14,22 @@ from .post_validation import PostValidation
 from .profile import ProfileSteps
 from .recompute import Recompute
 from .schedule import Schedule
+from .slices import Slices
 from .split_backward import SplitBackward
 from .telemetry import Telemetry
 from .v_placement import VPlacement
 from .vocabulary import VocabularyParallel
 
-# Why this order: a profile is read before the schedule is chosen, and written after all else of an
-# iteration has ended; graphs are captured behind all else of a step; offload wraps the linear
-# layers that split their backward pass; a trace is written while offloaded sets are still counted;
-# post-validation drops what has begun before a checkpoint is saved; the vocabulary is shared out of
-# a model whose ends lie where V placement has them; pairs take the place of the passes that are
-# left then; MoE layers see a step begin around the schedule that runs it; the ranks compare the
-# outcome of all checks.
+# Why this order: a profile is read, and sequences are cut, before the schedule is chosen; profiles
+# are written after all else of an iteration has ended; graphs are captured behind all else of a
+# step; offload wraps the linear layers that split their backward pass; a trace is written while
+# offloaded sets are still counted; post-validation drops what has begun before a checkpoint is
+# saved; the vocabulary is shared out of a model whose ends lie where V placement has them; pairs
+# take the place of the passes that are left then; MoE layers see a step begin around the schedule
+# that runs it; the ranks compare the outcome of all checks.
 FEATURES: tuple[Feature, ...] = (
     ProfileSteps(),
+    Slices(),
     Schedule(),
     SearchBeside(),
     CudaGraphs(),

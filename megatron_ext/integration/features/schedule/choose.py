@@ -28,6 +28,7 @@ from ....schedule import (
     load,
     select,
 )
+from ....schedule.cuts import Cut
 from ....schedule.generators import MOST_EFFORT, Objective, default_effort
 from ....schedule.memory_cap import Cap, ShareCap, parse_cap
 from ....schedule.select import CapExceeded, placed_alike
@@ -57,6 +58,7 @@ class ScheduleRequest:
         barriers: of a vocabulary that is sharded over all ranks; 0: it is not.
         shard: estimates the times of its passes, where ``costs`` have none.
         overlap: passes run in pairs, as ``ScheduleSpec``.
+        cut: of every microbatch's sequence into slices; None: it is not cut.
     """
 
     name: str
@@ -76,6 +78,7 @@ class ScheduleRequest:
     barriers: int = 0
     shard: Estimate | None = None
     overlap: bool = False
+    cut: Cut | None = None
 
     @classmethod
     def of(
@@ -253,7 +256,14 @@ class ScheduleRequest:
         if self.overlap and self.file is None:
             costs = paired(spec.costs, self.estimate or self.shard, stages_of(spec), pp)
             spec = replace(spec, overlap=True, costs=costs)
-        return spec
+        return self.sliced(spec)
+
+    def sliced(self, spec: ScheduleSpec) -> ScheduleSpec:
+        """``spec`` with the slices of its microbatches."""
+        if self.cut is None:
+            return spec
+        costs, m = self.cut.costs(spec.costs, spec.microbatches), spec.microbatches
+        return replace(spec, slices=(len(self.cut.ends),) * m, costs=costs)
 
 
 @dataclass(frozen=True)
@@ -361,7 +371,7 @@ class Choice:
     ) -> TrainingOrder:
         """The request for one order. Under ``auto`` any schedule for which the model is placed
         already may take its place once costs are measured."""
-        spec = replace(self.spec, microbatches=microbatches)
+        spec = self.request.sliced(replace(self.spec, microbatches=microbatches))
         stages = spec.placement.num_stages
         if isinstance(spec.cap, Budget):
             spec = replace(spec, cap=spec.cap.at(stages))

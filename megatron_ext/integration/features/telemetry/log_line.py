@@ -29,7 +29,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._recent: deque[Recorder] = deque(maxlen=_KEPT)
-        self._peak = 0
+        self._peak: float = 0
         self._group: Any = None
 
     def add(self, recorder: Recorder, group: Any) -> None:
@@ -41,7 +41,7 @@ class Meter:
         self._recent.append(recorder)
         self._peak, self._group = max(self._peak, recorder.peak_sets), group
 
-    def read(self) -> tuple[float, int] | None:
+    def read(self) -> tuple[float, float] | None:
         """Bubble and peak since the last call; all ranks of the pipeline call this together.
 
         Returns:
@@ -126,7 +126,7 @@ class LogLine(Callback):
 
         return training_log
 
-    def _taken(self, bubble: float, sets: int) -> tuple[tuple[float, float], str]:
+    def _taken(self, bubble: float, sets: float) -> tuple[tuple[float, float], str]:
         """(percent, microbatches) of what was measured, and the text for Megatron's line."""
         plan = self._plan
         assert plan is not None

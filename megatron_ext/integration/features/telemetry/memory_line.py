@@ -11,7 +11,6 @@ import torch.distributed as dist
 from ...._input import size_text
 from ....plan.budget import Budget
 from ....runtime.communicators import taken
-from ....schedule.effects import peak_sets
 from ....schedule.schedule import Schedule
 from ...callbacks import Callback, Step
 from ...feature import Run
@@ -30,7 +29,7 @@ class Held(NamedTuple):
         communicators: bytes of ours, which are no tensors.
     """
 
-    sets: int
+    sets: float
     allocated: int
     communicators: int
 
@@ -72,9 +71,10 @@ def text(held: list[Held], plan: Schedule, planned: list[int] | None) -> str:
     """The line."""
     at = max(range(len(held)), key=lambda rank: held[rank].allocated)
     sets, allocated, communicators = held[at]
+    planned_sets = [peak * plan.chunks for peak in plan.peak_activation()]
     said = "" if planned is None else f" (plan {size_text(planned[at])})"
     return (
-        f"memory after step {_STEP}, pipeline rank {at}, which has most: {sets} activation sets "
-        f"(plan {peak_sets(plan.ranks)[at]}), peak allocated {size_text(allocated)}{said}, "
+        f"memory after step {_STEP}, pipeline rank {at}, which has most: {sets:.4g} activation "
+        f"sets (plan {float(planned_sets[at]):.4g}), peak allocated {size_text(allocated)}{said}, "
         f"communicators of messages {size_text(communicators)} beside"
     )

@@ -86,8 +86,8 @@ class Summary(Callback):
             peak += f" (1F1B {beside.peak_text})"
         chunks = f"{plan.chunks} chunk{'s' * (plan.chunks > 1)}"
         return (
-            f"{plan.name}, {plan.pp} ranks x {chunks}, {plan.microbatches} microbatches: {bubble}, "
-            f"{peak}"
+            f"{plan.name}, {plan.pp} ranks x {chunks}, {plan.microbatches} microbatches"
+            f"{_slices(plan)}: {bubble}, {peak}"
         )
 
     def _with_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -114,3 +114,8 @@ class Summary(Callback):
             own.peak_text,
             len(bubbles),
         )
+
+
+def _slices(plan: Schedule) -> str:
+    """How many each microbatch has; empty where none is cut."""
+    return f" in {plan.slices[0]} slices each" if plan.slices else ""

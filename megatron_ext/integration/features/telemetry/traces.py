@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from ....runtime import files
 from ....runtime.trace import TraceFile
-from ....schedule.effects import peak_sets
 from ....schedule.io import save
+from ....schedule.schedule import Schedule
 from ....view.recorded import plan_file
 from ...callbacks import Callback, Step
 
@@ -56,7 +56,7 @@ class Traces(Callback):
             "microbatches": plan.microbatches,
             "forward_only": not step.training,
             "peak_sets": recorder.peak_sets,
-            "peak_sets_planned": peak_sets(plan.ranks)[step.rank] if step.training else 0,
+            "peak_sets_planned": _planned_sets(plan, step.rank) if step.training else 0,
             "machine": recorder.machine,
             "zero_unix_us": recorder.zero_unix_us,
             "waited_us": recorder.waited_us,
@@ -90,3 +90,9 @@ def exact(value: Any) -> Any:
 
 def _hex(number: complex) -> str:
     return repr(number) if isinstance(number, complex) else float(number).hex()
+
+
+def _planned_sets(plan: Schedule, rank: int) -> float:
+    """Of whole microbatches; a whole number where they are not cut."""
+    sets = plan.peak_activation()[rank] * plan.chunks
+    return int(sets) if sets.denominator == 1 else float(sets)

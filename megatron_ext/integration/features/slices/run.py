@@ -1,0 +1,173 @@
+"""What ``--pp-slices`` puts in force for a run: F and B of slices, one loss a microbatch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ....runtime.executor import BackwardPass, ForwardPass
+from ....schedule.cuts import Cut
+from ....schedule.units import Unit
+from ...callbacks import Callback, Step
+from ...errors import ConfigError
+from ...hooks import Hook
+from ...runner import MegatronRunner
+from .carry import Slicing, hooks
+
+
+class SlicedPasses(Callback):
+    """Runs training iterations in slices.
+
+    Args:
+        cut: of every sequence.
+        implementation: of the layers, ``local`` or ``transformer_engine``.
+    """
+
+    def __init__(self, cut: Cut, implementation: str) -> None:
+        self._slicing, self._implementation = Slicing(cut), implementation
+        self._batches: dict[int, Batches] = {}
+
+    def hooks(self) -> Sequence[Hook]:
+        return hooks(self._slicing, self._implementation)
+
+    def data_iterators(self, iterators: list[Any], training: bool) -> list[Any]:
+        if not training:
+            return iterators
+        return [None if it is None else Batches(it) for it in iterators]
+
+    def begin(self, step: Step) -> None:
+        if not step.training:
+            return
+        call, cut = step.call, self._slicing.cut
+        tokens = call.batch[0]
+        if tokens != cut.ends[-1] or call.shape is None:
+            raise ConfigError(
+                f"--pp-slices cuts sequences of {cut.ends[-1]} tokens, as --seq-length says, but "
+                f"this call has {tokens} in messages of "
+                f"{'any shape' if call.shape is None else call.shape}"
+            )
+        lengths = set(cut.lengths)
+        parts = call.shape[0] * cut.lengths[0] // tokens
+        # Shapes of slices that differ are sent ahead of them.
+        call.shape = (parts, *call.shape[1:]) if len(lengths) == 1 else None
+        step.runner_type = functools.partial(SliceRunner, slicing=self._slicing)
+
+    def passes_done(self, step: Step, watchdog: Any) -> None:
+        if self._slicing.left:
+            raise RuntimeError(
+                f"pipeline rank {step.rank} ended an iteration with keys of {self._slicing.left} "
+                "attention modules left over"
+            )
+
+    def dropped(self, step: Step, failed: bool) -> None:
+        self._slicing.clear()
+
+    def close(self) -> None:
+        self._slicing.clear()
+
+
+class Batches:
+    """A data iterator that gives what a microbatch's first slice has drawn to all of its slices.
+
+    Args:
+        source: Megatron's iterator of one model chunk.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._drawn: list[Any] = []
+        self._place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._place == len(self._drawn):
+            self._drawn.append(next(self._source))
+        self._place += 1
+        batch = self._drawn[self._place - 1]
+        # A shallow copy: what a script takes out of a batch stays in it for the next slice.
+        return dict(batch) if isinstance(batch, dict) else batch
+
+    def begin(self, unit: Unit) -> None:
+        """The next draws are those of a slice."""
+        if not unit.slice:
+            self._drawn = []
+        self._place = 0
+
+
+class SliceRunner(MegatronRunner):
+    """F, B and W of slices: a unit stands in the place of a microbatch."""
+
+    def __init__(self, *args: Any, slicing: Slicing) -> None:
+        super().__init__(*args)
+        self._slicing = slicing
+
+    def forward_step(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> tuple[Any, Any]:
+        unit = _unit(microbatch)
+        batches = self._it.data_iterators[chunk]
+        if batches is not None:
+            batches.begin(unit)
+        with self._slicing.at(chunk, unit):
+            found = super().forward_step(chunk, microbatch, x)
+        if unit.slice and len(self.losses) > unit.microbatch + 1:
+            self.losses[-2:] = [added(*self.losses[-2:])]
+        return found
+
+    def forwarded(self, of: ForwardPass, y: torch.Tensor, num_tokens: Any) -> torch.Tensor | None:
+        # Every slice's loss function counts the tokens of the whole microbatch.
+        tokens = torch.zeros_like(self.num_tokens) if _unit(of.microbatch).slice else num_tokens
+        return super().forwarded(of, y, tokens)
+
+    def live_sets(self) -> float:
+        lengths = self._slicing.cut.lengths
+        held = sum(lengths[_unit(microbatch).slice] for _, microbatch in self._live)
+        return held / self._slicing.cut.ends[-1]
+
+    def number(self, microbatch: int) -> int:
+        return _unit(microbatch).microbatch
+
+    @contextlib.contextmanager
+    def backpropagating(self, of: BackwardPass) -> Iterator[None]:
+        unit = _unit(of.microbatch)
+        with self._slicing.at(of.chunk, unit), super().backpropagating(of):
+            yield
+        if not unit.slice:
+            self._slicing.ended(of.chunk, unit.microbatch)
+
+    def _is_last(self, microbatch: int) -> bool:
+        unit = _unit(microbatch)
+        return unit.microbatch == self._it.num_microbatches - 1 and not unit.slice
+
+
+def _unit(number: int) -> Unit:
+    assert isinstance(number, Unit), number
+    return number
+
+
+def added(one: Any, other: Any) -> Any:
+    """What a script reports of two slices of a microbatch: sums; (sum, tokens) pairs keep the
+    tokens, which each counts for the whole.
+
+    Raises:
+        ConfigError: another form than those of Megatron's scripts.
+    """
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return {name: _added(one[name], other[name]) for name in one}
+    raise ConfigError(
+        f"--pp-slices adds what the loss function reports as {{name: tensor}}, and it reported "
+        f"{type(one).__name__}; drop --pp-slices, or report such a dictionary"
+    )
+
+
+def _added(one: Any, other: Any) -> Any:
+    sums: Callable[[Any, Any], Any] = torch.add
+    if isinstance(one, torch.Tensor) and one.numel() == 2:
+        pair = one.reshape(-1).clone()
+        pair[0] += other.reshape(-1)[0]
+        return pair.view_as(one)
+    return sums(one, other) if isinstance(one, torch.Tensor) else one + other

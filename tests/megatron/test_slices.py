@@ -1,0 +1,194 @@
+"""``--pp-slices``: what is refused, where sequences are cut, and what slices hand on."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.integration import ConfigError
+from megatron_ext.integration.feature import Run
+from megatron_ext.integration.features.schedule.choose import ScheduleRequest
+from megatron_ext.integration.features.slices import Slices
+from megatron_ext.integration.features.slices.carry import Carry, Held, Slicing, hooks
+from megatron_ext.integration.features.slices.run import Batches, added
+from megatron_ext.schedule import Costs
+from megatron_ext.schedule.cuts import Cut
+from megatron_ext.schedule.units import units_of
+
+from .test_flags import arguments
+
+
+def checked(schedule: str = "v-half", **changed: Any) -> Run:
+    """A run whose flags the feature has checked."""
+    sizes = {"seq_length": 64, "hidden_size": 32, "pp_slices": 4}
+    args = arguments(**(sizes | changed))
+    run = Run(args, "0.19.0", request=ScheduleRequest.of(schedule))
+    Slices().check(run)
+    return run
+
+
+class TestFlags:
+    def test_off_without_it(self) -> None:
+        for count in (None, 1):
+            run = checked(pp_slices=count)
+            assert run.request is not None and run.request.cut is None
+            assert Slices().start(run) == ()
+
+    def test_what_it_asks_for(self) -> None:
+        cut = checked(pp_slice_cut="even").request.cut
+        assert cut is not None and cut.lengths == [16, 16, 16, 16]
+        cut = checked().request.cut
+        assert cut is not None and cut.lengths == sorted(cut.lengths, reverse=True) != [16] * 4
+        tensor = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+        assert all(n % 4 == 0 for n in checked(pp_slices=3, **tensor).request.cut.lengths)
+
+    @pytest.mark.parametrize("rule", Slices.conflicts, ids=lambda rule: rule.flag)
+    def test_conflicts(self, rule: Any) -> None:
+        values = {rule.attribute: 2}
+        if rule.beside:
+            values[rule.beside.removeprefix("--").replace("-", "_")] = True
+        with pytest.raises(ConfigError, match=f"--pp-slices 4 does not support {rule.flag}"):
+            checked(**values)
+
+    @pytest.mark.parametrize(
+        ("changed", "words"),
+        [
+            ({"pp_slices": 0}, "--pp-slices must be 1 or more, got 0"),
+            ({"pp_slice_cut": "odd"}, "--pp-slice-cut must be one of balanced, even, got 'odd'"),
+            ({"pp_slices": None, "pp_slice_cut": "even"}, "is for --pp-slices of 2 or more"),
+            ({"pp_slices": 65}, "a sequence of 64 tokens does not make 65 slices"),
+            ({"seq_length": 62, "tensor_model_parallel_size": 4, "sequence_parallel": True},
+             "does not make 4 slices of multiples of 4"),
+        ],
+    )  # fmt: skip
+    def test_bad_values(self, changed: dict[str, Any], words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            checked(**changed)
+
+    def test_caps_in_bytes(self) -> None:
+        args = arguments(seq_length=64, hidden_size=32, pp_slices=4)
+        run = Run(args, "0.19.0", request=ScheduleRequest.of("v-cap", None, "4GiB"))
+        with pytest.raises(ConfigError, match="as a fraction of 1F1B's peak"):
+            Slices().check(run)
+
+    def test_pairs_have_no_slices(self) -> None:
+        request = checked("dualpipev").request
+        assert request is not None
+        with pytest.raises(ConfigError, match="dualpipev runs passes in pairs"):
+            request.resolve(2, 2, 4)
+
+
+def test_cuts_cover_the_sequence_and_balance_it() -> None:
+    for tokens, count, multiple in ((64, 4, 1), (96, 5, 4), (7, 7, 1), (4096, 16, 8)):
+        for attention in (Fraction(0), Fraction(1, 2), Fraction(1)):
+            cut = Cut.of(tokens, count, attention, multiple, False)
+            assert cut.ends[-1] == tokens and len(cut.ends) == count
+            assert min(cut.lengths) > 0 and all(n % multiple == 0 for n in cut.lengths)
+            costs = cut.costs(Costs(), 2)
+            assert costs.units is not None and len(costs.units) == 2 * count
+            assert [sum(column) for column in zip(*costs.units)] == [2] * 4
+    even, balanced = (Cut.of(4096, 8, Fraction(1, 2), 1, one).costs(Costs(), 1) for one in (1, 0))
+    spread = [max(f for f, *_ in c.units) / min(f for f, *_ in c.units) for c in (even, balanced)]
+    assert spread[0] > 2 and spread[1] < 1.01
+
+
+class TestCarry:
+    def test_gradients_of_whole_attention(self) -> None:
+        """Of any function of a slice and all keys before it, in float64 to the last digits."""
+        torch.manual_seed(0)
+        n, cuts = 10, [0, 3, 4, 10]
+        weights = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        x = torch.randn(n, 1, 1, 4, dtype=torch.float64)
+
+        def attend(q: Any, k: Any, v: Any, begin: int) -> Any:
+            scores = torch.einsum("qbhd,kbhd->qk", q, k)
+            mask = torch.ones_like(scores, dtype=torch.bool).triu(begin + 1)
+            return torch.einsum("qk,kbhd->qbhd", scores.masked_fill(mask, -9e9).softmax(-1), v)
+
+        whole = attend(*(x @ w for w in weights), 0)
+        whole.square().sum().backward()
+        expected = [w.grad.clone() for w in weights]
+        for weight in weights:
+            weight.grad = None
+        held, outs = None, []
+        for begin, end in pairwise(cuts):
+            q, k, v = (x[begin:end] @ w for w in weights)
+            held = held or Held(k, v, n)
+            k, v = Carry.apply(k, v, held, begin, end)
+            outs.append(attend(q, k, v, begin))
+        assert torch.allclose(torch.cat(outs), whole, rtol=1e-14)
+        for out in reversed(outs):
+            out.square().sum().backward()
+        for weight, one in zip(weights, expected):
+            assert torch.allclose(weight.grad, one, rtol=1e-12)
+
+    def test_what_is_held_goes_with_the_first_slice(self) -> None:
+        slicing, module = Slicing(Cut((2, 4), Fraction(0))), object()
+        first, second = units_of([2])
+        keys = torch.zeros(2, 1, 1, 4)
+        for unit in (first, second):
+            with slicing.at(0, unit):
+                keys_so_far, _ = slicing.attended(module, keys, keys)
+            assert len(keys_so_far) == 2 * (unit.slice + 1)
+        assert slicing.left == 1 and slicing.now is None
+        slicing.ended(1, 0)
+        assert slicing.left == 1
+        slicing.ended(0, 0)
+        assert slicing.left == 0
+
+    def test_transformer_engine_gets_its_own_mask(self) -> None:
+        """With the name that its kernels know; outside of slices what it got before."""
+        from megatron.core.transformer.enums import AttnMaskType
+
+        slicing, seen = Slicing(Cut((2, 4), Fraction(0))), []
+
+        def original(self: Any, q: Any, k: Any, v: Any, mask: Any, kind: Any) -> Any:
+            seen.append((len(k), mask, kind))
+
+        (attention, *_) = hooks(slicing, "transformer_engine")
+        forward = attention.make(original)
+        x = torch.zeros(2, 1, 1, 4)
+        forward("module", x, x, x, "mask", AttnMaskType.causal)
+        with slicing.at(0, units_of([2])[0]):
+            forward("module", x, x, x, "mask", AttnMaskType.causal)
+        with slicing.at(0, units_of([2])[1]):
+            forward("module", x, x, x, "mask", AttnMaskType.causal)
+        right = AttnMaskType.causal_bottom_right
+        assert seen == [(2, "mask", AttnMaskType.causal), (2, None, right), (4, None, right)]
+
+
+def test_every_slice_gets_the_batch_of_its_microbatch() -> None:
+    source = iter([{"tokens": 1}, {"mask": 2}, {"tokens": 3}, {"mask": 4}])
+    batches, seen = Batches(source), []
+    for unit in units_of([3, 1]):
+        batches.begin(unit)
+        first = next(batches)
+        seen.append((first.pop("tokens"), next(batches)["mask"]))
+    assert seen == [(1, 2)] * 3 + [(3, 4)]
+
+
+def test_losses_of_slices_are_added() -> None:
+    pair = added({"lm loss": torch.tensor([3.0, 8.0])}, {"lm loss": torch.tensor([4.0, 8.0])})
+    assert pair["lm loss"].tolist() == [7, 8]
+    mean = added({"lm loss": torch.tensor(0.25)}, {"lm loss": torch.tensor(0.5)})
+    assert mean["lm loss"] == 0.75
+    with pytest.raises(ConfigError, match="and it reported tuple"):
+        added((1, 2), (3, 4))
+
+
+def test_a_call_of_another_length_is_refused() -> None:
+    from megatron_ext.integration.features.slices.run import SlicedPasses
+
+    passes = SlicedPasses(Cut((2, 4), Fraction(0)), "local")
+    call = SimpleNamespace(batch=(8, 1), shape=(8, 1, 32))
+    step = SimpleNamespace(training=True, call=call)
+    with pytest.raises(ConfigError, match="cuts sequences of 4 tokens, .* this call has 8"):
+        passes.begin(step)  # type: ignore[arg-type]
+    step.training = False
+    passes.begin(step)  # type: ignore[arg-type]
+    assert call.shape == (8, 1, 32)
