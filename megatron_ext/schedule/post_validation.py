@@ -15,6 +15,7 @@ from fractions import Fraction
 
 from .actions import Action, AnyAction, Op, Operation
 from .costs import Costs
+from .effects import CARRIED, given
 from .event_loop import Lane, Program, Row, run
 from .network import Network
 from .placement import Placement
@@ -94,8 +95,7 @@ def add_post_validation(schedule: Schedule) -> Schedule:
     ends: dict[Action, int] = {}
     for row, begins, stops in zip(simulation.schedule.ranks, simulation.start, simulation.end):
         for action, begin, end in zip(row, begins, stops):
-            for part in action.parts:
-                ends[part] = end
+            ends |= dict.fromkeys(given(action), end)
             if any(part.op is not Op.F or part.stage not in first for part in action.parts):
                 cut = begin if cut is None else min(cut, begin)
     assert cut is not None  # it has backward passes
@@ -117,12 +117,11 @@ def add_post_validation(schedule: Schedule) -> Schedule:
 def _end(action: AnyAction, schedule: Schedule, ends: dict[Action, int]) -> int:
     """When the pass ends that ``action`` is, or whose result it carries; copies have no end."""
     if not isinstance(action, Action) or action.is_compute:
-        return ends[action.parts[0]]
+        return ends[next(given(action))]
     if action.is_copy:
         return -1
     send = action if action.op.is_send else action.peer(schedule.placement)[1]
-    ops = (Op.F,) if send.op is Op.SEND_F else (Op.B, Op.BW)
-    return next(ends[a] for op in ops if (a := send._replace(op=op)) in ends)
+    return ends[send._replace(op=CARRIED[send.op])]
 
 
 def head_length(row: Sequence[AnyAction]) -> int:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from .. import grid
 from ..actions import Action, AnyAction, Op
 from ..costs import Costs
-from ..effects import inputs, passes, peak_sets
+from ..effects import MESSAGES, given, inputs, passes, peak_sets
 from ..post_validation import check_post_validation
 from ..schedule import Schedule, ScheduleError
 from ..simulate import Simulation, Transfers, simulate
@@ -189,18 +189,15 @@ def _check_weight_after_backward(schedule: Schedule, where: _Where) -> None:
 def _check_transfers(schedule: Schedule, where: _Where) -> None:
     """Every input from another rank has its SEND and RECV, in place; nothing else is sent."""
     placement, needed = schedule.placement, set()
+    made = {result: at for action, at in where.items() for result in given(action)}
     for consumer, (rank, position) in where.items():
-        if not (consumer.is_compute and isinstance(consumer.op, Op)):
-            continue
         for kind, stage in inputs(consumer.op, consumer.stage, placement.num_stages):
             if placement.rank_of(stage) == rank:
                 continue
             j = consumer.microbatch
-            send, receive, producer = (
-                (Op.SEND_B, Op.RECV_B, Op.B) if kind else (Op.SEND_F, Op.RECV_F, Op.F)
-            )
+            send, receive = MESSAGES[kind]
             needed |= {Action(send, stage, j), Action(receive, consumer.stage, j)}
-            source = where.get(Action(producer, stage, j)) or where[Action(Op.BW, stage, j)]
+            source = made[Action(kind, stage, j)]
             _check_behind(schedule, where, Action(send, stage, j), source)
             arrival = where.get(Action(receive, consumer.stage, j))
             if arrival is None:
