@@ -16,9 +16,10 @@ from typing import Any
 from .actions import Action, Op
 from .costs import Durations
 from .effects import DEVICE, FREES, given
+from .engine import earliest
 from .generators import Objective
 from .placement import Placement
-from .tasks import sources
+from .tasks import Tasks, sources
 
 Times = dict[Action, int]  # start of every pass, earliest first
 
@@ -90,11 +91,10 @@ class Problem:
         self.goals: list[tuple[int | None, int]] = [(None, 0)]
         if objective == "span":
             # A rank starts with its first stage's first F, in any order at the same time.
-            way = [0]
-            for s in range(1, placement.num_stages):
-                hop = durations.hop * (placement.rank_of(s) != placement.rank_of(s - 1))
-                way.append(way[-1] + durations.forward[s - 1] + hop)
-            self.goals = [(rank, way[row[0]]) for rank, row in enumerate(placement.stages)]
+            tasks = Tasks(placement, durations, 1)
+            start = earliest(tasks)
+            firsts = [tasks.number(Op.F, row[0], 0) for row in placement.stages]
+            self.goals = [(rank, start[task]) for rank, task in enumerate(firsts)]
 
     def value(self, starts: Times) -> int:
         """What is made short."""
