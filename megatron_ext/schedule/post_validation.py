@@ -53,12 +53,10 @@ _VALIDATIONS = (ValidationOp.RECV_STATE, VALIDATE, ValidationOp.SEND_STATE)
 
 
 def _actions(ops: Sequence[ValidationOp], placement: Placement, rank: int) -> list[AnyAction]:
-    missing = set()
-    if rank == 0:
-        missing |= {ValidationOp.RECV_PREFIX, ValidationOp.SEND_STATE}
-    if rank == placement.pp - 1:
-        missing |= {ValidationOp.SEND_PREFIX, ValidationOp.RECV_STATE}
-    return [Action(op, placement.stages[rank][0], 0) for op in ops if op not in missing]
+    """Of one rank; a message needs a rank at its other end."""
+    peers = {op: rank + step for op, (step, _) in _OTHER_END.items()}
+    there = [op for op in ops if peers.get(op, rank) in range(placement.pp)]
+    return [Action(op, placement.stages[rank][0], 0) for op in there]
 
 
 def _is_own(action: AnyAction) -> bool:
@@ -206,29 +204,26 @@ def steady_time(
 
     rows: list[Row] = []
     for rank, row in enumerate(schedule.ranks):
-        before = ((slot(0, rank - 1), hop),) if rank else ()
-        behind = ((slot(1, rank + 1), hop),) if rank + 1 < pp else ()
         # The VALIDATE of rank 0 is the last of all; every rank waits for it in a slot of its own.
         all_ranks = tuple(slot(2, other) for other in range(pp)) if not rank else ()
-        prefix = Lane.of(0, before, (slot(0, rank),))
-        validate = Lane.of(0, behind, (slot(1, rank), *all_ranks))
         meeting = Lane.of(0, ((slot(2, rank), 0),), (slot(3, rank),))
-        nodes: Row = []
+        nodes: list[tuple[Lane, int, int]] = []  # with what a round adds to the number
+        came: tuple[tuple[int, int], ...] = ()
         for action in row:
-            if isinstance(action, Action) and action.op is PREFIX:
-                nodes.append((prefix, 0))
-            elif isinstance(action, Action) and action.op is VALIDATE:
-                nodes += [(validate, 0), (meeting, 0)]
-            elif action.is_compute:
-                nodes += program.row([action])
-        own = {id(prefix), id(validate), id(meeting)}
-        rows.append(
-            [
-                (lane, j + turn * (1 if id(lane) in own else m))
-                for turn in range(_ROUNDS)
-                for lane, j in nodes
-            ]
-        )
+            if action.is_compute:
+                nodes += [(lane, j, m) for lane, j in program.row([action])]
+            elif isinstance(action, Action) and isinstance(action.op, ValidationOp):
+                if action.op.is_receive:
+                    state = action.op is ValidationOp.RECV_STATE
+                    came = ((slot(state, action.peer(schedule.placement)[0]), hop),)
+                elif action.op is PREFIX:
+                    nodes.append((Lane.of(0, came, (slot(0, rank),)), 0, 1))
+                    came = ()
+                elif action.op is VALIDATE:
+                    validate = Lane.of(0, came, (slot(1, rank), *all_ranks))
+                    nodes += [(validate, 0, 1), (meeting, 0, 1)]
+        turns = range(_ROUNDS)
+        rows.append([(lane, j + turn * more) for turn in turns for lane, j, more in nodes])
     done = run(rows, base + 4 * pp * _ROUNDS)
     assert done is not None and all(at == len(row) for at, row in zip(done.at, rows))
     first = _ROUNDS // 2 - 1
