@@ -20,7 +20,7 @@ from .event_loop import Lane, Program, Row, run
 from .network import Network
 from .placement import Placement
 from .schedule import Schedule, ScheduleError
-from .simulate import simulate
+from .simulate import Replay, simulate
 
 
 class ValidationOp(Operation):
@@ -194,8 +194,11 @@ def steady_time(
     if not schedule.is_extended:
         raise ValueError(f"schedule {schedule.name} is lowered without post-validation")
     durations = (schedule.costs if costs is None else costs).durations(schedule.placement)
-    pp, m = schedule.pp, schedule.microbatches
-    program = Program(schedule.placement, durations, m * _ROUNDS)
+    replay = Replay(schedule.compute(), durations, costs=costs)
+    durations, units = replay.durations, replay.program.units
+    pp, m = schedule.pp, replay.program.microbatches
+    every = None if units is None else [*units] * _ROUNDS
+    program = Program(schedule.placement, durations, m * _ROUNDS, units=every)
     hop, base = durations.hop, program.pass_slots
 
     # Slots by rank and round, behind those of the passes.
