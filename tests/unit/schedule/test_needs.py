@@ -81,7 +81,7 @@ def test_the_time_on_the_way(op: Operation, stage: int, barriers: int, needed: s
 
 # How often a file says which stage is next; no other may, and none more often. The runtime's are
 # the peers of messages.
-STEPS = {"runtime/executor.py": 12, "schedule/effects.py": 3}
+STEPS = {"runtime/executor.py": 4, "schedule/effects.py": 3}
 
 
 def steps(tree: ast.AST) -> Iterator[int]:
