@@ -258,8 +258,8 @@ def _check_copies(run: Simulation) -> Transfers:
     begin: dict[Action, int] = {}
     for row, starts, ends in zip(run.schedule.ranks, run.start, run.end):
         for action, start, end in zip(row, starts, ends):
-            for part in action.parts:
-                begin[part] = end if part.op is Op.F else start
+            for result in given(action):
+                begin[result] = end if result.op is Op.F else start
     home: dict[tuple[int, int], int] = {}  # end of the set's OFFLOAD
     for copy, rank in sorted(copies, key=lambda c: (c[0].start, c[0].end)):
         op, stage, j = copy.action
@@ -274,7 +274,7 @@ def _check_copies(run: Simulation) -> Transfers:
             home[stage, j] = copy.end
             good = begin[Action(Op.F, stage, j)] <= copy.start
         else:
-            needed = begin.get(Action(Op.BW, stage, j), begin.get(Action(Op.B, stage, j), 0))
+            needed = begin.get(Action(Op.B, stage, j), 0)
             good = home[stage, j] <= copy.start and copy.end <= needed
         if not good:
             raise ScheduleError(f"rank {rank}: the copy of {copy.action} is not where it can be")
