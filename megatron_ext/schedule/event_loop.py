@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from .actions import Action, AnyAction, Op, Operation
+from .actions import OFFLOAD_OPS, Action, AnyAction, Op, Operation
 from .costs import Durations
 from .effects import KINDS, results
 from .placement import Placement
@@ -209,10 +209,11 @@ def _finish(more: More, j: int, time: int, ends: list[int]) -> list[int]:
     return before
 
 
-_OFFLOADS = (Op.OFFLOAD, Op.RELEASE, Op.PREPARE, Op.RELOAD)
 # Kinds of slots: of results, when an offload action was reached, what collectives bring to each
 # pass that waits for it, and when a copy has ended.
-KIND: dict[Operation, int] = {op: i for i, op in enumerate((*KINDS, *_OFFLOADS, *VocabularyOp))}
+KIND: dict[Operation, int] = {
+    op: i for i, op in enumerate((*KINDS, *sorted(OFFLOAD_OPS), *VocabularyOp))
+}
 _COPIED: dict[Operation, int] = {Op.OFFLOAD: len(KIND), Op.RELOAD: len(KIND) + 1}
 SLOT_KINDS = len(KIND) + len(_COPIED)
 
