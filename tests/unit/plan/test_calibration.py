@@ -13,7 +13,7 @@ from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import FORMAT, GPUS, gpu_from_json, gpu_of
 from megatron_ext.plan.layout import Split
 from megatron_ext.plan.model import PlanError
-from megatron_ext.plan.times import stage_times
+from megatron_ext.plan.times import KERNEL_S, stage_times
 from megatron_ext.plan.transfer import layer_transfer
 
 FITTED = ("efficiency", "ramp", "stream", "attention", "collective", "collective_s")
@@ -88,7 +88,7 @@ class TestFiles:
             assert len(gpu.assumptions()) < len(sources)
 
     def test_only_the_a100_is_fitted(self):
-        assert devices() == ["A100", "H100"]
+        assert devices() == ["A100", "H100", "H200"]
         for name in ("H100", "H200", "B200", "MI300X"):
             assert "scaled from the A100" in dict(gpu_of(name).sources)["efficiency"]
             assert gpu_of(name).ramp == gpu_of("A100").ramp
@@ -169,6 +169,17 @@ class TestModel:
         h, s = 8192, 32768
         causal = (24 * 3 * h + 3.5 * 2 * s) / (24 * 3 * h + 3.5 * 2 * 4096)
         assert long / (8 * short) > 1.1 * causal
+
+    @pytest.mark.parametrize(("more", "bytes_"), [("", 10), (" --grad-reduce-in-bf16", 6)])
+    def test_gradients_that_another_kernel_adds(self, more, bytes_):
+        """Read in 16 bits; what they are added to is read and written."""
+        flags, gpu = "--transformer-impl local --attention-backend flash" + more, gpu_of("A100")
+        fused = _times(flags)
+        apart = _times(flags + " --no-gradient-accumulation-fusion")
+        assert apart[:2] == fused[:2]
+        weights = 12 * 8192**2  # of four layers
+        added = bytes_ * weights / (gpu.bandwidth * gpu.stream) + 4 * KERNEL_S
+        assert apart[2] - fused[2] == pytest.approx(added)
 
     def test_cheap_recompute_of_local_layers_lowers_k(self):
         job = job_of(read((MODEL + "--transformer-impl local").split())[0])
