@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
 from megatron_ext.commands.plan_calibration import calibration
-from megatron_ext.plan.calibration import compare, devices, published, summary
+from megatron_ext.plan.calibration import (
+    LEAST,
+    compare,
+    devices,
+    expected_error,
+    published,
+    summary,
+)
 from megatron_ext.plan.flags import job_of, read
 from megatron_ext.plan.gpu import FORMAT, GPUS, gpu_from_json, gpu_of
 from megatron_ext.plan.layout import Split
@@ -97,6 +105,41 @@ class TestErrors:
         for fast, late in zip(compare(gpu_of("A100"), figures), compare(slow, figures)):
             if fast.quantity != "MFU":  # a share of less is about as large
                 assert late.error > fast.error
+
+
+class TestExpectedError:
+    """Of all passes together, from figures that were held out."""
+
+    JOB = "--num-layers 8 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096 --bf16 "
+
+    def error(self, gpu, more=""):
+        return expected_error(gpu, job_of(read((self.JOB + more).split())[0]))
+
+    def test_of_a_device_with_passes_of_its_own(self):
+        gpu = gpu_of("H200")
+        errors = []
+        for each in published("H200")["figures"]:
+            if not each["fitted"]:
+                rows = compare(gpu, [each])
+                ours, theirs = (sum(getattr(r, n) for r in rows) for n in ("ours", "published"))
+                errors.append(math.log(ours / theirs))
+        assert len(errors) == 11 >= LEAST
+        rms = math.sqrt(sum(x * x for x in errors) / len(errors))
+        assert self.error(gpu) == pytest.approx(math.expm1(rms))
+        assert 0.03 < self.error(gpu) < 0.06
+
+    def test_of_all_devices_where_it_has_none(self):
+        """The H100 has one, which counts among all; other rates are another device."""
+        every = self.error(gpu_of("B200"))
+        assert self.error(gpu_of("H100")) == every > 0.1
+        assert self.error(replace(gpu_of("H200"), efficiency=0.5)) == every
+        assert self.error(replace(gpu_of("H200"), to_host=1e9)) == self.error(gpu_of("H200"))
+
+    def test_of_tensor_parallel_layers(self):
+        """Only the A100 has those."""
+        parallel = "--tensor-model-parallel-size 8"
+        assert self.error(gpu_of("A100"), parallel) == self.error(gpu_of("H200"), parallel)
+        assert self.error(gpu_of("A100"), parallel) > self.error(gpu_of("A100")) > 0.05
 
 
 class TestFiles:
