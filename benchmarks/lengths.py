@@ -123,7 +123,8 @@ def page(data: dict[str, Any]) -> str:
         "true lengths; memory is a share of p microbatches of mean length. *Lists* are list "
         f"schedules alone, *search* places {WORK} passes more. *Arranged*: short microbatches "
         "at both ends. *Slices*: of a quarter of the mean, with F's that take equally long. "
-        "Seconds are those to make the table and plan, in the median and at most.",
+        "Seconds, of the wall clock under that load, are those to make the table and plan, in the "
+        "median and at most.",
     ]
     for kind in DRAWS:
         rows = [row for row in data["rows"] if row["kind"] == kind]
