@@ -135,14 +135,18 @@ def test_a_wheel_is_needed(repo_root: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and "has 0 wheels of megatron-core" in done.stderr
 
 
-def test_messages_through_the_host_know_every_way() -> None:
-    """Of every schedule of the part ``shared``, at four ranks too, which no other test here has."""
-    from benchmarks.gpu.shared import CASES
-    from megatron_ext.schedule import Placement, generate
-
-    ways = Placement.loop(4, 2).edges
-    for name, chunks, _ in CASES:
-        assert generate(name, 4, 8, chunks).placement.edges <= ways, name
+def test_messages_through_the_host_know_every_way(repo_root: Path) -> None:
+    """Of every schedule of the part ``shared``, at four ranks too, which no other test here has.
+    In a process of its own: the part puts CPU tensors in the place of a GPU's."""
+    code = """
+from benchmarks.gpu.model import ways
+from benchmarks.gpu.shared import CASES
+from megatron_ext.schedule import generate
+for name, chunks, _ in CASES:
+    assert generate(name, 4, 8, chunks).placement.edges <= ways(4), name
+"""
+    done = _run(repo_root, "-c", code)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_parts_start_where_there_is_a_gpu(repo_root: Path, tmp_path: Path) -> None:
