@@ -93,7 +93,7 @@ def flags(shape: Shape) -> str:
         f"--num-attention-heads {max(1, shape.hidden // HEAD)} --group-query-attention "
         f"--num-query-groups {shape.groups} --seq-length {shape.seq} "
         f"--micro-batch-size {shape.batch} --bf16 --transformer-impl local "
-        "--attention-backend flash --hidden-dropout 0"
+        "--attention-backend flash --hidden-dropout 0 --no-gradient-accumulation-fusion"
     )
     gated = " --swiglu --normalization RMSNorm --disable-bias-linear"
     return text + (gated if shape.gated else "")

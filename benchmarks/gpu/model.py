@@ -180,6 +180,11 @@ class AtHome:
         """Nothing is under way."""
 
 
+def ways(pp: int) -> frozenset[tuple[int, int]]:
+    """(source, target) of messages of any placement on so many ranks, a V's too."""
+    return Placement.loop(pp, 2).edges
+
+
 class Staged:
     """Messages between processes that share one GPU: through the host, by gloo."""
 
@@ -188,8 +193,8 @@ class Staged:
 
     def __init__(self, group: Any, shape: tuple[int, ...]) -> None:
         cpu = torch.device("cpu")
-        ways = Placement.loop(group.size(), 2).edges  # a V's, too
-        self._inner = Channel(connected(group, "passes", ways, cpu), shape, torch.bfloat16, cpu)
+        edges = connected(group, "passes", ways(group.size()), cpu)
+        self._inner = Channel(edges, shape, torch.bfloat16, cpu)
         self.settle, self.sending_to = self._inner.settle, self._inner.sending_to
         self.finish = self._inner.finish
 

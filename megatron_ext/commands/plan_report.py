@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..plan import memory, moe_times, times
+from ..plan.calibration import expected_error
 from ..plan.gpu import NODE
 from ..plan.memory import RankBytes
 from ..plan.point import Point
@@ -38,7 +39,8 @@ def report_json(
     """The whole answer; times in milliseconds, sizes in bytes; host memory of ``node`` devices,
     if None of 8.
 
-    ``chosen`` is null where nothing fits; then ``needs`` says what would.
+    ``chosen`` is null where nothing fits; then ``needs`` says what would. ``expected_error``: of
+    step times, as a share; null where passes were measured.
     """
     best = result.best
     data: dict[str, Any] = {
@@ -48,6 +50,7 @@ def report_json(
         "memory_cap_bytes": result.budget,
         "host_cap_bytes": result.host_budget,
         "front": [point_json(point) for point in result.front],
+        "expected_error": None if space.profiles else expected_error(space.gpu, space.job),
         "chosen": None,
         "simulated": len(result.points),
         "candidates": result.candidates,
@@ -216,11 +219,24 @@ def chosen_text(data: dict[str, Any], file: str | None) -> list[str]:
     """The flags of the fastest point that fits, and its ranks; ``file`` as ``report_json``."""
     best = data["chosen"]
     model = data.get("model_flags") or []
-    lines = ["flags of the model:", *(f"  {words}" for words in model), ""] if model else []
+    lines = error_text(data)
+    lines += ["flags of the model:", *(f"  {words}" for words in model), ""] if model else []
     lines += [*_chosen(best, file), *_replaced(data), *vocabulary_text(data, gib)]
     lines += expert_overlap_text(data, gib)
     lines += [post_validation_text(data, gib), "", *_ranks(best["ranks"])]
     return lines
+
+
+def error_text(data: dict[str, Any]) -> list[str]:
+    """What step times are worth, and an empty line; nothing where passes were measured."""
+    error = data["expected_error"]
+    if error is None:
+        return []
+    return [
+        f"step times: expect an error of {error:.0%}, that of passes that were measured and not "
+        "fitted to (--calibration)",
+        "",
+    ]
 
 
 def _chosen(best: dict[str, Any], file: str | None) -> list[str]:
@@ -271,6 +287,7 @@ def nothing_fits_text(data: dict[str, Any]) -> list[str]:
         f"nothing fits in {gib(data['memory_cap_bytes'])}. The least that was found to fit is "
         f"--memory-cap {least['bytes'] / 2**30 + 0.005:.2f}GiB: {name}, "
         f"{decimal(least['step_ms'])} ms a step.",
+        *error_text(data)[:1],
         f"Rank {least['rank']} binds, with {gib(least['part_bytes'])} of {least['part']}:",
         *_ranks(least["ranks"]),
         "its flags would be:",

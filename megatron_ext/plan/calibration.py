@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .flags import job_of, read
-from .gpu import Gpu
+from .gpu import GPUS, Gpu
 from .layout import Split
 from .model import Job, PlanError
 from .times import stage_times
@@ -84,7 +85,8 @@ def compare(gpu: Gpu, figures: Iterable[dict[str, Any]]) -> list[Comparison]:
         idle, total = figure.get("bubble", (0, 1))
         share = pass_flops(job) / ((f + b + w) * gpu.flops) * (1 - idle / total)
         ours = {"F": 1e3 * f, "B": 1e3 * b, "W": 1e3 * w, "B+W": 1e3 * (b + w), "MFU": share}
-        ours["k"] = layer_transfer(job, gpu).k
+        if "k" in figure["published"]:
+            ours["k"] = layer_transfer(job, gpu).k
         for quantity, number in figure["published"].items():
             what = figure["source"], figure["what"], quantity
             out.append(Comparison(*what, number, ours[quantity], figure["fitted"]))
@@ -106,3 +108,40 @@ def summary(comparisons: Sequence[Comparison]) -> Summary:
     mean, worst = sum(errors) / len(errors), max(comparisons, key=lambda each: abs(each.error))
     rms = math.sqrt(sum(x * x for x in errors) / len(errors))
     return Summary(len(errors), math.expm1(mean), math.expm1(rms), worst.error)
+
+
+LEAST = 8  # held-out figures that stand for a device
+
+
+def expected_error(gpu: Gpu, job: Job) -> float:
+    """By which share the job's time of all passes may be off: the root of the mean square of
+    figures that were held out, each the sum of its passes.
+
+    They are of the device where it has ``LEAST`` of them and its rates are the table's, else of all
+    devices; and of layers that tensor parallelism divides, or that it does not, as the job's.
+    """
+    divided = job.tensor_model_parallel_size > 1
+    own: tuple[float, ...] = ()
+    if gpu.name in devices() and gpu.has_rates_of_the_table:
+        own = _held_out(gpu.name, divided)
+    if len(own) < LEAST:
+        own = tuple(error for name in devices() for error in _held_out(name, divided))
+    return math.expm1(math.sqrt(sum(error * error for error in own) / len(own)))
+
+
+@functools.cache
+def _held_out(name: str, divided: bool) -> tuple[float, ...]:
+    """Logarithms of our time by the published one, of a device's figures that were held out."""
+    errors = []
+    for figure in published(name)["figures"]:
+        parallel = job_of(read(figure["flags"].split())[0]).tensor_model_parallel_size > 1
+        if figure["fitted"] or parallel != divided:
+            continue
+        rows = compare(GPUS[name], [figure])
+        passes = [row for row in rows if row.quantity in _TIMES]
+        if passes:
+            ratio = sum(row.ours for row in passes) / sum(row.published for row in passes)
+            errors.append(math.log(ratio))
+        else:
+            errors += [math.log1p(row.error) for row in rows if row.quantity == "MFU"]
+    return tuple(errors)

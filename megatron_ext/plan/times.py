@@ -84,10 +84,15 @@ class _Model:
         bytes_s = moved / self.bandwidth
         forward = max(self.multiply(m * n, k, rate), bytes_s) + KERNEL_S
         backward = max(self.multiply(m * k, n, rate), bytes_s) + KERNEL_S
-        # W reads and writes the gradient that it adds to; its sums are over one weight's rows.
-        bytes_s = (moved + (2 * gradient - e) * weights) / self.bandwidth
-        rows = m / layer.weights
-        weight = max(self.multiply(weights, rows, rate), bytes_s) + KERNEL_S
+        # W's sums are over one weight's rows. It adds to a gradient, which it reads and writes.
+        sums = self.multiply(weights, m / layer.weights, rate)
+        added = 2 * gradient * weights
+        if self.job.no_gradient_accumulation_fusion:
+            # The product is written first; then a kernel for each weight reads it and adds it.
+            adding = (added + e * weights) / self.bandwidth + layer.weights * KERNEL_S
+            weight = max(sums, bytes_s) + KERNEL_S + adding
+        else:
+            weight = max(sums, (moved + added - e * weights) / self.bandwidth) + KERNEL_S
         if not layer.splits:
             return PassTimes(forward, backward + weight)
         return PassTimes(forward, backward, weight)

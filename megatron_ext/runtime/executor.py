@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..schedule.actions import OFFLOAD_OPS, Action, AnyAction, Joint, Op, Operation
-from ..schedule.effects import passes
+from ..schedule.effects import CARRIED, passes, results
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
 from .channel import Channel, Receipt
@@ -126,10 +126,10 @@ class Executor:
             Op.B: self.backward,
             Op.BW: self.backward,
             Op.W: self._weight,
-            Op.SEND_F: lambda a: self._send(a, Op.F, a.stage + 1),
-            Op.SEND_B: lambda a: self._send(a, Op.B, a.stage - 1),
-            Op.RECV_F: lambda a: self._receive(a, Op.F, a.stage - 1),
-            Op.RECV_B: lambda a: self._receive(a, Op.B, a.stage + 1),
+            Op.SEND_F: self._send,
+            Op.SEND_B: self._send,
+            Op.RECV_F: self._receive,
+            Op.RECV_B: self._receive,
             **dict.fromkeys(OFFLOAD_OPS, self._move),
         }
         if extension is not None:
@@ -304,20 +304,19 @@ class Executor:
         self.watchdog.waiting(f"for pipeline rank {peer} to take a message")
         self._channel.settle(peer, count)
 
-    def _send(self, action: Action, op: Op, to_stage: int) -> None:
-        tensor = self.outbox.pop(Action(op, action.stage, action.microbatch))
-        peer = self.placement.rank_of(to_stage)
+    def _send(self, action: Action) -> None:
+        result, (peer, there) = CARRIED[action.op], action.peer(self.placement)
+        tensor = self.outbox.pop(action._replace(op=result))
         self.watchdog.waiting(f"sending to pipeline rank {peer}")
-        self._channel.send(tensor, peer, self._tag(op, to_stage, action.microbatch))
+        self._channel.send(tensor, peer, self._tag(result, there.stage, action.microbatch))
 
-    def _receive(self, action: Action, op: Op, from_stage: int) -> None:
-        peer = self.placement.rank_of(from_stage)
-        tag = self._tag(op, action.stage, action.microbatch)
+    def _receive(self, action: Action) -> None:
+        result, (peer, _) = CARRIED[action.op], action.peer(self.placement)
         self.watchdog.waiting(f"posting a receive from pipeline rank {peer}")
-        receipt = self._channel.receive(peer, tag)
-        self.inbox[Action(op, action.stage, action.microbatch)] = receipt
+        tag = self._tag(result, action.stage, action.microbatch)
+        self.inbox[action._replace(op=result)] = self._channel.receive(peer, tag)
 
-    def _tag(self, op: Op, consumer_stage: int, microbatch: int) -> int:
+    def _tag(self, op: Operation, consumer_stage: int, microbatch: int) -> int:
         # gloo matches by tag, so a wrong order could not even deliver wrong data; NCCL matches by
         # order, which the lowered schedule guarantees.
         kind = 0 if op is Op.F else 1
@@ -351,26 +350,24 @@ def _find_received(schedule: Schedule, rank: int, late: bool) -> _Received:
         late: a receive is posted where the schedule has it or later, at the latest before the pass
             that needs the message, and those before it at the latest then.
     """
-    rank_of = schedule.placement.rank_of
     received: _Received = {}
     for peer, row in enumerate(schedule.ranks):
         if peer == rank:
             continue
         count = posted = 0
-        number: dict[tuple[bool, int, int], int] = {}  # of messages: forward, stage, microbatch
-        for op, stage, microbatch in passes(row):
-            if op is Op.RECV_F or op is Op.RECV_B:
-                forward = op is Op.RECV_F
-                if rank_of(stage - 1 if forward else stage + 1) == rank:
-                    count += 1
-                    number[forward, stage, microbatch] = count
-                    posted = posted if late else count
-            elif op is Op.SEND_F or op is Op.SEND_B:
-                forward = op is Op.SEND_F
-                consumer = stage + 1 if forward else stage - 1
-                if rank_of(consumer) == rank:
-                    key = Action(Op.F if forward else Op.B, consumer, microbatch)
-                    received[key] = peer, posted
-            elif late and op is not Op.W:
-                posted = max(posted, number.get((op is Op.F, stage, microbatch), 0))
+        number: dict[Action, int] = {}  # by the F or B that needs the message
+        for action in passes(row):
+            result = CARRIED.get(action.op)
+            if result is None:
+                if late:
+                    needs = action._replace(op=results(action.op)[0])
+                    posted = max(posted, number.get(needs, 0))
+                continue
+            other, matching = action.peer(schedule.placement)
+            if other == rank and action.op.is_send:
+                received[matching._replace(op=result)] = peer, posted
+            elif other == rank:
+                count += 1
+                number[action._replace(op=result)] = count
+                posted = posted if late else count
     return received

@@ -7,9 +7,12 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import NamedTuple
 
+from .actions import Op, Operation
 from .costs import Costs, Durations
+from .engine import earliest
 from .placement import Placement
-from .vocabulary import Vocabulary
+from .tasks import Tasks
+from .vocabulary import G, S, Vocabulary
 
 
 class Bound(NamedTuple):
@@ -81,7 +84,7 @@ def lower_bound(
         whole = tuple(b + w for b, w in zip(d.backward_input, d.backward_weight))
         d = d._replace(backward_input=whole, backward_weight=(0,) * len(whole))
     shared = _Shared() if vocabulary is None else _Shared.of(vocabulary, d)
-    way = _Way.of(placement, d, shared)
+    way = _Way.of(placement, d, vocabulary)
     found = list(_of_stages(placement, microbatches, d, way, span))
     for row in placement.stages:
         rank = _Rank.of(row, microbatches, d, way, span, shared)
@@ -101,40 +104,30 @@ _KINDS = ("work", "way", "memory", "lifespan")  # of equal bounds the simplest i
 
 
 class _Shared(NamedTuple):
-    """Vocabulary passes of every rank.
+    """Vocabulary passes of every rank, of one microbatch.
 
     Attributes:
-        before, start: of one microbatch, what a rank runs before its first F, and until that F.
-        between, loss: the same from the last stage's F to its B.
-        behind, end: what may come at any time after that B, and what must come after the first
-            stage's B, with the way to it.
-        share: latency from the last stage's F to all ranks.
+        before: what a rank runs before its first F.
+        between: from the last stage's F to its B.
+        behind: at any time after that B.
     """
 
     before: int = 0
-    start: int = 0
     between: int = 0
-    loss: int = 0
     behind: int = 0
-    end: int = 0
-    share: int = 0
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, d: Durations) -> _Shared:
         s, t, e, g = d.vocabulary
-        share = d.collective
-        two = vocabulary.barriers == 2
-        between, behind = (s + t, 0) if two else (s, t)
-        loss = between + (3 if two else 2) * share
-        if not vocabulary.embeddings:
-            return cls(between=between, loss=loss, behind=behind, share=share)
-        return cls(e, e + share, between, loss, behind + g, share + g, share)
+        between, behind = (s + t, 0) if vocabulary.barriers == 2 else (s, t)
+        return cls(e, between, behind + g) if vocabulary.embeddings else cls(0, between, behind)
 
 
 class _Way(NamedTuple):
     """One microbatch as early as data allows: starts of F and B, and ends of W, of every stage.
 
-    ``shared`` is when all ranks have the last stage's output.
+    The end of stage 0 is also that of the embeddings' gradients. ``shared`` is when all ranks have
+    the last stage's output.
     """
 
     f_start: list[int]
@@ -143,17 +136,16 @@ class _Way(NamedTuple):
     shared: int
 
     @classmethod
-    def of(cls, placement: Placement, d: Durations, shared: _Shared) -> _Way:
-        n = placement.num_stages
-        hops = [d.hop * (placement.rank_of(s) != placement.rank_of(s + 1)) for s in range(n - 1)]
-        each = (f + hop for f, hop in zip(d.forward, hops))
-        f_start = list(accumulate(each, initial=shared.start))
-        output = f_start[-1] + d.forward[-1]
-        back = [b + hop for b, hop in zip(d.backward_input[:0:-1], hops[::-1])]
-        b_start = list(accumulate(back, initial=output + shared.loss))[::-1]
-        w_end = [sum(x) for x in zip(b_start, d.backward_input, d.backward_weight)]
-        w_end[0] = max(w_end[0], b_start[0] + d.backward_input[0] + shared.end)
-        return cls(f_start, b_start, w_end, output + shared.share)
+    def of(cls, placement: Placement, d: Durations, vocabulary: Vocabulary | None) -> _Way:
+        tasks = Tasks(placement, d, 1, vocabulary=vocabulary)
+        start: dict[Operation, list[int]] = {op: [] for op, _ in tasks.lanes}
+        end: dict[Operation, list[int]] = {op: [] for op, _ in tasks.lanes}
+        for (op, _), at, took in zip(tasks.lanes, earliest(tasks), tasks.duration):
+            start[op].append(at)
+            end[op].append(at + took)
+        w_end = end[Op.W]
+        w_end[0] = max([w_end[0], *end.get(G, ())])
+        return cls(start[Op.F], start[Op.B], w_end, max(start.get(S, end[Op.F])))
 
     def rest(self, stage: int, stages: Iterable[int]) -> int:
         """From the start of B of ``stage`` to the last end of W of ``stages`` up to it."""

@@ -7,15 +7,19 @@ in the tables here, or of bytes, with the weights of the one who asks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import TypeVar
 
 from .actions import Action, AnyAction, Op, Operation
 
-# Kinds of results.
-F, B, W = range(3)
-KINDS = (Op.F, Op.B, Op.W)
-_RESULTS = {Op.F: (F,), Op.B: (B,), Op.W: (W,), Op.BW: (B, W)}
+KINDS = (Op.F, Op.B, Op.W)  # of results of a stage's passes; a BW has two
+# Messages that carry a result to another rank.
+MESSAGES: dict[Operation, tuple[Op, Op]] = {
+    Op.F: (Op.SEND_F, Op.RECV_F),
+    Op.B: (Op.SEND_B, Op.RECV_B),
+}
+CARRIED: dict[Operation, Operation] = {op: kind for kind, ops in MESSAGES.items() for op in ops}
 
 # Change of the number of activation sets on the device: a growth as the action starts, a decrease
 # as it ends. A set lives from its F to its W (or BW), less the time between RELEASE and PREPARE.
@@ -29,18 +33,46 @@ FREES = frozenset({Op.W, Op.BW})
 Time = TypeVar("Time", int, float)
 
 
-def results(op: Operation) -> tuple[int, ...]:
+def results(op: Operation) -> tuple[Operation, ...]:
     """Kinds of results of a compute action, of its stage and microbatch."""
-    return _RESULTS[op]  # type: ignore[index]
+    return (Op.B, Op.W) if op is Op.BW else (op,)
 
 
-def inputs(op: Operation, stage: int, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """(kind, stage) of every result that a compute action needs, same microbatch."""
+def inputs(op: Operation, stage: int, num_stages: int) -> tuple[tuple[Op, int], ...]:
+    """(kind, stage) of every result that a pass needs, same microbatch; what comes last is last.
+
+    The own F of a B has ended if the next stage's B has. Vocabulary passes need none of these.
+    """
     if op is Op.F:
-        return ((F, stage - 1),) if stage else ()
+        return ((Op.F, stage - 1),) if stage else ()
     if op is Op.W:
-        return ((B, stage),)
-    return ((F, stage), (B, stage + 1)) if stage + 1 < num_stages else ((F, stage),)
+        return ((Op.B, stage),)
+    if op not in (Op.B, Op.BW):
+        return ()
+    own = ((Op.F, stage),)
+    return (*own, (Op.B, stage + 1)) if stage + 1 < num_stages else own
+
+
+@lru_cache(maxsize=8)
+def _users(num_stages: int) -> dict[tuple[Operation, int], list[tuple[Op, int]]]:
+    found: dict[tuple[Operation, int], list[tuple[Op, int]]] = {}
+    for op in KINDS:
+        for stage in range(num_stages):
+            for needed in inputs(op, stage, num_stages):
+                found.setdefault(needed, []).append((op, stage))
+    return found
+
+
+def users(kind: Operation, stage: int, num_stages: int) -> Sequence[tuple[Op, int]]:
+    """The reverse of ``inputs``: (kind of its result, stage) of every pass that needs a result."""
+    return _users(num_stages).get((kind, stage), ())
+
+
+def given(action: AnyAction) -> Iterator[Action]:
+    """The results of a compute action: kind, stage and microbatch of each."""
+    for op, stage, microbatch in action.parts:
+        for kind in results(op):
+            yield Action(kind, stage, microbatch)
 
 
 def beside(op: Operation, unit: int) -> int | None:

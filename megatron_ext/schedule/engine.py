@@ -16,6 +16,7 @@ No duration was used. In reversed time take and give are exchanged, and peaks ar
 
 from __future__ import annotations
 
+import copy
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -71,6 +72,15 @@ def replay(tasks: Tasks, rows: Sequence[Sequence[int]]) -> list[int] | None:
                     awake.append(tasks.rank[other])
         clock[rank] = time
     return ends if all(at[rank] == len(row) for rank, row in enumerate(rows)) else None
+
+
+def earliest(tasks: Tasks) -> list[int]:
+    """When each task starts if none ever waits for its rank."""
+    apart = copy.copy(tasks)
+    apart.rank = list(range(len(tasks.rank)))
+    ends = replay(apart, [[task] for task in apart.rank])
+    assert ends is not None  # no table has a circle
+    return [end - took for end, took in zip(ends, tasks.duration)]
 
 
 def list_schedule(

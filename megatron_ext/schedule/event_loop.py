@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from .actions import Action, AnyAction, Op, Operation
+from .actions import OFFLOAD_OPS, Action, AnyAction, Op, Operation
 from .costs import Durations
-from .effects import KINDS, inputs, results
+from .effects import KINDS, results
 from .placement import Placement
+from .tasks import sources
 from .units import UnitCosts
-from .vocabulary import ARRIVED, KIND, SLOT_KINDS, Vocabulary, VocabularyOp
+from .vocabulary import Vocabulary, VocabularyOp
 
 
 class More(NamedTuple):
@@ -208,9 +209,13 @@ def _finish(more: More, j: int, time: int, ends: list[int]) -> list[int]:
     return before
 
 
-# Kinds of slots behind those of passes: when an offload action was reached, when a copy has ended.
-_REACHED: dict[Operation, int] = {Op.OFFLOAD: 3, Op.RELEASE: 4, Op.PREPARE: 5, Op.RELOAD: 6}
-_COPIED: dict[Operation, int] = {Op.OFFLOAD: 7, Op.RELOAD: 8}
+# Kinds of slots: of results, when an offload action was reached, what collectives bring to each
+# pass that waits for it, and when a copy has ended.
+KIND: dict[Operation, int] = {
+    op: i for i, op in enumerate((*KINDS, *sorted(OFFLOAD_OPS), *VocabularyOp))
+}
+_COPIED: dict[Operation, int] = {Op.OFFLOAD: len(KIND), Op.RELOAD: len(KIND) + 1}
+SLOT_KINDS = len(KIND) + len(_COPIED)
 
 
 class _Lanes(dict[tuple[Operation, int], Lane]):
@@ -238,8 +243,7 @@ class _Nodes(dict[tuple[Operation, int], Row]):
             return row
         of = self._program.durations.of
         op, stage = key
-        # A whole pass is the sum of its halves, whose factors differ.
-        parts = (Op.B, Op.W) if op is Op.BW else (op,)
+        parts = results(op)  # a whole pass is the sum of its halves, whose factors differ
         took = [sum(of(part, stage) * unit[KINDS.index(part)] for part in parts) for unit in units]
         row = self[key] = [(lane._replace(took=took[j]), j) for j, _ in enumerate(units)]
         return row
@@ -276,7 +280,7 @@ class Program:
     @property
     def pass_slots(self) -> int:
         """Slots of passes, which come first; with a sharded vocabulary all slots."""
-        return self.slots if self.vocabulary else 3 * self._kind
+        return self.slots if self.vocabulary else len(KINDS) * self._kind
 
     @property
     def slots(self) -> int:
@@ -295,36 +299,20 @@ class Program:
 
     def lane(self, op: Operation, stage: int) -> Lane:
         """The lane of a compute action."""
-        rank_of = self.placement.rank_of
-        rank, hop, latency = rank_of(stage), self.durations.hop, self.durations.collective
-        needs = []
-        kinds: tuple[int, ...] = (KIND[op],) if op in KIND else results(op)
-        if op not in KIND:
-            # The input that comes last: a B's own F has ended if the next stage's B has.
-            needs = [
-                (self.slot(kind, other), hop if rank_of(other) != rank else 0)
-                for kind, other in inputs(op, stage, self.placement.num_stages)[-1:]
-            ]
-        gives = [self.slot(kind, stage) for kind in kinds]
+        last = sources(op, stage, self.placement, self.durations)[-1:]
+        needs = [(self.slot(KIND[kind], other), lag) for kind, other, lag in last]
+        gives = [self.slot(KIND[kind], stage) for kind in results(op)]
         if self.vocabulary is not None:
             collective = self.vocabulary.before(op, stage)
             if collective is not None:
-                needs.append((self.slot(ARRIVED[collective], stage), latency))
+                needs.append((self.slot(KIND[collective], stage), self.durations.collective))
             for shared in self.vocabulary.behind(op, stage):
                 gives += self._arrived(shared) if len(self.vocabulary.sources[shared]) == 1 else []
         return Lane.of(self.durations.of(op, stage), needs, gives)
 
     def _arrived(self, collective: VocabularyOp) -> list[int]:
         assert self.vocabulary is not None
-        return [self.slot(ARRIVED[collective], s) for s in self.vocabulary.waiters(collective)]
-
-    def inputs(self, op: Operation, stage: int) -> list[tuple[int, int]]:
-        """(kind, stage) of all results that a pass needs, same microbatch."""
-        found = [] if op in KIND else list(inputs(op, stage, self.placement.num_stages))
-        if self.vocabulary is not None:
-            collective = self.vocabulary.before(op, stage)
-            found += [] if collective is None else self.vocabulary.parts(collective)
-        return found
+        return [self.slot(KIND[collective], s) for _, s in self.vocabulary.waiters[collective]]
 
     def collectives(self) -> list[Row]:
         """What runs beside the ranks: a row for each collective that several passes feed, by
@@ -332,10 +320,10 @@ class Program:
         if self.vocabulary is None:
             return []
         rows = []
-        for one, parts in self.vocabulary.sources.items():
-            if len(parts) == 1:
+        for one, carried in self.vocabulary.sources.items():
+            if len(carried) == 1:
                 continue
-            needs = [(self.slot(*part), 0) for part in self.vocabulary.parts(one)]
+            needs = [(self.slot(KIND[kind], stage), 0) for kind, stage in carried]
             lane = Lane.of(0, needs, self._arrived(one))
             rows.append([(lane, j) for j in range(self.microbatches)])
         return rows
@@ -394,7 +382,7 @@ class Program:
                 if offload not in asked:
                     raise ValueError(f"{action} stands before {offload} or without it")
                 waits = ((self.slot(_COPIED[Op.OFFLOAD], stage), 0),)
-            row.append((Lane.of(0, waits, (self.slot(_REACHED[op], stage),), copy), j))
+            row.append((Lane.of(0, waits, (self.slot(KIND[op], stage),), copy), j))
         return row
 
 

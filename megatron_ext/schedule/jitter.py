@@ -8,9 +8,9 @@ from fractions import Fraction
 from random import Random
 from typing import NamedTuple
 
-from .actions import Action, Op, Operation
+from .actions import Action, Operation
 from .costs import Durations, joint_time
-from .effects import KINDS
+from .effects import KINDS, results
 from .event_loop import Program, Row
 from .network import Network
 from .schedule import Schedule
@@ -125,9 +125,8 @@ def _parts(replay: Replay, drawn: Sequence[Action]) -> list[list[list[_Part]]]:
     where, d = {action: i for i, action in enumerate(drawn)}, replay.durations
 
     def part(op: Operation, stage: int, j: int) -> _Part:
-        ops = (Op.B, Op.W) if op is Op.BW else (op,)
-        at = [where[Action(one, stage, j)] for one in ops]
-        return _Part(at, d.exchange(op, stage), d.of(ops[0], stage))
+        at = [where[Action(kind, stage, j)] for kind in results(op)]
+        return _Part(at, d.exchange(op, stage), d.of(results(op)[0], stage))
 
     return [
         [[part(*one) for one in action.parts if action.is_compute] for action in row]

@@ -14,9 +14,8 @@ from functools import partial
 from typing import NamedTuple
 
 from .actions import Action, AnyAction, Op, Operation
-from .effects import inputs
-from .event_loop import Lane, Program, Row
-from .vocabulary import SLOT_KINDS
+from .effects import CARRIED, inputs
+from .event_loop import SLOT_KINDS, Lane, Program, Row
 
 STREAMS = ("edge", "pair", "rank")
 
@@ -68,11 +67,9 @@ class NetworkProgram(Program):
 
     def lane(self, op: Operation, stage: int) -> Lane:
         lane, rank_of = super().lane(op, stage), self.placement.rank_of
-        if not isinstance(op, Op):
-            return lane
         for kind, other in inputs(op, stage, self.placement.num_stages)[-1:]:
             if rank_of(other) != rank_of(stage):
-                lane = lane._replace(need=self.slot(_ARRIVED + kind, stage), latency=0)
+                lane = lane._replace(need=self.slot(_ARRIVED + (kind is Op.B), stage), latency=0)
         return lane
 
     def with_messages(
@@ -103,8 +100,7 @@ class NetworkProgram(Program):
                     compute.append(next(nodes))
                 elif isinstance(action, Action) and isinstance(action.op, Op):
                     (peer, other), j = action.peer(self.placement), action.microbatch
-                    sends = action.op in (Op.SEND_F, Op.SEND_B)
-                    backward = action.op in (Op.SEND_B, Op.RECV_B)
+                    sends, backward = action.op.is_send, CARRIED[action.op] is Op.B
                     stage = other.stage if sends else action.stage
                     slot = partial(self.slot, stage=stage, microbatch=j)
                     posted = slot(_POSTED[sends] + backward)

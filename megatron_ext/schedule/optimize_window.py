@@ -15,9 +15,11 @@ from typing import Any
 
 from .actions import Action, Op
 from .costs import Durations
-from .effects import DEVICE, FREES, inputs, results
+from .effects import DEVICE, FREES, given
+from .engine import earliest
 from .generators import Objective
 from .placement import Placement
+from .tasks import Tasks, sources
 
 Times = dict[Action, int]  # start of every pass, earliest first
 
@@ -68,32 +70,31 @@ class Problem:
         self.placement, self.cap = placement, cap
         self.took = {a: durations.of(a.op, a.stage) for row in rows for a in row}
         self.rank = {a: rank for rank, row in enumerate(rows) for a in row}
-        gives = {(kind, a.stage, a.microbatch): a for a in self.took for kind in results(a.op)}
+        gives = {result: a for a in self.took for result in given(a)}
         self.frees = {a._replace(op=Op.F): a for a in self.took if a.op in FREES}
         self.before: dict[Action, list[tuple[Action, int]]] = {a: [] for a in self.took}
         self.after: dict[Action, list[tuple[Action, int]]] = {a: [] for a in self.took}
         for a, needs in self.before.items():
-            for kind, stage in inputs(a.op, a.stage, placement.num_stages):
-                b = gives[kind, stage, a.microbatch]
-                needs.append((b, durations.hop if self.rank[b] != self.rank[a] else 0))
-                self.after[b].append((a, needs[-1][1]))
+            for kind, stage, lag in sources(a.op, a.stage, placement, durations):
+                b = gives[Action(kind, stage, a.microbatch)]
+                needs.append((b, lag))
+                self.after[b].append((a, lag))
         # A chunk's passes of a kind come in microbatch order (see ``check``).
         self.following = {
             a: {
-                gives[key]
-                for kind in results(a.op)
-                if (key := (kind, a.stage, a.microbatch + 1)) in gives
+                gives[later]
+                for result in given(a)
+                if (later := result._replace(microbatch=a.microbatch + 1)) in gives
             }
             for a in self.took
         }
         self.goals: list[tuple[int | None, int]] = [(None, 0)]
         if objective == "span":
             # A rank starts with its first stage's first F, in any order at the same time.
-            way = [0]
-            for s in range(1, placement.num_stages):
-                hop = durations.hop * (placement.rank_of(s) != placement.rank_of(s - 1))
-                way.append(way[-1] + durations.forward[s - 1] + hop)
-            self.goals = [(rank, way[row[0]]) for rank, row in enumerate(placement.stages)]
+            tasks = Tasks(placement, durations, 1)
+            start = earliest(tasks)
+            firsts = [tasks.number(Op.F, row[0], 0) for row in placement.stages]
+            self.goals = [(rank, start[task]) for rank, task in enumerate(firsts)]
 
     def value(self, starts: Times) -> int:
         """What is made short."""

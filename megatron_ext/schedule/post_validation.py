@@ -15,11 +15,12 @@ from fractions import Fraction
 
 from .actions import Action, AnyAction, Op, Operation
 from .costs import Costs
+from .effects import CARRIED, given
 from .event_loop import Lane, Program, Row, run
 from .network import Network
 from .placement import Placement
 from .schedule import Schedule, ScheduleError
-from .simulate import simulate
+from .simulate import Replay, simulate
 
 
 class ValidationOp(Operation):
@@ -52,12 +53,10 @@ _VALIDATIONS = (ValidationOp.RECV_STATE, VALIDATE, ValidationOp.SEND_STATE)
 
 
 def _actions(ops: Sequence[ValidationOp], placement: Placement, rank: int) -> list[AnyAction]:
-    missing = set()
-    if rank == 0:
-        missing |= {ValidationOp.RECV_PREFIX, ValidationOp.SEND_STATE}
-    if rank == placement.pp - 1:
-        missing |= {ValidationOp.SEND_PREFIX, ValidationOp.RECV_STATE}
-    return [Action(op, placement.stages[rank][0], 0) for op in ops if op not in missing]
+    """Of one rank; a message needs a rank at its other end."""
+    peers = {op: rank + step for op, (step, _) in _OTHER_END.items()}
+    there = [op for op in ops if peers.get(op, rank) in range(placement.pp)]
+    return [Action(op, placement.stages[rank][0], 0) for op in there]
 
 
 def _is_own(action: AnyAction) -> bool:
@@ -94,8 +93,7 @@ def add_post_validation(schedule: Schedule) -> Schedule:
     ends: dict[Action, int] = {}
     for row, begins, stops in zip(simulation.schedule.ranks, simulation.start, simulation.end):
         for action, begin, end in zip(row, begins, stops):
-            for part in action.parts:
-                ends[part] = end
+            ends |= dict.fromkeys(given(action), end)
             if any(part.op is not Op.F or part.stage not in first for part in action.parts):
                 cut = begin if cut is None else min(cut, begin)
     assert cut is not None  # it has backward passes
@@ -117,12 +115,11 @@ def add_post_validation(schedule: Schedule) -> Schedule:
 def _end(action: AnyAction, schedule: Schedule, ends: dict[Action, int]) -> int:
     """When the pass ends that ``action`` is, or whose result it carries; copies have no end."""
     if not isinstance(action, Action) or action.is_compute:
-        return ends[action.parts[0]]
+        return ends[next(given(action))]
     if action.is_copy:
         return -1
     send = action if action.op.is_send else action.peer(schedule.placement)[1]
-    ops = (Op.F,) if send.op is Op.SEND_F else (Op.B, Op.BW)
-    return next(ends[a] for op in ops if (a := send._replace(op=op)) in ends)
+    return ends[send._replace(op=CARRIED[send.op])]
 
 
 def head_length(row: Sequence[AnyAction]) -> int:
@@ -197,8 +194,11 @@ def steady_time(
     if not schedule.is_extended:
         raise ValueError(f"schedule {schedule.name} is lowered without post-validation")
     durations = (schedule.costs if costs is None else costs).durations(schedule.placement)
-    pp, m = schedule.pp, schedule.microbatches
-    program = Program(schedule.placement, durations, m * _ROUNDS)
+    replay = Replay(schedule.compute(), durations, costs=costs)
+    durations, units = replay.durations, replay.program.units
+    pp, m = schedule.pp, replay.program.microbatches
+    every = None if units is None else [*units] * _ROUNDS
+    program = Program(schedule.placement, durations, m * _ROUNDS, units=every)
     hop, base = durations.hop, program.pass_slots
 
     # Slots by rank and round, behind those of the passes.
@@ -207,29 +207,26 @@ def steady_time(
 
     rows: list[Row] = []
     for rank, row in enumerate(schedule.ranks):
-        before = ((slot(0, rank - 1), hop),) if rank else ()
-        behind = ((slot(1, rank + 1), hop),) if rank + 1 < pp else ()
         # The VALIDATE of rank 0 is the last of all; every rank waits for it in a slot of its own.
         all_ranks = tuple(slot(2, other) for other in range(pp)) if not rank else ()
-        prefix = Lane.of(0, before, (slot(0, rank),))
-        validate = Lane.of(0, behind, (slot(1, rank), *all_ranks))
         meeting = Lane.of(0, ((slot(2, rank), 0),), (slot(3, rank),))
-        nodes: Row = []
+        nodes: list[tuple[Lane, int, int]] = []  # with what a round adds to the number
+        came: tuple[tuple[int, int], ...] = ()
         for action in row:
-            if isinstance(action, Action) and action.op is PREFIX:
-                nodes.append((prefix, 0))
-            elif isinstance(action, Action) and action.op is VALIDATE:
-                nodes += [(validate, 0), (meeting, 0)]
-            elif action.is_compute:
-                nodes += program.row([action])
-        own = {id(prefix), id(validate), id(meeting)}
-        rows.append(
-            [
-                (lane, j + turn * (1 if id(lane) in own else m))
-                for turn in range(_ROUNDS)
-                for lane, j in nodes
-            ]
-        )
+            if action.is_compute:
+                nodes += [(lane, j, m) for lane, j in program.row([action])]
+            elif isinstance(action, Action) and isinstance(action.op, ValidationOp):
+                if action.op.is_receive:
+                    state = action.op is ValidationOp.RECV_STATE
+                    came = ((slot(state, action.peer(schedule.placement)[0]), hop),)
+                elif action.op is PREFIX:
+                    nodes.append((Lane.of(0, came, (slot(0, rank),)), 0, 1))
+                    came = ()
+                elif action.op is VALIDATE:
+                    validate = Lane.of(0, came, (slot(1, rank), *all_ranks))
+                    nodes += [(validate, 0, 1), (meeting, 0, 1)]
+        turns = range(_ROUNDS)
+        rows.append([(lane, j + turn * more) for turn in turns for lane, j, more in nodes])
     done = run(rows, base + 4 * pp * _ROUNDS)
     assert done is not None and all(at == len(row) for at, row in zip(done.at, rows))
     first = _ROUNDS // 2 - 1

@@ -10,13 +10,14 @@ from . import grid
 from .actions import Action, AnyAction, Op
 from .copies import Copies, Copy
 from .costs import Costs, Durations
-from .effects import KINDS, B, W, curve, peak_host_sets
-from .event_loop import Node, Program, RepeatedError, Row, Run, run
+from .effects import curve, peak_host_sets
+from .event_loop import KIND, Node, Program, RepeatedError, Row, Run, run
 from .link import Link, LinkTimes
 from .network import Network, NetworkProgram
 from .schedule import Schedule, ScheduleError
+from .tasks import sources
 from .units import step
-from .vocabulary import KIND, peak_held
+from .vocabulary import peak_held
 
 
 @dataclass(frozen=True)
@@ -380,12 +381,10 @@ def _last(end: _Times) -> int:
     return max((row[-1] for row in end if row), default=0)
 
 
-_PASS = {**dict(enumerate(KINDS)), **{kind: op for op, kind in KIND.items()}}
-
-
 def _cannot_progress(schedule: Schedule, program: Program, done: Run) -> ScheduleError:
     """Names what every rank waits for, first of all the ranks that wait for each other."""
     positions = done.at
+    pipeline = program.placement, program.durations, program.vocabulary
     reasons: list[str] = []
     owners: list[int | None] = []
     for row, at in zip(schedule.ranks, positions):
@@ -394,16 +393,16 @@ def _cannot_progress(schedule: Schedule, program: Program, done: Run) -> Schedul
             owners.append(None)
             continue
         action = row[at]
-        kind, stage, j = next(
-            (k, s, part.microbatch)
-            for part in action.parts
-            for k, s in program.inputs(part.op, part.stage)
-            if done.ends[program.slot(k, s, part.microbatch)] < 0
+        needs = next(
+            Action(kind, stage, j)
+            for op, own, j in action.parts
+            for kind, stage, _ in sources(op, own, *pipeline)
+            if done.ends[program.slot(KIND[kind], stage, j)] < 0
         )
-        owner = schedule.placement.rank_of(stage)
-        fused = Action(Op.BW, stage, j)
-        whole = kind in (B, W) and any(fused in a.parts for a in schedule.ranks[owner])
-        needs = fused if whole else Action(_PASS[kind], stage, j)
+        owner = schedule.placement.rank_of(needs.stage)
+        whole = needs._replace(op=Op.BW)
+        if needs.op is Op.B and any(whole in a.parts for a in schedule.ranks[owner]):
+            needs = whole
         reasons.append(f"{action} waits for {needs} of rank {owner}")
         owners.append(owner)
     circle = grid.wait_cycle(owners)

@@ -17,6 +17,30 @@ from .units import UnitCosts
 from .vocabulary import Vocabulary
 
 
+def sources(
+    op: Operation,
+    stage: int,
+    placement: Placement,
+    durations: Durations,
+    vocabulary: Vocabulary | None = None,
+) -> list[tuple[Operation, int, int]]:
+    """(kind, stage, lag) of every result that a pass needs, of the same unit.
+
+    The lag is from the end of the pass that gives it: a hop if that is another rank's, or the
+    latency of the collective that brings it.
+    """
+    rank_of, hop = placement.rank_of, durations.hop
+    found: list[tuple[Operation, int, int]] = [
+        (kind, other, hop if rank_of(other) != rank_of(stage) else 0)
+        for kind, other in inputs(op, stage, placement.num_stages)
+    ]
+    collective = None if vocabulary is None else vocabulary.before(op, stage)
+    if vocabulary is not None and collective is not None:
+        carried = vocabulary.sources[collective]
+        found += [(kind, other, durations.collective) for kind, other in carried]
+    return found
+
+
 class _Rest(NamedTuple):
     """What else a table is made from."""
 
@@ -121,36 +145,20 @@ class Tasks:
     def _needs(self, lane: int) -> list[tuple[tuple[int, int], ...]]:
         """Of every task of a lane."""
         op, stage = self.lanes[lane]
-        sources = [(source, other, self._lag(stage, other)) for source, other in self._inputs(lane)]
-        if self._rest.vocabulary is not None:
-            collective = self._rest.vocabulary.before(op, stage)
-            lag = self._rest.durations.collective
-            found = [] if collective is None else self._rest.vocabulary.sources[collective]
-            sources += [(source, other, lag) for source, other in found]
-        units = range(self.units)
-        needs = [
-            [(first + unit, lag) for unit in units]
-            for first, lag in [(self.number(op, s, 0), lag) for op, s, lag in sources]
-        ]
+        durations, _, vocabulary = self._rest
+        units, needs = range(self.units), []
+        for kind, other, lag in sources(op, stage, self.placement, durations, vocabulary):
+            first = self.number(kind, other, 0)
+            needs.append([(first + unit, lag) for unit in units])
         rows: list[tuple[tuple[int, int], ...]] = list(zip(*needs)) if needs else [()] * self.units
         first = self.number(op, stage, 0)
         for unit in units:
-            other = beside(op, unit)
-            if other is None:
+            before = beside(op, unit)
+            if before is None:
                 break
-            if 0 <= other < self.units and self.microbatch[other] == self.microbatch[unit]:
-                rows[unit] = (*rows[unit], (first + other, 0))
+            if 0 <= before < self.units and self.microbatch[before] == self.microbatch[unit]:
+                rows[unit] = (*rows[unit], (first + before, 0))
         return rows
-
-    def _inputs(self, lane: int) -> Iterator[tuple[Operation, int]]:
-        op, stage = self.lanes[lane]
-        if isinstance(op, Op):
-            for kind, other in inputs(op, stage, self.placement.num_stages):
-                yield KINDS[kind], other
-
-    def _lag(self, stage: int, other: int) -> int:
-        same = self.placement.rank_of(stage) == self.placement.rank_of(other)
-        return 0 if same else self._rest.durations.hop
 
     def lane_order(self, lane: int) -> list[int]:
         """Its tasks: microbatches rise; the units of one fall in backward passes."""

@@ -158,23 +158,30 @@ def step(action: Action, costs: Sequence[UnitCosts]) -> int:
 
 
 def slice_costs(
-    slices: int, attention: Fraction | int = 0, *, even: bool = False
+    slices: int,
+    attention: Fraction | int = 0,
+    *,
+    even: bool = False,
+    length: Fraction | int = 1,
 ) -> list[UnitCosts]:
     """Costs of a microbatch's slices under causal attention, as integer shares of ``SHARE``.
 
-    A whole microbatch takes 1 for F, 1 + a for B and 1 - a for W: attention has no weights, and its
-    backward pass takes twice as long as its forward one. A slice from x to y takes (1 - a)(y - x)
-    of an F for what grows with its length, and a(y^2 - x^2) for attention to its prefix.
+    A whole microbatch of length 1 takes 1 for F, 1 + a for B and 1 - a for W: attention has no
+    weights, and its backward pass takes twice as long as its forward one. A slice from x to y takes
+    (1 - a)(y - x) of an F for what grows with its length, and a(y^2 - x^2) for attention to its
+    prefix.
 
     Args:
         slices: 1 or more.
         attention: a, the share of core attention in F, from 0 to 1.
         even: cut into equal lengths; else F's take equally long.
+        length: of this microbatch; 1 is that whose F takes ``SHARE``.
     """
-    a = Fraction(attention)
-    ends = [Fraction(k, slices) for k in range(slices + 1)]
+    a, length = Fraction(attention), Fraction(length)
+    ends = [length * k / slices for k in range(slices + 1)]
     if not even and a:
-        ends = [_cut(share, a) for share in ends]
+        whole = (1 - a) * length + a * length * length
+        ends = [_cut(whole * k / slices, a) for k in range(slices + 1)]
     found = []
     for x, y in pairwise(ends):
         linear, square = (1 - a) * (y - x), a * (y * y - x * x)
@@ -214,7 +221,7 @@ def shares_of(
     return tuple(rows)
 
 
-def _cut(share: Fraction, a: Fraction) -> Fraction:
-    """Where the F of all tokens before has taken this share: (1 - a)x + a x^2."""
-    root = Fraction(isqrt(int(((1 - a) ** 2 + 4 * a * share) * SHARE**4)), SHARE**2)
+def _cut(time: Fraction, a: Fraction) -> Fraction:
+    """Where the F of all tokens before has taken so long: (1 - a)x + a x^2."""
+    root = Fraction(isqrt(int(((1 - a) ** 2 + 4 * a * time) * SHARE**4)), SHARE**2)
     return (root - (1 - a)) / (2 * a)

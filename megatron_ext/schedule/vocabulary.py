@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .actions import Action, AnyAction, Op, Operation
-from .effects import B, F, passes, peak, steps
+from .effects import passes, peak, results, steps
 from .placement import Placement
 
 BARRIERS = (1, 2)
@@ -46,11 +46,7 @@ class VocabularyOp(Operation):
 
 S, T, E, G = VocabularyOp.S, VocabularyOp.T, VocabularyOp.E, VocabularyOp.G
 PASSES = (S, T, E, G)
-# Kinds of results, behind those of passes and copies.
-KIND: dict[Operation, int] = {S: 9, T: 10, E: 11, G: 12}
-# Kinds of what collectives bring, by the pass that waits for it.
-ARRIVED = {op: 13 + i for i, op in enumerate(op for op in VocabularyOp if op.is_collective)}
-SLOT_KINDS = 19
+_Ends = list[tuple[Operation, int]]
 
 
 class Vocabulary:
@@ -64,9 +60,9 @@ class Vocabulary:
 
     Attributes:
         stages: that each rank's vocabulary passes name: its first one.
-        collectives: of every microbatch.
-        sources: of a collective: (operation, stage) of the passes whose results it carries, of the
-            same microbatch.
+        sources: of a collective: (kind, stage) of the results that it carries, of the same
+            microbatch.
+        waiters: of a collective: (kind of their results, stage) of the passes that wait for it.
     """
 
     def __init__(
@@ -78,21 +74,26 @@ class Vocabulary:
         self.last = placement.num_stages - 1
         self.stages = [row[0] for row in placement.stages]
 
-        def every(op: Operation) -> list[tuple[Operation, int]]:
+        def every(op: Operation) -> _Ends:
             return [(op, stage) for stage in self.stages]
 
-        self.sources: dict[VocabularyOp, list[tuple[Operation, int]]] = {
-            VocabularyOp.SHARE_X: [(Op.F, self.last)],
-            VocabularyOp.JOIN_S: every(S),
+        last_b: _Ends = [(Op.B, self.last)]
+        # Of every collective: what it carries, and who waits for it.
+        table: dict[VocabularyOp, tuple[_Ends, _Ends]] = {
+            VocabularyOp.SHARE_X: ([(Op.F, self.last)], every(S)),
+            VocabularyOp.JOIN_S: (every(S), last_b if barriers == 1 else every(T)),
         }
         if training and barriers == 2:
-            self.sources[VocabularyOp.JOIN_T] = every(T)
+            table[VocabularyOp.JOIN_T] = every(T), last_b
         elif training:
-            self.sources[VocabularyOp.SHARE_D] = [(Op.B, self.last)]
+            table[VocabularyOp.SHARE_D] = last_b, every(T)
         if embeddings:
-            self.sources[VocabularyOp.JOIN_E] = every(E)
+            table[VocabularyOp.JOIN_E] = every(E), [(Op.F, 0)]
         if embeddings and training:
-            self.sources[VocabularyOp.SHARE_G] = [(Op.B, 0)]
+            table[VocabularyOp.SHARE_G] = [(Op.B, 0)], every(G)
+        self.sources = {one: carried for one, (carried, _) in table.items()}
+        self.waiters = {one: waiting for one, (_, waiting) in table.items()}
+        self._before = {key: one for one, waiting in self.waiters.items() for key in waiting}
 
     @property
     def passes(self) -> tuple[VocabularyOp, ...]:
@@ -102,32 +103,11 @@ class Vocabulary:
 
     def before(self, op: Operation, stage: int) -> VocabularyOp | None:
         """The collective that a pass waits for; None: there is none."""
-        found = _BRINGS.get(op)
-        if op is T:
-            found = VocabularyOp.SHARE_D if self.barriers == 1 else VocabularyOp.JOIN_S
-        elif op is Op.F and stage == 0:
-            found = VocabularyOp.JOIN_E
-        elif op in (Op.B, Op.BW) and stage == self.last:
-            found = VocabularyOp.JOIN_S if self.barriers == 1 else VocabularyOp.JOIN_T
-        return found if found in self.sources else None
-
-    def parts(self, collective: VocabularyOp) -> list[tuple[int, int]]:
-        """(kind, stage) of the results that a collective carries, same microbatch."""
-        return [(_KINDS[op], stage) for op, stage in self.sources[collective]]
-
-    def waiters(self, collective: VocabularyOp) -> list[int]:
-        """Stages of the passes that wait for a collective."""
-        if collective is VocabularyOp.JOIN_E:
-            return [0]
-        if collective is VocabularyOp.JOIN_T or (
-            collective is VocabularyOp.JOIN_S and self.barriers == 1
-        ):
-            return [self.last]
-        return self.stages
+        return self._before.get((results(op)[0], stage))
 
     def behind(self, op: Operation, stage: int) -> list[VocabularyOp]:
         """The collectives that carry the result of a pass."""
-        key = Op.B if op is Op.BW else op, stage
+        key = results(op)[0], stage
         return [one for one, found in self.sources.items() if key in found]
 
     def actions(self, op: Operation, microbatch: int) -> list[Action]:
@@ -144,10 +124,3 @@ def peak_held(ranks: Sequence[Sequence[AnyAction]]) -> list[int]:
     held: dict[Operation, int] = {S: 1, T: -1}
     some = [any(action.op is T for action in passes(row)) for row in ranks]
     return [peak(steps(row, held)) if t else 0 for row, t in zip(ranks, some)]
-
-
-_BRINGS: dict[Operation, VocabularyOp] = {
-    S: VocabularyOp.SHARE_X,
-    G: VocabularyOp.SHARE_G,
-}
-_KINDS: dict[Operation, int] = {Op.F: F, Op.B: B, **KIND}

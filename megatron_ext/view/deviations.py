@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..schedule.actions import Action, AnyAction, Op
-from .timeline import Box, Timeline, decimal
+from ..schedule.actions import Action, AnyAction
+from ..schedule.tasks import sources
+from .timeline import Box, Timeline, decimal, results_of
 
 
 class Deviation(NamedTuple):
@@ -49,12 +50,7 @@ def largest(planned: Timeline, measured: Timeline, count: int = 3) -> list[Devia
         count: how many at most; fewer if no more exceed the plan.
     """
     plan = planned.scaled_to(measured)
-    where = {
-        part: (rank, box)
-        for rank, row in enumerate(measured.boxes)
-        for box in row
-        for part in box.action.parts
-    }
+    made = results_of(measured)
     found = []
     for rank, row in enumerate(measured.boxes):
         gaps = {box.action: gap for box, gap in _gaps(plan.boxes[rank])}
@@ -66,8 +62,8 @@ def largest(planned: Timeline, measured: Timeline, count: int = 3) -> list[Devia
     found.sort(key=lambda one: (-round(one[0], 6), one[2].start, one[1]))
     out = []
     for longer, rank, box in found[:count]:
-        made = [where[a] for a in _producers(box.action, measured) if a in where]
-        of, producer = max(made, key=lambda one: one[1].end) if made else (rank, None)
+        needs = [made[a] for a in _needs(box.action, measured) if a in made]
+        of, producer = max(needs, key=lambda one: one[1].end) if needs else (rank, None)
         ended = 0.0 if producer is None else box.start - producer.end
         action = None if producer is None else producer.action
         out.append(Deviation(rank, box.action, longer, action, of, ended))
@@ -82,16 +78,12 @@ def _gaps(row: tuple[Box, ...]) -> Iterator[tuple[Box, float]]:
         end = max(end, box.end)
 
 
-def _producers(action: AnyAction, run: Timeline) -> list[Action]:
-    """The passes whose results ``action`` takes, under both names that each may have."""
-    found = []
-    for op, stage, microbatch in action.parts:
-        if op is Op.F:
-            found += [Action(Op.F, stage - 1, microbatch)] if stage else []
-        elif op is Op.W:
-            found.append(Action(Op.B, stage, microbatch))
-        elif stage == run.schedule.placement.num_stages - 1:
-            found.append(Action(Op.F, stage, microbatch))
-        else:
-            found += [Action(kind, stage + 1, microbatch) for kind in (Op.B, Op.BW)]
-    return found
+def _needs(action: AnyAction, run: Timeline) -> Iterator[Action]:
+    """The results that ``action`` takes."""
+    schedule = run.schedule
+    durations = schedule.costs.durations(schedule.placement)
+    for op, stage, unit in action.parts:
+        for kind, other, _ in sources(
+            op, stage, schedule.placement, durations, schedule.vocabulary
+        ):
+            yield Action(kind, other, unit)

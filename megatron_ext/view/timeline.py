@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .._input import shown
 from ..schedule.actions import Action, AnyAction, Op, parse
-from ..schedule.effects import DEVICE, FREES, curve
+from ..schedule.effects import DEVICE, FREES, curve, given
 from ..schedule.generators.building_block import Block, took
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
@@ -217,6 +217,16 @@ def _memory(
             steps.append((last, DEVICE[action.parts[0].op]))
     found = curve(sorted(steps))
     return tuple(found) if whole == 1 else tuple((time, held / whole) for time, held in found)
+
+
+def results_of(run: Timeline) -> dict[Action, tuple[int, Box]]:
+    """By result (``effects.given``): the rank and the pass that it is of."""
+    return {
+        result: (rank, box)
+        for rank, row in enumerate(run.boxes)
+        for box in row
+        for result in given(box.action)
+    }
 
 
 def is_pair(runs: Sequence[Timeline]) -> bool:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..schedule.actions import Action, AnyAction, Op
+from ..schedule.actions import Action
+from ..schedule.effects import users
 from .palette import COPY_MEANING
-from .timeline import Box, Timeline
+from .timeline import Timeline, results_of
 
 
 def to_trace(timelines: Sequence[Timeline], unit_us: float = 1000.0) -> dict[str, Any]:
@@ -100,32 +101,14 @@ def _counter(timeline: Timeline, rank: int, factor: float) -> Iterator[dict[str,
 
 def _arrows(timeline: Timeline, track: int, factor: float) -> Iterator[dict[str, Any]]:
     """Flow events from the end of a pass to the start of the pass on another rank that needs it."""
-    where: dict[Action, tuple[int, Box]] = {
-        part: (rank, box)
-        for rank, row in enumerate(timeline.boxes)
-        for box in row
-        for part in box.action.parts
-    }
-    number = 0
-    for rank, row in enumerate(timeline.boxes):
-        for box in row:
-            for consumer in _consumers(box.action):
-                other, target = where.get(consumer, (rank, box))
-                if other == rank:
-                    continue
-                number += 1
-                flow = {"name": str(box.action), "cat": "transfer", "id": f"{track}.{number}"}
-                begin, end = box.end * factor, target.start * factor
-                yield {"ph": "s", **flow, "pid": rank, "tid": track, "ts": begin}
-                yield {"ph": "f", "bp": "e", **flow, "pid": other, "tid": track, "ts": end}
-
-
-def _consumers(action: AnyAction) -> list[Action]:
-    """The passes of the neighbouring stages that may use this action's results."""
-    found = []
-    for op, stage, microbatch in action.parts:
-        if op is Op.F:
-            found.append(Action(Op.F, stage + 1, microbatch))
-        elif op in (Op.B, Op.BW) and stage:
-            found += [Action(kind, stage - 1, microbatch) for kind in (Op.B, Op.BW)]
-    return found
+    made, number = results_of(timeline), 0
+    for (kind, stage, unit), (rank, box) in made.items():
+        for user in users(kind, stage, timeline.schedule.placement.num_stages):
+            other, target = made.get(Action(*user, unit), (rank, box))
+            if other == rank:
+                continue
+            number += 1
+            flow = {"name": str(box.action), "cat": "transfer", "id": f"{track}.{number}"}
+            begin, end = box.end * factor, target.start * factor
+            yield {"ph": "s", **flow, "pid": rank, "tid": track, "ts": begin}
+            yield {"ph": "f", "bp": "e", **flow, "pid": other, "tid": track, "ts": end}

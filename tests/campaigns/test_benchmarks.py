@@ -163,6 +163,22 @@ def test_offload(repo_root: Path, tmp_path: Path) -> None:
     assert "## `interleaved`" in text and text.count("## Host time of a saved tensor") == 1
 
 
+def test_lengths(repo_root: Path, tmp_path: Path) -> None:
+    """Two seeds of each distribution; then the page alone, the same again."""
+    command = [*BARE, "-m", "benchmarks.lengths", "--output", str(tmp_path)]
+    more = ["--seeds", "2", "--date", "2026-01-02"]
+    subprocess.run([*command, *more], cwd=repo_root, timeout=PATIENCE, check=True)
+    rows = results(repo_root, tmp_path, "lengths")["rows"]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["idle"]["slices, arranged, search"] < row["idle"]["planned for the mean"] / 3
+    text = (tmp_path / "lengths.md").read_text()
+    assert text.count("| planned for the mean |") == 2
+    again = ["--page-of", str(tmp_path / "results" / "2026-01-02-lengths.json")]
+    subprocess.run([*command, *again], cwd=repo_root, timeout=PATIENCE, check=True)
+    assert (tmp_path / "lengths.md").read_text() == text
+
+
 def test_adaptive(repo_root: Path, tmp_path: Path) -> None:
     """The smallest cells, and what the page says of them; then the page alone, the same again."""
     command = [*BARE, "-m", "benchmarks.adaptive", "--most", "32", "--random", "8"]

@@ -70,7 +70,8 @@ class TestOnRanks:
         outcome = start("--pp-schedule", "v-half", prelude=named, value=names)
         assert outcome.status == "ok", outcome.report
         assert len(outcome.losses()) == 1
-        line = f"{MODEL} --transformer-impl local"
+        # The launcher adds these flags without GPUs.
+        line = f"{MODEL} --transformer-impl local --no-gradient-accumulation-fusion"
         command = ["plan", "--from-args", line, "--pp", "4", "--gpu", "H100", "--json"]
         command += ["--schedules", "v-half", "--micro-batch-sizes", "1", "--no-balance"]
         assert cli.main([*command, "--cheap-recompute", "off", "--offload", "off"]) == 0

@@ -135,14 +135,18 @@ def test_a_wheel_is_needed(repo_root: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and "has 0 wheels of megatron-core" in done.stderr
 
 
-def test_messages_through_the_host_know_every_way() -> None:
-    """Of every schedule of the part ``shared``, at four ranks too, which no other test here has."""
-    from benchmarks.gpu.shared import CASES
-    from megatron_ext.schedule import Placement, generate
-
-    ways = Placement.loop(4, 2).edges
-    for name, chunks, _ in CASES:
-        assert generate(name, 4, 8, chunks).placement.edges <= ways, name
+def test_messages_through_the_host_know_every_way(repo_root: Path) -> None:
+    """Of every schedule of the part ``shared``, at four ranks too, which no other test here has.
+    In a process of its own: the part puts CPU tensors in the place of a GPU's."""
+    code = """
+from benchmarks.gpu.model import ways
+from benchmarks.gpu.shared import CASES
+from megatron_ext.schedule import generate
+for name, chunks, _ in CASES:
+    assert generate(name, 4, 8, chunks).placement.edges <= ways(4), name
+"""
+    done = _run(repo_root, "-c", code)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_parts_start_where_there_is_a_gpu(repo_root: Path, tmp_path: Path) -> None:
@@ -289,6 +293,18 @@ def test_the_page_says_what_is_wrong() -> None:
     assert wrong({"tests": {"failures": ["test_a: no"]}}) == ["tests: test_a: no"]
 
 
+# Every second shape is fitted to.
+_FIT = """
+import json, pathlib, sys
+from benchmarks.gpu.fit import mark
+from benchmarks.gpu.row import figures_text
+path = pathlib.Path(sys.argv[1])
+known = json.loads(path.read_text())
+mark(known["figures"])
+path.write_text(figures_text(known))
+"""
+
+
 def test_results_become_the_planners(repo_root: Path, tmp_path: Path) -> None:
     """Made-up results of an H100: rates and passes of a layer, where the planner reads them."""
     from megatron_ext.plan.calibration import compare
@@ -300,6 +316,10 @@ def test_results_become_the_planners(repo_root: Path, tmp_path: Path) -> None:
         "gpu": "NVIDIA H100 80GB HBM3, 79 GiB", "date": DATE, "torch": "2.11.0", "tiny": False,
         "rows": {
             "rates": {"gb_per_s": {"to_host": 50.126, "to_device": 51.5}},
+            "slices": {"rows": [
+                {"hidden": 4096, "tokens": 8192, "cut": cut, "ms": {"F": [5.0], "B": [6.0]}}
+                for cut in ("torch's kernel", "even")
+            ]},
             "replay": {"rows": [
                 {"size": size, "schedule": "1f1b", "passes_ms": {"F0": 10.0, "BW0": 18.0}},
                 {"size": size, "schedule": "v-half", "passes_ms": halves},
@@ -321,12 +341,25 @@ def test_results_become_the_planners(repo_root: Path, tmp_path: Path) -> None:
     assert f"benchmarks.gpu, {DATE}: NVIDIA H100" in dict(gpu.sources)["to_host"]
     published = json.loads((folder / "published" / "H100.json").read_text())
     former = json.loads((repo_root / "megatron_ext/plan/gpus/published/H100.json").read_text())
-    assert published["figures"][:-2] == former["figures"]
-    mine = published["figures"][-2:]
+    assert published["figures"][:-3] == former["figures"]
+    mine = published["figures"][-3:]
     assert [each["published"] for each in mine] == [
+        {"F": 5.0, "B": 6.0},
         {"F": 2.5, "B+W": 4.5},
         {"F": 2.5, "B": 3.0, "W": 1.0},
     ]
     assert all(each.ours > 0 for each in compare(gpu, mine))
+    apart = "--no-gradient-accumulation-fusion"
+    assert all(apart in each["flags"] for each in mine)
+    assert ["--grad-reduce-in-bf16" in each["flags"] for each in mine] == [False, True, True]
+    # Lines of numbers that stay are as they were.
+    table = (folder / "H100.json").read_text().splitlines()
+    kept = (repo_root / "megatron_ext/plan/gpus/H100.json").read_text().splitlines()
+    assert len([line for line in kept if line not in table]) == 4
+    done = _run(repo_root, "-c", _FIT, str(folder / "published" / "H100.json"))
+    assert done.returncode == 0, done.stderr
+    assert _run(repo_root, *command).returncode == 0
+    published = json.loads((folder / "published" / "H100.json").read_text())
+    assert [each["fitted"] for each in published["figures"]] == [True, False, True, True]
     results.write_text(json.dumps({**data, "tiny": True}))
     assert _run(repo_root, *command).returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..actions import Action, Op
+from ..effects import inputs
 from ..placement import Placement
 from ..schedule import Schedule
 from ..vocabulary import AHEAD, E, S, Vocabulary, VocabularyOp
@@ -48,7 +49,8 @@ def forward_only(placement: Placement, microbatches: int, barriers: int = 0) -> 
         for rank, row in enumerate(placement.stages):
             for stage in reversed(row):
                 j = following[stage]
-                if j < microbatches and (stage == 0 or j < done[stage - 1]):
+                needs = inputs(Op.F, stage, n)
+                if j < microbatches and all(j < done[other] for _, other in needs):
                     ranks[rank].append(Action(Op.F, stage, j))
                     following[stage] = j + 1
                     left -= 1

@@ -13,13 +13,13 @@ from dataclasses import replace
 from fractions import Fraction
 
 from ..actions import Action, AnyAction, Op, Operation, RankActions
-from ..effects import passes, peak_sets
+from ..effects import given, passes, peak_sets
 from ..engine import list_schedule
 from ..event_loop import Program, time_of
 from ..schedule import Schedule, ScheduleError
 from ..simulate import simulate
 from ..tasks import Tasks
-from ..vocabulary import AHEAD, E, G, S, T, Vocabulary, peak_held
+from ..vocabulary import AHEAD, E, G, S, T, Vocabulary, VocabularyOp, peak_held
 from .request import LONG
 
 
@@ -166,10 +166,10 @@ def _with_embeddings(schedule: Schedule) -> Schedule:
     ready: dict[int, int] = {}
     for starts, ends, row in zip(run.start, run.end, run.schedule.ranks):
         for start, end, action in zip(starts, ends, row):
-            for op, stage, microbatch in action.parts:
-                if op is Op.F and stage == 0:
+            for kind, stage, microbatch in given(action):
+                if (kind, stage) in vocabulary.waiters[VocabularyOp.JOIN_E]:
                     begin[microbatch + AHEAD] = start
-                elif op in (Op.B, Op.BW) and stage == 0:
+                elif (kind, stage) in vocabulary.sources[VocabularyOp.SHARE_G]:
                     ready[microbatch] = end
     ranks: list[list[AnyAction]] = []
     for rank, (starts, row) in enumerate(zip(run.start, run.schedule.ranks)):

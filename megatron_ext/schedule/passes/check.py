@@ -9,7 +9,7 @@ from fractions import Fraction
 from .. import grid
 from ..actions import Action, AnyAction, Op
 from ..costs import Costs
-from ..effects import inputs, passes
+from ..effects import MESSAGES, given, inputs, passes
 from ..post_validation import check_post_validation
 from ..schedule import Schedule, ScheduleError
 from ..simulate import Simulation, Transfers, simulate
@@ -197,18 +197,15 @@ def _check_weight_after_backward(schedule: Schedule, where: _Where) -> None:
 def _check_transfers(schedule: Schedule, where: _Where) -> None:
     """Every input from another rank has its SEND and RECV, in place; nothing else is sent."""
     placement, needed = schedule.placement, set()
+    made = {result: at for action, at in where.items() for result in given(action)}
     for consumer, (rank, position) in where.items():
-        if not (consumer.is_compute and isinstance(consumer.op, Op)):
-            continue
         for kind, stage in inputs(consumer.op, consumer.stage, placement.num_stages):
             if placement.rank_of(stage) == rank:
                 continue
             j = consumer.microbatch
-            send, receive, producer = (
-                (Op.SEND_B, Op.RECV_B, Op.B) if kind else (Op.SEND_F, Op.RECV_F, Op.F)
-            )
+            send, receive = MESSAGES[kind]
             needed |= {Action(send, stage, j), Action(receive, consumer.stage, j)}
-            source = where.get(Action(producer, stage, j)) or where[Action(Op.BW, stage, j)]
+            source = made[Action(kind, stage, j)]
             _check_behind(schedule, where, Action(send, stage, j), source)
             arrival = where.get(Action(receive, consumer.stage, j))
             if arrival is None:
@@ -269,8 +266,8 @@ def _check_copies(run: Simulation) -> Transfers:
     begin: dict[Action, int] = {}
     for row, starts, ends in zip(run.schedule.ranks, run.start, run.end):
         for action, start, end in zip(row, starts, ends):
-            for part in action.parts:
-                begin[part] = end if part.op is Op.F else start
+            for result in given(action):
+                begin[result] = end if result.op is Op.F else start
     home: dict[tuple[int, int], int] = {}  # end of the set's OFFLOAD
     for copy, rank in sorted(copies, key=lambda c: (c[0].start, c[0].end)):
         op, stage, j = copy.action
@@ -285,7 +282,7 @@ def _check_copies(run: Simulation) -> Transfers:
             home[stage, j] = copy.end
             good = begin[Action(Op.F, stage, j)] <= copy.start
         else:
-            needed = begin.get(Action(Op.BW, stage, j), begin.get(Action(Op.B, stage, j), 0))
+            needed = begin.get(Action(Op.B, stage, j), 0)
             good = home[stage, j] <= copy.start and copy.end <= needed
         if not good:
             raise ScheduleError(f"rank {rank}: the copy of {copy.action} is not where it can be")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..actions import Action, AnyAction, Op, Operation
+from ..actions import Action, AnyAction
 from ..costs import Costs
+from ..effects import CARRIED, MESSAGES, given, users
 from ..network import Network
 from ..schedule import Schedule
 from ..simulate import Simulation, simulate
@@ -50,10 +51,10 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     run = simulate(schedule, _predicted(schedule, costs))
     rank_of = [schedule.placement.rank_of(s) for s in range(schedule.placement.num_stages)]
     start = {
-        part: begin
+        result: begin
         for row, begins in zip(run.schedule.ranks, run.start)
         for action, begin in zip(row, begins)
-        for part in action.parts
+        for result in given(action)
     }
     behind, out = _offloads(schedule)
     by_end: dict[int, list[AnyAction]] = {}
@@ -101,30 +102,30 @@ def _predicted(schedule: Schedule, costs: Costs) -> Costs:
     return costs
 
 
-_Waiting = dict[tuple[Operation, int, int], tuple[list[int], VocabularyOp]]
+_Waiting = dict[Action, tuple[list[int], VocabularyOp]]
 
 
 def _collectives(schedule: Schedule) -> _Waiting:
-    """By pass: how many passes its collective still waits for, and which collective that is."""
+    """By result: how many of them its collective still waits for, and which collective that is."""
     if schedule.vocabulary is None:
         return {}
     waiting: _Waiting = {}
     for collective, found in schedule.vocabulary.sources.items():
         for microbatch in range(schedule.microbatches):
             left = [len(found)]
-            for op, stage in found:
-                waiting[op, stage, microbatch] = left, collective
+            for kind, stage in found:
+                waiting[Action(kind, stage, microbatch)] = left, collective
     return waiting
 
 
 def _carried(action: AnyAction, waiting: _Waiting) -> Iterator[Action]:
     """Collectives for which ``action`` is the last that they have waited for."""
-    for op, stage, microbatch in action.parts:
-        found = waiting.get((Op.B if op is Op.BW else op, stage, microbatch))
+    for result in given(action):
+        found = waiting.get(result)
         if found is not None:
             found[0][0] -= 1
             if not found[0][0]:
-                yield Action(found[1], stage, microbatch)
+                yield result._replace(op=found[1])
 
 
 def _offloads(
@@ -145,17 +146,11 @@ def _offloads(
 def _transfers(action: AnyAction, rank_of: Sequence[int]) -> Iterator[tuple[Action, Action]]:
     """The SEND and RECV that carry what ``action`` produces, if another rank needs it; of a joint
     action up to two pairs."""
-    for op, stage, j in action.parts:
-        if op is Op.F:
-            other, send, receive = stage + 1, Op.SEND_F, Op.RECV_F
-        else:
-            other, send, receive = stage - 1, Op.SEND_B, Op.RECV_B
-        inside = op in _FED and 0 <= other < len(rank_of)
-        if inside and rank_of[other] != rank_of[stage]:
-            yield Action(send, stage, j), Action(receive, other, j)
-
-
-_FED = frozenset({Op.F, Op.B, Op.BW})  # whose results another stage takes
+    for kind, stage, j in given(action):
+        for _, other in users(kind, stage, len(rank_of)):
+            if rank_of[other] != rank_of[stage]:
+                send, receive = MESSAGES[kind]
+                yield Action(send, stage, j), Action(receive, other, j)
 
 
 def _tie_order(
@@ -215,6 +210,4 @@ def _leads(
 
 def _needed_at(receive: Action, start: dict[Action, int]) -> int:
     """Start of the pass that consumes what ``receive`` brings."""
-    _, stage, j = receive
-    ops = (Op.F,) if receive.op is Op.RECV_F else (Op.B, Op.BW)
-    return min((start[a] for op in ops if (a := Action(op, stage, j)) in start), default=0)
+    return start.get(receive._replace(op=CARRIED[receive.op]), 0)

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from ..actions import AnyAction, Op, Operation
+from ..actions import Action, AnyAction, Op
 from ..costs import Costs, Durations
-from ..effects import F, inputs, peak_sets
+from ..effects import peak_sets
 from ..link import Link, LinkTimes
 from ..schedule import Schedule
 from ..simulate import run_times, simulate
-from ..vocabulary import KIND
+from ..tasks import sources
 from .placing import ActivationSet, Passes, Placing
 
 Row = tuple[AnyAction, ...]
@@ -335,37 +335,24 @@ def _late_forwards(
     is planned for a run in which every pass has its time can only happen earlier.
     """
     late = [list(row.start) for row in run]
-    due: dict[tuple[int, int, int], int] = {}  # (kind, stage, microbatch) of a result: latest end
+    due: dict[Action, int] = {}  # of a result: latest end
     order = ((at, rank, i) for rank, row in enumerate(run) for i, at in enumerate(row.start))
     for at, rank, i in sorted(order, reverse=True):
         parts = base.ranks[rank][i].parts
         op, stage, j = parts[0]
         if op is Op.F and len(parts) == 1:
-            until = [due.get((F, stage, j), run[rank].end[i]), *late[rank][i + 1 : i + 2]]
+            until = [due.get(parts[0], run[rank].end[i]), *late[rank][i + 1 : i + 2]]
             late[rank][i] = at = min(until) - durations.forward[stage]
         for op, stage, j in parts:
-            for kind, other, lag in _inputs(base, durations, op, stage):
-                due[kind, other, j] = min(at - lag, due.get((kind, other, j), at))
+            for kind, other, lag in sources(op, stage, base.placement, durations, base.vocabulary):
+                needed = Action(kind, other, j)
+                due[needed] = min(at - lag, due.get(needed, at))
     # Taking the later of two times that keep all dependencies keeps them.
     found = []
     for row, times in zip(run, late):
         start = [max(one, at - margin) for one, at in zip(row.start, times)]
         found.append(Passes(start, [x + e - s for x, s, e in zip(start, row.start, row.end)]))
     return found
-
-
-def _inputs(
-    base: Schedule, durations: Durations, op: Operation, stage: int
-) -> Iterator[tuple[int, int, int]]:
-    """(kind, stage, time on the way) of all results that a pass needs."""
-    rank_of = base.placement.rank_of
-    if op not in KIND:
-        for kind, other in inputs(op, stage, base.placement.num_stages):
-            yield kind, other, durations.hop if rank_of(other) != rank_of(stage) else 0
-    collective = base.vocabulary.before(op, stage) if base.vocabulary else None
-    if base.vocabulary and collective:
-        for kind, other in base.vocabulary.parts(collective):
-            yield kind, other, durations.collective
 
 
 def _count(share: Fraction, microbatches: int) -> int:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.runtime.executor import Executor, _find_received
-from megatron_ext.schedule import Action, Op, generate, lower, simulate
+from megatron_ext.schedule import Action, Op, Placement, Schedule, generate, lower, simulate
 from megatron_ext.schedule.generators import NAMES
 from tests.support.grids import KINDS, sampled
 
@@ -145,6 +145,16 @@ def test_what_an_input_proves_of_the_peers_receives():
         for rank, op in enumerate((Op.B, Op.F)):
             proven = {Action(op, rank, j): (1 - rank, n) for j, n in enumerate(counts[rank])}
             assert _find_received(plan, rank, late) == proven
+
+
+def test_only_the_pass_that_needs_a_message_proves_a_late_receive():
+    """Not an action of another kind that names its stage and microbatch."""
+    words = "F0.0 SEND_F0.0 RECV_B0.0 S0.0 RELOAD0.0 F0.1 SEND_F0.1 BW0.0 F0.2 SEND_F0.2"
+    row = [Action.parse(word) for word in words.split()]
+    plan = Schedule("by-hand", Placement.loop(2), 3, (tuple(row), ()))
+    for late, counts in ((False, [0, 1, 1]), (True, [0, 0, 1])):
+        proven = {Action(Op.F, 1, j): (0, n) for j, n in enumerate(counts)}
+        assert _find_received(plan, 1, late) == proven
 
 
 def test_every_message_has_a_tag_of_its_own():

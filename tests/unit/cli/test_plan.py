@@ -30,6 +30,7 @@ def _json(run, *words):
 def test_json_says_what_to_use_and_why(run, tmp_path):
     data = _json(run, "--memory-cap", "12GiB")
     assert data["memory_cap_bytes"] == 12 * 2**30 and data["pp"] == 4
+    assert 0.07 < data["expected_error"] < 0.08  # of the A100, without tensor parallelism
     chosen = data["chosen"]
     first = data["front"][0]
     assert chosen["step_ms"] == first["step_ms"]
@@ -71,6 +72,7 @@ def test_the_table_has_the_flags(run):
     status, out, _ = run("plan", *words)
     assert status == 0
     assert "--pp-schedule v-" in out and "--micro-batch-size 1" in out
+    assert "step times: expect an error of 7%, that of passes" in out
     assert "Pareto-optimal in step time" in out and " assumptions; --verbose lists" in out
     assert out.count("\nyours: ") == 2 and "\nstock: interleaved" in out
     status, out, _ = run("plan", *words, "--verbose")

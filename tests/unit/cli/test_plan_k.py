@@ -97,6 +97,7 @@ class TestCalibration:
     ("page", "words"),
     [
         ("concepts/pass-times.md", ("--calibration", "--gpu", "A100")),
+        ("concepts/pass-times.md", ("--calibration", "--gpu", "H200")),
         ("reference/offload-k.md", ("--show-k",)),
     ],
 )

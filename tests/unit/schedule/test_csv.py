@@ -52,7 +52,7 @@ def test_inputs_are_in_earlier_columns(name):
     for action, column in column_of.items():
         op, stage, j = action
         for kind, other in inputs(op, stage, schedule.placement.num_stages):
-            makers = ((Op.F,), (Op.B, Op.BW))[kind]
+            makers = (kind, Op.BW) if kind is Op.B else (kind,)
             assert any(column_of.get(Action(m, other, j), column) < column for m in makers)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.schedule import Costs, Placement, check, engine, generate, simulate
+from megatron_ext.schedule import Costs, Op, Placement, check, engine, generate, simulate
 from megatron_ext.schedule.costs import Durations
-from megatron_ext.schedule.engine import Rows, list_schedule, one_by_one, replay
+from megatron_ext.schedule.engine import Rows, earliest, list_schedule, one_by_one, replay
 from megatron_ext.schedule.generators.blocks import VEES
 from megatron_ext.schedule.generators.cap import LEAST_CAP, v_cap_limits
 from megatron_ext.schedule.simulate import run_times
@@ -25,7 +25,7 @@ GAPS = (Fraction(0), Fraction(1, 3), Fraction(3, 4), Fraction(1), Fraction(3))
 @pytest.mark.parametrize("name", ["zb-h1", "gis", "v-min", "v-half", "v-zb"])
 @pytest.mark.parametrize("costs", [Costs(), Costs.of(1, "1.3", "0.8", "0.25")])
 def test_a_replay_is_the_simulated_run(name: str, costs: Costs) -> None:
-    """The two say for themselves what a pass waits for."""
+    """One is told when inputs come, the other looks for them."""
     for pp, m in ((2, 3), (4, 9), (5, 5)):
         schedule = generate(name, pp, m, costs=costs)
         durations = costs.durations(schedule.placement)
@@ -71,6 +71,18 @@ def test_slices_pass_keys_and_their_gradients_on() -> None:
     assert [found[x] for x in ("F0.0", "F0.1", "F1.0", "F1.1")] == [1, 3, 3, 6]
     assert [found[x] for x in ("B1.1", "B1.0", "B0.1", "B0.0")] == [9, 11, 13, 15]
     assert tasks.peaks(rows) == [3, 3]
+
+
+def test_the_earliest_starts_wait_for_inputs_alone() -> None:
+    """By hand: a V of two ranks, F 1 2 3 4, B 2, W 1, a hop 10, two microbatches."""
+    placement = Placement.vee(2)
+    durations = Durations((1, 2, 3, 4), (2,) * 4, (1,) * 4, hop=10, scale=1)
+    tasks = Tasks(placement, durations, 2)
+    starts = dict(zip(map(tasks.name, range(len(tasks.rank))), earliest(tasks)))
+    for unit in range(2):
+        assert [starts[Op.F, s, unit] for s in range(4)] == [0, 11, 13, 26]
+        assert [starts[Op.B, s, unit] for s in range(4)] == [56, 44, 42, 30]
+        assert [starts[Op.W, s, unit] for s in range(4)] == [58, 46, 44, 32]
 
 
 def test_orders_that_wait_in_a_circle_have_no_end() -> None:

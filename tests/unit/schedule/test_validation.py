@@ -190,6 +190,22 @@ class TestTime:
             steady_time(lower(made("v-zb")))
 
 
+@pytest.mark.parametrize("name", ["1f1b", "v-zb"])
+def test_steady_time_of_slices_and_unequal_microbatches(name: str) -> None:
+    """No less than a rank's work, no more than one iteration by itself; 1F1B gains nothing."""
+    plain = add_post_validation(lower(generate(name, 4, 8)))
+    rows = [[1, 1, 1, 1]] * 8
+    equal = replace(plain, costs=Costs().with_units(rows))
+    assert steady_time(equal) == steady_time(plain)
+    heavy = Costs().with_units([[3, 2, 1, 1], *rows[1:]])
+    sliced = add_post_validation(lower(generate(name, 4, 8, slices=3)))
+    check(sliced)
+    for schedule, costs, work in ((plain, heavy, 27), (sliced, None, 24)):
+        alone = simulate(schedule, costs).makespan
+        assert work <= steady_time(schedule, costs) <= alone
+        assert (steady_time(schedule, costs) == alone) == (name == "1f1b")
+
+
 def test_a_file_holds_it_as_it_is() -> None:
     lowered = add_post_validation(lower(made("v-half")))
     again = from_json(lowered.to_json())

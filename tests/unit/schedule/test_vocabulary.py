@@ -289,10 +289,10 @@ def brute_force(schedule):
         if isinstance(op, Op):
             for kind, other in inputs(op, stage, placement.num_stages):
                 if placement.rank_of(other) == rank:
-                    ops = ((Op.F,), (Op.B, Op.BW))[kind]
+                    ops = (kind, Op.BW) if kind is Op.B else (kind,)
                     needs.append([Action(one, other, j) for one in ops])
                 else:
-                    needs.append([Action((Op.RECV_F, Op.RECV_B)[kind], stage, j)])
+                    needs.append([Action(Op.RECV_B if kind is Op.B else Op.RECV_F, stage, j)])
         collective = vocabulary.before(op, stage)
         if collective is not None:
             needs.append([vocabulary.actions(collective, j)[rank]])

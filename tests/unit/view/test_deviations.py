@@ -7,7 +7,8 @@ import json
 import pytest
 
 from megatron_ext.cli import main
-from megatron_ext.schedule import Action, Op, generate, lower, simulate
+from megatron_ext.schedule import Action, Costs, Op, generate, lower, simulate
+from megatron_ext.schedule.generators.vocabulary import add_vocabulary
 from megatron_ext.schedule.io import save
 from megatron_ext.view import deviations, recorded, timeline
 
@@ -61,6 +62,29 @@ def test_a_late_message():
     assert then.text("ms") == (
         "rank 0: BW0.0 waits 5 ms longer than planned, for BW1.0 of rank 1, which ended 0 ms before"
     )
+
+
+@pytest.mark.parametrize(("late", "producer"), [("S0.1", "F2.1"), ("T1.1", "BW2.1"), ("F0.3", "E")])
+def test_a_vocabulary_pass_waits_for_what_its_collective_carries(late, producer):
+    """Every pass that was planned for the start of ``late`` or behind it is 5 ms later."""
+    costs = Costs.of(vocabulary=["0.25", "0.25", "0.1", "0.1", "0"])
+    schedule = add_vocabulary(generate("1f1b", 3, 4, costs=costs))
+    planned = timeline.planned(simulate(schedule))
+    from_ = next(box.start for row in planned.boxes for box in row if str(box.action) == late)
+    events = [
+        [
+            {
+                "action": str(action),
+                "start_us": 1e3 * (start + 5.0 * (start >= from_)),
+                "end_us": 1e3 * (end + 5.0 * (start >= from_)),
+            }
+            for action, start, end in row
+        ]
+        for row in planned.boxes
+    ]
+    measured = timeline.measured(schedule, events)
+    waits = {str(one.action): one for one in deviations.largest(planned, measured, 99)}
+    assert str(waits[late].producer).startswith(producer)
 
 
 def test_three_at_most_longest_first():

@@ -1,0 +1,94 @@
+"""Microbatches of different lengths: their costs, an order of them, and a plan for one step.
+
+A pipeline fills and drains fastest with short microbatches, and a long one costs least where all
+ranks are busy: so short ones stand at both ends, and the longest in the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+from ..engine import Rows, list_schedule, one_by_one
+from ..search import GAPS, Search
+from ..tasks import Tasks
+from ..units import UnitCosts, slice_costs
+from .blocks import VEES
+from .sliced import stamped
+
+
+def length_costs(
+    lengths: Sequence[int],
+    whole: int,
+    attention: Fraction | int = 0,
+    *,
+    slice_length: int | None = None,
+) -> list[list[UnitCosts]]:
+    """Costs of the units of every microbatch, as ``Tasks`` takes them.
+
+    A microbatch w times as long as ``whole`` takes (1 - a)w + a w^2 of its F, (1 - a)w + 2a w^2
+    for B and (1 - a)w for W, and its sets are w times as large.
+
+    Args:
+        lengths: of every microbatch, in tokens.
+        whole: tokens of a microbatch whose F takes ``sliced.SHARE``.
+        attention: a, the share of core attention in the F of such a microbatch, from 0 to 1.
+        slice_length: tokens; a microbatch is cut into the fewest slices that are no longer than
+            this on average. Their F's take equally long, so the first one may be longer. None:
+            microbatches stay whole.
+
+    Raises:
+        ValueError: a length is not 1 token or more, or the share is not from 0 to 1.
+    """
+    if not 0 <= attention <= 1:
+        raise ValueError(f"the share of attention is from 0 to 1, not {attention}")
+    least = min([whole, *lengths, whole if slice_length is None else slice_length])
+    if least < 1:
+        raise ValueError(f"a length is 1 token or more, not {least}")
+    return [
+        slice_costs(
+            1 if slice_length is None else -(-length // slice_length),
+            attention,
+            length=Fraction(length, whole),
+        )
+        for length in lengths
+    ]
+
+
+def arranged(lengths: Sequence[int]) -> list[int]:
+    """The order of microbatches, as their numbers: short ones at both ends, the longest in the
+    middle. Equally long ones keep their order."""
+    rising = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return rising[::2] + rising[1::2][::-1]
+
+
+def planned(tasks: Tasks, caps: Sequence[int], work: int, known: Iterable[Rows] = ()) -> Rows:
+    """The fastest order found for units of any lengths, on the V placement.
+
+    Args:
+        tasks: durations are multiples of ``search.FINE``.
+        caps: of every rank, in the unit of the units' sizes.
+        work: tasks that a search places, about; 0: list schedules alone, fast enough to plan every
+            step of a training.
+        known: further orders; those that do not fit the caps are left out.
+
+    Raises:
+        ValueError: a rank cannot hold one microbatch.
+    """
+    stamps = [*known, *(stamped(vee.block(tasks.placement.pp), tasks) for vee in VEES.values())]
+    fit = [rows for rows in stamps if all(map(int.__le__, tasks.peaks(rows), caps))]
+    single = one_by_one(tasks)
+    bases = fit or [single]
+    # A block that takes more memory still says what comes first.
+    bases += [
+        list_schedule(tasks, single, caps, gap=GAPS[0], order=rows)
+        for rows in stamps
+        if rows not in fit
+    ]
+    search = Search(tasks, caps)
+    if work:
+        search.run(bases, work)
+    else:
+        for base in bases:
+            search.start(base, GAPS[:1])
+    return search.pool[0].rows
