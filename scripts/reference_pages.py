@@ -24,6 +24,7 @@ WRITTEN = "`python -m scripts.reference_pages` writes this page; a test compares
 # By the feature that declares them: the heading of its flags, and a page about it.
 FEATURES = {
     "Schedule": ("The schedule", "../start/choosing.md"),
+    "Slices": ("Slices of a sequence", "../concepts/slices.md"),
     "ProfileSteps": ("Measured pass times", "../concepts/schedules.md#measured-costs"),
     "Offload": ("Offloading activations", "../guides/offload.md"),
     "Recompute": ("Cheap recompute", "../guides/offload.md#cheap-recompute"),

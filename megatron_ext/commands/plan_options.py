@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from ..plan.calibration import expected_error
 from ..plan.model import Job
 from ..plan.moe_job import fixed_plan
 from ..plan.overlap import ASSUMPTIONS, is_open
@@ -133,3 +134,8 @@ def post_validation_text(data: dict[str, Any], gib: Callable[[int], str]) -> str
         f"  (--pp-post-validation: a step takes {found['step_ms']:.1f} ms, {gain:.1%} less; extra "
         f"{gib(found['copies_bytes'])} at most until validated, {peak})"
     )
+
+
+def error_to_expect(space: SearchSpace) -> float | None:
+    """Of step times, as a share; None where passes were measured."""
+    return None if space.profiles else expected_error(space.gpu, space.job)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..plan import memory, moe_times, times
-from ..plan.calibration import expected_error
 from ..plan.gpu import NODE
 from ..plan.memory import RankBytes
 from ..plan.point import Point
@@ -17,6 +16,7 @@ from ..view.timeline import decimal
 from .network import network_json, network_text
 from .plan_moe import plan_layer_json, plan_layer_text, plan_words
 from .plan_options import (
+    error_to_expect,
     expert_overlap,
     expert_overlap_text,
     pair_assumptions,
@@ -50,7 +50,7 @@ def report_json(
         "memory_cap_bytes": result.budget,
         "host_cap_bytes": result.host_budget,
         "front": [point_json(point) for point in result.front],
-        "expected_error": None if space.profiles else expected_error(space.gpu, space.job),
+        "expected_error": error_to_expect(space),
         "chosen": None,
         "simulated": len(result.points),
         "candidates": result.candidates,

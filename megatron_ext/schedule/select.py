@@ -30,6 +30,7 @@ from .passes.offload import OffloadPlan, offload
 from .schedule import Schedule
 from .simulate import Simulation, simulate
 from .spec import AUTO as AUTO
+from .spec import Cut as Cut
 from .spec import OffloadSpec as OffloadSpec
 from .spec import ScheduleSpec as ScheduleSpec
 from .spec import by_name as by_name

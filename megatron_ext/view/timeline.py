@@ -202,7 +202,7 @@ def _memory(
 ) -> tuple[tuple[float, float], ...]:
     """Resident sets over time: a set lives from its F's start to its W's (or BW's) end, less the
     time between its RELEASE and PREPARE in the ``planned`` list. ``costs`` have the units' sizes,
-    as parts of ``whole``; empty: all are whole."""
+    as parts of ``whole``; empty: microbatches are not cut."""
     steps: list[tuple[float, int]] = []
     for box in boxes:
         for part in box.action.parts:

@@ -15,9 +15,9 @@ from megatron_ext.integration.feature import Run
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
 from megatron_ext.integration.features.slices import Slices
 from megatron_ext.integration.features.slices.carry import Carry, Held, Slicing, hooks
-from megatron_ext.integration.features.slices.run import Batches, added
+from megatron_ext.integration.features.slices.run import Batches, _require_attention, added
 from megatron_ext.schedule import Costs
-from megatron_ext.schedule.cuts import Cut
+from megatron_ext.schedule.spec import Cut
 from megatron_ext.schedule.units import units_of
 
 from .test_flags import arguments
@@ -49,7 +49,7 @@ class TestFlags:
 
     @pytest.mark.parametrize("rule", Slices.conflicts, ids=lambda rule: rule.flag)
     def test_conflicts(self, rule: Any) -> None:
-        values = {rule.attribute: 2}
+        values: dict[str, Any] = {rule.attribute: 2}
         if rule.beside:
             values[rule.beside.removeprefix("--").replace("-", "_")] = True
         with pytest.raises(ConfigError, match=f"--pp-slices 4 does not support {rule.flag}"):
@@ -179,6 +179,18 @@ def test_losses_of_slices_are_added() -> None:
     assert mean["lm loss"] == 0.75
     with pytest.raises(ConfigError, match="and it reported tuple"):
         added((1, 2), (3, 4))
+
+
+def test_layers_that_are_not_cut_are_refused() -> None:
+    """Their slices would attend to themselves only; a stage without layers has none to cut."""
+    layer = SimpleNamespace(self_attention=object())
+    model = SimpleNamespace(decoder=SimpleNamespace(layers=[layer, layer]))
+    _require_attention(model, 2)
+    _require_attention(SimpleNamespace(decoder=SimpleNamespace(layers=[])), 0)
+    with pytest.raises(ConfigError, match="in a SimpleNamespace 1 of 2 layers went through it"):
+        _require_attention(model, 1)
+    with pytest.raises(ConfigError, match="0 of 0 layers went through it .none."):
+        _require_attention(SimpleNamespace(encoder=1), 0)
 
 
 def test_a_call_of_another_length_is_refused() -> None:

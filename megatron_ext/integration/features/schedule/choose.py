@@ -28,10 +28,9 @@ from ....schedule import (
     load,
     select,
 )
-from ....schedule.cuts import Cut
 from ....schedule.generators import MOST_EFFORT, Objective, default_effort
 from ....schedule.memory_cap import Cap, ShareCap, parse_cap
-from ....schedule.select import CapExceeded, placed_alike
+from ....schedule.select import CapExceeded, Cut, placed_alike
 from ....schedule.training import TrainingOrder
 from ...errors import ConfigError
 from ...offload_request import OffloadRequest

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from ....schedule.cuts import Cut
+from ....schedule.spec import Cut
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
@@ -50,6 +50,10 @@ class Slices(Feature):
     )
     conflicts = (
         Conflict("--num-experts", _STATISTICS),
+        Conflict("--transformer-impl", "its attention is not cut; use local or transformer_engine",
+                 off=("local", "transformer_engine")),
+        Conflict("--use-legacy-models", "its attention is not cut; drop it"),
+        Conflict("--experimental-attention-variant", "it is not cut; drop it"),
         Conflict("--mtp-num-layers", "it looks at the tokens behind a slice; drop it"),
         Conflict("--context-parallel-size", "it cuts sequences, too; drop it", off=(1,)),
         Conflict("--sliding-window-size", "its mask is not cut; drop it"),

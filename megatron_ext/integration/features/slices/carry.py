@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ....schedule.cuts import Cut
+from ....schedule.spec import Cut
 from ....schedule.units import Unit
 from ...hooks import Hook, around
 
@@ -112,6 +112,11 @@ class Slicing:
         """Forget everything, after an exception."""
         self._held.clear()
         self.now = None
+
+    @property
+    def attentions(self) -> int:
+        """Modules that have attended in the pass that runs."""
+        return len(self._calls)
 
     @property
     def left(self) -> int:

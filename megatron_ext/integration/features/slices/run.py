@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from ....runtime.executor import BackwardPass, ForwardPass
-from ....schedule.cuts import Cut
+from ....schedule.spec import Cut
 from ....schedule.units import Unit
 from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...hooks import Hook
 from ...runner import MegatronRunner
+from ...utils import unwrapped
 from .carry import Slicing, hooks
 
 
@@ -114,6 +115,7 @@ class SliceRunner(MegatronRunner):
             batches.begin(unit)
         with self._slicing.at(chunk, unit):
             found = super().forward_step(chunk, microbatch, x)
+            _require_attention(self._it.models[chunk], self._slicing.attentions)
         if unit.slice and len(self.losses) > unit.microbatch + 1:
             self.losses[-2:] = [added(*self.losses[-2:])]
         return found
@@ -142,6 +144,23 @@ class SliceRunner(MegatronRunner):
     def _is_last(self, microbatch: int) -> bool:
         unit = _unit(microbatch)
         return unit.microbatch == self._it.num_microbatches - 1 and not unit.slice
+
+
+def _require_attention(model: Any, attentions: int) -> None:
+    """Every layer that attends has met the hook: else its slices would attend to themselves only.
+
+    Raises:
+        ConfigError: some have not, or the model is of another kind.
+    """
+    layers = getattr(getattr(unwrapped(model), "decoder", None), "layers", None)
+    kinds = [type(getattr(layer, "self_attention", None)).__name__ for layer in layers or ()]
+    expected = sum(kind not in ("NoneType", "IdentityOp") for kind in kinds)
+    if layers is None or attentions < expected:
+        raise ConfigError(
+            f"--pp-slices cuts the core attention of GPTModel's layers, but in a "
+            f"{type(unwrapped(model)).__name__} {attentions} of {expected} layers went through it "
+            f"({', '.join(dict.fromkeys(kinds)) or 'none'}); drop --pp-slices"
+        )
 
 
 def _unit(number: int) -> Unit:
