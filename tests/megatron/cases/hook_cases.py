@@ -9,6 +9,8 @@ import logging
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from megatron_ext import cpu
@@ -106,6 +108,7 @@ def main() -> None:
     from megatron_ext.integration.features.schedule.choose import ScheduleRequest
     from megatron_ext.integration.hooks import Hook
     from megatron_ext.integration.install import Installation
+    from megatron_ext.schedule.spec import Cut
 
     before = {target: held(target) for target in targets}
     symbols = megatron_symbols()
@@ -113,12 +116,14 @@ def main() -> None:
     args = megatron_args(
         pp_schedule="v-half",
         pp_vocab_parallel=True,
+        transformer_impl="local",
         pipeline_model_parallel_size=4,
         distributed_timeout_minutes=1,
         rank=0,
     )
     version, training = installation.hooks.version, "megatron.training" in sys.modules
-    choice = ScheduleRequest.of("v-half").resolve(4, None, 8)
+    request = replace(ScheduleRequest.of("v-half"), cut=Cut((8, 16), Fraction(0)))
+    choice = request.resolve(4, None, 8)
     installation.start(Run(args, version, training, schedule=choice, chunks=2))
     out["changed"] = {t: held(t) is not before[t] for t in targets}
     out["consumer_rebound"] = consumer.mpu_last is parallel_state.is_pipeline_last_stage  # type: ignore[attr-defined]
