@@ -69,6 +69,7 @@ class Slices(Feature):
         Conflict("--enable-cuda-graph", "a captured layer has one length; drop it"),
         Conflict("--external-cuda-graph", "a captured layer has one length; drop it"),
         Conflict("--overlap-moe-expert-parallel-comm", _WHOLE),
+        Conflict("--check-for-spiky-loss", "it would compare losses of slices; drop it"),
         Conflict("--apply-rope-fusion", "the fused kernel's positions begin at 0; drop it",
                  beside="--multi-latent-attention"),
         _Given("--pp-offload", _WHOLE, off=("off",)),

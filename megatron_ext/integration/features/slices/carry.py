@@ -68,11 +68,10 @@ class Slicing:
     """
 
     def __init__(self, cut: Cut) -> None:
-        self.cut, self.now = cut, None
+        self.cut = cut
+        self.now: tuple[int, Unit] | None = None
         self._held: dict[tuple[int, int, int, int], Held] = {}
         self._calls: dict[int, int] = {}
-
-    now: tuple[int, Unit] | None
 
     @contextlib.contextmanager
     def at(self, chunk: int, unit: Unit) -> Iterator[None]:
