@@ -234,7 +234,14 @@ class Worker:
         self._thread.join(STUCK_SECONDS)
 
 
+_BEGIN = threading.Lock()
+
+
 def _work(tasks: _Tasks) -> None:
+    with _BEGIN:
+        # In a process that was forked, the first call of a new thread makes a new pool of torch,
+        # unguarded: of two at once, one finds none and fails.
+        torch.get_num_threads()
     while (item := tasks.get()) is not None:
         task, event = item
         error: BaseException | None = None
