@@ -10,7 +10,8 @@ from ..common import offloads
 
 def training_flags(args: argparse.Namespace, name: str) -> str:
     """Flags for Megatron's script: pipeline size, schedule, and what shapes it; empty where
-    training does not run it (slices, and costs of single microbatches).
+    training does not run it: slices with one W, of the shortest span or in numbers that differ,
+    and costs of single microbatches.
 
     Without the batch: ``--microbatches`` is what global batch, micro batch and data parallel size
     make.
@@ -19,7 +20,11 @@ def training_flags(args: argparse.Namespace, name: str) -> str:
         args: options of ``compare``.
         name: a generated schedule.
     """
-    if args.slices not in (None, "1") or args.microbatch_cost is not None:
+    slices = args.slices or "1"
+    span = args.objective == "span"
+    if not slices.isdecimal() or args.slice_weights == "joined" or args.microbatch_cost is not None:
+        return ""
+    if slices != "1" and span:
         return ""
     made = GENERATORS[name]
     words = ["--pipeline-model-parallel-size", str(args.pp), "--pp-schedule", name]
@@ -34,6 +39,9 @@ def training_flags(args: argparse.Namespace, name: str) -> str:
         words += ["--pp-memory-cap", args.memory_cap]
     if made.takes_group_size and args.group_size is not None:
         words += ["--pp-group-size", str(args.group_size)]
+    if slices != "1":
+        words += ["--pp-slices", slices]
+        words += ["--pp-slice-cut", args.slice_cut] if args.slice_cut is not None else []
     if offloads(args):
         if args.memory_cap is not None and not made.takes_memory_cap:
             words += ["--pp-memory-cap", args.memory_cap]
@@ -46,6 +54,6 @@ def training_flags(args: argparse.Namespace, name: str) -> str:
         words.append("--pp-vocab-parallel")
     if args.overlap:
         words.append("--overlap-moe-expert-parallel-comm")
-    if args.objective == "span":
+    if span:
         words.append("--pp-post-validation")
     return " ".join(words)

@@ -122,7 +122,16 @@ def test_refused(run, argv, words):
     assert words in err and len(err.strip().splitlines()[-1]) < 300
 
 
-def test_the_explorer_offers_no_flags_that_training_refuses():
-    for words, flags in (("--slices 4", False), ("--slices 1", True)):
+def test_the_explorer_offers_flags_of_slices_that_training_takes():
+    base = "--pipeline-model-parallel-size 4 --pp-schedule v-zb"
+    for words, flags in (
+        ("--slices 1", base),
+        ("--slices 4", f"{base} --pp-slices 4"),
+        ("--slices 4 --slice-cut even", f"{base} --pp-slices 4 --pp-slice-cut even"),
+        ("--slices 4 --slice-weights joined", ""),
+        ("--slices 4 --objective span", ""),
+        ("--slices 1,2,1,1", ""),
+        ("--microbatch-cost 1,2,1,1", ""),
+    ):
         args = parse(f"--pp 4 --microbatches 4 {words}")
-        assert bool(training_flags(args, "v-zb")) == flags
+        assert training_flags(args, "v-zb") == flags, words
