@@ -10,8 +10,8 @@ from megatron_ext.schedule import Costs, generate, simulate
 
 PP = 8
 MICROBATCHES = (4, 8)
-# (schedule, chunks): whole microbatches, then slices.
-WHOLE = (("1f1b", 1), ("interleaved", 2), ("v-zb", 2))
+# Of whole microbatches, then of slices.
+WHOLE = ("1f1b", "interleaved", "v-zb")
 SLICED = ("1f1b", "v-half", "v-zb")
 
 
@@ -53,7 +53,7 @@ def steps(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, int, float
 def _ways(count: int) -> list[tuple[str, bool]]:
     """Schedules, and whether all slices have one W."""
     if count == 1:
-        return [(name, False) for name, _ in WHOLE]
+        return [(name, False) for name in WHOLE]
     return [(name, joined) for name in SLICED for joined in (False, True)[: 1 + (name != "1f1b")]]
 
 

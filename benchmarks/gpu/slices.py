@@ -1,7 +1,7 @@
 """(f) What slices of a sequence cost: F, B and W of one layer in 1, 2, 4, 8 and 16 slices.
 
-Every slice sees the keys and values of those before it, from one buffer a microbatch; its backward
-pass adds to their gradients. Weight gradients are added to a float32 buffer after every W, as
+Every slice sees the keys and values of those before it, and adds to their gradients, as
+``--pp-slices`` has it. Weight gradients are added to a float32 buffer after every W, as
 Megatron's data parallelism does without a fused kernel. Slices are even, or cut so that each has
 the same floating-point operations under a causal mask. The device waits before every pass until
 the host has launched it, so that short slices show the device's time. The whole microbatch is
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from torch.nn.attention.bias import causal_lower_right
 from benchmarks.gpu import model
 from benchmarks.gpu.model import CUDA, DEVICE, Sdpa, Size, config, release, start, synchronize
 from megatron_ext.integration import split_local as wgrad
+from megatron_ext.integration.features.slices.carry import Carry, Held
 from megatron_ext.integration.hooks import Hooks
 from megatron_ext.runtime.wgrad import WeightGradStore
+from megatron_ext.schedule.spec import Cut
 
 # Tokens and numbers of slices.
 TOTALS = {8192: (1, 2, 4, 8, 16), 32768: (1, 2, 4, 8, 16), 131072: (1, 4, 16)}
@@ -34,46 +37,25 @@ ROUNDS = 3
 TILE = 128
 
 
-class Buffer:
-    """Keys and values of a microbatch so far, and their gradients: (tokens, 1, heads, width)."""
-
-    def __init__(self, tokens: int, hidden: int) -> None:
-        shape = (tokens, 1, max(1, hidden // model.HEAD), min(hidden, model.HEAD))
-        new = (torch.empty(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
-        self.keys, self.values, self.key_grads, self.value_grads = new
-        self.tokens, self.start = tokens, 0
-
-
-class Carry(torch.autograd.Function):
-    """A slice's keys and values -> all until its end."""
-
-    @staticmethod
-    def forward(ctx: Any, keys: Any, values: Any, buffer: Buffer) -> Any:
-        """Writes by ``data``: what earlier slices saved stays as it is."""
-        ctx.buffer, ctx.start, ctx.end = buffer, buffer.start, buffer.start + len(keys)
-        buffer.keys.data[ctx.start : ctx.end] = keys
-        buffer.values.data[ctx.start : ctx.end] = values
-        return buffer.keys.data[: ctx.end], buffer.values.data[: ctx.end]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Those of the slice itself; the others wait for their slice."""
-        found = []
-        for held, grad in zip((ctx.buffer.key_grads, ctx.buffer.value_grads), grads, strict=True):
-            if ctx.end == ctx.buffer.tokens:
-                held.data[: ctx.end] = grad
-            else:
-                held.data[: ctx.end] += grad
-            found.append(held.data[ctx.start : ctx.end])
-        return (*found, None)
-
-
 class Sliced(Sdpa):
-    """Causal attention of a slice to all before it."""
+    """Causal attention of a slice to all before it.
+
+    Attributes:
+        tokens: of a microbatch.
+        span: first token of the slice, and the first one behind it.
+        held: keys and values so far; None before a microbatch.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.span = tokens, (0, tokens)
+        self.held: Held | None = None
 
     def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
         """(slice, batch, heads, width) each -> (slice, batch, heads * width)."""
-        key, value = Carry.apply(key, value, self.buffer)
+        if self.held is None:
+            self.held = Held(key, value, self.tokens)
+        key, value = Carry.apply(key, value, self.held, *self.span)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         mask = causal_lower_right(len(query), len(key))
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
@@ -84,17 +66,8 @@ class Sliced(Sdpa):
 def cut(tokens: int, count: int, hidden: int, tile: int) -> list[int]:
     """Lengths of ``count`` slices with as many operations each: forward, a token costs 24 h^2 in
     matrix products and 4 h for each token it attends to."""
-
-    def work(end: float) -> float:
-        return 24 * hidden**2 * end + 2 * hidden * end**2
-
-    ends = []
-    for number in range(1, count):
-        # The positive root of work(end) = its share.
-        a, b, c = 2 * hidden, 24 * hidden**2, -work(tokens) * number / count
-        ends.append(round((-b + (b * b - 4 * a * c) ** 0.5) / (2 * a) / tile) * tile)
-    ends.append(tokens)
-    return [after - before for before, after in zip([0, *ends], ends, strict=False)]
+    attention = Fraction(tokens, 12 * hidden + tokens)
+    return Cut.of(tokens, count, attention, tile, even=False).lengths
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -108,8 +81,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         layer = model.layer_of(config(size), 0)
         whole: list[torch.Tensor] = []
         for name, lengths in cuts(tokens, counts, hidden, tile):
-            core = Sdpa() if name == "torch's kernel" else Sliced()
-            core.buffer = Buffer(tokens, hidden)
+            core = Sdpa() if name == "torch's kernel" else Sliced(tokens)
             layer.self_attention.core_attention = core
             row, grads = measured(layer, size, lengths, rounds)
             whole = whole or grads
@@ -164,15 +136,15 @@ def once(
     """One microbatch: F of all slices, then B and W of each, the last slice first."""
     generator = torch.Generator(DEVICE).manual_seed(1)
     x = torch.randn(size.shape, generator=generator, device=DEVICE).to(torch.bfloat16)
-    buffer = getattr(layer.self_attention.core_attention, "buffer", None)
+    core = layer.self_attention.core_attention
+    core.held = None
     ends = [sum(lengths[: number + 1]) for number in range(len(lengths))]
     spans = list(zip([0, *ends], ends, strict=False))
     marks: dict[str, list[Any]] = {op: [None] * len(spans) for op in "FBW"}
     held, outs = [], []
     for number, (begin, end) in enumerate(spans):
         given = x[begin:end].detach().requires_grad_(True)
-        if buffer is not None:
-            buffer.start = begin
+        core.span = begin, end
         with _Timed(marks["F"], number):
             outs.append(layer(given, attention_mask=None)[0])
         held.append(given)

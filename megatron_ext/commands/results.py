@@ -103,9 +103,5 @@ def units_json(schedule: Schedule) -> dict[str, object]:
 
 def units_text(schedule: Schedule) -> str:
     """For people, behind the number of microbatches."""
-    text = ""
-    if schedule.slices:
-        each = schedule.slices_json
-        number = each if isinstance(each, int) else f"{min(each)} to {max(each)}"
-        text = f", slices {number}"
-    return text + (", costs of each" if schedule.costs.units is not None else "")
+    each = ", costs of each" if schedule.costs.units is not None else ""
+    return timeline.slices_text(schedule, ", slices ") + each

@@ -77,15 +77,12 @@ class Schedule:
         """
         shares = (self.costs if costs is None else costs).units
         counts = self.slices or (1,) * self.microbatches
-        if shares is None:
-            found, whole = even_costs(counts)
-            return joined(found, counts) if self.joined else found, whole
-        if len(shares) != len(self.units):
+        if shares is not None and len(shares) != len(self.units):
             raise ValueError(
                 f"costs are given for {len(shares)} units, but {self.microbatches} microbatches "
                 f"have {len(self.units)}; give one row F,B,W,size per unit"
             )
-        found, whole = integers(shares)
+        found, whole = even_costs(counts) if shares is None else integers(shares)
         return joined(found, counts) if self.joined else found, whole
 
     def peak_activation(self) -> list[Fraction]:

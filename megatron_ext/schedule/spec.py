@@ -12,7 +12,7 @@ from .link import Link
 from .memory_cap import Cap
 from .placement import Placement
 from .schedule import Schedule
-from .units import SHARE, slice_costs
+from .units import ends_of, times_of
 
 AUTO = "auto"  # not a schedule of its own: the fastest that fits
 
@@ -42,12 +42,10 @@ class Cut(NamedTuple):
                 f"a sequence of {tokens} tokens does not make {slices} slices of multiples of "
                 f"{multiple}"
             )
-        blocks, ends, done = tokens // multiple, list[int](), 0
-        for number, one in enumerate(slice_costs(slices, attention, even=even)):
-            done += one.size
+        blocks, ends = tokens // multiple, list[int]()
+        for number, end in enumerate(ends_of(slices, attention, even=even)[1:], start=1):
             least = ends[-1] + 1 if ends else 1
-            most = blocks - (slices - 1 - number)
-            ends.append(min(max(least, round(Fraction(done * blocks, SHARE))), most))
+            ends.append(min(max(least, round(end * blocks)), blocks - (slices - number)))
         ends[-1] = blocks
         return cls(tuple(multiple * end for end in ends), attention)
 
@@ -58,14 +56,11 @@ class Cut(NamedTuple):
 
     def costs(self, costs: Costs, microbatches: int) -> Costs:
         """``costs`` with those of every unit."""
-        tokens, a = self.ends[-1], self.attention
-        rows = []
-        for begin, end in zip((0, *self.ends), self.ends):
-            x, y = Fraction(begin, tokens), Fraction(end, tokens)
-            linear, square = (1 - a) * (y - x), a * (y * y - x * x)
-            # Attention counts twice in B, and has no weights.
-            backward, weight = (linear + 2 * square) / (1 + a), y - x
-            rows.append((linear + square, backward, weight, y - x))
+        ends = [Fraction(end, self.ends[-1]) for end in (0, *self.ends)]
+        rows = [
+            (forward, backward / (1 + self.attention), share, share)
+            for forward, backward, share in times_of(ends, self.attention)
+        ]
         return costs.with_units(rows * microbatches)
 
 

@@ -197,3 +197,7 @@ class Tasks:
         return [
             peak(x for task in row for x in (self.take[task], -self.give[task])) for row in rows
         ]
+
+    def fits(self, rows: Sequence[Sequence[int]], caps: Sequence[int]) -> bool:
+        """True if no rank ever holds more than its cap."""
+        return all(map(int.__le__, self.peaks(rows), caps))

@@ -7,7 +7,7 @@ number stands in the place of the microbatch in every action.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from math import isqrt, lcm
@@ -166,28 +166,47 @@ def slice_costs(
 ) -> list[UnitCosts]:
     """Costs of a microbatch's slices under causal attention, as integer shares of ``SHARE``.
 
-    A whole microbatch of length 1 takes 1 for F, 1 + a for B and 1 - a for W: attention has no
-    weights, and its backward pass takes twice as long as its forward one. A slice from x to y takes
-    (1 - a)(y - x) of an F for what grows with its length, and a(y^2 - x^2) for attention to its
-    prefix.
-
     Args:
         slices: 1 or more.
         attention: a, the share of core attention in F, from 0 to 1.
         even: cut into equal lengths; else F's take equally long.
         length: of this microbatch; 1 is that whose F takes ``SHARE``.
     """
+    a, ends = Fraction(attention), ends_of(slices, attention, even=even, length=length)
+    return [
+        UnitCosts(*(max(1, round(x * SHARE)) for x in (forward, backward, (1 - a) * size, size)))
+        for forward, backward, size in times_of(ends, a)
+    ]
+
+
+def ends_of(
+    slices: int,
+    attention: Fraction | int,
+    *,
+    even: bool = False,
+    length: Fraction | int = 1,
+) -> list[Fraction]:
+    """Where ``slice_costs`` cuts a microbatch, from 0 to ``length``."""
     a, length = Fraction(attention), Fraction(length)
-    ends = [length * k / slices for k in range(slices + 1)]
-    if not even and a:
-        whole = (1 - a) * length + a * length * length
-        ends = [_cut(whole * k / slices, a) for k in range(slices + 1)]
-    found = []
+    if even or not a:
+        return [length * k / slices for k in range(slices + 1)]
+    whole = (1 - a) * length + a * length * length
+    return [_cut(whole * k / slices, a) for k in range(slices + 1)]
+
+
+def times_of(
+    ends: Sequence[Fraction], attention: Fraction
+) -> Iterator[tuple[Fraction, Fraction, Fraction]]:
+    """F and B of the slices between ``ends``, the first of which is 0, and their lengths.
+
+    A microbatch of length 1 takes 1 for F, 1 + a for B and 1 - a for W: attention has no weights,
+    and its backward pass takes twice as long as its forward one. A slice from x to y takes
+    (1 - a)(y - x) of an F for what grows with its length, and a(y^2 - x^2) for attention to its
+    prefix.
+    """
     for x, y in pairwise(ends):
-        linear, square = (1 - a) * (y - x), a * (y * y - x * x)
-        parts = (linear + square, linear + 2 * square, linear, y - x)
-        found.append(UnitCosts(*(max(1, round(part * SHARE)) for part in parts)))
-    return found
+        linear, square = (1 - attention) * (y - x), attention * (y * y - x * x)
+        yield linear + square, linear + 2 * square, y - x
 
 
 def shares_of(

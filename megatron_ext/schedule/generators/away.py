@@ -16,10 +16,9 @@ from ..link import Link
 from ..schedule import Schedule
 from ..search import FINE, Search
 from ..tasks import Tasks
-from .request import LONG
+from .request import LONG, THOROUGH
 
 _MARGINS = (0, 1, 2)  # sets
-_WORK = 15_000  # tasks that each search places at effort 1/3 or more
 _KEPT = 2  # orders of each search
 
 
@@ -41,15 +40,15 @@ def orders_for_offload(base: Schedule, link: Link, cap: int, effort: float) -> I
     rows = tasks.rows(base.ranks)  # type: ignore[arg-type]
     copies = [FINE * (a + b) for a, b in zip(times.to_host, times.to_device)]
     tasks = _without(tasks, _leaving(tasks, rows, copies))
-    work = int(_WORK * min(1, 3 * effort))
+    work = int(THOROUGH * min(1, 3 * effort))
     for margin in _MARGINS:
         caps = [cap - margin] * base.pp
         one = one_by_one(tasks)
-        if not all(map(int.__le__, tasks.peaks(one), caps)):
+        if not tasks.fits(one, caps):
             return
-        fits = all(map(int.__le__, tasks.peaks(rows), caps))
+        fitting = rows if tasks.fits(rows, caps) else list_schedule(tasks, one, caps, order=rows)
         search = Search(tasks, caps)
-        search.run([rows if fits else list_schedule(tasks, one, caps, order=rows)], work)
+        search.run([fitting], work)
         for found in search.pool[:_KEPT]:
             yield base.with_ranks(tasks.actions(found.rows))
 

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from ..engine import Rows, list_schedule, one_by_one
-from ..search import GAPS, Search
+from ..search import GAPS
 from ..tasks import Tasks
 from ..units import UnitCosts, slice_costs
-from .blocks import VEES
-from .sliced import stamped
+from .sliced import searched, vees
 
 
 def length_costs(
@@ -31,7 +30,7 @@ def length_costs(
 
     Args:
         lengths: of every microbatch, in tokens.
-        whole: tokens of a microbatch whose F takes ``sliced.SHARE``.
+        whole: tokens of a microbatch whose F takes ``units.SHARE``.
         attention: a, the share of core attention in the F of such a microbatch, from 0 to 1.
         slice_length: tokens; a microbatch is cut into the fewest slices that are no longer than
             this on average. Their F's take equally long, so the first one may be longer. None:
@@ -75,8 +74,8 @@ def planned(tasks: Tasks, caps: Sequence[int], work: int, known: Iterable[Rows] 
     Raises:
         ValueError: a rank cannot hold one microbatch.
     """
-    stamps = [*known, *(stamped(vee.block(tasks.placement.pp), tasks) for vee in VEES.values())]
-    fit = [rows for rows in stamps if all(map(int.__le__, tasks.peaks(rows), caps))]
+    stamps = [*known, *vees(tasks)]
+    fit = [rows for rows in stamps if tasks.fits(rows, caps)]
     single = one_by_one(tasks)
     bases = fit or [single]
     # A block that takes more memory still says what comes first.
@@ -85,10 +84,4 @@ def planned(tasks: Tasks, caps: Sequence[int], work: int, known: Iterable[Rows] 
         for rows in stamps
         if rows not in fit
     ]
-    search = Search(tasks, caps)
-    if work:
-        search.run(bases, work)
-    else:
-        for base in bases:
-            search.start(base, GAPS[:1])
-    return search.pool[0].rows
+    return searched(tasks, caps, bases, work, GAPS[:1])

@@ -23,12 +23,11 @@ from ..tasks import Tasks
 from ..units import Unit, named
 from .blocks import PERIODIC, VEES, grouped_block, named_block
 from .building_block import Block
+from .request import THOROUGH
 
 if TYPE_CHECKING:
     from .registry import Generator
     from .request import Objective
-
-_WORK = 15_000  # tasks that a search places in a third of a second, about
 
 
 def sliced(
@@ -53,14 +52,12 @@ def sliced(
     tasks, whole = tasks_of(asked, block)
     base = stamped(block, tasks)
     if not generator.fixed:
-        work = int(_WORK * 3 * effort)
+        work = int(THOROUGH * 3 * effort)
         caps, bases = [max(tasks.peaks(base))] * pp, [base]
         if memory_cap is not None:
             caps = [int(memory_cap * whole + NEAR * whole)] * pp
-            bases = _under(tasks, caps)
-        elif not effort:
-            bases = [base]
-        base = _searched(tasks, caps, bases, work, span=objective == "span")
+            bases = [rows for rows in vees(tasks) if tasks.fits(rows, caps)] or [one_by_one(tasks)]
+        base = searched(tasks, caps, bases, work, GAPS[:2], span=objective == "span")
     ranks = tasks.actions(base)
     if asked.joined:
         firsts = {unit for unit in asked.units if not (isinstance(unit, Unit) and unit.slice)}
@@ -118,21 +115,26 @@ def stamped(block: Block, tasks: Tasks) -> Rows:
     return [[task for _, task in sorted(row)] for row in timed]
 
 
-def _under(tasks: Tasks, caps: Sequence[int]) -> list[Rows]:
-    """The V blocks that fit ``caps``; where none does, one microbatch after the other."""
-    blocks = [stamped(vee.block(tasks.placement.pp), tasks) for vee in VEES.values()]
-    fit = [rows for rows in blocks if all(map(int.__le__, tasks.peaks(rows), caps))]
-    return fit or [one_by_one(tasks)]
+def vees(tasks: Tasks) -> list[Rows]:
+    """Every V block's order of all units, on the V placement."""
+    return [stamped(vee.block(tasks.placement.pp), tasks) for vee in VEES.values()]
 
 
-def _searched(
-    tasks: Tasks, caps: Sequence[int], bases: list[Rows], work: int, *, span: bool = False
+def searched(
+    tasks: Tasks,
+    caps: Sequence[int],
+    bases: Sequence[Rows],
+    work: int,
+    gaps: Sequence[Fraction],
+    *,
+    span: bool = False,
 ) -> Rows:
-    """The fastest order found under ``caps`` by placing ``work`` tasks, about; 0: few ways."""
+    """The fastest order found under ``caps`` by placing ``work`` tasks, about; 0: only the list
+    schedules of ``bases`` with these gaps."""
     search = Search(tasks, caps, span=span)
     if work:
         search.run(bases, work)
     else:
         for base in bases:
-            search.start(base, GAPS[:2])
+            search.start(base, gaps)
     return search.pool[0].rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 from ....schedule.spec import Cut
 from ...arguments import MegatronArgs
@@ -17,14 +16,6 @@ FLAG, CUT = "--pp-slices", "--pp-slice-cut"
 _CUTS = ("balanced", "even")
 _WHOLE = "it takes whole microbatches; drop it"
 _STATISTICS = "its statistics are of whole microbatches; drop it"
-
-
-class _Given(Conflict):
-    """A conflict with a flag of ours, whose value may be 0."""
-
-    def found(self, args: Any) -> str | None:
-        value = getattr(args, self.attribute, None)
-        return None if value in (None, False, *self.off) else str(value)
 
 
 class Slices(Feature):
@@ -72,12 +63,12 @@ class Slices(Feature):
         Conflict("--check-for-spiky-loss", "it would compare losses of slices; drop it"),
         Conflict("--apply-rope-fusion", "the fused kernel's positions begin at 0; drop it",
                  beside="--multi-latent-attention"),
-        _Given("--pp-offload", _WHOLE, off=("off",)),
-        _Given("--pp-offload-chunks", _WHOLE),
-        _Given("--pp-vocab-parallel", _WHOLE),
-        _Given("--pp-post-validation", _WHOLE),
-        _Given("--pp-profile", "its times are of whole microbatches; drop it"),
-        _Given("--pp-profile-steps", "its times are of whole microbatches; drop it"),
+        Conflict("--pp-offload", _WHOLE, off=("off",)),
+        Conflict("--pp-offload-chunks", _WHOLE),
+        Conflict("--pp-vocab-parallel", _WHOLE),
+        Conflict("--pp-post-validation", _WHOLE),
+        Conflict("--pp-profile", "its times are of whole microbatches; drop it"),
+        Conflict("--pp-profile-steps", "its times are of whole microbatches; drop it"),
     )  # fmt: skip
 
     def check(self, run: Run) -> None:

@@ -126,20 +126,20 @@ class Slicing:
 def hooks(slicing: Slicing, implementation: str) -> Sequence[Hook]:
     """Where Megatron's layers see whole sequences."""
     rotary = "megatron.core.models.common.embeddings"
-    attention = (
-        Hook(
-            ("megatron.core.transformer.dot_product_attention:DotProductAttention.forward",),
-            functools.partial(_local, slicing),
-            ("self", "query", "key", "value", "attention_mask", "attn_mask_type"),
-            "a slice would attend to itself only",
-        )
-        if implementation == "local"
-        else Hook(
-            ("megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",),
-            functools.partial(_transformer_engine, slicing),
-            ("self", "query", "key", "value", "attention_mask", "attn_mask_type"),
-            "a slice would attend to itself only",
-        )
+    local = (
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+        _local,
+    )
+    engine = (
+        "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
+        _transformer_engine,
+    )
+    target, masked = local if implementation == "local" else engine
+    attention = Hook(
+        (target,),
+        functools.partial(_attention, slicing, masked),
+        ("self", "query", "key", "value", "attention_mask", "attn_mask_type"),
+        "a slice would attend to itself only",
     )
     return (
         attention,
@@ -164,7 +164,11 @@ def hooks(slicing: Slicing, implementation: str) -> Sequence[Hook]:
     )
 
 
-def _local(slicing: Slicing, original: Callable[..., Any]) -> Callable[..., Any]:
+def _attention(
+    slicing: Slicing, masked: Callable[..., Any], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Core attention of a slice to all before it: ``masked`` gives its mask and kind of mask."""
+
     @functools.wraps(original)
     def forward(
         self: Any,
@@ -180,46 +184,39 @@ def _local(slicing: Slicing, original: Callable[..., Any]) -> Callable[..., Any]
             return original(
                 self, query, key, value, attention_mask, attn_mask_type, *args, **kwargs
             )
-        from megatron.core.transformer.enums import AttnMaskType
-
         key, value = slicing.attended(self, key, value)
-        begin, end = slicing.span
-        if attention_mask is None:
-            mask = torch.ones(end - begin, end, dtype=torch.bool, device=key.device)
-            mask = mask.triu(begin + 1)[None, None]
-        else:
-            mask = attention_mask[..., begin:end, :end]
-        softmax = self.scale_mask_softmax
-        # Its causal kernel takes as many keys as queries; this kind takes the mask.
-        kind, softmax.attn_mask_type = softmax.attn_mask_type, AttnMaskType.padding
-        try:
-            return original(self, query, key, value, mask, attn_mask_type, *args, **kwargs)
-        finally:
-            softmax.attn_mask_type = kind
+        with masked(slicing.span, self, key.device, attention_mask, attn_mask_type) as (mask, kind):
+            return original(self, query, key, value, mask, kind, *args, **kwargs)
 
     return forward
 
 
-def _transformer_engine(slicing: Slicing, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(
-        self: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        attention_mask: Any,
-        attn_mask_type: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if slicing.now is not None:
-            from megatron.core.transformer.enums import AttnMaskType
+@contextlib.contextmanager
+def _local(
+    span: tuple[int, int], module: Any, device: Any, mask: Any, kind: Any
+) -> Iterator[tuple[Any, Any]]:
+    from megatron.core.transformer.enums import AttnMaskType
 
-            key, value = slicing.attended(self, key, value)
-            attention_mask, attn_mask_type = None, AttnMaskType.causal_bottom_right
-        return original(self, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
+    begin, end = span
+    if mask is None:
+        mask = torch.ones(end - begin, end, dtype=torch.bool, device=device)
+        mask = mask.triu(begin + 1)[None, None]
+    else:
+        mask = mask[..., begin:end, :end]
+    softmax = module.scale_mask_softmax
+    # Its causal kernel takes as many keys as queries; this kind takes the mask.
+    before, softmax.attn_mask_type = softmax.attn_mask_type, AttnMaskType.padding
+    try:
+        yield mask, kind
+    finally:
+        softmax.attn_mask_type = before
 
-    return forward
+
+@contextlib.contextmanager
+def _transformer_engine(*_: Any) -> Iterator[tuple[Any, Any]]:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    yield None, AttnMaskType.causal_bottom_right
 
 
 def _rotary(slicing: Slicing, original: Callable[..., Any]) -> Callable[..., Any]:
