@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,10 +113,11 @@ class Hooks:
                 holds the original afterwards.
         """
         bindings = self._prepared(hooks)
+        seen = set(sys.modules)
         try:
             for binding in bindings:
                 binding.bind()
-            _check_bound(bindings)
+            _check_bound(bindings, seen)
         except BaseException:
             for binding in reversed(bindings):
                 binding.unbind()
@@ -253,31 +254,42 @@ def _not_taken(original: Any, made: Any) -> list[str]:
     return [name for at, name in enumerate(parameters) if name not in named and at >= positional]
 
 
-def _check_bound(bindings: Sequence[Binding]) -> None:
-    last = {(id(b.owner), b.name): b for b in bindings}
-    found = _modules_holding([b.original for b in bindings if b.of_module])
+def _check_bound(bindings: Sequence[Binding], seen: Collection[str]) -> None:
+    """Every holder has the replacement now, and no module that has come since the original.
+
+    Args:
+        bindings: all of them, bound.
+        seen: the modules among which their holders were looked for.
+    """
+    last = {(id(b.owner), b.name): b.replacement for b in bindings}
+    late = _modules_holding([b.original for b in bindings if b.of_module], seen)
     for binding in bindings:
-        left = found.get(id(binding.original), [])
-        final = last[id(binding.owner), binding.name].replacement
-        if left or inspect.getattr_static(binding.owner, binding.name) is not final:
-            names = ", ".join(_name_of(holder) for holder, _ in left) or binding.target
+        final = last[id(binding.owner), binding.name]
+        left = [
+            (holder, name)
+            for holder, name in binding.holders
+            if inspect.getattr_static(holder, name) is not final
+        ]
+        if left := left + late.get(id(binding.original), []):
+            names = ", ".join(_name_of(holder) for holder, _ in left)
             raise ConfigError(
                 f"could not hook {binding.target}: {names} still holds Megatron's original"
             )
 
 
-def _modules_holding(values: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:
+def _modules_holding(
+    values: Sequence[Any], but: Collection[str] = ()
+) -> dict[int, list[tuple[Any, str]]]:
     """By the identity of each of ``values``: (module, attribute) of every loaded module with a
-    global that is the value itself."""
+    global that is the value itself; ``but`` names modules that are known to have none."""
     found: dict[int, list[tuple[Any, str]]] = {id(value): [] for value in values}
+    types = {type(value) for value in values}
     for key, module in list(sys.modules.items()):
-        if key.split(".")[0] in _NEVER and key not in _TORCH:
+        if key in but or (key.split(".")[0] in _NEVER and key not in _TORCH):
             continue
-        own = dict(getattr(module, "__dict__", {}))
-        if found.keys().isdisjoint(map(id, own.values())):
-            continue  # as most do; the loop below takes longer
-        for name, held in own.items():
-            if id(held) in found:
+        for name, held in dict(getattr(module, "__dict__", {})).items():
+            # Few are of these types, and a process may have Python called at every ``id``.
+            if type(held) in types and id(held) in found:
                 found[id(held)].append((module, name))
     return found
 

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,7 +271,25 @@ def _prepare_for_all() -> None:
     read = functools.cache(lambda config: find(blank, config))
     factory._get_field_docstrings = lambda _, config: dict(read(config))
     arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    _compile_once()
+    _skip_clean_up()
     preload()
+
+
+def _compile_once() -> None:
+    """The index helpers of datasets, by ``make``, which rank 0 of every job would start again."""
+    from megatron.core.datasets import utils
+
+    with contextlib.suppress(SystemExit):  # where that fails, the jobs say so
+        utils.compile_helpers()
+        utils.compile_helpers = lambda: None
+
+
+def _skip_clean_up() -> None:
+    """What torch registers to take its libraries' operators back at exit: ranks end without."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        if getattr((finalizer.peek() or [None] * 2)[1], "__module__", "") == "torch.library":
+            finalizer.atexit = False
 
 
 def _known_flags() -> list[str]:
