@@ -48,7 +48,7 @@ FOLDERS = {
     "unit": "unit",
 }
 TIERS = ("campaign", "matrix", *list(FOLDERS.values())[1:])
-QUICK = "0.1"  # seconds of search in default runs; orders are searched in full at night
+QUICK = "0.02"  # seconds of search in default runs; orders are searched in full at night
 NOT_BY_DEFAULT = ("matrix", "campaign")
 NEEDS = {"campaigns": "megatron", "checkout": "megatron", "megatron": "megatron",
          "ranks": "torch", "gpu": "torch"}  # fmt: skip

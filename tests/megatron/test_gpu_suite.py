@@ -135,20 +135,7 @@ def test_a_wheel_is_needed(repo_root: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and "has 0 wheels of megatron-core" in done.stderr
 
 
-def test_messages_through_the_host_know_every_way(repo_root: Path) -> None:
-    """Of every schedule of the part ``shared``, at four ranks too, which no other test here has.
-    In a process of its own: the part puts CPU tensors in the place of a GPU's."""
-    code = """
-from benchmarks.gpu.model import ways
-from benchmarks.gpu.shared import CASES
-from megatron_ext.schedule import generate
-for name, chunks, _ in CASES:
-    assert generate(name, 4, 8, chunks).placement.edges <= ways(4), name
-"""
-    done = _run(repo_root, "-c", code)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
+@pytest.mark.matrix  # it imports torch and Megatron four times
 def test_parts_start_where_there_is_a_gpu(repo_root: Path, tmp_path: Path) -> None:
     """There they are no forks but new processes, and so are their ranks: all find the suite."""
     code = f"""
@@ -218,8 +205,12 @@ def broken_parts(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     code = f"""
 import argparse, json, pathlib, random, sys, time
 from benchmarks.gpu import nccl, run, shared
+from benchmarks.gpu.model import ways
 from benchmarks.gpu.page import wrong
+from megatron_ext.schedule import generate
 import torch
+unknown = [name for name, chunks, _ in shared.CASES
+           if not generate(name, 4, 8, chunks).placement.edges <= ways(4)]
 run.device = lambda: {{"gpu": None}}  # forks, to which all of this holds
 class Broken:
     def run(args): raise ValueError("broken")
@@ -238,7 +229,7 @@ def chance(rank, learn=shared.learn):
 shared.learn, shared.CASES = chance, shared.CASES[:4]
 args = argparse.Namespace(tiny=True, output=pathlib.Path({out!r}), date="{DATE}")
 found = {{name: run.run_part(name, args) for name in ("broken", "endless", "nccl", "shared")}}
-found["wrong"] = wrong(found)
+found.update(wrong=wrong(found), unknown=unknown)
 pathlib.Path({out!r}, "found.json").write_text(json.dumps(found))
 """
     done = _run(repo_root, "-c", code)
@@ -264,6 +255,11 @@ def test_chance_is_not_blamed_on_a_schedule(broken_parts: dict[str, Any]) -> Non
     assert [text for text in broken_parts["wrong"] if text.startswith("shared")] == [
         "shared, 2 processes: 1f1b differs from itself, so nothing follows for the other schedules"
     ]
+
+
+def test_messages_through_the_host_know_every_way(broken_parts: dict[str, Any]) -> None:
+    """Of every schedule of the part ``shared``, at four ranks too, which no other test here has."""
+    assert broken_parts["unknown"] == []
 
 
 def test_the_page_says_what_is_wrong() -> None:
