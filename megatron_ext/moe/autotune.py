@@ -7,8 +7,7 @@ decision. Plain Python; what touches devices and ranks is in the integration.
 
 MPipeMoE searches n by trials with the number of tokens as its key (IPDPS, algorithm 1), but skips
 trials by assuming one minimum; GEMM times rise in steps and have several, so here all plans that
-fit the budget are tried, but for those that cannot win even on the most favourable device that
-explains the trials so far (``Bounds``). Megatron's own layer is the first plan and always tried.
+fit the budget are tried. Megatron's own layer is the first of them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..plan.moe_bounds import Bounds
 from .cost_file import Costs
 from .plan import (
     Budget,
@@ -35,8 +33,7 @@ LOOKAHEAD = 3  # besides 2 and n
 SAMPLES = 4  # timed calls of a plan; the first one warms up
 MOST_STEPS = 4  # of one plan's trial, however few calls they have
 MARGIN = 0.02  # a plan must be faster than a simpler one by this
-_NEVER = float("inf")  # a time of what was not worth a trial, or of a trial without a clock
-LEAST_GAIN = 0.01  # a plan that by prediction gains less on the fastest so far is not tried
+_NEVER = float("inf")  # the time of a trial without a clock
 ORDER_GAIN = 0.1  # other orders are tried of plans that are slower than the fastest by less
 RECHECK_STEPS, RECHECKED = 1000, 3  # then so many of the fastest plans are tried again
 
@@ -71,14 +68,12 @@ class StepReport(NamedTuple):
         ms_per_token: median over the timed calls of the last step, forward and backward; 0: none
             was timed.
         samples: how many those were, with the first, which does not count where there are others.
-        experts_ms: of ``ms_per_token``, the experts' forward pass; 0: not known.
     """
 
     tokens: float
     rows: float = 0
     ms_per_token: float = 0
     samples: float = 0
-    experts_ms: float = 0
 
 
 @dataclass
@@ -130,7 +125,7 @@ class Tuner:
     ) -> None:
         self._plans, self._budget, self._log = space.plans(), budget, log
         times = {n: dict(found) for n, found in costs.times.items()}
-        self.costs = replace(costs, times=times, experts=dict(costs.experts))
+        self.costs = replace(costs, times=times)
         self.plan, self.on_trial = self._plans[0], False
         self._trials: dict[tuple[int, LayerPlan], _Trial] = {}  # that are not over
         self._rows = self._seen_rows = 0
@@ -175,8 +170,6 @@ class Tuner:
         grown, self._rows = rows > self._rows, rows
         self._bucket = bucket(report.tokens)
         times = self.costs.times.setdefault(largest(self._bucket), {})
-        if grown:  # the fastest plan so far may not fit any more
-            self._forget_hopeless(times)
         fitting = self._fitting(grown and not first)
         if not times and not any(number == self._bucket for number, _ in self._trials):
             every = dict.fromkeys(p for plan in fitting for p in (plan, *self._other_orders(plan)))
@@ -204,9 +197,6 @@ class Tuner:
         # The only call of a first step pays for what is loaded and allocated once.
         if report.ms_per_token and (report.samples > 1 or trial.steps > 1):
             trial.least = min(trial.least, report.ms_per_token)
-            if report.experts_ms:
-                found, tokens = self.costs.experts, largest(self._bucket)
-                found[tokens] = min(found.get(tokens, report.experts_ms), report.experts_ms)
         if trial.samples >= SAMPLES or trial.steps >= MOST_STEPS:
             self.costs.times.setdefault(largest(self._bucket), {})[self.plan] = trial.least
             del self._trials[key]
@@ -265,30 +255,13 @@ class Tuner:
             best[paper] = min(time, best.get(paper, time))
         near = [p for p in fitting if best.get(p, times.get(p, 0.0)) <= (1 + ORDER_GAIN) * least]
         orders = (order for plan in near for order in self._other_orders(plan))
-        new = [plan for plan in (*fitting, *orders) if plan not in times]
-        experts = self.costs.experts.get(largest(self._bucket))
-        if not new or not known or experts is None:
-            return new[0] if new else None
-        bounds = Bounds(known, experts, self._copies())
-        for plan in new:
-            if plan.stock or bounds.least(plan) <= (1 - LEAST_GAIN) * least:
-                return plan
-            times[plan] = _NEVER
-        return None
+        return next((plan for plan in (*fitting, *orders) if plan not in times), None)
 
     def _other_orders(self, plan: LayerPlan) -> list[LayerPlan]:
         """The same with other orders of messages, within the budget."""
         numbers = sorted({LOOKAHEAD, plan.chunks})
         deeper = [plan._replace(lookahead=n) for n in numbers if 2 < n <= plan.chunks]
         return [one for one in deeper if self.allows(one)]
-
-    def _copies(self) -> tuple[float, float]:
-        """Milliseconds a token of the experts' input to the host or back, and of what is inside."""
-        costs, budget = self.costs, self._budget
-        if budget is None or costs.to_host is None or costs.to_device is None:
-            return 0.0, 0.0
-        ms = min(costs.to_host, costs.to_device) * self._rows / largest(self._bucket)
-        return ms * budget.shape.hidden * budget.shape.element_bytes, ms * budget.shape.inside_bytes
 
     def allows(self, plan: LayerPlan) -> bool:
         """True if ``plan`` keeps the budget, with the most rows so far."""
@@ -311,13 +284,7 @@ class Tuner:
             for plan in sorted(times, key=times.__getitem__)[:RECHECKED]:
                 del times[plan]
             times.pop(self._plans[0], None)  # stock's layer, where it is a candidate
-            self._forget_hopeless(times)
             self._chosen[self._bucket] = (self._chosen[self._bucket][0], 0)
-
-    @staticmethod
-    def _forget_hopeless(times: dict[LayerPlan, float]) -> None:
-        for plan in [plan for plan, time in times.items() if time == _NEVER]:
-            del times[plan]
 
     # --- what people read ---
 

@@ -10,6 +10,8 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn, Protocol
 
+from .._input import shown
+
 DEPTH = 2  # slots of a ring at least: one that computes, one that messages or copies use
 _COPIES = 2  # of a chunk's rows: permuted to be sent, and sorted by expert
 _MESSAGES = 4  # buffers of a chunk's rows: sent and received, to the experts and back
@@ -47,7 +49,7 @@ class Strategy(str, enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         names = ", ".join(sorted(one.value for one in cls))
-        raise ValueError(f"the strategy must be one of {names}, got {value!r}")
+        raise ValueError(f"the strategy must be one of {names}, got {shown(value)}")
 
     @property
     def input(self) -> Restore:

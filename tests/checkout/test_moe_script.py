@@ -109,7 +109,7 @@ def test_what_auto_chooses_trains_as_stock(
         costs = [cost_file.parse(line[line.index("{") :]) for line in said if "{" in line]
         tried = [line for line in said if "over the run" not in line and "{" not in line]
         summary = [line for line in said if "over the run" in line and "{" not in line]
-        assert costs and costs[-1].times and costs[-1].experts  # what --moe-pipeline-costs takes
+        assert costs and costs[-1].times  # what --moe-pipeline-costs takes
         assert re.search(r"trying at most \d+ plans, a step each; decided", tried[0]), stage
         calls = sum(int(CALLS.search(line)[1]) for line in summary)  # type: ignore[index]
         assert calls == 3 * 4 * 2  # steps, microbatches, layers

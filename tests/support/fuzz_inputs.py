@@ -339,9 +339,8 @@ def bare_targets() -> dict[str, Target]:
         "to_host": 2.1e10,
         "model": {"hidden_size": 64},
     }
-    moe = {name: [0.02, 2.1e-08, 0.03] for name in cost_file.OLD_LINES}
     plans = [LayerPlan(), LayerPlan.of(4, "s1", 3)]
-    costs = cost_file.Costs("MoE", 768, 1e-6, 1e-6, {4607: dict.fromkeys(plans, 0.5)})
+    costs = cost_file.Costs("MoE", 768, {4607: dict.fromkeys(plans, 0.5)})
     flags = ("cost\n1,0.98,1/2,1e-3", "cap\n0.5", "bytes\n1.5GiB", "time\n0.25,0.3")
     flags += ("line\n--pp 2 --microbatches 3 --group-size 1", "layout\nE(t*2)*2|tttt,L")
     found = [
@@ -350,14 +349,7 @@ def bare_targets() -> dict[str, Target]:
         Target("stage-costs", (_bytes({"stages": [[1, 2, 0.5]] * 4}),), _stage_costs),
         Target("block", tuple(_bytes(block_to_json(block)) for block in blocks), _block),
         Target("profile", (_bytes(profile),), _profile),
-        Target(
-            "moe-costs",
-            (
-                _bytes({"format": cost_file.OLD_FORMAT, **moe, "kept_bytes": 12288}),
-                costs.dump().encode(),
-            ),
-            _moe_costs,
-        ),
+        Target("moe-costs", (costs.dump().encode(),), _moe_costs),
         Target("traces", (_trace_seed(),), _traces),
         Target("pickle", _pickle_seeds(), _pickle),
         Target("flags", tuple(flag.encode() for flag in flags), _flags),

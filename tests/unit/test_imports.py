@@ -29,7 +29,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "plan": ({"_input", "_conflict", "schedule", "plan"}, {"numpy"}),
     # The plans of MoE layers, so that what is planned is what runs.
     **dict.fromkeys(
-        ("plan/moe_bounds.py", "plan/moe_job.py", "plan/moe_layer.py", "plan/moe_times.py"),
+        ("plan/moe_job.py", "plan/moe_layer.py", "plan/moe_times.py"),
         ({"_input", "_conflict", "plan", "moe"}, set()),
     ),
     "view": ({"_input", "_terminal", "schedule", "view"}, set()),

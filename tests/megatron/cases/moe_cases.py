@@ -282,8 +282,6 @@ COSTS = {
     "format": cost_file.FORMAT,
     "layers": "",
     "kept_bytes": 960,
-    "to_host": 1e-9,
-    "to_device": 1e-9,
     "times": [],
 }
 AUTO_STEPS = [(0, "auto")] * 12

@@ -21,14 +21,12 @@ from ....moe.cost_file import Costs
 from ....moe.graph import kept_bytes_per_row
 from ....moe.plan import Budget, LayerShape, Strategy
 from ....moe.region import Region
-from ....offload.rates import measure_rates
 from .flags import Sets, layer_shape
 from .layer import Execution, FixedPolicy
 from .timing import CallTimer
 
 logger = logging.getLogger(__name__)
 
-_PROBE_BYTES = 8 << 20  # copied each way to measure the link to the host
 _NAMED = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -44,8 +42,7 @@ class _Layers:
         times = [t for t in (one.ms_per_token() for one in self.timers) if t is not None]
         self.timers.clear()
         # The first call pays for allocations.
-        whole, experts = map(statistics.median, zip(*(times[1:] or times or [(0.0, 0.0)])))
-        return StepReport(tokens, rows, whole, len(times), experts)
+        return StepReport(tokens, rows, statistics.median(times[1:] or times or [0.0]), len(times))
 
 
 class ChosenMoE(FixedPolicy):
@@ -112,7 +109,7 @@ class ChosenMoE(FixedPolicy):
             tuner.count_call()
             # A plan is tried for calls of one size; the step's first call has it on every rank.
             if tuner.on_trial and bucket(tokens) == kind.bucket:
-                timer = CallTimer(hidden, layer.experts)
+                timer = CallTimer(hidden)
                 kind.timers.append(timer)
         return Execution(tuner, tuner.plan.stock, timer, tuner.plan != before)
 
@@ -130,7 +127,7 @@ class ChosenMoE(FixedPolicy):
         self._handles.clear()
 
     def _kind(self, shape: LayerShape, layer: Any, hidden: torch.Tensor, region: Region) -> _Layers:
-        """A tuner, once bytes and copies that a budget needs are known to all ranks."""
+        """A tuner, once the bytes that a budget counts are known to all ranks."""
         exchange = region.exchange
         name = (
             f"MoE layers of hidden size {shape.hidden}, expert FFN size {shape.ffn}, "
@@ -145,19 +142,11 @@ class ChosenMoE(FixedPolicy):
                 kept = kept_bytes_per_row(region.experts, region.parameters, local, like, probs)
                 self._rows = rows  # without those of the probe
                 known = replace(known, kept_bytes=_largest((kept,), hidden, region)[0])
-            if self.strategy not in ("none", "s0") and known.to_host is None:
-                device = region.memory.device
-                host = torch.empty(
-                    2 * _PROBE_BYTES, dtype=torch.uint8, pin_memory=device.pins_host_memory
-                )
-                rates = measure_rates(device, host)
-                both = _largest((1e3 / rates.to_host, 1e3 / rates.to_device), hidden, region)
-                known = replace(known, to_host=both[0], to_device=both[1])
             shape = shape._replace(kept_bytes=known.kept_bytes or 0)
             budget = Budget(self._budget_bytes, shape, self._in_flight)
         if known.layers not in ("", name):
             self._log(f"{name}: --moe-pipeline-costs is of other layers, {known.layers}")
-            known = replace(known, times={}, experts={})
+            known = replace(known, times={})
         log = lambda line: self._log(f"{name}, {line}")  # noqa: E731
         return _Layers(Tuner(self._space, budget, replace(known, layers=name), log))
 
