@@ -143,10 +143,12 @@ def flags() -> str:
         rows = []
         for flag in FLAGS:
             if flag.name in declared:
-                value = flag.metavar or ""
+                value = flag.shown or ""
                 value = f"[{value}]" if flag.const is not None else value
                 name = f"`{f'{flag.name} {value}'.strip()}`{' *' if flag.alone else ''}"
                 text = flag.help.replace("%%", "%")
+                text += f"; at least {flag.least}" if flag.least is not None else ""
+                text += f"; needs {flag.needs.text}" if flag.needs is not None else ""
                 if flag.not_in_library:
                     text += f" (not in `enable`: {flag.not_in_library})"
                 rows.append((name, text))

@@ -28,6 +28,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Flags of ours, one of which has to be in use for another one to have an effect.
+
+    Attributes:
+        any_of: by name, the values that count; none listed: all but ``off``.
+        text: what to add, as a user writes it.
+    """
+
+    any_of: Mapping[str, tuple[str, ...]]
+    text: str
+
+    def met(self, args: MegatronArgs) -> bool:
+        """True if one of them is in use."""
+        given = ((getattr(args, attribute(n), None), values) for n, values in self.any_of.items())
+        return any(
+            value not in (None, False, "off") and (not values or value in values)
+            for value, values in given
+        )
+
+
+@dataclass(frozen=True)
 class Flag:
     """A command-line option of ours. Its default is always None, which means "not given".
 
@@ -40,6 +61,11 @@ class Flag:
         compared: given the value and all arguments, what must be equal on all ranks; default: the
             value itself. For files, whose paths may differ between nodes.
         not_in_library: why it needs Megatron's arguments (see ``Run.library``), and what to do.
+        choices: the values that it takes; none: any.
+        least: the smallest number that it takes.
+        needs: what else has to be given; ``--pp-schedule`` anyway, but for one that works alone.
+        idle: a value that asks for nothing, and needs nothing.
+        excludes: another flag, and what both would do and how to fix it.
     """
 
     name: str
@@ -51,6 +77,37 @@ class Flag:
     alone: bool = False
     compared: Callable[[str, MegatronArgs], str] | None = None
     not_in_library: str = ""
+    choices: tuple[str, ...] = ()
+    least: int | None = None
+    needs: Needs | None = None
+    idle: str = ""
+    excludes: tuple[str, str] | None = None
+
+    def refusal(self, args: MegatronArgs, library: bool = False) -> str | None:
+        """The first of its rules that ``args``, where it was given, do not keep; None: all are."""
+        name, value = self.name, self.of(args)
+        text = name if value is True else f"{name} {value}"
+        if self.choices and value not in self.choices:
+            return f"{name} must be one of {', '.join(self.choices)}, got {value!r}"
+        if self.least is not None and value < self.least:
+            return f"{name} must be {self.least} or more, got {value}"
+        if library and self.not_in_library:
+            return f"{name} cannot be used here: {self.not_in_library}"
+        if not self.alone and args.pp_schedule is None:
+            return f"{name} needs --pp-schedule; add it or drop {name}"
+        if self.needs is not None and value != self.idle and not self.needs.met(args):
+            return f"{text} needs {self.needs.text}; add it, or drop {name}"
+        if self.excludes is not None:
+            other, why = self.excludes
+            found = getattr(args, attribute(other), None)
+            if found is not None:
+                return f"{text} and {other} {found} {why}"
+        return None
+
+    @property
+    def shown(self) -> str | None:
+        """Its value in ``--help``."""
+        return "{" + ",".join(self.choices) + "}" if self.choices else self.metavar
 
     @property
     def attribute(self) -> str:
@@ -70,7 +127,7 @@ class Flag:
         group.add_argument(
             self.name,
             type=self.kind,
-            metavar=self.metavar,
+            metavar=self.shown,
             default=None,
             help=self.help,
             **optional,

@@ -131,10 +131,16 @@ def defaults(config: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
-def options_without_schedule(args: MegatronArgs) -> list[str]:
-    """Our flags that were given although ``--pp-schedule``, which they belong to, was not."""
-    belonging = [f for f in FLAGS if not f.alone and f.attribute != "pp_schedule"]
-    return [flag.name for flag in belonging if flag.of(args) is not None]
+def require_rules(args: MegatronArgs, library: bool = False) -> None:
+    """Refuse flags of ours by what each of them says of its value and of the others.
+
+    Raises:
+        ConfigError: the first rule that is not kept.
+    """
+    for flag in FLAGS:
+        refusal = None if flag.of(args) is None else flag.refusal(args, library)
+        if refusal is not None:
+            raise ConfigError(refusal)
 
 
 def given(args: MegatronArgs, compared: bool = False) -> dict[str, str]:

@@ -19,7 +19,7 @@ from .flags import (
     defaults,
     given_to_megatron,
     lost_in_yaml,
-    options_without_schedule,
+    require_rules,
     short_errors,
     wanted,
 )
@@ -181,11 +181,8 @@ class Installation:
         run = Run(args, self.hooks.version, "megatron.training" in sys.modules)
         if self._parser is not None:
             run.stock_flags = given_to_megatron(args, self._parser)
-        if args.pp_schedule is None:
-            lost = options_without_schedule(args)
-            if lost:
-                raise ConfigError(f"{lost[0]} needs --pp-schedule; add it or drop {lost[0]}")
-        else:
+        require_rules(args)
+        if args.pp_schedule is not None:
             prepare(run)
         return run
 

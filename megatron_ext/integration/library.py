@@ -24,7 +24,7 @@ from .feature import Feature, Run
 from .features import FEATURES
 from .features.schedule.entry import entry_hooks
 from .features.schedule.pipeline import pipeline_of, prepare
-from .flags import FLAGS, given, in_options, options_without_schedule, parsed
+from .flags import given, in_options, parsed, require_rules
 from .hooks import Hook, Hooks, around
 from .model_args import ModelArgs
 from .pipeline import ScheduledPipeline, pipeline_group
@@ -50,13 +50,11 @@ class Library:
         self._options = vars(parsed(options))
         args: Any = SimpleNamespace(**self._options, rank=_rank())
         self._run = run = Run(args, version, training=False, library=True)
+        if not given(args):
+            raise ConfigError("--pp-schedule is missing; give one, e.g. 'v-half'")
+        require_rules(args, library=True)
         if args.pp_schedule is not None:
             prepare(run)
-        elif not given(args) or options_without_schedule(args):
-            raise ConfigError("--pp-schedule is missing; give one, e.g. 'v-half'")
-        for flag in FLAGS:
-            if flag.not_in_library and flag.of(args) is not None:
-                raise ConfigError(f"{flag.name} cannot be used here: {flag.not_in_library}")
         for feature in FEATURES:
             feature.check(run)
         self.hooks = Hooks(version)

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from .._input import attribute, plain
-from ..schedule.link import DEFAULT_POLICY, POLICIES, Link
+from .._input import plain
+from ..schedule.link import DEFAULT_POLICY, Link
 from ..schedule.passes.offload import wanted_chunks
 from ..schedule.placement import Placement
 from .arguments import MegatronArgs
 from .errors import ConfigError
-
-MODES = ("off", "half", "full", "auto")
-_FLAGS = ("--pp-offload", "--pp-offload-chunks", "--pp-offload-time", "--pp-offload-transfer")
 
 
 @dataclass(frozen=True)
@@ -44,36 +41,13 @@ class OffloadRequest:
         """What ``args`` ask for; None if nothing leaves the device.
 
         Raises:
-            ConfigError: flags that contradict each other or are out of range.
+            ConfigError: a time that is none.
         """
         mode, chunks = args.pp_offload, args.pp_offload_chunks
-        if mode is not None and mode not in MODES:
-            raise ConfigError(f"--pp-offload must be {', '.join(MODES)}, got {mode!r}")
-        if chunks is not None and mode is not None:
-            raise ConfigError(
-                f"--pp-offload {mode} and --pp-offload-chunks {chunks} both choose what is "
-                "offloaded; give one of them"
-            )
         if chunks is None and mode in (None, "off"):
-            for flag in _FLAGS[2:]:
-                value = getattr(args, attribute(flag))
-                if value is not None:
-                    raise ConfigError(
-                        f"{flag} {value} is for offloading, which is off; add --pp-offload auto "
-                        f"(or half, full), or drop {flag}"
-                    )
             return None
-        if chunks is not None and chunks < 1:
-            raise ConfigError(
-                f"--pp-offload-chunks must be 1 or more, got {chunks}; drop it to offload nothing"
-            )
         wanted = mode if mode is not None else str(chunks)
-        policy = args.pp_offload_transfer
-        if policy is not None and policy not in POLICIES:
-            raise ConfigError(
-                f"--pp-offload-transfer must be one of {', '.join(POLICIES)}, got {policy!r}"
-            )
-        request = cls(wanted, args.pp_offload_time, policy)
+        request = cls(wanted, args.pp_offload_time, args.pp_offload_transfer)
         request.link(1)  # refuses what is no time
         return request
 

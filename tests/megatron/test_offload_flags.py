@@ -61,16 +61,9 @@ def test_what_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        ({"offload": "some"}, ["--pp-offload must be off, half, full, auto", "'some'"]),
-        ({"offload": "full", "chunks": 2}, ["--pp-offload full", "--pp-offload-chunks 2", "one"]),
-        ({"offload": "off", "chunks": 2}, ["--pp-offload off", "--pp-offload-chunks 2"]),
-        ({"chunks": 0}, ["--pp-offload-chunks must be 1 or more, got 0"]),
-        ({"time": "0.2"}, ["--pp-offload-time 0.2", "off", "add --pp-offload auto"]),
-        ({"offload": "off", "transfer": "dual"}, ["--pp-offload-transfer dual", "off"]),
         ({"offload": "auto", "time": "1,2,3"}, ["--pp-offload-time 1,2,3", "must be T or T,T2"]),
         ({"offload": "auto", "time": "0"}, ["--pp-offload-time 0", "> 0"]),
         ({"offload": "auto", "time": "fast"}, ["--pp-offload-time fast", "'fast'"]),
-        ({"offload": "auto", "transfer": "quad"}, ["single, dual, paired", "'quad'"]),
     ],
 )
 def test_wrong_flags(flags: dict[str, Any], parts: list[str]) -> None:

@@ -163,8 +163,6 @@ def test_format_of_checkpoints_that_nobody_writes_or_reads() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"pp_vocab_parallel": None, "pp_vocab_chunks": 2}, "--pp-vocab-chunks 2 needs --pp-vocab"),
-        ({"pp_vocab_chunks": 0}, "--pp-vocab-chunks must be 1 or more, got 0"),
         (
             {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|m|L"},
             "--pipeline-model-parallel-layout Et|t|m|L has its layers (m) before that; put them on "

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ....plan.moe_conflicts import CONFLICTS
 from ...callbacks import Callback, HooksOnly
-from ...feature import Feature, Flag, Run
+from ...feature import Feature, Flag, Needs, Run
 from ...utils import file_contents, most_microbatches
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,11 @@ FLAGS = (
     "--moe-pipeline-costs",
     "--moe-memory-host-budget",
 )
+_ON = Needs({FLAGS[0]: ()}, f"{FLAGS[0]} 2 (1 is the whole batch at once)")
+_CHOOSES = Needs(
+    {FLAGS[0]: ("auto",), FLAGS[1]: ("auto",)},
+    f"{FLAGS[0]} auto or {FLAGS[1]} auto to choose by it",
+)
 
 
 class MoE(Feature):
@@ -34,8 +39,8 @@ class MoE(Feature):
             "chunks of tokens in which every MoE layer runs dispatch, experts and combine, so that "
             "communication and computation overlap; auto tries them in training, with Megatron's "
             "own layer; default: off",
-            "{" + ",".join(CHUNKS) + "}",
             alone=True,
+            choices=CHUNKS,
         ),
         Flag(
             FLAGS[1],
@@ -43,14 +48,17 @@ class MoE(Feature):
             "s0 computes the activation function again, s1 copies both from the host, s2 sends the "
             "input again, s3 computes the inside again, s4 does both, auto takes the fastest that "
             "keeps the budget; default: none, both are kept",
-            "{" + ",".join(STRATEGIES) + "}",
             alone=True,
+            choices=STRATEGIES,
+            needs=_ON,
+            idle="none",
         ),
         Flag(
             FLAGS[2],
             "device memory that a rank's MoE layers may take, e.g. 8GiB; auto chooses within it",
             "BYTES",
             alone=True,
+            needs=_CHOOSES,
             not_in_library="how many passes keep tensors of the experts at a time follows from "
             "Megatron's arguments; name chunks and strategy",
         ),
@@ -59,6 +67,7 @@ class MoE(Feature):
             "file with the log of an earlier run with auto, whose trials this run then skips",
             "FILE",
             alone=True,
+            needs=_CHOOSES,
             compared=lambda value, args: file_contents(value),
         ),
         Flag(
@@ -68,6 +77,7 @@ class MoE(Feature):
             "routing and a quarter more",
             "BYTES",
             alone=True,
+            needs=_ON,
         ),
     )
     conflicts = CONFLICTS

@@ -15,7 +15,7 @@ from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...feature import require_no_conflict
 from ...utils import most_microbatches
-from . import CHUNKS, FLAGS, STRATEGIES
+from . import FLAGS
 from .queues import QUEUE_CHUNKS, one_queue
 
 # (model chunks a rank, microbatches) -> most activation sets of each pipeline rank
@@ -45,30 +45,12 @@ class MoERequest:
         """What ``args`` ask for; None if MoE layers stay Megatron's.
 
         Raises:
-            ConfigError: flags that contradict each other or are unknown.
+            ConfigError: what cannot be read, or is for nothing.
         """
         values = tuple(getattr(args, attribute(flag), None) for flag in FLAGS)
         chunks, strategy, budget, costs, host = values
-        if chunks is not None and chunks not in CHUNKS:
-            raise ConfigError(f"{FLAGS[0]} must be one of {', '.join(CHUNKS)}, got {chunks!r}")
-        if strategy is not None and strategy not in STRATEGIES:
-            raise ConfigError(
-                f"{FLAGS[1]} must be one of {', '.join(STRATEGIES)}, got {strategy!r}"
-            )
         if chunks in (None, "off"):
-            for flag, value in zip(FLAGS[1:], values[1:]):
-                if value not in (None, "none"):
-                    raise ConfigError(
-                        f"{flag} {value} is for MoE layers in chunks, which are off; add "
-                        f"{FLAGS[0]} 2 (1 is the whole batch at once), or drop {flag}"
-                    )
             return None
-        for flag, value in ((FLAGS[2], budget), (FLAGS[3], costs)):
-            if value is not None and AUTO not in (chunks, strategy):
-                raise ConfigError(
-                    f"{flag} {value} is what auto chooses by, and nothing is to be chosen; add "
-                    f"{FLAGS[1]} auto, or drop {flag}"
-                )
         nbytes = _read(FLAGS[2], budget, parse_bytes)
         given = _read(FLAGS[3], costs, cost_file.load)
         host_bytes = _read(FLAGS[4], host, parse_bytes)

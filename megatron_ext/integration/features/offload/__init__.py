@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ....schedule.link import POLICIES
 from ...callbacks import Callback
 from ...errors import ConfigError
-from ...feature import Feature, Flag, Run
+from ...feature import Feature, Flag, Needs, Run
+
+_ON = Needs({"--pp-offload": (), "--pp-offload-chunks": ()}, "--pp-offload auto (or half, full)")
 
 
 class Offload(Feature):
@@ -20,7 +23,7 @@ class Offload(Feature):
             "keep activations in host memory between forward and backward pass: of half of each "
             "rank's model chunks (rounded up), of all, or (auto) as many as lower the peak without "
             "a wait",
-            "{off,half,full,auto}",
+            choices=("off", "half", "full", "auto"),
         ),
         Flag(
             "--pp-offload-chunks",
@@ -28,18 +31,22 @@ class Offload(Feature):
             "--pp-offload",
             "N",
             int,
+            least=1,
+            excludes=("--pp-offload", "both choose what is offloaded; give one of them"),
         ),
         Flag(
             "--pp-offload-time",
             "transfer time of one activation set to the host, and back, as a fraction of its "
             "chunk's F+B+W; default: measured in the first step",
             "T[,T2]",
+            needs=_ON,
         ),
         Flag(
             "--pp-offload-transfer",
             "single: one copy stream; dual: one a direction; paired: two neighbours that share a "
             "switch never copy the same way at once; default: measured at start",
-            "{single,dual,paired}",
+            choices=tuple(POLICIES),
+            needs=_ON,
         ),
         Flag(
             "--pp-offload-policy",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...callbacks import Callback
-from ...errors import ConfigError
 from ...feature import Conflict, Feature, Flag, Run, require_no_conflict
 
 # Iterations; gradients that had to be clipped once will soon be again.
@@ -29,6 +28,7 @@ class PostValidation(Feature):
             "N",
             int,
             const=PATIENCE,
+            least=0,
             not_in_library="it steps the optimizer in the place of Megatron's own training loop; "
             "start the run with the launcher, or drop it",
         ),
@@ -72,14 +72,8 @@ class PostValidation(Feature):
     )
 
     def check(self, run: Run) -> None:
-        patience = run.args.pp_post_validation
-        if patience is None or run.request is None:
+        if run.args.pp_post_validation is None or run.request is None:
             return
-        if patience < 0:
-            raise ConfigError(
-                f"{_FLAG} {patience}: the number of iterations without clipping before a step is "
-                "taken ahead cannot be negative; give 0 or more"
-            )
         require_no_conflict(run.args, self.conflicts, {"": _FLAG})
 
     def start(self, run: Run) -> Sequence[Callback]:

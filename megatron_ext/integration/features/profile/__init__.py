@@ -29,6 +29,7 @@ class ProfileSteps(Feature):
             "if the new order is faster",
             "N",
             int,
+            least=1,
         ),
         Flag(
             "--pp-profile",
@@ -71,10 +72,6 @@ def former_profile(args: MegatronArgs, fixed: bool) -> Profile | None:
         ConfigError: flags that contradict each other, or a profile of another model.
     """
     steps, path = args.pp_profile_steps, args.pp_profile
-    if steps is not None and steps < 1:
-        raise ConfigError(
-            f"--pp-profile-steps must be 1 or more, got {steps}; drop it to keep the order"
-        )
     flag = f"--pp-profile-steps {steps}" if steps is not None else f"--pp-profile {path}"
     if fixed and (steps is not None or path is not None):
         raise ConfigError(f"--pp-schedule {args.pp_schedule}: a file's order is fixed; drop {flag}")

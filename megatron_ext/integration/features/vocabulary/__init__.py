@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
-from ...feature import Conflict, Feature, Flag, Run, require_no_conflict
+from ...feature import Conflict, Feature, Flag, Needs, Run, require_no_conflict
 from ...layout import predicts_early
 
 _FLAG, _CHUNKS = "--pp-vocab-parallel", "--pp-vocab-chunks"
@@ -51,6 +51,8 @@ class VocabularyParallel(Feature):
             "more it computes them again",
             "N",
             int,
+            least=1,
+            needs=Needs({_FLAG: ()}, _FLAG),
         ),
     )
     conflicts = (
@@ -101,12 +103,8 @@ class VocabularyParallel(Feature):
 
     def check(self, run: Run) -> None:
         args, chunks = run.args, run.args.pp_vocab_chunks
-        if chunks is not None and not args.pp_vocab_parallel:
-            raise ConfigError(f"{_CHUNKS} {chunks} needs {_FLAG}; add it or drop {_CHUNKS}")
         if run.request is None or not args.pp_vocab_parallel:
             return
-        if chunks is not None and chunks < 1:
-            raise ConfigError(f"{_CHUNKS} must be 1 or more, got {chunks}")
         require_no_conflict(args, self.conflicts, {"": _FLAG})
         layout = args.pipeline_model_parallel_layout
         if isinstance(layout, str) and predicts_early(layout):
