@@ -57,8 +57,8 @@ class Binder:
     def apply(self, hooks: Sequence[Any]) -> None:
         """See ``Hooks``; hooks that do not fit are noted and left out."""
         for hook in hooks:
-            entry: dict[str, Any] = {"why": hook.why, "needs": list(hook.parameters)}
-            self.found[hook.targets[0]] = entry
+            entry: dict[str, Any] = {"why": hook.why, "needs": list(hook.target.parameters)}
+            self.found[hook.target.places[0]] = entry
             try:
                 target = self._hooks.find(hook)
                 held = _held(target)

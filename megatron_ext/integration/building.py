@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,10 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .hooks import Hook, around
-
-_GET_MODEL = "megatron.training.training:get_model"
-_MODULE = "megatron.training.models.dist_utils"
-_BUILDERS = f"{_MODULE}:unimodal_build_distributed_models"
+from .targets import BUILDERS, GET_MODEL
 
 
 def _nothing(_: Any) -> None:
@@ -44,10 +40,9 @@ class Building:
 
     def hooks(self) -> list[Hook]:
         """On every way that this Megatron has."""
-        found = [Hook((_GET_MODEL,), around(self._get_model), ("model_provider_func",), self.why)]
-        if importlib.util.find_spec(_MODULE.rpartition(".")[0]):
-            names = ("build_model_func", "pre_wrap_hook")
-            found.append(Hook((_BUILDERS,), around(self._build_models), names, self.why))
+        found = [Hook(GET_MODEL, around(self._get_model), self.why)]
+        if BUILDERS.exists:
+            found.append(Hook(BUILDERS, around(self._build_models), self.why))
         return found
 
     def _get_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

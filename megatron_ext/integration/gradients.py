@@ -13,11 +13,8 @@ from ..runtime.weight_hooks import known
 from ..runtime.wgrad import WeightGradStore
 from .errors import ConfigError
 from .hooks import Hook
+from .targets import DDP_HOOK_MAKER
 
-DDP_HOOK_MAKER = (
-    "megatron.core.distributed.distributed_data_parallel:"
-    "DistributedDataParallel._make_backward_post_hook"
-)
 DDP_HOOK = "_megatron_ext_grad_hook"  # attribute of a parameter: a reference to Megatron's hook
 _LATE = "_megatron_ext_grad_hooks"  # attribute of the model: those made after it was wrapped
 _ADDED = "_megatron_ext_added_to_main_grad"
@@ -91,9 +88,8 @@ def gradient_hook() -> Hook:
     """Keeps Megatron's hook, for gradients that autograd does not make, and holds it back where a B
     pass has postponed them."""
     return Hook(
-        (DDP_HOOK_MAKER,),
+        DDP_HOOK_MAKER,
         _deferring_hook,
-        ("self", "param"),
         "gradients would be reduced before their W pass has run, or not at all",
     )
 

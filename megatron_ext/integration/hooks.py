@@ -17,6 +17,7 @@ from typing import Any
 
 from ..releases import NEWEST
 from .errors import ConfigError
+from .targets import Target
 
 _ADVICE = (
     f"use an unmodified megatron-core {NEWEST.version}, or drop our flags; "
@@ -32,15 +33,13 @@ class Hook:
     """One place to hook.
 
     Attributes:
-        targets: ``module:qualified.name``, in order of preference: upstream moves things.
+        target: what it takes the place of.
         make: given the original object, the replacement.
-        parameters: names that the target's signature must have.
         why: what goes wrong without it.
     """
 
-    targets: tuple[str, ...]
+    target: Target
     make: Callable[[Any], Any]
-    parameters: tuple[str, ...]
     why: str
 
 
@@ -201,7 +200,7 @@ class Hooks:
 
     def _resolve(self, hook: Hook) -> tuple[str, Any, str]:
         """(target, the object that owns it, its attribute name) of the first target that exists."""
-        for target in hook.targets:
+        for target in hook.target.places:
             module_name, _, path = target.partition(":")
             try:
                 owner: Any = importlib.import_module(module_name)
@@ -212,7 +211,7 @@ class Hooks:
                 owner = getattr(owner, parent, None)
             if owner is not None and hasattr(owner, name):
                 return target, owner, name
-        wanted = " or ".join(hook.targets)
+        wanted = " or ".join(hook.target.places)
         raise ConfigError(
             f"megatron-core {self.version} has no {wanted}, which megatron_ext must hook "
             f"({hook.why}); {_ADVICE}"
@@ -224,7 +223,7 @@ class Hooks:
             found = list(inspect.signature(original).parameters)
         except (TypeError, ValueError):
             found = []
-        missing = [p for p in hook.parameters if p not in found]
+        missing = [p for p in hook.target.parameters if p not in found]
         if missing:
             raise ConfigError(
                 f"{target} of megatron-core {self.version} has parameters {found}, but "

@@ -25,7 +25,7 @@ from .flags import (
 )
 from .hooks import Hook, Hooks, around
 from .report import Report
-from .takeover import FUNCTIONS, SCHEDULES
+from .targets import ARGUMENTS, PIPELINES, VALIDATE
 from .versions import megatron_version, require_supported
 
 logger = logging.getLogger(__name__)
@@ -58,26 +58,15 @@ class Installation:
         """
         self.hooks.apply(
             [
-                Hook(
-                    ("megatron.training.arguments:add_megatron_arguments",),
-                    around(self._with_flags),
-                    ("parser",),
-                    "our flags would be unknown",
-                ),
-                Hook(
-                    ("megatron.training.arguments:validate_args",),
-                    around(self._with_validation),
-                    ("args",),
-                    "our flags would not be checked",
-                ),
+                Hook(ARGUMENTS, around(self._with_flags), "our flags would be unknown"),
+                Hook(VALIDATE, around(self._with_validation), "our flags would not be checked"),
                 *(
                     Hook(
-                        (f"{SCHEDULES}:{name}",),
+                        target,
                         around(self._requiring_arguments),
-                        ("forward_step_func",),
                         "a schedule that is asked for would have no effect",
                     )
-                    for name in FUNCTIONS
+                    for target in PIPELINES.values()
                     if self._defaults
                 ),
             ]

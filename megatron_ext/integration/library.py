@@ -22,10 +22,10 @@ from .callbacks import Callback
 from .errors import ConfigError
 from .feature import Feature, Run
 from .features import FEATURES
-from .features.schedule.entry import entry_hooks
+from .features.schedule.entry import entry_hooks, size_hook
 from .features.schedule.pipeline import pipeline_of, prepare
 from .flags import given, in_options, parsed, require_rules
-from .hooks import Hook, Hooks, around
+from .hooks import Hook, Hooks
 from .model_args import ModelArgs
 from .pipeline import ScheduledPipeline, pipeline_group
 from .utils import device_of, time_limit_minutes, unwrapped, watched
@@ -80,14 +80,7 @@ class Library:
         hooks: list[Hook] = []
         if entry and self._run.request is not None:
             hooks += entry_hooks(self.forward_backward, lambda: bool(self.hooks.bindings))
-            hooks.append(
-                Hook(
-                    ("megatron.core.parallel_state:initialize_model_parallel",),
-                    around(self._with_pipeline_check),
-                    ("pipeline_model_parallel_size",),
-                    "a job without a pipeline would not be noticed",
-                )
-            )
+            hooks.append(size_hook(self._with_pipeline_check))
             self._require_pipeline()
         for feature in FEATURES:
             if not feature.per_model:

@@ -8,22 +8,13 @@ them, and gradients, where nobody looks.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .hooks import Hook
-
-_MEGATRON = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
-_TE = "transformer_engine.pytorch.module"
-_TE_FUNCTIONS = (
-    (f"{_TE}.linear", "_Linear"),
-    (f"{_TE}.layernorm_linear", "_LayerNormLinear"),
-    (f"{_TE}.layernorm_mlp", "_LayerNormMLP"),
-    (f"{_TE}.grouped_linear", "_GroupedLinear"),
-)
+from .targets import LINEAR, TE_FUNCTIONS
 
 Find = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,18 +25,14 @@ def hooks(find: Find) -> tuple[Hook, ...]:
     Args:
         find: gives the parameter that a tensor is, or the tensor itself.
     """
-    targets = [_MEGATRON]
-    for module, name in _TE_FUNCTIONS:
-        if hasattr(sys.modules.get(module), name):
-            targets.append(f"{module}:{name}")
+    loaded = [target for target in TE_FUNCTIONS if target.loaded and target.exists]
     return tuple(
         Hook(
-            (target,),
+            target,
             lambda original: _with_parameters(original, find),
-            (),
             "weight gradients would be lost where activations are offloaded",
         )
-        for target in targets
+        for target in (LINEAR, *loaded)
     )
 
 

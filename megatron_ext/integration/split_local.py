@@ -21,17 +21,16 @@ from ..runtime.wgrad import WeightGradStore
 from .gradients import accumulate, finish, gradient_hook, mark_added
 from .hooks import Hook
 from .saved_parameters import ReadOnce, parameter_of
+from .targets import LINEAR, REDUCE_SCATTER
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
-_MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 
 def linear_hook(store: WeightGradStore) -> Hook:
     """The hook that lets ``store`` receive weight gradients while it collects."""
     return Hook(
-        (f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication",),
+        LINEAR,
         lambda original: _split_linear(original, store),
-        (),
         "weight gradients could not be delayed",
     )
 
@@ -42,9 +41,8 @@ def hooks(store: WeightGradStore) -> tuple[Hook, ...]:
         linear_hook(store),
         gradient_hook(),
         Hook(
-            (f"{_MAPPINGS}:_ReduceScatterToSequenceParallelRegion",),
+            REDUCE_SCATTER,
             lambda original: _noting_scatter(original, store),
-            (),
             "gathered output gradients would be kept until W",
         ),
     )

@@ -11,11 +11,7 @@ from types import CellType, FrameType, FunctionType
 from typing import Any
 
 from .errors import ConfigError
-
-SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-FUNCTIONS = tuple(
-    f"forward_backward_pipelining_{kind}_interleaving" for kind in ("with", "without")
-)
+from .targets import FUNCTIONS, SCHEDULES
 
 
 def require_megatrons_own() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_ext import cli, patching
 from megatron_ext.integration import flags
-from megatron_ext.integration.takeover import FUNCTIONS, SCHEDULES
+from megatron_ext.integration.targets import FUNCTIONS, SCHEDULES
 from megatron_ext.releases import TAGS
 from scripts.make_patches import patch_text
 from tests.support import ROOT

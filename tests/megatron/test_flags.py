@@ -152,7 +152,7 @@ def test_other_models_under_v() -> None:
 def test_no_inference_under_v() -> None:
     from megatron_ext.integration.features.v_placement.vee import HOOKS
 
-    (hook,) = (s for s in HOOKS if s.targets[0].endswith("GPTModel.forward"))
+    (hook,) = (s for s in HOOKS if s.target.places[0].endswith("GPTModel.forward"))
     forward = hook.make(lambda self, x, **kwargs: x)
     assert forward(None, 3, inference_context=None) == 3
     with pytest.raises(ConfigError, match="start it without --pp-schedule"):

@@ -160,7 +160,7 @@ def building(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
     def run(callback: Any, original: Any, provider: Any) -> Any:
         def hook(name: str) -> Any:
-            (found,) = (h for h in callback.hooks() if h.targets[0].endswith(f":{name}"))
+            (found,) = (h for h in callback.hooks() if h.target.places[0].endswith(f":{name}"))
             return found
 
         return request.param(hook, original, provider)

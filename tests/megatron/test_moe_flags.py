@@ -320,7 +320,7 @@ def test_layers_of_a_program_are_refused_when_they_are_built(wrong: dict[str, An
             self.config = config
 
     for hook in PipelinedMoE(FixedPolicy(LayerPlan(2))).hooks():
-        if hook.targets[0].endswith("MoELayer.__init__"):
+        if hook.target.places[0].endswith("MoELayer.__init__"):
             Layer.__init__ = hook.make(Layer.__init__)  # type: ignore[method-assign]
     Layer(arguments())
     with pytest.raises(ConfigError, match="an MoE layer in chunks does not support --"):

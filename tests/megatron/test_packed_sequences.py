@@ -9,14 +9,15 @@ import pytest
 
 from megatron_ext.integration.feature import Run
 from megatron_ext.integration.features.schedule import packed_sequences
+from megatron_ext.integration.targets import Target
 
 
 def hooks_of(monkeypatch: pytest.MonkeyPatch, chunks: int, **flags: Any) -> dict[str, Any]:
     """The hooks of a run with ``flags``, by target."""
-    monkeypatch.setattr(packed_sequences, "_counts", lambda: True)
+    monkeypatch.setattr(Target, "exists", True)
     args: Any = SimpleNamespace(**flags)
     hooks = packed_sequences.hooks(Run(args, "0.19.0", chunks=chunks))
-    return {hook.targets[0]: hook for hook in hooks}
+    return {hook.target.places[0]: hook for hook in hooks}
 
 
 def test_each_document_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,9 +93,9 @@ class _Recorder:
         for hook in hooks:
             try:
                 self._hooks.find(hook)
-                self.found[hook.targets] = None
+                self.found[hook.target] = None
             except Exception as error:
-                self.found[hook.targets] = str(error)
+                self.found[hook.target] = str(error)
 
     def report(self) -> str:
         return ""

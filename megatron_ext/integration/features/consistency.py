@@ -23,6 +23,7 @@ from ..callbacks import Callback, HooksOnly
 from ..errors import ConfigError
 from ..feature import Feature, Run
 from ..hooks import Hook, around
+from ..targets import INITIALIZE
 from ..utils import device_name, gather, most_microbatches
 
 WAIT_ENVIRONMENT = "MEGATRON_EXT_AGREEMENT_SECONDS"
@@ -134,9 +135,8 @@ def _hook(run: Run) -> Hook:
         return result
 
     return Hook(
-        ("megatron.training.initialize:_initialize_distributed",),
+        INITIALIZE,
         around(initialize_distributed),
-        ("get_embedding_ranks",),
         "ranks with other flags or packages would hang or train on other data",
     )
 

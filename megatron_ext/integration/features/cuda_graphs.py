@@ -24,6 +24,7 @@ from ..callbacks import Callback, Step
 from ..errors import ConfigError
 from ..feature import Conflict, Feature, Run, require_no_conflict
 from ..hooks import Hook
+from ..targets import GRAPH_ORDER
 
 LOCAL, TRANSFORMER_ENGINE, WHOLE = "local", "transformer_engine", "full_iteration"
 _FIXED = "graphs are replayed in the order in which they were captured; drop it"
@@ -193,10 +194,7 @@ class _TransformerEngine(_Graphs):
     def hooks(self) -> Sequence[Hook]:
         return (
             Hook(
-                ("megatron.core.transformer.cuda_graphs:convert_schedule_table_to_order",),
-                self._ours,
-                ("num_warmup_microbatches", "num_model_chunks", "schedule_table"),
-                "graphs would be captured in the order of stock's schedule",
+                GRAPH_ORDER, self._ours, "graphs would be captured in the order of stock's schedule"
             ),
         )
 

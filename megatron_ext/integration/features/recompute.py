@@ -20,6 +20,7 @@ from ..callbacks import Callback, HooksOnly
 from ..errors import ConfigError
 from ..feature import Feature, Flag, Run
 from ..hooks import Hook, around
+from ..targets import CHECKPOINT_INIT, MLP_FORWARD
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,6 @@ class Recompute(Feature):
         if not run.args.pp_cheap_recompute:
             return ()
         return (HooksOnly(hooks(experts=not run.experts_in_chunks)),)
-
-
-_RANDOM = "megatron.core.tensor_parallel.random"
 
 
 def ask_megatron(args: MegatronArgs) -> None:
@@ -117,18 +115,16 @@ def hooks(experts: bool = True) -> tuple[Hook, ...]:
 
     found = [
         Hook(
-            ("megatron.core.transformer.mlp:MLP.forward",),
+            MLP_FORWARD,
             functools.partial(_mlp_forward, experts=experts),
-            ("self", "hidden_states", "per_token_scale"),
             "the activation function's output would be kept",
         )
     ]
     if not random.HAVE_TE:
         found.append(
             Hook(
-                (f"{_RANDOM}:CheckpointWithoutOutput.__init__",),
+                CHECKPOINT_INIT,
                 around(_without_fp8),
-                ("self", "fp8"),
                 "recompute would ask Transformer Engine, which is missing, for its FP8 state",
             )
         )

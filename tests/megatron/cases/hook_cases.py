@@ -108,6 +108,7 @@ def main() -> None:
     from megatron_ext.integration.features.schedule.choose import ScheduleRequest
     from megatron_ext.integration.hooks import Hook
     from megatron_ext.integration.install import Installation
+    from megatron_ext.integration.targets import Target
     from megatron_ext.schedule.spec import Cut
 
     before = {target: held(target) for target in targets}
@@ -143,14 +144,16 @@ def main() -> None:
     logging.getLogger("megatron_ext").addHandler(handler)
     broken = Installation()
     out["warnings"] = warnings
-    good = Hook((TARGETS[5],), lambda original: lambda *a, **k: None, ("vp_stage",), "test")
+    good = Hook(Target.at(TARGETS[5], "vp_stage"), lambda original: lambda *a, **k: None, "test")
     broken.hooks.apply([good])
     out["newer_is_hooked"] = held(TARGETS[5]) is not before[TARGETS[5]]
     broken.revert()
     for name, bad in {
-        "missing": Hook(("megatron.core.parallel_state:no_such",), lambda o: o, (), "of a test"),
-        "signature": Hook((TARGETS[6],), lambda o: o, ("no_such_parameter",), "of a test"),
-        "narrow": Hook((TARGETS[6],), lambda o: lambda virtual=None: None, (), "of a test"),
+        "missing": Hook(
+            Target.at("megatron.core.parallel_state:no_such"), lambda o: o, "of a test"
+        ),
+        "signature": Hook(Target.at(TARGETS[6], "no_such_parameter"), lambda o: o, "of a test"),
+        "narrow": Hook(Target.at(TARGETS[6]), lambda o: lambda virtual=None: None, "of a test"),
     }.items():
         try:
             broken.hooks.apply([good, bad])

@@ -32,7 +32,7 @@ class Chunk:
         self.ready: Counter[str] = Counter()
         self._accumulators = []
         self._names = {id(p): n for n, p in self.module.named_parameters()}
-        (post_hook,) = [s for s in wgrad.hooks(store) if "post_hook" in s.targets[0]]
+        (post_hook,) = [s for s in wgrad.hooks(store) if "post_hook" in s.target.places[0]]
         make = post_hook.make(self._stock_hook)
         for parameter in self.module.parameters():
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)

@@ -224,7 +224,7 @@ def provider(case: dict[str, Any]) -> dict[str, Any]:
 
     with megatron(case, ours=True):
         hooks = vocabulary.hooks(vee=False, training=True)
-        (building,) = (h.make for h in hooks if h.targets[0].endswith(":get_model"))
+        (building,) = (h.make for h in hooks if h.target.places[0].endswith(":get_model"))
         shard = vocabulary.shard_of(building(get_model)(provide))
         learns = [p.requires_grad for p in (shard.embedding, shard.output)]
         return {"ranks": gathered((learns, bool((shard.output == 3).all())))}

@@ -184,7 +184,7 @@ def count_bytes(case: dict[str, Any]) -> dict[str, Any]:
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     hooks, store = Hooks(megatron_version()), WeightGradStore()
-    hooks.apply([hook for hook in local.hooks(store) if "post_hook" not in hook.targets[0]])
+    hooks.apply([hook for hook in local.hooks(store) if "post_hook" not in hook.target.places[0]])
     try:
         config = gpt_cases.config_of(case)
         sizes = {"vocab_size": gpt_cases.VOCAB, "max_sequence_length": 64}

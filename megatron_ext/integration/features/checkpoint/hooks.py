@@ -19,6 +19,7 @@ from ...arguments import MegatronArgs
 from ...errors import ConfigError
 from ...hooks import Hook, around
 from ...layout import LayerPattern
+from ...targets import LOAD, LOAD_BASE, SAVE
 from ...utils import gather, tied_embeddings, unwrapped
 from . import integrity, metadata
 
@@ -111,24 +112,20 @@ class Checkpoints:
 
     def hooks(self) -> tuple[Hook, ...]:
         """The hooks around Megatron's loading and saving."""
-        module = "megatron.training.checkpointing"
         return (
             Hook(
-                (f"{module}:load_checkpoint",),
+                LOAD,
                 around(self._load_checkpoint),
-                ("ddp_model", "optimizer"),
                 "parameters that a checkpoint lacks would keep random initial values",
             ),
             Hook(
-                (f"{module}:_load_base_checkpoint",),
+                LOAD_BASE,
                 around(self._load_base_checkpoint),
-                ("load_dir", "args", "rank0", "sharded_state_dict"),
                 "an optimizer state of another layout would end in a shape exception",
             ),
             Hook(
-                (f"{module}:save_checkpoint",),
+                SAVE,
                 around(integrity.report_failure),
-                ("iteration",),
                 "a failed save would not report what a restart will load",
             ),
         )

@@ -24,6 +24,7 @@ from ....runtime.wgrad import WeightGradStore
 from ... import saved_parameters
 from ...callbacks import Callback
 from ...hooks import Hook, around
+from ...targets import MOE_FORWARD, MOE_INIT, STEPS
 from .experts import FlexRegion, Region, checkpoint, region_of
 from .flags import require_supported
 from .timing import CallTimer
@@ -31,7 +32,6 @@ from .weights import ExpertGradients
 
 logger = logging.getLogger(__name__)
 
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _STAGES = ["route", "expert_compute", "postprocess"]
 
 
@@ -87,19 +87,7 @@ class FixedPolicy:
 
 def step_hooks(step: Callable[..., Any], why: str) -> list[Hook]:
     """``step`` around every step, under Megatron's schedules and ours; ``why`` as ``Hook``."""
-    return [
-        Hook(
-            (f"{_SCHEDULES}:forward_backward_{kind}",),
-            around(step),
-            ("forward_step_func", "model", "num_microbatches", "seq_length", "micro_batch_size"),
-            why,
-        )
-        for kind in (
-            "no_pipelining",
-            "pipelining_without_interleaving",
-            "pipelining_with_interleaving",
-        )
-    ]
+    return [Hook(target, around(step), why) for target in STEPS]
 
 
 def dense_hooks(flag: str) -> list[Hook]:
@@ -155,18 +143,8 @@ class PipelinedMoE(Callback):
                 if self._policy.steps
                 else ()
             ),
-            Hook(
-                ("megatron.core.transformer.moe.moe_layer:MoELayer.forward",),
-                self._chunked,
-                ("self", "hidden_states", "intermediate_tensors", "padding_mask"),
-                "MoE layers would run unchunked",
-            ),
-            Hook(
-                ("megatron.core.transformer.moe.moe_layer:MoELayer.__init__",),
-                self._noted,
-                ("self", "config"),
-                "what MoE layers keep together would be unknown",
-            ),
+            Hook(MOE_FORWARD, self._chunked, "MoE layers would run unchunked"),
+            Hook(MOE_INIT, self._noted, "what MoE layers keep together would be unknown"),
             *self._weights.hooks(),
             *saved_parameters.hooks(saved_parameters.parameter_of),
         )

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ...hooks import Hook
+from ...targets import PARALLEL_STATE
 from ...undo import set_environment
 
 logger = logging.getLogger(__name__)
@@ -87,10 +88,7 @@ def priority_hook() -> Hook:
     would wait until no block of theirs is pending.
     """
     return Hook(
-        ("megatron.core.parallel_state:initialize_model_parallel",),
-        _with_priority,
-        ("expert_model_parallel_size", "high_priority_stream_groups"),
-        "messages of MoE chunks would wait for the experts' kernels",
+        PARALLEL_STATE, _with_priority, "messages of MoE chunks would wait for the experts' kernels"
     )
 
 

@@ -21,6 +21,7 @@ from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...hooks import Hook
 from ...runner import MegatronRunner
+from ...targets import CONFIG_POST_INIT
 from ...utils import LastModels, unwrapped
 from . import wanted
 
@@ -99,14 +100,7 @@ class PairedPasses(Callback):
         self._checked = LastModels()
 
     def hooks(self) -> Sequence[Hook]:
-        return (
-            Hook(
-                ("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",),
-                _any_chunks,
-                ("self",),
-                "pairs would be refused for one chunk a rank",
-            ),
-        )
+        return (Hook(CONFIG_POST_INIT, _any_chunks, "pairs would be refused for one chunk a rank"),)
 
     def begin(self, step: Step) -> None:
         iteration = step.call.iteration

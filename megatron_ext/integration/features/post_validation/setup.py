@@ -24,6 +24,7 @@ from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...hooks import Hook, around
 from ...pipeline import start_param_sync
+from ...targets import CHAINED_STEP, DECIDE_EXIT, SAVE
 from .eager_step import EagerStep, StageGroups
 from .head import Head
 
@@ -50,24 +51,13 @@ class StepAhead(Callback):
 
     def hooks(self) -> Sequence[Hook]:
         return (
+            Hook(CHAINED_STEP, self._with_validation, "the optimizer would wait for all ranks"),
             Hook(
-                ("megatron.core.optimizer.optimizer:ChainedOptimizer.step",),
-                self._with_validation,
-                ("self",),
-                "the optimizer would wait for all ranks",
-            ),
-            Hook(
-                ("megatron.training.checkpointing:save_checkpoint",),
+                SAVE,
                 around(self._after_dropping),
-                ("iteration", "model", "optimizer"),
                 "a checkpoint could hold random states of an iteration that has only begun",
             ),
-            Hook(
-                ("megatron.training.training:checkpoint_and_decide_exit",),
-                around(self._before_exit),
-                ("iteration", "model"),
-                "a run could end with messages in flight",
-            ),
+            Hook(DECIDE_EXIT, around(self._before_exit), "a run could end with messages in flight"),
         )
 
     def _after_dropping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,8 @@ from ...building import Building
 from ...callbacks import Callback
 from ...hooks import Hook, around
 from ...model_classes import require_chunks
-from ...takeover import FUNCTIONS, SCHEDULES, require_megatrons_own
+from ...takeover import require_megatrons_own
+from ...targets import DESTROY_GROUP, FUNCTIONS, PARALLEL_STATE, PIPELINES, SCHEDULES, TRAIN_STEP
 
 if TYPE_CHECKING:
     from ...pipeline import ScheduledPipeline
@@ -36,9 +37,8 @@ class Entry(Callback):
         if self._training:
             hooks += [
                 Hook(
-                    ("megatron.training.training:train_step",),
+                    TRAIN_STEP,
                     around(self._pipeline.watched),
-                    ("forward_step_func", "optimizer"),
                     "a rank that waits before or behind its passes would not be watched",
                 ),
                 *Building(
@@ -76,22 +76,18 @@ def entry_hooks(pipeline: Callable[..., Any], in_force: Callable[[], bool]) -> l
         return forward_backward
 
     return [
-        *(
-            Hook(
-                (f"{SCHEDULES}:{name}",),
-                make,
-                ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only"),
-                "stock's schedule would run",
-            )
-            for name in FUNCTIONS
-        ),
+        *(Hook(PIPELINES[name], make, "stock's schedule would run") for name in FUNCTIONS),
         Hook(
-            ("torch.distributed.distributed_c10d:destroy_process_group",),
+            DESTROY_GROUP,
             around(_with_communicators),
-            ("group",),
             "communicators of messages would outlive their process group",
         ),
     ]
+
+
+def size_hook(check: Callable[..., Any]) -> Hook:
+    """``check`` around the making of a job's groups."""
+    return Hook(PARALLEL_STATE, around(check), "a job without a pipeline would not be noticed")
 
 
 def _with_communicators(original: Callable[..., None], group: Any = None) -> None:

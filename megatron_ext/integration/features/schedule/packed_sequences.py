@@ -17,9 +17,7 @@ from typing import Any
 
 from ...feature import Run
 from ...hooks import Hook
-
-_TRAINING = "megatron.training.training"
-_COUNT = "consume_seqlen_stats_in_iteration"
+from ...targets import DATASETS, SEQLEN_COUNT
 
 
 def hooks(run: Run) -> Sequence[Hook]:
@@ -28,18 +26,9 @@ def hooks(run: Run) -> Sequence[Hook]:
     masked = getattr(run.args, "dataloader_inter_document_masking", False)
     if masked:
         found.append(DATASET)
-    if (masked or getattr(run.args, "sft", False)) and run.chunks > 1 and _counts():
+    if (masked or getattr(run.args, "sft", False)) and run.chunks > 1 and SEQLEN_COUNT.exists:
         found.append(count(run.chunks))
     return found
-
-
-def _counts() -> bool:
-    """Whether this Megatron counts tokens of packed documents; before 0.18 it does not."""
-    try:
-        from megatron.training import training
-    except ImportError:
-        return False
-    return hasattr(training, _COUNT)
 
 
 def _builder_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -64,12 +53,8 @@ def _builder_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 DATASET = Hook(
-    (
-        "megatron.core.datasets.blended_megatron_dataset_builder:"
-        "BlendedMegatronDatasetBuilder.__init__",
-    ),
+    DATASETS,
     _builder_init,
-    ("cls", "sizes", "is_built_on_rank", "config"),
     "stages between the first and the last would have no lengths of packed documents",
 )
 
@@ -87,4 +72,4 @@ def count(chunks: int) -> Hook:
 
         return consume_seqlen_stats_in_iteration
 
-    return Hook((f"{_TRAINING}:{_COUNT}",), make, (), "throughput would be a multiple of the truth")
+    return Hook(SEQLEN_COUNT, make, "throughput would be a multiple of the truth")

@@ -13,6 +13,7 @@ import torch
 from ....schedule.spec import Cut
 from ....schedule.units import Unit
 from ...hooks import Hook, around
+from ...targets import GPT_FORWARD, Target
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
@@ -136,18 +137,16 @@ def hooks(slicing: Slicing, implementation: str) -> Sequence[Hook]:
     )
     target, masked = local if implementation == "local" else engine
     attention = Hook(
-        (target,),
+        Target.at(target, "self", "query", "key", "value", "attention_mask", "attn_mask_type"),
         functools.partial(_attention, slicing, masked),
-        ("self", "query", "key", "value", "attention_mask", "attn_mask_type"),
         "a slice would attend to itself only",
     )
     return (
         attention,
         *(
             Hook(
-                (f"{rotary}.{module}:{name}.forward",),
+                Target.at(f"{rotary}.{module}:{name}.forward", "self", "max_seq_len", "offset"),
                 functools.partial(_rotary, slicing),
-                ("self", "max_seq_len", "offset"),
                 "positions of every slice would begin at 0",
             )
             for module, name in (
@@ -156,9 +155,8 @@ def hooks(slicing: Slicing, implementation: str) -> Sequence[Hook]:
             )
         ),
         Hook(
-            ("megatron.core.models.gpt.gpt_model:GPTModel.forward",),
+            GPT_FORWARD,
             around(functools.partial(_model, slicing)),
-            ("self", "input_ids", "position_ids", "attention_mask", "labels"),
             "whole sequences would run in place of slices",
         ),
     )

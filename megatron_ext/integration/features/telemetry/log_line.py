@@ -13,6 +13,7 @@ from ....runtime.trace import Recorder
 from ....schedule.schedule import Schedule
 from ...callbacks import Callback, Step
 from ...hooks import Hook, around
+from ...targets import PRINT_LAST, TRAINING_LOG
 from ...utils import gather
 from .summary import Summary
 
@@ -90,18 +91,8 @@ class LogLine(Callback):
 
     def hooks(self) -> Sequence[Hook]:
         return (
-            Hook(
-                ("megatron.training.training:training_log",),
-                self._with_measuring,
-                ("iteration", "is_first_iteration"),
-                "the log line would not say bubble and peak",
-            ),
-            Hook(
-                ("megatron.training.utils:print_rank_last",),
-                around(self._with_text),
-                ("message",),
-                "the log line would not say bubble and peak",
-            ),
+            Hook(TRAINING_LOG, self._with_measuring, "the log line would not say bubble and peak"),
+            Hook(PRINT_LAST, around(self._with_text), "the log line would not say bubble and peak"),
         )
 
     def _with_measuring(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from ....schedule.baseline import Promise, promise, stock
 from ....schedule.schedule import Schedule
 from ...callbacks import Callback
 from ...hooks import Hook, around
+from ...targets import TRAIN
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +69,7 @@ class Summary(Callback):
         if not self._training:
             return ()
         return (
-            Hook(
-                ("megatron.training.training:train",),
-                around(self._with_end),
-                ("forward_step_func",),
-                "the log would not compare measured and planned",
-            ),
+            Hook(TRAIN, around(self._with_end), "the log would not compare measured and planned"),
         )
 
     def _text(self, plan: Schedule) -> str:

@@ -8,15 +8,21 @@ virtual stage at once, process groups answer for each by itself, and the asker j
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...errors import ConfigError
 from ...hooks import Hook, around
+from ...targets import (
+    BATCH,
+    LAST_STAGE,
+    LAST_STAGE_OF_GROUP,
+    LAST_VIRTUAL_STAGE,
+    SLIME_ADVANTAGES,
+    SLIME_FORWARD,
+)
 
 CHUNKS = 2
-_SLIME = "slime.backends.megatron_utils"
 
 # True while a trainer asks for the rank that has the returned values, and rank 0 needs them too.
 _results_on_both = False
@@ -115,49 +121,32 @@ def _batch_on_this_tp_rank(original: Callable[..., Any], *args: Any, **kwargs: A
 
 
 _HOOKS = (
+    Hook(LAST_STAGE, _is_pipeline_last_stage, "no labels where the loss is computed"),
     Hook(
-        ("megatron.core.parallel_state:is_pipeline_last_stage",),
-        _is_pipeline_last_stage,
-        ("ignore_virtual", "vp_stage"),
-        "no labels where the loss is computed",
-    ),
-    Hook(
-        ("megatron.core.pipeline_parallel.utils:is_pp_last_stage",),
+        LAST_STAGE_OF_GROUP,
         _is_pp_last_stage,
-        ("pp_group",),
         "no labels where the loss is computed, for callers with process groups",
     ),
     Hook(
-        ("megatron.core.pipeline_parallel.utils:is_vp_last_stage",),
+        LAST_VIRTUAL_STAGE,
         _is_vp_last_stage,
-        ("vp_stage", "vp_size"),
         "an output layer, or labels, on the last rank too, for callers with process groups",
     ),
 )
 # megatron-core's wheel had no training package before 0.17.
 _TRAINING_HOOKS = (
-    Hook(
-        (
-            "megatron.core.utils:get_batch_on_this_tp_rank",
-            "megatron.training.utils:get_batch_on_this_tp_rank",
-        ),
-        around(_batch_on_this_tp_rank),
-        ("mtp_on_this_rank",),
-        "no labels on rank 0 with tensor parallelism",
-    ),
+    Hook(BATCH, around(_batch_on_this_tp_rank), "no labels on rank 0 with tensor parallelism"),
 )
 # slime keeps log-probabilities where they were returned, the last rank, and its loss reads them.
 _SLIME_HOOKS = (
     Hook(
-        (f"{_SLIME}.model:forward_only",),
+        SLIME_FORWARD,
         around(_with_results_on_both),
-        ("data_iterator", "store_prefix"),
         "no log-probabilities of the old policy where slime's loss is computed",
     ),
     Hook(
-        (f"{_SLIME}.loss:compute_advantages_and_returns",),
+        SLIME_ADVANTAGES,
         around(_with_results_on_both),
-        ("rollout_data",),
         "no advantages where slime's loss is computed",
     ),
 )
@@ -169,7 +158,7 @@ def role_hooks(training: bool) -> Sequence[Hook]:
     Args:
         training: Megatron's training package is in use.
     """
-    slime = _SLIME in sys.modules
+    slime = SLIME_FORWARD.loaded
     return (
         *_HOOKS,
         *(_TRAINING_HOOKS if training else ()),

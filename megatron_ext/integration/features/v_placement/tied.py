@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,10 +12,9 @@ import torch
 from ...callbacks import Callback, Step
 from ...errors import ConfigError
 from ...hooks import Hook
+from ...targets import BRIDGE_EMBEDDINGS
 from ...utils import tied_embeddings, unwrapped
 from .roles import pp_rank
-
-_BRIDGE = "megatron.bridge.models.conversion.model_bridge"
 
 
 def _broadcast_shared_embeddings(original: Callable[..., None]) -> Callable[..., None]:
@@ -40,13 +38,12 @@ class TiedCopies(Callback):
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def hooks(self) -> Sequence[Hook]:
-        if _BRIDGE not in sys.modules:
+        if not BRIDGE_EMBEDDINGS.loaded:
             return ()
         return (
             Hook(
-                (f"{_BRIDGE}:MegatronModelBridge._broadcast_shared_embeddings",),
+                BRIDGE_EMBEDDINGS,
                 _broadcast_shared_embeddings,
-                ("megatron_model",),
                 "the output layer of a model with tied embeddings would not be loaded",
             ),
         )

@@ -23,6 +23,15 @@ from ...errors import ConfigError
 from ...hooks import Hook, around
 from ...layout import LayerPattern, vee_layout
 from ...model_classes import hybrid_model_has_chunks, require_placed
+from ...targets import (
+    CONFIG_POST_INIT,
+    GPT_FORWARD,
+    GPT_INIT,
+    HYBRID_FORWARD,
+    HYBRID_INIT,
+    HYBRID_SEGMENT,
+    PARALLEL_STATE,
+)
 from ...utils import has_second_embedding, tied_embeddings, unwrapped
 from .relay import Relay
 from .roles import (
@@ -147,46 +156,24 @@ def _model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 
 HOOKS = (
+    Hook(CONFIG_POST_INIT, _config_post_init, "layers and checkpoint keys would be in loop order"),
     Hook(
-        ("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",),
-        _config_post_init,
-        ("self",),
-        "layers and checkpoint keys would be in loop order",
-    ),
-    Hook(
-        ("megatron.core.parallel_state:initialize_model_parallel",),
+        PARALLEL_STATE,
         around(_initialize_model_parallel),
-        ("get_embedding_ranks",),
         "the embedding all-reduce would wait for a rank without an embedding",
     ),
+    Hook(GPT_INIT, _model_init, "no embedding or output layer on the ranks that need them"),
     Hook(
-        ("megatron.core.models.gpt.gpt_model:GPTModel.__init__",),
-        _model_init,
-        ("self", "config", "pre_process", "post_process", "vp_stage"),
-        "no embedding or output layer on the ranks that need them",
+        GPT_FORWARD, around(_model_forward), "inference would pass tensors between the wrong stages"
     ),
     Hook(
-        ("megatron.core.models.gpt.gpt_model:GPTModel.forward",),
-        around(_model_forward),
-        ("self", "inference_context"),
-        "inference would pass tensors between the wrong stages",
-    ),
-    Hook(
-        (
-            "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
-            "megatron.core.models.mamba.mamba_model:MambaModel.__init__",
-        ),
+        HYBRID_INIT,
         _model_init,
-        ("self", "config", "pre_process", "post_process"),
         "no embedding or output layer of a hybrid model on the ranks that need them",
     ),
     Hook(
-        (
-            "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
-            "megatron.core.models.mamba.mamba_model:MambaModel.forward",
-        ),
+        HYBRID_FORWARD,
         around(_model_forward),
-        ("self", "inference_context"),
         "inference with a hybrid model would pass tensors between the wrong stages",
     ),
 )
@@ -194,13 +181,7 @@ HOOKS = (
 # ``_model_init`` refuses.
 SEGMENT_HOOKS = (
     Hook(
-        (
-            "megatron.core.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
-            "megatron.core.ssm.mamba_hybrid_layer_allocation:select_pipeline_segment",
-        ),
-        around(_select_pipeline_segment),
-        ("main_pattern", "pp_group", "vp_stage", "first_stage_layers", "last_stage_layers"),
-        "layers of a hybrid model in loop order",
+        HYBRID_SEGMENT, around(_select_pipeline_segment), "layers of a hybrid model in loop order"
     ),
 )
 

@@ -4,7 +4,6 @@ the output layer, and the rest of the model behind it."""
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,10 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ...hooks import Hook, around
+from ...targets import GPT_FORWARD, GPT_POSTPROCESS, MTP_ACCEPTANCE
 from ...utils import unwrapped
 
 FLAG = "--pp-vocab-parallel"
-GPT = "megatron.core.models.gpt.gpt_model:GPTModel"
-_MTP = "megatron.core.transformer.multi_token_prediction"
-_ACCEPTANCE = "_compute_mtp_acceptance_counts"  # from 0.19 on
 # Of a module: attributes in which PyTorch keeps the hooks of its passes, or what it knows of them.
 _BEFORE_PASSES = "_forward_pre_hooks"
 _PASSES = (_BEFORE_PASSES, "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -222,25 +219,14 @@ def _hooked(module: str, kind: str, hook: Any, wanted: str) -> ConfigError:
 def end_hooks() -> tuple[Hook, ...]:
     """What makes Megatron's model stop before its output layer."""
     acceptance = Hook(
-        (f"{_MTP}:{_ACCEPTANCE}",),
+        MTP_ACCEPTANCE,
         around(_acceptance),
-        ("mtp_logits", "mtp_labels", "loss_mask", "output_layer"),
         "tokens that multi-token prediction gets right would be counted without logits",
     )
     return (
-        Hook(
-            (f"{GPT}.forward",),
-            _model_forward,
-            ("self", "labels", "inference_context"),
-            "text would be generated from hidden states",
-        ),
-        Hook(
-            (f"{GPT}._postprocess",),
-            _postprocess,
-            ("self", "hidden_states", "labels", "mtp_in_postprocess", "loss_mask"),
-            "hidden states would be taken for logits",
-        ),
-        *((acceptance,) if hasattr(importlib.import_module(_MTP), _ACCEPTANCE) else ()),
+        Hook(GPT_FORWARD, _model_forward, "text would be generated from hidden states"),
+        Hook(GPT_POSTPROCESS, _postprocess, "hidden states would be taken for logits"),
+        *((acceptance,) if MTP_ACCEPTANCE.exists else ()),
     )
 
 

@@ -27,10 +27,10 @@ from ....runtime.weight_hooks import foreign_hooks
 from ...building import Building
 from ...errors import ConfigError
 from ...hooks import Hook, around
+from ...targets import GPT_INIT, GPT_STATE, HYBRID_INIT
 from ...utils import unwrapped
 from .ends import (
     FLAG,
-    GPT,
     HiddenStates,
     SharedEmbedding,
     end_hooks,
@@ -158,27 +158,17 @@ def hooks(vee: bool, training: bool) -> tuple[Hook, ...]:
     script = Building(loaded, finished=whole_until_called, built=shard_of).hooks
     return (
         Hook(
-            (f"{GPT}.__init__",),
+            GPT_INIT,
             lambda original: _model_init(original, vee),
-            ("self", "config", "vocab_size", "share_embeddings_and_output_weights", "vp_stage"),
             "the first and the last rank would hold all of the vocabulary",
         ),
         *end_hooks(),
         Hook(
-            (f"{GPT}.sharded_state_dict",),
+            GPT_STATE,
             around(_sharded_state_dict),
-            ("self",),
             "a checkpoint would look for the whole output layer",
         ),
-        Hook(
-            (
-                "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
-                "megatron.core.models.mamba.mamba_model:MambaModel.__init__",
-            ),
-            around(_refused),
-            ("self",),
-            loaded,
-        ),
+        Hook(HYBRID_INIT, around(_refused), loaded),
         *(script() if training else ()),
     )
 

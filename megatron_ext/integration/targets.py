@@ -1,0 +1,198 @@
+"""Every place of Megatron, torch and trainers on it that we hook, and what each must take.
+
+Where one has moved, its places stand side by side, the newest first; nothing else of the package
+names them. ``scripts/upgrade_check.sh`` and ``megatron-ext doctor`` look for all that features use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import NamedTuple
+
+
+class Target(NamedTuple):
+    """A function or class that hooks take the place of.
+
+    Attributes:
+        places: ``module:qualified.name``, in order of preference: upstream moves things.
+        parameters: names that the signature must have, for all hooks that take it.
+    """
+
+    places: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+
+    @classmethod
+    def at(cls, place: str, *parameters: str) -> Target:
+        """One that has not moved."""
+        return cls((place,), parameters)
+
+    @property
+    def loaded(self) -> bool:
+        """True if a module of it is imported; for those that nobody needs to have."""
+        return any(place.partition(":")[0] in sys.modules for place in self.places)
+
+    @property
+    def exists(self) -> bool:
+        """True if this version has it; imports what it lies in."""
+        for place in self.places:
+            module, _, path = place.partition(":")
+            try:
+                owner: object = importlib.import_module(module)
+            except ImportError:
+                continue
+            for name in path.split("."):
+                owner = getattr(owner, name, None)
+            if owner is not None:
+                return True
+        return False
+
+
+_CORE, _TRAINING = "megatron.core", "megatron.training"
+_GPT = f"{_CORE}.models.gpt.gpt_model:GPTModel"
+_HYBRID = f"{_CORE}.models.hybrid.hybrid_model:HybridModel"
+_MAMBA = f"{_CORE}.models.mamba.mamba_model:MambaModel"
+_LAYER = f"{_CORE}.transformer.moe.moe_layer:MoELayer"
+_SLIME = "slime.backends.megatron_utils"
+
+# Pipeline.
+SCHEDULES = f"{_CORE}.pipeline_parallel.schedules"
+FUNCTIONS = tuple(
+    f"forward_backward_pipelining_{kind}_interleaving" for kind in ("with", "without")
+)
+_OF_A_CALL = (
+    *("forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length"),
+    *("micro_batch_size", "forward_only"),
+)
+PIPELINES = {name: Target.at(f"{SCHEDULES}:{name}", *_OF_A_CALL) for name in FUNCTIONS}
+STEPS = (
+    Target.at(f"{SCHEDULES}:forward_backward_no_pipelining", *_OF_A_CALL),
+    *PIPELINES.values(),
+)
+PARALLEL_STATE = Target.at(
+    f"{_CORE}.parallel_state:initialize_model_parallel",
+    *("pipeline_model_parallel_size", "expert_model_parallel_size", "get_embedding_ranks"),
+    "high_priority_stream_groups",
+)
+DESTROY_GROUP = Target.at("torch.distributed.distributed_c10d:destroy_process_group", "group")
+LAST_STAGE = Target.at(
+    f"{_CORE}.parallel_state:is_pipeline_last_stage", "ignore_virtual", "vp_stage"
+)
+LAST_STAGE_OF_GROUP = Target.at(f"{_CORE}.pipeline_parallel.utils:is_pp_last_stage", "pp_group")
+LAST_VIRTUAL_STAGE = Target.at(
+    f"{_CORE}.pipeline_parallel.utils:is_vp_last_stage", "vp_stage", "vp_size"
+)
+
+# Models.
+CONFIG_POST_INIT = Target.at(
+    f"{_CORE}.transformer.transformer_config:TransformerConfig.__post_init__", "self"
+)
+GPT_INIT = Target.at(
+    f"{_GPT}.__init__",
+    *("self", "config", "vocab_size", "pre_process", "post_process"),
+    *("share_embeddings_and_output_weights", "vp_stage"),
+)
+GPT_FORWARD = Target.at(
+    f"{_GPT}.forward",
+    *("self", "input_ids", "position_ids", "attention_mask", "labels", "inference_context"),
+)
+GPT_POSTPROCESS = Target.at(
+    f"{_GPT}._postprocess", "self", "hidden_states", "labels", "mtp_in_postprocess", "loss_mask"
+)
+GPT_STATE = Target.at(f"{_GPT}.sharded_state_dict", "self")
+HYBRID_INIT = Target(
+    (f"{_HYBRID}.__init__", f"{_MAMBA}.__init__"),
+    ("self", "config", "pre_process", "post_process"),
+)
+HYBRID_FORWARD = Target((f"{_HYBRID}.forward", f"{_MAMBA}.forward"), ("self", "inference_context"))
+# Before core_v0.17 Megatron lacks it: its hybrid models have one chunk a rank.
+HYBRID_SEGMENT = Target(
+    (
+        f"{_CORE}.models.hybrid.hybrid_layer_allocation:select_pipeline_segment",
+        f"{_CORE}.ssm.mamba_hybrid_layer_allocation:select_pipeline_segment",
+    ),
+    ("main_pattern", "pp_group", "vp_stage", "first_stage_layers", "last_stage_layers"),
+)
+# From core_v0.19 on.
+MTP_ACCEPTANCE = Target.at(
+    f"{_CORE}.transformer.multi_token_prediction:_compute_mtp_acceptance_counts",
+    *("mtp_logits", "mtp_labels", "loss_mask", "output_layer"),
+)
+MLP_FORWARD = Target.at(
+    f"{_CORE}.transformer.mlp:MLP.forward", "self", "hidden_states", "per_token_scale"
+)
+CHECKPOINT_INIT = Target.at(
+    f"{_CORE}.tensor_parallel.random:CheckpointWithoutOutput.__init__", "self", "fp8"
+)
+MOE_INIT = Target.at(f"{_LAYER}.__init__", "self", "config")
+MOE_FORWARD = Target.at(
+    f"{_LAYER}.forward", "self", "hidden_states", "intermediate_tensors", "padding_mask"
+)
+GRAPH_ORDER = Target.at(
+    f"{_CORE}.transformer.cuda_graphs:convert_schedule_table_to_order",
+    *("num_warmup_microbatches", "num_model_chunks", "schedule_table"),
+)
+
+# Gradients.
+LINEAR = Target.at(
+    f"{_CORE}.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
+)
+REDUCE_SCATTER = Target.at(
+    f"{_CORE}.tensor_parallel.mappings:_ReduceScatterToSequenceParallelRegion"
+)
+TE_FUNCTIONS = tuple(
+    Target.at(f"transformer_engine.pytorch.module.{module}:{name}")
+    for module, name in (
+        ("linear", "_Linear"),
+        ("layernorm_linear", "_LayerNormLinear"),
+        ("layernorm_mlp", "_LayerNormMLP"),
+        ("grouped_linear", "_GroupedLinear"),
+    )
+)
+DDP_HOOK_MAKER = Target.at(
+    f"{_CORE}.distributed.distributed_data_parallel:"
+    "DistributedDataParallel._make_backward_post_hook",
+    *("self", "param"),
+)
+CHAINED_STEP = Target.at(f"{_CORE}.optimizer.optimizer:ChainedOptimizer.step", "self")
+
+# Megatron's training scripts.
+ARGUMENTS = Target.at(f"{_TRAINING}.arguments:add_megatron_arguments", "parser")
+VALIDATE = Target.at(f"{_TRAINING}.arguments:validate_args", "args")
+INITIALIZE = Target.at(f"{_TRAINING}.initialize:_initialize_distributed", "get_embedding_ranks")
+GET_MODEL = Target.at(f"{_TRAINING}.training:get_model", "model_provider_func")
+# From core_v0.19 on, beside ``get_model``.
+BUILDERS = Target.at(
+    f"{_TRAINING}.models.dist_utils:unimodal_build_distributed_models",
+    *("build_model_func", "pre_wrap_hook"),
+)
+TRAIN = Target.at(f"{_TRAINING}.training:train", "forward_step_func")
+TRAIN_STEP = Target.at(f"{_TRAINING}.training:train_step", "forward_step_func", "optimizer")
+TRAINING_LOG = Target.at(f"{_TRAINING}.training:training_log", "iteration", "is_first_iteration")
+PRINT_LAST = Target.at(f"{_TRAINING}.utils:print_rank_last", "message")
+DECIDE_EXIT = Target.at(f"{_TRAINING}.training:checkpoint_and_decide_exit", "iteration", "model")
+# Before core_v0.18 Megatron does not count tokens of packed documents.
+SEQLEN_COUNT = Target.at(f"{_TRAINING}.training:consume_seqlen_stats_in_iteration")
+LOAD = Target.at(f"{_TRAINING}.checkpointing:load_checkpoint", "ddp_model", "optimizer")
+LOAD_BASE = Target.at(
+    f"{_TRAINING}.checkpointing:_load_base_checkpoint",
+    *("load_dir", "args", "rank0", "sharded_state_dict"),
+)
+SAVE = Target.at(f"{_TRAINING}.checkpointing:save_checkpoint", "iteration", "model", "optimizer")
+BATCH = Target(
+    tuple(f"{m}.utils:get_batch_on_this_tp_rank" for m in (_CORE, _TRAINING)),
+    ("mtp_on_this_rank",),
+)
+DATASETS = Target.at(
+    f"{_CORE}.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__",
+    *("cls", "sizes", "is_built_on_rank", "config"),
+)
+
+# Trainers on Megatron.
+SLIME_FORWARD = Target.at(f"{_SLIME}.model:forward_only", "data_iterator", "store_prefix")
+SLIME_ADVANTAGES = Target.at(f"{_SLIME}.loss:compute_advantages_and_returns", "rollout_data")
+BRIDGE_EMBEDDINGS = Target.at(
+    "megatron.bridge.models.conversion.model_bridge:"
+    "MegatronModelBridge._broadcast_shared_embeddings",
+    "megatron_model",
+)
