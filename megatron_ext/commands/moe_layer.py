@@ -19,6 +19,7 @@ from .common import UNIT_OPTIONS, InputError, output, positive, refuse_options, 
 from .moe_report import RENDERERS, Layer, drawn, picture_of, report_json, report_text
 from .plan_device import add_exchange_rate, exchange_rates
 from .plan_input import from_line
+from .training_command import FORMS
 
 _COSTS = ("exchange", "experts", "input", "inside", "again", "latency", "launch")
 _MOE = tuple(map(attribute, (moe_job.CHUNKS, moe_job.REUSE, moe_job.BUDGET)))
@@ -43,7 +44,7 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
         "Megatron's own flags; what is left open is compared, and the fastest drawn",
     )
     group.add_argument("--moe", action="store_true", help="draw the streams of one MoE layer")
-    group.add_argument("--from-args", metavar="LINE", help="a pretrain_gpt.py command line")
+    group.add_argument("--from-args", metavar="LINE|FILE", help=FORMS)
     group.add_argument("--gpu", metavar="GPU", help=f"{', '.join(GPUS)} (default H100)")
     group.add_argument(
         "--gpus-per-node",

@@ -29,6 +29,13 @@ LAYOUT_OF_CHUNKS = (_VIRTUAL, _PER_VIRTUAL, "--pipeline-model-parallel-layout")
 _ETP = "--expert-tensor-parallel-size"
 _INSTANCES = "--num-distributed-optimizer-instances"
 _DIVISIBLE = "--make-vocab-size-divisible-by"
+_GIVEN = (
+    *((TP, "TP"), (PP, "PP"), (_VIRTUAL, "VP"), (_PER_VIRTUAL, "layers a virtual stage")),
+    *((CP, "CP"), (EP, "EP"), (_ETP, "expert TP"), ("--pp-schedule", "schedule")),
+    *(("--num-layers", "layers"), ("--hidden-size", "hidden"), ("--num-experts", "experts")),
+    *(("--seq-length", "sequence"), ("--micro-batch-size", "micro batch")),
+    ("--global-batch-size", "global batch"),
+)
 _HEAD = 8  # elements of a head
 _VOCABULARY = 64  # tokens a tensor-parallel rank
 _MUON = "it orthogonalizes each rank's part of a weight by itself"
@@ -49,6 +56,7 @@ class Shrunk:
         changes: (flag, before, now) of every size that is smaller.
         lost: (flag, why) of everything that is not kept.
         steps: training steps.
+        given: the command's own sizes, in words.
     """
 
     flags: Flags
@@ -56,6 +64,7 @@ class Shrunk:
     changes: tuple[tuple[str, str, str], ...]
     lost: tuple[tuple[str, str], ...]
     steps: int = STEPS
+    given: str = ""
 
     @property
     def stock(self) -> Flags:
@@ -86,6 +95,16 @@ class Shrunk:
         for name in flags.matching(HYBRID):
             flags.set(name, flags.values(name)[0].replace("|", ""))
         return flags
+
+
+def given_sizes(flags: Flags, world: int) -> str:
+    """A command's own sizes, as it was understood: a line that its author can check."""
+    parts = [
+        f"{words} {' '.join(values)}"
+        for name, words in _GIVEN
+        if (values := flags.values(name)) and values != ["1"]
+    ]
+    return f"given: {', '.join(parts)}; {f'{world} ranks' if world else 'ranks not said'}"
 
 
 class Sizes(NamedTuple):
@@ -119,7 +138,7 @@ class Shrinker:
         steps: int = STEPS,
     ) -> None:
         self._given, self._flags = Flags(words), Flags(words)
-        self._ranks, self._steps = ranks, steps
+        self._ranks, self._steps, self._world = ranks, steps, world
         self._lost = _drop(self._flags)
         # Data-parallel ranks of the command; 0: not known.
         self._ways = world // math.prod(self._number(name, 1) for name in (TP, PP, CP))
@@ -144,6 +163,7 @@ class Shrinker:
             tuple(changes),
             tuple(self._lost),
             self._steps,
+            given_sizes(self._given, self._world),
         )
 
     def _number(self, name: str, default: int) -> int:

@@ -25,12 +25,22 @@ class Command(NamedTuple):
         flags: of the script.
         world: ranks; 0: not known.
         other: it was written for another front end or version, whose flags may be unknown here.
+        notes: what was assumed in reading it.
     """
 
     script: str
     flags: list[str]
     world: int = 0
     other: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def from_line(words: Sequence[str]) -> Command:
+    """As ``from_words``; a line may also begin with its first flag."""
+    if any(map(is_script, words)):
+        return from_words(words)
+    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    return Command("", list(words[first:]))
 
 
 def from_words(words: Sequence[str]) -> Command:
@@ -61,7 +71,7 @@ def _world(words: Sequence[str]) -> int:
 
 
 def from_text(text: str, arguments: Sequence[str] | None = None) -> Command:
-    """A file's command: JSON of a recipe, YAML of one of Megatron's tests, or a shell script.
+    """A file's command: JSON or YAML of a recipe, YAML of one of Megatron's tests, or a shell script.
 
     Args:
         text: the file's.
@@ -71,7 +81,8 @@ def from_text(text: str, arguments: Sequence[str] | None = None) -> Command:
         ValueError: it is none of them, or what decides the run is not known from it.
     """
     recipe, test = text.lstrip().startswith("{"), re.search(r"^MODEL_ARGS:\s*$", text, re.M)
-    if (recipe or test) and arguments:
+    settings = not text.startswith("#!") and re.search(r"^model:\s*(?:#.*)?$", text, re.M)
+    if (recipe or test or settings) and arguments:
         raise ValueError(f"{arguments[0]!r}: only a shell script has arguments of its own after --")
     if recipe:
         value = parse_json(text)
@@ -80,6 +91,8 @@ def from_text(text: str, arguments: Sequence[str] | None = None) -> Command:
         return from_settings(value)
     if test:
         return from_yaml(text)
+    if settings:
+        return from_settings(settings_of_yaml(text))
     return from_shell(text, arguments=arguments)
 
 
@@ -104,6 +117,50 @@ def from_yaml(text: str) -> Command:
     if not sections.get("MODEL_ARGS"):
         raise ValueError("no flags under MODEL_ARGS")
     return Command("", sections["MODEL_ARGS"], world, True)
+
+
+def settings_of_yaml(text: str) -> dict[str, Any]:
+    """The sections of a recipe's YAML, with their plain values and lists of such.
+
+    What is nested more deeply (functions and classes of a saved recipe) is left out.
+    """
+    sections: dict[str, Any] = {}
+    section: dict[str, Any] = sections
+    depth, name = 0, ""
+    for line in text.splitlines():
+        found = re.match(r"( *)(?:(- )|([\w.]+):)\s*(.*?)\s*$", re.sub(r"(?:^|\s)#.*$", "", line))
+        if not found:
+            continue
+        indent, value = len(found[1]), _yaml_value(found[4])
+        if found[2]:  # of the list that the last name begins
+            if isinstance(section.get(name), dict | list) and indent <= depth + 2:
+                section[name] = [*(section[name] or []), value]
+        elif indent == 0:
+            depth, name = 0, found[3]
+            sections[name] = {} if value is None else value
+            section = sections
+        else:
+            if section is sections and isinstance(sections.get(name), dict):
+                section, depth = sections[name], indent
+            if indent == depth:
+                name = found[3]
+                section[name] = {} if found[4] == "" else value
+    return sections
+
+
+def _yaml_value(text: str) -> Any:
+    if text.lower() in ("", "null", "~"):
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text.startswith("[") and text.endswith("]"):
+        return [_yaml_value(part.strip()) for part in text[1:-1].split(",") if part.strip()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text.strip("'\"")
 
 
 def _words(name: str, value: str) -> list[str]:
@@ -131,8 +188,8 @@ def from_shell(
         ValueError: no command in it does, or what decides the run is not known.
     """
     known = os.environ if environment is None else environment
-    words, slurm = words_of(text, known, arguments)
-    command = from_words(words)
+    words, slurm, notes = words_of(text, known, arguments)
+    command = from_words(words)._replace(notes=notes)
     each = slurm.get("ntasks-per-node", slurm.get("gpus-per-node", 0))
     return command._replace(
         world=command.world or slurm.get("ntasks", slurm.get("nodes", 1) * each)
