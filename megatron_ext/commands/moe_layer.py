@@ -18,8 +18,7 @@ from ..plan.times import price_of
 from .common import UNIT_OPTIONS, InputError, output, positive, refuse_options, user_input
 from .moe_report import RENDERERS, Layer, drawn, picture_of, report_json, report_text
 from .plan_device import add_exchange_rate, exchange_rates
-from .plan_input import from_line
-from .training_command import FORMS
+from .plan_input import FORMS, from_line
 
 _COSTS = ("exchange", "experts", "input", "inside", "again", "latency", "launch")
 _MOE = tuple(map(attribute, (moe_job.CHUNKS, moe_job.REUSE, moe_job.BUDGET)))

@@ -17,7 +17,8 @@ from ..plan.flags import FLAGS, add_flags, read
 from ..plan.inputs.arguments import of_arguments, read_recipe
 from ..plan.inputs.huggingface import read_config
 from ..plan.model import PlanError
-from .training_command import FORMS, read_command
+from .training_command import FORMS as FORMS
+from .training_command import read_command
 
 
 def read_checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:

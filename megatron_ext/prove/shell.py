@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .flags import DROPPED, GPU_ONLY, LAYOUT, PRECISION
+from .._megatron_flags import GPU, LAYOUT, OUTSIDE, PRECISION, REPLACED, kind_of
 from .shell_text import (
     Statement,
     directives,
@@ -40,13 +40,12 @@ _ASSIGNED = re.compile(rf"([A-Za-z_]\w*)(\+?)=(?:\((.*?)\)\s*$|({_WORD})(?:\s+|$
 _COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
 _FUNCTION = re.compile(r"(?:function\s+([\w-]+)\s*(?:\(\s*\))?|([\w-]+)\s*\(\s*\))\s*(\{.*)?", re.S)
 _PATTERN = re.compile(r"\(?\s*([^()]*?)\s*\)\s*(.*)", re.S)
-# Flags that one value follows which is dropped, or replaced whatever it is.
-_REPLACED = ("--lr", "--min-lr", "--train-iters", "--train-samples", "--seed", "--vocab-size")
+# Flags that one value follows which is dropped.
 _ONE_VALUE = re.compile(
     r"--(?:save|load|split|[\w-]+-(?:path|dir|file|model|interval|iters|samples|name|project"
     r"|entity|exp|type|workers|step|format|pattern))$"
 )
-_DECIDING = (*LAYOUT, "--num-layers", "--micro-batch-size", "--global-batch-size")
+_DECIDING = ("--num-layers", "--micro-batch-size", "--global-batch-size")
 
 
 class _Candidate(NamedTuple):
@@ -318,7 +317,7 @@ class _Script(Values):
         found = self._candidates
         if not found:
             raise ValueError("no command in it runs a training script (a word that ends in .py)")
-        training = [one for one in found if any(_name(w) in _DECIDING for w in one.words)]
+        training = [one for one in found if any(map(_is_of_training, one.words))]
         found = training or found[-1:]
         commands = [one.words for one in found]
         starts = [next(i for i, w in enumerate(words) if is_script(w)) for words in commands]
@@ -358,9 +357,14 @@ def _name(word: str) -> str:
     return word.partition("=")[0]
 
 
+def _is_of_training(word: str) -> bool:
+    name = _name(word)
+    return name in _DECIDING or kind_of(name) == LAYOUT
+
+
 def _spare(name: str) -> bool:
     """True for a flag that does not decide what is proven."""
-    return name in _REPLACED or name.startswith((*DROPPED, *GPU_ONLY, *PRECISION))
+    return name in REPLACED or kind_of(name) in (OUTSIDE, GPU, PRECISION)
 
 
 def _decides(words: Sequence[str]) -> bool:
@@ -382,7 +386,7 @@ def _deciding_marks(words: Sequence[str]) -> list[int]:
         # More than a mark: a path, say. A mark alone may stand for several flags, so it has to be
         # the one value of its flag.
         part = bool(MARK.sub("", word))
-        one = values == 1 and (flag in _REPLACED or bool(_ONE_VALUE.match(flag)))
+        one = values == 1 and (flag in REPLACED or bool(_ONE_VALUE.match(flag)))
         if marks and not (_spare(flag) and (part or one)):
             found += marks
     return found

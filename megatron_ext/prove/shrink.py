@@ -12,7 +12,19 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from .flags import BY_DESIGN, DROPPED, GPU_ONLY, LAYOUT, OURS, PRECISION, SCHEDULED, Flags
+from .._megatron_flags import (
+    COMPARED,
+    GPU,
+    LATER,
+    LAYOUT,
+    OTHER,
+    OURS,
+    OUTSIDE,
+    PRECISION,
+    RANDOM,
+    RANDOM_BECAUSE,
+)
+from .flags import Flags
 from .patterns import Stages, frequencies, hybrid, layout, stages_of
 
 MOST_RANKS = 16
@@ -70,13 +82,13 @@ class Shrunk:
     def stock(self) -> Flags:
         """The layout without our flags."""
         flags = self.flags.copy()
-        flags.drop(*flags.matching(OURS))
+        flags.drop(*flags.of_kind(OURS))
         return flags
 
     @property
     def ours(self) -> bool:
         """True where flags of ours are given."""
-        return bool(self.flags.matching(OURS))
+        return bool(self.flags.of_kind(OURS))
 
     def known(self, names: Collection[str]) -> Shrunk:
         """The same without flags that are none of ``names``; they are listed as lost."""
@@ -91,7 +103,7 @@ class Shrunk:
         flags = (flags or self.flags).copy()
         # Megatron pads the vocabulary to a multiple of this times TP.
         flags.set(_DIVISIBLE, _VOCABULARY * flags.number(TP, 1))
-        flags.drop(*flags.matching(OURS), *LAYOUT)
+        flags.drop(*flags.of_kind(OURS, LAYOUT))
         for name in flags.matching(HYBRID):
             flags.set(name, flags.values(name)[0].replace("|", ""))
         return flags
@@ -345,29 +357,10 @@ class Shrinker:
         )
 
     def _run(self) -> None:
-        """What all runs have: data, a constant learning rate, no rounding made large by Adam."""
-        flags = self._flags
-        flags.set("--train-iters", self._steps)
-        for text in (
-            "--lr 1e-3",
-            "--lr-decay-style constant",
-            "--adam-eps 1e-4",
-            "--attention-dropout 0",
-            "--hidden-dropout 0",
-            "--mock-data",
-            "--tokenizer-type NullTokenizer",
-            "--split 95,5,0",
-            "--eval-iters 1",  # after the last step
-            "--eval-interval 1000000",
-            "--log-interval 1",
-            "--seed 1234",
-            "--ckpt-format torch_dist",
-            # What is not a number is compared, too, and named.
-            "--no-check-for-nan-in-loss-and-grad",
-            "--rerun-mode disabled",
-        ):
-            name, *values = text.split()
-            flags.set(name, *values)
+        """What all runs have."""
+        self._flags.set("--train-iters", self._steps)
+        for name, value in COMPARED.items():
+            self._flags.set(name, *([] if value is None else [value]))
 
 
 def _microbatches(number: int, pp: int, odd: bool) -> int:
@@ -385,19 +378,20 @@ def _drop(flags: Flags) -> list[tuple[str, str]]:
         ValueError: nothing would be left of the layout.
     """
     lost = []
-    for name, why in (
-        (name, SCHEDULED[key]) for key in SCHEDULED for name in flags.matching([key])
-    ):
+    for name, why in ((name, LATER[key]) for key in LATER for name in flags.matching([key])):
         if flags.values(name) != ["constant"]:
             lost.append((flags.text(name), why))
-    flags.drop(*flags.matching(DROPPED))
-    for names, why in ((GPU_ONLY, "needs a GPU"), (PRECISION, "precision")):
-        for name in flags.matching(names):
+    flags.drop(*flags.of_kind(OUTSIDE))
+    for kind, why in (
+        *((GPU, "needs a GPU"), (PRECISION, "precision")),
+        (OTHER, "it is of another task than pretraining"),
+    ):
+        for name in flags.of_kind(kind):
             lost.append((flags.text(name), why))
             flags.drop(name)
-    for name in flags.matching(tuple(BY_DESIGN)):
+    for name in flags.of_kind(RANDOM):
         if flags.values(name) not in (["0"], ["0.0"]):
-            lost.append((flags.text(name), BY_DESIGN[name]))
+            lost.append((flags.text(name), RANDOM_BECAUSE[name]))
         flags.drop(name)
     for name in flags.matching(("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")):
         lost.append((name, "Megatron has it for 16-bit models only"))

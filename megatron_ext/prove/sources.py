@@ -71,7 +71,7 @@ def _world(words: Sequence[str]) -> int:
 
 
 def from_text(text: str, arguments: Sequence[str] | None = None) -> Command:
-    """A file's command: JSON or YAML of a recipe, YAML of one of Megatron's tests, or a shell script.
+    """A file's command: a recipe's JSON or YAML, Megatron's test YAML, or a shell script.
 
     Args:
         text: the file's.

@@ -114,6 +114,7 @@ def read_recipe(path: str) -> tuple[Given, list[str]]:
         "heterogeneous_layers_config_path",
         "vision_config",
         "enable_hyper_connections",
+        "enable_mhc_connections",
     ):
         if model.get(refused):
             raise PlanError(f"{source}: plan does not express a model with {refused}")

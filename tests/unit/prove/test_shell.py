@@ -154,8 +154,10 @@ def test_slurm_directives_give_their_variables(monkeypatch):
 
 HOSTILE = r"""
 rm -rf $C; /bin/rm -rf "$C"; `rm -rf $C`; X=$(rm -rf $C); X=$(< $C/canary); unlink $C/canary
-echo gone > $C/canary; : >| $C/canary; printf x >> $C/canary; exec 3<> $C/canary; tee $C/canary <<< x
-find $C -delete; cp /dev/null $C/canary; mv $C/canary $C/x; ln -sf /dev/null $C/canary; cd $C && rm -f *
+echo gone > $C/canary; : >| $C/canary; printf x >> $C/canary; exec 3<> $C/canary
+tee $C/canary <<< x; find $C -delete; cp /dev/null $C/canary; mv $C/canary $C/x
+ln -sf /dev/null $C/canary
+cd $C && rm -f *
 eval "rm -rf $C"; bash -c "rm -rf $C"; sh <<EOF
 rm -rf $C
 EOF
