@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from .._terminal import Progress, paint
 from ..schedule.costs import number_to_json
-from ..schedule.generators import GENERATORS
-from ..schedule.generators.registry import takers
-from ..schedule.memory_cap import ShareCap
-from ..schedule.select import AUTO, CapExceeded, ScheduleSpec, Selected, by_name, keeps, select
+from ..schedule.generators import GENERATORS, BrokenGenerator
+from ..schedule.select import CapExceeded, ScheduleSpec
 from ..schedule.simulate import Simulation, simulate
 from ..view.table import columns
 from .common import (
@@ -24,11 +23,10 @@ from .common import (
     add_shape_options,
     add_size_options,
     memory_cap,
-    offload_of,
     offloads,
     refuse_large,
-    sizes_of,
 )
+from .compared import GROUPED, asked_of, files_of, fitted, refuse_sizes
 from .network import add_network_options, network_json, network_of, network_text
 from .quality import Quality, add_jitter_options, jitter_of, percent, simulated
 from .results import cost_json, costs_text, short, simulation_json, units_text
@@ -55,41 +53,47 @@ class _Row:
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser("compare", help="compare every schedule")
-    add_options(parser)
+    parser = commands.add_parser("compare", help="compare every schedule, and schedule files")
+    parser.add_argument(
+        "files", nargs="*", metavar="FILE", help="schedule files, rows beside the others; they "
+        "give sizes and costs that options do not"
+    )  # fmt: skip
+    add_options(parser, required=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_compare)
 
 
-def add_options(parser: Parser) -> None:
-    """What is asked of all schedules."""
+def add_options(parser: Parser, *, required: bool = True) -> None:
+    """What is asked of all schedules; ``required``: the sizes."""
     group = parser.add_argument_group("pipeline")
-    add_size_options(group, required=True)
+    add_size_options(group, required=required)
     add_shape_options(
         group,
         "what a schedule is made for where it takes a cap; marked where it exceeds it; with "
         "--offload of what stays on the device",
-        f"for {_GROUPED}",
+        f"for {GROUPED}",
     )
     add_offload_options(parser)
     add_network_options(parser)
     add_jitter_options(parser)
 
 
-_GROUPED = " and ".join(takers("takes_group_size"))
-
-
-def _compare(args: argparse.Namespace) -> None:
+def _compare(args: argparse.Namespace) -> int:
+    files = files_of(args)
+    missing = [f"--{o}" for o in ("pp", "microbatches") if getattr(args, o) is None]
+    if missing:
+        raise InputError(f"the following arguments are required: {', '.join(missing)}, or a file")
     refuse_sizes(args)
     cuts = _cuts(args)
     asked = asked_of(cuts[0])
     network, noise = network_of(args), jitter_of(args)
     rows: list[_Row] = []
     impossible: dict[str, str] = {}
+    broken: list[str] = []
 
     def row_of(asked: ScheduleSpec, name: str) -> _Row:
         started = time.perf_counter()
-        found, over_cap = fitted(asked, name)
+        found, over_cap = fitted(asked, name, files.get(name))
         seconds = time.perf_counter() - started
         refuse_large(found.schedule)
         before = None
@@ -100,12 +104,20 @@ def _compare(args: argparse.Namespace) -> None:
 
     with Progress("compare") as progress:
         ways = [(cut, name) for name in GENERATORS for cut in cuts]
+        ways += [(args, name) for name in files]
         for number, (cut, name) in enumerate(ways):
             progress(f"{name}, {number + 1} of {len(ways)} schedules")
             try:
                 rows.append(row_of(asked_of(cut), name))
-            except ValueError as error:
+            except (InputError, CapExceeded):
+                raise
+            except Exception as error:
                 impossible[name] = str(error)
+                if not isinstance(error, ValueError):
+                    why = f"{type(error).__name__}: {error}"
+                    impossible[name] = f"the generator of {name} ends in {why}"
+                if not isinstance(error, ValueError) or isinstance(error, BrokenGenerator):
+                    broken.append(impossible[name])
                 continue
             run = rows[-1].simulation
             peak = short(max(run.peak_activation))
@@ -120,6 +132,9 @@ def _compare(args: argparse.Namespace) -> None:
         print(json.dumps(_json(args, asked, rows, impossible)))
     else:
         print(_table(args, asked, rows, impossible))
+    for text in broken:
+        print(f"megatron-ext compare: {text}", file=sys.stderr)
+    return 1 if broken else 0
 
 
 def _cuts(args: argparse.Namespace) -> list[argparse.Namespace]:
@@ -134,47 +149,6 @@ def _place(row: _Row, span: bool) -> tuple[bool, Fraction, Fraction]:
     run, spread = row.simulation, row.quality.spread
     time = run.span_bubble if span else run.makespan
     return row.over_cap, time, spread.mean if spread else Fraction(0)
-
-
-def refuse_sizes(args: argparse.Namespace) -> None:
-    """Refuse sizes for which no schedule can be compared."""
-    if args.pp < 2:
-        raise InputError(f"a pipeline needs at least 2 ranks, got --pp {args.pp}; give 2 or more")
-    least = -(-args.pp // 2)
-    if args.group_size is not None and not least <= args.group_size <= args.pp:
-        raise InputError(
-            f"--group-size {args.group_size} is for {_GROUPED}, which at pp={args.pp} takes "
-            f"{least} (p/2 rounded up) to {args.pp} (p); give one of those"
-        )
-
-
-def asked_of(args: argparse.Namespace) -> ScheduleSpec:
-    """What the options ask of any schedule."""
-    return replace(
-        sizes_of(args, AUTO), offload=offload_of(args, args.pp) if offloads(args) else None
-    )
-
-
-def fitted(asked: ScheduleSpec, name: str) -> tuple[Selected, bool]:
-    """A schedule, even if more stays on a device than the cap allows, and whether that is so.
-
-    Raises:
-        ValueError: it does not exist for these sizes.
-    """
-    spec = by_name(asked, name)
-    if not GENERATORS[name].takes_group_size:
-        spec = replace(spec, group_size=None)
-    cap = spec.cap
-    if cap is not None and spec.offload is None:
-        cap.sets(spec.placement, spec.splits_backward)  # refuses what no set fits in
-        spec = spec.order_alone()
-        if isinstance(spec.cap, ShareCap):  # 1F1B's peak is the largest cap there is
-            spec = replace(spec, cap=ShareCap(min(spec.cap.share, Fraction(1))))
-    try:
-        found = select(spec)
-    except CapExceeded as error:
-        found = error.selected
-    return found, cap is not None and not keeps(cap, found.schedule)
 
 
 def _json(
@@ -224,7 +198,7 @@ def _table(
     cap = memory_cap(args)
     limit = "" if cap is None else f"; memory cap {short(100 * cap.share)} % of 1F1B's peak"
     if args.group_size is not None:
-        limit += f"; {_GROUPED} in groups of {args.group_size}"
+        limit += f"; {GROUPED} in groups of {args.group_size}"
     if args.objective is not None:
         limit += f"; objective {args.objective}"
     if args.microbatch_cost is not None:

@@ -16,6 +16,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+        # ``--cost -1,1,1`` is a value too, which its type then refuses for what it is.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse, but an unknown option is reported before a missing one."""

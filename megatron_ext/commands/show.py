@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..schedule import NAMES, Costs, Schedule, simulate
 from ..schedule.generators.building_block import Block
+from ..schedule.generators.made import simulate_made
 from ..view import deviations, recorded, text, timeline
 from ..view.formats import RENDERERS, THEMES
 from .blocks import (
@@ -32,7 +33,7 @@ from .common import (
     schedule_of,
     user_input,
 )
-from .compare import asked_of, fitted
+from .compared import asked_of, fitted
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -176,7 +177,7 @@ def _runs(args: argparse.Namespace) -> list[timeline.Timeline]:
             schedules = [recorded.plan_of(args.measured, args.iteration)]
     else:
         schedules = _schedules(args)
-    runs = [timeline.planned(simulate(schedule)) for schedule in schedules]
+    runs = [timeline.planned(simulate_made(schedule)) for schedule in schedules]
     if args.measured is not None:
         if len(runs) > 1:
             raise InputError(f"--measured {args.measured} is drawn under one schedule; give one")

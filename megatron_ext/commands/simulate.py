@@ -9,7 +9,14 @@ import time
 from .._terminal import Progress
 from ..schedule.network import Network
 from ..schedule.simulate import Simulation
-from .common import InputError, Parser, add_schedule_options, hint, offloads, schedule_of
+from .common import (
+    InputError,
+    Parser,
+    add_schedule_options,
+    hint,
+    offloads,
+    schedule_of,
+)
 from .moe_layer import add_layer_options, refuse_layer_options, simulate_layer
 from .network import add_network_options, network_json, network_of, network_text
 from .quality import Quality, add_jitter_options, jitter_of, percent, simulated

@@ -116,6 +116,11 @@ class Explorer:
             query: the part of the page's address after ``#``; empty: the first view.
         """
         fields = parse_qs(query or FIRST)
+        if "options" not in fields:
+            raise InputError(
+                f"{shown(query)} is no view: give the part of the page's address after #, such as "
+                f"{FIRST}"
+            )
         options = " ".join(fields.get("options", []))
         data = self.timelines(options, fields.get("schedule", []))
         rows = [row for row in self.compare(options) if "schedule" in row]

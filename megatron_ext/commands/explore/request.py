@@ -11,7 +11,8 @@ from ...schedule import GENERATORS, Schedule, Simulation
 from ...schedule.costs import number_to_json
 from ...schedule.memory_cap import ShareCap
 from ..common import InputError, Parser, offloads, refuse_large
-from ..compare import add_options, asked_of, fitted, refuse_sizes
+from ..compare import add_options
+from ..compared import asked_of, fitted, refuse_sizes
 from ..network import network_of
 from ..quality import Quality, jitter_of, simulated
 from ..results import simulation_json
