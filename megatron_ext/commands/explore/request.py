@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
 
 from ..._input import shown
+from ...plan.memory import RankBytes
 from ...schedule import GENERATORS, Schedule, Simulation
 from ...schedule.costs import number_to_json
 from ...schedule.memory_cap import ShareCap
@@ -16,10 +18,24 @@ from ..compared import asked_of, fitted, refuse_sizes
 from ..network import network_of
 from ..quality import Quality, jitter_of, simulated
 from ..results import simulation_json
+from .model import Model, row_of
 
 MOST_PASSES = 1 << 15  # of one chunk a rank: microbatches times ranks
 
-Result = tuple[Simulation, Quality, bool]  # the last: more stays on a device than the cap allows
+
+class Result(NamedTuple):
+    """What a schedule gives.
+
+    Attributes:
+        run, quality: of the schedule.
+        over_cap: more stays on a device than the cap or the GPU allows.
+        ranks: bytes of each, with a model.
+    """
+
+    run: Simulation
+    quality: Quality
+    over_cap: bool
+    ranks: list[RankBytes] | None = None
 
 
 class _Options(Parser):
@@ -29,8 +45,8 @@ class _Options(Parser):
         raise InputError(message)
 
 
-def parse(options: str) -> argparse.Namespace:
-    """The options in a text, as on a command line.
+def parse(options: str, model: Model | None = None) -> argparse.Namespace:
+    """The options in a text, as on a command line; with a model, those beside it.
 
     Raises:
         InputError: they are wrong for every schedule, or for more passes than the page takes.
@@ -43,6 +59,10 @@ def parse(options: str) -> argparse.Namespace:
         raise InputError(f"{shown(options)}: {error}") from None
     args = parser.parse_args(words)
     refuse_sizes(args)
+    if model is not None:
+        model.refuse(args)
+        if args.offload not in (None, "off"):
+            args.offload_time = args.offload_time or "1"  # until a schedule's own is known
     for read in (asked_of, network_of, jitter_of):
         read(args)  # refuses what is wrong for every schedule
     if args.pp * args.microbatches > MOST_PASSES:
@@ -53,30 +73,44 @@ def parse(options: str) -> argparse.Namespace:
     return args
 
 
-def result(args: argparse.Namespace, name: str, file: Schedule | None) -> Result:
+def result(
+    args: argparse.Namespace, name: str, file: Schedule | None, model: Model | None = None
+) -> Result:
     """What a schedule gives: a generated one, or one in a file.
 
     Raises:
         ValueError, OverflowError, InputError: it does not exist for these sizes.
     """
-    over_cap = False
+    over_cap, workload = False, None
     schedule = file
+    if model is not None:
+        placement = model.placement(args, name, file)
+        args = argparse.Namespace(**vars(args))
+        args.microbatches = args.microbatches if file is None else file.microbatches
+        workload = model.workload(args, placement)
+        model.asked(args, workload, placement)
+        schedule = None if file is None else replace(file, costs=workload.costs)
     if schedule is None:
         found, over_cap = fitted(asked_of(args), name)
         schedule = found.schedule
     refuse_large(schedule)
     run, quality = simulated(schedule, args, network_of(args), jitter_of(args))
-    return run, quality, over_cap
+    if model is None or workload is None:
+        return Result(run, quality, over_cap)
+    ranks = workload.ranks(schedule)
+    over_cap = over_cap or max(rank.total for rank in ranks) > model.budget_bytes
+    return Result(run, quality, over_cap, ranks)
 
 
 def row(args: argparse.Namespace, name: str, found: Result) -> dict[str, Any]:
-    """A schedule's numbers: those of ``simulate --json``, and its place beside the cap."""
-    run, quality, over_cap = found
+    """A schedule's numbers: those of ``simulate --json``, and its place beside the cap; with a
+    model also in ms and GiB."""
     return {
-        **simulation_json(run, 0.0, quality.json, offloads(args)),
+        **simulation_json(found.run, 0.0, found.quality.json, offloads(args)),
         "schedule": name,
-        "over_cap": over_cap,
-        "peak": number_to_json(max(run.peak_activation)),
+        "over_cap": found.over_cap,
+        "peak": number_to_json(max(found.run.peak_activation)),
+        **({} if found.ranks is None else row_of(found.ranks, float(found.run.makespan))),
     }
 
 
