@@ -228,3 +228,8 @@ def kind_of(flag: str) -> str:
         if flag.startswith(sign):
             return kind_of("--" + flag.removeprefix(sign))
     return ""
+
+
+def names() -> list[str]:
+    """All flags that the table has by name."""
+    return [*_tables()[0]]
