@@ -6,7 +6,7 @@ import argparse
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -311,13 +311,19 @@ def offload_of(args: argparse.Namespace, pp: int) -> OffloadSpec:
         raise InputError(f"--offload-time {shown(args.offload_time)}: {error}") from None
 
 
-def refuse_options(args: argparse.Namespace, what: str, options: Sequence[str]) -> None:
-    """Refuse the options that are not for ``what``."""
-    for option in options:
-        value, flag = getattr(args, option), flag_of(option)
-        if value not in (None, False):
-            given = flag if value is True else f"{flag} {value}"
-            raise InputError(f"{given} is not for {what}; leave {flag} out")
+def refuse_others(args: argparse.Namespace, what: str, taken: Collection[str]) -> None:
+    """Refuse every option of the command that ``what``, one of its modes, does not take.
+
+    Args:
+        args: as the command's parser gives them.
+        what: the mode, as the user asks for it.
+        taken: names of its options' values.
+    """
+    for name, option in args.declared.items():
+        value = getattr(args, name)
+        if name not in taken and value != option.default:
+            given = option.flag if value is True else f"{option.flag} {value}"
+            raise InputError(f"{given} is not for {what}; leave {option.flag} out")
 
 
 def refuse_large(schedule: Schedule) -> None:

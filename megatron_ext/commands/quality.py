@@ -230,7 +230,7 @@ def simulated(
         noise.refuse_many(schedule)
     simulation = simulate_made(schedule, network)
     gap = gap_of(simulation, memory_cap(args), args.objective)
-    spread = None if noise is None else noise.of(schedule, network)
+    spread = None if noise is None else noise.of(simulation.schedule, network)
     return simulation, Quality(gap, noise, spread)
 
 

@@ -129,3 +129,27 @@ def test_small_messages(run, tmp_path):
     ):
         status, _, err = run(*line.split())
         assert status == 2 and words in err and "expected one argument" not in err
+
+
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        ("simulate --moe --moe-cost exchange=2,experts=3 --effort 0.5", "--effort 0.5"),
+        ("simulate --moe --moe-cost exchange=2,experts=3 --p2p pair", "--p2p pair"),
+        ("simulate --moe --moe-cost exchange=2,experts=3 --runs 5", "--runs 5"),
+        ("simulate --moe --moe-cost exchange=2,experts=3 --slices 5", "--slices 5"),
+        ("show --block v-half --pp 4 --effort 1", "--effort 1.0"),
+        ("show --block v-half --pp 4 --vocabulary 1,1,1,1", "--vocabulary 1,1,1,1"),
+        ("show --block v-half --pp 4 --json --theme dark", "--theme dark"),
+        ("show --blocks --pp 4 --squeeze", "--squeeze"),
+        ("show 1f1b --pp 4 --microbatches 4 --theme dark", "--theme dark"),
+        ("show 1f1b --pp 4 --microbatches 4 --width 9 --output x.svg", "--width 9"),
+        (
+            "schedule --block v-half --pp 4 --microbatches 4 --vocabulary 1,1,1,1 --output x.json",
+            "--vocabulary 1,1,1,1",
+        ),
+    ],
+)
+def test_an_option_of_another_mode_is_refused(run, line, option):
+    status, out, err = run(*line.split())
+    assert (status, out) == (2, "") and f": {option} is " in err
