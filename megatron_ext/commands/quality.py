@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from .._input import flag_of, fraction, shown
 from ..schedule.bounds import lower_bound
 from ..schedule.costs import number_to_json
-from ..schedule.generators import MOST_SECONDS
-from ..schedule.generators.made import simulate_made
+from ..schedule.generators import MOST_SECONDS, generated_by
 from ..schedule.jitter import MOST, RUNS, Spread, jitter
 from ..schedule.memory_cap import Cap
 from ..schedule.network import Network
+from ..schedule.passes.lower import lower
 from ..schedule.schedule import Schedule
-from ..schedule.simulate import Simulation
+from ..schedule.simulate import Simulation, simulate
 from .common import InputError, Parser, memory_cap, positive
 from .results import short
 
@@ -228,9 +228,12 @@ def simulated(
     """
     if noise is not None:
         noise.refuse_many(schedule)
-    simulation = simulate_made(schedule, network)
+    with generated_by(schedule.name):
+        if network is not None and not schedule.is_lowered:
+            schedule = lower(schedule)
+        simulation = simulate(schedule, network=network)
     gap = gap_of(simulation, memory_cap(args), args.objective)
-    spread = None if noise is None else noise.of(simulation.schedule, network)
+    spread = None if noise is None else noise.of(schedule, network)
     return simulation, Quality(gap, noise, spread)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..schedule import NAMES, Costs, Schedule, simulate
 from ..schedule.generators.building_block import Block
-from ..schedule.generators.made import simulate_made
+from ..schedule.generators.made import generated_by
 from ..view import deviations, recorded, text, timeline
 from ..view.formats import RENDERERS, THEMES
 from .blocks import (
@@ -182,7 +182,10 @@ def _runs(args: argparse.Namespace) -> list[timeline.Timeline]:
             schedules = [recorded.plan_of(args.measured, args.iteration)]
     else:
         schedules = _schedules(args)
-    runs = [timeline.planned(simulate_made(schedule)) for schedule in schedules]
+    runs = []
+    for schedule in schedules:
+        with generated_by(schedule.name):
+            runs.append(timeline.planned(simulate(schedule)))
     if args.measured is not None:
         if len(runs) > 1:
             raise InputError(f"--measured {args.measured} is drawn under one schedule; give one")

@@ -20,7 +20,7 @@ from .generators import (
     add_pairs,
     check_sizes,
     generate,
-    simulate_made,
+    generated_by,
 )
 from .generators.away import orders_for_offload
 from .generators.cap import LEAST_CAP, v_cap_limits
@@ -29,7 +29,7 @@ from .jitter import jitter
 from .memory_cap import Cap, ShareCap, cap_sets, number_text
 from .passes.offload import OffloadPlan, offload
 from .schedule import Schedule
-from .simulate import Simulation
+from .simulate import Simulation, simulate
 from .spec import AUTO as AUTO
 from .spec import Cut as Cut
 from .spec import OffloadSpec as OffloadSpec
@@ -62,7 +62,8 @@ class Selected:
     @cached_property
     def time(self) -> Fraction:
         """Makespan, or longest span of a rank, in the units of the costs."""
-        return time_taken(simulate_made(self.schedule), self.spec.objective)
+        with generated_by(self.schedule.name):
+            return time_taken(simulate(self.schedule), self.spec.objective)
 
     @property
     def place(self) -> tuple[Fraction, int]:

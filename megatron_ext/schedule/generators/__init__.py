@@ -11,7 +11,7 @@ from ..schedule import Schedule
 from ..units import check_slices
 from .cap import LEAST_CAP
 from .forward import forward_only
-from .made import BrokenGenerator, checked, simulate_made
+from .made import BrokenGenerator, checked, generated_by
 from .pairs import add_pairs
 from .registry import GENERATORS, NAMES, Generator
 from .request import MOST_EFFORT, Objective, Request, default_effort
@@ -31,7 +31,7 @@ __all__ = [
     "default_effort",
     "forward_only",
     "generate",
-    "simulate_made",
+    "generated_by",
     "steadier",
 ]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ..._input import shown
 from ..actions import Action, AnyAction, Joint
-from ..network import Network
-from ..passes.lower import lower
-from ..schedule import Schedule, ScheduleError
-from ..simulate import Simulation, simulate
+from ..schedule import ScheduleError
 
 
 class BrokenGenerator(ScheduleError):
@@ -29,18 +27,19 @@ def checked(name: str, ranks: Sequence[Sequence[AnyAction]]) -> tuple[tuple[AnyA
     return rows
 
 
-def simulate_made(schedule: Schedule, network: Network | None = None) -> Simulation:
-    """``simulate`` of a generator's order, or a file's that is checked.
+@contextmanager
+def generated_by(name: str) -> Iterator[None]:
+    """Around the run of a generator's order; those of files are checked when they are read.
 
     Raises:
         BrokenGenerator: the order cannot run.
     """
     try:
-        if network is not None and not schedule.is_lowered:
-            schedule = lower(schedule)
-        return simulate(schedule, network=network)
+        yield
+    except BrokenGenerator:
+        raise
     except ScheduleError as error:
         reason = str(error).splitlines()[0]
         raise BrokenGenerator(
-            f"the generator of {schedule.name} made an order that cannot run: {reason}"
+            f"the generator of {name} made an order that cannot run: {reason}"
         ) from None
