@@ -209,12 +209,10 @@ class Quality(NamedTuple):
         return fields
 
     @property
-    def lines(self) -> list[str]:
-        """For people."""
-        lines = [] if self.gap is None else [f"  bound            {self.gap.text}"]
-        if self.noise is not None and self.spread is not None:
-            lines.append(f"  jitter           {self.noise.text(self.spread)}")
-        return lines
+    def jitter_text(self) -> str:
+        """A line for people; empty without random runs."""
+        noisy = self.noise is not None and self.spread is not None
+        return self.noise.text(self.spread) if noisy else ""  # type: ignore[union-attr, arg-type]
 
 
 def simulated(

@@ -8,9 +8,9 @@ import shlex
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs
 
 from ..._input import shown
@@ -19,6 +19,7 @@ from ...view import recorded, timeline
 from ...view.data import view_data
 from ...view.web import asset, document
 from ..common import InputError, load, user_input, verify
+from ..numbers import PAGE, Shown, table_of
 from . import request
 from .flags import training_flags
 from .model import Model
@@ -136,8 +137,10 @@ class Explorer:
             )
         options = " ".join(fields.get("options", []))
         data = self.timelines(options, fields.get("schedule", []))
-        rows = [row for row in self.compare(options) if "schedule" in row]
-        rows.sort(key=lambda row: row.get("makespan", float("inf")))
+        names = [row["schedule"] for row in self.compare(options) if "makespan" in row]
+        args = request.parse(options, self._model)
+        rows = sorted((self._result(options, args, n) for n in names), key=lambda r: r.run.makespan)
+        gone = [row["schedule"] for row in self.compare(options) if "reason" in row]
         shown_flags = [row["flags"] for row in data["rows"] if row["flags"]]
         about = [] if self._model is None else [f"<p>{html.escape(self._model.json['text'])}</p>"]
         asked = "" if about else "megatron-ext compare "
@@ -146,7 +149,7 @@ class Explorer:
                 '<main class="export"><h1>Pipeline schedules</h1>',
                 *about,
                 f"<p><code>{asked}{html.escape(options)}</code></p>",
-                _table(rows),
+                _table(rows, gone),
                 '<div id="timeline"></div>',
                 *(f"<p><code>{html.escape(flags)}</code></p>" for flags in shown_flags),
                 "</main>",
@@ -169,17 +172,17 @@ class Explorer:
     def _row(self, options: str, args: argparse.Namespace, name: str) -> dict[str, Any]:
         """A schedule's numbers, or ``reason``, why there are none."""
         try:
-            return request.row(args, name, self._result(options, args, name))
+            return request.row(self._result(options, args, name))
         except (ValueError, OverflowError, InputError) as error:
             return {"schedule": name, "reason": str(error)}
 
-    def _result(self, options: str, args: argparse.Namespace, name: str) -> request.Result:
+    def _result(self, options: str, args: argparse.Namespace, name: str) -> Shown:
         file = self._files.get(name)
         if file is None and name not in GENERATORS:
             raise InputError(f"unknown schedule {shown(name)}")
         return self._once((options, name), lambda: request.result(args, name, file, self._model))
 
-    def _once(self, key: tuple[str, ...], make: Callable[[], request.Result]) -> request.Result:
+    def _once(self, key: tuple[str, ...], make: Callable[[], Shown]) -> Shown:
         """What ``make`` returns or raises, made by one thread and kept."""
         with self._lock:
             mine = self._made.get(key)
@@ -196,9 +199,9 @@ class _Made:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._done: request.Result | Exception | None = None
+        self._done: Shown | Exception | None = None
 
-    def get(self, make: Callable[[], request.Result]) -> request.Result:
+    def get(self, make: Callable[[], Shown]) -> Shown:
         with self._lock:
             if self._done is None:
                 try:
@@ -210,33 +213,14 @@ class _Made:
             return self._done
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: Sequence[Shown], impossible: Sequence[str]) -> str:
     """The table of an exported view."""
-    columns = [column for column in _COLUMNS if any(column.key in row for row in rows)]
-    heads = "".join(f"<th>{column.head}" for column in columns)
-    lines = [f"<table><thead><tr><th>schedule{heads}</tr></thead>", "<tbody>"]
-    for row in rows:
-        name = html.escape(row["schedule"])
-        if "reason" in row:
-            missing = f'<td colspan="{len(columns)}">not possible here'
-            lines.append(f'<tr class="over"><td>{name}{missing}</tr>')
-            continue
-        over = ' class="over" title="over the cap"' if row["over_cap"] else ""
-        cells = "".join(f"<td>{column.form(row[column.key])}" for column in columns)
-        lines.append(f"<tr{over}><td>{name}{cells}</tr>")
+    heads, *cells = table_of(rows, PAGE)
+    head = "<th>".join("peak, microbatches" if one == "peak" else one for one in heads)
+    lines = [f"<table><thead><tr><th>{head}</tr></thead>", "<tbody>"]
+    for row, one in zip(rows, cells):
+        over = ' class="over" title="over the cap"' if row.over_cap else ""
+        lines.append(f"<tr{over}><td>{'<td>'.join(map(html.escape, one))}</tr>")
+    missing = f'<td colspan="{len(heads) - 1}">not possible here'
+    lines += [f'<tr class="over"><td>{html.escape(name)}{missing}</tr>' for name in impossible]
     return "\n".join([*lines, "</tbody></table>"])
-
-
-class _Column(NamedTuple):
-    key: str
-    head: str
-    form: Callable[[float], str]
-
-
-_COLUMNS = (
-    _Column("bubble", "bubble", lambda x: f"{100 * x:.2f} %"),
-    _Column("peak", "peak, microbatches", "{:g}".format),
-    _Column("makespan", "makespan", "{:g}".format),
-    _Column("step_ms", "passes of a step, ms", "{:.1f}".format),
-    _Column("gib", "GiB of the fullest rank", "{:.2f}".format),
-)

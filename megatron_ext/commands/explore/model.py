@@ -10,7 +10,6 @@ from ..._input import flag_of, size_text
 from ...plan.flags import job_of
 from ...plan.gpu import Gpu, gpu_of
 from ...plan.layout import split_of
-from ...plan.memory import RankBytes
 from ...plan.model import Job, PlanError
 from ...plan.space import SearchSpace, Workload
 from ...schedule import GENERATORS, Placement, Schedule
@@ -123,14 +122,3 @@ class Model:
         if made.placement == "vee":
             return Placement.vee(args.pp)
         return Placement.loop(args.pp, chunks)
-
-
-def row_of(ranks: list[RankBytes], makespan_us: float) -> dict[str, Any]:
-    """The fields of a row in ms and GiB."""
-    worst = max(ranks, key=lambda rank: rank.total)
-    return {
-        "step_ms": makespan_us / 1000,
-        "gib": worst.total / 2**30,
-        "gib_rank": worst.rank,
-        "host_gib": max(rank.host for rank in ranks) / 2**30,
-    }

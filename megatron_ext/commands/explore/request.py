@@ -5,37 +5,21 @@ from __future__ import annotations
 import argparse
 import shlex
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ..._input import shown
-from ...plan.memory import RankBytes
-from ...schedule import GENERATORS, Schedule, Simulation
+from ...schedule import GENERATORS, Schedule
 from ...schedule.costs import number_to_json
 from ...schedule.memory_cap import ShareCap
 from ..common import InputError, Parser, offloads, refuse_large
 from ..compare import add_options
 from ..compared import asked_of, fitted, refuse_sizes
 from ..network import network_of
-from ..quality import Quality, jitter_of, simulated
-from ..results import simulation_json
-from .model import Model, row_of
+from ..numbers import Shown, json_of
+from ..quality import jitter_of, simulated
+from .model import Model
 
 MOST_PASSES = 1 << 15  # of one chunk a rank: microbatches times ranks
-
-
-class Result(NamedTuple):
-    """What a schedule gives.
-
-    Attributes:
-        run, quality: of the schedule.
-        over_cap: more stays on a device than the cap or the GPU allows.
-        ranks: bytes of each, with a model.
-    """
-
-    run: Simulation
-    quality: Quality
-    over_cap: bool
-    ranks: list[RankBytes] | None = None
 
 
 class _Options(Parser):
@@ -75,7 +59,7 @@ def parse(options: str, model: Model | None = None) -> argparse.Namespace:
 
 def result(
     args: argparse.Namespace, name: str, file: Schedule | None, model: Model | None = None
-) -> Result:
+) -> Shown:
     """What a schedule gives: a generated one, or one in a file.
 
     Raises:
@@ -95,23 +79,19 @@ def result(
         schedule = found.schedule
     refuse_large(schedule)
     run, quality = simulated(schedule, args, network_of(args), jitter_of(args))
+    shown = Shown(run, quality, offloads=offloads(args), over_cap=over_cap, name=name)
     if model is None or workload is None:
-        return Result(run, quality, over_cap)
+        return shown
     ranks = workload.ranks(schedule)
     over_cap = over_cap or max(rank.total for rank in ranks) > model.budget_bytes
-    return Result(run, quality, over_cap, ranks)
+    return replace(shown, over_cap=over_cap, ranks=ranks)
 
 
-def row(args: argparse.Namespace, name: str, found: Result) -> dict[str, Any]:
+def row(found: Shown) -> dict[str, Any]:
     """A schedule's numbers: those of ``simulate --json``, and its place beside the cap; with a
     model also in ms and GiB."""
-    return {
-        **simulation_json(found.run, 0.0, found.quality.json, offloads(args)),
-        "schedule": name,
-        "over_cap": found.over_cap,
-        "peak": number_to_json(max(found.run.peak_activation)),
-        **({} if found.ranks is None else row_of(found.ranks, float(found.run.makespan))),
-    }
+    peak = number_to_json(found.peak)
+    return {**json_of(found), "peak": peak}
 
 
 def cap_of(args: argparse.Namespace) -> float | None:
