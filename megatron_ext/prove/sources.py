@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_ext._input import parse_json
-
+from .._input import flag_of, parse_json
+from ..plan.inputs.arguments import of_recipe
 from .shell import words_of
 from .shell_text import is_script
 
@@ -122,7 +122,8 @@ def from_yaml(text: str) -> Command:
 def settings_of_yaml(text: str) -> dict[str, Any]:
     """The sections of a recipe's YAML, with their plain values and lists of such.
 
-    What is nested more deeply (functions and classes of a saved recipe) is left out.
+    Of what is nested more deeply (functions, classes and dtypes of a saved recipe) only
+    ``_target_`` is kept.
     """
     sections: dict[str, Any] = {}
     section: dict[str, Any] = sections
@@ -145,6 +146,8 @@ def settings_of_yaml(text: str) -> dict[str, Any]:
             if indent == depth:
                 name = found[3]
                 section[name] = {} if found[4] == "" else value
+            elif found[3] == "_target_" and isinstance(section.get(name), dict):
+                section[name]["_target_"] = value
     return sections
 
 
@@ -196,54 +199,32 @@ def from_shell(
     )
 
 
-# Settings of a model provider or its neighbours whose flag is not their name with hyphens.
-_NAMES = {
-    "num_moe_experts": "--num-experts",
-    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
-    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
-    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
-    "layernorm_epsilon": "--norm-epsilon",
-}
-_ONLY_TRUE = {
-    "qk_layernorm": "--qk-layernorm",
-    "add_qkv_bias": "--add-qkv-bias",
-    "gated_linear_unit": "--swiglu",
-}
-_ONLY_FALSE = {
-    "add_bias_linear": "--disable-bias-linear",
-    "share_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
-}
+# Arguments of Megatron that have no flag for true, or for false.
+_FOR_FALSE = {"add_bias_linear": "--disable-bias-linear"}
+_NO_FLAG = (
+    *("gated_linear_unit", "share_embeddings_and_output_weights", "params_dtype"),
+    *("sequence_length", "activation_func"),
+)
 
 
 def from_settings(settings: Mapping[str, Any]) -> Command:
     """A Megatron-Bridge recipe's settings (``model``, ``train``, ``ddp``, ``optimizer`` ...).
 
-    Fields become the flags of their names; fields that hold functions or classes are left out.
+    Fields become the flags of their names, as ``plan --bridge-config`` reads them; fields that hold
+    functions or classes are left out.
     """
     flags: list[str] = []
-    fields: dict[str, Any] = {}
-    for part in ("model", "train", "ddp", "optimizer"):
-        one = settings.get(part, {})
-        if isinstance(one, Mapping):
-            fields |= {name: value for name, value in one.items() if name not in fields}
-    if not fields:
-        fields = dict(settings)
-    for name, value in fields.items():
-        if name.startswith("_") or value is None or isinstance(value, dict):
+    for name, value in of_recipe(settings, "the recipe").items():
+        flag = flag_of(name)
+        if name in _FOR_FALSE:
+            flags += [_FOR_FALSE[name]] if value is False else []
+        elif name.startswith("_") or name in _NO_FLAG or isinstance(value, dict):
             continue
-        if name in _ONLY_FALSE or name in _ONLY_TRUE:
-            wanted = name in _ONLY_TRUE
-            if value is wanted:
-                flags.append(_ONLY_FALSE.get(name) or _ONLY_TRUE[name])
-            continue
-        flag = _NAMES.get(name, "--" + name.replace("_", "-"))
-        if value is True:
+        elif value is True:
             flags.append(flag)
-        elif isinstance(value, list):
-            flags += [flag, str(value)] if "freq" in name else [flag, *map(str, value)]
+        elif isinstance(value, list | tuple):
+            flags += [flag, str(list(value))] if "freq" in name else [flag, *map(str, value)]
         elif value is not False and isinstance(value, int | float | str):
             flags += [flag, str(value)]
-    if "--num-query-groups" in flags:
-        flags.append("--group-query-attention")
     world = settings.get("world_size", 0)
     return Command("", flags, world if isinstance(world, int) else 0, True)

@@ -46,7 +46,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "cpu": ({"cpu", "runtime"}, {"torch", "megatron", "numpy"}),
     "checkpoints": ({"_input", "schedule", "checkpoints"}, set()),
     "prove": (
-        {"_input", "_megatron_flags", "cpu", "integration", "launch", "offload", "prove"},
+        {"_input", "_megatron_flags", "cpu", "integration", "launch", "offload", "plan", "prove"},
         {"torch", "megatron", "numpy"},  # numpy's random state
     ),
     "commands": (_ALL, set()),
