@@ -45,14 +45,11 @@ def read_checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _iteration(root: Path) -> Path:
-    if not root.is_dir():
-        raise ValueError("it is no folder; give the folder of --save")
-    if root.name.startswith("iter_") or (root / saved.METADATA).exists():
-        return root
-    found = saved.saved(root)
-    if not found:
-        raise ValueError("it holds no iter_… folder; give the folder of --save")
-    wanted = saved.tracked(root)
+    try:
+        found = saved.iterations(root)
+    except ValueError as error:
+        raise ValueError(f"it {error}") from None
+    wanted = saved.tracked(root) if "" not in found else ""
     return found[wanted] if wanted in found else list(found.values())[-1]
 
 
