@@ -63,7 +63,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _prove(args: argparse.Namespace) -> int:
     from ..prove import shrink
     from ..prove.shell_text import is_script
-    from ..prove.sources import from_words
+    from ..prove.sources import from_words, launched
 
     words = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if bool(words) == bool(args.from_args) and (not words or any(map(is_script, words))):
@@ -80,6 +80,7 @@ def _prove(args: argparse.Namespace) -> int:
             command = from_words(words)
     script = _script(args.script or command.script or "pretrain_gpt")
     with user_input():
+        command = launched(command)
         world = args.world_size or command.world
         shrunk = shrink.Shrinker(command.flags, world, args.ranks, args.steps).shrink()
     for note in command.notes:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from .._input import flag_of, parse_json
 from ..plan.inputs.arguments import of_recipe
+from .flags import Flags
 from .shell import words_of
 from .shell_text import is_script
 
@@ -33,6 +34,21 @@ class Command(NamedTuple):
     world: int = 0
     other: bool = False
     notes: tuple[str, ...] = ()
+
+
+def launched(command: Command) -> Command:
+    """``command`` without ``--world-size``, which ``plan`` takes and no training script does: its
+    ranks.
+
+    Raises:
+        ValueError: its value is no number.
+    """
+    flags = Flags(command.flags)
+    if "--world-size" not in flags:
+        return command
+    world = flags.number("--world-size", command.world)
+    flags.drop("--world-size")
+    return command._replace(flags=flags.words, world=world)
 
 
 def from_line(words: Sequence[str]) -> Command:

@@ -24,7 +24,9 @@ def diagnose_command(command: Command, devices: int) -> Iterator[Finding]:
     """
     from ...prove.flags import Flags
     from ...prove.shrink import given_sizes
+    from ...prove.sources import launched
 
+    command = launched(command)
     flags = Flags(command.flags)
     yield Finding("command", OK, given_sizes(flags, command.world).removeprefix("given: "))
     for note in command.notes:

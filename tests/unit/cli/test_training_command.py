@@ -102,6 +102,15 @@ def test_what_decides_and_is_not_known_is_named_everywhere(run, tmp_path, monkey
         assert status == 2 and "is no file, and no flag" in err
 
 
+def test_ranks_in_the_line_are_those_of_plan(run, monkeypatch):
+    monkeypatch.setattr(doctor, "run_probe", lambda _: {"error": "not here"})
+    line = f"{FLAGS} --world-size 64"
+    status, out, _ = run("prove", "--show", "--script", "pretrain_gpt", "--from-args", line)
+    assert status == 0 and out.splitlines()[0].endswith("; 64 ranks")
+    assert "--world-size" not in out
+    assert "64 ranks" in (found := run("doctor", "--from-args", line)[1]) and "has --w" not in found
+
+
 def test_doctor_names_flags_that_no_megatron_has(run, monkeypatch):
     facts = {"torch": {"error": "none", "devices": [{}] * 8}}
     monkeypatch.setattr(doctor, "run_probe", lambda _: facts)
