@@ -74,6 +74,18 @@ def meant(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
+def only_known(data: Iterable[object], known: Iterable[str], what: str) -> None:
+    """Refuse a key of an object that nothing would read.
+
+    Raises:
+        ValueError: there is one; the text names it and ``what`` has it.
+    """
+    names = list(known)
+    for key in data:
+        if key not in names:
+            raise ValueError(f"{what} has no field {shown(key)}{meant(str(key), names)}")
+
+
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 60
 _BRIEF.maxlevel = 4

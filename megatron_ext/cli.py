@@ -18,6 +18,7 @@ from importlib import import_module
 from . import __version__
 from .commands.common import InputError, Parser
 from .commands.examples import add_examples
+from .schedule.generators import BrokenGenerator
 
 _COMMANDS = (
     *("simulate", "schedule", "compare", "plan", "check", "show", "checkpoint", "patch", "doctor"),
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return status or 0
         finally:
             sys.stdout.flush()  # here, where a failure still has an answer
-    except InputError as error:
+    except (InputError, BrokenGenerator) as error:
         return _said(f"{name}: {error}", 2)
     except KeyboardInterrupt:
         return _said(f"{name}: interrupted", 130)

@@ -27,22 +27,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from ._log import PREFIX, VERBOSE, say, verbose
+from ._megatron_flags import CPU_DEFAULTS, CPU_NEEDS, CPU_SWITCHES
 from .plan import node_order
 
-# What a CPU run needs of Megatron's flags. A value given by the user that cannot work is an
-# error; flags in _CPU_DEFAULTS are respected when given.
-_CPU_VALUES = {"--distributed-backend": "gloo", "--transformer-impl": "local"}
-_CPU_DEFAULTS = {"--num-workers": "0"}
-_CPU_SWITCHES = (
-    "--use-cpu-initialization",
-    "--no-persist-layer-norm",
-    "--no-gradient-accumulation-fusion",
-    "--no-masked-softmax-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-rope-fusion",
-)
 # Seconds that ranks other than 0 wait before they report an error all ranks will have found:
 # torchrun ends every rank as soon as one has failed, and rank 0 should have reported by then.
 _REPORT_DELAY_S = 2.0
@@ -204,15 +191,15 @@ def _cpu_arguments(args: Sequence[str]) -> list[str]:
         LaunchError: ``args`` ask for something that only a GPU can do.
     """
     added: list[str] = []
-    for flag, needed in {**_CPU_VALUES, **_CPU_DEFAULTS}.items():
+    for flag, needed in {**CPU_NEEDS, **CPU_DEFAULTS}.items():
         value = _given_value(args, flag)
         if value is None:
             added += [flag, needed]
-        elif value != needed and flag in _CPU_VALUES:
+        elif value != needed and flag in CPU_NEEDS:
             raise LaunchError(
                 f"{flag} {value} needs a GPU; with --device cpu leave it out or pass {needed}."
             )
-    added += [flag for flag in _CPU_SWITCHES if flag not in args]
+    added += [flag for flag in CPU_SWITCHES if flag not in args]
     if added and _rank() == 0:
         flags = [word for word in added if word.startswith("--")]
         listed = f"{len(flags)} Megatron flags ({VERBOSE}=1 lists them)"

@@ -82,6 +82,21 @@ def saved(root: Path) -> dict[int | str, Path]:
     return dict(sorted(found.items(), key=lambda item: (item[0] == RELEASE, item[0])))
 
 
+def iterations(root: Path) -> dict[int | str, Path]:
+    """``saved``; of a folder of one iteration itself, that alone under no name.
+
+    Raises:
+        ValueError: there is none; the text follows the folder's name.
+    """
+    if not root.is_dir():
+        raise ValueError("is no folder; give the folder of --save")
+    if root.name.startswith("iter_") or (root / METADATA).exists():
+        return {"": root}
+    if not (found := saved(root)):
+        raise ValueError("holds no iter_… folder; give the folder of --save")
+    return found
+
+
 def by_rank(folder: Path) -> bool:
     """True for the format ``torch``: one folder a rank."""
     return any(path.name.startswith("mp_rank_") for path in folder.iterdir())

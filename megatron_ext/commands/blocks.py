@@ -17,7 +17,7 @@ from ..schedule.generators.blocks import PERIODIC, named_block
 from ..schedule.generators.building_block import Block
 from ..schedule.lifespan import Lifespans, lifespans, reordered
 from ..view.table import columns
-from .common import UNIT_OPTIONS, InputError, costs_of, refuse_large, refuse_options, user_input
+from .common import InputError, costs_of, refuse_large, refuse_others, user_input
 from .results import short
 
 
@@ -72,7 +72,7 @@ def _refuse_many(sets: int) -> None:
 
 def block_schedule(args: argparse.Namespace) -> Schedule:
     """The schedule of ``--block`` for the costs that the options give, squeezed and reordered."""
-    refuse_options(args, f"--block {args.block}", _NOT_FOR_SCHEDULES)
+    refuse_others(args, f"--block {args.block}", _OF_SCHEDULES)
     if args.microbatches is None:
         raise InputError(f"--block {args.block} needs --microbatches M too")
     block, microbatches = block_of(args)
@@ -85,9 +85,10 @@ def block_schedule(args: argparse.Namespace) -> Schedule:
     return schedule.with_ranks(reordered(block, microbatches, durations.reduced()))
 
 
-_NOT_FOR_SCHEDULES = (
-    *("memory_cap", "group_size", "objective", "offload", "offload_time", "offload_transfer"),
-    *("overlap", *UNIT_OPTIONS),
+OF_BLOCKS = ("block", "pp", "microbatches", "chunks", "json")
+_OF_SCHEDULES = (
+    *(*OF_BLOCKS, "cost", "hop", "stage_cost", "exchange", "output", "lowered", "optimize"),
+    *("jitter", "runs", "seed", "effort"),
 )
 
 

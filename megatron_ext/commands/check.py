@@ -20,7 +20,9 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Exit status 1, with the first fault on stderr, if it cannot be executed; 2 if "
         "it cannot be read.",
     )
-    parser.add_argument("file", metavar="FILE", help="schedule file, .json or .csv")
+    parser.add_argument(
+        "file", metavar="FILE", help="schedule file, .json or .csv; - is standard input"
+    )
     parser.set_defaults(run=_check)
 
 

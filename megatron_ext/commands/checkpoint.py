@@ -44,13 +44,12 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _checkpoint(args: argparse.Namespace) -> int:
     root, iteration = args.folder, args.iteration
-    if not root.is_dir():
-        raise InputError(f"{root} is no folder; give the folder of --save")
-    if root.name.startswith("iter_") or (root / saved.METADATA).exists():
+    try:
+        found = saved.iterations(root)
+    except ValueError as error:
+        raise InputError(f"{root} {error}") from None
+    if "" in found:
         return _one(root, args.json)
-    found = saved.saved(root)
-    if not found:
-        raise InputError(f"{root} holds no iter_… folder; give the folder of --save")
     report: dict[str, Any] = {"folder": str(root), "tracked": None, "tracker_problem": None}
     try:
         report["tracked"] = saved.tracked(root)

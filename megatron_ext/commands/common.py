@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import stat
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-from .._input import flag_of, meant, shown
+from .._input import MOST_BYTES, flag_of, meant, shown
 from ..schedule import (
     AUTO,
     NAMES,
@@ -29,6 +30,7 @@ from ..schedule.costs import with_stage_file
 from ..schedule.generators import default_effort
 from ..schedule.generators.registry import takers
 from ..schedule.io import load as load_file
+from ..schedule.io import read as read_schedule
 from ..schedule.link import DEFAULT_POLICY, POLICIES
 from ..schedule.memory_cap import ShareCap, parse_cap
 from ..schedule.select import CapExceeded
@@ -212,7 +214,7 @@ def _taking(option: str) -> str:
 def is_file(name: str) -> bool:
     """True if ``--schedule`` names a file, not a generator."""
     return name not in _KNOWN and (
-        name.endswith((".json", ".csv")) or os.sep in name or Path(name).is_file()
+        name == "-" or name.endswith((".json", ".csv")) or os.sep in name or Path(name).is_file()
     )
 
 
@@ -238,9 +240,9 @@ def costs_of(args: argparse.Namespace, base: Costs) -> Costs:
 
 
 def load(path: str) -> Schedule:
-    """The schedule in a file, not yet checked."""
+    """The schedule in a file, not yet checked; ``-`` is JSON on standard input."""
     with user_input():
-        return load_file(path)
+        return load_file(path) if path != "-" else read_schedule(sys.stdin.read(MOST_BYTES), path)
 
 
 def verify(schedule: Schedule) -> CheckReport:
@@ -287,7 +289,7 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         args.pp,
         args.microbatches,
         args.chunks,
-        replace(costs_of(args, Costs()), units=shares),
+        replace(costs_of(args, getattr(args, "costs", Costs())), units=shares),
         memory_cap(args),
         args.group_size,
         objective=args.objective or "makespan",
@@ -309,13 +311,19 @@ def offload_of(args: argparse.Namespace, pp: int) -> OffloadSpec:
         raise InputError(f"--offload-time {shown(args.offload_time)}: {error}") from None
 
 
-def refuse_options(args: argparse.Namespace, what: str, options: Sequence[str]) -> None:
-    """Refuse the options that are not for ``what``."""
-    for option in options:
-        value, flag = getattr(args, option), flag_of(option)
-        if value not in (None, False):
-            given = flag if value is True else f"{flag} {value}"
-            raise InputError(f"{given} is not for {what}; leave {flag} out")
+def refuse_others(args: argparse.Namespace, what: str, taken: Collection[str]) -> None:
+    """Refuse every option of the command that ``what``, one of its modes, does not take.
+
+    Args:
+        args: as the command's parser gives them.
+        what: the mode, as the user asks for it.
+        taken: names of its options' values.
+    """
+    for name, option in args.declared.items():
+        value = getattr(args, name)
+        if name not in taken and value != option.default:
+            given = option.flag if value is True else f"{option.flag} {value}"
+            raise InputError(f"{given} is not for {what}; leave {option.flag} out")
 
 
 def refuse_large(schedule: Schedule) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from .._terminal import Progress, paint
-from ..schedule.costs import number_to_json
-from ..schedule.generators import GENERATORS
-from ..schedule.generators.registry import takers
-from ..schedule.memory_cap import ShareCap
-from ..schedule.select import AUTO, CapExceeded, ScheduleSpec, Selected, by_name, keeps, select
-from ..schedule.simulate import Simulation, simulate
+from ..schedule.generators import GENERATORS, BrokenGenerator
+from ..schedule.select import CapExceeded, ScheduleSpec
+from ..schedule.simulate import simulate
 from ..view.table import columns
 from .common import (
     InputError,
@@ -24,90 +23,88 @@ from .common import (
     add_shape_options,
     add_size_options,
     memory_cap,
-    offload_of,
     offloads,
     refuse_large,
-    sizes_of,
 )
+from .compared import GROUPED, asked_of, files_of, fitted, refuse_sizes
 from .network import add_network_options, network_json, network_of, network_text
-from .quality import Quality, add_jitter_options, jitter_of, percent, simulated
-from .results import cost_json, costs_text, short, simulation_json, units_text
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One schedule that exists for these sizes.
-
-    Attributes:
-        simulation: of the schedule, with offload if that was asked for.
-        seconds: to make it and to plan its offload.
-        over_cap: more stays on the device than the cap allows.
-        before: the highest peak without offload, in microbatches; None if none was asked for.
-        quality: beside the bound, and under random pass times.
-    """
-
-    simulation: Simulation
-    seconds: float
-    over_cap: bool
-    before: Fraction | None
-    quality: Quality
+from .numbers import Shown, json_of, table_of
+from .quality import add_jitter_options, jitter_of, percent, simulated
+from .results import cost_json, costs_text, short, units_text
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser("compare", help="compare every schedule")
-    add_options(parser)
+    parser = commands.add_parser("compare", help="compare every schedule, and schedule files")
+    parser.add_argument(
+        "files", nargs="*", metavar="FILE", help="schedule files, rows beside the others; they "
+        "give sizes and costs that options do not"
+    )  # fmt: skip
+    add_options(parser, required=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_compare)
 
 
-def add_options(parser: Parser) -> None:
-    """What is asked of all schedules."""
+def add_options(parser: Parser, *, required: bool = True) -> None:
+    """What is asked of all schedules; ``required``: the sizes."""
     group = parser.add_argument_group("pipeline")
-    add_size_options(group, required=True)
+    add_size_options(group, required=required)
     add_shape_options(
         group,
         "what a schedule is made for where it takes a cap; marked where it exceeds it; with "
         "--offload of what stays on the device",
-        f"for {_GROUPED}",
+        f"for {GROUPED}",
     )
     add_offload_options(parser)
     add_network_options(parser)
     add_jitter_options(parser)
 
 
-_GROUPED = " and ".join(takers("takes_group_size"))
-
-
-def _compare(args: argparse.Namespace) -> None:
+def _compare(args: argparse.Namespace) -> int:
+    files = files_of(args)
+    missing = [f"--{o}" for o in ("pp", "microbatches") if getattr(args, o) is None]
+    if missing:
+        raise InputError(f"the following arguments are required: {', '.join(missing)}, or a file")
     refuse_sizes(args)
     cuts = _cuts(args)
     asked = asked_of(cuts[0])
     network, noise = network_of(args), jitter_of(args)
-    rows: list[_Row] = []
+    rows: list[Shown] = []
     impossible: dict[str, str] = {}
+    broken: list[str] = []
 
-    def row_of(asked: ScheduleSpec, name: str) -> _Row:
+    def row_of(asked: ScheduleSpec, name: str) -> Shown:
         started = time.perf_counter()
-        found, over_cap = fitted(asked, name)
+        found, over_cap = fitted(asked, name, files.get(name))
         seconds = time.perf_counter() - started
         refuse_large(found.schedule)
         before = None
         if asked.offload is not None:
             before = max(simulate(found.schedule.compute()).peak_activation)
         run, quality = simulated(found.schedule, args, network, noise)
-        return _Row(run, seconds, over_cap, before, quality)
+        return Shown(
+            *(run, quality, seconds, offloads(args), before),
+            over_cap=over_cap if asked.cap is not None else None,
+        )
 
     with Progress("compare") as progress:
         ways = [(cut, name) for name in GENERATORS for cut in cuts]
+        ways += [(args, name) for name in files]
         for number, (cut, name) in enumerate(ways):
             progress(f"{name}, {number + 1} of {len(ways)} schedules")
             try:
                 rows.append(row_of(asked_of(cut), name))
-            except ValueError as error:
+            except (InputError, CapExceeded):
+                raise
+            except Exception as error:
                 impossible[name] = str(error)
+                if not isinstance(error, ValueError):
+                    why = f"{type(error).__name__}: {error}"
+                    impossible[name] = f"the generator of {name} ends in {why}"
+                if not isinstance(error, ValueError) or isinstance(error, BrokenGenerator):
+                    broken.append(impossible[name])
                 continue
-            run = rows[-1].simulation
+            run = rows[-1].run
             peak = short(max(run.peak_activation))
             text = f"{name}{units_text(run.schedule)}: bubble {percent(run.bubble)}"
             progress.line(f"{text}, peak {peak} microbatches")
@@ -119,7 +116,34 @@ def _compare(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(_json(args, asked, rows, impossible)))
     else:
-        print(_table(args, asked, rows, impossible))
+        print(_table(args, asked, rows, impossible) + _more_chunks(asked, rows[0]))
+    for text in broken:
+        print(f"megatron-ext compare: {text}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+def _more_chunks(asked: ScheduleSpec, best: Shown) -> str:
+    """With few microbatches: a shorter order of more chunks, which a list of one number hides."""
+    if asked.chunks is not None or asked.microbatches > asked.pp or asked.cap is not None:
+        return ""
+    found: list[tuple[Fraction, str]] = []
+    for name, made in GENERATORS.items():
+        if not made.any_chunks:
+            continue
+        with contextlib.suppress(ValueError):
+            wide = replace(asked, chunks=_MORE_CHUNKS, effort=0)
+            run = simulate(fitted(wide, name)[0].schedule)
+            found.append((run.bubble, name))
+    if not found or min(found)[0] >= best.run.bubble:
+        return ""
+    bubble, name = min(found)
+    return (
+        f"\nwith few microbatches more chunks are shorter: --chunks {_MORE_CHUNKS} gives {name} a "
+        f"bubble of {percent(bubble)}"
+    )
+
+
+_MORE_CHUNKS = 4
 
 
 def _cuts(args: argparse.Namespace) -> list[argparse.Namespace]:
@@ -129,56 +153,15 @@ def _cuts(args: argparse.Namespace) -> list[argparse.Namespace]:
     return [argparse.Namespace(**{**vars(args), "slices": one}) for one in args.slices.split(",")]
 
 
-def _place(row: _Row, span: bool) -> tuple[bool, Fraction, Fraction]:
+def _place(row: Shown, span: bool) -> tuple[bool, Fraction, Fraction]:
     """What fits the cap first, by time, then by the mean under jitter where that was asked for."""
-    run, spread = row.simulation, row.quality.spread
+    run, spread = row.run, row.quality.spread
     time = run.span_bubble if span else run.makespan
-    return row.over_cap, time, spread.mean if spread else Fraction(0)
-
-
-def refuse_sizes(args: argparse.Namespace) -> None:
-    """Refuse sizes for which no schedule can be compared."""
-    if args.pp < 2:
-        raise InputError(f"a pipeline needs at least 2 ranks, got --pp {args.pp}; give 2 or more")
-    least = -(-args.pp // 2)
-    if args.group_size is not None and not least <= args.group_size <= args.pp:
-        raise InputError(
-            f"--group-size {args.group_size} is for {_GROUPED}, which at pp={args.pp} takes "
-            f"{least} (p/2 rounded up) to {args.pp} (p); give one of those"
-        )
-
-
-def asked_of(args: argparse.Namespace) -> ScheduleSpec:
-    """What the options ask of any schedule."""
-    return replace(
-        sizes_of(args, AUTO), offload=offload_of(args, args.pp) if offloads(args) else None
-    )
-
-
-def fitted(asked: ScheduleSpec, name: str) -> tuple[Selected, bool]:
-    """A schedule, even if more stays on a device than the cap allows, and whether that is so.
-
-    Raises:
-        ValueError: it does not exist for these sizes.
-    """
-    spec = by_name(asked, name)
-    if not GENERATORS[name].takes_group_size:
-        spec = replace(spec, group_size=None)
-    cap = spec.cap
-    if cap is not None and spec.offload is None:
-        cap.sets(spec.placement, spec.splits_backward)  # refuses what no set fits in
-        spec = spec.order_alone()
-        if isinstance(spec.cap, ShareCap):  # 1F1B's peak is the largest cap there is
-            spec = replace(spec, cap=ShareCap(min(spec.cap.share, Fraction(1))))
-    try:
-        found = select(spec)
-    except CapExceeded as error:
-        found = error.selected
-    return found, cap is not None and not keeps(cap, found.schedule)
+    return bool(row.over_cap), time, spread.mean if spread else Fraction(0)
 
 
 def _json(
-    args: argparse.Namespace, asked: ScheduleSpec, rows: list[_Row], impossible: dict[str, str]
+    args: argparse.Namespace, asked: ScheduleSpec, rows: list[Shown], impossible: dict[str, str]
 ) -> dict[str, Any]:
     """``schedules``: what fits the cap first, fastest first, fields as of ``simulate``; with a cap
     also ``over_cap``. ``slices`` of the whole are those asked for; a schedule's row has its own.
@@ -186,14 +169,6 @@ def _json(
     With offload also ``peak_activation_without_offload``, of the worst rank in microbatches.
     ``memory_cap``, ``group_size``, ``objective`` and the offload options are there if given.
     """
-    schedules = []
-    for row in rows:
-        fields = simulation_json(row.simulation, row.seconds, row.quality.json, offloads(args))
-        if row.before is not None:
-            fields["peak_activation_without_offload"] = number_to_json(row.before)
-        if asked.cap is not None:
-            fields["over_cap"] = row.over_cap
-        schedules.append(fields)
     head: dict[str, Any] = {
         "pp": args.pp,
         "microbatches": args.microbatches,
@@ -208,23 +183,19 @@ def _json(
         if getattr(args, option) is not None:
             head[option] = getattr(args, option)
     reasons = [{"schedule": name, "reason": reason} for name, reason in impossible.items()]
-    return {**head, "schedules": schedules, "impossible": reasons}
+    return {**head, "schedules": [json_of(row) for row in rows], "impossible": reasons}
 
 
 _OFFLOAD = ("offload", "offload_time", "offload_transfer")
-_HEADS = ("schedule", "chunks", "bubble")
-_TIME_HEADS = ("makespan", "above bound")
-_MEMORY_HEADS = ("peak", "of 1F1B's")
-_OFFLOAD_HEADS = ("without", "host peak", "offloaded", "stall")
 
 
 def _table(
-    args: argparse.Namespace, asked: ScheduleSpec, rows: list[_Row], impossible: dict[str, str]
+    args: argparse.Namespace, asked: ScheduleSpec, rows: list[Shown], impossible: dict[str, str]
 ) -> str:
     cap = memory_cap(args)
     limit = "" if cap is None else f"; memory cap {short(100 * cap.share)} % of 1F1B's peak"
     if args.group_size is not None:
-        limit += f"; {_GROUPED} in groups of {args.group_size}"
+        limit += f"; {GROUPED} in groups of {args.group_size}"
     if args.objective is not None:
         limit += f"; objective {args.objective}"
     if args.microbatch_cost is not None:
@@ -232,18 +203,13 @@ def _table(
     limit += network_text(network_of(args))
     noise = jitter_of(args)
     span = args.objective == "span"
-    heads = (*_HEADS[:2], *(("slices",) if args.slices else ()), *_HEADS[2:])
-    heads = (*heads, *(("span bubble",) if span else ()), *_TIME_HEADS)
-    heads += (*(() if noise is None else ("with jitter",)), *_MEMORY_HEADS)
     if noise is not None:
         limit += f"; pass times +- {percent(noise.spread)}, {noise.runs} runs, seed {noise.seed}"
     if offloads(args):
         limit += f"; offload {args.offload}, {args.offload_time} of F+B+W a way"
         if args.offload_transfer is not None:
             limit += f", {args.offload_transfer}"
-        heads += _OFFLOAD_HEADS
-    heads += ("hidden",) if asked.costs.exchange else ()
-    cells = [heads, *(_cells(row, span, bool(args.slices)) for row in rows)]
+    cells = table_of(rows, without=() if span else ("span_bubble",))
     lines = [
         f"pp {args.pp}, microbatches {args.microbatches}; {costs_text(asked.costs)}{limit}",
         "",
@@ -282,34 +248,3 @@ def _table(
 
 def _what(args: argparse.Namespace) -> str:
     return "the longest rank's span" if args.objective == "span" else "the makespan"
-
-
-def _cells(row: _Row, span: bool, slices: bool) -> tuple[str, ...]:
-    run, (gap, _, spread) = row.simulation, row.quality
-    peak = max(run.peak_activation)
-    return (
-        run.schedule.name,
-        str(run.schedule.chunks),
-        *((str(max(run.schedule.slices, default=1)),) if slices else ()),
-        f"{float(100 * run.bubble):.2f} %",
-        *((f"{float(100 * run.span_bubble):.2f} %",) if span else ()),
-        short(run.makespan),
-        "-" if gap is None else f"{float(100 * gap.above):.2f} %",
-        *(() if spread is None else (short(spread.mean),)),
-        short(peak),
-        f"{float(100 * peak / run.schedule.pp):.1f} %",
-        *_offload_cells(row),
-        *(() if run.hidden_exchange is None else (percent(run.hidden_exchange),)),
-    )
-
-
-def _offload_cells(row: _Row) -> tuple[str, ...]:
-    if row.before is None:
-        return ()
-    transfers = row.simulation.transfers
-    return (
-        short(row.before),
-        short(max(row.simulation.peak_host_activation)),
-        str(transfers.sets if transfers else 0),
-        short(transfers.stall if transfers else Fraction(0)),
-    )

@@ -9,30 +9,19 @@ from typing import Any
 
 from .._input import attribute, flag_of
 from ..plan import moe_job
-from ..plan.flags import FLAGS, add_flags, job_of
+from ..plan.flags import add_flags, job_of
 from ..plan.gpu import GPUS, gpu_of
 from ..plan.model import PlanError
 from ..plan.moe_layer import GivenCosts, scaled
 from ..plan.moe_times import allowed_plans, job_costs
 from ..plan.times import price_of
-from .common import UNIT_OPTIONS, InputError, output, positive, refuse_options, user_input
+from .common import InputError, output, positive, refuse_others, user_input
 from .moe_report import RENDERERS, Layer, drawn, picture_of, report_json, report_text
 from .plan_device import add_exchange_rate, exchange_rates
-from .plan_input import from_line
+from .plan_input import FORMS, from_line
 
 _COSTS = ("exchange", "experts", "input", "inside", "again", "latency", "launch")
 _MOE = tuple(map(attribute, (moe_job.CHUNKS, moe_job.REUSE, moe_job.BUDGET)))
-_OURS = (
-    *("from_args", "gpu", "gpus_per_node", "exchange_bandwidth", "moe_cost", "lookahead"),
-    *("split_backward", "output", "width"),
-)
-# Options of schedules.
-_NOT_OURS = (
-    *("schedule", "pp", "microbatches", "chunks", "cost", "hop", "stage_cost", "memory_cap"),
-    *("exchange", "overlap", "vocabulary", "vocabulary_barriers"),
-    *("group_size", "objective", "offload", "offload_time", "offload_transfer", "jitter"),
-    *UNIT_OPTIONS,
-)
 
 
 def add_layer_options(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +32,7 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
         "Megatron's own flags; what is left open is compared, and the fastest drawn",
     )
     group.add_argument("--moe", action="store_true", help="draw the streams of one MoE layer")
-    group.add_argument("--from-args", metavar="LINE", help="a pretrain_gpt.py command line")
+    group.add_argument("--from-args", metavar="LINE|FILE", help=FORMS)
     group.add_argument("--gpu", metavar="GPU", help=f"{', '.join(GPUS)} (default H100)")
     group.add_argument(
         "--gpus-per-node",
@@ -77,18 +66,20 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
         "--width", type=int, metavar="COLUMNS", help="width of the text (default 120)"
     )
     add_flags(group)
+    names = [action.dest for action in group._group_actions if action.dest != "moe"]
+    parser.set_defaults(of_layer=names)
 
 
 def refuse_layer_options(args: argparse.Namespace) -> None:
     """Without ``--moe`` all of them are errors."""
-    given = [name for name in (*_OURS, *map(attribute, FLAGS)) if getattr(args, name, None)]
+    given = [name for name in args.of_layer if getattr(args, name, None)]
     if given:
         raise InputError(f"{flag_of(given[0])} is for one MoE layer; give --moe too, or drop it")
 
 
 def simulate_layer(args: argparse.Namespace) -> None:
     """Run ``simulate --moe``."""
-    refuse_options(args, "--moe", _NOT_OURS)
+    refuse_others(args, "--moe", ("moe", "queue", "json", *args.of_layer))
     suffix = None if args.output is None else Path(args.output).suffix
     if suffix is not None and suffix not in RENDERERS:
         raise InputError(f"--output {args.output}: use {', '.join(RENDERERS)}")

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
-from argparse import PARSER, REMAINDER
-from typing import Any, NoReturn
+from argparse import PARSER, REMAINDER, SUPPRESS
+from typing import Any, NamedTuple, NoReturn
 
 from .._input import meant, shown
 from ..schedule.generators import MOST_EFFORT
+
+
+class Option(NamedTuple):
+    """A declared option; the arguments of a command have all of its own in ``declared``."""
+
+    flag: str
+    default: Any
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,6 +23,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+        # ``--cost -1,1,1`` is a value too, which its type then refuses for what it is.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse, but an unknown option is reported before a missing one."""
@@ -27,7 +36,14 @@ class Parser(argparse.ArgumentParser):
                 break
             if word.startswith("--") and " " not in word and name not in known:
                 self.error(f"unrecognized arguments: {name}{meant(name, known)}")
-        return super().parse_known_args(args, namespace)
+        found, rest = super().parse_known_args(args, namespace)
+        if not hasattr(found, "declared"):  # a command's own parser is the first
+            found.declared = {
+                action.dest: Option(action.option_strings[0], action.default)
+                for action in self._actions
+                if action.option_strings and action.default != SUPPRESS
+            }
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)

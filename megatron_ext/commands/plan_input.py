@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import os
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .._conflict import values_of
-from .._input import attribute, flag_of, read_text, reason, shown
+from .._input import attribute, flag_of, reason
 from ..checkpoints import folder as saved
 from ..plan.divisions import SIZES
 from ..plan.flags import FLAGS, add_flags, read
 from ..plan.inputs.arguments import of_arguments, read_recipe
 from ..plan.inputs.huggingface import read_config
 from ..plan.model import PlanError
-from ..prove.sources import from_text
+from .training_command import FORMS as FORMS
+from .training_command import read_command
 
 
 def read_checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:
@@ -44,14 +45,11 @@ def read_checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _iteration(root: Path) -> Path:
-    if not root.is_dir():
-        raise ValueError("it is no folder; give the folder of --save")
-    if root.name.startswith("iter_") or (root / saved.METADATA).exists():
-        return root
-    found = saved.saved(root)
-    if not found:
-        raise ValueError("it holds no iter_… folder; give the folder of --save")
-    wanted = saved.tracked(root)
+    try:
+        found = saved.iterations(root)
+    except ValueError as error:
+        raise ValueError(f"it {error}") from None
+    wanted = saved.tracked(root) if "" not in found else ""
     return found[wanted] if wanted in found else list(found.values())[-1]
 
 
@@ -65,8 +63,8 @@ _READERS = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Megatron's flags, one by one or as a line, and files that describe a model."""
     parser.add_argument(
-        "--from-args", metavar="LINE|FILE", help="a pretrain_gpt.py command line, or a script that "
-        "has it; what plan does not know is ignored and listed; flags beside it win"
+        "--from-args", metavar="LINE|FILE", help=f"{FORMS}; what plan does not know is ignored and "
+        "listed; flags beside it win"
     )  # fmt: skip
     parser.add_argument(
         "--hf-config", metavar="FILE", help="a Hugging Face model's config.json; flags win"
@@ -86,6 +84,7 @@ def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str
     """Megatron's arguments by name, flags that were ignored, and where the model is from."""
     found, notes = read_file(args)
     line, ignored = from_line(args)
+    notes += [] if args.from_args is None else read_command(args.from_args).notes
     found |= line
     if args.pp is not None:
         found["pipeline_model_parallel_size"] = args.pp
@@ -94,8 +93,13 @@ def given(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[str
 
 def from_line(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Of ``--from-args`` and the flags beside it; and the names of the flags that were ignored."""
-    line, ignored = read(tokens(args.from_args))
-    return line | {n: v for n, v in vars(args).items() if n in _KNOWN}, ignored
+    command = None if args.from_args is None else read_command(args.from_args)
+    found, ignored = read(command.flags if command else [])
+    found |= {n: v for n, v in vars(args).items() if n in _KNOWN}
+    ranks = math.prod(found.get(name) or 1 for name in SIZES[:3])
+    if command and command.world and command.world % ranks == 0:
+        found.setdefault("world_size", command.world)
+    return found, ignored
 
 
 _KNOWN = {attribute(name) for name in FLAGS}
@@ -103,20 +107,7 @@ _KNOWN = {attribute(name) for name in FLAGS}
 
 def tokens(line: str | None) -> list[str]:
     """The words of ``--from-args``, a command line or a file with one; none without it."""
-    if line is None:
-        return []
-    try:
-        if os.path.isfile(line):
-            return from_text(read_text(line)).flags
-        words = shlex.split(line.replace("\\\n", " "), comments=True)
-    except OSError as error:
-        raise PlanError(f"cannot read --from-args {line}: {reason(error)}") from None
-    except ValueError as error:
-        what = line if os.path.isfile(line) else "cannot be split into words"
-        raise PlanError(f"--from-args {what}: {error}") from None
-    if words and not any(word.startswith("--") for word in words):
-        raise PlanError(f"--from-args {shown(line)} is no file, and no flag (--name) is in it")
-    return words
+    return [] if line is None else read_command(line).flags
 
 
 VIRTUAL = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._input import read_text
 from .common import InputError, output, positive, user_input
+from .training_command import FORMS, read_command
 
 if TYPE_CHECKING:
     from ..prove.report import Report
@@ -36,8 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=_prove)
-    parser.add_argument("--from-args", metavar="FILE", help="the command's file: a batch script, "
-                        "YAML of Megatron's tests, a recipe's settings as JSON")  # fmt: skip
+    parser.add_argument("--from-args", metavar="LINE|FILE", help=FORMS)
     parser.add_argument("--script", help="training script, where the command has none")
     parser.add_argument("--world-size", type=positive, default=0, metavar="N", help="ranks of the "
                         "command, where it does not say (decides data parallelism)")  # fmt: skip
@@ -64,31 +63,30 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _prove(args: argparse.Namespace) -> int:
     from ..prove import shrink
     from ..prove.shell_text import is_script
-    from ..prove.sources import Command, from_text, from_words
+    from ..prove.sources import from_words, launched
 
     words = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if bool(words) == bool(args.from_args) and (not words or any(map(is_script, words))):
-        raise InputError("give the command after --, or a file with --from-args FILE")
+        raise InputError("give the command after --, or with --from-args LINE|FILE")
     if args.steps < 2:
         raise InputError(f"--steps {args.steps}: the checkpoint is resumed after one; 2 or more")
     if args.races < 0:
         raise InputError(f"--races {args.races}: a number of runs, 0 or more")
-    command: Command
-    with user_input(args.from_args):
-        if args.from_args:
-            try:
-                # After --, a script's own arguments; without --, they are not known.
-                given = words if args.command_line else None
-                command = from_text(read_text(args.from_args), given)
-            except OSError as error:
-                raise InputError(f"cannot read {args.from_args}: {error.strerror}") from None
-        else:
+    if args.from_args:
+        # After --, a script's own arguments; without --, they are not known.
+        command = read_command(args.from_args, words if args.command_line else None)
+    else:
+        with user_input():
             command = from_words(words)
     script = _script(args.script or command.script or "pretrain_gpt")
     with user_input():
+        command = launched(command)
         world = args.world_size or command.world
         shrunk = shrink.Shrinker(command.flags, world, args.ranks, args.steps).shrink()
+    for note in command.notes:
+        print(f"assumed: {note}", file=sys.stderr)
     if args.show:
+        print(shrunk.given)
         print(f"{shrunk.world} ranks: {script} {' '.join(shrunk.flags.words)}")
         return 0
     with contextlib.ExitStack() as stack:
@@ -97,6 +95,8 @@ def _prove(args: argparse.Namespace) -> int:
             folder.mkdir(parents=True, exist_ok=True)
         else:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prove-")))
+        if not args.json:
+            print(shrunk.given, flush=True)
         report = _run(args, script, shrunk, folder.resolve(), command.other)
     if args.page:
         with output(args.page) as path:

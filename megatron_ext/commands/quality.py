@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from .._input import flag_of, fraction, shown
 from ..schedule.bounds import lower_bound
 from ..schedule.costs import number_to_json
+from ..schedule.generators import MOST_SECONDS, generated_by
 from ..schedule.jitter import MOST, RUNS, Spread, jitter
 from ..schedule.memory_cap import Cap
 from ..schedule.network import Network
@@ -130,6 +131,9 @@ def add_jitter_options(parser: Parser) -> None:
     )
 
 
+_PASS_SECONDS = 3e-6  # of a pass of a random run, measured
+
+
 class Jitter(NamedTuple):
     """What the options of ``add_jitter_options`` ask for."""
 
@@ -140,6 +144,16 @@ class Jitter(NamedTuple):
     def of(self, schedule: Schedule, network: Network | None) -> Spread:
         """Makespans of ``schedule``, lowered if there is a network."""
         return jitter(schedule, self.spread, self.runs, self.seed, network)
+
+    def refuse_many(self, schedule: Schedule) -> None:
+        """Before runs that would take minutes."""
+        passes = sum(len(row) for row in schedule.ranks)
+        seconds = self.runs * passes * _PASS_SECONDS
+        if seconds > MOST_SECONDS:
+            raise InputError(
+                f"{self.runs} random runs of {passes} passes would take about {seconds:.2g} s, "
+                f"and more than {MOST_SECONDS} s are not begun; give fewer --runs"
+            )
 
     def json(self, spread: Spread) -> dict[str, Any]:
         """The field of a schedule."""
@@ -195,21 +209,27 @@ class Quality(NamedTuple):
         return fields
 
     @property
-    def lines(self) -> list[str]:
-        """For people."""
-        lines = [] if self.gap is None else [f"  bound            {self.gap.text}"]
-        if self.noise is not None and self.spread is not None:
-            lines.append(f"  jitter           {self.noise.text(self.spread)}")
-        return lines
+    def jitter_text(self) -> str:
+        """A line for people; empty without random runs."""
+        noisy = self.noise is not None and self.spread is not None
+        return self.noise.text(self.spread) if noisy else ""  # type: ignore[union-attr, arg-type]
 
 
 def simulated(
     schedule: Schedule, args: argparse.Namespace, network: Network | None, noise: Jitter | None
 ) -> tuple[Simulation, Quality]:
-    """Run ``schedule``, and compare it with the best at the cap and by the objective asked for."""
-    if network is not None and not schedule.is_lowered:
-        schedule = lower(schedule)
-    simulation = simulate(schedule, network=network)
+    """Run ``schedule``, and compare it with the best at the cap and by the objective asked for.
+
+    Raises:
+        InputError: more random runs are asked for than end soon.
+        BrokenGenerator: the order cannot run.
+    """
+    if noise is not None:
+        noise.refuse_many(schedule)
+    with generated_by(schedule.name):
+        if network is not None and not schedule.is_lowered:
+            schedule = lower(schedule)
+        simulation = simulate(schedule, network=network)
     gap = gap_of(simulation, memory_cap(args), args.objective)
     spread = None if noise is None else noise.of(schedule, network)
     return simulation, Quality(gap, noise, spread)

@@ -1,4 +1,4 @@
-"""What commands print of a simulation: JSON fields, and numbers and costs for people."""
+"""Formats of numbers, costs and units, for people and for JSON."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from ..schedule import Costs, Schedule, Simulation
-from ..schedule.costs import number_to_json
+from ..schedule import Costs, Schedule
 from ..view import timeline
 
 
@@ -19,64 +18,6 @@ def short(value: Fraction) -> str:
 def per_rank(values: Sequence[Fraction]) -> str:
     """One number a rank for people."""
     return " ".join(short(value) for value in values)
-
-
-def simulation_json(
-    simulation: Simulation, seconds: float, quality: dict[str, Any], offloads: bool = False
-) -> dict[str, Any]:
-    """The contract's object, with a ``note`` where ``auto`` or the offload pass says why.
-
-    ``quality`` has the fields that compare it with the best possible, and of its robustness.
-
-    ``generation_seconds`` of a file is its reading and checking. The fields of offload are there
-    if it was requested or a file has some, even if no set leaves.
-    """
-    schedule = simulation.schedule
-    peaks = simulation.peak_activation
-    return {
-        "schedule": schedule.name,
-        "pp": schedule.pp,
-        "chunks": schedule.chunks,
-        "microbatches": schedule.microbatches,
-        **units_json(schedule),
-        "cost": cost_json(schedule.costs),
-        "makespan": number_to_json(simulation.makespan),
-        "bubble": number_to_json(simulation.bubble),
-        "span_bubble": number_to_json(simulation.span_bubble),
-        "peak_activation": [number_to_json(peak) for peak in peaks],
-        "peak_activation_vs_1f1b": number_to_json(max(peaks) / schedule.pp),
-        **(
-            {"peak_vocabulary_microbatches": simulation.peak_vocabulary}
-            if schedule.barriers
-            else {}
-        ),
-        **_exchange_json(simulation),
-        "generation_seconds": round(seconds, 6),
-        **quality,
-        **(_offload_json(simulation) if offloads or simulation.transfers else {}),
-        **({"note": schedule.note} if schedule.note else {}),
-    }
-
-
-def _exchange_json(simulation: Simulation) -> dict[str, Any]:
-    hidden, steady = simulation.hidden_exchange, simulation.hidden_steady
-    if hidden is None:
-        return {}
-    return {
-        "exchange": [number_to_json(one.total) for one in simulation.exchange],
-        "exposed_exchange": [number_to_json(one.exposed) for one in simulation.exchange],
-        "hidden_exchange": number_to_json(hidden),
-        "hidden_exchange_steady": None if steady is None else number_to_json(steady),
-    }
-
-
-def _offload_json(simulation: Simulation) -> dict[str, Any]:
-    transfers = simulation.transfers
-    return {
-        "peak_host_activation": [number_to_json(x) for x in simulation.peak_host_activation],
-        "offloaded_sets": transfers.sets if transfers else 0,
-        "offload_stall": number_to_json(transfers.stall) if transfers else 0,
-    }
 
 
 def cost_json(costs: Costs) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from .common import (
     seconds,
     user_input,
 )
+from .numbers import Shown, json_of, short
 from .quality import add_jitter_options, jitter_of, simulated
-from .results import short, simulation_json
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -106,7 +106,7 @@ def _write_schedule(args: argparse.Namespace) -> None:
         save(schedule, path)
     if args.json:
         simulation, quality = simulated(schedule, args, None, noise)
-        data = simulation_json(simulation, taken, quality.json, offloads(args))
+        data = json_of(Shown(simulation, quality, taken, offloads(args)))
         data |= {"output": args.output, **_optimized_json(optimized)}
         if mean is not None:
             after = data["makespan_quantiles"]["mean"]

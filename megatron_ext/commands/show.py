@@ -10,9 +10,11 @@ from pathlib import Path
 
 from ..schedule import NAMES, Costs, Schedule, simulate
 from ..schedule.generators.building_block import Block
+from ..schedule.generators.made import generated_by
 from ..view import deviations, recorded, text, timeline
 from ..view.formats import RENDERERS, THEMES
 from .blocks import (
+    OF_BLOCKS,
     add_block_option,
     block_json,
     block_name,
@@ -22,17 +24,16 @@ from .blocks import (
     print_blocks,
 )
 from .common import (
-    UNIT_OPTIONS,
     InputError,
     Parser,
     add_schedule_options,
     output,
     positive,
-    refuse_options,
+    refuse_others,
     schedule_of,
     user_input,
 )
-from .compare import asked_of, fitted
+from .compared import asked_of, fitted
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -105,7 +106,7 @@ def _show_timeline(args: argparse.Namespace) -> None:
             "--measured DIR alone"
         )
     if args.blocks:
-        refuse_options(args, "--blocks", (*_NOT_FOR_BLOCKS, "squeeze", "output", "width"))
+        refuse_others(args, "--blocks", ("blocks", *OF_BLOCKS))
         print_blocks(args)
     elif args.block is not None:
         _show_block(args)
@@ -117,9 +118,10 @@ def _show_timeline(args: argparse.Namespace) -> None:
 
 def _show_block(args: argparse.Namespace) -> None:
     """A block's picture and numbers."""
-    refuse_options(args, f"--block {args.block}", _NOT_FOR_BLOCKS)
+    taken = (*OF_BLOCKS, "squeeze", "output", "width", "theme")
+    refuse_others(args, f"--block {args.block}", taken)
     if args.json:
-        refuse_options(args, "--json", ("squeeze", "output", "width"))
+        refuse_others(args, "--json", OF_BLOCKS)
     block, microbatches = block_of(args)
     found = block_numbers(block, args.block, microbatches)
     if args.json:
@@ -136,6 +138,10 @@ def _draw(args: argparse.Namespace, runs_of: Callable[[], list[timeline.Timeline
         raise InputError(
             f"--output {args.output}: the suffix gives the format; use {', '.join(RENDERERS)}"
         )
+    if suffix is None and args.theme != "auto":
+        raise InputError(f"--theme {args.theme} is for an --output FILE.svg; give both")
+    if suffix is not None and args.width is not None:
+        raise InputError(f"--width {args.width} is for text; leave it or --output out")
     runs = runs_of()
     if suffix is None:
         width = _terminal_width(args.width)
@@ -176,7 +182,10 @@ def _runs(args: argparse.Namespace) -> list[timeline.Timeline]:
             schedules = [recorded.plan_of(args.measured, args.iteration)]
     else:
         schedules = _schedules(args)
-    runs = [timeline.planned(simulate(schedule)) for schedule in schedules]
+    runs = []
+    for schedule in schedules:
+        with generated_by(schedule.name):
+            runs.append(timeline.planned(simulate(schedule)))
     if args.measured is not None:
         if len(runs) > 1:
             raise InputError(f"--measured {args.measured} is drawn under one schedule; give one")
@@ -212,13 +221,6 @@ def _block(args: argparse.Namespace, block: Block) -> timeline.Timeline:
     whole = Costs.of(*(block.placement.chunks,) * 3)  # a pass of one chunk takes 1
     name += ", squeezed"
     return timeline.planned(simulate(Schedule(name, block.placement, microbatches, ranks, whole)))
-
-
-_NOT_FOR_BLOCKS = (
-    *("cost", "hop", "stage_cost", "memory_cap", "group_size", "objective", "exchange"),
-    *("measured", "iteration", "offload", "offload_time", "offload_transfer", "overlap"),
-    *UNIT_OPTIONS,
-)
 
 
 def _terminal_width(asked: int | None) -> int:

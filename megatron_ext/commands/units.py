@@ -53,7 +53,8 @@ def add_unit_options(group: argparse._ActionsContainer) -> None:
         "--microbatch-cost",
         metavar="W,W,...|FILE",
         help="factors of the costs of each microbatch, and of its activations; a file has a line "
-        "for each, with one factor or with those of F, B and W",
+        "for each, with one factor or with those of F, B and W, or, after a line `tokens`, its "
+        "length, whose attention costs its square",
     )
 
 
@@ -85,7 +86,8 @@ def units_asked(args: argparse.Namespace, microbatches: int, cut: tuple[int, ...
     if args.slices is None:
         slices = cut
         for option in _CUTS:
-            if getattr(args, option) is not None and not cut:
+            lengths = option == "attention_share" and args.microbatch_cost is not None
+            if getattr(args, option) is not None and not cut and not lengths:
                 flag = f"--{option.replace('_', '-')}"
                 raise ValueError(f"{flag} {getattr(args, option)} is for --slices; give both")
     else:
@@ -93,14 +95,14 @@ def units_asked(args: argparse.Namespace, microbatches: int, cut: tuple[int, ...
         if cut and slices != cut:
             raise ValueError(f"--slices {args.slices} contradicts the file; leave --slices out")
     factors = None
+    attention, overhead = args.attention_share or Fraction(0), args.slice_overhead or Fraction(0)
     if args.microbatch_cost is not None:
-        factors = _factors(args.microbatch_cost)
+        factors = _factors(args.microbatch_cost, attention)
         if len(factors) != microbatches:
             raise ValueError(
                 f"--microbatch-cost has {len(factors)} microbatches, but there are {microbatches}; "
                 "give one factor each"
             )
-    attention, overhead = args.attention_share or Fraction(0), args.slice_overhead or Fraction(0)
     counts, even = slices or (1,) * microbatches, args.slice_cut == "even"
     if args.slice_weights == "joined":
         overhead = Fraction(0)
@@ -117,7 +119,7 @@ def _slices(text: str, microbatches: int) -> tuple[int, ...]:
     return check_slices(counts[0] if len(counts) == 1 else counts, microbatches)
 
 
-def _factors(text: str) -> Factors:
+def _factors(text: str, attention: Fraction) -> Factors:
     """Of F, B and W of each microbatch."""
     rows = [[part] for part in text.split(",")]
     where = "--microbatch-cost"
@@ -128,7 +130,24 @@ def _factors(text: str) -> Factors:
         except (OSError, ValueError) as error:
             raise ValueError(f"{where}: {reason(error)}") from None
         rows = [line.split(",") for line in lines if line.strip()]
+        if rows and rows[0][0].strip().lower() in ("tokens", "length", "lengths"):
+            return _by_length(rows[1:], where, attention)
     return tuple(_row(row, f"{where}, microbatch {j}") for j, row in enumerate(rows))
+
+
+def _by_length(rows: list[list[str]], where: str, attention: Fraction) -> Factors:
+    """Of microbatches of these lengths, beside one of their mean length.
+
+    W has no core attention; F and B spend the share ``attention`` of their time in it at the mean
+    length, and it grows with the square.
+    """
+    if not rows:
+        raise ValueError(f"{where} has no lengths below its first line")
+    lengths = [_row(row, f"{where}, microbatch {j}")[0] for j, row in enumerate(rows)]
+    mean = sum(lengths, Fraction(0)) / len(lengths)
+    of_mean = [length / mean for length in lengths]
+    both = [(1 - attention) * x + attention * x * x for x in of_mean]
+    return tuple((y, y, x) for x, y in zip(of_mean, both))
 
 
 def _is_number(text: str) -> bool:

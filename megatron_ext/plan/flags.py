@@ -76,6 +76,8 @@ NOT_MODELLED = {
     "--use-torch-fsdp2": "shards parameters in another way",
     "--use-legacy-models": "is another model",
     "--cpu-offloading": "moves activations to the host (Megatron: without a pipeline only)",
+    "--cpu-offloading-num-layers": "moves activations to the host (Megatron: without a pipeline)",
+    "--enable-mhc-connections": "widens every message and residual",
     "--enable-hyper-connections": "widens every message and residual",
 }
 

@@ -7,7 +7,7 @@ import html
 import time
 from typing import Any
 
-from .flags import OURS
+from .._megatron_flags import OURS
 from .session import Check, Progress, Session
 from .shrink import Shrunk
 
@@ -150,7 +150,7 @@ def make(session: Session, shrunk: Shrunk, races: int, bisect: bool, progress: P
     flags, failed = shrunk.stock, report.checks[0].status != "equal"
     if shrunk.ours and not report.checks[0].detail.startswith("one process"):
         flags = shrunk.flags
-        given = " ".join(flags.text(name) for name in flags.matching(OURS))
+        given = " ".join(flags.text(name) for name in flags.of_kind(OURS))
         progress(f"with {given}")
         report.checks.append(session.check("layout, megatron_ext", flags))
         failed = report.checks[1].status != "equal"

@@ -184,13 +184,13 @@ class ScriptServer:
         answer["exits"] = tuple(answer["exits"])
         return Outcome(folder=folder, **answer)
 
-    def flags(self) -> list[str]:
-        """The names of all flags that the script knows, ours too.
+    def flags(self) -> dict[str, str]:
+        """All flags that the script knows, ours too: ``switch``, ``list``, or the type of a value.
 
         Raises:
             RuntimeError: the server is gone.
         """
-        return list(self._ask({"flags": True})["flags"])
+        return dict(self._ask({"flags": True})["flags"])
 
     def _ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -292,15 +292,20 @@ def _skip_clean_up() -> None:
             finalizer.atexit = False
 
 
-def _known_flags() -> list[str]:
-    """What Megatron's parser accepts, and our flags."""
+def _known_flags() -> dict[str, str]:
+    """What Megatron's parser accepts, and our flags: ``ScriptServer.flags``."""
     from megatron.training import arguments
 
     from megatron_ext.integration.flags import add_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(arguments.add_megatron_arguments(parser))
-    return [o for a in parser._actions for o in a.option_strings if o.startswith("--")]
+
+    def kind(action: argparse.Action) -> str:
+        named = getattr(action.type, "__name__", "str")
+        return "switch" if action.nargs == 0 else "list" if action.nargs in ("*", "+") else named
+
+    return {o: kind(a) for a in parser._actions for o in a.option_strings if o.startswith("--")}
 
 
 def _run_job(script: Path, job: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,12 @@
 
 Assignments, arrays, functions, ``[ ... ]``, ``if``, ``case``, ``&&`` and ``||`` are followed. What
 is not known becomes a mark in the text that holds it. A mark in what decides the run is an error;
-one in a path, or in another value that is dropped anyway, is not.
+one in a path, or in another value that is dropped anyway, is not. ``"$@"`` of a script whose
+arguments nobody gave is none, as when it is started without.
+
+bash itself is not asked, even restricted (``bash -r``) and without a PATH: it forks without end
+where a script does, it has no word for an unknown value (an unset variable is an empty text, a file
+that only the cluster has does not exist), and not every machine has one.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .flags import DROPPED, GPU_ONLY, LAYOUT, PRECISION
+from .._megatron_flags import GPU, LAYOUT, OUTSIDE, PRECISION, REPLACED, kind_of
 from .shell_text import (
     Statement,
     directives,
@@ -35,13 +40,12 @@ _ASSIGNED = re.compile(rf"([A-Za-z_]\w*)(\+?)=(?:\((.*?)\)\s*$|({_WORD})(?:\s+|$
 _COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)")
 _FUNCTION = re.compile(r"(?:function\s+([\w-]+)\s*(?:\(\s*\))?|([\w-]+)\s*\(\s*\))\s*(\{.*)?", re.S)
 _PATTERN = re.compile(r"\(?\s*([^()]*?)\s*\)\s*(.*)", re.S)
-# Flags that one value follows which is dropped, or replaced whatever it is.
-_REPLACED = ("--lr", "--min-lr", "--train-iters", "--train-samples", "--seed", "--vocab-size")
+# Flags that one value follows which is dropped.
 _ONE_VALUE = re.compile(
     r"--(?:save|load|split|[\w-]+-(?:path|dir|file|model|interval|iters|samples|name|project"
     r"|entity|exp|type|workers|step|format|pattern))$"
 )
-_DECIDING = (*LAYOUT, "--num-layers", "--micro-batch-size", "--global-batch-size")
+_DECIDING = ("--num-layers", "--micro-batch-size", "--global-batch-size")
 
 
 class _Candidate(NamedTuple):
@@ -70,8 +74,9 @@ class _Ended(Exception):
 
 def words_of(
     text: str, environment: Mapping[str, str], arguments: Sequence[str] | None = None
-) -> tuple[list[str], dict[str, int]]:
-    """The words of the command that runs a training script, and the numbers of ``#SBATCH``.
+) -> tuple[list[str], dict[str, int], tuple[str, ...]]:
+    """The words of the command that runs a training script, the numbers of ``#SBATCH``, and what
+    was assumed.
 
     Args:
         text: the script's.
@@ -86,7 +91,8 @@ def words_of(
     script = _Script({**environment, **slurm_variables(slurm)}, arguments)
     with contextlib.suppress(_Ended):
         script.run(statements_of(without_documents(text)))
-    return script.command(), slurm
+    words = script.command()
+    return words, slurm, tuple(script.notes)
 
 
 class _Script(Values):
@@ -97,6 +103,7 @@ class _Script(Values):
         self._functions: dict[str, list[Statement]] = {}
         self._candidates: list[_Candidate] = []
         self._depth = 0
+        self.notes: list[str] = []
 
     def run(self, statements: Sequence[Statement]) -> None:
         """Follow ``statements``."""
@@ -243,7 +250,7 @@ class _Script(Values):
             if mode is True and words[1:2] in ([], ["0"]):
                 raise _Ended(name)
         elif name in self._functions:
-            held, self.arguments = self.arguments, words[1:]
+            held, self.arguments = self.arguments, self.handed(words[1:])
             self._nested(self._functions[name], mode)
             self.arguments = held
         elif name == "eval":
@@ -266,7 +273,8 @@ class _Script(Values):
             self.arguments = (self.arguments or [])[number:] if known else None
         elif name == "set":
             if "--" in words:
-                self.arguments = words[words.index("--") + 1 :] if mode is True else None
+                given = self.handed(words[words.index("--") + 1 :])
+                self.arguments = given if mode is True else None
         else:
             for one in words:
                 if name == "unset" and mode is True:
@@ -309,11 +317,15 @@ class _Script(Values):
         found = self._candidates
         if not found:
             raise ValueError("no command in it runs a training script (a word that ends in .py)")
-        training = [one for one in found if any(_name(w) in _DECIDING for w in one.words)]
+        training = [one for one in found if any(map(_is_of_training, one.words))]
         found = training or found[-1:]
         commands = [one.words for one in found]
         starts = [next(i for i, w in enumerate(words) if is_script(w)) for words in commands]
         flags = [words[at + 1 :] for words, at in zip(commands, starts, strict=True)]
+        for one in flags:
+            if any(map(self.is_all, one)):
+                one[:] = [word for word in one if not self.is_all(word)]
+                self.notes = ["the script's arguments ($@) are none; give them after --"]
         if any(one != flags[0] for one in flags):
             lines = " and ".join(str(one.line) for one in found)
             raise ValueError(
@@ -327,7 +339,7 @@ class _Script(Values):
                 f"{'; '.join(why[:_LISTED])}{more}. The command on line {found[0].line} needs it: "
                 f"{_fixes(unknown)}give the command line itself in place of the file"
             )
-        return [self.shown(word) for word in commands[0]]
+        return [self.shown(word) for word in [*commands[0][: starts[0] + 1], *flags[0]]]
 
 
 def _fixes(marks: Sequence[Mark]) -> str:
@@ -345,9 +357,14 @@ def _name(word: str) -> str:
     return word.partition("=")[0]
 
 
+def _is_of_training(word: str) -> bool:
+    name = _name(word)
+    return name in _DECIDING or kind_of(name) == LAYOUT
+
+
 def _spare(name: str) -> bool:
     """True for a flag that does not decide what is proven."""
-    return name in _REPLACED or name.startswith((*DROPPED, *GPU_ONLY, *PRECISION))
+    return name in REPLACED or kind_of(name) in (OUTSIDE, GPU, PRECISION)
 
 
 def _decides(words: Sequence[str]) -> bool:
@@ -369,7 +386,7 @@ def _deciding_marks(words: Sequence[str]) -> list[int]:
         # More than a mark: a path, say. A mark alone may stand for several flags, so it has to be
         # the one value of its flag.
         part = bool(MARK.sub("", word))
-        one = values == 1 and (flag in _REPLACED or bool(_ONE_VALUE.match(flag)))
+        one = values == 1 and (flag in REPLACED or bool(_ONE_VALUE.match(flag)))
         if marks and not (_spare(flag) and (part or one)):
             found += marks
     return found

@@ -37,6 +37,7 @@ class Mark(NamedTuple):
     why: str  # it is not known
     variable: str = ""  # that nothing has set
     argument: bool = False  # one of the script's
+    all: bool = False  # of the script's
 
 
 class Values:
@@ -94,11 +95,28 @@ class Values:
         if "-" in operator or "=" in operator:
             return default
         if name.isdigit() or name in "@*#":
-            why = f"${name}: the arguments of the script are not known"
-            return self.mark(f"${name}", why, argument=True)
+            mark = self._unknown_argument(name)
+            self.marks[-1] = self.marks[-1]._replace(all=name in "@*")
+            return mark
         mark = self.mark(f"${name}", f"{name} is not set in the script", name)
         self._unset.add(len(self.marks) - 1)
         return mark
+
+    def _unknown_argument(self, name: str) -> str:
+        why = f"${name}: the arguments of the script are not known"
+        return self.mark(f"${name}", why, argument=True)
+
+    def is_all(self, word: str) -> bool:
+        """True for a word that is ``$@`` of a script whose arguments are not known."""
+        found = MARK.fullmatch(word)
+        return bool(found and self.marks[int(found[1])].all)
+
+    def handed(self, words: list[str]) -> list[str] | None:
+        """The arguments of a function: those of the script where it gets ``"$@"`` alone."""
+        if len(words) == 1 and self.is_all(words[0]):
+            return None
+        # Of several, which is which is not known.
+        return [self._unknown_argument("@") if self.is_all(word) else word for word in words]
 
     def _argument(self, name: str) -> str | None:
         if name == "0":

@@ -12,7 +12,19 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from .flags import BY_DESIGN, DROPPED, GPU_ONLY, LAYOUT, OURS, PRECISION, SCHEDULED, Flags
+from .._megatron_flags import (
+    COMPARED,
+    GPU,
+    LATER,
+    LAYOUT,
+    OTHER,
+    OURS,
+    OUTSIDE,
+    PRECISION,
+    RANDOM,
+    RANDOM_BECAUSE,
+)
+from .flags import Flags
 from .patterns import Stages, frequencies, hybrid, layout, stages_of
 
 MOST_RANKS = 16
@@ -29,6 +41,13 @@ LAYOUT_OF_CHUNKS = (_VIRTUAL, _PER_VIRTUAL, "--pipeline-model-parallel-layout")
 _ETP = "--expert-tensor-parallel-size"
 _INSTANCES = "--num-distributed-optimizer-instances"
 _DIVISIBLE = "--make-vocab-size-divisible-by"
+_GIVEN = (
+    *((TP, "TP"), (PP, "PP"), (_VIRTUAL, "VP"), (_PER_VIRTUAL, "layers a virtual stage")),
+    *((CP, "CP"), (EP, "EP"), (_ETP, "expert TP"), ("--pp-schedule", "schedule")),
+    *(("--num-layers", "layers"), ("--hidden-size", "hidden"), ("--num-experts", "experts")),
+    *(("--seq-length", "sequence"), ("--micro-batch-size", "micro batch")),
+    ("--global-batch-size", "global batch"),
+)
 _HEAD = 8  # elements of a head
 _VOCABULARY = 64  # tokens a tensor-parallel rank
 _MUON = "it orthogonalizes each rank's part of a weight by itself"
@@ -49,6 +68,7 @@ class Shrunk:
         changes: (flag, before, now) of every size that is smaller.
         lost: (flag, why) of everything that is not kept.
         steps: training steps.
+        given: the command's own sizes, in words.
     """
 
     flags: Flags
@@ -56,18 +76,19 @@ class Shrunk:
     changes: tuple[tuple[str, str, str], ...]
     lost: tuple[tuple[str, str], ...]
     steps: int = STEPS
+    given: str = ""
 
     @property
     def stock(self) -> Flags:
         """The layout without our flags."""
         flags = self.flags.copy()
-        flags.drop(*flags.matching(OURS))
+        flags.drop(*flags.of_kind(OURS))
         return flags
 
     @property
     def ours(self) -> bool:
         """True where flags of ours are given."""
-        return bool(self.flags.matching(OURS))
+        return bool(self.flags.of_kind(OURS))
 
     def known(self, names: Collection[str]) -> Shrunk:
         """The same without flags that are none of ``names``; they are listed as lost."""
@@ -82,10 +103,20 @@ class Shrunk:
         flags = (flags or self.flags).copy()
         # Megatron pads the vocabulary to a multiple of this times TP.
         flags.set(_DIVISIBLE, _VOCABULARY * flags.number(TP, 1))
-        flags.drop(*flags.matching(OURS), *LAYOUT)
+        flags.drop(*flags.of_kind(OURS, LAYOUT))
         for name in flags.matching(HYBRID):
             flags.set(name, flags.values(name)[0].replace("|", ""))
         return flags
+
+
+def given_sizes(flags: Flags, world: int) -> str:
+    """A command's own sizes, as it was understood: a line that its author can check."""
+    parts = [
+        f"{words} {' '.join(values)}"
+        for name, words in _GIVEN
+        if (values := flags.values(name)) and values != ["1"]
+    ]
+    return f"given: {', '.join(parts)}; {f'{world} ranks' if world else 'ranks not said'}"
 
 
 class Sizes(NamedTuple):
@@ -119,7 +150,7 @@ class Shrinker:
         steps: int = STEPS,
     ) -> None:
         self._given, self._flags = Flags(words), Flags(words)
-        self._ranks, self._steps = ranks, steps
+        self._ranks, self._steps, self._world = ranks, steps, world
         self._lost = _drop(self._flags)
         # Data-parallel ranks of the command; 0: not known.
         self._ways = world // math.prod(self._number(name, 1) for name in (TP, PP, CP))
@@ -144,6 +175,7 @@ class Shrinker:
             tuple(changes),
             tuple(self._lost),
             self._steps,
+            given_sizes(self._given, self._world),
         )
 
     def _number(self, name: str, default: int) -> int:
@@ -325,29 +357,10 @@ class Shrinker:
         )
 
     def _run(self) -> None:
-        """What all runs have: data, a constant learning rate, no rounding made large by Adam."""
-        flags = self._flags
-        flags.set("--train-iters", self._steps)
-        for text in (
-            "--lr 1e-3",
-            "--lr-decay-style constant",
-            "--adam-eps 1e-4",
-            "--attention-dropout 0",
-            "--hidden-dropout 0",
-            "--mock-data",
-            "--tokenizer-type NullTokenizer",
-            "--split 95,5,0",
-            "--eval-iters 1",  # after the last step
-            "--eval-interval 1000000",
-            "--log-interval 1",
-            "--seed 1234",
-            "--ckpt-format torch_dist",
-            # What is not a number is compared, too, and named.
-            "--no-check-for-nan-in-loss-and-grad",
-            "--rerun-mode disabled",
-        ):
-            name, *values = text.split()
-            flags.set(name, *values)
+        """What all runs have."""
+        self._flags.set("--train-iters", self._steps)
+        for name, value in COMPARED.items():
+            self._flags.set(name, *([] if value is None else [value]))
 
 
 def _microbatches(number: int, pp: int, odd: bool) -> int:
@@ -365,19 +378,20 @@ def _drop(flags: Flags) -> list[tuple[str, str]]:
         ValueError: nothing would be left of the layout.
     """
     lost = []
-    for name, why in (
-        (name, SCHEDULED[key]) for key in SCHEDULED for name in flags.matching([key])
-    ):
+    for name, why in ((name, LATER[key]) for key in LATER for name in flags.matching([key])):
         if flags.values(name) != ["constant"]:
             lost.append((flags.text(name), why))
-    flags.drop(*flags.matching(DROPPED))
-    for names, why in ((GPU_ONLY, "needs a GPU"), (PRECISION, "precision")):
-        for name in flags.matching(names):
+    flags.drop(*flags.of_kind(OUTSIDE))
+    for kind, why in (
+        *((GPU, "needs a GPU"), (PRECISION, "precision")),
+        (OTHER, "it is of another task than pretraining"),
+    ):
+        for name in flags.of_kind(kind):
             lost.append((flags.text(name), why))
             flags.drop(name)
-    for name in flags.matching(tuple(BY_DESIGN)):
+    for name in flags.of_kind(RANDOM):
         if flags.values(name) not in (["0"], ["0.0"]):
-            lost.append((flags.text(name), BY_DESIGN[name]))
+            lost.append((flags.text(name), RANDOM_BECAUSE[name]))
         flags.drop(name)
     for name in flags.matching(("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")):
         lost.append((name, "Megatron has it for 16-bit models only"))

@@ -11,8 +11,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_ext._input import parse_json
-
+from .._input import flag_of, parse_json
+from ..plan.inputs.arguments import of_recipe
+from .flags import Flags
 from .shell import words_of
 from .shell_text import is_script
 
@@ -25,12 +26,37 @@ class Command(NamedTuple):
         flags: of the script.
         world: ranks; 0: not known.
         other: it was written for another front end or version, whose flags may be unknown here.
+        notes: what was assumed in reading it.
     """
 
     script: str
     flags: list[str]
     world: int = 0
     other: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def launched(command: Command) -> Command:
+    """``command`` without ``--world-size``, which ``plan`` takes and no training script does: its
+    ranks.
+
+    Raises:
+        ValueError: its value is no number.
+    """
+    flags = Flags(command.flags)
+    if "--world-size" not in flags:
+        return command
+    world = flags.number("--world-size", command.world)
+    flags.drop("--world-size")
+    return command._replace(flags=flags.words, world=world)
+
+
+def from_line(words: Sequence[str]) -> Command:
+    """As ``from_words``; a line may also begin with its first flag."""
+    if any(map(is_script, words)):
+        return from_words(words)
+    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    return Command("", list(words[first:]))
 
 
 def from_words(words: Sequence[str]) -> Command:
@@ -61,7 +87,7 @@ def _world(words: Sequence[str]) -> int:
 
 
 def from_text(text: str, arguments: Sequence[str] | None = None) -> Command:
-    """A file's command: JSON of a recipe, YAML of one of Megatron's tests, or a shell script.
+    """A file's command: a recipe's JSON or YAML, Megatron's test YAML, or a shell script.
 
     Args:
         text: the file's.
@@ -71,7 +97,8 @@ def from_text(text: str, arguments: Sequence[str] | None = None) -> Command:
         ValueError: it is none of them, or what decides the run is not known from it.
     """
     recipe, test = text.lstrip().startswith("{"), re.search(r"^MODEL_ARGS:\s*$", text, re.M)
-    if (recipe or test) and arguments:
+    settings = not text.startswith("#!") and re.search(r"^model:\s*(?:#.*)?$", text, re.M)
+    if (recipe or test or settings) and arguments:
         raise ValueError(f"{arguments[0]!r}: only a shell script has arguments of its own after --")
     if recipe:
         value = parse_json(text)
@@ -80,6 +107,8 @@ def from_text(text: str, arguments: Sequence[str] | None = None) -> Command:
         return from_settings(value)
     if test:
         return from_yaml(text)
+    if settings:
+        return from_settings(settings_of_yaml(text))
     return from_shell(text, arguments=arguments)
 
 
@@ -104,6 +133,53 @@ def from_yaml(text: str) -> Command:
     if not sections.get("MODEL_ARGS"):
         raise ValueError("no flags under MODEL_ARGS")
     return Command("", sections["MODEL_ARGS"], world, True)
+
+
+def settings_of_yaml(text: str) -> dict[str, Any]:
+    """The sections of a recipe's YAML, with their plain values and lists of such.
+
+    Of what is nested more deeply (functions, classes and dtypes of a saved recipe) only
+    ``_target_`` is kept.
+    """
+    sections: dict[str, Any] = {}
+    section: dict[str, Any] = sections
+    depth, name = 0, ""
+    for line in text.splitlines():
+        found = re.match(r"( *)(?:(- )|([\w.]+):)\s*(.*?)\s*$", re.sub(r"(?:^|\s)#.*$", "", line))
+        if not found:
+            continue
+        indent, value = len(found[1]), _yaml_value(found[4])
+        if found[2]:  # of the list that the last name begins
+            if isinstance(section.get(name), dict | list) and indent <= depth + 2:
+                section[name] = [*(section[name] or []), value]
+        elif indent == 0:
+            depth, name = 0, found[3]
+            sections[name] = {} if value is None else value
+            section = sections
+        else:
+            if section is sections and isinstance(sections.get(name), dict):
+                section, depth = sections[name], indent
+            if indent == depth:
+                name = found[3]
+                section[name] = {} if found[4] == "" else value
+            elif found[3] == "_target_" and isinstance(section.get(name), dict):
+                section[name]["_target_"] = value
+    return sections
+
+
+def _yaml_value(text: str) -> Any:
+    if text.lower() in ("", "null", "~"):
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text.startswith("[") and text.endswith("]"):
+        return [_yaml_value(part.strip()) for part in text[1:-1].split(",") if part.strip()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text.strip("'\"")
 
 
 def _words(name: str, value: str) -> list[str]:
@@ -131,62 +207,40 @@ def from_shell(
         ValueError: no command in it does, or what decides the run is not known.
     """
     known = os.environ if environment is None else environment
-    words, slurm = words_of(text, known, arguments)
-    command = from_words(words)
+    words, slurm, notes = words_of(text, known, arguments)
+    command = from_words(words)._replace(notes=notes)
     each = slurm.get("ntasks-per-node", slurm.get("gpus-per-node", 0))
     return command._replace(
         world=command.world or slurm.get("ntasks", slurm.get("nodes", 1) * each)
     )
 
 
-# Settings of a model provider or its neighbours whose flag is not their name with hyphens.
-_NAMES = {
-    "num_moe_experts": "--num-experts",
-    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
-    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
-    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
-    "layernorm_epsilon": "--norm-epsilon",
-}
-_ONLY_TRUE = {
-    "qk_layernorm": "--qk-layernorm",
-    "add_qkv_bias": "--add-qkv-bias",
-    "gated_linear_unit": "--swiglu",
-}
-_ONLY_FALSE = {
-    "add_bias_linear": "--disable-bias-linear",
-    "share_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
-}
+# Arguments of Megatron that have no flag for true, or for false.
+_FOR_FALSE = {"add_bias_linear": "--disable-bias-linear"}
+_NO_FLAG = (
+    *("gated_linear_unit", "share_embeddings_and_output_weights", "params_dtype"),
+    *("sequence_length", "activation_func"),
+)
 
 
 def from_settings(settings: Mapping[str, Any]) -> Command:
     """A Megatron-Bridge recipe's settings (``model``, ``train``, ``ddp``, ``optimizer`` ...).
 
-    Fields become the flags of their names; fields that hold functions or classes are left out.
+    Fields become the flags of their names, as ``plan --bridge-config`` reads them; fields that hold
+    functions or classes are left out.
     """
     flags: list[str] = []
-    fields: dict[str, Any] = {}
-    for part in ("model", "train", "ddp", "optimizer"):
-        one = settings.get(part, {})
-        if isinstance(one, Mapping):
-            fields |= {name: value for name, value in one.items() if name not in fields}
-    if not fields:
-        fields = dict(settings)
-    for name, value in fields.items():
-        if name.startswith("_") or value is None or isinstance(value, dict):
+    for name, value in of_recipe(settings, "the recipe").items():
+        flag = flag_of(name)
+        if name in _FOR_FALSE:
+            flags += [_FOR_FALSE[name]] if value is False else []
+        elif name.startswith("_") or name in _NO_FLAG or isinstance(value, dict):
             continue
-        if name in _ONLY_FALSE or name in _ONLY_TRUE:
-            wanted = name in _ONLY_TRUE
-            if value is wanted:
-                flags.append(_ONLY_FALSE.get(name) or _ONLY_TRUE[name])
-            continue
-        flag = _NAMES.get(name, "--" + name.replace("_", "-"))
-        if value is True:
+        elif value is True:
             flags.append(flag)
-        elif isinstance(value, list):
-            flags += [flag, str(value)] if "freq" in name else [flag, *map(str, value)]
+        elif isinstance(value, list | tuple):
+            flags += [flag, str(list(value))] if "freq" in name else [flag, *map(str, value)]
         elif value is not False and isinstance(value, int | float | str):
             flags += [flag, str(value)]
-    if "--num-query-groups" in flags:
-        flags.append("--group-query-attention")
     world = settings.get("world_size", 0)
     return Command("", flags, world if isinstance(world, int) else 0, True)

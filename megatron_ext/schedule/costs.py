@@ -9,11 +9,17 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._input import fraction, parse_json, read_text, reason, shown
+from .._input import fraction, only_known, parse_json, read_text, reason, shown
 from .actions import Op, Operation
 from .placement import Placement
 
 Number = int | float | str | Fraction
+
+
+_FIELDS = (
+    *("forward", "backward_input", "backward_weight", "hop", "stages", "vocabulary", "exchange"),
+    "units",
+)
 
 
 class Durations(NamedTuple):
@@ -337,6 +343,7 @@ class Costs:
         """
         if not isinstance(data, dict):
             raise ValueError(f'"cost" must be an object, got {shown(data)}')
+        only_known(data, _FIELDS, '"cost"')
         rows = data.get("stages")
         if rows is not None and not isinstance(rows, list):
             raise ValueError(f'"stages" of "cost" must be a list, got {shown(rows)}')
@@ -375,6 +382,7 @@ def with_stage_file(costs: Costs, path: str | Path) -> Costs:
     try:
         data = parse_json(read_text(path))
         stages = [list(row) for row in data["stages"]]
+        only_known(data, ("stages", "exchange"), "the file")
         sent = [list(row) for row in data["exchange"]] if "exchange" in data else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(

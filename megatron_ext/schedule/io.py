@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .._input import parse_json, read_text, shown, whole
+from .._input import only_known, parse_json, read_text, shown, whole
 from .actions import Action, AnyAction, Joint, Op, parse
 from .costs import Costs, Durations
 from .link import Link
@@ -33,6 +33,10 @@ _JOINT = re.compile(r"\((\d{1,9}F\d{1,9});(\d{1,9}[IB]\d{1,9})\)OVERLAP_F_B", re
 _OTHER = re.compile(r"\d+[A-Z_]{2,}\d*|\(.*\).*")  # what torch's other forms hold
 _EXPECTED = "expected stage, F, I, W or B, microbatch, e.g. 0F0, or nothing for idle"
 _LONGEST_NAME = 200
+_FIELDS = (
+    *("format", "name", "pp", "chunks", "microbatches", "placement", "cost", "offload"),
+    *("vocabulary_barriers", "slices", "joined", "ranks"),
+)
 
 
 def is_csv(path: str | Path) -> bool:
@@ -72,8 +76,17 @@ def load(path: str | Path) -> Schedule:
         raise ScheduleError(f"schedule file {path} is not text: {error}") from None
     except ValueError as error:
         raise ScheduleError(f"schedule file {path}: {error}") from None
+    return read(text, path, csv_form=is_csv(path))
+
+
+def read(text: str, path: str | Path, *, csv_form: bool = False) -> Schedule:
+    """The schedule in a file's text; ``csv_form``: in torch's form.
+
+    Raises:
+        ScheduleError: as ``load``; the text names ``path``.
+    """
     try:
-        return from_csv(text) if is_csv(path) else from_json(parse_json(text))
+        return from_csv(text) if csv_form else from_json(parse_json(text))
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
     except ValueError as error:
@@ -93,6 +106,7 @@ def from_json(data: Any) -> Schedule:
     if missing:
         raise ScheduleError(f"schedule file lacks {', '.join(missing)}")
     try:
+        only_known(data, _FIELDS, "a schedule file")
         placement = Placement(
             [[whole(s, "a stage") for s in row] for row in _lists(data, "placement")]
         )

@@ -20,6 +20,7 @@ from .generators import (
     add_pairs,
     check_sizes,
     generate,
+    generated_by,
 )
 from .generators.away import orders_for_offload
 from .generators.cap import LEAST_CAP, v_cap_limits
@@ -61,7 +62,8 @@ class Selected:
     @cached_property
     def time(self) -> Fraction:
         """Makespan, or longest span of a rank, in the units of the costs."""
-        return time_taken(simulate(self.schedule), self.spec.objective)
+        with generated_by(self.schedule.name):
+            return time_taken(simulate(self.schedule), self.spec.objective)
 
     @property
     def place(self) -> tuple[Fraction, int]:

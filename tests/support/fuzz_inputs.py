@@ -230,7 +230,7 @@ def _command_line(value: str) -> None:
     except (SystemExit, argparse.ArgumentError) as error:
         raise ValueError(str(error) or "argparse refused it") from None
     pp, m = args.pp or 2, args.microbatches or 2
-    if 64 < pp * m * (args.chunks or 2) <= 2 * MOST_SETS:
+    if 64 < pp * m * (args.chunks or 2) <= MOST_SETS:
         return  # it works, and takes its time
     generate("gis", pp, m, args.chunks, group_size=args.group_size)
 

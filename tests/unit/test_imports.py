@@ -14,7 +14,7 @@ from tests.support import ROOT
 
 PACKAGE = ROOT / "megatron_ext"
 
-_TOOLS = {"_input", "_conflict", "schedule", "plan", "view"}
+_TOOLS = {"_input", "_conflict", "_megatron_flags", "schedule", "plan", "view"}
 _ENGINE = {"runtime", "offload", "moe"}
 _ALL = _TOOLS | _ENGINE | {"integration", "cpu", "commands", "cli", "launch", "patching"}
 _ALL |= {"_log", "_terminal", "checkpoints", "prove", "releases", "reproduce"}
@@ -24,6 +24,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "_input": (set(), set()),
     "_conflict": ({"_input"}, set()),
     "_log": (set(), set()),
+    "_megatron_flags": (set(), set()),
     "_terminal": (set(), set()),
     "schedule": ({"_input", "schedule"}, set()),
     "plan": ({"_input", "_conflict", "schedule", "plan"}, {"numpy"}),
@@ -45,7 +46,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "cpu": ({"cpu", "runtime"}, {"torch", "megatron", "numpy"}),
     "checkpoints": ({"_input", "schedule", "checkpoints"}, set()),
     "prove": (
-        {"_input", "cpu", "integration", "launch", "offload", "prove"},
+        {"_input", "_megatron_flags", "cpu", "integration", "launch", "offload", "plan", "prove"},
         {"torch", "megatron", "numpy"},  # numpy's random state
     ),
     "commands": (_ALL, set()),

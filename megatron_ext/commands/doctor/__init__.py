@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..._terminal import Progress
-from ..common import InputError, Parser
+from ..common import InputError, Parser, user_input
+from ..training_command import FORMS, read_command
+from .command import diagnose_command
 from .findings import ERROR, OK, WARNING, Finding, diagnose
 
 PROBE = Path(__file__).with_name("probe.py")
@@ -38,6 +40,9 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         type=Path,
         help="a Megatron-LM folder to look at; default: $MEGATRON_LM, else what Python finds",
     )
+    parser.add_argument(
+        "--from-args", metavar="LINE|FILE", help=f"a training command to look at too: {FORMS}"
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_doctor)
 
@@ -49,9 +54,15 @@ def _doctor(args: argparse.Namespace) -> int:
     named = os.environ.get("MEGATRON_LM")
     if checkout is None and named:
         checkout = Path(named)
+    command = None if args.from_args is None else read_command(args.from_args)
     with Progress("doctor") as progress:
         progress("importing torch and Megatron in a process of its own")
-        findings = list(diagnose(run_probe(checkout), checkout, Path("/")))
+        facts = run_probe(checkout)
+        findings = list(diagnose(facts, checkout, Path("/")))
+    if command is not None:
+        with user_input(args.from_args):
+            devices = len(facts.get("torch", {}).get("devices", ()))
+            findings += diagnose_command(command, devices)
     worst = next(level for level in (ERROR, WARNING, OK) if any(f.level == level for f in findings))
     if args.json:
         print(json.dumps({"status": worst, "lines": [asdict(f) for f in findings]}))

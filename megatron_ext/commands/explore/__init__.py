@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..common import InputError, Parser, output, user_input
 from .answers import Explorer
+from .model import add_model_options, model_of
 from .server import serve
 
 _PORT = 8765
@@ -50,6 +51,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         help="view to export: the part of the page's address after # (default: what the page "
         "shows first)",
     )
+    add_model_options(parser)
     parser.set_defaults(run=_explore)
 
 
@@ -60,7 +62,8 @@ def _port(value: str) -> int:
 
 
 def _explore(args: argparse.Namespace) -> None:
-    explorer = Explorer()
+    with user_input():
+        explorer = Explorer(model_of(args))
     for path in args.files:
         with user_input():
             explorer.add_file(Path(path).name, path)

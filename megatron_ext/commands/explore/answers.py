@@ -8,7 +8,7 @@ import shlex
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -19,8 +19,10 @@ from ...view import recorded, timeline
 from ...view.data import view_data
 from ...view.web import asset, document
 from ..common import InputError, load, user_input, verify
+from ..numbers import PAGE, Shown, table_of
 from . import request
 from .flags import training_flags
+from .model import Model
 
 FIRST = "options=--pp+8+--microbatches+16&schedule=1f1b&schedule=v-half"
 MOST_SHOWN = 4  # timelines one above the other
@@ -29,9 +31,19 @@ _MOST_BYTES = 1 << 26  # of a file that the page sends
 
 
 class Explorer:
-    """Answers, each made once. Safe to call from several threads."""
+    """Answers, each made once. Safe to call from several threads.
 
-    def __init__(self) -> None:
+    Args:
+        model: whose times and bytes all schedules have; None: the options give times.
+    """
+
+    def __init__(self, model: Model | None = None) -> None:
+        self._model = model
+        self.first = FIRST
+        if model is not None:
+            sizes = model.sizes
+            options = f"--pp+{sizes['pp']}+--microbatches+{sizes['microbatches']}"
+            self.first = f"options={options}&schedule=1f1b&schedule=v-half"
         self._files: dict[str, Schedule] = {}
         self._measured: dict[str, list[timeline.Timeline]] = {}
         self._made: OrderedDict[tuple[str, ...], _Made] = OrderedDict()
@@ -82,14 +94,14 @@ class Explorer:
 
     def compare(self, options: str) -> Iterator[dict[str, Any]]:
         """A row a schedule, those that take longest to make last; then the end's."""
-        args = request.parse(options)
+        args = request.parse(options, self._model)
         for name in [*self._files, *sorted(GENERATORS, key=request.slowness)]:
             yield self._row(options, args, name)
         yield {"end": True, "cap": request.cap_of(args)}
 
     def timelines(self, options: str, names: list[str]) -> dict[str, Any]:
         """What the viewer draws, with every schedule's row and flags."""
-        args = request.parse(options)
+        args = request.parse(options, self._model)
         if not 1 <= len(names) <= MOST_SHOWN:
             raise InputError(f"choose one to {MOST_SHOWN} schedules, got {len(names)}")
         runs: list[timeline.Timeline] = []
@@ -102,12 +114,14 @@ class Explorer:
             row = self._row(options, args, name)
             if "reason" in row:
                 raise InputError(f"{name}: {row['reason']}")
-            runs.append(timeline.planned(self._result(options, args, name)[0]))
+            run = self._result(options, args, name).run
+            runs.append(timeline.planned(run, microseconds=self._model is not None))
             flags = None if name in self._files else training_flags(args, name)
             rows.append({**row, "flags": flags})
         words = " ".join(shlex.quote(n.removeprefix("file: ")) for n in names)
         command = f"megatron-ext show {words} {options}"
-        return {**view_data(runs), "rows": rows, "command": command}
+        # Other commands do not take a model.
+        return {**view_data(runs), "rows": rows, "command": "" if self._model else command}
 
     def export(self, query: str) -> str:
         """One view as a page of its own: the table, the timelines and the flags.
@@ -115,17 +129,27 @@ class Explorer:
         Args:
             query: the part of the page's address after ``#``; empty: the first view.
         """
-        fields = parse_qs(query or FIRST)
+        fields = parse_qs(query or self.first)
+        if "options" not in fields:
+            raise InputError(
+                f"{shown(query)} is no view: give the part of the page's address after #, such as "
+                f"{self.first}"
+            )
         options = " ".join(fields.get("options", []))
         data = self.timelines(options, fields.get("schedule", []))
-        rows = [row for row in self.compare(options) if "schedule" in row]
-        rows.sort(key=lambda row: row.get("makespan", float("inf")))
+        names = [row["schedule"] for row in self.compare(options) if "makespan" in row]
+        args = request.parse(options, self._model)
+        rows = sorted((self._result(options, args, n) for n in names), key=lambda r: r.run.makespan)
+        gone = [row["schedule"] for row in self.compare(options) if "reason" in row]
         shown_flags = [row["flags"] for row in data["rows"] if row["flags"]]
+        about = [] if self._model is None else [f"<p>{html.escape(self._model.json['text'])}</p>"]
+        asked = "" if about else "megatron-ext compare "
         body = "\n".join(
             [
                 '<main class="export"><h1>Pipeline schedules</h1>',
-                f"<p><code>megatron-ext compare {html.escape(options)}</code></p>",
-                _table(rows),
+                *about,
+                f"<p><code>{asked}{html.escape(options)}</code></p>",
+                _table(rows, gone),
                 '<div id="timeline"></div>',
                 *(f"<p><code>{html.escape(flags)}</code></p>" for flags in shown_flags),
                 "</main>",
@@ -142,23 +166,23 @@ class Explorer:
             asset("explore.html", __package__),
             asset("explore.css", __package__),
             asset("explore.js", __package__),
-            {"FIRST": FIRST, "NAMES": self.names},
+            {"FIRST": self.first, "NAMES": self.names, "MODEL": self._model and self._model.json},
         )
 
     def _row(self, options: str, args: argparse.Namespace, name: str) -> dict[str, Any]:
         """A schedule's numbers, or ``reason``, why there are none."""
         try:
-            return request.row(args, name, self._result(options, args, name))
+            return request.row(self._result(options, args, name))
         except (ValueError, OverflowError, InputError) as error:
             return {"schedule": name, "reason": str(error)}
 
-    def _result(self, options: str, args: argparse.Namespace, name: str) -> request.Result:
+    def _result(self, options: str, args: argparse.Namespace, name: str) -> Shown:
         file = self._files.get(name)
         if file is None and name not in GENERATORS:
             raise InputError(f"unknown schedule {shown(name)}")
-        return self._once((options, name), lambda: request.result(args, name, file))
+        return self._once((options, name), lambda: request.result(args, name, file, self._model))
 
-    def _once(self, key: tuple[str, ...], make: Callable[[], request.Result]) -> request.Result:
+    def _once(self, key: tuple[str, ...], make: Callable[[], Shown]) -> Shown:
         """What ``make`` returns or raises, made by one thread and kept."""
         with self._lock:
             mine = self._made.get(key)
@@ -175,9 +199,9 @@ class _Made:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._done: request.Result | Exception | None = None
+        self._done: Shown | Exception | None = None
 
-    def get(self, make: Callable[[], request.Result]) -> request.Result:
+    def get(self, make: Callable[[], Shown]) -> Shown:
         with self._lock:
             if self._done is None:
                 try:
@@ -189,18 +213,14 @@ class _Made:
             return self._done
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: Sequence[Shown], impossible: Sequence[str]) -> str:
     """The table of an exported view."""
-    lines = [
-        "<table><thead><tr><th>schedule<th>bubble<th>peak, microbatches<th>makespan</tr></thead>",
-        "<tbody>",
-    ]
-    for row in rows:
-        name = html.escape(row["schedule"])
-        if "reason" in row:
-            lines.append(f'<tr class="over"><td>{name}<td colspan="3">not possible here</tr>')
-            continue
-        over = ' class="over" title="over the cap"' if row["over_cap"] else ""
-        cells = (f"{100 * row['bubble']:.2f} %", f"{row['peak']:g}", f"{row['makespan']:g}")
-        lines.append(f"<tr{over}><td>{name}<td>{'<td>'.join(cells)}</tr>")
+    heads, *cells = table_of(rows, PAGE)
+    head = "<th>".join("peak, microbatches" if one == "peak" else one for one in heads)
+    lines = [f"<table><thead><tr><th>{head}</tr></thead>", "<tbody>"]
+    for row, one in zip(rows, cells):
+        over = ' class="over" title="over the cap"' if row.over_cap else ""
+        lines.append(f"<tr{over}><td>{'<td>'.join(map(html.escape, one))}</tr>")
+    missing = f'<td colspan="{len(heads) - 1}">not possible here'
+    lines += [f'<tr class="over"><td>{html.escape(name)}{missing}</tr>' for name in impossible]
     return "\n".join([*lines, "</tbody></table>"])

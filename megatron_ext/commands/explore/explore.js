@@ -13,11 +13,11 @@ function options() {
   const words = ["--pp", value("pp"), "--microbatches", value("microbatches")];
   if (value("slices") !== "1") words.push("--slices", value("slices"));
   if (value("chunks") !== "2") words.push("--chunks", value("chunks"));
-  const costs = ["f", "b", "w"].map(value);
+  const costs = MODEL ? [] : ["f", "b", "w"].map(value);
   if (costs.some(cost => Number(cost) !== 1)) words.push("--cost", costs.join(","));
-  if (Number(value("hop"))) words.push("--hop", value("hop"));
+  if (!MODEL && Number(value("hop"))) words.push("--hop", value("hop"));
   if (Number(value("cap")) < NO_CAP) words.push("--memory-cap", value("cap"));
-  if (value("offload") !== "off") words.push("--offload", value("offload"), "--offload-time", value("time"));
+  if (value("offload") !== "off") words.push("--offload", value("offload"), ...(MODEL ? [] : ["--offload-time", value("time")]));
   return [words.join(" "), value("more").trim()].filter(Boolean).join(" ");
 }
 
@@ -149,7 +149,7 @@ async function choose(name) {
 
 function label(id) {
   const input = find(id), output = document.querySelector(`label[for="${id}"] output`);
-  find("copying").hidden = find("offload").value === "off";
+  find("copying").hidden = MODEL !== null || find("offload").value === "off";
   output.textContent = id === "cap" && Number(input.value) >= NO_CAP ? "none" : input.value;
 }
 
@@ -174,7 +174,8 @@ function table() {
     const share = `${(100 * row.bubble / most).toFixed(1)}%`;
     bar.style.backgroundImage = `linear-gradient(to left, var(--area) ${share}, transparent ${share})`;
     const above = row.above_bound === undefined || row.above_bound === null ? "-" : `${(100 * row.above_bound).toFixed(2)} %`;
-    line.append(name, bar, element("td", shortened(row.peak)), element("td", shortened(row.makespan)), element("td", above));
+    line.append(name, bar, element("td", shortened(row.peak)), ...(MODEL ? [element("td", row.gib.toFixed(2))] : []),
+      element("td", MODEL ? `${row.step_ms.toFixed(1)} ms` : shortened(row.makespan)), element("td", above));
     line.classList.toggle("chosen", chosen().includes(row.schedule));
     line.classList.toggle("best", i === 0 && !row.over_cap);
     line.classList.toggle("over", row.over_cap);
@@ -183,7 +184,7 @@ function table() {
   });
   for (const row of gone) {
     const line = element("tr", null, {class: "over", title: row.reason});
-    line.append(element("td", row.schedule), element("td", "not possible here", {colspan: 4}));
+    line.append(element("td", row.schedule), element("td", "not possible here", {colspan: MODEL ? 5 : 4}));
     place.rows.push(line);
   }
   find("rows").replaceChildren(...place.rows);
@@ -191,10 +192,11 @@ function table() {
 
 function scatter() {
   const picture = find("scatter"), here = rows.filter(row => !row.reason);
+  const held = row => MODEL ? row.gib : row.peak, line = MODEL ? MODEL.budget : cap;
   picture.replaceChildren();
   if (!here.length) return;
   const [left, right, top, bottom] = [44, 404, 12, 262];
-  const wide = Math.max(...here.map(row => row.peak), cap || 0) * 1.12, high = Math.max(...here.map(row => row.bubble), 0.01) * 1.1;
+  const wide = Math.max(...here.map(held), line || 0) * 1.12, high = Math.max(...here.map(row => row.bubble), 0.01) * 1.1;
   const x = peak => left + (right - left) * peak / wide, y = bubble => bottom - (bottom - top) * bubble / high;
   const add = (kind, attributes, text = null, parent = picture) => parent.appendChild(element(`svg:${kind}`, text, attributes));
   const across = tick(wide / 6), up = tick(100 * high / 6);
@@ -206,15 +208,15 @@ function scatter() {
     add("line", {x1: left, x2: right, y1: y(i * up / 100), y2: y(i * up / 100), class: "axis"});
     add("text", {x: left - 5, y: y(i * up / 100) + 4, "text-anchor": "end", class: "soft"}, `${shortened(i * up)} %`);
   }
-  add("text", {x: right, y: bottom + 30, "text-anchor": "end", class: "soft"}, "peak activations, microbatches");
+  add("text", {x: right, y: bottom + 30, "text-anchor": "end", class: "soft"}, MODEL ? "GiB of the fullest rank" : "peak activations, microbatches");
   add("text", {x: left + 6, y: top + 8, class: "soft"}, "bubble");
-  if (cap) add("line", {x1: x(cap), x2: x(cap), y1: top, y2: bottom, class: "cap"});
-  const taken = here.map(row => [x(row.peak) - 5, y(row.bubble) + 4, 10]);
+  if (line) add("line", {x1: x(line), x2: x(line), y1: top, y2: bottom, class: "cap"});
+  const taken = here.map(row => [x(held(row)) - 5, y(row.bubble) + 4, 10]);
   for (const row of [...here].sort((a, b) => a.bubble - b.bubble)) {
     const group = add("g", {class: `${row.over_cap ? "over" : ""} ${chosen().includes(row.schedule) ? "chosen" : ""}`});
-    const [cx, cy] = [x(row.peak), y(row.bubble)], long = 6.2 * row.schedule.length;
+    const [cx, cy] = [x(held(row)), y(row.bubble)], long = 6.2 * row.schedule.length;
     add("circle", {cx, cy, r: 4.5}, null, group).onclick = () => choose(row.schedule);
-    add("title", {}, `${row.schedule}: bubble ${(100 * row.bubble).toFixed(2)} %, peak ${shortened(row.peak)}`, group);
+    add("title", {}, `${row.schedule}: bubble ${(100 * row.bubble).toFixed(2)} %, ${MODEL ? `${row.gib.toFixed(2)} GiB` : `peak ${shortened(row.peak)}`}`, group);
     // A label stands where it covers none before it, or is left to the tooltip.
     const spots = [[cx + 8, cy + 4], [cx - 8 - long, cy + 4], [cx + 8, cy - 9], [cx + 8, cy + 17], [cx - 8 - long, cy - 9], [cx - 8 - long, cy + 17]];
     const free = spots.find(([a, b]) => a > left && a + long < 420 && b > top && b < bottom + 2
@@ -227,7 +229,7 @@ function scatter() {
 
 function flags(data) {
   const lines = data.rows.filter(row => row.flags).map(row => [`train with ${row.schedule}`, row.flags]);
-  lines.push(["these timelines", data.command]);
+  if (data.command) lines.push(["these timelines", data.command]);
   find("flags").replaceChildren(...lines.map(([title, text]) => {
     const line = element("div", null), copy = element("button", "copy", {type: "button", title, "aria-label": `copy: ${title}`});
     copy.onclick = async () => {
@@ -267,6 +269,12 @@ find("file").onchange = async event => {
     show(error.message, true);
   }
 };
+if (MODEL) {
+  find("costs").hidden = true;
+  find("gib").hidden = false;
+  find("step").textContent = "passes of a step";
+  find("model").textContent = MODEL.text;
+}
 addEventListener("hashchange", () => { fromAddress(); ask(); });
 fromAddress();
 ask();

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from ..._input import shown
-from ...schedule import GENERATORS, Schedule, Simulation
+from ...schedule import GENERATORS, Schedule
 from ...schedule.costs import number_to_json
 from ...schedule.memory_cap import ShareCap
 from ..common import InputError, Parser, offloads, refuse_large
-from ..compare import add_options, asked_of, fitted, refuse_sizes
+from ..compare import add_options
+from ..compared import asked_of, fitted, refuse_sizes
 from ..network import network_of
-from ..quality import Quality, jitter_of, simulated
-from ..results import simulation_json
+from ..numbers import Shown, json_of
+from ..quality import jitter_of, simulated
+from .model import Model
 
 MOST_PASSES = 1 << 15  # of one chunk a rank: microbatches times ranks
-
-Result = tuple[Simulation, Quality, bool]  # the last: more stays on a device than the cap allows
 
 
 class _Options(Parser):
@@ -28,8 +29,8 @@ class _Options(Parser):
         raise InputError(message)
 
 
-def parse(options: str) -> argparse.Namespace:
-    """The options in a text, as on a command line.
+def parse(options: str, model: Model | None = None) -> argparse.Namespace:
+    """The options in a text, as on a command line; with a model, those beside it.
 
     Raises:
         InputError: they are wrong for every schedule, or for more passes than the page takes.
@@ -42,6 +43,10 @@ def parse(options: str) -> argparse.Namespace:
         raise InputError(f"{shown(options)}: {error}") from None
     args = parser.parse_args(words)
     refuse_sizes(args)
+    if model is not None:
+        model.refuse(args)
+        if args.offload not in (None, "off"):
+            args.offload_time = args.offload_time or "1"  # until a schedule's own is known
     for read in (asked_of, network_of, jitter_of):
         read(args)  # refuses what is wrong for every schedule
     if args.pp * args.microbatches > MOST_PASSES:
@@ -52,31 +57,41 @@ def parse(options: str) -> argparse.Namespace:
     return args
 
 
-def result(args: argparse.Namespace, name: str, file: Schedule | None) -> Result:
+def result(
+    args: argparse.Namespace, name: str, file: Schedule | None, model: Model | None = None
+) -> Shown:
     """What a schedule gives: a generated one, or one in a file.
 
     Raises:
         ValueError, OverflowError, InputError: it does not exist for these sizes.
     """
-    over_cap = False
+    over_cap, workload = False, None
     schedule = file
+    if model is not None:
+        placement = model.placement(args, name, file)
+        args = argparse.Namespace(**vars(args))
+        args.microbatches = args.microbatches if file is None else file.microbatches
+        workload = model.workload(args, placement)
+        model.asked(args, workload, placement)
+        schedule = None if file is None else replace(file, costs=workload.costs)
     if schedule is None:
         found, over_cap = fitted(asked_of(args), name)
         schedule = found.schedule
     refuse_large(schedule)
     run, quality = simulated(schedule, args, network_of(args), jitter_of(args))
-    return run, quality, over_cap
+    shown = Shown(run, quality, offloads=offloads(args), over_cap=over_cap, name=name)
+    if model is None or workload is None:
+        return shown
+    ranks = workload.ranks(schedule)
+    over_cap = over_cap or max(rank.total for rank in ranks) > model.budget_bytes
+    return replace(shown, over_cap=over_cap, ranks=ranks)
 
 
-def row(args: argparse.Namespace, name: str, found: Result) -> dict[str, Any]:
-    """A schedule's numbers: those of ``simulate --json``, and its place beside the cap."""
-    run, quality, over_cap = found
-    return {
-        **simulation_json(run, 0.0, quality.json, offloads(args)),
-        "schedule": name,
-        "over_cap": over_cap,
-        "peak": number_to_json(max(run.peak_activation)),
-    }
+def row(found: Shown) -> dict[str, Any]:
+    """A schedule's numbers: those of ``simulate --json``, and its place beside the cap; with a
+    model also in ms and GiB."""
+    peak = number_to_json(found.peak)
+    return {**json_of(found), "peak": peak}
 
 
 def cap_of(args: argparse.Namespace) -> float | None:

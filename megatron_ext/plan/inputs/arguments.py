@@ -68,7 +68,7 @@ def _plain(value: Any) -> Any:
     if value == "AttnBackend":
         number = numbers[0] if isinstance(numbers, list) and numbers else 5
         return _BACKENDS[number - 1] if number in range(1, 6) else "auto"
-    return _DTYPES.get(value, value) if isinstance(value, str) else value
+    return _DTYPES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
 
 
 def _typed(value: Any, kind: Any, name: str, source: str) -> Any:
@@ -87,7 +87,13 @@ def _typed(value: Any, kind: Any, name: str, source: str) -> Any:
 
 
 # Megatron-Bridge's names (and megatron-core's TransformerConfig's) that are not the flags'.
-_RENAMED = {"num_moe_experts": "num_experts"}
+_RENAMED = {
+    "num_moe_experts": "num_experts",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "layernorm_epsilon": "norm_epsilon",
+}
 _PARTS = ("model", "train", "dataset", "optimizer", "ddp", "mixed_precision", "dist")
 
 
@@ -114,15 +120,30 @@ def read_recipe(path: str) -> tuple[Given, list[str]]:
         "heterogeneous_layers_config_path",
         "vision_config",
         "enable_hyper_connections",
+        "enable_mhc_connections",
     ):
         if model.get(refused):
             raise PlanError(f"{source}: plan does not express a model with {refused}")
-    values: Given = {}
-    for name, value in _values(data):
-        values.setdefault(_RENAMED.get(name, name), value)
-    return of_arguments(_flags(values, source), source), [
+    return of_arguments(of_recipe(data, source), source), [
         f"the model and batch: {path}, a Megatron-Bridge recipe"
     ]
+
+
+def of_recipe(data: Mapping[str, Any], source: str) -> Given:
+    """A recipe's fields under the names of Megatron's arguments; of several the model's.
+
+    Args:
+        data: its parts, ``model``, ``train`` and so on, or the fields themselves.
+        source: names it in errors.
+
+    Raises:
+        PlanError: no flag says what a field does.
+    """
+    values: Given = {}
+    parts = data if any(isinstance(data.get(part), dict) for part in _PARTS) else {"model": data}
+    for name, value in _values(parts):
+        values.setdefault(_RENAMED.get(name, name), value)
+    return _flags(values, source)
 
 
 def _values(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -140,7 +161,7 @@ def _flags(values: Given, source: str) -> Given:
     out = dict(values)
     name = str(_plain(values.get("activation_func")) or "").rsplit(".", 1)[-1]
     if name not in ("", "silu", "gelu", "fast_gelu", "quick_gelu", "squared_relu"):
-        raise PlanError(f"{source}: plan does not express the activation function {shown(name)}")
+        raise PlanError(f"{source}: no flag says the activation function {shown(name)}")
     # What is gated keeps as many bytes as SwiGLU, whatever the function.
     out["swiglu"] = bool(values.get("gated_linear_unit"))
     out["squared_relu"] = name == "squared_relu"

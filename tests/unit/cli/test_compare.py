@@ -171,3 +171,15 @@ def test_compare_ranks_by_message_streams(run):
     times = [{r["schedule"]: r["makespan"] for r in data["schedules"]} for data in (ideal, streams)]
     assert all(times[1][name] >= times[0][name] for name in NAMES)
     assert list(times[1].values()) == sorted(times[1].values()) and times[0] != times[1]
+
+
+def test_more_chunks_are_named_where_microbatches_are_few(run):
+    words = ["compare", "--pp", 8, "--effort", "0.02"]
+    out = run(*words, "--microbatches", 4)[1].splitlines()[-1]
+    assert out.startswith("with few microbatches more chunks are shorter: --chunks 4 gives ")
+    name, bubble = out.split()[-6], float(out.split()[-2])
+    data = json.loads(run(*words, "--microbatches", 4, "--chunks", 4, "--json")[1])
+    (row,) = (row for row in data["schedules"] if row["schedule"] == name)
+    assert round(100 * row["bubble"], 1) == bubble
+    for more in (["--microbatches", 4, "--chunks", 4], ["--microbatches", 16]):
+        assert "more chunks" not in run(*words, *more)[1]

@@ -11,8 +11,9 @@ from urllib.parse import urlencode
 
 import pytest
 
-from megatron_ext.commands.common import InputError
+from megatron_ext.commands.common import InputError, Parser
 from megatron_ext.commands.explore.answers import Explorer
+from megatron_ext.commands.explore.model import add_model_options, model_of
 from megatron_ext.commands.explore.server import serve
 from megatron_ext.schedule import GENERATORS, generate, simulate
 from megatron_ext.schedule.io import save
@@ -223,3 +224,51 @@ def test_a_taken_port(explorer, address):
     other = serve(explorer, port, fallback=True)
     assert other.server_port != port
     other.server_close()
+
+
+MODEL = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16 --swiglu "
+    "--pipeline-model-parallel-size 4 --world-size 4 --global-batch-size 8 --vocab-size 32000"
+)
+
+
+def _model(line):
+    parser = Parser()
+    add_model_options(parser)
+    return model_of(parser.parse_args(["--from-args", line]))
+
+
+@pytest.mark.parametrize("offload", ["off", "half"])
+def test_a_model_gives_the_step_and_the_bytes_of_plan(run, offload):
+    fixed = "--micro-batch-sizes 1 --no-balance --shard-vocabulary off --cheap-recompute off"
+    words = [*fixed.split(), "--schedules", "v-half", "--offload", offload, "--json"]
+    chosen = json.loads(run("plan", "--from-args", MODEL, *words)[1])["chosen"]
+    explorer = Explorer(_model(MODEL))
+    options = "--pp 4 --microbatches 8" + (f" --offload {offload}" if offload != "off" else "")
+    rows = {row["schedule"]: row for row in explorer.compare(options) if "schedule" in row}
+    row = rows["v-half"]
+    assert row["step_ms"] == pytest.approx(chosen["step_ms"])
+    assert row["gib"] == chosen["peak_bytes"] / 2**30 and row["gib_rank"] == chosen["peak_rank"]
+    assert row["host_gib"] == chosen["host_bytes"] / 2**30 and (offload == "off") == (
+        not row["host_gib"]
+    )
+    drawn = explorer.timelines(options, ["v-half"])
+    assert drawn["runs"][0]["unit"] == "ms" and drawn["command"] == ""
+    # Sizes that the layers do not divide have their reason in the row; others stay.
+    wide = explorer.compare("--pp 8 --microbatches 8")
+    rows = {row["schedule"]: row for row in wide if "schedule" in row}
+    assert "8 layers do not divide into 16" in rows["v-half"]["reason"] and "gib" in rows["1f1b"]
+    for option in ("--cost 1,1,1", "--hop 0.1", "--slices 2"):
+        with pytest.raises(InputError, match="leave it out"):
+            list(explorer.compare(f"--pp 4 --microbatches 8 {option}"))
+
+
+def test_a_model_is_exported(run, tmp_path):
+    path = tmp_path / "view.html"
+    assert run("explore", "--from-args", MODEL, "--gpu", "A100", "--export", path)[0] == 0
+    text = path.read_text()
+    assert "8 layers, hidden 1024" in text and "<th>GiB of the fullest rank" in text
+    status, _, err = run("explore", "--gpu", "H100", "--export", path)
+    assert status == 2 and "--gpu H100 is for a model; give --from-args too" in err
+    status, _, err = run("explore", "--from-args", "--num-layers 4 --bf16", "--export", path)
+    assert status == 2 and "needs --hidden-size" in err

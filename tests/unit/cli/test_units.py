@@ -135,3 +135,18 @@ def test_the_explorer_offers_flags_of_slices_that_training_takes():
     ):
         args = parse(f"--pp 4 --microbatches 4 {words}")
         assert training_flags(args, "v-zb") == flags, words
+
+
+def test_a_file_of_lengths(run, tmp_path):
+    """Of the mean length 2: one and a half and half of it, and attention by the square."""
+    path = tmp_path / "lengths.txt"
+    path.write_text("tokens\n3\n1\n")
+    words = ["simulate", *options("1f1b", 2, 2), "--json", "--microbatch-cost"]
+    lengths = json.loads(run(*words, path)[1])
+    assert lengths["makespan"] == json.loads(run(*words, "1.5,0.5")[1])["makespan"]
+    attended = json.loads(run(*words, path, "--attention-share", "0.5")[1])
+    factors = tmp_path / "factors.txt"
+    factors.write_text("1.875,1.875,1.5\n.375,.375,.5\n")
+    assert attended["makespan"] == json.loads(run(*words, factors)[1])["makespan"]
+    path.write_text("tokens\n")
+    assert "no lengths" in run(*words, path)[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 
@@ -49,13 +50,24 @@ READ = {
     "option that is unset": f"TP=4\nunset TP\nTP=${{TP:-2}}\n{RUN} --tp $TP",
     "lines": f'O=" \\\n  --tp 4 \\\n  --pp 2 \\\n"\n{RUN} \\\n  $O \\\n  --bf16',
     "eval": f'C="{RUN} --tp 4"\neval "$C"',
+    "no arguments": f'{RUN} --tp 4 "$@" --pp 2 $*',
+    "no arguments of a function": f'main() {{\n  local MORE="$@"\n  {RUN} --tp 4 $MORE "$@"\n}}\n'
+    'main "$@"',
     "bash -c": f'C="{RUN} --tp 4"\nbash -c "cd . && $C"',
 }
 # What decides the run and is not known: (script, words of the error).
 UNKNOWN = {
     "variable": (f"{RUN} --tp $TP", r"line 4: TP is not set.*TP=\.\.\. megatron-ext"),
     "argument": (f"TP=$1\n{RUN} --tp $TP", r"line 4: \$1: the arguments.*line 5.*arguments after"),
-    "all arguments": (f'{RUN} "$@"', r"line 4: \$@"),
+    "all arguments in a word": (f'{RUN} --tp "x$@"', r"line 4: \$@"),
+    "argument of a function": (
+        f'main() {{\n  {RUN} --tp $1\n}}\nmain "$@"',
+        r"line 5: \$1: the arguments",
+    ),
+    "argument of a function of several": (
+        f'main() {{\n  {RUN} --tp $2\n}}\nmain 4 "$@"',
+        r"line 7: \$@: the arguments",
+    ),
     "command": (f"TP=$(nproc)\n{RUN} --tp $TP", r"line 4: \$\(nproc\) is not evaluated"),
     "loop": (f"for TP in 1 2; do\n{RUN} --tp $TP\ndone", "line 4: TP is set in a loop"),
     "arguments in a loop": (
@@ -126,7 +138,8 @@ def test_arguments_and_the_environment_count(tmp_path, monkeypatch):
     arguments = ["2", "--name", "a b"]
     command = from_text(HEAD + script, arguments)
     assert command.flags == ["--num-layers", "16", "--tp", "4", "--pp", "2", "--name", "a b"]
-    assert from_text(HEAD + f'{RUN} "$@"', []).flags == ["--num-layers", "16"]
+    assert from_text(HEAD + f'{RUN} "$@"', []).notes == ()
+    assert "none; give them after --" in from_text(HEAD + f'{RUN} "$@"').notes[0]
     with pytest.raises(ValueError, match="only a shell script"):
         from_text("{}", arguments)
 
@@ -137,3 +150,38 @@ def test_slurm_directives_give_their_variables(monkeypatch):
     command = from_text(HEAD + script)
     assert command.flags == ["--tp", "4", "--pp", "4"] and command.world == 16
     assert from_text(HEAD + "srun torchrun --nproc-per-node 8 --nnodes $N x.py").world == 16
+
+
+HOSTILE = r"""
+rm -rf $C; /bin/rm -rf "$C"; `rm -rf $C`; X=$(rm -rf $C); X=$(< $C/canary); unlink $C/canary
+echo gone > $C/canary; : >| $C/canary; printf x >> $C/canary; exec 3<> $C/canary
+tee $C/canary <<< x; find $C -delete; cp /dev/null $C/canary; mv $C/canary $C/x
+ln -sf /dev/null $C/canary
+cd $C && rm -f *
+eval "rm -rf $C"; bash -c "rm -rf $C"; sh <<EOF
+rm -rf $C
+EOF
+source $C/script; . $C/script; command rm -rf $C; builtin eval "echo > $C/canary"; env rm -rf $C
+trap "rm -rf $C" EXIT DEBUG ERR; kill -9 $$; kill -9 -1; enable -f $C/script rm; ulimit -f 0
+cat < /dev/tcp/127.0.0.1/9; diff <(rm -rf $C) >(rm -rf $C); PROMPT_COMMAND="rm -rf $C"
+rm() { command rm "$@"; }; rm -rf $C; :(){ :|:& };:
+python -c "import shutil; shutil.rmtree('$C')"; python $C/canary.py --num-layers 1
+A[$(rm -rf $C)]=1; (( A[$(rm -rf $C)] )); [[ -v A[$(rm -rf $C)] ]]; printf -v "A[$(rm -rf $C)]" x
+"""
+
+
+def test_hostile_lines_do_nothing(tmp_path, monkeypatch):
+    """Every line by itself, and twice in front of a command."""
+    folder = tmp_path / "canaries"
+    folder.mkdir()
+    (folder / "canary").write_text("sings")
+    (folder / "script").write_text(f"rm -rf {folder}\n")
+    monkeypatch.setenv("C", str(folder))
+    monkeypatch.chdir(tmp_path)
+    run = "python pretrain_gpt.py --num-layers 16"
+    for text in (HOSTILE, *HOSTILE.splitlines()):
+        for script in (text, f"{text}\n{run} --tp 4", f"{run} --tp 4\n{text}"):
+            with contextlib.suppress(ValueError):
+                from_text(HEAD + script)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["canaries", "canary", "script"]
+    assert (folder / "canary").read_text() == "sings"

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from megatron_ext.prove.flags import Flags
 from megatron_ext.prove.sources import Command, from_text, from_words
 
 BATCH = """#!/bin/bash
@@ -109,11 +110,19 @@ def test_settings_of_a_recipe():
     }
     settings = {"model": model, "train": {"global_batch_size": 32}, "world_size": 64}
     command = from_text(json.dumps(settings))
-    assert command.flags == [
-        *("--num-layers", "8", "--num-experts", "16", "--disable-bias-linear", "--swiglu"),
-        *("--sequence-parallel", "--recompute-modules", "moe_act", "mlp"),
-        *("--moe-layer-freq", "[0, 1]", "--global-batch-size", "32"),
-    ]
+    flags = Flags(command.flags)
+    assert {name: flags.values(name) for name in flags.names} == {
+        **{"--num-layers": ["8"], "--num-experts": ["16"], "--disable-bias-linear": []},
+        **{"--swiglu": [], "--sequence-parallel": [], "--recompute-modules": ["moe_act", "mlp"]},
+        **{"--moe-layer-freq": ["[0, 1]"], "--global-batch-size": ["32"]},
+    }
+    assert len(command.flags) == 14
+    more = {**model, "params_dtype": "torch.bfloat16", "activation_func": {"_target_": "a.silu"}}
+    more |= {"num_query_groups": 2, "num_layers_in_first_pipeline_stage": 3}
+    flags = Flags(from_text(json.dumps({"model": more})).flags)
+    assert {"--bf16", "--group-query-attention"} <= set(flags.names)
+    assert flags.values("--decoder-first-pipeline-num-layers") == ["3"]
+    assert "--params-dtype" not in flags and "--activation-func" not in flags
     assert command.world == 64
     with pytest.raises(ValueError, match="object|JSON|nested|Expecting"):
         from_text("{")

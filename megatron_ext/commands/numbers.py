@@ -1,0 +1,316 @@
+"""The numbers of a simulated schedule, each once: field of JSON, column of a table, line of text.
+
+``simulate``, ``schedule``, ``compare`` and ``explore`` print views of this one list. A new number
+is a new entry, and its name in the views that show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from ..plan.memory import RankBytes
+from ..schedule import Simulation
+from ..schedule.costs import number_to_json
+from .quality import Quality, percent
+from .results import cost_json, per_rank, units_json
+from .results import short as short
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One schedule's run, with what was asked of it.
+
+    Attributes:
+        run, quality: of the schedule.
+        seconds: to make it, or to read a file.
+        offloads: offload was asked for, even if no set leaves.
+        before: the highest peak without offload, in microbatches; None: not asked for.
+        over_cap: more stays on a device than the cap or the GPU allows; None: there is no cap.
+        ranks: bytes of each, with a model whose times are in microseconds.
+        name: in place of the schedule's.
+    """
+
+    run: Simulation
+    quality: Quality
+    seconds: float = 0.0
+    offloads: bool = False
+    before: Fraction | None = None
+    over_cap: bool | None = None
+    ranks: Sequence[RankBytes] | None = None
+    name: str = ""
+
+    @property
+    def peak(self) -> Fraction:
+        """Of the fullest rank, in microbatches."""
+        return max(self.run.peak_activation)
+
+    @property
+    def host_peak(self) -> Fraction:
+        """Likewise, on the host."""
+        return max(self.run.peak_host_activation)
+
+    @property
+    def offloaded(self) -> tuple[int, Fraction]:
+        """Sets of all ranks, and the makespan's part that waits for them."""
+        transfers = self.run.transfers
+        return (transfers.sets, transfers.stall) if transfers else (0, Fraction(0))
+
+
+def _always(_: Shown) -> bool:
+    return True
+
+
+class Number(NamedTuple):
+    """One number.
+
+    Attributes:
+        field: its value in JSON; None: it is in none.
+        head, cell: of its column.
+        label, text: of its line; a label that begins with blanks is below another.
+        there: whether a run has it.
+    """
+
+    field: Callable[[Shown], Any] | None = None
+    head: str = ""
+    cell: Callable[[Shown], str] = lambda s: ""
+    label: str = ""
+    text: Callable[[Shown], str] = lambda s: ""
+    there: Callable[[Shown], bool] = _always
+
+
+def _name(s: Shown) -> str:
+    return s.name or s.run.schedule.name
+
+
+def _share(x: Fraction) -> str:
+    return f"{float(100 * x):.2f} %"
+
+
+def _above(s: Shown) -> str:
+    return "-" if s.quality.gap is None else _share(s.quality.gap.above)
+
+
+def _hidden(s: Shown) -> str:
+    steady = s.run.hidden_steady
+    worst = max(s.run.exchange, key=lambda one: one.exposed)
+    between = "" if steady is None else f", {percent(steady)} between first B and last F"
+    return (
+        f"{percent(s.run.hidden_exchange or Fraction(0))} hidden{between}; "
+        f"{short(worst.exposed)} of {short(worst.total)} not, on the worst rank"
+    )
+
+
+def _number(value: Fraction | None) -> int | float | None:
+    return None if value is None else number_to_json(value)
+
+
+def _each(values: Sequence[Fraction]) -> list[int | float]:
+    return [number_to_json(x) for x in values]
+
+
+def _sliced(s: Shown) -> bool:
+    return bool(s.run.schedule.slices)
+
+
+def _bounded(s: Shown) -> bool:
+    return s.quality.gap is not None
+
+
+def _noisy(s: Shown) -> bool:
+    return s.quality.spread is not None
+
+
+def _exchanges(s: Shown) -> bool:
+    return s.run.hidden_exchange is not None
+
+
+def _copies(s: Shown) -> bool:
+    return s.offloads or s.run.transfers is not None
+
+
+def _compared(s: Shown) -> bool:
+    return s.before is not None
+
+
+def _modelled(s: Shown) -> bool:
+    return s.ranks is not None
+
+
+def _fullest(s: Shown) -> RankBytes:
+    return max(s.ranks or (), key=lambda rank: rank.total)
+
+
+# By name, in the order of JSON.
+NUMBERS: dict[str, Number] = {
+    "schedule": Number(_name, "schedule", _name),
+    "pp": Number(lambda s: s.run.schedule.pp),
+    "chunks": Number(
+        *(lambda s: s.run.schedule.chunks, "chunks", lambda s: str(s.run.schedule.chunks))
+    ),
+    "microbatches": Number(lambda s: s.run.schedule.microbatches),
+    "slices": Number(
+        lambda s: units_json(s.run.schedule)["slices"],
+        *("slices", lambda s: str(max(s.run.schedule.slices, default=1))),
+        there=_sliced,
+    ),
+    "cost": Number(lambda s: cost_json(s.run.schedule.costs)),
+    "makespan": Number(
+        lambda s: number_to_json(s.run.makespan),
+        *("makespan", lambda s: short(s.run.makespan)),
+        *("makespan", lambda s: short(s.run.makespan)),
+    ),
+    "bubble": Number(
+        lambda s: number_to_json(s.run.bubble),
+        *("bubble", lambda s: _share(s.run.bubble)),
+        *("bubble", lambda s: f"{short(100 * s.run.bubble)} %"),
+    ),
+    "span_bubble": Number(
+        lambda s: number_to_json(s.run.span_bubble),
+        *("span bubble", lambda s: _share(s.run.span_bubble)),
+        *("span bubble", lambda s: f"{short(100 * s.run.span_bubble)} %"),
+    ),
+    "peak_activation": Number(
+        lambda s: _each(s.run.peak_activation),
+        *("peak", lambda s: short(s.peak)),
+        *("  per rank", lambda s: per_rank(s.run.peak_activation)),
+    ),
+    "peak_activation_vs_1f1b": Number(
+        lambda s: number_to_json(s.peak / s.run.schedule.pp),
+        *("of 1F1B's", lambda s: f"{float(100 * s.peak / s.run.schedule.pp):.1f} %"),
+        "peak activation",
+        lambda s: (
+            f"{short(s.peak)} microbatches, {short(100 * s.peak / s.run.schedule.pp)} % of "
+            f"1F1B's {s.run.schedule.pp}"
+        ),
+    ),
+    "peak_vocabulary_microbatches": Number(
+        lambda s: s.run.peak_vocabulary,
+        label="kept from S to T",
+        text=lambda s: f"{max(s.run.peak_vocabulary)} microbatches",
+        there=lambda s: bool(s.run.schedule.barriers),
+    ),
+    "vocabulary per rank": Number(
+        label="  per rank",
+        text=lambda s: " ".join(map(str, s.run.peak_vocabulary)),
+        there=lambda s: bool(s.run.schedule.barriers),
+    ),
+    "exchange": Number(
+        lambda s: _each([one.total for one in s.run.exchange]),
+        label="exchange",
+        text=_hidden,
+        there=_exchanges,
+    ),
+    "exposed_exchange": Number(
+        lambda s: _each([one.exposed for one in s.run.exchange]), there=_exchanges
+    ),
+    "hidden_exchange": Number(
+        lambda s: _number(s.run.hidden_exchange),
+        *("hidden", lambda s: percent(s.run.hidden_exchange or Fraction(0))),
+        there=_exchanges,
+    ),
+    "hidden_exchange_steady": Number(lambda s: _number(s.run.hidden_steady), there=_exchanges),
+    "generation_seconds": Number(
+        lambda s: round(s.seconds, 6), label="generated in", text=lambda s: f"{s.seconds:.3f} s"
+    ),
+    "lower_bound": Number(
+        lambda s: s.quality.json["lower_bound"],
+        label="bound",
+        text=lambda s: s.quality.gap.text if s.quality.gap else "",
+        there=_bounded,
+    ),
+    "bound_kind": Number(lambda s: s.quality.json["bound_kind"], there=_bounded),
+    "above_bound": Number(lambda s: s.quality.json["above_bound"], there=_bounded),
+    "above bound": Number(head="above bound", cell=_above),
+    "makespan_quantiles": Number(
+        lambda s: s.quality.json["makespan_quantiles"],
+        *("with jitter", lambda s: short(s.quality.spread.mean) if s.quality.spread else ""),
+        *("jitter", lambda s: s.quality.jitter_text),
+        there=_noisy,
+    ),
+    "peak_host_activation": Number(
+        lambda s: _each(s.run.peak_host_activation),
+        *("host peak", lambda s: short(s.host_peak)),
+        "  host peak",
+        lambda s: (
+            f"{short(s.host_peak)} microbatches; per rank {per_rank(s.run.peak_host_activation)}"
+        ),
+        there=_copies,
+    ),
+    "offloaded_sets": Number(
+        lambda s: s.offloaded[0],
+        *("offloaded", lambda s: str(s.offloaded[0])),
+        "offloaded",
+        lambda s: f"{s.offloaded[0]} activation sets, stall {short(s.offloaded[1])}",
+        there=_copies,
+    ),
+    "offload_stall": Number(
+        lambda s: number_to_json(s.offloaded[1]),
+        *("stall", lambda s: short(s.offloaded[1])),
+        there=_copies,
+    ),
+    "note": Number(lambda s: s.run.schedule.note, there=lambda s: bool(s.run.schedule.note)),
+    "peak_activation_without_offload": Number(
+        lambda s: _number(s.before),
+        *("without", lambda s: short(s.before or Fraction(0))),
+        there=_compared,
+    ),
+    "over_cap": Number(lambda s: s.over_cap, there=lambda s: s.over_cap is not None),
+    "step_ms": Number(
+        lambda s: float(s.run.makespan) / 1000,
+        *("passes of a step, ms", lambda s: f"{float(s.run.makespan) / 1000:.1f}"),
+        there=_modelled,
+    ),
+    "gib": Number(
+        lambda s: _fullest(s).total / 2**30,
+        *("GiB of the fullest rank", lambda s: f"{_fullest(s).total / 2**30:.2f}"),
+        there=_modelled,
+    ),
+    "gib_rank": Number(lambda s: _fullest(s).rank, there=_modelled),
+    "host_gib": Number(lambda s: max(rank.host for rank in s.ranks or ()) / 2**30, there=_modelled),
+}
+
+_MEMORY = ("peak_activation", "peak_activation_vs_1f1b")
+_OFFLOAD = ("peak_activation_without_offload", "peak_host_activation", "offloaded_sets")
+COLUMNS = (
+    *("schedule", "chunks", "slices", "bubble", "span_bubble", "makespan", "above bound"),
+    *("makespan_quantiles", *_MEMORY, *_OFFLOAD, "offload_stall", "hidden_exchange"),
+)
+PAGE = ("schedule", "bubble", "peak_activation", "makespan", "step_ms", "gib")
+LINES = (
+    *("makespan", "lower_bound", "makespan_quantiles", "bubble", "span_bubble"),
+    *("peak_activation_vs_1f1b", "peak_activation", "exchange", "peak_vocabulary_microbatches"),
+    *("vocabulary per rank", "offloaded_sets", "peak_host_activation", "generation_seconds"),
+)
+
+
+def json_of(shown: Shown) -> dict[str, Any]:
+    """The contract's object, with a ``note`` where ``auto`` or the offload pass says why."""
+    return {
+        name: number.field(shown)
+        for name, number in NUMBERS.items()
+        if number.field is not None and number.there(shown)
+    }
+
+
+def table_of(
+    rows: Sequence[Shown], names: Sequence[str] = COLUMNS, without: Collection[str] = ()
+) -> list[tuple[str, ...]]:
+    """Heads and cells of the numbers that any row has, but for those in ``without``."""
+    found = [
+        NUMBERS[name]
+        for name in names
+        if name not in without and any(NUMBERS[name].there(row) for row in rows)
+    ]
+    return [
+        tuple(number.head for number in found),
+        *(tuple(number.cell(row) for number in found) for row in rows),
+    ]
+
+
+def lines_of(shown: Shown) -> list[str]:
+    """Text, a line a number."""
+    found = [NUMBERS[name] for name in LINES if NUMBERS[name].there(shown)]
+    return [f"  {number.label:<17}{number.text(shown)}" for number in found]

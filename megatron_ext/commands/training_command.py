@@ -1,0 +1,48 @@
+"""``--from-args``: a training command as people have it, read in one way for every command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .._input import read_text, reason, shown
+from .common import InputError
+
+if TYPE_CHECKING:
+    from ..prove.sources import Command
+
+FORMS = (
+    "a command line with its flags, or a file: a shell or batch script (read, never run), YAML of "
+    "Megatron's tests, a recipe's settings as YAML or JSON"
+)
+
+
+def read_command(given: str, arguments: Sequence[str] | None = None) -> Command:
+    """The training command that ``--from-args`` names.
+
+    Args:
+        given: a line, or the path of a file.
+        arguments: of a script; None: not known.
+
+    Raises:
+        InputError: it is neither, or what decides the run is not known from it.
+    """
+    from ..prove.sources import from_line, from_text
+
+    is_file = os.path.isfile(given)
+    try:
+        if is_file:
+            return from_text(read_text(given), arguments)
+        words = shlex.split(given.replace("\\\n", " "), comments=True)
+    except OSError as error:
+        raise InputError(f"cannot read --from-args {given}: {reason(error)}") from None
+    except ValueError as error:
+        what = given if is_file else "cannot be split into words"
+        raise InputError(f"--from-args {what}: {error}") from None
+    if words and not any(word.startswith("--") for word in words):
+        raise InputError(f"--from-args {shown(given)} is no file, and no flag (--name) is in it")
+    if arguments:
+        raise InputError(f"{arguments[0]!r}: only a shell script has arguments of its own after --")
+    return from_line(words)

@@ -1,0 +1,45 @@
+"""The table of Megatron's flags, and plan's, beside Megatron's own parsers."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext import _megatron_flags as table
+from megatron_ext.plan.flags import COUNTED_AS, FLAGS, NOT_MODELLED
+from tests.support.checkouts import MAIN_TAG, RUNNING, Serve, version
+
+# Not of the newest parser: what a launcher says, fields of recipes, other versions and branches.
+OUTSIDE = {"--world-size", "--disable-parameter-transpose-cache", "--cpu-offloading"}
+OUTSIDE |= {"--use-legacy-models", "--enable-mhc-connections", "--enable-hyper-connections"}
+# Types that Megatron reads with a function of its own, whose text plan reads itself.
+OWN = {"enum_type_handler", "moe_freq_type", "la_freq_type", "tuple_type"}
+
+
+def without_kind(flags: dict[str, str]) -> list[str]:
+    """Megatron's flags that the table does not know; ours are ours."""
+    own = ("--pp-", "--moe-pipeline-", "--moe-memory-", "--help")
+    return [name for name in flags if not table.kind_of(name) and not name.startswith(own)]
+
+
+def other_types(flags: dict[str, str]) -> list[str]:
+    """Flags that plan reads in another way than Megatron."""
+    names = {bool: "switch", list: "list", int: "int", float: "float", str: "str"}
+    return [
+        f"{flag}: {names[kind]}, not {flags[flag]}"
+        for flag, kind in FLAGS.items()
+        if flag in flags and flags[flag] != names[kind] and not (kind is str and flags[flag] in OWN)
+    ]
+
+
+@pytest.mark.parametrize("tag", [version(tag) for tag in RUNNING])
+def test_the_table_is_that_of_the_parser(tag: str, serve: Serve) -> None:
+    flags = serve(tag).flags()
+    assert without_kind(flags) == []
+    assert without_kind({**flags, "--brand-new": "int"}) == ["--brand-new"]
+    assert other_types(flags) == []
+    assert other_types({**flags, "--num-layers": "str"}) == ["--num-layers: int, not str"]
+    if tag == MAIN_TAG:
+        used = {*FLAGS, *NOT_MODELLED, *COUNTED_AS, *table.NEEDS, *table.REPLACED, *table.COMPARED}
+        used |= {*table.CPU_NEEDS, *table.CPU_DEFAULTS, *table.CPU_SWITCHES}
+        ours = {name for name in used if table.kind_of(name) == table.OURS}
+        assert used - set(flags) - OUTSIDE - ours == set()
