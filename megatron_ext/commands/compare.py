@@ -10,12 +10,10 @@ from fractions import Fraction
 from typing import Any
 
 from .._terminal import Progress, paint
+from ..schedule import AUTO, GENERATORS, ScheduleSpec, Selected, Simulation, select, simulate
 from ..schedule.costs import number_to_json
-from ..schedule.generators import GENERATORS
-from ..schedule.generators.registry import takers
 from ..schedule.memory_cap import ShareCap
-from ..schedule.select import AUTO, CapExceeded, ScheduleSpec, Selected, by_name, keeps, select
-from ..schedule.simulate import Simulation, simulate
+from ..schedule.named import CapExceeded, keeps
 from ..view.table import columns
 from .common import (
     InputError,
@@ -28,6 +26,7 @@ from .common import (
     offloads,
     refuse_large,
     sizes_of,
+    taking,
 )
 from .network import add_network_options, network_json, network_of, network_text
 from .quality import Quality, add_jitter_options, jitter_of, percent, simulated
@@ -76,7 +75,7 @@ def add_options(parser: Parser) -> None:
     add_jitter_options(parser)
 
 
-_GROUPED = " and ".join(takers("takes_group_size"))
+_GROUPED = taking("takes_group_size")
 
 
 def _compare(args: argparse.Namespace) -> None:
@@ -161,7 +160,7 @@ def fitted(asked: ScheduleSpec, name: str) -> tuple[Selected, bool]:
     Raises:
         ValueError: it does not exist for these sizes.
     """
-    spec = by_name(asked, name)
+    spec = asked.of(name)
     if not GENERATORS[name].takes_group_size:
         spec = replace(spec, group_size=None)
     cap = spec.cap
@@ -233,7 +232,9 @@ def _table(
     noise = jitter_of(args)
     span = args.objective == "span"
     heads = (*_HEADS[:2], *(("slices",) if args.slices else ()), *_HEADS[2:])
+    free = args.reorder_microbatches
     heads = (*heads, *(("span bubble",) if span else ()), *_TIME_HEADS)
+    heads += ("by order",) if free else ()
     heads += (*(() if noise is None else ("with jitter",)), *_MEMORY_HEADS)
     if noise is not None:
         limit += f"; pass times +- {percent(noise.spread)}, {noise.runs} runs, seed {noise.seed}"
@@ -266,6 +267,9 @@ def _table(
         lines.append("with jitter: the mean makespan under random pass times")
     if asked.costs.exchange:
         lines.append("hidden: of the exchange behind computation")
+    if free:
+        lines.append("by order: what the order of the microbatches saves of the time as given")
+        lines += [f"  best, microbatches {rows[0].simulation.schedule.arrangement}"]
     if offloads(args):
         lines += [
             "without: the same without offload; host peak: likewise, on the host",
@@ -295,12 +299,20 @@ def _cells(row: _Row, span: bool, slices: bool) -> tuple[str, ...]:
         *((f"{float(100 * run.span_bubble):.2f} %",) if span else ()),
         short(run.makespan),
         "-" if gap is None else f"{float(100 * gap.above):.2f} %",
+        *_order_cells(run),
         *(() if spread is None else (short(spread.mean),)),
         short(peak),
         f"{float(100 * peak / run.schedule.pp):.1f} %",
         *_offload_cells(row),
         *(() if run.hidden_exchange is None else (percent(run.hidden_exchange),)),
     )
+
+
+def _order_cells(run: Simulation) -> tuple[str, ...]:
+    found = run.schedule.arrangement
+    if found is None:
+        return ()
+    return ("-" if found.saved is None else percent(found.saved),)
 
 
 def _offload_cells(row: _Row) -> tuple[str, ...]:

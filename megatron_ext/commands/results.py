@@ -39,6 +39,7 @@ def simulation_json(
         "chunks": schedule.chunks,
         "microbatches": schedule.microbatches,
         **units_json(schedule),
+        **schedule.arrangement_json,
         "cost": cost_json(schedule.costs),
         "makespan": number_to_json(simulation.makespan),
         "bubble": number_to_json(simulation.bubble),

@@ -115,7 +115,8 @@ def _write_schedule(args: argparse.Namespace) -> None:
         return
     actions = sum(len(row) for row in schedule.ranks)
     print(f"{args.output}: {schedule.name}, pp {schedule.pp}, {actions} actions")
-    for note in (schedule.note, hint(args)):
+    order = "" if schedule.arrangement is None else f"microbatches {schedule.arrangement}"
+    for note in (schedule.note, order, hint(args)):
         if note:
             print(f"  {note}")
     if optimized is not None:

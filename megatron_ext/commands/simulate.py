@@ -72,6 +72,7 @@ def _simulation_table(
             f"  peak activation  {short(max(peaks))} microbatches, "
             f"{short(100 * max(peaks) / schedule.pp)} % of 1F1B's {schedule.pp}",
             f"    per rank       {per_rank(peaks)}",
+            *_order_lines(simulation),
             *_exchange_lines(simulation),
             *_vocabulary_lines(simulation),
             *_offload_lines(simulation),
@@ -84,6 +85,11 @@ def _simulation_table(
 
 def _why(simulation: Simulation) -> str:
     return "note             " if simulation.transfers else "chosen because   "
+
+
+def _order_lines(simulation: Simulation) -> list[str]:
+    found = simulation.schedule.arrangement
+    return [] if found is None else [f"  microbatches     {found}"]
 
 
 def _exchange_lines(simulation: Simulation) -> list[str]:

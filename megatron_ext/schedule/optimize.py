@@ -19,9 +19,9 @@ from .actions import Action
 from .bounds import makespan_bound
 from .effects import peak_sets
 from .generators import Objective
+from .named import time_taken
 from .optimize_window import Problem, Times, Window, import_solver
 from .schedule import Schedule
-from .select import time_taken
 from .simulate import run_times, simulate
 
 _WORK_RATE = 0.4  # CP-SAT's deterministic units a second, on one core without other work

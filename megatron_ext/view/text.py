@@ -84,10 +84,12 @@ def _header(timeline: Timeline, note: str) -> list[str]:
     result = timeline.facts or (
         f"makespan {timeline.makespan_text}, bubble {decimal(100 * timeline.bubble, 1)} %"
     )
+    order = [] if schedule.arrangement is None else [f"microbatches {schedule.arrangement}"]
     return [
         f"{schedule.name} ({timeline.label}): pp {schedule.pp}, chunks {schedule.chunks}, "
         f"microbatches {schedule.microbatches}{slices_text(schedule, ', slices ')}, {result}",
         f"peak activation per rank, in microbatches (1F1B: {reference_peak(schedule)}): {peaks}",
+        *order,
         f"{note}{case}; dots = idle",
         "",
     ]

@@ -243,6 +243,7 @@ def names_of(runs: Sequence[Timeline]) -> str:
     """Every schedule once, with its sizes."""
     texts = (
         f"{s.name}, pp {s.pp}, microbatches {s.microbatches}{slices_text(s, ', slices ')}"
+        + ("" if s.arrangement is None else f" {s.arrangement}")
         for s in (r.schedule for r in runs)
     )
     return " and ".join(dict.fromkeys(texts))

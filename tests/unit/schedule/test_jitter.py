@@ -15,10 +15,12 @@ from megatron_ext.schedule import (
     Op,
     Placement,
     Schedule,
+    ScheduleSpec,
     check,
     generate,
     lower,
     offload_pass,
+    select,
     simulate,
 )
 from megatron_ext.schedule.costs import Durations
@@ -26,7 +28,6 @@ from megatron_ext.schedule.generators import steadier
 from megatron_ext.schedule.jitter import jitter
 from megatron_ext.schedule.moves import fits, room_of, states
 from megatron_ext.schedule.network import Network
-from megatron_ext.schedule.select import ScheduleSpec, select
 from megatron_ext.schedule.tasks import Tasks
 
 REAL = Costs.parse("1,1.1,0.8,0.05")

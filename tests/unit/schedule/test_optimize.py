@@ -28,8 +28,8 @@ from megatron_ext.schedule import (
 )
 from megatron_ext.schedule import optimize as optimize_module
 from megatron_ext.schedule.effects import peak_sets
+from megatron_ext.schedule.named import time_taken
 from megatron_ext.schedule.optimize import optimize
-from megatron_ext.schedule.select import time_taken
 
 EXACT = json.loads((Path(__file__).parent / "exact_optima.json").read_text())["rows"]
 MEASURED = Costs.of(1, "0.98", "0.74")
