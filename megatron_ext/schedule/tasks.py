@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from .actions import Action, Op, Operation
@@ -41,6 +42,9 @@ def sources(
     return found
 
 
+Edges = tuple[tuple[int, int], ...]  # (task, lag)
+
+
 class _Rest(NamedTuple):
     """What else a table is made from."""
 
@@ -60,6 +64,7 @@ class Tasks:
         vocabulary: passes of a sharded one; None: it is not sharded.
 
     Attributes:
+        units: how many.
         microbatch: of every unit.
         lanes: (operation, stage).
         rank, lane, duration, take, give: by task. A lane's tasks run in the order of
@@ -82,27 +87,31 @@ class Tasks:
             microbatches = [[UnitCosts()]] * microbatches
         self.placement, self._rest = placement, _Rest(durations, fused, vocabulary)
         units = [unit for one in microbatches for unit in one]
+        self.units = len(units)
         self.microbatch = [j for j, one in enumerate(microbatches) for _ in one]
+        # Of every lane the units in order: of F, and of backward passes.
+        self._rising = list(range(self.units))
+        self._falling = sorted(self._rising, key=lambda unit: (self.microbatch[unit], -unit))
         self.lanes = list(self._lanes())
         self._numbers = {name: k * len(units) for k, name in enumerate(self.lanes)}
         self.lane = [k for k, _ in enumerate(self.lanes) for _ in units]
         self.rank = [placement.rank_of(self.lanes[lane][1]) for lane in self.lane]
         sizes, nothing = [unit.size for unit in units], [0] * len(units)
-        freed = [unit.size if unit.freed < 0 else unit.freed for unit in units]
+        freed = [unit.freed for unit in units]
         self.duration, self.take, self.give = list[int](), list[int](), list[int]()
         for op, stage in self.lanes:
             self.duration += self._times(op, stage, units)
             change = DEVICE.get(op, 0)
             self.take += sizes if change > 0 else nothing
             self.give += freed if change < 0 else nothing
-        self.needs = list[tuple[tuple[int, int], ...]]()
-        for lane in range(len(self.lanes)):
-            self.needs += self._needs(lane)
-        feeds: list[list[tuple[int, int]]] = [[] for _ in self.rank]
-        for task, edges in enumerate(self.needs):
+        # (lane, lag) of what the tasks of a lane need of the same unit, and the same reversed.
+        needed = [list(self._sources(lane)) for lane in range(len(self.lanes))]
+        users: list[list[tuple[int, int]]] = [[] for _ in needed]
+        for lane, edges in enumerate(needed):
             for other, lag in edges:
-                feeds[other].append((task, lag))
-        self.feeds = [tuple(edges) for edges in feeds]
+                users[other].append((lane, lag))
+        self.needs, self.feeds = self._edges(needed), self._edges(users)
+        self._add_slices()
 
     def _lanes(self) -> Iterator[tuple[Operation, int]]:
         stages = range(self.placement.num_stages)
@@ -121,11 +130,6 @@ class Tasks:
         place = KINDS.index(op) if op in KINDS else None
         return (whole * (1 if place is None else unit[place]) for unit in units)
 
-    @property
-    def units(self) -> int:
-        """How many."""
-        return len(self.microbatch)
-
     def like(self, microbatches: int) -> Tasks:
         """The same pipeline with another number of whole microbatches."""
         durations, fused, vocabulary = self._rest
@@ -142,29 +146,41 @@ class Tasks:
         lane, unit = divmod(task, self.units)
         return (*self.lanes[lane], unit)
 
-    def _needs(self, lane: int) -> list[tuple[tuple[int, int], ...]]:
-        """Of every task of a lane."""
+    def _sources(self, lane: int) -> Iterator[tuple[int, int]]:
         op, stage = self.lanes[lane]
         durations, _, vocabulary = self._rest
-        units, needs = range(self.units), []
         for kind, other, lag in sources(op, stage, self.placement, durations, vocabulary):
-            first = self.number(kind, other, 0)
-            needs.append([(first + unit, lag) for unit in units])
-        rows: list[tuple[tuple[int, int], ...]] = list(zip(*needs)) if needs else [()] * self.units
-        first = self.number(op, stage, 0)
-        for unit in units:
-            before = beside(op, unit)
-            if before is None:
-                break
-            if 0 <= before < self.units and self.microbatch[before] == self.microbatch[unit]:
-                rows[unit] = (*rows[unit], (first + before, 0))
-        return rows
+            yield self.number(kind, other, 0) // self.units, lag
+
+    def _edges(self, lanes: Sequence[Sequence[tuple[int, int]]]) -> list[Edges]:
+        """Of every task, to those of these lanes with the same unit."""
+        found: list[Edges] = []
+        for edges in lanes:
+            firsts = [(lane * self.units, lag) for lane, lag in edges]
+            columns = [zip(range(first, first + self.units), repeat(lag)) for first, lag in firsts]
+            found += zip(*columns) if columns else [()] * self.units
+        return found
+
+    def _add_slices(self) -> None:
+        """What units of one microbatch need of each other."""
+        units, microbatch = self.units, self.microbatch
+        if units == microbatch[-1] + 1:
+            return
+        for lane, (op, _) in enumerate(self.lanes):
+            for unit in range(units):
+                before = beside(op, unit)
+                if before is None:
+                    break
+                if 0 <= before < units and microbatch[before] == microbatch[unit]:
+                    task, other = lane * units + unit, lane * units + before
+                    self.needs[task] = (*self.needs[task], (other, 0))
+                    self.feeds[other] = (*self.feeds[other], (task, 0))
 
     def lane_order(self, lane: int) -> list[int]:
         """Its tasks: microbatches rise; the units of one fall in backward passes."""
-        sign = -1 if self.lanes[lane][0] in (Op.B, Op.W, Op.BW) else 1
-        order = sorted(range(self.units), key=lambda unit: (self.microbatch[unit], sign * unit))
-        return [lane * self.units + unit for unit in order]
+        falls = self.lanes[lane][0] in (Op.B, Op.W, Op.BW)
+        first = lane * self.units
+        return [first + unit for unit in (self._falling if falls else self._rising)]
 
     def rows(self, orders: Iterable[Iterable[Action]]) -> list[list[int]]:
         """Tasks of every rank's actions, whose microbatches are units."""

@@ -164,5 +164,5 @@ def test_steadier_keeps_bytes_of_sets_that_grow() -> None:
     assert found is not schedule
     tasks = Tasks(schedule.placement, Durations.unit(schedule.placement), 12)
     before, after = (tasks.rows(one.compute().ranks) for one in (schedule, found))
-    held = (state for row in before for state in states(tasks, row))
+    held = states(tasks, before)
     assert fits(tasks, after, room_of(held, max(check(schedule).peak_sets)))
