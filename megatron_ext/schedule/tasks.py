@@ -64,7 +64,6 @@ class Tasks:
         vocabulary: passes of a sharded one; None: it is not sharded.
 
     Attributes:
-        units: how many.
         microbatch: of every unit.
         lanes: (operation, stage).
         rank, lane, duration, take, give: by task. A lane's tasks run in the order of
@@ -87,11 +86,7 @@ class Tasks:
             microbatches = [[UnitCosts()]] * microbatches
         self.placement, self._rest = placement, _Rest(durations, fused, vocabulary)
         units = [unit for one in microbatches for unit in one]
-        self.units = len(units)
         self.microbatch = [j for j, one in enumerate(microbatches) for _ in one]
-        # Of every lane the units in order: of F, and of backward passes.
-        self._rising = list(range(self.units))
-        self._falling = sorted(self._rising, key=lambda unit: (self.microbatch[unit], -unit))
         self.lanes = list(self._lanes())
         self._numbers = {name: k * len(units) for k, name in enumerate(self.lanes)}
         self.lane = [k for k, _ in enumerate(self.lanes) for _ in units]
@@ -130,6 +125,16 @@ class Tasks:
         place = KINDS.index(op) if op in KINDS else None
         return (whole * (1 if place is None else unit[place]) for unit in units)
 
+    @property
+    def units(self) -> int:
+        """How many."""
+        return len(self.microbatch)
+
+    @property
+    def _is_cut(self) -> bool:
+        """True if some microbatch has several units."""
+        return self.microbatch[-1] + 1 < self.units
+
     def like(self, microbatches: int) -> Tasks:
         """The same pipeline with another number of whole microbatches."""
         durations, fused, vocabulary = self._rest
@@ -155,16 +160,16 @@ class Tasks:
     def _edges(self, lanes: Sequence[Sequence[tuple[int, int]]]) -> list[Edges]:
         """Of every task, to those of these lanes with the same unit."""
         found: list[Edges] = []
+        units = self.units
         for edges in lanes:
-            firsts = [(lane * self.units, lag) for lane, lag in edges]
-            columns = [zip(range(first, first + self.units), repeat(lag)) for first, lag in firsts]
-            found += zip(*columns) if columns else [()] * self.units
+            columns = [zip(range(k * units, (k + 1) * units), repeat(lag)) for k, lag in edges]
+            found += zip(*columns) if columns else [()] * units
         return found
 
     def _add_slices(self) -> None:
         """What units of one microbatch need of each other."""
         units, microbatch = self.units, self.microbatch
-        if units == microbatch[-1] + 1:
+        if not self._is_cut:
             return
         for lane, (op, _) in enumerate(self.lanes):
             for unit in range(units):
@@ -178,9 +183,10 @@ class Tasks:
 
     def lane_order(self, lane: int) -> list[int]:
         """Its tasks: microbatches rise; the units of one fall in backward passes."""
-        falls = self.lanes[lane][0] in (Op.B, Op.W, Op.BW)
-        first = lane * self.units
-        return [first + unit for unit in (self._falling if falls else self._rising)]
+        order, first = list(range(lane * self.units, (lane + 1) * self.units)), lane * self.units
+        if self._is_cut and self.lanes[lane][0] in (Op.B, Op.W, Op.BW):
+            order.sort(key=lambda task: (self.microbatch[task - first], -task))
+        return order
 
     def rows(self, orders: Iterable[Iterable[Action]]) -> list[list[int]]:
         """Tasks of every rank's actions, whose microbatches are units."""
