@@ -20,16 +20,15 @@ import importlib.util
 import io
 import json
 import os
-import platform
 import random
 import sys
 import time
 from collections.abc import Sequence
-from datetime import date
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import simulated
 from megatron_ext.schedule import (
     Action,
     Costs,
@@ -369,17 +368,11 @@ def page(data: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; exit status 1 if a cell is lost."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--output", type=Path, default=HERE, metavar="DIR")
-    parser.add_argument("--date", default=date.today().isoformat())
-    parser.add_argument("--machine", default=f"{os.cpu_count()} cores", help="in words")
+    parser = simulated.parser_of(__doc__)
     parser.add_argument("--random", type=int, default=0, metavar="N", help="random cells too")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--most", type=int, metavar="N", help="only cells with p x m to N")
     parser.add_argument("--resume", action="store_true", help="keep an interrupted run's rows")
-    parser.add_argument(
-        "--page-of", type=Path, metavar="FILE", help="earlier results; runs nothing"
-    )
     theirs = os.environ.get("ADAPTIVE_SCHEDULER")
     parser.add_argument(
         "--theirs",
@@ -389,13 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="v_auto_schedule.py of their checkout (default $ADAPTIVE_SCHEDULER)",
     )
     args = parser.parse_args(argv)
-    if args.page_of is None:
-        data = _data(args)
-        path = args.output / data["results"]
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    else:
-        data = json.loads(args.page_of.read_text())
-    (args.output / "adaptive.md").write_text(page(data), encoding="utf-8")
+    data = simulated.run(args, "adaptive", lambda: _data(args), page)
     rows = [row for row in data["stored"] + data["random"] if row["theirs"] is not None]
     lost = sum(slower(row) > LOSS for row in rows)
     print(f"{lost} of {len(rows)} cells are lost by more than {LOSS} %")
@@ -403,13 +390,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _data(args: argparse.Namespace) -> dict[str, Any]:
-    """The results file."""
+    """The results."""
     box = None if args.theirs is None else Theirs(args.theirs)
-    (args.output / "results").mkdir(parents=True, exist_ok=True)
     part = args.output / "results" / f"{args.date}-adaptive.part"
     if not args.resume:
         part.unlink(missing_ok=True)
-    started, before = time.perf_counter(), _load()
     cells: list[list[tuple[Setting, float | None]]] = [
         [(setting, known) for setting, known in stored()],
         [(setting, None) for setting in grid(args.random, args.seed)],
@@ -420,12 +405,6 @@ def _data(args: argparse.Namespace) -> dict[str, Any]:
     ]
     part.unlink(missing_ok=True)
     return {
-        "date": args.date,
-        "machine": args.machine,
-        "python": platform.python_version(),
-        "load": f"{before} before, {_load()} after",
-        "seconds": round(time.perf_counter() - started, 1),
-        "results": f"results/{args.date}-adaptive.json",
         "theirs_ran": box is not None,
         "count": args.random,
         "most": args.most,
@@ -433,10 +412,6 @@ def _data(args: argparse.Namespace) -> dict[str, Any]:
         "stored": groups[0],
         "random": groups[1],
     }
-
-
-def _load() -> str:
-    return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
 
 
 if __name__ == "__main__":

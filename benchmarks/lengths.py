@@ -8,18 +8,15 @@ python3 -m benchmarks.lengths --page-of FILE     # the page alone, of earlier re
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import date
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from benchmarks import simulated
 from megatron_ext.schedule import Costs, Placement, Schedule, ScheduleSpec, select
 from megatron_ext.schedule.costs import Durations
 from megatron_ext.schedule.engine import Rows, replay
@@ -148,12 +145,7 @@ def page(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _load() -> str:
-    return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
-
-
 def _data(args: argparse.Namespace) -> dict[str, Any]:
-    started, before = time.perf_counter(), _load()
     order = mean_order()
     seeds = range(FIRST, FIRST + args.seeds)
     rows = []
@@ -161,39 +153,17 @@ def _data(args: argparse.Namespace) -> dict[str, Any]:
         for seed in seeds:
             rows.append(measure(kind, seed, order))
             print(kind, seed, rows[-1]["idle"], flush=True)
-    return {
-        "date": args.date,
-        "machine": args.machine,
-        "python": platform.python_version(),
-        "load": f"{before} before, {_load()} after",
-        "seconds": round(time.perf_counter() - started, 1),
-        "results": f"results/{args.date}-lengths.json",
-        "seeds": args.seeds,
-        "rows": rows,
-    }
+    return {"seeds": args.seeds, "rows": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--output", type=Path, default=HERE, metavar="DIR")
-    parser.add_argument("--date", default=date.today().isoformat())
-    parser.add_argument("--machine", default=f"{os.cpu_count()} cores", help="in words")
+    parser = simulated.parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="of each distribution")
-    parser.add_argument(
-        "--page-of", type=Path, metavar="FILE", help="earlier results; runs nothing"
-    )
     args = parser.parse_args(argv)
     if args.seeds < 1:
         parser.error(f"--seeds is 1 or more, not {args.seeds}")
-    if args.page_of is None:
-        data = _data(args)
-        path = args.output / data["results"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    else:
-        data = json.loads(args.page_of.read_text())
-    (args.output / "lengths.md").write_text(page(data), encoding="utf-8")
+    simulated.run(args, "lengths", lambda: _data(args), page)
     return 0
 
 

@@ -27,8 +27,7 @@ from typing import Any
 
 from benchmarks.ranks import add_arguments, priority, save
 from megatron_ext.prove.server import ScriptServer
-from megatron_ext.schedule import Costs, Schedule, simulate
-from megatron_ext.schedule.select import ScheduleSpec, select
+from megatron_ext.schedule import Costs, Schedule, ScheduleSpec, select, simulate
 from tests.support import ROOT
 from tests.support.features import BASE, MOE
 

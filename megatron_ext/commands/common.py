@@ -33,7 +33,7 @@ from ..schedule.io import load as load_file
 from ..schedule.io import read as read_schedule
 from ..schedule.link import DEFAULT_POLICY, POLICIES
 from ..schedule.memory_cap import ShareCap, parse_cap
-from ..schedule.select import CapExceeded
+from ..schedule.named import CapExceeded
 from .parser import Parser as Parser
 from .parser import positive as positive
 from .parser import seconds as seconds
@@ -69,8 +69,8 @@ def add_schedule_options(parser: argparse.ArgumentParser, *, required: bool = Tr
     add_size_options(group)
     add_shape_options(
         group,
-        f"for {_taking('takes_memory_cap')}; with --offload for all, of what stays on the device",
-        f"for {_taking('takes_group_size')}",
+        f"for {taking('takes_memory_cap')}; with --offload for all, of what stays on the device",
+        f"for {taking('takes_group_size')}",
     )
     add_offload_options(parser)
 
@@ -206,7 +206,7 @@ def offloads(args: argparse.Namespace) -> bool:
 _KNOWN = (*NAMES, AUTO)
 
 
-def _taking(option: str) -> str:
+def taking(option: str) -> str:
     """The schedules that have an option of ``Generator``'s ``takes_...``, in words."""
     return " and ".join([*takers(option), *([AUTO] if option == "takes_memory_cap" else [])])
 
@@ -299,6 +299,7 @@ def sizes_of(args: argparse.Namespace, name: str) -> ScheduleSpec:
         overlap=args.overlap,
         slices=slices,
         joined=args.slice_weights == "joined",
+        reorder=args.reorder_microbatches,
     )
 
 
@@ -353,7 +354,7 @@ def _check_name(args: argparse.Namespace, offload: bool) -> None:
         if option == "memory_cap" and (offload or args.schedule == AUTO):
             continue  # every schedule has one with offload
         if getattr(args, option) is not None and args.schedule not in takers(f"takes_{option}"):
-            flag, some = flag_of(option), _taking(f"takes_{option}")
+            flag, some = flag_of(option), taking(f"takes_{option}")
             raise InputError(
                 f"{flag} {getattr(args, option)} is for {some}, and {args.schedule} has none; "
                 f"leave {flag} out, or give another --schedule"
@@ -387,8 +388,9 @@ def _from_file(path: str, args: argparse.Namespace) -> Schedule:
                 f"--{option} {given} contradicts {path}, which is for {option}={holds}; "
                 f"leave --{option} out"
             )
-    if args.overlap:
-        raise InputError(f"the order in {path} is fixed; leave --overlap out")
+    for option in ("overlap", "reorder_microbatches"):
+        if getattr(args, option):
+            raise InputError(f"the order in {path} is fixed; leave {flag_of(option)} out")
     for option in ("memory_cap", "group_size", "objective"):
         if getattr(args, option) is not None:
             raise InputError(
@@ -400,6 +402,9 @@ def _from_file(path: str, args: argparse.Namespace) -> Schedule:
         asked = units_asked(args, schedule.microbatches, schedule.slices)
         if asked.shares is not None:
             costs = replace(costs, units=asked.shares)
+            if schedule.arrangement is not None:
+                unknown = schedule.arrangement._replace(saved=None)
+                schedule = replace(schedule, arrangement=unknown)
         if asked.slices != schedule.slices:
             raise ScheduleError("the order is of whole microbatches; leave --slices out")
         schedule = replace(schedule, costs=costs)

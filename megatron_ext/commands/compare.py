@@ -13,7 +13,8 @@ from typing import Any
 
 from .._terminal import Progress, paint
 from ..schedule.generators import GENERATORS, BrokenGenerator
-from ..schedule.select import CapExceeded, ScheduleSpec
+from ..schedule import ScheduleSpec
+from ..schedule.named import CapExceeded
 from ..schedule.simulate import simulate
 from ..view.table import columns
 from .common import (
@@ -232,6 +233,9 @@ def _table(
         lines.append("with jitter: the mean makespan under random pass times")
     if asked.costs.exchange:
         lines.append("hidden: of the exchange behind computation")
+    if args.reorder_microbatches:
+        lines.append("by order: what the order of the microbatches saves of the time as given")
+        lines += [f"  best, microbatches {rows[0].run.schedule.arrangement}"]
     if offloads(args):
         lines += [
             "without: the same without offload; host peak: likewise, on the host",

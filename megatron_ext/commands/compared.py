@@ -8,13 +8,13 @@ from fractions import Fraction
 
 from ..schedule.costs import Costs
 from ..schedule.generators import GENERATORS
-from ..schedule.generators.registry import takers
 from ..schedule.memory_cap import ShareCap
 from ..schedule.schedule import Schedule
-from ..schedule.select import AUTO, CapExceeded, ScheduleSpec, Selected, by_name, keeps, select
-from .common import InputError, offload_of, offloads, sizes_of, spec_of
+from ..schedule import AUTO, ScheduleSpec, Selected, select
+from ..schedule.named import CapExceeded, keeps
+from .common import InputError, offload_of, offloads, sizes_of, spec_of, taking
 
-GROUPED = " and ".join(takers("takes_group_size"))
+GROUPED = taking("takes_group_size")
 
 
 def files_of(args: argparse.Namespace) -> dict[str, Schedule]:
@@ -24,6 +24,7 @@ def files_of(args: argparse.Namespace) -> dict[str, Schedule]:
         # What shapes a schedule is for those that are made here.
         fixed = {"schedule": path, "chunks": None, "memory_cap": None, "group_size": None}
         alone = {"objective": None, "overlap": False, "offload": None}
+        alone |= {"reorder_microbatches": False}
         asked = argparse.Namespace(**{**vars(args), **fixed, **alone})
         order = spec_of(asked).order
         assert order is not None  # a file has one
@@ -66,7 +67,7 @@ def fitted(asked: ScheduleSpec, name: str, order: Schedule | None = None) -> tup
     Raises:
         ValueError: it does not exist for these sizes.
     """
-    spec = by_name(asked, name) if order is None else replace(asked, name=name, order=order)
+    spec = asked.of(name) if order is None else replace(asked, name=name, order=order)
     if order is not None or not GENERATORS[name].takes_group_size:
         spec = replace(spec, group_size=None)
     cap = spec.cap

@@ -115,6 +115,15 @@ def _sliced(s: Shown) -> bool:
     return bool(s.run.schedule.slices)
 
 
+def _arranged(s: Shown) -> bool:
+    return s.run.schedule.arrangement is not None
+
+
+def _saved(s: Shown) -> str:
+    found = s.run.schedule.arrangement
+    return "-" if found is None or found.saved is None else percent(found.saved)
+
+
 def _bounded(s: Shown) -> bool:
     return s.quality.gap is not None
 
@@ -155,6 +164,17 @@ NUMBERS: dict[str, Number] = {
         lambda s: units_json(s.run.schedule)["slices"],
         *("slices", lambda s: str(max(s.run.schedule.slices, default=1))),
         there=_sliced,
+    ),
+    "microbatch_order": Number(
+        lambda s: s.run.schedule.arrangement_json["microbatch_order"],
+        label="microbatches",
+        text=lambda s: str(s.run.schedule.arrangement),
+        there=_arranged,
+    ),
+    "saved_by_order": Number(
+        lambda s: s.run.schedule.arrangement_json["saved_by_order"],
+        *("by order", _saved),
+        there=_arranged,
     ),
     "cost": Number(lambda s: cost_json(s.run.schedule.costs)),
     "makespan": Number(
@@ -276,13 +296,20 @@ _MEMORY = ("peak_activation", "peak_activation_vs_1f1b")
 _OFFLOAD = ("peak_activation_without_offload", "peak_host_activation", "offloaded_sets")
 COLUMNS = (
     *("schedule", "chunks", "slices", "bubble", "span_bubble", "makespan", "above bound"),
+    "saved_by_order",
     *("makespan_quantiles", *_MEMORY, *_OFFLOAD, "offload_stall", "hidden_exchange"),
 )
 PAGE = ("schedule", "bubble", "peak_activation", "makespan", "step_ms", "gib")
 LINES = (
     *("makespan", "lower_bound", "makespan_quantiles", "bubble", "span_bubble"),
-    *("peak_activation_vs_1f1b", "peak_activation", "exchange", "peak_vocabulary_microbatches"),
-    *("vocabulary per rank", "offloaded_sets", "peak_host_activation", "generation_seconds"),
+    *("peak_activation_vs_1f1b", "peak_activation", "microbatch_order", "exchange"),
+    *(
+        "peak_vocabulary_microbatches",
+        "vocabulary per rank",
+        "offloaded_sets",
+        "peak_host_activation",
+        "generation_seconds",
+    ),
 )
 
 

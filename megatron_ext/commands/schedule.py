@@ -23,6 +23,7 @@ from .common import (
     add_schedule_options,
     hint,
     memory_cap,
+    offload_of,
     offloads,
     output,
     schedule_of,
@@ -56,18 +57,13 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         type=seconds,
         metavar="SECONDS",
         help="shorten the order by constraint programming for SECONDS, within the memory cap or "
-        "the schedule's own peak; needs the extra [optimize]",
+        "the schedule's own peak, with --offload too; needs the extra [optimize]",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_write_schedule)
 
 
 def _write_schedule(args: argparse.Namespace) -> None:
-    if offloads(args) and args.optimize is not None:
-        raise InputError(
-            f"--optimize {args.optimize:g} orders passes, not the copies of --offload "
-            f"{args.offload}; leave one of them out"
-        )
     if offloads(args) and not args.lowered:
         raise InputError(
             f"--offload {args.offload} needs --lowered too: without it the file holds compute "
@@ -115,7 +111,8 @@ def _write_schedule(args: argparse.Namespace) -> None:
         return
     actions = sum(len(row) for row in schedule.ranks)
     print(f"{args.output}: {schedule.name}, pp {schedule.pp}, {actions} actions")
-    for note in (schedule.note, hint(args)):
+    order = "" if schedule.arrangement is None else f"microbatches {schedule.arrangement}"
+    for note in (schedule.note, order, hint(args)):
         if note:
             print(f"  {note}")
     if optimized is not None:
@@ -132,8 +129,9 @@ def _optimized(args: argparse.Namespace, schedule: Schedule) -> Optimized:
     if cap is None and (args.schedule == AUTO or (made is not None and made.takes_memory_cap)):
         cap = ShareCap(Fraction(1))  # their default
     sets = None if cap is None else cap.sets(schedule.placement, schedule.splits_backward)
+    away = offload_of(args, schedule.pp) if offloads(args) else None
     with user_input():
-        return optimize(schedule, args.optimize, sets, args.objective or "makespan")
+        return optimize(schedule, args.optimize, sets, args.objective or "makespan", away=away)
 
 
 def _print_optimized(made: Optimized) -> None:

@@ -11,7 +11,7 @@ from .._input import fraction, read_text, reason, shown
 from ..schedule.units import check_slices, shares_of
 
 _CUTS = ("attention_share", "slice_cut", "slice_overhead", "slice_weights")
-UNIT_OPTIONS = ("slices", *_CUTS, "microbatch_cost")
+UNIT_OPTIONS = ("slices", *_CUTS, "microbatch_cost", "reorder_microbatches")
 Factors = tuple[tuple[Fraction, Fraction, Fraction], ...]
 
 
@@ -56,6 +56,12 @@ def add_unit_options(group: argparse._ActionsContainer) -> None:
         "for each, with one factor or with those of F, B and W, or, after a line `tokens`, its "
         "length, whose attention costs its square",
     )
+    group.add_argument(
+        "--reorder-microbatches",
+        action="store_true",
+        help="let the microbatches of --microbatch-cost run in another order where that is faster: "
+        "short ones at both ends, or first",
+    )
 
 
 class Units(NamedTuple):
@@ -81,7 +87,9 @@ def units_asked(args: argparse.Namespace, microbatches: int, cut: tuple[int, ...
     Raises:
         ValueError: they contradict each other, the numbers or the file.
     """
-    if not cut and all(getattr(args, option) is None for option in UNIT_OPTIONS):
+    if args.reorder_microbatches and args.microbatch_cost is None:
+        raise ValueError("--reorder-microbatches orders by --microbatch-cost; give both")
+    if not cut and all(getattr(args, option) in (None, False) for option in UNIT_OPTIONS):
         return Units()
     if args.slices is None:
         slices = cut

@@ -9,7 +9,8 @@ from .._input import size_text
 from ..schedule.effects import peak_sets
 from ..schedule.placement import Placement
 from ..schedule.schedule import Schedule
-from ..schedule.select import AUTO, ONE_CHUNK, ScheduleSpec
+from ..schedule.select import ONE_CHUNK
+from ..schedule.spec import AUTO, ScheduleSpec
 from .layout import Split
 from .memory import MESSAGES, RankBytes, StageBytes, message_bytes, rank_bytes, stage_bytes
 from .model import Job, PlanError

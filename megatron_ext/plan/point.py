@@ -12,7 +12,8 @@ from ..schedule.generators import Objective
 from ..schedule.memory_cap import ShareCap
 from ..schedule.passes.lower import simulate_messages
 from ..schedule.schedule import Schedule
-from ..schedule.select import ScheduleSpec, select
+from ..schedule.select import select
+from ..schedule.spec import ScheduleSpec
 from . import node_order
 from .memory import RankBytes
 from .moe_job import flags as moe_flags

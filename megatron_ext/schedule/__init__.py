@@ -5,14 +5,16 @@ from .costs import Costs
 from .generators import GENERATORS, NAMES, forward_only, generate
 from .io import load, save
 from .link import Link
+from .named import CapExceeded, Selected
 from .passes.check import CheckReport, check
 from .passes.lower import lower, simulate_messages
 from .passes.offload import OffloadPlan
 from .passes.offload import offload as offload_pass
 from .placement import Placement
 from .schedule import FILE_FORMAT, Schedule, ScheduleError
-from .select import AUTO, OffloadSpec, ScheduleSpec, Selected, select
+from .select import select
 from .simulate import Simulation, simulate
+from .spec import AUTO, Cut, OffloadSpec, ScheduleSpec
 
 __all__ = [
     "AUTO",
@@ -21,8 +23,10 @@ __all__ = [
     "NAMES",
     "Action",
     "AnyAction",
+    "CapExceeded",
     "CheckReport",
     "Costs",
+    "Cut",
     "Joint",
     "Link",
     "OffloadPlan",

@@ -54,6 +54,7 @@ def replay(tasks: Tasks, rows: Sequence[Sequence[int]]) -> list[int] | None:
     wait for each other in a circle."""
     ends = [-1] * len(tasks.rank)
     missing, ready = [len(edges) for edges in tasks.needs], [0] * len(ends)
+    rank_of, duration, feeds = tasks.rank, tasks.duration, tasks.feeds
     at, clock = [0] * len(rows), [0] * len(rows)
     awake = list(range(len(rows)))
     while awake:
@@ -63,13 +64,16 @@ def replay(tasks: Tasks, rows: Sequence[Sequence[int]]) -> list[int] | None:
             task = row[position]
             if missing[task]:
                 break
-            ends[task] = time = max(time, ready[task]) + tasks.duration[task]
+            if time < ready[task]:
+                time = ready[task]
+            ends[task] = time = time + duration[task]
             at[rank] = position + 1
-            for other, lag in tasks.feeds[task]:
+            for other, lag in feeds[task]:
                 missing[other] -= 1
-                ready[other] = max(ready[other], time + lag)
-                if not missing[other] and tasks.rank[other] != rank:
-                    awake.append(tasks.rank[other])
+                if time + lag > ready[other]:
+                    ready[other] = time + lag
+                if not missing[other] and rank_of[other] != rank:
+                    awake.append(rank_of[other])
         clock[rank] = time
     return ends if all(at[rank] == len(row) for rank, row in enumerate(rows)) else None
 
@@ -272,13 +276,13 @@ class _Rank:
 
     def start(self, task: int, now: int) -> int:
         """Take it from its lane and from the base; when it ends."""
-        tasks = self._run.tasks
+        tasks, heads, prefer = self._run.tasks, self._heads, self._prefer
         self.row.append(task)
         self._memory.start(task)
-        self._heads.remove((self._prefer[task], task))
+        heads.remove((prefer[task], task))
         lane = self._lanes[tasks.lane[task]]
         lane.pop()
         if lane:
-            insort(self._heads, (self._prefer[lane[-1]], lane[-1]))
+            insort(heads, (prefer[lane[-1]], lane[-1]))
         self._run.ends[task] = self.clock = end = now + tasks.duration[task]
         return end

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .._input import only_known, parse_json, read_text, shown, whole
+from .._input import fraction, only_known, parse_json, read_text, shown, whole
 from .actions import Action, AnyAction, Joint, Op, parse
 from .costs import Costs, Durations
 from .link import Link
 from .placement import Placement
-from .schedule import FILE_FORMAT, Schedule, ScheduleError
+from .schedule import FILE_FORMAT, Arrangement, Schedule, ScheduleError
 from .simulate import run_times
 from .units import check_slices, units_of
 from .vocabulary import BARRIERS
@@ -121,6 +121,7 @@ def from_json(data: Any) -> Schedule:
         barriers = whole(data.get("vocabulary_barriers", 0), "vocabulary_barriers", 0)
         sizes = [whole(data[key], key, 1) for key in ("pp", "chunks")]
         name = _name(data.get("name", "file"))
+        arrangement = _arrangement(data, microbatches)
         offload = data.get("offload")
         link = None if offload is None else Link.from_json(offload, placement)
     except (TypeError, ValueError, AttributeError) as error:
@@ -140,6 +141,7 @@ def from_json(data: Any) -> Schedule:
         barriers=barriers,
         slices=slices,
         joined=joined,
+        arrangement=arrangement,
     )
     if barriers:
         made.require_whole("a sharded vocabulary")
@@ -151,6 +153,18 @@ def _slices(value: object, microbatches: int) -> tuple[int, ...]:
     if isinstance(value, list):
         return check_slices([whole(count, '"slices"', 1) for count in value], microbatches)
     return check_slices(whole(value, '"slices"', 1), microbatches)
+
+
+def _arrangement(data: dict[str, Any], microbatches: int) -> Arrangement | None:
+    order, saved = data.get("microbatch_order"), data.get("saved_by_order")
+    if order is None:
+        return None
+    if not isinstance(order, list) or sorted(order) != list(range(microbatches)):
+        raise ValueError(
+            f'"microbatch_order" must have every number from 0 to {microbatches - 1} once, got '
+            f"{shown(order)}"
+        )
+    return Arrangement(tuple(order), None if saved is None else fraction(saved))
 
 
 def _lists(data: dict[str, Any], key: str) -> list[list[Any]]:

@@ -41,16 +41,17 @@ def anneal(order: Order, work: int, heat: float, enough: Fraction | int, random:
     return order.best
 
 
-def states(tasks: Tasks, row: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """What a rank holds after every task, and how much of it is between B and W."""
+def states(tasks: Tasks, rows: Rows) -> Iterator[tuple[int, int]]:
+    """What each rank holds after every task, and how much of it is between B and W."""
     grown = tasks.growing()
-    held = accumulate(tasks.take[task] - tasks.give[task] for task in row)
-    return zip(held, accumulate(grown[task] for task in row))
+    for row in rows:
+        held = accumulate(tasks.take[task] - tasks.give[task] for task in row)
+        yield from zip(held, accumulate(grown[task] for task in row))
 
 
 def fits(tasks: Tasks, rows: Rows, room: Room) -> bool:
     """True if no rank has more between B and W than in ``room``."""
-    return all(grown <= room[held] for row in rows for held, grown in states(tasks, row))
+    return all(grown <= room[held] for held, grown in states(tasks, rows))
 
 
 def room_of(found: Iterable[tuple[int, int]], cap: int) -> Room:

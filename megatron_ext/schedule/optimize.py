@@ -3,6 +3,10 @@
 The order starts as it is. Windows of it are solved by CP-SAT, all else fixed (large neighbourhood
 search; Shaw, CP 1998), and for few passes the whole of it, which gives a lower bound too and may
 prove the order optimal. The result is never slower than the start.
+
+With offload, sets that leave do not count between their F and their B, and a margin of some sets is
+for their copies, which the offload pass then places in every order found; it judges what keeps the
+cap, and which is the fastest.
 """
 
 from __future__ import annotations
@@ -10,19 +14,22 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from .actions import Action
-from .bounds import makespan_bound
-from .effects import peak_sets
+from .actions import Action, Op
+from .bounds import lower_bound, makespan_bound
+from .effects import peak, peak_sets
 from .generators import Objective
+from .link import Link
+from .named import time_taken
 from .optimize_window import Problem, Times, Window, import_solver
+from .passes.offload import offload
 from .schedule import Schedule
-from .select import time_taken
 from .simulate import run_times, simulate
+from .spec import OffloadSpec
 
 _WORK_RATE = 0.4  # CP-SAT's deterministic units a second, on one core without other work
 _WHOLE = 1000  # passes; for more the exact problem gives neither orders nor a bound in minutes
@@ -65,6 +72,7 @@ def optimize(
     cap: int | None = None,
     objective: Objective = "makespan",
     seed: int = 0,
+    away: OffloadSpec | None = None,
 ) -> Optimized:
     """The fastest order found in about ``seconds`` with no more memory.
 
@@ -77,31 +85,74 @@ def optimize(
         cap: most activation sets on a rank; default the largest peak of ``start``.
         objective: what is made short.
         seed: of the choice of windows and of CP-SAT.
+        away: what is offloaded, for a start with offload; the result's is planned again.
 
     Raises:
-        ValueError: OR-tools is missing, or the schedule has joint actions, offloaded sets, passes
-            of a sharded vocabulary, no backward passes, or more sets than ``cap``.
+        ValueError: OR-tools is missing, or the schedule has joint actions, offloaded sets that
+            ``away`` does not plan, passes of a sharded vocabulary, no backward passes, or more sets
+            than ``cap``.
     """
     import_solver()
     start.require_whole("a search by CP-SAT")
-    _refuse(start, seconds)
-    peak = max(peak_sets(start.ranks))
-    if cap is not None and peak > cap:
-        raise ValueError(f"{start.name} keeps {peak} activation sets on a rank, more than {cap}")
-    search = _Search(start, peak if cap is None else cap, objective, seconds, seed)
+    _refuse(start, seconds, away)
+    held = max(peak_sets(start.ranks))
+    if cap is not None and held > cap:
+        raise ValueError(f"{start.name} keeps {held} activation sets on a rank, more than {cap}")
+    most = held if cap is None else cap
+    if away is not None and start.has_offload:
+        return _with_offload(start, away, most, objective, seconds, seed)
+    search = _Search(start, most, objective, seconds, seed)
     search.run()
     return search.result()
 
 
-def _refuse(start: Schedule, seconds: float) -> None:
+_MARGINS = (0, 1)  # sets, for copies that wait for others
+
+
+def _with_offload(
+    start: Schedule,
+    away: OffloadSpec,
+    cap: int,
+    objective: Objective,
+    seconds: float,
+    seed: int,
+) -> Optimized:
+    """Orders within the cap less a margin, taken over where their own offload keeps the cap."""
+    before = time_taken(simulate(start), objective)
+    best, complete = (before, start), True
+
+    def accepts(order: Schedule) -> bool:
+        nonlocal best
+        plan = offload(order, away.link, away.wanted, most_sets=cap)
+        fits = max(plan.peak_sets) <= cap
+        if fits:
+            taken = time_taken(simulate(plan.schedule), objective)
+            best = min(best, (taken, replace(plan.schedule, note=plan.note)), key=lambda x: x[0])
+        return fits
+
+    for margin in _MARGINS:
+        share = seconds / len(_MARGINS)
+        search = _Search(best[1], cap - margin, objective, share, seed, away.link, accepts)
+        if max(search.held()) > cap - margin:
+            continue
+        search.run()
+        complete &= search.budget.complete
+    after, found = best
+    span, fused = objective == "span", not start.splits_backward
+    sizes = start.placement, start.microbatches, start.costs
+    bound = lower_bound(*sizes, fused=fused, span=span).value
+    return Optimized(found, cap, objective, before, after, min(bound, after), complete)
+
+
+def _refuse(start: Schedule, seconds: float, away: OffloadSpec | None) -> None:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"an optimization needs a number of seconds > 0, got {seconds}")
-    if start.has_offload:
+    if start.has_offload and away is None:
         raise ValueError(
-            f"{start.name} offloads activation sets, whose copies are not optimized; leave the "
-            "offload out"
+            f"{start.name} offloads activation sets; give --offload and --offload-time again, by "
+            "which new copies are planned, or --offload off"
         )
-    if any(type(action) is not Action for row in start.ranks for action in row):
+    if start.has_pairs:
         raise ValueError(
             f"{start.name} has joint forward and backward passes, which are not optimized; give "
             "another schedule, such as v-zb"
@@ -152,14 +203,30 @@ class _Search:
     """The state of one optimization."""
 
     def __init__(
-        self, start: Schedule, cap: int, objective: Objective, seconds: float, seed: int
+        self,
+        start: Schedule,
+        cap: int,
+        objective: Objective,
+        seconds: float,
+        seed: int,
+        link: Link | None = None,
+        accepts: Callable[[Schedule], bool] | None = None,
     ) -> None:
         self.start, self.objective = start.compute(), objective
         durations = start.costs.durations(start.placement)
-        self.durations = durations.reduced()
+        self.durations, away = durations.reduced(), {}
+        if link is not None:
+            times = link.times(start.placement, self.durations)
+            self.durations = times.durations
+            away = {
+                a[1:]: (times.to_host[a.stage], times.to_device[a.stage])
+                for _, _, a in start.actions()
+                if a.op is Op.OFFLOAD
+            }
+        self.accepts = accepts
         self.unit = Fraction(durations.forward[0], durations.scale * self.durations.forward[0])
         rows: Any = self.start.ranks  # of plain actions: there are no joint ones
-        self.problem = Problem(rows, start.placement, self.durations, cap, objective)
+        self.problem = Problem(rows, start.placement, self.durations, cap, objective, away)
         self.now = self._times(rows)
         self.best = self.problem.value(self.now)
         self.bound = math.ceil(self._known_bound() / self.unit)
@@ -170,10 +237,17 @@ class _Search:
     def _known_bound(self) -> Fraction:
         start = self.start
         if self.objective == "makespan":
-            return makespan_bound(
-                start.placement, start.microbatches, start.costs, self.problem.cap
-            )
+            cap = None if self.problem.away else self.problem.cap
+            return makespan_bound(start.placement, start.microbatches, start.costs, cap)
         return start.microbatches * max(start.costs.per_rank_work(start.placement))
+
+    def held(self) -> list[int]:
+        """Most sets that each rank holds in the order that it starts from."""
+        rows: Any = self.start.ranks
+        return [
+            peak(x for a in row for x in (a in self.problem.holds, -len(self.problem.freed[a])))
+            for row in rows
+        ]
 
     def _times(self, rows: Sequence[Sequence[Action]]) -> Times:
         begins, _ = run_times(self.start.with_ranks(rows), self.durations)
@@ -237,7 +311,10 @@ class _Search:
             free = sorted(found, key=lambda a: (found[a], a))
             times = self._times(self._rows([*before, *free, *after]))
             value = self.problem.value(times)
-            if value <= self.best:
+            taken = value <= self.best
+            if taken and self.accepts is not None:
+                taken = self.accepts(self.start.with_ranks(self._rows(times)))
+            if taken:
                 self.now, self.best = times, value
         if self.best == was:
             self.failed.add(shape)

@@ -8,14 +8,14 @@ imported here alone, and not before a window is solved.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from .actions import Action, Op
 from .costs import Durations
-from .effects import DEVICE, FREES, given
+from .effects import FREES, given
 from .engine import earliest
 from .generators import Objective
 from .placement import Placement
@@ -48,13 +48,17 @@ class Problem:
         durations: of the passes and hops.
         cap: most activation sets on a rank.
         objective: what is made short.
+        away: (stage, microbatch) of sets that are on the host between their F and their B, and the
+            times of their copies to the host and back, before and after which they count here.
 
     Attributes:
         rank, took: of every pass.
         before, after: of every pass, the (pass, latency) that it waits for and that wait for it,
             on whichever rank.
         following: of every pass, those of the next microbatch that must come later.
-        frees: of every F, the pass that frees its set.
+        holds: of every pass that brings a set to the device, the one that frees it: of an F its W
+            (or BW), but itself and of the B its W where the set is away in between.
+        freed: the reverse.
         goals: what is made short is the longest of these: (rank, or None for all ranks; what to
             subtract from the end of the rank's last pass).
     """
@@ -66,12 +70,22 @@ class Problem:
         durations: Durations,
         cap: int,
         objective: Objective,
+        away: Mapping[tuple[int, int], tuple[int, int]] | None = None,
     ) -> None:
-        self.placement, self.cap = placement, cap
+        self.placement, self.cap, self.away = placement, cap, away or {}
         self.took = {a: durations.of(a.op, a.stage) for row in rows for a in row}
         self.rank = {a: rank for rank, row in enumerate(rows) for a in row}
         gives = {result: a for a in self.took for result in given(a)}
-        self.frees = {a._replace(op=Op.F): a for a in self.took if a.op in FREES}
+        self.holds: dict[Action, Action] = {}
+        for a in self.took:
+            if a.op in FREES:
+                f = a._replace(op=Op.F)
+                self.holds[f] = a
+                if a[1:] in self.away:
+                    self.holds |= {f: f, gives[a._replace(op=Op.B)]: a}
+        self.freed: dict[Action, list[Action]] = {a: [] for a in self.took}
+        for a, frees in self.holds.items():
+            self.freed[frees].append(a)
         self.before: dict[Action, list[tuple[Action, int]]] = {a: [] for a in self.took}
         self.after: dict[Action, list[tuple[Action, int]]] = {a: [] for a in self.took}
         for a, needs in self.before.items():
@@ -95,6 +109,15 @@ class Problem:
             start = earliest(tasks)
             firsts = [tasks.number(Op.F, row[0], 0) for row in placement.stages]
             self.goals = [(rank, start[task]) for rank, task in enumerate(firsts)]
+
+    def copies(self, a: Action) -> tuple[int, int]:
+        """How long before its start and after its end the set counts that a pass brings."""
+        there, back = self.away.get(a[1:], (0, 0))
+        return (0, there) if a.op is Op.F else (back, 0)
+
+    def change(self, a: Action) -> int:
+        """Of the sets on its rank, from before to after a pass."""
+        return (a in self.holds) - len(self.freed[a])
 
     def value(self, starts: Times) -> int:
         """What is made short."""
@@ -135,7 +158,7 @@ class Window:
             if start >= begin:
                 break
             clock[problem.rank[a]] = start + problem.took[a]
-            resident[problem.rank[a]] += DEVICE.get(a.op, 0)
+            resident[problem.rank[a]] += problem.change(a)
         for a in free:
             ready = [now[b] + problem.took[b] + h for b, h in problem.before[a] if now[b] < begin]
             head[a] = max([clock[problem.rank[a]], *ready])
@@ -201,24 +224,27 @@ class Window:
 
     def _one_rank(self, model: Any, start: dict[Action, Any], rank: int, far: int) -> None:
         """One pass at a time, and no more activation sets than the cap."""
-        took, cap = self.problem.took, self.problem.cap
-        row = [a for a in self.free if self.problem.rank[a] == rank]
+        problem = self.problem
+        took, cap = problem.took, problem.cap
+        row = [a for a in self.free if problem.rank[a] == rank]
         model.add_no_overlap(
             [model.new_fixed_size_interval_var(start[a], took[a], "") for a in row]
         )
         lives, kept = [], self.resident[rank]
         for a in row:
-            size = model.new_int_var(0, far, "")
-            if a.op is Op.F:
-                frees = self.problem.frees[a]
-                end = start[frees] + took[frees] if frees in start else far
-                lives.append(model.new_interval_var(start[a], size, end, ""))
+            size = model.new_int_var(0, 2 * far, "")
+            if a in problem.holds:
+                frees, (early, late) = problem.holds[a], problem.copies(a)
+                end = start[frees] + took[frees] + late if frees in start else far + late
+                lives.append(model.new_interval_var(start[a] - early, size, end, ""))
                 later = a._replace(microbatch=a.microbatch + cap)
-                if frees in start and later in start:
+                if not problem.away and frees in start and later in start:
                     model.add(start[later] >= end)
-            elif a.op in FREES and a._replace(op=Op.F) not in start:
-                lives.append(model.new_interval_var(0, size, start[a] + took[a], ""))
-                kept -= 1
+            for b in problem.freed[a]:
+                if b not in start:
+                    size = model.new_int_var(0, far, "")
+                    lives.append(model.new_interval_var(0, size, start[a] + took[a], ""))
+                    kept -= 1
         if len(lives) + kept > cap:
             model.add_cumulative(lives, [1] * len(lives), cap - kept)
 
@@ -232,7 +258,8 @@ class Window:
         for a in self.free:
             j, at = a.microbatch - first, self.now[a] - zero
             slack = [None if tail is None else best - self.now[a] - tail for tail in self.tails[a]]
-            passes.append((a.op, a.stage, j, at, self.head[a] - zero, *slack))
+            away = a[1:] in self.problem.away
+            passes.append((a.op, a.stage, j, at, self.head[a] - zero, away, *slack))
         return (*passes, *self.resident)
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import grid
 from .actions import Action, AnyAction, Op
-from .costs import Costs
+from .costs import Costs, number_to_json
 from .effects import passes, peak_sets
 from .link import Link
 from .placement import Placement
@@ -24,6 +24,37 @@ FILE_FORMAT = "megatron-ext-schedule/1"
 
 class ScheduleError(ValueError):
     """A schedule, or a schedule file, that cannot be executed; the text says where and why."""
+
+
+def whole_only(what: str, name: str, units: int, microbatches: int) -> ScheduleError:
+    """The error where ``what`` does not know slices and costs of single microbatches."""
+    return ScheduleError(
+        f"{what} takes whole microbatches of equal costs, but {name} has {units} units of "
+        f"{microbatches} microbatches; leave slices and costs of single microbatches out"
+    )
+
+
+class Arrangement(NamedTuple):
+    """Microbatches that were free to run in another order than given.
+
+    Attributes:
+        order: the given number of the microbatch in every place.
+        saved: share of the time that the step takes in the given order; None: that does not keep
+            the cap.
+    """
+
+    order: tuple[int, ...]
+    saved: Fraction | None
+
+    def __str__(self) -> str:
+        if list(self.order) == sorted(self.order):
+            return "as given; no other order of them is faster"
+        gain = (
+            ""
+            if self.saved is None
+            else f", {float(100 * self.saved):.3g} % less time than as given"
+        )
+        return f"in the order {' '.join(map(str, self.order))}{gain}"
 
 
 @dataclass(frozen=True)
@@ -43,6 +74,7 @@ class Schedule:
         slices: that each microbatch is cut into (``units``); empty: none is.
         joined: all slices of a microbatch have one W, named after the first slice, whose B is the
             last.
+        arrangement: of its microbatches, whose numbers are places; None: they run as given.
     """
 
     name: str
@@ -55,6 +87,7 @@ class Schedule:
     barriers: int = 0
     slices: tuple[int, ...] = ()
     joined: bool = False
+    arrangement: Arrangement | None = None
 
     @cached_property
     def units(self) -> Sequence[int]:
@@ -111,11 +144,7 @@ class Schedule:
             ScheduleError: it has some.
         """
         if self.has_units:
-            raise ScheduleError(
-                f"{what} takes whole microbatches of equal costs, but {self.name} has "
-                f"{len(self.units)} units of {self.microbatches} microbatches; leave slices and "
-                "costs of single microbatches out"
-            )
+            raise whole_only(what, self.name, len(self.units), self.microbatches)
 
     @property
     def pp(self) -> int:
@@ -221,8 +250,18 @@ class Schedule:
             **({"vocabulary_barriers": self.barriers} if self.barriers else {}),
             **({"slices": self.slices_json} if self.slices else {}),
             **({"joined": True} if self.joined else {}),
+            **self.arrangement_json,
             "ranks": [[str(action) for action in row] for row in self.ranks],
         }
+
+    @property
+    def arrangement_json(self) -> dict[str, Any]:
+        """``microbatch_order`` and ``saved_by_order``, where the order was free."""
+        if self.arrangement is None:
+            return {}
+        order, saved = self.arrangement
+        share = None if saved is None else number_to_json(saved)
+        return {"microbatch_order": list(order), "saved_by_order": share}
 
     @property
     def slices_json(self) -> int | list[int]:

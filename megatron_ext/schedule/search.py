@@ -117,7 +117,7 @@ class Search:
     def add(self, rows: Rows) -> None:
         """Put an order within the caps into the pool if it is among the best."""
         self.work += len(self.tasks.rank) // 4
-        time = self._time(rows)
+        time = self.time_of(rows)
         if len(self.pool) == _POOL and time >= self.pool[-1].time:
             return
         key = hash(tuple(map(tuple, rows)))
@@ -126,7 +126,8 @@ class Search:
         self._seen.add(key)
         self.pool = sorted([*self.pool, Found(time, rows)], key=lambda one: one.time)[:_POOL]
 
-    def _time(self, rows: Rows) -> int:
+    def time_of(self, rows: Rows) -> int:
+        """Of what is made short, in the unit of the table."""
         ends, took = replay(self.tasks, rows), self.tasks.duration
         assert ends is not None, "the order cannot run"
         if not self._span:

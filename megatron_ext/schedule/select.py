@@ -5,36 +5,17 @@ The command line, training, the planner and re-planning for measured costs all c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
-from functools import cache, cached_property
-from typing import NamedTuple
 
-from .bounds import lower_bound
-from .effects import peak_sets
-from .generators import (
-    GENERATORS,
-    NAMES,
-    Objective,
-    add_pairs,
-    check_sizes,
-    generate,
-    generated_by,
-)
-from .generators.away import orders_for_offload
-from .generators.cap import LEAST_CAP, v_cap_limits
-from .generators.vocabulary import add_vocabulary
+from .generators import GENERATORS, NAMES, check_sizes
+from .generators.lengths import arrangements
 from .jitter import jitter
 from .memory_cap import Cap, ShareCap, cap_sets, number_text
-from .passes.offload import OffloadPlan, offload
-from .schedule import Schedule
-from .simulate import Simulation, simulate
-from .spec import AUTO as AUTO
-from .spec import Cut as Cut
-from .spec import OffloadSpec as OffloadSpec
-from .spec import ScheduleSpec as ScheduleSpec
-from .spec import by_name as by_name
+from .named import CapExceeded, Selected, least_time, named
+from .schedule import Arrangement, whole_only
+from .spec import AUTO, ScheduleSpec
 
 # What a model is placed for: one chunk a rank, or any number of them in Megatron's own order.
 ONE_CHUNK: tuple[str, ...] = tuple(
@@ -43,47 +24,6 @@ ONE_CHUNK: tuple[str, ...] = tuple(
     if made.placement == "loop" and made.default_chunks == 1 and not made.any_chunks
 )
 ANY_CHUNKS: tuple[str, ...] = tuple(name for name, made in GENERATORS.items() if made.any_chunks)
-
-
-@dataclass(frozen=True)
-class Selected:
-    """The answer to a request.
-
-    Attributes:
-        schedule: compute and offload actions; its ``note`` is the reason.
-        spec: the request by name, with the options used, also for other numbers of microbatches.
-        plan: of the offload; None without.
-    """
-
-    schedule: Schedule
-    spec: ScheduleSpec
-    plan: OffloadPlan | None = None
-
-    @cached_property
-    def time(self) -> Fraction:
-        """Makespan, or longest span of a rank, in the units of the costs."""
-        with generated_by(self.schedule.name):
-            return time_taken(simulate(self.schedule), self.spec.objective)
-
-    @property
-    def place(self) -> tuple[Fraction, int]:
-        """Lower is better: the time, then the position in the registry."""
-        return self.time, NAMES.index(self.schedule.name)
-
-
-class CapExceeded(ValueError):
-    """A rank would hold more than the cap.
-
-    Attributes:
-        what: the numbers, as half a sentence.
-        enough: a cap that is enough, as a user gives it.
-        selected: what comes closest.
-    """
-
-    def __init__(self, what: str, selected: Selected, cap: Cap) -> None:
-        self.what, self.selected = what, selected
-        self.enough = cap.enough(selected.schedule)
-        super().__init__(f"{what}; raise the cap to {self.enough}, or use another schedule")
 
 
 def select(spec: ScheduleSpec) -> Selected:
@@ -100,9 +40,11 @@ def select(spec: ScheduleSpec) -> Selected:
         raise ValueError(f"passes do not run in pairs beside {what}; leave out one of them")
     if spec.has_units:
         _refuse_beside_units(spec)
+    if spec.reorder:
+        return _rearranged(spec)
     if spec.name == AUTO:
         return _auto(spec, spec.cap or ShareCap(Fraction(1)))
-    found = _named(spec)
+    found = named(spec)
     if spec.cap is None or isinstance(spec.cap, ShareCap):
         return found
     notes = found.schedule.note, spec.cap.detail(found.schedule)
@@ -118,24 +60,39 @@ def _refuse_beside_units(spec: ScheduleSpec) -> None:
         ("a jitter of pass times", bool(spec.jitter)),
     ):
         if asked:
-            raise ValueError(
-                f"{what} takes whole microbatches of equal costs; leave it out, or slices and "
-                "costs of single microbatches"
-            )
+            units = sum(spec.slices) or spec.microbatches
+            raise whole_only(what, spec.name, units, spec.microbatches)
 
 
-def time_taken(run: Simulation, objective: Objective) -> Fraction:
-    """What ``objective`` makes short, in the units of the costs."""
-    if objective == "makespan":
-        return run.makespan
-    return Fraction(max(e[-1] - s[0] for s, e in zip(run.start, run.end) if s), run.scale)
-
-
-def keeps(cap: Cap, schedule: Schedule) -> bool:
-    """True if ``schedule`` keeps ``cap``; under offload every cap counts in whole sets."""
-    if not schedule.has_offload:
-        return cap.fits(schedule)
-    return max(peak_sets(schedule.ranks)) <= cap.sets(schedule.placement, schedule.splits_backward)
+def _rearranged(spec: ScheduleSpec) -> Selected:
+    """The fastest over a few orders of the microbatches, the one given among them."""
+    shares = spec.costs.units
+    if shares is None or spec.order is not None:
+        raise ValueError(
+            f"{spec.name}: an order of the microbatches is chosen by the cost of each; give those, "
+            "or keep the order given"
+        )
+    rows = iter(shares)
+    counts = spec.slices or (1,) * spec.microbatches
+    units = [tuple(next(rows) for _ in range(count)) for count in counts]
+    found: list[tuple[list[int], Selected]] = []
+    failed: list[ValueError] = []
+    works = [sum((sum(row) for row in own), Fraction(0)) for own in units]
+    for order in arrangements(works):
+        costs = replace(spec.costs, units=tuple(row for j in order for row in units[j]))
+        slices = tuple(spec.slices[j] for j in order if spec.slices)
+        each = replace(spec, costs=costs, slices=slices, reorder=False)
+        try:
+            found.append((order, select(each)))
+        except ValueError as error:
+            failed.append(error)
+    if not found:
+        raise failed[0]
+    order, best = min(found, key=lambda one: one[1].time)
+    as_given = next((one.time for tried, one in found if tried == sorted(tried)), None)
+    saved = None if as_given is None else 1 - best.time / as_given
+    arrangement = Arrangement(tuple(order), saved)
+    return replace(best, schedule=replace(best.schedule, arrangement=arrangement))
 
 
 def placed_alike(spec: ScheduleSpec) -> tuple[str, ...]:
@@ -145,240 +102,8 @@ def placed_alike(spec: ScheduleSpec) -> tuple[str, ...]:
         name
         for name, made in GENERATORS.items()
         if (made.placement, made.split_backward) == (own.placement, own.split_backward)
-        and by_name(spec, name).placement.chunks == spec.placement.chunks
+        and spec.of(name).placement.chunks == spec.placement.chunks
     )
-
-
-def _named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
-    """The schedule of this name, as large as the cap allows: more memory makes it faster. With
-    offload under a cap also one whose order was made for it, if that is faster.
-
-    Args:
-        spec: the request.
-        chosen: the user named it; else it is one of those that ``auto`` tries.
-    """
-    failed = None
-    found: list[Selected] = []
-    try:
-        found.append(_as_large(spec, chosen))
-    except ValueError as error:
-        failed = error
-    if _takes_orders_for_offload(spec):
-        found += _made_for_offload(spec)
-    if not found:
-        assert failed is not None
-        raise failed
-    return min(found, key=lambda one: one.time)
-
-
-# One of each placement, with the most memory: orders made for offload are the same for the others.
-_LARGEST = ("zb-h1", "interleaved-zb", "v-cap")
-
-
-def _takes_orders_for_offload(spec: ScheduleSpec) -> bool:
-    """True if ``_made_for_offload`` makes some."""
-    if spec.offload is None or spec.offload.wanted != "auto" or spec.order is not None:
-        return False
-    if spec.cap is None or spec.barriers or not spec.effort:
-        return False
-    return spec.name in _LARGEST
-
-
-def _made_for_offload(spec: ScheduleSpec) -> Iterator[Selected]:
-    """Orders made for as much offload as the cap asks for."""
-    assert spec.offload is not None and spec.cap is not None
-    try:
-        base = generate(
-            spec.name, spec.pp, spec.microbatches, spec.chunks, spec.costs,
-            group_size=spec.group_size, effort=0,
-        )  # fmt: skip
-        most = spec.cap.sets(spec.placement, True)
-    except ValueError:  # which the name's own order says
-        return
-    for order in orders_for_offload(base, spec.offload.link, most, spec.effort):
-        try:
-            yield _made(spec, _Option(), order)
-        except CapExceeded:
-            continue
-
-
-def _as_large(spec: ScheduleSpec, chosen: bool) -> Selected:
-    """The largest order of the name that keeps the cap, with its offload."""
-    options = _options(spec, chosen)
-
-    @cache
-    def attempt(
-        index: int, microbatches: int, effort: float = spec.effort
-    ) -> Selected | ValueError:
-        try:
-            each = replace(spec, microbatches=microbatches, effort=effort)
-            return _made(each, options[index])
-        except ValueError as error:
-            return error
-
-    largest = len(options) - 1
-    if largest and not spec.effort:
-        largest = -1  # the smallest nearly always keeps the cap
-    elif largest:
-        # Few microbatches have the peaks of many; an offload plan is another with each.
-        whole = spec.offload is not None or spec.has_units
-        few = spec.microbatches if whole else min(spec.microbatches, 2 * spec.pp)
-        largest = _last(len(options), lambda index: isinstance(attempt(index, few), Selected))
-    # Now and then a larger one is easier to offload, or holds fewer bytes with more microbatches.
-    # There is no time to try all, but a few.
-    tried = range(min(max(largest, 0) + _AHEAD, len(options) - 1), -1, -1)
-    plain: list[Selected] = []
-    for index in tried if spec.effort else reversed(tried):
-        found = attempt(index, spec.microbatches)
-        if isinstance(found, Selected):
-            return min([found, *plain], key=lambda one: one.time) if plain else found
-        failed = found
-        if spec.offload is not None and spec.effort and spec.order is None:
-            # Fewer sets may leave the device in a searched order than in one that repeats a block.
-            quick = attempt(index, spec.microbatches, 0)
-            plain += [quick] if isinstance(quick, Selected) else []
-    if plain:
-        return min(plain, key=lambda one: one.time)
-    raise failed
-
-
-_AHEAD = 3  # options
-
-
-def _last(count: int, fits: Callable[[int], bool]) -> int:
-    """The last of rising options that fits, or -1; the largest comes first, which often does."""
-    low, high = -1, count
-    middle = high - 1
-    while high - low > 1:
-        low, high = (middle, high) if fits(middle) else (low, middle)
-        middle = (low + high) // 2
-    return low
-
-
-class _Option(NamedTuple):
-    """Of ``generate``."""
-
-    group_size: int | None = None
-    memory_cap: int | Fraction | None = None
-
-
-def _options(spec: ScheduleSpec, chosen: bool) -> list[_Option]:
-    """Options of ``generate`` with which the schedule may keep the cap, smallest memory first."""
-    if spec.order is not None:
-        return [_Option()]
-    generator, pp, cap = GENERATORS[spec.name], spec.pp, spec.cap
-    if chosen and cap is not None and not (generator.takes_memory_cap or spec.offload):
-        raise ValueError(
-            f"the memory of {spec.name} is fixed and takes no memory cap, got {cap.amount(pp)}; "
-            "use v-cap or auto for a cap, or offload"
-        )
-    if generator.takes_group_size and cap is not None and spec.group_size is None:
-        least = -(-pp // 2) + (not chosen)  # the least of all is gis-h, which auto tries too
-        return [_Option(size) for size in range(least, pp + 1)]
-    if not generator.takes_memory_cap or cap is None:
-        return [_Option(spec.group_size)]
-    low, high = v_cap_limits(pp)
-    if spec.offload is None and not spec.barriers:
-        low = LEAST_CAP  # slow, but all that fits there
-    if spec.has_units and isinstance(cap, ShareCap):
-        if cap.growth > 1:
-            raise ValueError(
-                f"{cap.amount(pp)} of sets that grow takes whole microbatches; leave slices and "
-                "costs of single microbatches out"
-            )
-        share = cap.share if chosen else min(cap.share, Fraction(1))
-        return [_Option(memory_cap=share * spec.placement.num_stages)]
-    most = cap.most_sets(spec.placement)
-    if chosen and spec.offload is None and isinstance(cap, ShareCap) and cap.growth == 1:
-        return [_Option(memory_cap=most)]  # as the user gives it, or an error
-    try:
-        least = cap.sets(spec.placement, generator.split_backward)
-    except ValueError:
-        least = low
-    # An order need not hold its cap on every rank, so one more set may fit.
-    least, most = (min(max(sets, low), high) for sets in (least, most + 1))
-    return [_Option(memory_cap=x) for x in range(least, (high if spec.offload else most) + 1)]
-
-
-def _generated(spec: ScheduleSpec, option: _Option) -> Schedule:
-    """The order with these options, for the costs."""
-    cap, growth = option.memory_cap, None
-    if spec.barriers and cap is not None:
-        # Vocabulary passes take what is between the generator's cap and the one asked for.
-        base = max(v_cap_limits(spec.pp)[0], cap - spec.placement.chunks * spec.barriers)
-        cap, growth = base, cap - base
-    schedule = generate(
-        spec.name,
-        spec.pp,
-        spec.microbatches,
-        spec.chunks,
-        spec.costs,
-        group_size=option.group_size,
-        memory_cap=cap,
-        objective=spec.objective,
-        effort=spec.effort,
-        sets_grow=spec.cap is not None and spec.cap.sets_grow,
-        slices=spec.slices or 1,
-        joined=spec.joined,
-    )
-    if spec.overlap and spec.effort:
-        schedule = add_pairs(schedule, _pair_sets(spec, schedule, _sets(cap)))
-    if not spec.barriers:
-        return schedule
-    return add_vocabulary(schedule, spec.barriers, _sets(growth), quick=not spec.effort)
-
-
-def _sets(cap: int | Fraction | None) -> int | None:
-    """Of whole microbatches."""
-    return None if cap is None else int(cap)
-
-
-def _pair_sets(spec: ScheduleSpec, schedule: Schedule, cap: int | None) -> int | None:
-    """Most activation sets of an order with pairs; None: what such an order takes by default."""
-    if cap is not None or spec.cap is None:
-        return cap
-    held = max(peak_sets(schedule.ranks))
-    return max(held, min(held + 1, spec.cap.most_sets(schedule.placement)))
-
-
-def _made(spec: ScheduleSpec, option: _Option, order: Schedule | None = None) -> Selected:
-    """The schedule with these options, and with its offload; ``order``: in place of a generated
-    one.
-
-    Raises:
-        CapExceeded: it does not keep the cap.
-        ValueError: it does not exist.
-    """
-    name, cap = spec.name, spec.cap
-    schedule = spec.order or order or _generated(spec, option)
-    if spec.times is not None:
-        schedule = replace(schedule, costs=spec.times)
-    if spec.offload is None:
-        sets, own_cap = option.memory_cap, None
-        if sets is not None and cap is not None:
-            share = Fraction(sets, schedule.placement.num_stages)
-            own_cap = ShareCap(share, in_bytes=cap.sets_grow)
-        own = replace(spec, group_size=option.group_size, cap=own_cap)
-        made = Selected(schedule, own)
-        if cap is not None and spec.order is None and not cap.fits(schedule):
-            what = f"{name} at pp={spec.pp} with {spec.microbatches} microbatches"
-            what += f" does not fit in {cap.amount(spec.pp)}: it takes {cap.taken(schedule)}"
-            what += cap.binding(schedule)
-            raise CapExceeded(what, made, cap)
-        return made
-    wanted = spec.offload.wanted
-    most = None if cap is None else cap.sets(schedule.placement, schedule.splits_backward)
-    plan = offload(schedule, spec.offload.link, wanted, most_sets=most)
-    note = "; ".join(filter(None, (schedule.note, plan.note)))
-    made = Selected(replace(plan.schedule, note=note), spec, plan)
-    if cap is not None and most is not None and max(plan.peak_sets) > most:
-        raise CapExceeded(
-            f"{schedule.name} at pp={spec.pp} with offload {wanted} keeps {max(plan.peak_sets)} "
-            f"activation sets on a device, but the cap is {most}",
-            made,
-            cap,
-        )
-    return made
 
 
 def _auto(spec: ScheduleSpec, cap: Cap) -> Selected:
@@ -397,7 +122,7 @@ def _auto(spec: ScheduleSpec, cap: Cap) -> Selected:
         if found and (bound, NAMES.index(name)) > min(one.place for one in found):
             break
         try:
-            found.append(_named(by_name(spec, name), chosen=False))
+            found.append(named(spec.of(name), chosen=False))
         except CapExceeded as error:
             missed.append(error)
         except ValueError as error:
@@ -433,23 +158,15 @@ def _by_bound(spec: ScheduleSpec, failed: list[ValueError]) -> list[tuple[Fracti
     """``spec.names`` with lower bounds of their times, least first, in the registry's order.
 
     Offload makes no order faster, and plans take long: the first ones that keep the cap are all
-    there is to plan. Orders made for offload have the bound of their placement. Without offload
-    there is no bound.
+    there is to plan. Without offload there is no bound.
     """
     names = sorted(spec.names, key=NAMES.index)
     if spec.offload is None:
         return [(Fraction(0), name) for name in names]
     bounds = []
     for name in names:
-        own = by_name(spec, name)
         try:
-            if _takes_orders_for_offload(own):
-                span = own.objective == "span"
-                bound = lower_bound(own.placement, own.microbatches, own.costs, span=span).value
-            else:
-                option = _options(own, False)[-1]
-                bound = _made(replace(own, offload=None, cap=None), option).time
-            bounds.append((bound, name))
+            bounds.append((least_time(spec.of(name)), name))
         except ValueError as error:
             failed.append(error)
     return sorted(bounds, key=lambda one: one[0])

@@ -103,6 +103,7 @@ class ScheduleSpec:
             than without pairs. Not of a schedule file, which has its own.
         slices: that each microbatch is cut into; empty: none is.
         joined: one W for all slices of a microbatch.
+        reorder: microbatches may run in another order than the costs give them in.
         barriers: of a vocabulary that is sharded over all ranks (``vocabulary``), whose passes'
             times the costs have; 0: it is not sharded. The cap is of the whole schedule.
         jitter: for ``auto``: of schedules equally fast the one with the least mean makespan under
@@ -127,6 +128,7 @@ class ScheduleSpec:
     overlap: bool = False
     slices: tuple[int, ...] = ()
     joined: bool = False
+    reorder: bool = False
 
     @property
     def has_units(self) -> bool:
@@ -154,10 +156,9 @@ class ScheduleSpec:
         capped = self.order is None and GENERATORS[self.name].takes_memory_cap
         return replace(self, offload=None, cap=self.cap if capped else None)
 
-
-def by_name(spec: ScheduleSpec, name: str) -> ScheduleSpec:
-    """``spec`` for one schedule, with the chunks and the costs of that schedule's stages."""
-    made = GENERATORS[name]
-    chunks = (spec.chunks or made.default_chunks) if made.any_chunks else made.default_chunks
-    costs = merged(spec.costs, spec.pp * chunks) or spec.costs
-    return replace(spec, name=name, chunks=chunks, costs=costs)
+    def of(self, name: str) -> ScheduleSpec:
+        """The same for one schedule, with the chunks and the costs of that schedule's stages."""
+        made = GENERATORS[name]
+        chunks = (self.chunks or made.default_chunks) if made.any_chunks else made.default_chunks
+        costs = merged(self.costs, self.pp * chunks) or self.costs
+        return replace(self, name=name, chunks=chunks, costs=costs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from .actions import Action, Op, Operation
@@ -39,6 +40,9 @@ def sources(
         carried = vocabulary.sources[collective]
         found += [(kind, other, durations.collective) for kind, other in carried]
     return found
+
+
+Edges = tuple[tuple[int, int], ...]  # (task, lag)
 
 
 class _Rest(NamedTuple):
@@ -88,21 +92,21 @@ class Tasks:
         self.lane = [k for k, _ in enumerate(self.lanes) for _ in units]
         self.rank = [placement.rank_of(self.lanes[lane][1]) for lane in self.lane]
         sizes, nothing = [unit.size for unit in units], [0] * len(units)
-        freed = [unit.size if unit.freed < 0 else unit.freed for unit in units]
+        freed = [unit.freed for unit in units]
         self.duration, self.take, self.give = list[int](), list[int](), list[int]()
         for op, stage in self.lanes:
             self.duration += self._times(op, stage, units)
             change = DEVICE.get(op, 0)
             self.take += sizes if change > 0 else nothing
             self.give += freed if change < 0 else nothing
-        self.needs = list[tuple[tuple[int, int], ...]]()
-        for lane in range(len(self.lanes)):
-            self.needs += self._needs(lane)
-        feeds: list[list[tuple[int, int]]] = [[] for _ in self.rank]
-        for task, edges in enumerate(self.needs):
+        # (lane, lag) of what the tasks of a lane need of the same unit, and the same reversed.
+        needed = [list(self._sources(lane)) for lane in range(len(self.lanes))]
+        users: list[list[tuple[int, int]]] = [[] for _ in needed]
+        for lane, edges in enumerate(needed):
             for other, lag in edges:
-                feeds[other].append((task, lag))
-        self.feeds = [tuple(edges) for edges in feeds]
+                users[other].append((lane, lag))
+        self.needs, self.feeds = self._edges(needed), self._edges(users)
+        self._add_slices()
 
     def _lanes(self) -> Iterator[tuple[Operation, int]]:
         stages = range(self.placement.num_stages)
@@ -126,6 +130,11 @@ class Tasks:
         """How many."""
         return len(self.microbatch)
 
+    @property
+    def _is_cut(self) -> bool:
+        """True if some microbatch has several units."""
+        return self.microbatch[-1] + 1 < self.units
+
     def like(self, microbatches: int) -> Tasks:
         """The same pipeline with another number of whole microbatches."""
         durations, fused, vocabulary = self._rest
@@ -142,29 +151,42 @@ class Tasks:
         lane, unit = divmod(task, self.units)
         return (*self.lanes[lane], unit)
 
-    def _needs(self, lane: int) -> list[tuple[tuple[int, int], ...]]:
-        """Of every task of a lane."""
+    def _sources(self, lane: int) -> Iterator[tuple[int, int]]:
         op, stage = self.lanes[lane]
         durations, _, vocabulary = self._rest
-        units, needs = range(self.units), []
         for kind, other, lag in sources(op, stage, self.placement, durations, vocabulary):
-            first = self.number(kind, other, 0)
-            needs.append([(first + unit, lag) for unit in units])
-        rows: list[tuple[tuple[int, int], ...]] = list(zip(*needs)) if needs else [()] * self.units
-        first = self.number(op, stage, 0)
-        for unit in units:
-            before = beside(op, unit)
-            if before is None:
-                break
-            if 0 <= before < self.units and self.microbatch[before] == self.microbatch[unit]:
-                rows[unit] = (*rows[unit], (first + before, 0))
-        return rows
+            yield self.number(kind, other, 0) // self.units, lag
+
+    def _edges(self, lanes: Sequence[Sequence[tuple[int, int]]]) -> list[Edges]:
+        """Of every task, to those of these lanes with the same unit."""
+        found: list[Edges] = []
+        units = self.units
+        for edges in lanes:
+            columns = [zip(range(k * units, (k + 1) * units), repeat(lag)) for k, lag in edges]
+            found += zip(*columns) if columns else [()] * units
+        return found
+
+    def _add_slices(self) -> None:
+        """What units of one microbatch need of each other."""
+        units, microbatch = self.units, self.microbatch
+        if not self._is_cut:
+            return
+        for lane, (op, _) in enumerate(self.lanes):
+            for unit in range(units):
+                before = beside(op, unit)
+                if before is None:
+                    break
+                if 0 <= before < units and microbatch[before] == microbatch[unit]:
+                    task, other = lane * units + unit, lane * units + before
+                    self.needs[task] = (*self.needs[task], (other, 0))
+                    self.feeds[other] = (*self.feeds[other], (task, 0))
 
     def lane_order(self, lane: int) -> list[int]:
         """Its tasks: microbatches rise; the units of one fall in backward passes."""
-        sign = -1 if self.lanes[lane][0] in (Op.B, Op.W, Op.BW) else 1
-        order = sorted(range(self.units), key=lambda unit: (self.microbatch[unit], sign * unit))
-        return [lane * self.units + unit for unit in order]
+        order, first = list(range(lane * self.units, (lane + 1) * self.units)), lane * self.units
+        if self._is_cut and self.lanes[lane][0] in (Op.B, Op.W, Op.BW):
+            order.sort(key=lambda task: (self.microbatch[task - first], -task))
+        return order
 
     def rows(self, orders: Iterable[Iterable[Action]]) -> list[list[int]]:
         """Tasks of every rank's actions, whose microbatches are units."""

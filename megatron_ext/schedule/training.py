@@ -11,9 +11,11 @@ from fractions import Fraction
 
 from .generators import GENERATORS, Request
 from .memory_cap import Cap
+from .named import CapExceeded, Selected, keeps, time_taken
 from .schedule import Schedule
-from .select import CapExceeded, ScheduleSpec, Selected, keeps, select, time_taken
+from .select import select
 from .simulate import simulate
+from .spec import ScheduleSpec
 
 # Passes of an order that is made in a tenth of a second, where no search is needed.
 _FEW = 1000

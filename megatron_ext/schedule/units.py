@@ -26,14 +26,19 @@ class UnitCosts(NamedTuple):
     Attributes:
         forward, backward_input, backward_weight: factors of the passes' durations.
         size: of its activation set, in the unit of the caps.
-        freed: that its W (or BW) frees; less than 0: ``size``.
+        left: of its set, what its W (or BW) does not free; less than 0: it frees others' too.
     """
 
     forward: int = 1
     backward_input: int = 1
     backward_weight: int = 1
     size: int = 1
-    freed: int = -1
+    left: int = 0
+
+    @property
+    def freed(self) -> int:
+        """By its W (or BW)."""
+        return self.size - self.left
 
 
 class Unit(int):
@@ -129,8 +134,8 @@ def joined(costs: Sequence[UnitCosts], slices: Sequence[int]) -> list[UnitCosts]
         own = [next(given) for _ in range(count)]
         weight, size = (sum(one[field] for one in own) for field in (2, 3))
         first, *others = own
-        found.append(first._replace(backward_weight=weight, freed=size))
-        found += [one._replace(backward_weight=0, freed=0) for one in others]
+        found.append(first._replace(backward_weight=weight, left=first.size - size))
+        found += [one._replace(backward_weight=0, left=one.size) for one in others]
     return found
 
 
@@ -154,7 +159,7 @@ def peaks(ranks: Iterable[Iterable[AnyAction]], costs: Sequence[UnitCosts]) -> l
 def step(action: Action, costs: Sequence[UnitCosts]) -> int:
     """What an action takes of its rank's memory, or less than 0 if it frees some."""
     change, unit = DEVICE.get(action.op, 0), costs[action.microbatch]
-    return change * (unit.size if change > 0 or unit.freed < 0 else unit.freed)
+    return change * (unit.size if change > 0 else unit.freed)
 
 
 def slice_costs(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from .palette import COPIES, COPY_MEANING, MEANING, shades
-from .timeline import Box, Timeline, decimal, reference_peak, result_text, slices_text
+from .timeline import Box, Timeline, decimal, reference_peak, result_text, sizes_of
 
 
 def view_data(runs: Sequence[Timeline]) -> dict[str, Any]:
@@ -28,11 +27,8 @@ def run_data(run: Timeline) -> dict[str, Any]:
     operation of each copy.
     """
     schedule = run.schedule
-    facts = f"p = {schedule.pp}, "
-    facts += f"v = {schedule.chunks}, " if schedule.chunks > 1 else ""
-    facts += f"m = {schedule.microbatches}{slices_text(schedule, ', K = ')}: {result_text(run)}"
-    used = {part.op for row in run.boxes for box in row for part in box.action.parts}
-    ops = [op for op in MEANING if op in used]
+    facts = f"{', '.join(sizes_of(schedule))}: {result_text(run)}"
+    ops = run.ops
     moved = [op for op in COPIES if any(run.copies)]
     colors = {op.value: shades(op, schedule.chunks) for op in ops}
     return {
@@ -49,7 +45,7 @@ def run_data(run: Timeline) -> dict[str, Any]:
         "makespan": _short(run.makespan),
         "reference": reference_peak(schedule),
         "peaks": [_short(peak) for peak in run.peak_activation],
-        "idle": [_idle(run, row) for row in run.boxes],
+        "idle": [round(share, 4) for share in run.idle],
         "ops": [op.value for op in (*ops, *moved)],
         "colors": colors | {op.value: [COPIES[op]] for op in moved},
         "chunk": [schedule.placement.chunk_of(s) for s in range(schedule.placement.num_stages)],
@@ -68,11 +64,6 @@ def run_data(run: Timeline) -> dict[str, Any]:
 def _pass(box: Box) -> list[Any]:
     parts = [x for p in box.action.parts for x in (p.op.value, p.stage, p.microbatch)]
     return [_short(box.start), _short(box.end), *parts]
-
-
-def _idle(run: Timeline, row: Sequence[Box]) -> float:
-    busy = math.fsum(box.end - box.start for box in row)
-    return round(1 - busy / run.makespan, 4) if run.makespan else 0.0
 
 
 def _short(value: float) -> float:

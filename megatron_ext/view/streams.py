@@ -6,13 +6,12 @@ and in the backward pass. The look is that of schedules (``svg``, ``text``, ``tr
 
 from __future__ import annotations
 
-import html
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .drawing import Drawing, short
-from .palette import IDLE, SOFT, theme_style
-from .svg import _WIDTHS, _axis, _Layout, bar
+from .chart import Bar, Part, Row, Swatch
+from .drawing import Drawing
+from .palette import IDLE, theme_style
+from .svg import NUMBERS, PLOT, Layout, axis, draw_rows, legend
 from .text import row_of
 from .timeline import decimal
 from .trace import named, spanning
@@ -105,50 +104,26 @@ def render_text(streams: Streams, width: int = 0) -> str:
 
 def render_svg(streams: Streams) -> str:
     """One self-contained SVG."""
-    plot, left = float(_WIDTHS[0]), 92.0
-    layout = _Layout(1.0, plot, left, 24.0, _ROW, 0.0, _GAP, _FONT, streams.span, 1)
+    left = 92.0
+    layout = Layout(1.0, PLOT, left, 24.0, _ROW, 0.0, _GAP, _FONT, streams.span, 1)
     out = Drawing()
     out.text(left, 24, streams.title, 14, weight="bold")
-    y = _legend(out, layout, streams.meanings(), 38.0)
+    meanings = streams.meanings().items()
+    swatches = [Swatch([f"{letter}0"], f"{letter} {meaning}") for letter, meaning in meanings]
+    y = legend(out, layout, swatches, 38.0)[1] + 26
     for one in streams.passes:
         out.text(left, y + 12, streams.text(one), 12, weight="bold")
-        y += 20
-        for lane in one.lanes:
-            out.text(left - 8, y + _ROW / 2 + 4, lane.name, 12, "end")
-            out.rect(left, y, layout.x(one.end) - left, _ROW, "idle")
-            _spans(out, layout, lane.spans, y)
-            y += _ROW + _GAP
-        y += 6
-    y = _axis(out, layout, streams.unit, y) + 12
-    fills = "".join(
-        f".k{letter}{{fill:{_COLORS.get(letter, _OTHER)}}}" for letter in streams.meanings()
-    )
-    style = f".n{{fill:#fff;text-anchor:middle}}.idle{{fill:{IDLE}}}{fills}{theme_style('auto')}"
+        rows = [Row(lane.name, list(map(_bar, lane.spans)), [], one.end) for lane in one.lanes]
+        y = draw_rows(out, layout, rows, y + 20) + 6
+    y = axis(out, layout, streams.unit, y) + 12
+    fills = "".join(f".{letter}0{{fill:{_COLORS.get(letter, _OTHER)}}}" for letter, _ in meanings)
+    style = f"{NUMBERS}.idle{{fill:{IDLE}}}{fills}{theme_style('auto')}"
     return out.document(streams.title, layout.width, y, style)
 
 
-def _legend(out: Drawing, layout: _Layout, meanings: dict[str, str], y: float) -> float:
-    x = layout.left
-    for letter, meaning in meanings.items():
-        text = f"{letter} {meaning}"
-        wide = 28 + 6.0 * len(text)
-        if x + wide > layout.left + layout.plot:
-            x, y = layout.left, y + 17
-        out.rect(x, y, 14, 12, f"k{letter}")
-        out.text(x + 19, y + 10, text, 11, fill=SOFT)
-        x += wide
-    return y + 26
-
-
-def _spans(out: Drawing, layout: _Layout, spans: Sequence[Span], y: float) -> None:
-    for span in spans:
-        title = f"{span.name}, {span.meaning}: {decimal(span.start)} to {decimal(span.end)}"
-        bar(out, layout, (span.start, span.end), y, _ROW, f"k{span.name[0]}", title)
-        wide = layout.plot * (span.end - span.start) / layout.span
-        if wide > 0.7 * _FONT * len(span.name):
-            x = short(layout.x(span.start) + wide / 2)
-            place = {"x": x, "y": short(y + _ROW / 2 + 4), "font_size": short(_FONT)}
-            out.add("text", html.escape(span.name), class_="n", **place)
+def _bar(span: Span) -> Bar:
+    part = Part(span.name[0], label=span.name)
+    return Bar(f"{span.name}, {span.meaning}", span.start, span.end, (part,))
 
 
 def to_trace(streams: Streams, unit_us: float = 1000.0) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..schedule.actions import Op
+from .chart import Bar, Part, Row, Swatch, rows_of
 from .drawing import Drawing, round_step, short
 from .palette import (
     AREA,
@@ -29,7 +29,6 @@ from .palette import (
     theme_style,
 )
 from .timeline import (
-    Box,
     Timeline,
     decimal,
     is_pair,
@@ -37,17 +36,19 @@ from .timeline import (
     on_one_axis,
     reference_peak,
     result_text,
-    slices_text,
+    sizes_of,
 )
 
 _DIGIT = 0.6  # width of a digit in em, on the safe side
 _READABLE = 6.5  # smallest font size that is still drawn, px
-_WIDTHS = (960, 2400)  # of the plot, px
+PLOT = 960.0  # width of the plot, px
+_WIDEST = 2400
+NUMBERS = ".n text{fill:#fff;text-anchor:middle}"  # style of labels
 _TOOLTIPS = 4000  # boxes up to which each one carries its name and times
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """Sizes in px. ``unit`` grows with the picture so that text survives scaling to a page."""
 
     unit: float
@@ -91,17 +92,19 @@ def render(*runs: Timeline, theme: str = "auto") -> str:
             out.text(layout.left, y + 12 * u, label, 12 * u, weight="bold")
             y += 20 * u
         top = y
-        y = _rows(out, layout, run, y) + 6 * u
+        chunks = run.schedule.chunks
+        suffix = "" if chunks == layout.chunks else f"of{chunks}"
+        y = draw_rows(out, layout, rows_of(run), y, suffix) + 6 * u
         if stacked:
             _saved(out, layout, run, top, y - 6 * u)
             y = _fullest(out, layout, run, y) + 14 * u
-    y = _axis(out, layout, runs[0].unit, y - 4 * u) + (14 if stacked else 30) * u
+    y = axis(out, layout, runs[0].unit, y - 4 * u) + (14 if stacked else 30) * u
     if not stacked:
         y = _memory(out, layout, runs, y) + 14 * u
     return _document(out, layout.width, y, runs, theme)
 
 
-def _saved(out: Drawing, layout: _Layout, run: Timeline, top: float, bottom: float) -> None:
+def _saved(out: Drawing, layout: Layout, run: Timeline, top: float, bottom: float) -> None:
     """Beside a run that ends earlier than the longest one: by how much, if there is room."""
     start, end, u = layout.x(run.makespan), layout.left + layout.plot, layout.unit
     text = f"{decimal(100 * (1 - run.makespan / layout.span), 1)} % less time"
@@ -118,7 +121,7 @@ def _saved(out: Drawing, layout: _Layout, run: Timeline, top: float, bottom: flo
     out.text((start + end) / 2, middle, text, size, "middle", weight="bold")
 
 
-def _fullest(out: Drawing, layout: _Layout, run: Timeline, y: float) -> float:
+def _fullest(out: Drawing, layout: Layout, run: Timeline, y: float) -> float:
     """A strip of the rank that holds most, and the peak of 1F1B as a dashed line."""
     u, peaks = layout.unit, run.peak_activation
     rank = peaks.index(max(peaks))
@@ -128,7 +131,7 @@ def _fullest(out: Drawing, layout: _Layout, run: Timeline, y: float) -> float:
     return _strip(out, layout, [run], rank, y + 14 * u, 1.5 * layout.strip)
 
 
-def _layout(runs: Sequence[Timeline]) -> _Layout:
+def _layout(runs: Sequence[Timeline]) -> Layout:
     pp = max(run.schedule.pp for run in runs)
     digits = max(run.longest_label for run in runs)
     span = max(run.makespan for run in runs) or 1.0
@@ -136,15 +139,15 @@ def _layout(runs: Sequence[Timeline]) -> _Layout:
     # Not the narrowest box of all: one cheap stage must not decide how everything looks.
     narrow = (widths[len(widths) // 10] if widths else 0.0) or span
     wanted = (digits * _DIGIT * 8.5 + 2) * span / narrow
-    plot = min(max(wanted, _WIDTHS[0]), _WIDTHS[1])
+    plot = min(max(wanted, PLOT), _WIDEST)
     font = (narrow / span * plot - 1.5) / (digits * _DIGIT)
     if font < _READABLE:
         plot, font = min(plot, 1600.0), 0.0
-    unit = plot / _WIDTHS[0]
+    unit = plot / PLOT
     crowded = min(1.0, 12 / pp)
     roomy = 1.35 if pp <= 4 else 1.0
     row = max(9.0, 24 * unit**0.5 * crowded)
-    return _Layout(
+    return Layout(
         unit=unit,
         plot=plot,
         left=66 * unit,
@@ -159,18 +162,15 @@ def _layout(runs: Sequence[Timeline]) -> _Layout:
 
 
 def _header(
-    out: Drawing, layout: _Layout, runs: Sequence[Timeline], y: float, titled: bool
+    out: Drawing, layout: Layout, runs: Sequence[Timeline], y: float, titled: bool
 ) -> float:
     """Title and legend; without ``titled`` every run has a title of its own."""
     u, schedule = layout.unit, max((run.schedule for run in runs), key=lambda one: one.chunks)
-    cut = slices_text(schedule, "   K = ")
-    facts = f"p = {schedule.pp}   m = {schedule.microbatches}{cut}"
-    if schedule.chunks > 1:
-        facts = f"p = {schedule.pp}   v = {schedule.chunks}   m = {schedule.microbatches}{cut}"
+    facts = "   ".join(sizes_of(schedule))
     if len(runs) == 1:
         facts += f"   ·   {result_text(runs[0])}"
     if not titled:
-        facts = f"p = {schedule.pp}   m = {schedule.microbatches}{cut}"
+        facts = "   ".join(text for text in sizes_of(schedule) if text[0] != "v")
     name = (
         html.escape(schedule.name)
         if titled
@@ -180,113 +180,99 @@ def _header(
     words = f'<tspan font-weight="bold">{name}</tspan>   {html.escape(facts)}'
     out.add("text", words, **place, **{"xml:space": out.space})
     y += 14 * u
-    x = layout.left
-    used = {part.op for run in runs for row in run.boxes for b in row for part in b.action.parts}
-    for op in (op for op in DARK if op in used):
-        for chunk in range(schedule.chunks):
-            out.rect(x, y, 14 * u, 12 * u, f"{op.value}{chunk}")
-            x += 15 * u
-        out.text(x + 4 * u, y + 10 * u, MEANING[op], 11 * u, fill=SOFT)
-        x += (26 + 6.1 * len(MEANING[op])) * u
+    used = {op for run in runs for op in run.ops}
+    swatches = [
+        Swatch([f"{op.value}{chunk}" for chunk in range(schedule.chunks)], text)
+        for op, text in MEANING.items()
+        if op in used
+    ]
     if any(run.copies for run in runs):
-        for op, text in COPY_MEANING.items():
-            out.rect(x, y, 14 * u, 12 * u, op.value)
-            out.text(x + 19 * u, y + 10 * u, text, 11 * u, fill=SOFT)
-            x += (41 + 6.1 * len(text)) * u
-    out.rect(x, y, 14 * u, 12 * u, "idle")
-    out.text(x + 19 * u, y + 10 * u, "idle", 11 * u, fill=SOFT)
+        swatches += [Swatch([op.value], text) for op, text in COPY_MEANING.items()]
+    x, y = legend(out, layout, [*swatches, Swatch(["idle"], "idle")], y)
     if schedule.chunks > 1:
         note = f"dark to light: chunk 0 to {schedule.chunks - 1}"
-        out.text(x + 58 * u, y + 10 * u, note, 11 * u, fill=SOFT)
+        out.text(x - 7.4 * u, y + 10 * u, note, 11 * u, fill=SOFT)  # "idle" is a narrow word
     out.text(layout.width - 12 * u, y + 10 * u, "idle", 11 * u, "end", SOFT, kind="right")
     return y + 20 * u
 
 
-def _rows(out: Drawing, layout: _Layout, run: Timeline, y: float) -> float:
-    """One row a rank: the grey of idle time, the boxes on it, the idle share at the right."""
-    u, chunk_of = layout.unit, run.schedule.placement.chunk_of
-    suffix = "" if run.schedule.chunks == layout.chunks else f"of{run.schedule.chunks}"
-    tooltips = sum(len(row) for row in run.boxes) <= _TOOLTIPS
-    label = min(12 * u, layout.row * 0.8)
-    for rank, row in enumerate(run.boxes):
+def legend(
+    out: Drawing, layout: Layout, swatches: Sequence[Swatch], y: float
+) -> tuple[float, float]:
+    """Colours and what they mean; where the next entry would stand."""
+    x, u = layout.left, layout.unit
+    for kinds, meaning in swatches:
+        wide = (15 * len(kinds) + 26 + 6.1 * len(meaning)) * u
+        if x > layout.left and x + wide > layout.width:
+            x, y = layout.left, y + 17 * u
+        for number, kind in enumerate(kinds):
+            out.rect(x + 15 * u * number, y, 14 * u, 12 * u, kind)
+        out.text(x + (15 * len(kinds) + 4) * u, y + 10 * u, meaning, 11 * u, fill=SOFT)
+        x += wide
+    return x, y
+
+
+def draw_rows(
+    out: Drawing, layout: Layout, rows: Sequence[Row], y: float, suffix: str = ""
+) -> float:
+    """The grey of idle time, the bars on it with their labels, and what is beside them.
+
+    Args:
+        suffix: of the colours' CSS classes.
+    """
+    u, label = layout.unit, min(12 * layout.unit, layout.row * 0.8)
+    titles = sum(len(row.bars) for row in rows) <= _TOOLTIPS
+    for row in rows:
         base = y + layout.row / 2 + label * 0.36
-        out.text(layout.left - 8 * u, base, f"rank {rank}", label, "end", kind="left")
-        out.rect(layout.left, y, layout.x(run.makespan) - layout.left, layout.row, "idle row")
-        numbers = []
-        for box in row:
-            # The passes of a joint action share its time, one above the other.
-            height = layout.row / len(box.action.parts)
-            for i, part in enumerate(box.action.parts):
-                chunk, top = chunk_of(part.stage), y + i * height
-                kind = f"{part.op.value}{chunk}{suffix}"
-                _box(out, layout, box, top, height, kind, tooltips)
-                numbers.append(_number(layout, box, top, height, run.label_of(part), chunk))
-        if any(numbers):
-            out.parts.append(
-                f'<g class="n" font-size="{short(layout.font)}">{"".join(numbers)}</g>'
-            )
-        busy = math.fsum(box.end - box.start for box in row)
-        idle = f"{decimal(100 * (1 - busy / run.makespan), 1)} %" if run.makespan else ""
-        size = label * 0.92
-        out.text(layout.width - 12 * u, base, idle, size, "end", SOFT, kind="right")
+        out.text(layout.left - 8 * u, base, row.name, label, "end", kind="left")
+        out.rect(layout.left, y, layout.x(row.end) - layout.left, layout.row, "idle row")
+        labels = []
+        for bar in row.bars:
+            height = layout.row / len(bar.parts)
+            for i, part in enumerate(bar.parts):
+                kind, top = f"box {part.op}{part.chunk}{suffix}", y + i * height
+                _bar(out, layout, bar, top, height, kind, titles)
+                labels.append(_label(layout, bar, part, top, height))
+        if any(labels):
+            size = f'font-size="{short(layout.font)}"'
+            out.parts.append(f'<g class="n" {size}>{"".join(labels)}</g>')
+        if row.note:
+            right = layout.width - 12 * u
+            out.text(right, base, row.note, label * 0.92, "end", SOFT, kind="right")
         y += layout.row
-        if run.copies:
-            _copies(out, layout, run.copies[rank], y, tooltips)
-            y += layout.row * _LANES
+        thin = layout.row * _LANE
+        for lane in row.lanes:
+            for bar in lane:
+                width = max(layout.plot * (bar.end - bar.start) / layout.span, 0.3)
+                place = layout.x(bar.start), y, width, thin
+                out.rect(*place, f"copy {bar.parts[0].op}", bar.title if titles else "")
+            y += thin
         y += layout.gap
     return y
 
 
-_LANES = 0.4  # height of both lanes of copies, in rows
+_LANE = 0.2  # height of a lane, in rows
 
 
-def _copies(out: Drawing, layout: _Layout, boxes: Sequence[Box], y: float, tooltips: bool) -> None:
-    """To the host on the upper lane, to the device on the lower one."""
-    height = layout.row * _LANES / 2
-    for action, start, end in boxes:
-        op = action.parts[0].op
-        lane = int(op is Op.RELOAD)
-        title = f"{action}: {decimal(start)} to {decimal(end)}" if tooltips else ""
-        width = max(layout.plot * (end - start) / layout.span, 0.3)
-        kind = f"copy {op.value}"
-        out.rect(layout.x(start), y + lane * height, width, height, kind, title)
-
-
-def _box(
-    out: Drawing, layout: _Layout, box: Box, y: float, height: float, kind: str, tooltip: bool
+def _bar(
+    out: Drawing, layout: Layout, bar: Bar, y: float, height: float, kind: str, titled: bool
 ) -> None:
-    title = f"{box.action}: {decimal(box.start)} to {decimal(box.end)}" if tooltip else ""
-    bar(out, layout, (box.start, box.end), y, height, f"box {kind}", title)
-
-
-def bar(
-    out: Drawing,
-    layout: _Layout,
-    times: tuple[float, float],
-    y: float,
-    height: float,
-    kind: str,
-    title: str = "",
-) -> None:
-    """A box from one time to another."""
-    x, width = layout.x(times[0]), layout.plot * (times[1] - times[0]) / layout.span
-    # A hairline between boxes, left out where it would eat the box.
+    x, width = layout.x(bar.start), layout.plot * (bar.end - bar.start) / layout.span
+    # A hairline between bars, left out where it would eat the bar.
     inset = 0.5 if width > 4 else 0.0
-    out.rect(x + inset, y, max(width - 2 * inset, 0.3), height, kind, title)
+    out.rect(x + inset, y, max(width - 2 * inset, 0.3), height, kind, bar.title if titled else "")
 
 
-def _number(layout: _Layout, box: Box, y: float, height: float, text: str, chunk: int) -> str:
-    room = layout.plot * (box.end - box.start) / layout.span
+def _label(layout: Layout, bar: Bar, part: Part, y: float, height: float) -> str:
+    room, text = layout.plot * (bar.end - bar.start) / layout.span, part.label
     if not layout.font or len(text) * _DIGIT * layout.font > room or layout.font > height:
         return ""
-    x = layout.x((box.start + box.end) / 2)
-    kind = ' class="l"' if chunk else ""
-    return (
-        f'<text x="{short(x)}" y="{short(y + height / 2 + layout.font * 0.36)}"{kind}>{text}</text>'
-    )
+    x, base = layout.x((bar.start + bar.end) / 2), y + height / 2 + layout.font * 0.36
+    kind = ' class="l"' if part.chunk else ""
+    return f'<text x="{short(x)}" y="{short(base)}"{kind}>{html.escape(text)}</text>'
 
 
-def _axis(out: Drawing, layout: _Layout, unit: str, y: float) -> float:
+def axis(out: Drawing, layout: Layout, unit: str, y: float) -> float:
     u = layout.unit
     step = round_step(layout.span, 12)
     lines = [f"M{short(layout.left)} {short(y)}h{short(layout.plot)}"]
@@ -303,7 +289,7 @@ def _axis(out: Drawing, layout: _Layout, unit: str, y: float) -> float:
     return y + 16 * u
 
 
-def _memory(out: Drawing, layout: _Layout, runs: Sequence[Timeline], y: float) -> float:
+def _memory(out: Drawing, layout: Layout, runs: Sequence[Timeline], y: float) -> float:
     """A strip a rank: resident activations over time, and the peak of 1F1B as a dashed line."""
     u, schedule = layout.unit, runs[0].schedule
     reference = reference_peak(schedule)
@@ -321,7 +307,7 @@ def _memory(out: Drawing, layout: _Layout, runs: Sequence[Timeline], y: float) -
 
 def _strip(
     out: Drawing,
-    layout: _Layout,
+    layout: Layout,
     runs: Sequence[Timeline],
     rank: int,
     y: float,
@@ -352,7 +338,7 @@ def _strip(
     return floor
 
 
-def _steps(layout: _Layout, run: Timeline, rank: int, floor: float, scale: float) -> str:
+def _steps(layout: Layout, run: Timeline, rank: int, floor: float, scale: float) -> str:
     return "".join(
         f"H{short(layout.x(time))}V{short(floor - sets * scale)}" for time, sets in run.memory[rank]
     )
@@ -361,7 +347,7 @@ def _steps(layout: _Layout, run: Timeline, rank: int, floor: float, scale: float
 def _document(
     out: Drawing, width: float, height: float, runs: Sequence[Timeline], theme: str
 ) -> str:
-    u = width / _WIDTHS[0]
+    u = width / PLOT
     most = max(run.schedule.chunks for run in runs)
     fills = [
         f".{op.value}{chunk}{'' if chunks == most else f'of{chunks}'}{{fill:{shade}}}"
@@ -373,8 +359,8 @@ def _document(
     if any(run.copies for run in runs):
         copies = "".join(f".{op.value}{{fill:{color}}}" for op, color in COPIES.items())
     style = (
-        ".n text{fill:#fff;text-anchor:middle}.n .l{fill:#16202a}"
-        f"{copies}.idle{{fill:{IDLE}}}.strip{{fill:{STRIP}}}.area{{fill:{AREA};stroke:{LINE};"
+        f"{NUMBERS}.n .l{{fill:#16202a}}{copies}"
+        f".idle{{fill:{IDLE}}}.strip{{fill:{STRIP}}}.area{{fill:{AREA};stroke:{LINE};"
         f"stroke-width:{short(0.8 * u)}}}.line{{fill:none;stroke:{MEASURED};"
         f"stroke-width:{short(1.2 * u)}}}.peak{{fill:none;stroke:{INK};"
         f"stroke-width:{short(0.9 * u)};"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._terminal import colored, paint
-from ..schedule.actions import Op
 from ..schedule.vocabulary import E, G
-from .timeline import Box, Timeline, decimal, reference_peak, slices_text
+from .chart import Bar, Part, Row, rows_of
+from .timeline import Timeline, decimal, reference_peak, slices_text
 
 _BLOCKS = 4  # a picture is wrapped into at most so many blocks of rows
 _IDLE = "."
@@ -35,15 +34,16 @@ def render(timeline: Timeline, width: int = 0) -> str:
     name = f"rank {timeline.schedule.pp - 1} "
     margin = len(max(name, "  copies ", key=len) if timeline.copies else name) + 1
     room = max(width - margin - 1, 20) if width else 0
-    (rows, kinds), note = _numbered(timeline), "F0 = forward of microbatch 0"
+    chart = _Chart(rows_of(timeline), timeline.makespan)
+    (rows, kinds), note = _numbered(chart), "F0 = forward of microbatch 0"
     if room and len(rows[0]) > _BLOCKS * room:
-        rows, kinds = _letters(timeline)
+        rows, kinds = _letters(chart)
         note = "one letter a pass (B for BW too), without its microbatch"
     if not (width and colored()):
         kinds = [" " * len(row) for row in rows]
     lines = _header(timeline, note)
     total = len(rows[0])
-    copies = _copies(timeline, total)
+    copies = _copies(chart, total)
     step = room or max(total, 1)
     shown = min(total, _BLOCKS * step) if room else total
     per_column = timeline.makespan / total if total else 0.0
@@ -84,45 +84,44 @@ def _header(timeline: Timeline, note: str) -> list[str]:
     result = timeline.facts or (
         f"makespan {timeline.makespan_text}, bubble {decimal(100 * timeline.bubble, 1)} %"
     )
+    order = [] if schedule.arrangement is None else [f"microbatches {schedule.arrangement}"]
     return [
         f"{schedule.name} ({timeline.label}): pp {schedule.pp}, chunks {schedule.chunks}, "
         f"microbatches {schedule.microbatches}{slices_text(schedule, ', slices ')}, {result}",
         f"peak activation per rank, in microbatches (1F1B: {reference_peak(schedule)}): {peaks}",
+        *order,
         f"{note}{case}; dots = idle",
         "",
     ]
 
 
-def _numbered(timeline: Timeline) -> tuple[list[str], list[str]]:
+def _numbered(chart: _Chart) -> tuple[list[str], list[str]]:
     """Every pass with its microbatch; the shortest pass relative to its text sets the scale."""
-    boxes = [box for row in timeline.boxes for box in row if box.end > box.start]
-    scale = max(
-        ((len(_label(timeline, box)) + 1) / (box.end - box.start) for box in boxes), default=0.0
-    )
+    bars = [bar for row in chart.rows for bar in row.bars if bar.end > bar.start]
+    scale = max(((len(_text(bar)) + 1) / (bar.end - bar.start) for bar in bars), default=0.0)
 
-    def fill(timeline: Timeline, box: Box, columns: int) -> str:
-        text = "+".join(_cased(timeline, box, _label(timeline, box).split("+")))
-        return text.ljust(columns - 1, "-")[:columns].ljust(columns)
+    def fill(bar: Bar, columns: int) -> str:
+        return _text(bar).ljust(columns - 1, "-")[:columns].ljust(columns)
 
-    return _draw(timeline, scale, fill), _draw(timeline, scale, _kind)
+    return chart.drawn(scale, fill), chart.drawn(scale, _kind)
 
 
-def _letters(timeline: Timeline) -> tuple[list[str], list[str]]:
+def _letters(chart: _Chart) -> tuple[list[str], list[str]]:
     """One column for the shortest pass, filled with the operation's letter (BW: B)."""
-    lengths = [box.end - box.start for row in timeline.boxes for box in row]
+    lengths = [bar.end - bar.start for row in chart.rows for bar in row.bars]
     shortest = min((length for length in lengths if length > 0), default=0.0)
 
-    def fill(timeline: Timeline, box: Box, columns: int) -> str:
-        letters = _cased(timeline, box, [part.op.value[0] for part in box.action.parts])
+    def fill(bar: Bar, columns: int) -> str:
+        letters = [_cased(part, part.op[0]) for part in bar.parts]
         return ("".join(letters) * columns)[:columns]
 
     scale = 1 / shortest if shortest else 0.0
-    return _draw(timeline, scale, fill), _draw(timeline, scale, _kind)
+    return chart.drawn(scale, fill), chart.drawn(scale, _kind)
 
 
-def _kind(timeline: Timeline, box: Box, columns: int) -> str:
+def _kind(bar: Bar, columns: int) -> str:
     """The operation's letter in every column of a pass, of joint ones in turn."""
-    letters = "".join(part.op.value[0] for part in box.action.parts)
+    letters = "".join(part.op[0] for part in bar.parts)
     return (letters * columns)[:columns]
 
 
@@ -135,39 +134,39 @@ def _painted(text: str, kinds: str) -> str:
     return out
 
 
-def _copies(timeline: Timeline, total: int) -> list[str]:
-    """One row a rank of what travels; a copy shorter than a column has one all the same."""
+def _copies(chart: _Chart, total: int) -> list[str]:
+    """One row a rank of its copies; one shorter than a column has one all the same."""
     rows = []
-    scale = total / timeline.makespan if timeline.makespan else 0.0
-    for boxes in timeline.copies:
+    scale = total / chart.makespan if chart.makespan else 0.0
+    for copies in (row.lanes for row in chart.rows if row.lanes):
         row = [" "] * total
-        for action, start, end in boxes:
-            mark = ">" if action.parts[0].op is Op.OFFLOAD else "<"
-            first = min(round(start * scale), total - 1)
-            for column in range(first, max(round(end * scale), first + 1)):
-                row[column] = mark if row[column] in (" ", mark) else "x"
+        for mark, lane in zip("><", copies):
+            for bar in lane:
+                first = min(round(bar.start * scale), total - 1)
+                for column in range(first, max(round(bar.end * scale), first + 1)):
+                    row[column] = mark if row[column] in (" ", mark) else "x"
         rows.append("".join(row))
     return rows
 
 
-def _label(timeline: Timeline, box: Box) -> str:
-    return "+".join(f"{part.op.value}{timeline.label_of(part)}" for part in box.action.parts)
+def _text(bar: Bar) -> str:
+    return "+".join(_cased(part, f"{part.op}{part.label}") for part in bar.parts)
 
 
-def _cased(timeline: Timeline, box: Box, texts: Sequence[str]) -> list[str]:
-    """One text a pass, in lower case if its chunk is odd."""
-    chunk_of = timeline.schedule.placement.chunk_of
-    return [
-        text.lower() if chunk_of(part.stage) % 2 else text
-        for part, text in zip(box.action.parts, texts)
-    ]
+def _cased(part: Part, text: str) -> str:
+    """In lower case if its chunk is odd."""
+    return text.lower() if part.chunk % 2 else text
 
 
-def _draw(timeline: Timeline, scale: float, fill: Callable[[Timeline, Box, int], str]) -> list[str]:
-    """Rows of equal length, ``scale`` columns a unit of time, less where that is too long."""
-    scale = min(scale, _COLUMNS / timeline.makespan) if timeline.makespan else 0.0
-    total = round(timeline.makespan * scale)
-    return [row_of(row, scale, total, partial(fill, timeline)) for row in timeline.boxes]
+class _Chart(NamedTuple):
+    rows: list[Row]
+    makespan: float
+
+    def drawn(self, scale: float, fill: Callable[[Bar, int], str]) -> list[str]:
+        """Rows of equal length, ``scale`` columns a unit of time, less where that is too long."""
+        scale = min(scale, _COLUMNS / self.makespan) if self.makespan else 0.0
+        total = round(self.makespan * scale)
+        return [row_of(row.bars, scale, total, fill) for row in self.rows]
 
 
 def row_of(boxes: Sequence[Any], scale: float, total: int, fill: Callable[[Any, int], str]) -> str:

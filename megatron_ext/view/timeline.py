@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .._input import shown
-from ..schedule.actions import Action, AnyAction, Op, parse
+from ..schedule.actions import Action, AnyAction, Op, Operation, parse
 from ..schedule.effects import DEVICE, FREES, curve, given
 from ..schedule.generators.building_block import Block, took
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import Simulation
-from ..schedule.units import Unit, UnitCosts, step
+from ..schedule.units import UnitCosts, step
+from .palette import MEANING
 
 
 class Box(NamedTuple):
@@ -69,16 +70,22 @@ class Timeline:
         return 1 - self.work / (len(self.boxes) * self.makespan) if self.makespan else 0.0
 
     @property
+    def idle(self) -> list[float]:
+        """Share of the makespan in which each rank computes nothing."""
+        busy = (math.fsum(box.end - box.start for box in row) for row in self.boxes)
+        return [1 - time / self.makespan if self.makespan else 0.0 for time in busy]
+
+    @property
+    def ops(self) -> list[Operation]:
+        """Operations that run, in the order of legends."""
+        used = {part.op for row in self.boxes for box in row for part in box.action.parts}
+        return [op for op in MEANING if op in used]
+
+    @property
     def peak_activation(self) -> list[float]:
         """Most resident activations of each rank, in microbatches (sets / chunks)."""
         chunks = self.schedule.chunks
         return [max((sets for _, sets in row), default=0) / chunks for row in self.memory]
-
-    def label_of(self, part: Action) -> str:
-        """What every picture writes into a pass's box, besides its operation."""
-        if self.schedule.joined and part.op is Op.W and isinstance(part.microbatch, Unit):
-            return str(part.microbatch.microbatch)
-        return str(part.microbatch)
 
     @property
     def longest_label(self) -> int:
@@ -244,9 +251,17 @@ def names_of(runs: Sequence[Timeline]) -> str:
     """Every schedule once, with its sizes."""
     texts = (
         f"{s.name}, pp {s.pp}, microbatches {s.microbatches}{slices_text(s, ', slices ')}"
+        + ("" if s.arrangement is None else f" {s.arrangement}")
         for s in (r.schedule for r in runs)
     )
     return " and ".join(dict.fromkeys(texts))
+
+
+def sizes_of(schedule: Schedule) -> list[str]:
+    """Ranks, chunks if there are several, microbatches, and slices if they are cut."""
+    chunks = [f"v = {schedule.chunks}"] if schedule.chunks > 1 else []
+    cut = [text for text in (slices_text(schedule, "K = "),) if text]
+    return [f"p = {schedule.pp}", *chunks, f"m = {schedule.microbatches}", *cut]
 
 
 def slices_text(schedule: Schedule, name: str) -> str:

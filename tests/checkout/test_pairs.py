@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.prove.server import Outcome
-from megatron_ext.schedule import Costs, check, lower, save, simulate
+from megatron_ext.schedule import Costs, ScheduleSpec, check, lower, save, select, simulate
 from megatron_ext.schedule.actions import Action
-from megatron_ext.schedule.select import ScheduleSpec, select
 from tests.support import ROOT
 from tests.support.checkouts import MAIN_TAG, Serve, nightly
 from tests.support.feature_runs import command

@@ -178,7 +178,7 @@ def _search(request: Request, cap: int, work: int, short: Search | None) -> Sear
     if short is not None:
         for rows in islice(longer(short, tasks, work, _longest(request)), _STARTS):
             search.add(rows)
-    blocks = _blocks(request.pp, cap) if cap >= v_cap_limits(request.pp)[0] else []
+    blocks = _each_block(request.pp, cap) if cap >= v_cap_limits(request.pp)[0] else ()
     stamped = (tasks.rows(block.stamp(request.microbatches)) for block in blocks)
     search.run(_fixed(request, cap), work, stamped)
     return search
@@ -216,21 +216,25 @@ def _room(request: Request, cap: int) -> Room | None:
         one = replace(request, microbatches=m)
         orders = [make(one.pp, m) for make, own in _named(one.pp) if own == cap]
         for order in orders or [_base(one, cap)]:
-            found += [state for row in one.tasks.rows(order) for state in states(one.tasks, row)]
+            found += states(one.tasks, one.tasks.rows(order))
     return room_of(found, cap)
 
 
 def _fixed(request: Request, cap: int) -> Iterator[Rows]:
-    """The order for this cap at equal times, and the named V orders of no more memory."""
+    """The order for this cap at equal times, and the named V orders of no more memory; for many
+    ranks one kind of them, as each takes long to make."""
     pp, m = request.pp, request.microbatches
-    first = _base(request, cap)
-    yield request.tasks.rows(first)
-    for make, own in _named(pp):
-        # With few microbatches an order may keep less than its name stands for.
-        if own == cap or (m < 2 * pp and max(peak_sets(make(pp, m))) <= cap):
-            orders = make(pp, m)
-            if orders != first:
-                yield request.tasks.rows(orders)
+    # With few microbatches an order may keep less than its name stands for.
+    named = [
+        make(pp, m)
+        for make, own in _named(pp)
+        if own == cap or (m < 2 * pp and max(peak_sets(make(pp, m))) <= cap)
+    ]
+    if not named or pp <= _SMALL:
+        base = _base(request, cap)
+        yield request.tasks.rows(base)
+        named = [orders for orders in named if orders != base]
+    yield from map(request.tasks.rows, named)
 
 
 def _base(request: Request, cap: int) -> RankActions:

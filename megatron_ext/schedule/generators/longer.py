@@ -39,13 +39,14 @@ def longer(short: Search, tasks: Tasks, work: int, longest: int = PERIODS[-1]) -
     periods = periods[-max(2, tries // _ENOUGH) :]
     pool = short.pool[: max(1, tries // (_ENOUGH * len(periods)))]
     most = max(1 if longest == 1 else _ENOUGH, min(_CUTS, tries // (len(pool) * len(periods))))
+    ended = [_ends(short.tasks, found.rows) for found in pool]
     ways: list[tuple[Fraction, int, Rows, Cut, int]] = []
     for period in periods:
         times = more // period
         far = min(times, 1 + -(-tasks.placement.pp // period))  # then the steady state is settled
         tables = [tasks.like(few + n * period) for n in sorted({1, far})]
-        for found in pool:
-            for cut in cuts(short.tasks, found.rows, period, most):
+        for found, ends in zip(pool, ended):
+            for cut in cuts(short.tasks, found.rows, ends, period, most):
                 taken = _taken(short, found.rows, cut, period, tables)
                 if taken:
                     rate = Fraction(taken[-1] - taken[0], max(1, far - 1))
@@ -66,37 +67,47 @@ def _taken(short: Search, rows: Rows, cut: Cut, period: int, tables: Sequence[Ta
     return taken
 
 
+def _ends(tasks: Tasks, rows: Rows) -> list[int]:
+    ends = replay(tasks, rows)
+    assert ends is not None, "the order cannot run"
+    return ends
+
+
 def lengthened(tasks: Tasks, rows: Rows, cut: Cut, period: int, more: Tasks) -> Rows:
     """``rows`` for the microbatches of ``more``; every lane has run ``period`` before the cut."""
-    place = {}
-    for lane in range(tasks.lane[-1] + 1):
-        place.update({task: (lane, k) for k, task in enumerate(tasks.lane_order(lane))})
-    order = [more.lane_order(lane) for lane in range(tasks.lane[-1] + 1)]
-    later = more.units - tasks.units
+    few = tasks.units
+    lanes = range(tasks.lane[-1] + 1)
+    place = [0] * len(tasks.lane)  # of every task in its lane
+    for lane in lanes:
+        for k, task in enumerate(tasks.lane_order(lane)):
+            place[task] = k
+    order = [more.lane_order(lane) for lane in lanes]
+    later = more.units - few
     made: Rows = []
     for row, end in zip(rows, cut):
-        first, rest = [place[task] for task in row[:end]], [place[task] for task in row[end:]]
-        ran = {lane: k + 1 for lane, k in first}
-        again = [(lane, k) for lane, k in first if k >= ran[lane] - period]
-        middle = [order[lane][k + n] for n in range(period, later + 1, period) for lane, k in again]
-        tail = [order[lane][k + later] for lane, k in rest]
-        made.append([*(order[lane][k] for lane, k in first), *middle, *tail])
+        pairs = [(order[task // few], place[task]) for task in row]
+        ran = {task // few: place[task] + 1 for task in row[:end]}
+        again = [
+            pair for task, pair in zip(row[:end], pairs) if pair[1] >= ran[task // few] - period
+        ]
+        middle = [lane[k + n] for n in range(period, later + 1, period) for lane, k in again]
+        tail = [lane[k + later] for lane, k in pairs[end:]]
+        made.append([*(lane[k] for lane, k in pairs[:end]), *middle, *tail])
     return made
 
 
-def cuts(tasks: Tasks, rows: Rows, period: int, most: int) -> Iterator[Cut]:
+def cuts(tasks: Tasks, rows: Rows, ends: Sequence[int], period: int, most: int) -> Iterator[Cut]:
     """Cuts of the steady state, at most so many; if it has none, those of all that follows.
 
     Args:
         tasks: the table.
         rows: all of it.
+        ends: of its tasks (``replay``).
         period: microbatches that every lane has run before the cut, at least.
         most: how many.
     """
     if tasks.units < period:
         return
-    ends = replay(tasks, rows)
-    assert ends is not None, "the order cannot run"
     starts = [[ends[task] - tasks.duration[task] for task in row] for row in rows]
     timed = [pair for row, times in zip(rows, starts) for pair in zip(row, times)]
     begin = max(start for task, start in timed if task % tasks.units == period - 1)

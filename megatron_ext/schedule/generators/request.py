@@ -11,7 +11,7 @@ from typing import Literal
 
 from ..actions import RankActions
 from ..costs import Durations
-from ..engine import list_schedule
+from ..engine import Rows, list_schedule
 from ..event_loop import Program, time_of
 from ..moves import Room
 from ..placement import Placement
@@ -162,8 +162,8 @@ class Request:
         """The fastest order found from those of ``makes``, all under the cap; at equal times the
         first of them as it is.
 
-        A long run tries two orders only: the first one, and its list schedule with the gap that is
-        the best for 4p microbatches.
+        A long run tries two orders only: the first one, and the list schedule of the one that is
+        best for 4p microbatches, with the gap that is best for these.
         """
         first = makes[0](self)
         if self.at_unit_times:
@@ -171,11 +171,15 @@ class Request:
         if self.is_long:
             few = 4 * self.pp + self.microbatches % self.pp
             short = replace(self, microbatches=min(few, self.microbatches))
-            bases = [make(short) for make in (makes if self.effort else makes[:1])]
-            ways = [(number, gap) for number, _ in enumerate(bases) for gap in GAPS]
-            number, gap = min(
-                ways, key=lambda way: short.time_of(short.listed(bases[way[0]], cap, way[1])) or 0
-            )
+            search = short.search(cap)
+            tried = makes if self.effort else makes[:1]
+            starts = [search.tasks.rows(make(short)) for make in tried]
+
+            def taken(base: Rows, gap: Fraction) -> int:
+                return search.time_of(list_schedule(search.tasks, base, search.caps, gap=gap))
+
+            ways = [(number, gap) for number, _ in enumerate(starts) for gap in GAPS]
+            number, gap = min(ways, key=lambda way: taken(starts[way[0]], way[1]))
             return self.fastest([first, self.listed(makes[number](self), cap, gap)])
         search = self.search(cap)
         if self.effort:

@@ -53,7 +53,7 @@ def steadier(schedule: Schedule, spread: Fraction | float, effort: float | None 
     rows = tasks.rows(orders)
     best, least = schedule, jitter(schedule, spread, _RUNS).mean
     cap, random = max(peak_sets(schedule.ranks)), Random(5).random
-    room = room_of((state for row in rows for state in states(tasks, row)), cap)
+    room = room_of(states(tasks, rows), cap)
     for _ in range(tries):
         order = Order(tasks, rows, [cap] * schedule.pp, room)
         most, moved = order.time, 0

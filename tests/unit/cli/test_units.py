@@ -73,6 +73,38 @@ def test_a_file_of_factors(run, tmp_path):
     assert whole["makespan"] * 2 * (1 - whole["bubble"]) == pytest.approx(2 * (3 + 6 + 1.25))
 
 
+def test_a_free_order_of_microbatches(run, tmp_path):
+    """Every microbatch keeps its costs and its slices; the file and all outputs say the order."""
+    weights, slices = [1, 3, 2, 1, 0.5, 2], [1, 3, 2, 1, 1, 2]
+    asked = [*options("zb-h1", 2, 6), "--microbatch-cost", ",".join(map(str, weights))]
+    cut = [*asked, "--slices", ",".join(map(str, slices))]
+    for argv in (asked, cut):
+        given = json.loads(run("simulate", *argv, "--json")[1])
+        path = str(tmp_path / "free.json")
+        assert run("schedule", *argv, "--reorder-microbatches", "--output", path)[0] == 0
+        found = json.loads(run("simulate", "--schedule", path, "--json")[1])
+        order, saved = found["microbatch_order"], found["saved_by_order"]
+        assert sorted(order) == list(range(6)) != order and "microbatch_order" not in given
+        assert found["makespan"] / given["makespan"] == pytest.approx(1 - saved) and saved > 0.01
+        assert found["slices" if argv is cut else "microbatches"] == (
+            [slices[j] for j in order] if argv is cut else 6
+        )
+        units = json.loads((tmp_path / "free.json").read_text())["cost"]["units"]
+        counts = slices if argv is cut else [1] * 6
+        assert [row[0] for row in units] == pytest.approx(
+            [weights[j] / counts[j] for j in order for _ in range(counts[j])]
+        )
+        assert run("check", path)[0] == 0
+    text = run("simulate", *asked, "--reorder-microbatches")[1]
+    assert "microbatches     in the order 4 " in text and "% less time than as given" in text
+    short = [*options("1f1b", 2, 2), "--microbatch-cost", "1,1", "--reorder-microbatches"]
+    assert "microbatches     as given; no other" in run("simulate", *short)[1]
+    sizes = [*asked[2:], "--reorder-microbatches"]
+    status, out, _ = run("compare", *sizes)
+    assert status == 0 and "by order" in out and "  best, microbatches in the order" in out
+    assert "microbatches in the order" in run("show", "zb-h1", *sizes)[1]
+
+
 def test_compare_and_show(run):
     sizes = ["--pp", "4", "--microbatches", "2", "--slices", "3"]
     status, out, _ = run("compare", *sizes)
@@ -110,6 +142,7 @@ def test_pictures_name_slices(run, tmp_path, suffix):
         (["--microbatch-cost", "1,2"], "has 2 microbatches, but there are 4; give one factor"),
         (["--microbatch-cost", "1,2,0,1"], "microbatch 2 must be one factor > 0"),
         (["--microbatch-cost", "nowhere"], "--microbatch-cost nowhere: No such file"),
+        (["--reorder-microbatches"], "--reorder-microbatches orders by --microbatch-cost"),
         (["--slices", "2", "--offload", "full", "--offload-time", ".2"], "offload takes whole"),
         (["--slices", "2", "--jitter", "0.1"], "a jitter of pass times takes whole microbatches"),
         (["--slices", "2", "--vocabulary", "1,1,1,1"], "a sharded vocabulary takes whole"),

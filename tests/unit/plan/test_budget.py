@@ -20,8 +20,8 @@ from megatron_ext.schedule import AUTO, Costs, Link, OffloadSpec, ScheduleSpec, 
 from megatron_ext.schedule.effects import peak_sets
 from megatron_ext.schedule.generators import GENERATORS, NAMES, generate
 from megatron_ext.schedule.generators.cap import LEAST_CAP
+from megatron_ext.schedule.named import CapExceeded
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.select import CapExceeded
 from megatron_ext.schedule.simulate import simulate
 
 LINE = (

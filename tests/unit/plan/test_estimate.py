@@ -20,7 +20,7 @@ from megatron_ext.schedule import AUTO, GENERATORS, NAMES, Costs, ScheduleSpec, 
 from megatron_ext.schedule.effects import peak_sets
 from megatron_ext.schedule.generators.cap import v_cap_limits
 from megatron_ext.schedule.memory_cap import ShareCap
-from megatron_ext.schedule.select import time_taken
+from megatron_ext.schedule.named import time_taken
 from megatron_ext.schedule.simulate import simulate
 from tests.support.grids import sampled
 

@@ -15,10 +15,12 @@ from megatron_ext.schedule import (
     Op,
     Placement,
     Schedule,
+    ScheduleSpec,
     check,
     generate,
     lower,
     offload_pass,
+    select,
     simulate,
 )
 from megatron_ext.schedule.costs import Durations
@@ -26,7 +28,6 @@ from megatron_ext.schedule.generators import steadier
 from megatron_ext.schedule.jitter import jitter
 from megatron_ext.schedule.moves import fits, room_of, states
 from megatron_ext.schedule.network import Network
-from megatron_ext.schedule.select import ScheduleSpec, select
 from megatron_ext.schedule.tasks import Tasks
 
 REAL = Costs.parse("1,1.1,0.8,0.05")
@@ -163,5 +164,5 @@ def test_steadier_keeps_bytes_of_sets_that_grow() -> None:
     assert found is not schedule
     tasks = Tasks(schedule.placement, Durations.unit(schedule.placement), 12)
     before, after = (tasks.rows(one.compute().ranks) for one in (schedule, found))
-    held = (state for row in before for state in states(tasks, row))
+    held = states(tasks, before)
     assert fits(tasks, after, room_of(held, max(check(schedule).peak_sets)))

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.lengths import idle, mean_order, table
 from megatron_ext.schedule.engine import replay
-from megatron_ext.schedule.generators.lengths import arranged, length_costs, planned
+from megatron_ext.schedule.generators.lengths import arranged, arrangements, length_costs, planned
 from megatron_ext.schedule.units import SHARE, slice_costs
 
 A = Fraction(3, 10)
@@ -64,6 +64,7 @@ def test_arranged_is_a_permutation_with_short_ends() -> None:
         assert these[: top + 1] == sorted(these[: top + 1])
         assert these[top:] == sorted(these[top:], reverse=True)
     assert arranged([7] * 5) == arranged([8] * 5)
+    assert arrangements([3, 1, 2]) == [[0, 1, 2], [1, 0, 2], [1, 2, 0]]
 
 
 def test_planning_saves_idle_time() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_ext.schedule import Costs, ScheduleSpec, select
 from megatron_ext.schedule.memory_cap import ShareCap, cap_sets, parse_cap
+from megatron_ext.schedule.named import CapExceeded
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.select import CapExceeded
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ from megatron_ext.schedule import (
 )
 from megatron_ext.schedule import optimize as optimize_module
 from megatron_ext.schedule.effects import peak_sets
+from megatron_ext.schedule.named import time_taken
 from megatron_ext.schedule.optimize import optimize
-from megatron_ext.schedule.select import time_taken
 
 EXACT = json.loads((Path(__file__).parent / "exact_optima.json").read_text())["rows"]
 MEASURED = Costs.of(1, "0.98", "0.74")
@@ -72,13 +72,10 @@ def test_refusals(solver):
         optimize(forward_only(Placement.loop(2), 4), 1)
     with pytest.raises(ValueError, match="1f1b keeps 2 activation sets on a rank, more than 1"):
         optimize(generate("1f1b", 2, 4), 1, cap=1)
-    spec = ScheduleSpec("po", 2, 4, offload=OffloadSpec("full", Link.of(2, "0.2")))
     costs = Costs.of(vocabulary=(1, 1, 1, 1))
     sharded = select(ScheduleSpec("zb-h1", 2, 2, costs=costs, barriers=1)).schedule
     with pytest.raises(ValueError, match="zb-h1 has passes of a sharded vocabulary"):
         optimize(sharded, 1)
-    with pytest.raises(ValueError, match="offloads activation sets"):
-        optimize(select(spec).schedule, 1)
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
@@ -177,8 +174,29 @@ def test_the_command(solver, capsys, tmp_path):
     assert "no order of this placement and memory is faster" in capsys.readouterr().out
 
 
-def test_offload_is_refused(capsys, tmp_path):
-    argv = "schedule --schedule po --pp 2 --microbatches 4 --offload full --offload-time 0.2"
-    argv += f" --lowered --optimize 1 --output {tmp_path}/x.json"
-    assert cli.main(argv.split()) == 2
-    assert "--optimize 1 orders passes, not the copies of --offload full" in capsys.readouterr().err
+@pytest.mark.parametrize(("name", "chunks"), [("po", "full"), ("v-half", "auto")])
+def test_orders_with_offload(solver, by_work, name, chunks):
+    """Faster in the same memory on the device, each with copies of its own."""
+    away = OffloadSpec(chunks, Link.of(3, "0.2"))
+    costs = Costs.of(1, "1.3", "0.7")
+    start = select(ScheduleSpec(name, 3, 5, costs=costs, offload=away)).schedule
+    made = optimize(start, 60, away=away)
+    run = simulate(made.schedule)
+    assert made.bound <= made.after == run.makespan < made.before == simulate(start).makespan
+    assert max(run.peak_sets) <= made.cap == max(peak_sets(start.ranks))
+    assert made.schedule.has_offload and made.complete
+    check(made.schedule)
+    check(lower(made.schedule))
+    with pytest.raises(ValueError, match="offloads activation sets; give --offload"):
+        optimize(start, 1)
+
+
+def test_the_command_with_offload(solver, by_work, capsys, tmp_path):
+    path = tmp_path / "x.json"
+    argv = "schedule --schedule po --pp 3 --microbatches 5 --cost 1,1.3,.7 --offload full"
+    argv += f" --offload-time 0.2 --lowered --optimize 60 --output {path}"
+    assert cli.main([*argv.split(), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    made = data["optimized"]
+    assert made["after"] == data["makespan"] < made["before"] and data["offloaded_sets"] > 0
+    assert cli.main(["check", str(path)]) == 0

@@ -92,7 +92,7 @@ def most_bytes(orders: Sequence[Sequence[AnyAction]], growth: int) -> int:
 def test_annealed_orders_take_no_more_bytes() -> None:
     """Sets may be larger between B and W, by a factor that the search does not know."""
     tasks, rows = table(generate("v-half", 4, 8))
-    room = room_of((state for row in rows for state in states(tasks, row)), 8)
+    room = room_of(states(tasks, rows), 8)
     order = Order(tasks, rows, [8] * 4, room)
     found = anneal(order, 20_000, 0.3, 0, random.Random(1).random)
     assert span(tasks, found) < span(tasks, rows)
@@ -128,7 +128,7 @@ def test_a_steady_state_is_repeated() -> None:
     start = generate("v-half", 4, 12)
     tasks, rows = table(start, Costs())
     more = tasks.like(17)
-    found = list(cuts(tasks, rows, 1, 5))
+    found = list(cuts(tasks, rows, replay(tasks, rows) or [], 1, 5))
     assert len(found) == 5
     longer_rows = [lengthened(tasks, rows, cut, 1, more) for cut in found]
     assert all(max(check(made(more, rows)).peak_sets) == 6 for rows in longer_rows)
@@ -141,7 +141,7 @@ def test_a_steady_state_is_repeated() -> None:
 def test_orders_without_a_steady_state_are_lengthened_too(m: int) -> None:
     tasks, rows = table(generate("v-cap", 3, m, costs=UNEQUAL, memory_cap=5))
     for period in (1, 2, 3):
-        found = list(cuts(tasks, rows, period, 40))
+        found = list(cuts(tasks, rows, replay(tasks, rows) or [], period, 40))
         assert found or m < 7
         more = tasks.like(m + 2 * period)
         for cut in found:

@@ -22,15 +22,9 @@ from megatron_ext.schedule import (
     simulate,
 )
 from megatron_ext.schedule.memory_cap import ShareCap, cap_sets
+from megatron_ext.schedule.named import CapExceeded, _as_large
 from megatron_ext.schedule.passes.offload import offload
-from megatron_ext.schedule.select import (
-    ANY_CHUNKS,
-    ONE_CHUNK,
-    CapExceeded,
-    _as_large,
-    by_name,
-    placed_alike,
-)
+from megatron_ext.schedule.select import ANY_CHUNKS, ONE_CHUNK, placed_alike
 from tests.support.grids import sampled
 
 QUARTER = Fraction(1, 4)
@@ -141,7 +135,7 @@ def test_auto_with_offload_is_the_fastest_of_all(
     assert best.schedule.note.endswith(best.plan.note)
     for name in NAMES:
         try:
-            other = select(by_name(spec, name))
+            other = select(spec.of(name))
         except CapExceeded:
             continue
         assert run.makespan <= other.time

@@ -196,6 +196,8 @@ class TestJoined:
             check(from_json(data))
         with pytest.raises(ScheduleError, match='"joined" must be true or false'):
             from_json(data | {"joined": 2})
+        with pytest.raises(ScheduleError, match='"microbatch_order" must have every number'):
+            from_json(data | {"microbatch_order": [0, 0]})
         for name, slices in (("1f1b", 2), ("v-zb", 1)):
             with pytest.raises(ValueError, match="no W passes of their own|for microbatches that"):
                 generate(name, 2, 2, slices=slices, joined=True)

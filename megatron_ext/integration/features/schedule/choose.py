@@ -16,7 +16,9 @@ from ....schedule import (
     AUTO,
     GENERATORS,
     NAMES,
+    CapExceeded,
     Costs,
+    Cut,
     Link,
     OffloadSpec,
     Placement,
@@ -30,7 +32,7 @@ from ....schedule import (
 )
 from ....schedule.generators import MOST_EFFORT, Objective, default_effort
 from ....schedule.memory_cap import Cap, ShareCap, parse_cap
-from ....schedule.select import CapExceeded, Cut, placed_alike
+from ....schedule.select import placed_alike
 from ....schedule.training import TrainingOrder
 from ...errors import ConfigError
 from ...offload_request import OffloadRequest

@@ -1,0 +1,324 @@
+"""The schedule of one name, as large as a cap allows, with its offload.
+
+``select`` asks here for the name that a request has, or for each that ``auto`` tries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache, cached_property
+from typing import NamedTuple
+
+from .bounds import lower_bound
+from .effects import peak_sets
+from .generators import GENERATORS, NAMES, Objective, add_pairs, generate, generated_by
+from .generators.away import orders_for_offload
+from .generators.cap import LEAST_CAP, v_cap_limits
+from .generators.vocabulary import add_vocabulary
+from .memory_cap import Cap, ShareCap
+from .passes.offload import OffloadPlan, offload
+from .schedule import Schedule
+from .simulate import Simulation, simulate
+from .spec import ScheduleSpec
+
+
+@dataclass(frozen=True)
+class Selected:
+    """The answer to a request.
+
+    Attributes:
+        schedule: compute and offload actions; its ``note`` is the reason.
+        spec: the request by name, with the options used, also for other numbers of microbatches.
+        plan: of the offload; None without.
+    """
+
+    schedule: Schedule
+    spec: ScheduleSpec
+    plan: OffloadPlan | None = None
+
+    @cached_property
+    def time(self) -> Fraction:
+        """Makespan, or longest span of a rank, in the units of the costs."""
+        with generated_by(self.schedule.name):
+            return time_taken(simulate(self.schedule), self.spec.objective)
+
+    @property
+    def place(self) -> tuple[Fraction, int]:
+        """Lower is better: the time, then the position in the registry."""
+        return self.time, NAMES.index(self.schedule.name)
+
+
+class CapExceeded(ValueError):
+    """A rank would hold more than the cap.
+
+    Attributes:
+        what: the numbers, as half a sentence.
+        enough: a cap that is enough, as a user gives it.
+        selected: what comes closest.
+    """
+
+    def __init__(self, what: str, selected: Selected, cap: Cap) -> None:
+        self.what, self.selected = what, selected
+        self.enough = cap.enough(selected.schedule)
+        super().__init__(f"{what}; raise the cap to {self.enough}, or use another schedule")
+
+
+def time_taken(run: Simulation, objective: Objective) -> Fraction:
+    """What ``objective`` makes short, in the units of the costs."""
+    if objective == "makespan":
+        return run.makespan
+    return Fraction(max(e[-1] - s[0] for s, e in zip(run.start, run.end) if s), run.scale)
+
+
+def keeps(cap: Cap, schedule: Schedule) -> bool:
+    """True if ``schedule`` keeps ``cap``; under offload every cap counts in whole sets."""
+    if not schedule.has_offload:
+        return cap.fits(schedule)
+    return max(peak_sets(schedule.ranks)) <= cap.sets(schedule.placement, schedule.splits_backward)
+
+
+def named(spec: ScheduleSpec, *, chosen: bool = True) -> Selected:
+    """The schedule of this name, as large as the cap allows: more memory makes it faster. With
+    offload under a cap also one whose order was made for it, if that is faster.
+
+    Args:
+        spec: the request.
+        chosen: the user named it; else it is one of those that ``auto`` tries.
+    """
+    failed = None
+    found: list[Selected] = []
+    try:
+        found.append(_as_large(spec, chosen))
+    except ValueError as error:
+        failed = error
+    if _takes_orders_for_offload(spec):
+        found += _made_for_offload(spec)
+    if not found:
+        assert failed is not None
+        raise failed
+    return min(found, key=lambda one: one.time)
+
+
+# One of each placement, with the most memory: orders made for offload are the same for the others.
+_LARGEST = ("zb-h1", "interleaved-zb", "v-cap")
+
+
+def _takes_orders_for_offload(spec: ScheduleSpec) -> bool:
+    """True if ``_made_for_offload`` makes some."""
+    if spec.offload is None or spec.offload.wanted != "auto" or spec.order is not None:
+        return False
+    if spec.cap is None or spec.barriers or not spec.effort:
+        return False
+    return spec.name in _LARGEST
+
+
+def _made_for_offload(spec: ScheduleSpec) -> Iterator[Selected]:
+    """Orders made for as much offload as the cap asks for."""
+    assert spec.offload is not None and spec.cap is not None
+    try:
+        base = generate(
+            spec.name, spec.pp, spec.microbatches, spec.chunks, spec.costs,
+            group_size=spec.group_size, effort=0,
+        )  # fmt: skip
+        most = spec.cap.sets(spec.placement, True)
+    except ValueError:  # which the name's own order says
+        return
+    for order in orders_for_offload(base, spec.offload.link, most, spec.effort):
+        try:
+            yield _made(spec, _Option(), order)
+        except CapExceeded:
+            continue
+
+
+def _as_large(spec: ScheduleSpec, chosen: bool) -> Selected:
+    """The largest order of the name that keeps the cap, with its offload."""
+    options = _options(spec, chosen)
+
+    @cache
+    def attempt(
+        index: int, microbatches: int, effort: float = spec.effort
+    ) -> Selected | ValueError:
+        try:
+            each = replace(spec, microbatches=microbatches, effort=effort)
+            return _made(each, options[index])
+        except ValueError as error:
+            return error
+
+    largest = len(options) - 1
+    if largest and not spec.effort:
+        largest = -1  # the smallest nearly always keeps the cap
+    elif largest:
+        # Few microbatches have the peaks of many; an offload plan is another with each.
+        whole = spec.offload is not None or spec.has_units
+        few = spec.microbatches if whole else min(spec.microbatches, 2 * spec.pp)
+        largest = _last(len(options), lambda index: isinstance(attempt(index, few), Selected))
+    # Now and then a larger one is easier to offload, or holds fewer bytes with more microbatches.
+    # There is no time to try all, but a few.
+    tried = range(min(max(largest, 0) + _AHEAD, len(options) - 1), -1, -1)
+    plain: list[Selected] = []
+    for index in tried if spec.effort else reversed(tried):
+        found = attempt(index, spec.microbatches)
+        if isinstance(found, Selected):
+            return min([found, *plain], key=lambda one: one.time) if plain else found
+        failed = found
+        if spec.offload is not None and spec.effort and spec.order is None:
+            # Fewer sets may leave the device in a searched order than in one that repeats a block.
+            quick = attempt(index, spec.microbatches, 0)
+            plain += [quick] if isinstance(quick, Selected) else []
+    if plain:
+        return min(plain, key=lambda one: one.time)
+    raise failed
+
+
+_AHEAD = 3  # options
+
+
+def _last(count: int, fits: Callable[[int], bool]) -> int:
+    """The last of rising options that fits, or -1; the largest comes first, which often does."""
+    low, high = -1, count
+    middle = high - 1
+    while high - low > 1:
+        low, high = (middle, high) if fits(middle) else (low, middle)
+        middle = (low + high) // 2
+    return low
+
+
+class _Option(NamedTuple):
+    """Of ``generate``."""
+
+    group_size: int | None = None
+    memory_cap: int | Fraction | None = None
+
+
+def _options(spec: ScheduleSpec, chosen: bool) -> list[_Option]:
+    """Options of ``generate`` with which the schedule may keep the cap, smallest memory first."""
+    if spec.order is not None:
+        return [_Option()]
+    generator, pp, cap = GENERATORS[spec.name], spec.pp, spec.cap
+    if chosen and cap is not None and not (generator.takes_memory_cap or spec.offload):
+        raise ValueError(
+            f"the memory of {spec.name} is fixed and takes no memory cap, got {cap.amount(pp)}; "
+            "use v-cap or auto for a cap, or offload"
+        )
+    if generator.takes_group_size and cap is not None and spec.group_size is None:
+        least = -(-pp // 2) + (not chosen)  # the least of all is gis-h, which auto tries too
+        return [_Option(size) for size in range(least, pp + 1)]
+    if not generator.takes_memory_cap or cap is None:
+        return [_Option(spec.group_size)]
+    low, high = v_cap_limits(pp)
+    if spec.offload is None and not spec.barriers:
+        low = LEAST_CAP  # slow, but all that fits there
+    if spec.has_units and isinstance(cap, ShareCap):
+        if cap.growth > 1:
+            raise ValueError(
+                f"{cap.amount(pp)} of sets that grow takes whole microbatches; leave slices and "
+                "costs of single microbatches out"
+            )
+        share = cap.share if chosen else min(cap.share, Fraction(1))
+        return [_Option(memory_cap=share * spec.placement.num_stages)]
+    most = cap.most_sets(spec.placement)
+    if chosen and spec.offload is None and isinstance(cap, ShareCap) and cap.growth == 1:
+        return [_Option(memory_cap=most)]  # as the user gives it, or an error
+    try:
+        least = cap.sets(spec.placement, generator.split_backward)
+    except ValueError:
+        least = low
+    # An order need not hold its cap on every rank, so one more set may fit.
+    least, most = (min(max(sets, low), high) for sets in (least, most + 1))
+    return [_Option(memory_cap=x) for x in range(least, (high if spec.offload else most) + 1)]
+
+
+def _generated(spec: ScheduleSpec, option: _Option) -> Schedule:
+    """The order with these options, for the costs."""
+    cap, growth = option.memory_cap, None
+    if spec.barriers and cap is not None:
+        # Vocabulary passes take what is between the generator's cap and the one asked for.
+        base = max(v_cap_limits(spec.pp)[0], cap - spec.placement.chunks * spec.barriers)
+        cap, growth = base, cap - base
+    schedule = generate(
+        spec.name,
+        spec.pp,
+        spec.microbatches,
+        spec.chunks,
+        spec.costs,
+        group_size=option.group_size,
+        memory_cap=cap,
+        objective=spec.objective,
+        effort=spec.effort,
+        sets_grow=spec.cap is not None and spec.cap.sets_grow,
+        slices=spec.slices or 1,
+        joined=spec.joined,
+    )
+    if spec.overlap and spec.effort:
+        schedule = add_pairs(schedule, _pair_sets(spec, schedule, _sets(cap)))
+    if not spec.barriers:
+        return schedule
+    return add_vocabulary(schedule, spec.barriers, _sets(growth), quick=not spec.effort)
+
+
+def _sets(cap: int | Fraction | None) -> int | None:
+    """Of whole microbatches."""
+    return None if cap is None else int(cap)
+
+
+def _pair_sets(spec: ScheduleSpec, schedule: Schedule, cap: int | None) -> int | None:
+    """Most activation sets of an order with pairs; None: what such an order takes by default."""
+    if cap is not None or spec.cap is None:
+        return cap
+    held = max(peak_sets(schedule.ranks))
+    return max(held, min(held + 1, spec.cap.most_sets(schedule.placement)))
+
+
+def _made(spec: ScheduleSpec, option: _Option, order: Schedule | None = None) -> Selected:
+    """The schedule with these options, and with its offload; ``order``: in place of a generated
+    one.
+
+    Raises:
+        CapExceeded: it does not keep the cap.
+        ValueError: it does not exist.
+    """
+    name, cap = spec.name, spec.cap
+    schedule = spec.order or order or _generated(spec, option)
+    if spec.times is not None:
+        schedule = replace(schedule, costs=spec.times)
+    if spec.offload is None:
+        sets, own_cap = option.memory_cap, None
+        if sets is not None and cap is not None:
+            share = Fraction(sets, schedule.placement.num_stages)
+            own_cap = ShareCap(share, in_bytes=cap.sets_grow)
+        own = replace(spec, group_size=option.group_size, cap=own_cap)
+        made = Selected(schedule, own)
+        if cap is not None and spec.order is None and not cap.fits(schedule):
+            what = f"{name} at pp={spec.pp} with {spec.microbatches} microbatches"
+            what += f" does not fit in {cap.amount(spec.pp)}: it takes {cap.taken(schedule)}"
+            what += cap.binding(schedule)
+            raise CapExceeded(what, made, cap)
+        return made
+    wanted = spec.offload.wanted
+    most = None if cap is None else cap.sets(schedule.placement, schedule.splits_backward)
+    plan = offload(schedule, spec.offload.link, wanted, most_sets=most)
+    note = "; ".join(filter(None, (schedule.note, plan.note)))
+    made = Selected(replace(plan.schedule, note=note), spec, plan)
+    if cap is not None and most is not None and max(plan.peak_sets) > most:
+        raise CapExceeded(
+            f"{schedule.name} at pp={spec.pp} with offload {wanted} keeps {max(plan.peak_sets)} "
+            f"activation sets on a device, but the cap is {most}",
+            made,
+            cap,
+        )
+    return made
+
+
+def least_time(spec: ScheduleSpec) -> Fraction:
+    """What no order of this name beats, with any offload: it makes no order faster.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if _takes_orders_for_offload(spec):  # whose bound is that of their placement
+        span = spec.objective == "span"
+        return lower_bound(spec.placement, spec.microbatches, spec.costs, span=span).value
+    option = _options(spec, False)[-1]
+    return _made(replace(spec, offload=None, cap=None), option).time
