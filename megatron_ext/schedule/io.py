@@ -35,7 +35,7 @@ _EXPECTED = "expected stage, F, I, W or B, microbatch, e.g. 0F0, or nothing for 
 _LONGEST_NAME = 200
 _FIELDS = (
     *("format", "name", "pp", "chunks", "microbatches", "placement", "cost", "offload"),
-    *("vocabulary_barriers", "slices", "joined", "ranks"),
+    *("vocabulary_barriers", "slices", "joined", "microbatch_order", "saved_by_order", "ranks"),
 )
 
 
