@@ -12,8 +12,8 @@ from fractions import Fraction
 from typing import Any
 
 from .._terminal import Progress, paint
-from ..schedule.generators import GENERATORS, BrokenGenerator
 from ..schedule import ScheduleSpec
+from ..schedule.generators import GENERATORS, BrokenGenerator
 from ..schedule.named import CapExceeded
 from ..schedule.simulate import simulate
 from ..view.table import columns

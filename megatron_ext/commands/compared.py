@@ -6,12 +6,12 @@ import argparse
 from dataclasses import replace
 from fractions import Fraction
 
+from ..schedule import AUTO, ScheduleSpec, Selected, select
 from ..schedule.costs import Costs
 from ..schedule.generators import GENERATORS
 from ..schedule.memory_cap import ShareCap
-from ..schedule.schedule import Schedule
-from ..schedule import AUTO, ScheduleSpec, Selected, select
 from ..schedule.named import CapExceeded, keeps
+from ..schedule.schedule import Schedule
 from .common import InputError, offload_of, offloads, sizes_of, spec_of, taking
 
 GROUPED = taking("takes_group_size")
