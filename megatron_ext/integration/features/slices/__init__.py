@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 
-from ....schedule.spec import Cut
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
 from ...feature import Conflict, Feature, Flag, Run, require_no_conflict
+from .wanted import CUT, FLAG, Wanted
 
-FLAG, CUT = "--pp-slices", "--pp-slice-cut"
 _CUTS = ("balanced", "even")
 _WHOLE = "it takes whole microbatches; drop it"
-_STATISTICS = "its statistics are of whole microbatches; drop it"
 
 
 class Slices(Feature):
@@ -28,19 +26,25 @@ class Slices(Feature):
             "microbatches and long sequences: a slice attends to those before it",
             "K",
             int,
-            not_in_library="what a trainer's loss function reports is not added over slices; start "
-            "the run with the launcher, or drop it",
         ),
         Flag(
             CUT,
             f"with {FLAG}: balanced (default), so that all slices take equally long under causal "
             "attention, or even, of equal lengths",
             "{balanced,even}",
-            not_in_library=f"it is for {FLAG}; drop it",
         ),
     )
     conflicts = (
-        Conflict("--num-experts", _STATISTICS),
+        Conflict("--moe-expert-capacity-factor", "a slice would drop other tokens; drop it"),
+        Conflict(
+            "--moe-router-load-balancing-type",
+            "it balances the tokens of one call; use aux_loss or an expert bias",
+            values=("sinkhorn", "quantile_balancing"),
+        ),
+        Conflict("--moe-router-force-load-balancing", "its random numbers are a call's; drop it"),
+        Conflict("--moe-router-force-biased", "its random numbers are a call's; drop it"),
+        Conflict("--moe-enable-routing-replay", "it replays calls; drop it"),
+        Conflict("--moe-pipeline-chunks", _WHOLE, off=("off",)),
         Conflict("--transformer-impl", "its attention is not cut; use local or transformer_engine",
                  off=("local", "transformer_engine")),
         Conflict("--use-legacy-models", "its attention is not cut; drop it"),
@@ -52,7 +56,7 @@ class Slices(Feature):
         Conflict("--reset-attention-mask", "documents are not cut; drop it"),
         Conflict("--sft", "packed documents are not cut; drop it"),
         Conflict("--use-packed-sequences", "packed documents are not cut; drop it"),
-        Conflict("--variable-seq-lengths", "all sequences are cut alike; drop it"),
+        Conflict("--enable-hyper-connections", "their streams are not cut; drop it"),
         Conflict("--hybrid-layer-pattern", "recurrent layers have no slices; drop it"),
         Conflict("--hybrid-override-pattern", "recurrent layers have no slices; drop it"),
         Conflict("--fp8-format", "its attention takes whole sequences; drop it"),
@@ -72,44 +76,66 @@ class Slices(Feature):
     )  # fmt: skip
 
     def check(self, run: Run) -> None:
-        args, request = run.args, run.request
-        count, cut = args.pp_slices, args.pp_slice_cut
-        if cut is not None and cut not in _CUTS:
-            raise ConfigError(f"{CUT} must be one of {', '.join(_CUTS)}, got {cut!r}")
-        if count is None or count == 1:
-            if cut is not None:
-                raise ConfigError(f"{CUT} {cut} is for {FLAG} of 2 or more; give both")
+        wanted = _wanted(run.args)
+        if wanted is None or run.request is None:
             return
-        if count < 1:
-            raise ConfigError(f"{FLAG} must be 1 or more, got {count}")
-        if request is None:
-            return
-        require_no_conflict(args, self.conflicts, {"": f"{FLAG} {count}"})
-        if request.file is not None:
-            raise ConfigError(f"{FLAG} {count}: the order in {request.name} is fixed; drop it")
-        if request.cap_bytes is not None:
+        of_count = f"{FLAG} {wanted.count}"
+        if run.request.file is not None:
+            raise ConfigError(f"{of_count}: the order in {run.request.name} is fixed; drop it")
+        if run.request.cap_bytes is not None:
             raise ConfigError(
-                f"{FLAG} {count} takes a --pp-memory-cap as a fraction of 1F1B's peak, such as "
+                f"{of_count} takes a --pp-memory-cap as a fraction of 1F1B's peak, such as "
                 "0.5, not in bytes"
             )
-        run.request = replace(request, cut=_cut(args, count, cut == "even"))
+        if not run.library:
+            if run.args.seq_length is None or run.args.hidden_size is None:
+                raise ConfigError(f"{of_count} needs --seq-length and --hidden-size")
+            self._ask(run, wanted)
+
+    def check_model(self, run: Run) -> None:
+        wanted = _wanted(run.args)
+        if wanted is not None:
+            self._ask(run, wanted)
+
+    def _ask(self, run: Run, wanted: Wanted) -> None:
+        """Ask for an order of the slices of this model's sequences."""
+        args, tokens = run.args, run.args.seq_length
+        assert run.request is not None and tokens is not None
+        require_no_conflict(args, self.conflicts, {"": f"{FLAG} {wanted.count}"})
+        lengths_differ = run.library and getattr(args, "variable_seq_lengths", False)
+        cut = wanted.shortest(args) if lengths_differ else wanted.cut(tokens, args)
+        run.request = replace(run.request, cut=cut)
 
     def start(self, run: Run) -> Sequence[Callback]:
-        if run.request is None or run.request.cut is None:
+        wanted = _wanted(run.args)
+        if wanted is None or run.request is None:
             return ()
         from .run import SlicedPasses
 
-        return (SlicedPasses(run.request.cut, run.args.transformer_impl),)
+        return (SlicedPasses(wanted, _implementations(run)),)
 
 
-def _cut(args: MegatronArgs, count: int, even: bool) -> Cut:
-    tokens, hidden = args.seq_length, args.hidden_size
-    if tokens is None or hidden is None:
-        raise ConfigError(f"{FLAG} {count} needs --seq-length and --hidden-size")
-    # Of a layer with 12 h^2 weights, causal: 2 h s of 24 h^2 + 2 h s operations a token.
-    attention = Fraction(tokens, 12 * hidden + tokens)
-    multiple = args.tensor_model_parallel_size if getattr(args, "sequence_parallel", False) else 1
-    try:
-        return Cut.of(tokens, count, attention, multiple, even)
-    except ValueError as error:
-        raise ConfigError(f"{FLAG} {count}: {error}; give fewer slices") from None
+def _wanted(args: MegatronArgs) -> Wanted | None:
+    """What the flags ask for; None: whole sequences.
+
+    Raises:
+        ConfigError: a flag has an impossible value.
+    """
+    count, cut = args.pp_slices, args.pp_slice_cut
+    if cut is not None and cut not in _CUTS:
+        raise ConfigError(f"{CUT} must be one of {', '.join(_CUTS)}, got {cut!r}")
+    if count is not None and count < 1:
+        raise ConfigError(f"{FLAG} must be 1 or more, got {count}")
+    if count is None or count == 1:
+        if cut is not None:
+            raise ConfigError(f"{CUT} {cut} is for {FLAG} of 2 or more; give both")
+        return None
+    return Wanted(count, cut == "even")
+
+
+def _implementations(run: Run) -> Sequence[str]:
+    """Of attention that may run; a trainer's model is not known yet."""
+    if not run.library:
+        return (run.args.transformer_impl,)
+    engine = importlib.util.find_spec("transformer_engine") is not None
+    return ("local", *(("transformer_engine",) if engine else ()))

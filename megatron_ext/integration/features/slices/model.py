@@ -1,0 +1,61 @@
+"""What a model gets of a microbatch: its tokens are cut inside, and its losses come out whole."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ...hooks import Hook, around
+from .state import Slicing
+
+_CUT = ("input_ids", "position_ids", "labels", "loss_mask")
+
+
+def hooks(slicing: Slicing) -> Sequence[Hook]:
+    """Where a model takes the tokens of a microbatch."""
+    return (
+        Hook(
+            ("megatron.core.models.gpt.gpt_model:GPTModel.forward",),
+            around(functools.partial(_forward, slicing)),
+            ("self", "input_ids", "position_ids", "attention_mask", "labels"),
+            "whole sequences would run in place of slices",
+        ),
+    )
+
+
+def _forward(
+    slicing: Slicing, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Whole microbatch in, the slice through, losses of the whole out: zero but in the slice."""
+    if slicing.now is None:
+        return original(model, *args, **kwargs)
+    bound = _signature(original).bind(model, *args, **kwargs)
+    given = bound.arguments
+    if given.get("input_ids") is not None:
+        slicing.sequence(given["input_ids"].shape[-1])
+    if model.post_process and given.get("labels") is None:
+        raise ConfigError(
+            "--pp-slices adds the losses of slices, so the model needs labels, but it was called "
+            "without; drop --pp-slices, or let the model compute the losses of tokens"
+        )
+    begin, end = slicing.span
+    for name in ("padding_mask", "packed_seq_params"):
+        if given.get(name) is not None:
+            raise ConfigError(f"--pp-slices does not cut a {name}, which the model got; drop it")
+    for name in _CUT:
+        if given.get(name) is not None:
+            given[name] = given[name][..., begin:end]
+    output = original(*bound.args, **bound.kwargs)
+    if model.post_process:
+        output = torch.nn.functional.pad(output, (begin, slicing.tokens - end))
+    return output
+
+
+@functools.lru_cache(maxsize=4)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
