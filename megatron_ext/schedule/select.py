@@ -110,7 +110,6 @@ def select(spec: ScheduleSpec) -> Selected:
 def _refuse_beside_units(spec: ScheduleSpec) -> None:
     exchange = spec.costs.exchange is not None
     for what, asked in (
-        ("offload", spec.offload is not None),
         ("communication of experts in the costs", spec.overlap or exchange),
         ("a sharded vocabulary", bool(spec.barriers)),
         ("a jitter of pass times", bool(spec.jitter)),
@@ -133,7 +132,12 @@ def keeps(cap: Cap, schedule: Schedule) -> bool:
     """True if ``schedule`` keeps ``cap``; under offload every cap counts in whole sets."""
     if not schedule.has_offload:
         return cap.fits(schedule)
-    return max(peak_sets(schedule.ranks)) <= cap.sets(schedule.placement, schedule.splits_backward)
+    return held_sets(schedule) <= cap.sets(schedule.placement, schedule.splits_backward)
+
+
+def held_sets(schedule: Schedule) -> Fraction:
+    """The most sets of a rank; slices count as their shares."""
+    return max(schedule.peak_activation()) * schedule.chunks
 
 
 def placed_alike(spec: ScheduleSpec) -> tuple[str, ...]:
@@ -177,7 +181,7 @@ def _takes_orders_for_offload(spec: ScheduleSpec) -> bool:
     """True if ``_made_for_offload`` makes some."""
     if spec.offload is None or spec.offload.wanted != "auto" or spec.order is not None:
         return False
-    if spec.cap is None or spec.barriers or not spec.effort:
+    if spec.cap is None or spec.barriers or not spec.effort or spec.has_units:
         return False
     return spec.name in _LARGEST
 
@@ -285,7 +289,9 @@ def _options(spec: ScheduleSpec, chosen: bool) -> list[_Option]:
                 "costs of single microbatches out"
             )
         share = cap.share if chosen else min(cap.share, Fraction(1))
-        return [_Option(memory_cap=share * spec.placement.num_stages)]
+        first = share * spec.placement.num_stages
+        more = max(0, int(high - first)) if spec.offload is not None else 0
+        return [_Option(memory_cap=first + sets) for sets in range(more + 1)]
     most = cap.most_sets(spec.placement)
     if chosen and spec.offload is None and isinstance(cap, ShareCap) and cap.growth == 1:
         return [_Option(memory_cap=most)]  # as the user gives it, or an error
@@ -369,9 +375,10 @@ def _made(spec: ScheduleSpec, option: _Option, order: Schedule | None = None) ->
     plan = offload(schedule, spec.offload.link, wanted, most_sets=most)
     note = "; ".join(filter(None, (schedule.note, plan.note)))
     made = Selected(replace(plan.schedule, note=note), spec, plan)
-    if cap is not None and most is not None and max(plan.peak_sets) > most:
+    held = held_sets(plan.schedule)
+    if cap is not None and most is not None and held > most:
         raise CapExceeded(
-            f"{schedule.name} at pp={spec.pp} with offload {wanted} keeps {max(plan.peak_sets)} "
+            f"{schedule.name} at pp={spec.pp} with offload {wanted} keeps {number_text(held)} "
             f"activation sets on a device, but the cap is {most}",
             made,
             cap,

@@ -14,7 +14,7 @@ from math import isqrt, lcm
 from typing import NamedTuple
 
 from .actions import Action, AnyAction, Joint, Op, Operation
-from .effects import DEVICE, passes, peak
+from .effects import DEVICE, HOST, passes, peak
 
 SHARE = 1 << 12  # a whole microbatch's F, and its size, in the costs of slices
 MOST_UNITS = 1 << 16
@@ -149,6 +149,17 @@ def even_costs(slices: Sequence[int]) -> tuple[list[UnitCosts], int]:
 def peaks(ranks: Iterable[Iterable[AnyAction]], costs: Sequence[UnitCosts]) -> list[int]:
     """Most that each rank holds at once of sets of these sizes."""
     return [peak(step(action, costs) for action in passes(row)) for row in ranks]
+
+
+def host_peaks(ranks: Iterable[Iterable[AnyAction]], costs: Sequence[UnitCosts]) -> list[int]:
+    """Most that each rank has on the host at once of sets of these sizes."""
+    found = []
+    for row in ranks:
+        every = list(passes(row))
+        gone = {action[1:] for action in every if action.op is Op.OFFLOAD}
+        sizes = (HOST.get(a.op, 0) * costs[a.microbatch].size for a in every if a[1:] in gone)
+        found.append(peak(sizes))
+    return found
 
 
 def step(action: Action, costs: Sequence[UnitCosts]) -> int:

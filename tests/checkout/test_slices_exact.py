@@ -3,6 +3,7 @@ slices, bit for bit, and that of whole microbatches within 1e-14."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,6 +38,7 @@ AUX, SEQUENCE, GLOBAL = (
 ALL_LOSSES = """--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss
 --moe-aux-loss-coeff 0.1 0.1 0.1"""
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+ROPE = "--position-embedding-type rope --group-query-attention --num-query-groups 2"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 Sessions = Callable[[str, int], tuple[Session, Flags]]
@@ -106,6 +108,28 @@ def test_experts(sessions: Sessions, flags: str) -> None:
     run, given = sessions(flags, 2)
     require_exact(run, given)
     assert from_whole(run, given) < 1e-14
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--pp-schedule 1f1b --pp-offload full --pp-offload-time 0.1 --pp-memory-cap 0.7 {ROPE}",
+        nightly(f"--pp-offload full {EXPERTS} {AUX}"),  # measured in the first step
+        nightly("--pp-schedule zb-h1 --pp-offload auto --pp-offload-time 0.1"),
+        nightly("--pp-offload half --pp-offload-time 0.1 --recompute-granularity selective "
+                "--recompute-modules core_attn --pp-slice-cut even"),
+    ],
+)  # fmt: skip
+def test_offload(sessions: Sessions, flags: str, tmp_path: Path) -> None:
+    """Every slice's set travels by itself; the keys and values of the microbatch stay."""
+    run, given = sessions(flags, 2)
+    require_exact(run, given)
+    (folder,) = tmp_path.glob("*-layout")
+    log = "".join((folder / f"rank{rank}.log").read_text() for rank in range(2))
+    found = re.findall(r"offload: (\d+) of (\d+) activation sets a step are offloaded", log)
+    assert found and all(0 < int(moved) < int(sets) for moved, sets in found), log
+    peaks = re.findall(r"peak activations: ([\d.]+) microbatches \(plan ([\d.]+)\)", log)
+    assert peaks and peaks[-1][0] == peaks[-1][1], peaks
 
 
 @pytest.mark.matrix

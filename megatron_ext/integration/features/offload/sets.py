@@ -41,7 +41,7 @@ class RankSets:
         groups: of the call.
 
     Attributes:
-        footprints: by model chunk, the largest of the sets seen so far.
+        footprints: by model chunk and slice, the largest of the sets seen so far.
 
     Raises:
         ConfigError: the hosts lack the memory.
@@ -69,7 +69,7 @@ class RankSets:
             min_bytes=smallest(),
             keep=self._filter,
         )
-        self.footprints: dict[int, Footprint] = {}
+        self.footprints: dict[memory.Part, Footprint] = {}
         self._refused = 0
 
     @contextmanager
@@ -79,14 +79,15 @@ class RankSets:
             self._filter.reset()
         with self.store.saving(key):
             yield
-        known = self.footprints.get(key[0], Footprint())
-        self.footprints[key[0]] = known.union(self.store.footprint(key))
+        part = memory.part_of(*key)
+        known = self.footprints.get(part, Footprint())
+        self.footprints[part] = known.union(self.store.footprint(key))
 
     def move(self, op: Op, key: Key) -> None:
         """OFFLOAD, RELEASE, PREPARE or RELOAD."""
         if op is Op.OFFLOAD:
             with as_config_error():
-                self.store.offload(key, self.footprints[key[0]].host)
+                self.store.offload(key, self.footprints[memory.part_of(*key)].host)
         else:
             getattr(self.store, op.value.lower())(key)
 

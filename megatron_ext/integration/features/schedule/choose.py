@@ -374,6 +374,8 @@ class Choice:
         stages = spec.placement.num_stages
         if isinstance(spec.cap, Budget):
             spec = replace(spec, cap=spec.cap.at(stages))
+        if costs is not None and self.request.cut is not None:
+            costs = self.request.cut.costs(costs, microbatches)
         if spec.overlap and costs is not None:
             costs = paired(costs, self.request.estimate or self.request.shard, stages, spec.pp)
         spec = _with_offload(spec, self.offload, link)

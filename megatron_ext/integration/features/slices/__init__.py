@@ -67,8 +67,6 @@ class Slices(Feature):
         Conflict("--check-for-spiky-loss", "it would compare losses of slices; drop it"),
         Conflict("--apply-rope-fusion", "the fused kernel's positions begin at 0; drop it",
                  beside="--multi-latent-attention"),
-        Conflict("--pp-offload", _WHOLE, off=("off",)),
-        Conflict("--pp-offload-chunks", _WHOLE),
         Conflict("--pp-vocab-parallel", _WHOLE),
         Conflict("--pp-post-validation", _WHOLE),
         Conflict("--pp-profile", "its times are of whole microbatches; drop it"),

@@ -72,7 +72,15 @@ def attended(slicing: Slicing, module: Any, keys: Any, values: Any) -> tuple[Any
             f"but a layer has {len(keys)}; where sequences differ in length, all stages must get "
             "input_ids"
         )
-    held = slicing.held(KEYS, module, lambda: Held(keys, values, slicing.tokens))
+
+    def make() -> Held:
+        made = Held(keys, values, slicing.tokens)
+        if slicing.stays is not None:
+            for tensor in made.tensors:
+                slicing.stays(tensor)
+        return made
+
+    held = slicing.held(KEYS, module, make)
     found: tuple[Any, Any] = Carry.apply(keys, values, held, begin, end)
     return found
 

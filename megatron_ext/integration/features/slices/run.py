@@ -126,6 +126,7 @@ class SliceRunner(MegatronRunner):
         batches = self._it.data_iterators[chunk]
         if batches is not None:
             batches.begin(unit)
+        self._slicing.stays = None if self._mover is None else self._mover.stays
         with self._slicing.at(self._cuts, chunk, unit, first=True):
             found = super().forward_step(chunk, microbatch, x)
             _require_attention(self._it.models[chunk], self._slicing.calls(carry.KEYS))
@@ -139,7 +140,9 @@ class SliceRunner(MegatronRunner):
         return super().forwarded(of, y, tokens)
 
     def live_sets(self) -> float:
-        return sum(self._cuts.share(chunk, _unit(unit)) for chunk, unit in self._live)
+        away = {*self._mover.on_host()} if self._mover else ()
+        held = (key for key in self._live if key not in away)
+        return sum(self._cuts.share(chunk, _unit(unit)) for chunk, unit in held)
 
     def number(self, microbatch: int) -> int:
         return _unit(microbatch).microbatch

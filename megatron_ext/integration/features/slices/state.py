@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
+
 from ....schedule.spec import Cut
 from ....schedule.units import Unit
 
@@ -46,11 +48,13 @@ class Slicing:
     Attributes:
         now: (model chunk, unit) of the pass that runs; None outside of training.
         first: it is the unit's F, not its B, which may compute parts of F again.
+        stays: told of tensors that outlive the sets which save parts of them.
     """
 
     def __init__(self) -> None:
         self.now: tuple[int, Unit] | None = None
         self.first = False
+        self.stays: Callable[[torch.Tensor], None] | None = None
         self._cuts: Cuts | None = None
         self._held: dict[tuple[int, int, str, int, int], Any] = {}
         self._calls: dict[tuple[str, int], int] = {}
