@@ -245,6 +245,7 @@ def _as_large(spec: ScheduleSpec, chosen: bool) -> Selected:
 
 
 _AHEAD = 3  # options
+_STEPS = 4  # caps of slices whose sets grow, beside the largest
 
 
 def _last(count: int, fits: Callable[[int], bool]) -> int:
@@ -283,15 +284,15 @@ def _options(spec: ScheduleSpec, chosen: bool) -> list[_Option]:
     if spec.offload is None and not spec.barriers:
         low = LEAST_CAP  # slow, but all that fits there
     if spec.has_units and isinstance(cap, ShareCap):
-        if cap.growth > 1:
-            raise ValueError(
-                f"{cap.amount(pp)} of sets that grow takes whole microbatches; leave slices and "
-                "costs of single microbatches out"
-            )
         share = cap.share if chosen else min(cap.share, Fraction(1))
         first = share * spec.placement.num_stages
-        more = max(0, int(high - first)) if spec.offload is not None else 0
-        return [_Option(memory_cap=first + sets) for sets in range(more + 1)]
+        if spec.offload is not None:
+            more = max(0, int(high - first))
+            return [_Option(memory_cap=first + sets) for sets in range(more + 1)]
+        # Between what surely keeps a cap under which sets grow, and what does if none has grown.
+        shrink = (first - first / cap.growth) / _STEPS
+        steps = range(_STEPS if shrink else 0, -1, -1)
+        return [_Option(memory_cap=first - i * shrink) for i in steps]
     most = cap.most_sets(spec.placement)
     if chosen and spec.offload is None and isinstance(cap, ShareCap) and cap.growth == 1:
         return [_Option(memory_cap=most)]  # as the user gives it, or an error
@@ -321,7 +322,7 @@ def _generated(spec: ScheduleSpec, option: _Option) -> Schedule:
         memory_cap=cap,
         objective=spec.objective,
         effort=spec.effort,
-        sets_grow=spec.cap is not None and spec.cap.sets_grow,
+        sets_grow=spec.cap is not None and spec.cap.sets_grow and not spec.has_units,
         slices=spec.slices or 1,
         joined=spec.joined,
     )

@@ -7,7 +7,7 @@ number stands in the place of the microbatch in every action.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from math import isqrt, lcm
@@ -157,14 +157,20 @@ def host_peaks(ranks: Iterable[Iterable[AnyAction]], costs: Sequence[UnitCosts])
     for row in ranks:
         every = list(passes(row))
         gone = {action[1:] for action in every if action.op is Op.OFFLOAD}
-        sizes = (HOST.get(a.op, 0) * costs[a.microbatch].size for a in every if a[1:] in gone)
-        found.append(peak(sizes))
+        found.append(peak(step(a, costs, HOST) for a in every if a[1:] in gone))
     return found
 
 
-def step(action: Action, costs: Sequence[UnitCosts]) -> int:
-    """What an action takes of its rank's memory, or less than 0 if it frees some."""
-    change, unit = DEVICE.get(action.op, 0), costs[action.microbatch]
+def step(
+    action: Action, costs: Sequence[UnitCosts], table: Mapping[Operation, int] = DEVICE
+) -> int:
+    """What an action takes of its rank's memory, or less than 0 if it frees some.
+
+    Args:
+        costs: of the units.
+        table: what it takes of a whole set.
+    """
+    change, unit = table.get(action.op, 0), costs[action.microbatch]
     return change * (unit.size if change > 0 or unit.freed < 0 else unit.freed)
 
 

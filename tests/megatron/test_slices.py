@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from megatron_ext.integration import ConfigError
 from megatron_ext.integration.feature import Run
 from megatron_ext.integration.features.schedule.choose import ScheduleRequest
+from megatron_ext.integration.features.schedule.slice_count import with_slices
 from megatron_ext.integration.features.slices import Slices
 from megatron_ext.integration.features.slices.carry import KEYS, Carry, Held, attended, hooks
 from megatron_ext.integration.features.slices.run import (
@@ -23,7 +25,7 @@ from megatron_ext.integration.features.slices.run import (
 )
 from megatron_ext.integration.features.slices.state import Cuts, Slicing
 from megatron_ext.integration.features.slices.wanted import Wanted
-from megatron_ext.schedule import Costs
+from megatron_ext.schedule import NAMES, Costs
 from megatron_ext.schedule.spec import Cut
 from megatron_ext.schedule.units import units_of
 
@@ -77,10 +79,42 @@ class TestFlags:
         with pytest.raises(ConfigError, match=words):
             checked(**changed)
 
-    def test_caps_in_bytes(self) -> None:
-        args = arguments(seq_length=64, hidden_size=32, pp_slices=4)
-        run = Run(args, "0.19.0", request=ScheduleRequest.of("v-cap", None, "4GiB"))
-        with pytest.raises(ConfigError, match="as a fraction of 1F1B's peak"):
+    def test_auto_makes_steps_short(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Few long microbatches are cut, many or short ones are not; under a cap that whole
+        microbatches do not keep slices may."""
+        sizes = {"seq_length": 65536, "hidden_size": 4096, "pp_slices": "auto", "rank": 0}
+        long, short = sizes, sizes | {"seq_length": 512}
+
+        def chosen(
+            name: str,
+            microbatches: int,
+            given: dict[str, Any],
+            cap: str | None = None,
+            names: Sequence[str] = NAMES,
+        ) -> int:
+            args = arguments(pipeline_model_parallel_size=4, micro_batch_size=1, **given)
+            run = Run(args, "0.19.0", request=ScheduleRequest.of(name, None, cap))
+            Slices().check(run)
+            assert run.request is not None and len(run.request.cuts) == 4
+            with caplog.at_level("INFO", logger="megatron_ext"):
+                request = with_slices(args, run.request, microbatches, names)
+            assert request.cuts == () and (request.cut is None) == (args.pp_slices == 1)
+            return int(args.pp_slices)
+
+        assert chosen("v-half", 4, long) in (4, 8)
+        assert "slices a microbatch: a step takes" in caplog.text
+        assert chosen("v-half", 4, short) == 1 == chosen("v-half", 200, long)
+        assert "whole microbatches are fastest" in caplog.text
+        assert chosen("v-cap", 4, long, "0.25") in (8, 16)  # waits are long there
+        assert chosen("auto", 8, long, "0.5", ("1f1b", "zb-h1")) in (4, 8)
+        assert "whole ones do not keep the cap" in caplog.text
+        with pytest.raises(ConfigError, match="auto: no number of slices keeps the cap"):
+            chosen("auto", 8, long, "0.1", ("1f1b", "zb-h1"))
+
+    def test_trainers_give_a_number(self) -> None:
+        args = arguments(pp_slices="auto")
+        run = Run(args, "0.19.0", library=True, request=ScheduleRequest.of("v-half"))
+        with pytest.raises(ConfigError, match="auto chooses by the microbatches and tokens"):
             Slices().check(run)
 
     def test_pairs_have_no_slices(self) -> None:

@@ -32,7 +32,9 @@ from megatron_ext.schedule.generators.blocks import VEES, named_block
 from megatron_ext.schedule.generators.sliced import stamped
 from megatron_ext.schedule.io import from_json, to_csv
 from megatron_ext.schedule.jitter import jitter
+from megatron_ext.schedule.memory_cap import ShareCap
 from megatron_ext.schedule.network import Network
+from megatron_ext.schedule.select import ScheduleSpec, select
 from megatron_ext.schedule.tasks import Tasks
 from megatron_ext.schedule.units import SHARE, UnitCosts, shares_of, slice_costs, units_of
 
@@ -383,6 +385,19 @@ def test_sets_of_slices_are_offloaded(name: str, attention: Fraction) -> None:
     half = offload_pass(schedule, Link.of(p, "0.1"), Fraction(1, 3))
     moved = [a for row in half.schedule.ranks for a in row if a.op is Op.OFFLOAD]
     assert {action.microbatch.slice for action in moved} == {0}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["v-cap", "auto"])
+def test_a_cap_under_which_sets_grow(name: str) -> None:
+    """Kept in bytes; cut microbatches idle less under it than whole ones do."""
+    cap = ShareCap(Fraction(1, 2), growth=Fraction(5, 4))
+    spec = ScheduleSpec(name, 4, 4, 2, cap=cap, effort=0, names=("v-half", "v-cap", "zb-h1"))
+    whole, cut = select(spec), select(replace(spec, slices=(4,) * 4))
+    for found in (whole, cut):
+        assert cap.fits(found.schedule) and cap.needed(found.schedule) <= 2
+    assert simulate(cut.schedule).bubble < simulate(whole.schedule).bubble / 2
+    tight = replace(cap, share=Fraction(1, 4))
+    assert not tight.fits(cut.schedule)
 
 
 def test_a_set_on_its_way_frees_its_share() -> None:

@@ -21,6 +21,7 @@ from ...utils import full_batch
 from . import V_PLACEMENT, Schedule
 from .choose import Choice, ScheduleRequest
 from .estimate import described
+from .slice_count import with_slices
 
 # Flags for layers that Megatron spreads unevenly, which may suit one placement and not another.
 _UNEVEN = (
@@ -132,7 +133,8 @@ def before_megatron(
             f"--pp-schedule {request.name} has one model chunk a rank, but {what} or use "
             "--pp-schedule interleaved"
         )
-    return request
+    chunks = None if asked is None or request.vee else asked.chunks
+    return with_slices(args, request, _full_microbatches(args, pp), chunks=chunks)
 
 
 def require_named(run: Run) -> None:
@@ -238,7 +240,9 @@ def _decide(args: MegatronArgs, request: ScheduleRequest, pp: int) -> ScheduleRe
     names = _suitable(args, pp, asked)
     if asked is not None and chunks > 1:
         _require_chunks_possible(args, AUTO, chunks)
-    request = request.decide(pp, _full_microbatches(args, pp), names, max(chunks, 2))
+    microbatches, chunks = _full_microbatches(args, pp), max(chunks, 2)
+    request = with_slices(args, request, microbatches, names, chunks)
+    request = request.decide(pp, microbatches, names, chunks)
     if request.vee:
         _place_vee(args, request, pp, asked)
     elif asked is None and GENERATORS[request.name].any_chunks:

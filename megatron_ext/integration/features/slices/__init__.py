@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ....schedule import AUTO
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
 from ...errors import ConfigError
@@ -13,7 +14,13 @@ from ...feature import Conflict, Feature, Flag, Run, require_no_conflict
 from .wanted import CUT, FLAG, Wanted
 
 _CUTS = ("balanced", "even")
+_NUMBERS = (2, 4, 8, 16)  # of slices, that auto chooses from
 _WHOLE = "it takes whole microbatches; drop it"
+
+
+def _count(text: str) -> int | str:
+    """The flag's value."""
+    return text if text == AUTO else int(text)
 
 
 class Slices(Feature):
@@ -23,9 +30,10 @@ class Slices(Feature):
         Flag(
             FLAG,
             "cut the sequence of every training microbatch into K slices (default 1), for few "
-            "microbatches and long sequences: a slice attends to those before it",
-            "K",
-            int,
+            "microbatches and long sequences: a slice attends to those before it; auto takes the "
+            "power of two up to 16 that makes a step shortest under the cap, and logs its gain",
+            "{K,auto}",
+            _count,
         ),
         Flag(
             CUT,
@@ -74,47 +82,59 @@ class Slices(Feature):
     )  # fmt: skip
 
     def check(self, run: Run) -> None:
-        wanted = _wanted(run.args)
-        if wanted is None or run.request is None:
+        wanted, cut = _wanted(run.args), run.args.pp_slice_cut
+        if not wanted and cut is not None:
+            raise ConfigError(f"{CUT} {cut} is for {FLAG} of 2 or more; give both")
+        if not wanted or run.request is None:
             return
-        of_count = f"{FLAG} {wanted.count}"
         if run.request.file is not None:
-            raise ConfigError(f"{of_count}: the order in {run.request.name} is fixed; drop it")
-        if run.request.cap_bytes is not None:
-            raise ConfigError(
-                f"{of_count} takes a --pp-memory-cap as a fraction of 1F1B's peak, such as "
-                "0.5, not in bytes"
-            )
+            name = run.request.name
+            raise ConfigError(f"{FLAG} {run.args.pp_slices}: the order in {name} is fixed; drop it")
         if not run.library:
             if run.args.seq_length is None or run.args.hidden_size is None:
-                raise ConfigError(f"{of_count} needs --seq-length and --hidden-size")
+                raise ConfigError(
+                    f"{FLAG} {run.args.pp_slices} needs --seq-length and --hidden-size"
+                )
             self._ask(run, wanted)
+        elif run.args.pp_slices == AUTO:
+            raise ConfigError(
+                f"{FLAG} {AUTO} chooses by the microbatches and tokens of a step, which are not "
+                "known here; run `megatron-ext compare --slices 1,2,4` and give a number"
+            )
 
     def check_model(self, run: Run) -> None:
         wanted = _wanted(run.args)
-        if wanted is not None:
+        if wanted:
             self._ask(run, wanted)
 
-    def _ask(self, run: Run, wanted: Wanted) -> None:
-        """Ask for an order of the slices of this model's sequences."""
+    def _ask(self, run: Run, wanted: Sequence[Wanted]) -> None:
+        """Ask for an order of the slices of this model's sequences.
+
+        Args:
+            wanted: one cut, or several to choose from.
+        """
         args, tokens = run.args, run.args.seq_length
         assert run.request is not None and tokens is not None
-        require_no_conflict(args, self.conflicts, {"": f"{FLAG} {wanted.count}"})
+        require_no_conflict(args, self.conflicts, {"": f"{FLAG} {args.pp_slices}"})
+        if args.pp_slices == AUTO:
+            cuts = tuple(one.cut(tokens, args) for one in wanted if one.fits(tokens, args))
+            run.request = replace(run.request, cuts=cuts)
+            return
         lengths_differ = run.library and getattr(args, "variable_seq_lengths", False)
-        cut = wanted.shortest(args) if lengths_differ else wanted.cut(tokens, args)
+        cut = wanted[0].shortest(args) if lengths_differ else wanted[0].cut(tokens, args)
         run.request = replace(run.request, cut=cut)
 
     def start(self, run: Run) -> Sequence[Callback]:
         wanted = _wanted(run.args)
-        if wanted is None or run.request is None:
+        if not wanted or run.request is None:
             return ()
         from .run import SlicedPasses
 
-        return (SlicedPasses(wanted, _implementations(run)),)
+        return (SlicedPasses(wanted[0], _implementations(run)),)
 
 
-def _wanted(args: MegatronArgs) -> Wanted | None:
-    """What the flags ask for; None: whole sequences.
+def _wanted(args: MegatronArgs) -> Sequence[Wanted]:
+    """What the flags ask for, one cut or several to choose from; empty: whole sequences.
 
     Raises:
         ConfigError: a flag has an impossible value.
@@ -122,13 +142,11 @@ def _wanted(args: MegatronArgs) -> Wanted | None:
     count, cut = args.pp_slices, args.pp_slice_cut
     if cut is not None and cut not in _CUTS:
         raise ConfigError(f"{CUT} must be one of {', '.join(_CUTS)}, got {cut!r}")
-    if count is not None and count < 1:
+    if isinstance(count, int) and count < 1:
         raise ConfigError(f"{FLAG} must be 1 or more, got {count}")
-    if count is None or count == 1:
-        if cut is not None:
-            raise ConfigError(f"{CUT} {cut} is for {FLAG} of 2 or more; give both")
-        return None
-    return Wanted(count, cut == "even")
+    if isinstance(count, str):
+        return [Wanted(number, cut == "even") for number in _NUMBERS]
+    return [Wanted(count, cut == "even")] if count is not None and count > 1 else ()
 
 
 def _implementations(run: Run) -> Sequence[str]:

@@ -48,7 +48,7 @@ class Slicing:
     Attributes:
         now: (model chunk, unit) of the pass that runs; None outside of training.
         first: it is the unit's F, not its B, which may compute parts of F again.
-        stays: told of tensors that outlive the sets which save parts of them.
+        stays: takes tensors that outlive the sets which save parts of them.
     """
 
     def __init__(self) -> None:

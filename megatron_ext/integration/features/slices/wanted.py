@@ -41,6 +41,10 @@ class Wanted:
         except ValueError as error:
             raise ConfigError(f"{FLAG} {self.count}: {error}; give fewer slices") from None
 
+    def fits(self, tokens: int, config: Any) -> bool:
+        """True if there are as many slices in so many tokens."""
+        return tokens // _multiple(config) >= self.count
+
     def shortest(self, config: Any) -> Cut:
         """Equal slices of equal costs: what orders are made for where lengths differ.
 
