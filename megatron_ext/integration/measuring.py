@@ -43,9 +43,9 @@ def pass_seconds(
         of: the number that stands for a pass's times.
     """
     every: dict[tuple[int, Op, int], list[float]] = {}
-    last = max((_place(unit)[0] for _, _, unit, _ in durations), default=0)
+    last = max((place_of(unit)[0] for _, _, unit, _ in durations), default=0)
     for chunk, op, unit, seconds in durations:
-        microbatch, number = _place(unit)
+        microbatch, number = place_of(unit)
         if microbatch == 0 and last > 0:
             continue
         for part in (Op.B, Op.W) if op is Op.BW else (op,):
@@ -57,7 +57,7 @@ def pass_seconds(
     return found
 
 
-def _place(unit: int) -> tuple[int, int]:
+def place_of(unit: int) -> tuple[int, int]:
     """Microbatch and slice."""
     return (unit.microbatch, unit.slice) if isinstance(unit, Unit) else (unit, 0)
 

@@ -55,6 +55,9 @@ class SetObserver(Protocol):
     def postponed(self, chunk: int, microbatch: int) -> None:
         """Between B and W."""
 
+    def stays(self, tensor: torch.Tensor) -> None:
+        """A tensor outlives the sets that save parts of it."""
+
 
 @dataclass
 class ActivationSet:

@@ -3,6 +3,7 @@ slices, bit for bit, and that of whole microbatches within 1e-14."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +41,11 @@ ALL_LOSSES = """--moe-router-load-balancing-type aux_loss seq_aux_loss global_au
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 ROPE = "--position-embedding-type rope --group-query-attention --num-query-groups 2"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+DEPTHS = """--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --position-embedding-type rope"""
+LATENT = """--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8
+--qk-pos-emb-head-dim 8 --v-head-dim 8 --position-embedding-type rope --normalization RMSNorm
+--disable-bias-linear"""
 
 Sessions = Callable[[str, int], tuple[Session, Flags]]
 
@@ -132,29 +138,90 @@ def test_offload(sessions: Sessions, flags: str, tmp_path: Path) -> None:
     assert peaks and peaks[-1][0] == peaks[-1][1], peaks
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_experts_on_several_ranks(sessions: Sessions, dispatcher: str, tmp_path: Path) -> None:
-    """Their products have other shapes than in one process; the schedule's order changes no bit."""
-    words = f"{EXPERTS} {SEQUENCE} {BIAS} --expert-model-parallel-size 2"
-    run, flags = sessions(f"{words} --moe-token-dispatcher-type {dispatcher}", 4)
+def test_a_profile(sessions: Sessions, tmp_path: Path) -> None:
+    """Passes of a microbatch's slices add up, and sets too; an order for them changes no bit."""
+    words = f"{ROPE} --pp-profile-steps 1 --pp-profile {tmp_path / 'profile.json'}"
+    run, given = sessions(words, 2)
+    require_exact(run, given)
+    profiles = [json.loads((tmp_path / "profile.json").read_text())]
+    given.drop("--pp-slices")
+    assert run.check("whole", given).status == "equal"
+    profiles.append(json.loads((tmp_path / "profile.json").read_text()))
+    sliced, whole = (profile["set_bytes"] for profile in profiles)
+    # Local attention keeps less of its scores in slices, and repeated keys of every prefix.
+    assert all(0.8 < a / b < 1.2 for a, b in zip(sliced, whole)), (sliced, whole)
+    (folder,) = tmp_path.glob("*-layout")
+    log = (folder / "rank0.log").read_text()
+    assert "the order stays" in log or "re-planned" in log
+
+
+def require_one_sum(run: Session, flags: Flags, ranks: int, tmp_path: Path) -> None:
+    """Where one process adds in another order than ranks do, two schedules have the same bits."""
     assert from_whole(run, flags) < 1e-14
     one = run.check("v", flags)
     flags.set("--pp-schedule", "1f1b")
     other = run.check("row", flags)
     assert one.status == other.status == "equal", (one, other)
     (v,), (row,) = tmp_path.glob("*-v"), tmp_path.glob("*-row")
-    made = compare(v, 4, row, STEPS, "exact", 4)
+    made = compare(v, ranks, row, STEPS, "exact", ranks)
     assert not [one for one in made.differences if one.key.what != "log"]
-    assert max(made.largest.values()) == 0.0
+    assert {off for kind, off in made.largest.items() if kind != "log"} == {0.0}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_experts_on_several_ranks(sessions: Sessions, dispatcher: str, tmp_path: Path) -> None:
+    """Their products have other shapes than in one process."""
+    words = f"{EXPERTS} {SEQUENCE} {BIAS} --expert-model-parallel-size 2"
+    run, flags = sessions(f"{words} --moe-token-dispatcher-type {dispatcher}", 4)
+    require_one_sum(run, flags, 4, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        DEPTHS,
+        nightly(f"{DEPTHS} {FULL}"),
+        nightly(f"{DEPTHS} --calculate-per-token-loss {EXPERTS} {AUX}"),
+    ],
+)
+def test_multi_token_prediction(sessions: Sessions, flags: str, tmp_path: Path) -> None:
+    """The last stage has another copy of the embedding, whose gradient is added at the end."""
+    run, given = sessions(flags, 2)
+    require_one_sum(run, given, 2, tmp_path)
+    whole = given.copy()
+    whole.drop("--pp-slices")
+    logs = [(run.reference(one)[0] / "rank0.log").read_text() for one in (given, whole)]
+    losses = [re.findall(r"mtp_\d+ loss: (\S+)", log) for log in logs]
+    assert losses[0] == losses[1] and len(losses[0]) == 2 * STEPS
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--window-size 5,0 {ROPE}",
+        nightly("--reset-attention-mask --reset-position-ids --pp-schedule zb-h1"),
+        nightly(f"--qk-layernorm {ROPE}"),
+        nightly(f"{LATENT} --rope-type yarn"),
+        nightly(f"{LATENT} --rope-type rope --recompute-granularity selective "
+                "--recompute-modules mla_up_proj core_attn"),
+    ],
+)  # fmt: skip
+def test_attention(sessions: Sessions, flags: str) -> None:
+    run, given = sessions(flags, 2)
+    require_exact(run, given)
+    assert from_whole(run, given) < 1e-14
 
 
 def test_the_comparisons_can_fail(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Losses of experts slice by slice are far off; other slices give other bits."""
+    """Losses of experts, and of tokens behind, are far off slice by slice; other slices give
+    other bits."""
     monkeypatch.setattr(session, "RECORDER", Path(unhooked_slices.__file__))
     run, flags = sessions(f"{EXPERTS} {ALL_LOSSES}", 2)
+    assert from_whole(run, flags) > 1e-3
+    run, flags = sessions(DEPTHS, 2)
     assert from_whole(run, flags) > 1e-3
     first, _ = run.reference(flags)
     flags.set("--pp-slices", 4)

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ....releases import parse
 from ....schedule import AUTO
 from ...arguments import MegatronArgs
 from ...callbacks import Callback
@@ -14,6 +15,7 @@ from ...feature import Conflict, Feature, Flag, Run, require_no_conflict
 from .wanted import CUT, FLAG, Wanted
 
 _CUTS = ("balanced", "even")
+_PREDICTION = (0, 17)  # the first version whose multi-token prediction can be cut
 _NUMBERS = (2, 4, 8, 16)  # of slices, that auto chooses from
 _WHOLE = "it takes whole microbatches; drop it"
 
@@ -21,6 +23,13 @@ _WHOLE = "it takes whole microbatches; drop it"
 def _count(text: str) -> int | str:
     """The flag's value."""
     return text if text == AUTO else int(text)
+
+
+class _WithEngine(Conflict):
+    """A conflict with Transformer Engine's attention only."""
+
+    def found(self, args: MegatronArgs) -> str | None:
+        return None if getattr(args, "transformer_impl", "") == "local" else super().found(args)
 
 
 class Slices(Feature):
@@ -57,11 +66,16 @@ class Slices(Feature):
                  off=("local", "transformer_engine")),
         Conflict("--use-legacy-models", "its attention is not cut; drop it"),
         Conflict("--experimental-attention-variant", "it is not cut; drop it"),
-        Conflict("--mtp-num-layers", "it looks at the tokens behind a slice; drop it"),
+        Conflict(
+            "--mtp-use-repeated-layer",
+            "recompute could not tell the depths of one layer apart; drop it",
+        ),
         Conflict("--context-parallel-size", "it cuts sequences, too; drop it", off=(1,)),
         Conflict("--sliding-window-size", "its mask is not cut; drop it"),
-        Conflict("--window-size", "its mask is not cut; drop it"),
-        Conflict("--reset-attention-mask", "documents are not cut; drop it"),
+        _WithEngine(
+            "--window-size", "no kernel was tested that has both; drop it, or use "
+            "--transformer-impl local"
+        ),
         Conflict("--sft", "packed documents are not cut; drop it"),
         Conflict("--use-packed-sequences", "packed documents are not cut; drop it"),
         Conflict("--enable-hyper-connections", "their streams are not cut; drop it"),
@@ -77,8 +91,6 @@ class Slices(Feature):
                  beside="--multi-latent-attention"),
         Conflict("--pp-vocab-parallel", _WHOLE),
         Conflict("--pp-post-validation", _WHOLE),
-        Conflict("--pp-profile", "its times are of whole microbatches; drop it"),
-        Conflict("--pp-profile-steps", "its times are of whole microbatches; drop it"),
     )  # fmt: skip
 
     def check(self, run: Run) -> None:
@@ -116,6 +128,12 @@ class Slices(Feature):
         args, tokens = run.args, run.args.seq_length
         assert run.request is not None and tokens is not None
         require_no_conflict(args, self.conflicts, {"": f"{FLAG} {args.pp_slices}"})
+        if getattr(args, "mtp_num_layers", None) and parse(run.version)[:2] < _PREDICTION:
+            raise ConfigError(
+                f"{FLAG} {args.pp_slices} does not support --mtp-num-layers {args.mtp_num_layers} "
+                f"on megatron-core {run.version}, whose losses of other depths have no function of "
+                "their own; use 0.17 or newer, or drop one of them"
+            )
         if args.pp_slices == AUTO:
             cuts = tuple(one.cut(tokens, args) for one in wanted if one.fits(tokens, args))
             run.request = replace(run.request, cuts=cuts)

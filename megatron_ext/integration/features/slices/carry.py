@@ -190,4 +190,8 @@ def _rotary(slicing: Slicing, original: Callable[..., Any]) -> Callable[..., Any
         begin = 0 if slicing.now is None else slicing.span[0]
         return original(self, max_seq_len, offset + begin, *args, **kwargs)
 
+    # Of the original's cache, which multi-latent attention clears.
+    for name in ("cache_clear", "cache_info"):
+        if hasattr(original, name):
+            setattr(forward, name, getattr(original, name))
     return forward

@@ -11,6 +11,7 @@ import torch
 
 from ...errors import ConfigError
 from ...hooks import Hook, around
+from .prediction import Prediction, Whole
 from .state import Slicing
 
 _CUT = ("input_ids", "position_ids", "labels", "loss_mask")
@@ -18,10 +19,12 @@ _CUT = ("input_ids", "position_ids", "labels", "loss_mask")
 
 def hooks(slicing: Slicing) -> Sequence[Hook]:
     """Where a model takes the tokens of a microbatch."""
+    prediction = Prediction(slicing)
     return (
+        *prediction.hooks(),
         Hook(
             ("megatron.core.models.gpt.gpt_model:GPTModel.forward",),
-            around(functools.partial(_forward, slicing)),
+            around(functools.partial(_forward, slicing, prediction.whole)),
             ("self", "input_ids", "position_ids", "attention_mask", "labels"),
             "whole sequences would run in place of slices",
         ),
@@ -29,7 +32,12 @@ def hooks(slicing: Slicing) -> Sequence[Hook]:
 
 
 def _forward(
-    slicing: Slicing, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    slicing: Slicing,
+    whole: Whole,
+    original: Callable[..., Any],
+    model: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Whole microbatch in, the slice through, losses of the whole out: zero but in the slice."""
     if slicing.now is None:
@@ -47,10 +55,16 @@ def _forward(
     for name in ("padding_mask", "packed_seq_params"):
         if given.get(name) is not None:
             raise ConfigError(f"--pp-slices does not cut a {name}, which the model got; drop it")
+    whole.labels, whole.loss_mask = given.get("labels"), given.get("loss_mask")
     for name in _CUT:
         if given.get(name) is not None:
-            given[name] = given[name][..., begin:end]
-    output = original(*bound.args, **bound.kwargs)
+            part = given[name][..., begin:end]
+            whole.add(part, given[name])
+            given[name] = part
+    try:
+        output = original(*bound.args, **bound.kwargs)
+    finally:
+        whole.clear()
     if model.post_process:
         output = torch.nn.functional.pad(output, (begin, slicing.tokens - end))
     return output

@@ -126,7 +126,8 @@ class SliceRunner(MegatronRunner):
         batches = self._it.data_iterators[chunk]
         if batches is not None:
             batches.begin(unit)
-        self._slicing.stays = None if self._mover is None else self._mover.stays
+        counting = self._mover or self._observer
+        self._slicing.stays = None if counting is None else counting.stays
         with self._slicing.at(self._cuts, chunk, unit, first=True):
             found = super().forward_step(chunk, microbatch, x)
             _require_attention(self._it.models[chunk], self._slicing.calls(carry.KEYS))
