@@ -28,7 +28,6 @@ from ...hooks import Hook
 from ...offload_request import OffloadRequest
 from . import measure
 from .measure import TransferSetup
-from .memory import of_chunks
 from .policy import OffloadPolicy, keep_nothing
 from .sets import Key, RankSets, as_config_error, least_bytes
 
@@ -164,7 +163,7 @@ class Offloading(Callback):
         if not self._assumed:
             return
         assert self._setup is not None and self._sets is not None
-        bytes_of = of_chunks(self._sets.footprints, lambda footprint: footprint.host)
+        bytes_of = self._sets.of_chunks(lambda footprint: footprint.host)
         self._inputs.link = measure.link(
             self._setup, step.plan.placement, step.rank, durations, bytes_of, step.call.groups
         )
@@ -231,7 +230,7 @@ class Offloading(Callback):
     def _set_bytes(self) -> dict[int, int]:
         """By model chunk, device bytes of a set from F to B if it is not offloaded."""
         assert self._sets is not None
-        return of_chunks(self._sets.footprints, lambda footprint: footprint.device)
+        return self._sets.of_chunks(lambda footprint: footprint.device)
 
     def _rates(self) -> tuple[float, float] | None:
         """Bytes/s to the host and back; None if they were not measured."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,6 +128,10 @@ class RankSets:
     def device_bytes(self, plan: Schedule, rank: int) -> int:
         """The most that the sets take on the device under ``plan``."""
         return memory.device_bytes(plan, rank, self.footprints)
+
+    def of_chunks(self, of: Callable[[Footprint], int]) -> dict[int, int]:
+        """Bytes of the set of a whole microbatch, by model chunk."""
+        return memory.of_chunks(self.footprints, of)
 
     def close(self) -> None:
         """End copy threads, unpin memory, remove the hooks of the models' modules."""
