@@ -193,9 +193,9 @@ class ScheduledPipeline:
             step.runner = (step.runner_type or MegatronRunner)(
                 iteration, plan.placement, rank, self._store, step.mover, step.observer
             )
-            ways, shapes = plan.placement.edges, call.shape is None
+            ways, shapes = plan.placement.edges, step.shape is None
             edges = connected(call.group, "passes", ways, device, self.messages, shapes)
-        step.channel = Channel(edges, call.shape, iteration.config.pipeline_dtype, device)
+        step.channel = Channel(edges, step.shape, iteration.config.pipeline_dtype, device)
         timed = any(callback.times(step.training) for callback in self.callbacks)
         step.recorder = Recorder(timed, device)
         step.executor = Executor(

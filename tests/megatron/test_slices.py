@@ -254,12 +254,12 @@ def test_every_call_is_cut_for_its_own_length() -> None:
     step = SimpleNamespace(training=True)
     for tokens, shape in ((8, (4, 1, 32)), (12, (6, 1, 32)), (7, None)):
         step.call = SimpleNamespace(batch=(tokens, 1), shape=(tokens, 1, 32), iteration=iteration)
+        step.shape = step.call.shape
         passes.begin(step)  # type: ignore[arg-type]
-        assert step.call.shape == shape
-    step.call.shape = 1, 2, 3
-    step.training = False
+        assert step.shape == shape and step.call.shape == (tokens, 1, 32)
+    step.shape, step.training = (1, 2, 3), False
     passes.begin(step)  # type: ignore[arg-type]
-    assert step.call.shape == (1, 2, 3)
+    assert step.shape == (1, 2, 3)
 
 
 def test_every_microbatch_is_cut_for_its_own_length() -> None:

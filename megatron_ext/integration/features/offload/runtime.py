@@ -132,7 +132,7 @@ class Offloading(Callback):
                 models,
                 self._policy,
                 peaks[rank] if peaks else 0,
-                least_bytes(models, config, step.call.shape, self._policy),
+                least_bytes(models, config, step.shape, self._policy),
                 step.call.groups,
             )
         self._sets.store.reset_peaks()

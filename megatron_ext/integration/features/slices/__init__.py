@@ -90,7 +90,6 @@ class Slices(Feature):
         Conflict("--apply-rope-fusion", "the fused kernel's positions begin at 0; drop it",
                  beside="--multi-latent-attention"),
         Conflict("--pp-vocab-parallel", _WHOLE),
-        Conflict("--pp-post-validation", _WHOLE),
     )  # fmt: skip
 
     def check(self, run: Run) -> None:

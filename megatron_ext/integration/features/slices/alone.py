@@ -79,8 +79,8 @@ def _entry(
             first_val_step=None,
         )
         cuts = Cuts(functools.partial(wanted.cut, config=config), seq_length)
-        store, one = WeightGradStore(), Placement.loop(1)
-        runner = SliceRunner(iteration, one, 0, store, slicing=slicing, cuts=cuts)
+        store, one, own = WeightGradStore(), Placement.loop(1), iteration.data_iterators
+        runner = SliceRunner(iteration, one, 0, store, slicing=slicing, cuts=cuts, batches=own)
         count = wanted.count
         units = units_of([count] * num_microbatches)
         for first in range(0, len(units), count):

@@ -33,6 +33,7 @@ class SlicedPasses(Callback):
     def __init__(self, wanted: Wanted, implementations: Sequence[str]) -> None:
         self._wanted, self._implementations = wanted, implementations
         self._slicing = Slicing()
+        self._batches: Sequence[Batches | None] = ()
 
     def hooks(self) -> Sequence[Hook]:
         return all_hooks(self._slicing, self._implementations)
@@ -40,7 +41,12 @@ class SlicedPasses(Callback):
     def data_iterators(self, iterators: list[Any], training: bool) -> list[Any]:
         if not training:
             return iterators
-        return [None if it is None else Batches(it) for it in iterators]
+        # The same for the same ones: an iteration that was begun early is known by them.
+        known = {id(one.source): one for one in self._batches if one is not None}
+        self._batches = [
+            None if it is None else known.get(id(it)) or Batches(it) for it in iterators
+        ]
+        return [*self._batches]
 
     def begin(self, step: Step) -> None:
         if not step.training:
@@ -51,8 +57,10 @@ class SlicedPasses(Callback):
             lengths = cuts.of(call.batch[0]).lengths
             parts = call.shape[0] * lengths[0] // call.batch[0]
             # Shapes of slices that differ are sent ahead of them.
-            call.shape = (parts, *call.shape[1:]) if len({*lengths}) == 1 else None
-        step.runner_type = functools.partial(SliceRunner, slicing=self._slicing, cuts=cuts)
+            step.shape = (parts, *call.shape[1:]) if len({*lengths}) == 1 else None
+        step.runner_type = functools.partial(
+            SliceRunner, slicing=self._slicing, cuts=cuts, batches=self._batches
+        )
 
     def passes_done(self, step: Step, watchdog: Any) -> None:
         require_nothing_left(self._slicing, step.rank)
@@ -92,7 +100,7 @@ class Batches:
     """
 
     def __init__(self, source: Any) -> None:
-        self._source = source
+        self.source = source
         self._drawn: list[Any] = []
         self._place = 0
 
@@ -101,7 +109,7 @@ class Batches:
 
     def __next__(self) -> Any:
         if self._place == len(self._drawn):
-            self._drawn.append(next(self._source))
+            self._drawn.append(next(self.source))
         self._place += 1
         batch = self._drawn[self._place - 1]
         # A shallow copy: what a script takes out of a batch stays in it for the next slice.
@@ -117,13 +125,13 @@ class Batches:
 class SliceRunner(MegatronRunner):
     """F, B and W of slices: a unit stands in the place of a microbatch."""
 
-    def __init__(self, *args: Any, slicing: Slicing, cuts: Cuts) -> None:
+    def __init__(self, *args: Any, slicing: Slicing, cuts: Cuts, batches: Any) -> None:
         super().__init__(*args)
-        self._slicing, self._cuts = slicing, cuts
+        self._slicing, self._cuts, self._batches = slicing, cuts, batches
 
     def forward_step(self, chunk: int, microbatch: int, x: torch.Tensor | None) -> tuple[Any, Any]:
         unit = _unit(microbatch)
-        batches = self._it.data_iterators[chunk]
+        batches = self._batches[chunk]
         if batches is not None:
             batches.begin(unit)
         counting = self._mover or self._observer
