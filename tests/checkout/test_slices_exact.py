@@ -214,6 +214,21 @@ def test_attention(sessions: Sessions, flags: str) -> None:
     assert from_whole(run, given) < 1e-14
 
 
+@pytest.mark.matrix
+def test_one_slice_is_the_whole(sessions: Sessions, tmp_path: Path) -> None:
+    """Bit for bit the run without the flag; three slices are not."""
+    run, flags = sessions(ROPE, 2)
+    assert 0 < from_whole(run, flags) < 1e-14
+    for name in ("one", "none"):
+        flags.set("--pp-slices", 1)
+        if name == "none":
+            flags.drop("--pp-slices")
+        assert run.check(name, flags).status == "equal"
+    (one,), (none,) = tmp_path.glob("*-one"), tmp_path.glob("*-none")
+    made = compare(one, 2, none, STEPS, "exact", 2)
+    assert made.equal and made.tensors > 100 and not made.skipped
+
+
 def test_the_comparisons_can_fail(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
